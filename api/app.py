@@ -50,6 +50,7 @@ from api.predictions.conversations import Conversations
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.generation_stream import GenerationStreams
+from api.predictions.progress import PredictionProgress
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
 from api.routes import pages
@@ -59,7 +60,13 @@ from shared.broker.transport import Admin, Transport
 from shared.models.catalog import Catalog
 from shared.process.gc_tuning import settle_heap
 from shared.settings import ApiSettings
+from shared.stores.fetched_urls import FetchedUrls
+from shared.stores.holds import Holds
 from shared.stores.objects import ObjectStore, UrlSigner
+from shared.stores.previews import PreviewStore
+from shared.stores.token_streams import TokenStreams
+from shared.stores.waiting_lines import WaitingLines
+from shared.stores.webhook_log import WebhookLog
 from shared.usage.row import RowSink
 from shared.webhooks.publisher import WebhookPublisher
 
@@ -259,9 +266,9 @@ async def _open(
         codec,
     )
     idempotency = await _open_idempotency(opened, configuration)
-    webhooks = WebhookPublisher(pipeline.broker)
+    webhooks, webhook_log = WebhookPublisher(pipeline.broker), WebhookLog(pipeline.redis)
     predictions = await enter(
-        Predictions.of_pipeline(pipeline, webhooks, keep_s=settings.prediction_keep_s)
+        Predictions.of_pipeline(pipeline, webhooks, webhook_log, keep_s=settings.prediction_keep_s)
     )
     limiter = await open_limiter(
         opened,
@@ -270,7 +277,8 @@ async def _open(
         instance,
         instances=settings.inbox_pool,
     )
-    follower = await enter(PredictionFollower(predictions, pipeline.records.holds, limiter))
+    follower = await enter(PredictionFollower(predictions, Holds(pipeline.redis), limiter))
+    tokens = TokenStreams(pipeline.redis)
     return _dependencies(
         configuration,
         pipeline,
@@ -286,7 +294,12 @@ async def _open(
         idempotency,
         predictions,
         follower,
-        await enter(GenerationStreams(predictions, pipeline.records.tokens)),
+        PredictionProgress(
+            WaitingLines(pipeline.redis), PreviewStore(pipeline.redis), tokens, pipeline.flow_runs
+        ),
+        await enter(GenerationStreams(predictions, tokens)),
+        webhooks,
+        webhook_log,
         codec,
     )
 
@@ -320,7 +333,10 @@ def _dependencies(
     idempotency: IdempotencyService,
     predictions: Predictions,
     follower: PredictionFollower,
+    progress: PredictionProgress,
     generation_streams: GenerationStreams,
+    webhooks: WebhookPublisher,
+    webhook_log: WebhookLog,
     image_codec: ImageCodec,
 ) -> Dependencies:
     settings, turns = configuration.settings, QueryPermits()
@@ -328,7 +344,9 @@ def _dependencies(
     inference = Inference(pipeline.dispatcher, limiter, pipeline.admission)
     sources = Files(configuration.objects, storage)
     batch_files = BatchFiles(configuration.objects, storage)
-    result_fetcher = ResultFetcher(configuration.objects, predictions, image_codec)
+    result_fetcher = ResultFetcher(
+        configuration.objects, pipeline.records, pipeline.flow_runs, image_codec
+    )
     return Dependencies(
         settings=settings,
         catalog=configuration.catalog,
@@ -346,10 +364,15 @@ def _dependencies(
         readiness=readiness,
         idempotency=idempotency,
         predictions=predictions,
-        conversations=Conversations(pipeline.records, keep_s=settings.prediction_keep_s),
+        conversations=Conversations(
+            pipeline.records, pipeline.prediction_store, keep_s=settings.prediction_keep_s
+        ),
         follower=follower,
-        event_streams=EventStreams(predictions, configuration.url_signer),
+        progress=progress,
+        event_streams=EventStreams(predictions, progress, configuration.url_signer),
         generation_streams=generation_streams,
+        webhooks=webhooks,
+        webhook_log=webhook_log,
         storage=storage,
         files=sources,
         batch_files=batch_files,
@@ -362,7 +385,7 @@ def _dependencies(
             result_fetcher,
             configuration.url_signer,
             image_codec,
-            UrlFetcher(settings, storage, pipeline.records.fetched_urls),
+            UrlFetcher(settings, storage, FetchedUrls(pipeline.redis)),
         ),
         usage=UsageService(UsageRows(*_report_dataset(settings)), turns),
         reports=ReportService(_report_dataset(settings), turns),

@@ -57,7 +57,10 @@ from shared.models.tasks import Input
 from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
+from shared.stores.previews import PreviewStore
 from shared.stores.records import Records
+from shared.stores.records_redis import RecordsRedis
+from shared.stores.token_streams import TokenStreams
 from shared.usage.row import Row, RowSink
 from workers.identity import WorkerInfo
 from workers.jobs.completion import Completion
@@ -324,12 +327,16 @@ class TimedWorker:
         pool = await enter(_pool(self._device, self._batch_s, self._model))
         transport = await enter(self._site.transport(self._project))
         redis_url = self._site.redis_url
-        cache, records = await enter(ResultCache(redis_url, 0)), await enter(Records(redis_url))
+        cache, redis = await enter(ResultCache(redis_url, 0)), await enter(RecordsRedis(redis_url))
+        records, tokens = Records(redis), TokenStreams(redis)
         folder = self._stack.enter_context(tempfile.TemporaryDirectory())
         objects = ObjectStore(f"file://{folder}")
         info = WorkerInfo("0", "here", "none")
-        completion = Completion(self._model, transport, cache, records, objects, self._rows, info)
-        self._consumer = JobConsumer(self._model, _Preparer(), cache, records, objects, completion)
+        completion = Completion(
+            self._model, transport, cache, records, tokens, objects, self._rows, info
+        )
+        stores = (cache, records, tokens, PreviewStore(redis), objects)
+        self._consumer = JobConsumer(self._model, _Preparer(), *stores, completion)
         self._subscriber = _OtherHand(transport, self._hand)
         worker = Worker([self._consumer], self._subscriber, records, pool)
         running = [asyncio.create_task(worker.run(asyncio.Event()))]

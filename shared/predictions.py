@@ -31,9 +31,10 @@ from shared.models.tasks.custom import (
 from shared.models.tasks.image import ImageResult, ImagesResult
 from shared.money.charge import ItemPrice, cost_usd, device_s
 from shared.stores.objects import UrlSigner
-from shared.stores.record_state import QueuePosition, Record, State, receipts_of
+from shared.stores.record_state import Record, State, receipts_of
 from shared.stores.stream_chunks import Chunk
 from shared.stores.token_streams import TokenStreams
+from shared.stores.waiting_lines import QueuePosition
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
 """An output format of the API. Workers produce PNG."""

@@ -25,7 +25,7 @@ from shared.process.gc_tuning import YOUNG_OBJECTS
 from shared.process.loopback import exempt_loopback_from_proxies
 from shared.stores.cache import ResultCache
 from shared.stores.key_stores import KeyRedis
-from shared.stores.records import Records
+from shared.stores.records_redis import RecordsRedis
 from tests.groups import GroupScheduling, longest_first
 from tests.limits import REDIS_LIMIT_S, START_LIMIT_S, TEST_LIMIT_S
 from tests.rabbitmq import needs_rabbitmq
@@ -136,7 +136,7 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture(autouse=True)
 def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
     """Redis may be slow on a busy machine; a test about its slowness sets its own limit."""
-    for kind in (LimitStore, ResultCache, Records, IdempotencyStore, KeyRedis):
+    for kind in (LimitStore, ResultCache, RecordsRedis, IdempotencyStore, KeyRedis):
         monkeypatch.setitem(kind.__init__.__kwdefaults__ or {}, "timeout_s", REDIS_LIMIT_S)
 
 

@@ -2,15 +2,15 @@
 
 import time
 
-from shared.stores.records import Records
+from tests.record_stores import RecordStores
 
 
-async def delete_ended(records: Records, record: str, keep_s: float = 1000.0) -> bool | None:
+async def delete_ended(stores: RecordStores, record: str, keep_s: float = 1000.0) -> bool | None:
     """Deletes the record of a finished prediction. A broker may deliver its job for `keep_s`.
 
     Returns:
         True if it was deleted. False if it has changed since it was read.
     """
-    known = await records.read(record)
+    known = await stores.records.read(record)
     assert known is not None
-    return await records.delete(record, known, time.time() + keep_s)
+    return await stores.predictions.delete(record, known, time.time() + keep_s)

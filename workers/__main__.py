@@ -33,8 +33,12 @@ from shared.process.inspection import deny_inspection
 from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
+from shared.stores.flow_runs import FlowRuns
 from shared.stores.objects import ObjectStore
+from shared.stores.previews import PreviewStore
 from shared.stores.records import Records
+from shared.stores.records_redis import RecordsRedis
+from shared.stores.token_streams import TokenStreams
 from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
 from shared.tracing.setup import traced
 from shared.usage.senders import TABLE, sender_of
@@ -164,7 +168,7 @@ class _Stores(NamedTuple):
     """The stores that a worker reads and writes, except its rows."""
 
     cache: ResultCache
-    records: Records
+    redis: RecordsRedis
     transport: Transport
     objects: ObjectStore
     withdrawals: LiveWithdrawals
@@ -174,7 +178,7 @@ async def _open_stores(stack: AsyncExitStack, settings: WorkerSettings) -> _Stor
     enter = stack.enter_async_context
     return _Stores(
         await enter(ResultCache(settings.redis_url, settings.memory_cache_bytes)),
-        await enter(Records(settings.records_redis_url)),
+        await enter(RecordsRedis(settings.records_redis_url)),
         await enter(transport_of(settings)),
         ObjectStore(settings.objects_url),
         await enter(LiveWithdrawals(WithdrawalStore(settings.records_redis_url))),
@@ -200,10 +204,12 @@ async def _open(
     starting = WorkerInfo(name, settings.region, "", spot=settings.spot)
     reports = await stack.enter_async_context(UtilizationReports(times, hours, models, starting))
     pool = await stack.enter_async_context(_pool(settings, hosted, layout))
-    cache, records, transport, objects, withdrawals = await _open_stores(stack, settings)
+    cache, redis, transport, objects, withdrawals = await _open_stores(stack, settings)
     parts = await _canary_parts(stack, settings, hosted, transport, objects)
     device = pool.device_name
-    flows = FlowEngine(catalog, records, transport, cache, withdrawals.purges)
+    records, tokens = Records(redis), TokenStreams(redis)
+    previews = PreviewStore(redis)
+    flows = FlowEngine(catalog, records, FlowRuns(redis), transport, cache, withdrawals.purges)
     facts = WorkerInfo(name, settings.region, device, gpu_type_of(device), settings.spot)
     reports.info = facts
     consumers = [
@@ -212,9 +218,20 @@ async def _open(
             preparer_for(model, folder),
             cache,
             records,
+            tokens,
+            previews,
             objects,
             StepCompletion(
-                model, transport, cache, records, objects, rows, facts, flows, parts.get(model.name)
+                model,
+                transport,
+                cache,
+                records,
+                tokens,
+                objects,
+                rows,
+                facts,
+                flows,
+                parts.get(model.name),
             ),
             in_steps=WORKER_TASKS[model.task].computes_steps(model, folder),
             withdrawals=withdrawals,

@@ -32,9 +32,13 @@ from shared.messages import Envelope, Item, ItemError, Job, JobBody, Reply, deco
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks import Input, Result
 from shared.stores.cache import ResultCache
+from shared.stores.flow_runs import FlowRuns
 from shared.stores.objects import ObjectStore
+from shared.stores.previews import PreviewStore
 from shared.stores.records import Records
+from shared.stores.records_redis import RecordsRedis
 from shared.stores.redis_client import NO_REDIS
+from shared.stores.token_streams import TokenStreams
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from workers.identity import WorkerInfo
@@ -153,18 +157,23 @@ async def running_worker(
     pool = ProcessPool([PooledProcess([Launch(thread.start_client)])])
     async with (
         ResultCache(redis_url, memory_bytes=1 << 20) as cache,
-        Records(redis_url) as records,
+        RecordsRedis(redis_url) as redis,
         pool,
     ):
         info = WorkerInfo("testing", "", pool.device_name)
         objects = ObjectStore(objects_url)
-        flows = FlowEngine(catalog or Catalog((entry,)), records, broker, cache)
-        completion = StepCompletion(entry, broker, cache, records, objects, rows, info, flows)
+        records, tokens = Records(redis), TokenStreams(redis)
+        flows = FlowEngine(catalog or Catalog((entry,)), records, FlowRuns(redis), broker, cache)
+        completion = StepCompletion(
+            entry, broker, cache, records, tokens, objects, rows, info, flows
+        )
         consumer = JobConsumer(
             entry,
             preparer,
             cache,
             records,
+            tokens,
+            PreviewStore(redis),
             objects,
             completion,
             in_steps=thread.in_steps,

@@ -50,9 +50,10 @@ from shared.errors import PenstockError
 from shared.models.catalog import Catalog
 from shared.process.concurrency import backoff
 from shared.settings import ApiSettings
+from shared.stores.fetched_urls import FetchedUrls
 from shared.stores.key_stores import key_store
 from shared.stores.objects import ObjectStore, UrlSigner
-from shared.stores.records import Records
+from shared.stores.webhook_log import WebhookLog
 from shared.usage.row import RowSink
 from shared.webhooks.event import BatchEvent
 from shared.webhooks.publisher import WebhookPublisher
@@ -302,7 +303,7 @@ def _source_images(
     objects: ObjectStore,
     storage: Storage,
     uploads: BatchFiles,
-    records: Records,
+    fetched_urls: FetchedUrls,
     codec: ImageCodec,
 ) -> SourceImages:
     """Returns the loader for files in lines: data: URIs, uploads, results and URLs."""
@@ -313,7 +314,7 @@ def _source_images(
         _StoredResults(objects),
         UrlSigner(settings.secret),
         codec,
-        UrlFetcher(settings, storage, records.fetched_urls),
+        UrlFetcher(settings, storage, fetched_urls),
     )
 
 
@@ -357,7 +358,9 @@ async def opened_runner(
         )
         webhooks = WebhookPublisher(pipeline.broker)
         predictions = await enter(
-            Predictions.of_pipeline(pipeline, webhooks, keep_s=settings.prediction_keep_s)
+            Predictions.of_pipeline(
+                pipeline, webhooks, WebhookLog(pipeline.redis), keep_s=settings.prediction_keep_s
+            )
         )
         limiter = await open_limiter(
             opened,
@@ -366,7 +369,9 @@ async def opened_runner(
             instance,
             instances=settings.inbox_pool,
         )
-        sources = _source_images(settings, objects, storage, files, pipeline.records, codec)
+        sources = _source_images(
+            settings, objects, storage, files, FetchedUrls(pipeline.redis), codec
+        )
         tools = RunTools(
             store=store,
             files=files,

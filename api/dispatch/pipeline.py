@@ -20,8 +20,11 @@ from shared.messages import Envelope, JobBody
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.cache import ResultCache
+from shared.stores.flow_runs import FlowRuns
 from shared.stores.objects import ObjectStore
+from shared.stores.prediction_store import PredictionStore
 from shared.stores.records import Records
+from shared.stores.records_redis import RecordsRedis
 from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
 from shared.usage.row import RowSink, row_of
 
@@ -30,7 +33,10 @@ from shared.usage.row import RowSink, row_of
 class OpenParts:
     """The opened parts."""
 
+    redis: RecordsRedis
     records: Records
+    prediction_store: PredictionStore
+    flow_runs: FlowRuns
     broker: Transport
     inbox: ReplyInbox
     rows: RowSink
@@ -67,9 +73,10 @@ async def open_pipeline(
     cache = await opened.enter_async_context(
         ResultCache(settings.redis_url, settings.memory_cache_bytes)
     )
-    records = await opened.enter_async_context(
-        Records(settings.records_redis_url, predictions_max_bytes=settings.predictions_max_bytes)
-    )
+    redis = await opened.enter_async_context(RecordsRedis(settings.records_redis_url))
+    records = Records(redis)
+    prediction_store = PredictionStore(redis, max_bytes=settings.predictions_max_bytes)
+    flow_runs = FlowRuns(redis, max_bytes=settings.predictions_max_bytes)
     broker = await opened.enter_async_context(transport)
     inbox_admin = await opened.enter_async_context(admin)
     inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
@@ -84,7 +91,7 @@ async def open_pipeline(
     canaries = await opened.enter_async_context(
         CanaryRouter(catalog, CanaryStore(settings.records_redis_url), withdrawals=withdrawals)
     )
-    flows = FlowEngine(catalog, records, broker, purges=withdrawals.purges)
+    flows = FlowEngine(catalog, records, flow_runs, broker, purges=withdrawals.purges)
     start_run = partial(_start_run, flows, row_sink, settings.region)
     sender = JobSender(inbox, broker, objects, records, window, instance, start_run)
     dispatcher = await opened.enter_async_context(
@@ -102,7 +109,18 @@ async def open_pipeline(
         )
     )
     return OpenParts(
-        records, broker, inbox, row_sink, admission, sender, dispatcher, canaries, flows
+        redis,
+        records,
+        prediction_store,
+        flow_runs,
+        broker,
+        inbox,
+        row_sink,
+        admission,
+        sender,
+        dispatcher,
+        canaries,
+        flows,
     )
 
 

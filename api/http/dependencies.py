@@ -29,12 +29,15 @@ from api.predictions.conversations import Conversations
 from api.predictions.event_stream import EventStreams
 from api.predictions.follower import PredictionFollower
 from api.predictions.generation_stream import GenerationStreams
+from api.predictions.progress import PredictionProgress
 from api.predictions.results import ResultFetcher
 from api.predictions.service import Predictions
 from api.usage.service import ReportService, UsageService
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore, UrlSigner
+from shared.stores.webhook_log import WebhookLog
+from shared.webhooks.publisher import WebhookPublisher
 
 StartedAt = NewType("StartedAt", float)
 """Unix seconds."""
@@ -62,8 +65,11 @@ class Dependencies:
     predictions: Predictions
     conversations: Conversations
     follower: PredictionFollower
+    progress: PredictionProgress
     event_streams: EventStreams
     generation_streams: GenerationStreams
+    webhooks: WebhookPublisher
+    webhook_log: WebhookLog
     storage: Storage
     files: Files
     batch_files: BatchFiles

@@ -34,7 +34,7 @@ from api.limits.counters import (
 from api.limits.messages import BUDGET_UNIT
 from shared.errors import PenstockError, Unavailable
 from shared.models.tasks.base import Unit
-from shared.stores.records import hold_keys
+from shared.stores.holds import hold_keys
 from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, Script, load_script
 from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Caller, Limits, Plan, Rates

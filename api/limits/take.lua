@@ -1,7 +1,7 @@
 -- Takes from several limits at once, or from none of them. Follows now.lua and months.lua.
 --
 -- KEYS: one for each limit, then budgets by the time at which they changed (totals.lua), holds, the
--- times at which they are due (shared/stores/records.py), the instance's calls, and operations
+-- times at which they are due (shared/stores/holds.py), the instance's calls, and operations
 -- ARGV: instance, lifetime of slots in ms,
 -- JSON: [{key, kind, limit, need, extra, returns, held, month, operation, used, owner}, ...],
 -- the record whose hold this settles ('' if none; without its hold nothing is given back),

@@ -78,6 +78,7 @@ from api.predictions.generation_stream import (
     find_return,
     seen_from_id,
 )
+from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
 from api.tasks.base import Inputs, check_results
 from api.tasks.custom import FieldNames, add_files, input_of_fields
@@ -499,6 +500,7 @@ async def create_transcription(
     storage: Storage,
     source_images: SourceImages,
     predictions: Predictions,
+    progress: PredictionProgress,
     generation_streams: GenerationStreams,
 ) -> Response:
     """Answers with the whole transcript or, with `stream`, segment by segment.
@@ -514,7 +516,7 @@ async def create_transcription(
         if not form.stream:
             return await transcriber.answer(item)
         stream = _TranscriptStream(
-            call, transcriber.names, recording, predictions, generation_streams
+            call, transcriber.names, recording, predictions, progress, generation_streams
         )
         return await stream.answer(transcriber.prediction_request(item))
 
@@ -635,6 +637,7 @@ class _TranscriptStream:
         names: FieldNames,
         recording: Recording,
         predictions: Predictions,
+        progress: PredictionProgress,
         streams: GenerationStreams,
     ) -> None:
         self._call = call
@@ -642,6 +645,7 @@ class _TranscriptStream:
         self._shape = TranscriptEvents(names)
         self._recording = recording
         self._predictions = predictions
+        self._progress = progress
         self._streams = streams
         self._last_id = call.http.headers.get("last-event-id", "")
         self._has_ids = wants_event_ids(call.http.headers)
@@ -699,7 +703,7 @@ class _TranscriptStream:
 
         If the reader hangs up and can't resume, the run is canceled.
         """
-        call, predictions, has_ids = self._call, self._predictions, self._has_ids
+        call, has_ids = self._call, self._has_ids
         windows = _WindowEvents(flow, int(self._last_id or -1), has_ids=has_ids)
         until_s = time.monotonic() + MAX_S
         returns = find_return(call.options.idempotency_key, has_positions=has_ids)
@@ -707,8 +711,9 @@ class _TranscriptStream:
         try:
             while True:
                 call.check_key()
-                snapshot = await predictions.refresh(snapshot)
-                for event in windows.of(await predictions.step_outcomes(snapshot, windows.seen)):
+                snapshot = await self._predictions.refresh(snapshot)
+                outcomes = await self._progress.step_outcomes(snapshot, windows.seen)
+                for event in windows.of(outcomes):
                     yield event
                 if snapshot.record.is_over:
                     is_left = False

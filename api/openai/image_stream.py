@@ -28,12 +28,13 @@ from api.predictions.generation_stream import (
     MAX_S,
     GenerationStreams,
 )
+from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
 from api.tasks.image import images_in
 from shared.errors import BadInput, DeadlineExceeded, PenstockError
 from shared.models.catalog import Model
 from shared.models.tasks.image import ImageResult
-from shared.stores.record_state import Preview
+from shared.stores.previews import Preview
 
 Drawn = TypeVar("Drawn")
 Encode: TypeAlias = Callable[[Drawn], Awaitable[bytes]]
@@ -121,6 +122,7 @@ class ImageStream:
         self,
         call: ModelCall,
         predictions: Predictions,
+        progress: PredictionProgress,
         generation_streams: GenerationStreams,
         *,
         kind: str,
@@ -133,6 +135,7 @@ class ImageStream:
     ) -> None:
         self._call = call
         self._predictions = predictions
+        self._progress = progress
         self._generation_streams = generation_streams
         self._kind = kind
         self._position = position
@@ -193,7 +196,7 @@ class ImageStream:
         """Yields new previews, up to the number that the reader wants."""
         if not self._wanted:
             return
-        for preview in await self._predictions.previews(snapshot, self._position.cursor):
+        for preview in await self._progress.previews(snapshot, self._position.cursor):
             self._position = self._position._replace(cursor=preview.cursor)
             number = self._position.shown[preview.index]
             if number < self._wanted and self._is_due(preview, number):

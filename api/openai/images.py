@@ -51,6 +51,7 @@ from api.openai.image_stream import ImagePosition, ImageStream
 from api.predictions.creation import digest_of
 from api.predictions.event_stream import EventStreams
 from api.predictions.generation_stream import GenerationStreams, behind
+from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
 from api.tasks.base import Inputs
 from api.tasks.image import images_in, plan_images, results_of
@@ -62,7 +63,7 @@ from shared.models.tasks import Input
 from shared.models.tasks.image import ImageInput, ImageResult, ImagesInput, ImagesResult
 from shared.predictions import MEDIA_TYPES
 from shared.stores.objects import ObjectStore, UrlSigner, object_key
-from shared.stores.record_state import Preview
+from shared.stores.previews import Preview
 
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 _BYTES_PER_PIXEL = 4
@@ -396,6 +397,7 @@ class ImageAnswer:
         self,
         event_streams: EventStreams,
         predictions: Predictions,
+        progress: PredictionProgress,
         generation_streams: GenerationStreams,
     ) -> Response:
         """Returns the image events after `Last-Event-ID`."""
@@ -419,6 +421,7 @@ class ImageAnswer:
             stream = ImageStream(
                 call,
                 predictions,
+                progress,
                 generation_streams,
                 kind="image_generation" if first.image is None else "image_edit",
                 position=position,
@@ -479,6 +482,7 @@ class ImageRequests:
     url_signer: UrlSigner
     event_streams: EventStreams
     predictions: Predictions
+    progress: PredictionProgress
     generation_streams: GenerationStreams
 
     def use_model(self, call: ModelCall, body: ImageBody) -> Model:
@@ -512,7 +516,7 @@ class ImageRequests:
         )
         if body.stream:
             return await answer.stream(
-                self.event_streams, self.predictions, self.generation_streams
+                self.event_streams, self.predictions, self.progress, self.generation_streams
             )
         return await answer.whole(self.inference)
 

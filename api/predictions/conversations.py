@@ -18,6 +18,7 @@ import msgspec
 from api.errors import NotFound, NotNow
 from api.predictions.service import DOCUMENT_MAX_BYTES
 from shared.errors import InputTooLarge
+from shared.stores.prediction_store import PredictionStore
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 
@@ -89,8 +90,9 @@ class Conversations:
             another time.
     """
 
-    def __init__(self, records: Records, *, keep_s: int) -> None:
+    def __init__(self, records: Records, store: PredictionStore, *, keep_s: int) -> None:
         self._records = records
+        self._store = store
         self._keep_s = keep_s
 
     async def create(
@@ -112,7 +114,7 @@ class Conversations:
             metadata=metadata,
             entries=[ConversationEntry(item) for item in items],
         )
-        await self._records.put_document(
+        await self._store.put_document(
             conversation.id,
             tenant,
             _encode(conversation),
@@ -146,7 +148,7 @@ class Conversations:
         for _ in range(_ATTEMPTS):
             conversation, document = await self._read(tenant, conversation_id)
             change(conversation)
-            if await self._records.put_document(
+            if await self._store.put_document(
                 conversation.id, tenant, _encode(conversation), keep_s=keep_s, replaces=document
             ):
                 return conversation
@@ -161,7 +163,7 @@ class Conversations:
             NotFound: the tenant does not have a conversation with this ID, or it has expired.
         """
         conversation = await self.read(tenant, conversation_id)
-        await self._records.delete(conversation.id, Record(state="succeeded"), time.time())
+        await self._store.delete(conversation.id, Record(state="succeeded"), time.time())
 
     async def _read(self, tenant: str, conversation_id: str) -> tuple[Conversation, bytes]:
         record = None

@@ -34,6 +34,7 @@ import msgspec
 
 from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.generation_stream import StreamShape
+from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
 from api.predictions.stream_room import StreamRoom
 from shared.errors import Canceled, PenstockError
@@ -50,7 +51,7 @@ from shared.predictions import (
     step_output_of,
 )
 from shared.stores.objects import UrlSigner
-from shared.stores.record_state import Preview
+from shared.stores.previews import Preview
 
 MAX_STREAMS = 256
 """Maximum number of streams per instance. Each stream reads its record twice a second."""
@@ -105,8 +106,11 @@ class EventPosition(NamedTuple):
 class EventStreams:
     """The streams of this instance."""
 
-    def __init__(self, predictions: Predictions, url_signer: UrlSigner) -> None:
+    def __init__(
+        self, predictions: Predictions, progress: PredictionProgress, url_signer: UrlSigner
+    ) -> None:
         self._predictions = predictions
+        self._progress = progress
         self._url_signer = url_signer
         self.room = StreamRoom(MAX_STREAMS, "event streams", "poll the prediction")
 
@@ -143,13 +147,13 @@ class EventStreams:
         until_s, sent = sent_s + MAX_S, None
         while True:
             if QUEUE in extra:
-                queued = await self._predictions.position(snapshot)
+                queued = await self._progress.position(snapshot)
                 if queued is not None and queued != sent:
                     data = msgspec.json.encode(queued._asdict()).decode()
                     yield encode_event(QUEUE, data, position.to_id())
                     sent, sent_s = queued, time.monotonic()
             if PREVIEW in extra:
-                for preview in await self._predictions.previews(snapshot, position.preview):
+                for preview in await self._progress.previews(snapshot, position.preview):
                     position = position._replace(preview=preview.cursor)
                     yield encode_event(PREVIEW, _shown(preview), position.to_id())
                     sent_s = time.monotonic()
@@ -179,7 +183,7 @@ class EventStreams:
             StreamEvent(
                 1, number, _text(step_output_of(snapshot.prediction, outcome, self._url_signer))
             )
-            for number, outcome in await self._predictions.step_outcomes(snapshot, known)
+            for number, outcome in await self._progress.step_outcomes(snapshot, known)
         ]
         others = events_of(snapshot, self._url_signer, seen)
         return sorted([*others, *steps], key=lambda event: event[:2]) if steps else others

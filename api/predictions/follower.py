@@ -1,6 +1,6 @@
 """Settles the reservations of predictions with limits when they end.
 
-The reservations of a prediction are in Redis with its record (shared/stores/records.py). Every
+The reservations of a prediction are in Redis with its record (shared/stores/holds.py). Every
 instance settles due reservations, whether it created them or not, so nothing depends on the
 creating instance. That instance only knows which items are in flight here, and frees their slots.
 If it dies, they expire.
@@ -23,8 +23,8 @@ from api.limits.limited_request import HeldLimits, Hold, LimitedRequest, used_by
 from api.limits.limiter import Limiter
 from api.predictions.service import GRACE_S, Predictions
 from shared.errors import Unavailable
+from shared.stores.holds import DueHold, Holds
 from shared.stores.record_state import Record
-from shared.stores.records import DueHold, Holds
 
 MAX_FOLLOWED = 16_384
 """Maximum number of predictions whose items count as in flight here.

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 
 from api.errors import NotFound
 from api.inputs.image_codec import ImageCodec
 from api.predictions.creation import PredictionSnapshot
-from api.predictions.service import Predictions
 from shared.errors import BadInput
+from shared.flows.run import own_objects
+from shared.messages import ReplyBody
+from shared.models.tasks import Result
+from shared.models.tasks.image import ImagesResult
 from shared.predictions import MEDIA_TYPES, partial_objects_of
+from shared.stores.flow_runs import FlowRuns
 from shared.stores.objects import ObjectStore
+from shared.stores.records import Records
 
 OBJECT_LIMIT_BYTES = 64 * 1024 * 1024
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
@@ -23,10 +29,11 @@ class ResultFetcher:
     """Fetches results. Keeps no state between calls."""
 
     def __init__(
-        self, objects: ObjectStore, predictions: Predictions, image_codec: ImageCodec
+        self, objects: ObjectStore, records: Records, runs: FlowRuns, image_codec: ImageCodec
     ) -> None:
         self._objects = objects
-        self._predictions = predictions
+        self._records = records
+        self._runs = runs
         self._image_codec = image_codec
 
     async def delete(self, snapshot: PredictionSnapshot) -> None:
@@ -37,7 +44,7 @@ class ResultFetcher:
         """
         reply = snapshot.record.reply
         if snapshot.prediction.steps:
-            for key in await self._predictions.objects_of_steps(snapshot.prediction):
+            for key in await own_objects(self._runs, snapshot.prediction.record):
                 await self._objects.delete(key)
             return
         if reply is None or snapshot.prediction.is_cached:
@@ -63,7 +70,7 @@ class ResultFetcher:
         """
         try:
             if inline := _INLINE.fullmatch(key):
-                data = await self._predictions.inline_image(inline[1], int(inline[2]))
+                data = await self._inline_image(inline[1], int(inline[2]))
             else:
                 data = await self._objects.get(key, OBJECT_LIMIT_BYTES)
         except BadInput as error:
@@ -74,3 +81,23 @@ class ResultFetcher:
                 data, _FORMATS[media_type], None, deadline_s, is_new=True
             )
         return data
+
+    async def _inline_image(self, record_id: str, index: int) -> bytes:
+        """Returns an image contained in a record.
+
+        Raises:
+            NotFound: the record does not contain such an image.
+        """
+        record = await self._records.read(record_id)
+        results = _results_of(record.reply) if record is not None and record.reply else []
+        result = results[index] if index < len(results) else None
+        blob = next(iter(result.blobs), None) if result is not None else None
+        if blob is not None and blob.data is not None:
+            return blob.data
+        raise NotFound("the image no longer exists")
+
+
+def _results_of(reply: ReplyBody) -> Sequence[Result | None]:
+    if isinstance(reply.output, ImagesResult):
+        return reply.output.images
+    return [outcome.result for outcome in reply.outcomes]

@@ -37,24 +37,20 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.flows.engine import FlowEngine, plan_of
-from shared.flows.run import outcomes_after, own_objects
+from shared.flows.engine import FlowEngine
 from shared.messages import ItemOutcome, ReplyBody, encode_reply_body
-from shared.models.tasks import Result
-from shared.models.tasks.image import ImagesResult
 from shared.predictions import (
     Prediction,
     decode_document,
     encode_document,
     encode_end,
-    read_partial,
     record_of,
 )
 from shared.process.concurrency import BackgroundTask
-from shared.stores.objects import UrlSigner
-from shared.stores.record_state import Preview, QueuePosition, Record
-from shared.stores.records import LISTED, Records
-from shared.stores.webhook_log import WebhookAttempt
+from shared.stores.prediction_store import LISTED, PredictionStore
+from shared.stores.record_state import Record
+from shared.stores.records import Records
+from shared.stores.webhook_log import WebhookLog
 from shared.stores.withdrawals import withdrawn_error
 from shared.webhooks.publisher import WebhookPublisher
 
@@ -104,8 +100,10 @@ class Predictions:
     def __init__(
         self,
         records: Records,
+        store: PredictionStore,
         sender: JobSender,
         webhooks: WebhookPublisher,
+        webhook_log: WebhookLog,
         inbox: Inbox,
         admission: Admission,
         canaries: CanaryRouter,
@@ -114,8 +112,10 @@ class Predictions:
         keep_s: int,
     ) -> None:
         self._records = records
+        self._store = store
         self._sender = sender
         self._webhooks = webhooks
+        self._webhook_log = webhook_log
         self._inbox = inbox
         self._admission = admission
         self._canaries = canaries
@@ -127,12 +127,16 @@ class Predictions:
         canaries.withdrawals.on_withdrawn(self._look_at_all)
 
     @classmethod
-    def of_pipeline(cls, parts: OpenParts, webhooks: WebhookPublisher, *, keep_s: int) -> Self:
+    def of_pipeline(
+        cls, parts: OpenParts, webhooks: WebhookPublisher, webhook_log: WebhookLog, *, keep_s: int
+    ) -> Self:
         """Returns the predictions computed by an open pipeline."""
         return cls(
             parts.records,
+            parts.prediction_store,
             parts.sender,
             webhooks,
+            webhook_log,
             parts.inbox,
             parts.admission,
             parts.canaries,
@@ -215,7 +219,7 @@ class Predictions:
             KeyReused: the Idempotency-Key was used with another request.
             Overloaded: the store of predictions is full.
         """
-        is_kept = await self._records.keep(
+        is_kept = await self._store.keep(
             prediction.record,
             prediction.tenant,
             _encode_within_bounds(prediction),
@@ -269,7 +273,7 @@ class Predictions:
         Large predictions reduce this number: a page has at most READ_BYTES in total, but at least
         one prediction.
         """
-        remaining = ids = await self._records.latest(tenant, PAGE, before_s)
+        remaining = ids = await self._store.latest(tenant, PAGE, before_s)
         snapshots: list[PredictionSnapshot] = []
         while remaining and not snapshots:
             snapshots, remaining = await self._read_some(remaining)
@@ -290,7 +294,7 @@ class Predictions:
         Raises:
             NotFound: the record `after` does not exist or can't be listed.
         """
-        ids = await self._records.latest(tenant, LISTED)
+        ids = await self._store.latest(tenant, LISTED)
         if is_ascending:
             ids.reverse()
         if after:
@@ -305,7 +309,7 @@ class Predictions:
 
     async def _read_some(self, ids: list[str]) -> tuple[list[PredictionSnapshot], list[str]]:
         """Reads the first few predictions, and returns the IDs of the others."""
-        sizes = itertools.accumulate(await self._records.sizes(ids))
+        sizes = itertools.accumulate(await self._store.sizes(ids))
         count = max(1, sum(size <= READ_BYTES for size in sizes))
         records = await asyncio.gather(*map(self._records.read, ids[:count]))
         snapshots = [
@@ -329,7 +333,7 @@ class Predictions:
             raise PredictionNotOver("the prediction has not ended, so it can't be changed yet")
         changed = msgspec.structs.replace(snapshot.prediction, input=stored_input)
         document = _encode_within_bounds(changed)
-        if not await self._records.put_document(
+        if not await self._store.put_document(
             changed.record,
             changed.tenant,
             document,
@@ -415,10 +419,10 @@ class Predictions:
         prediction, known = snapshot
         if await self._owes_webhook(prediction):
             # Before it is deleted: if stored in vain, it expires.
-            await self._records.webhook_log.keep_end(prediction.record, encode_end(*snapshot))
+            await self._webhook_log.keep_end(prediction.record, encode_end(*snapshot))
         if discard is not None:
             await discard(snapshot)
-        is_deleted = await self._records.delete(prediction.record, known, prediction.deadline_s)
+        is_deleted = await self._store.delete(prediction.record, known, prediction.deadline_s)
         if is_deleted is None:
             raise _not_found(prediction.id)
         return is_deleted
@@ -431,54 +435,10 @@ class Predictions:
     async def _owes_webhook(self, prediction: Prediction) -> bool:
         if not prediction.webhook or "completed" not in prediction.webhook_events:
             return False
-        attempts = await self._records.webhook_log.read(prediction.record)
+        attempts = await self._webhook_log.read(prediction.record)
         return not any(
             attempt.event == "completed" and _is_final(attempt.status) for attempt in attempts
         )
-
-    async def webhook_attempts(self, tenant: str, prediction_id: str) -> list[WebhookAttempt]:
-        """Returns delivery attempts of a prediction's webhooks, oldest first.
-
-        Raises:
-            NotFound: the tenant does not have such a prediction, or it has expired.
-        """
-        snapshot = await self.read(tenant, prediction_id)
-        return await self._records.webhook_log.read(snapshot.prediction.record)
-
-    async def replay_webhook(self, tenant: str, prediction_id: str) -> None:
-        """Sends the final event of a prediction to its webhook again.
-
-        Raises:
-            NotFound: the tenant does not have such a prediction, or it has expired.
-            BadInput: it does not have a webhook for its final event.
-            PredictionNotOver: it has not ended.
-            Overloaded: the last replay was only a moment ago.
-            Unavailable: Redis or the broker is unreachable.
-        """
-        prediction, record = await self.read(tenant, prediction_id)
-        if "completed" not in prediction.webhook_events:
-            raise BadInput(
-                "webhook: the prediction does not have a webhook for its final event",
-                field="webhook",
-            )
-        if not record.is_over:
-            raise PredictionNotOver("the prediction has not ended, so there is nothing to replay")
-        await self._records.webhook_log.start_replay(prediction.record)
-        await self._webhooks.replay(prediction.record)
-
-    async def inline_image(self, record_id: str, index: int) -> bytes:
-        """Returns an image contained in a record.
-
-        Raises:
-            NotFound: the record does not contain such an image.
-        """
-        record = await self._records.read(record_id)
-        results = _results_of(record.reply) if record is not None and record.reply else []
-        result = results[index] if index < len(results) else None
-        blob = next(iter(result.blobs), None) if result is not None else None
-        if blob is not None and blob.data is not None:
-            return blob.data
-        raise NotFound("the image no longer exists")
 
     async def refresh(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Reads a prediction again. Returns `snapshot` while Redis does not answer.
@@ -491,62 +451,6 @@ class Predictions:
             if record is not None:
                 return await self._end_if_late(PredictionSnapshot(prediction, record))
         return snapshot
-
-    async def position(self, snapshot: PredictionSnapshot) -> QueuePosition | None:
-        """Returns its queue position. None: it is not waiting, or Redis does not answer."""
-        prediction = snapshot.prediction
-        if snapshot.record.state == "starting":
-            with suppress(Unavailable):
-                return await self._records.lines.position(
-                    prediction.record, prediction.tenant, prediction.model, prediction.deadline_s
-                )
-        return None
-
-    async def partial_output(
-        self, snapshot: PredictionSnapshot, url_signer: UrlSigner
-    ) -> list[Any] | None:
-        """Returns the output that a running class has yielded so far. It counts as delivered."""
-        return await read_partial(*snapshot, self._records.tokens, url_signer)
-
-    async def step_outcomes(
-        self, snapshot: PredictionSnapshot, seen: int
-    ) -> list[tuple[int, ItemOutcome]]:
-        """Returns flow items completed after item `seen`, numbered in order.
-
-        Returns an empty list while Redis does not answer.
-        """
-        prediction, record = snapshot
-        # A step may have images that will be withheld.
-        if not prediction.shows_steps:
-            return []
-        with suppress(Unavailable):
-            reading = outcomes_after(
-                self._records.flows,
-                prediction.record,
-                plan_of(prediction),
-                seen,
-                is_over=record.is_over,
-            )
-            return [numbered_outcome async for numbered_outcome in reading]
-        return []
-
-    async def objects_of_steps(self, prediction: Prediction) -> list[str]:
-        """Returns the keys of files created by the steps of a flow."""
-        return await own_objects(self._records.flows, prediction.record)
-
-    async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
-        """Returns the previews after `cursor`, and requests more for the next few seconds.
-
-        Returns an empty list while Redis does not answer.
-        """
-        if snapshot.prediction.is_checked:  # a preview may show an image that will be withheld
-            return []
-        record, previews = snapshot.prediction.record, self._records.previews
-        with suppress(Unavailable):
-            if not snapshot.record.is_over:
-                await previews.watch(record)
-            return await previews.after(record, cursor)
-        return []
 
     @contextmanager
     def _register_waiter(
@@ -574,7 +478,7 @@ class Predictions:
         if hold is not None:
             hold.is_stored = None
         try:
-            unfinished = await self._records.create(
+            unfinished = await self._store.create(
                 prediction.record,
                 prediction.tenant,
                 document,
@@ -679,12 +583,6 @@ class Predictions:
             if model is not None and version_of(model) == prediction.version:
                 return withdrawn_error(model)
         return None
-
-
-def _results_of(reply: ReplyBody) -> Sequence[Result | None]:
-    if isinstance(reply.output, ImagesResult):
-        return reply.output.images
-    return [outcome.result for outcome in reply.outcomes]
 
 
 def _encode_within_bounds(prediction: Prediction) -> bytes:

@@ -32,7 +32,7 @@ from api.predictions.generation_stream import (
     logs_seen_from_id,
     seen_from_id,
 )
-from api.predictions.service import Predictions
+from api.predictions.service import PredictionNotOver, Predictions
 from api.problem_details import ProblemRoute
 from api.replicate.replies import WebhookAttemptReply, WebhookAttempts
 from api.tasks import API_TASKS
@@ -41,6 +41,8 @@ from shared.errors import BadInput, UnknownModel
 from shared.models.catalog import Catalog
 from shared.predictions import EVENTS_TYPE, Prediction, iso, stream_key
 from shared.stores.objects import UrlSigner
+from shared.stores.webhook_log import WebhookLog
+from shared.webhooks.publisher import WebhookPublisher
 
 router = Router(scope="predictions", route_class=ProblemRoute, tags=["predictions"])
 
@@ -62,11 +64,11 @@ ExtraEvents = Annotated[
     reply_text="All attempts, oldest first.",
 )
 async def list_webhooks(
-    call: Call, recording: Recording, predictions: Predictions, prediction_id: str
+    call: Call, recording: Recording, webhook_log: WebhookLog, prediction_id: str
 ) -> Response:
     """Lists the attempts to deliver an event, with status or error. The last hundred are kept."""
-    await recording.find(call, prediction_id)
-    attempts = await predictions.webhook_attempts(call.tenant, prediction_id)
+    snapshot = await recording.find(call, prediction_id)
+    attempts = await webhook_log.read(snapshot.prediction.record)
     results = [
         WebhookAttemptReply(
             webhook_id=attempt.webhook_id,
@@ -92,14 +94,25 @@ async def list_webhooks(
     conflict=NOT_OVER,
 )
 async def replay_webhook(
-    call: Call, recording: Recording, predictions: Predictions, prediction_id: str
+    call: Call,
+    recording: Recording,
+    webhook_log: WebhookLog,
+    webhooks: WebhookPublisher,
+    prediction_id: str,
 ) -> Response:
     """Sends `completed` again, with the same `webhook-id` and a new signature.
 
     Earlier events are not replayed, because their states no longer exist.
     """
-    await recording.find(call, prediction_id)
-    await predictions.replay_webhook(call.tenant, prediction_id)
+    prediction, record = await recording.find(call, prediction_id)
+    if "completed" not in prediction.webhook_events:
+        raise BadInput(
+            "webhook: the prediction does not have a webhook for its final event", field="webhook"
+        )
+    if not record.is_over:
+        raise PredictionNotOver("the prediction has not ended, so there is nothing to replay")
+    await webhook_log.start_replay(prediction.record)
+    await webhooks.replay(prediction.record)
     return Response(status_code=202)
 
 

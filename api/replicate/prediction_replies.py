@@ -12,13 +12,13 @@ from api.http.encode_json import encode_json
 from api.http.idempotency import REPLAYED
 from api.http.injection import injectable
 from api.predictions.creation import PredictionSnapshot
-from api.predictions.service import Predictions
+from api.predictions.progress import PredictionProgress
 from shared.errors import BadInput
 from shared.models.blob import Blob
 from shared.models.tasks.custom import CustomResult
 from shared.predictions import body_of
 from shared.stores.objects import ObjectStore, UrlSigner
-from shared.stores.record_state import QueuePosition
+from shared.stores.waiting_lines import QueuePosition
 
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
 """Maximum size of a class output to read from the object store."""
@@ -29,9 +29,9 @@ class PredictionReplies:
     """Shows predictions to callers."""
 
     def __init__(
-        self, predictions: Predictions, objects: ObjectStore, url_signer: UrlSigner
+        self, progress: PredictionProgress, objects: ObjectStore, url_signer: UrlSigner
     ) -> None:
-        self._predictions = predictions
+        self._progress = progress
         self._objects = objects
         self._url_signer = url_signer
 
@@ -39,7 +39,7 @@ class PredictionReplies:
         self, snapshot: PredictionSnapshot, queue: QueuePosition | None = None
     ) -> dict[str, Any]:
         """Returns the prediction as shown to callers, with all of its output so far."""
-        partial = await self._predictions.partial_output(snapshot, self._url_signer)
+        partial = await self._progress.partial_output(snapshot, self._url_signer)
         snapshot = await _with_output(snapshot, self._objects)
         return body_of(*snapshot, self._url_signer, queue, partial=partial)
 

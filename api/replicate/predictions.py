@@ -33,6 +33,7 @@ from api.http.router import Router
 from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
 from api.predictions.creation import OWNER, digest_of, find_version
+from api.predictions.progress import PredictionProgress
 from api.predictions.results import ResultFetcher
 from api.predictions.service import CALLER_ID, Predictions
 from api.problem_details import ProblemRoute
@@ -414,13 +415,13 @@ async def list_all(
 async def get(
     call: Call,
     recording: Recording,
-    predictions: Predictions,
+    progress: PredictionProgress,
     replies: PredictionReplies,
     prediction_id: str,
 ) -> Response:
     """Returns the prediction in its current state."""
     snapshot = await recording.find(call, prediction_id)
-    queue = await predictions.position(snapshot)
+    queue = await progress.position(snapshot)
     return encode_json(await replies.body(snapshot, queue))
 
 

@@ -76,7 +76,7 @@ from shared.models.tasks.image import ImagesResult
 from shared.money import slo
 from shared.predictions import Prediction, decode_document
 from shared.stores.cache import ResultCache, cache_key, owed_by
-from shared.stores.flow_runs import WINDOW_JOBS, Look, Marked, RunState
+from shared.stores.flow_runs import WINDOW_JOBS, FlowRuns, Look, Marked, RunState
 from shared.stores.record_state import Record
 from shared.stores.records import EndState, Records
 from shared.tracing.spans import current
@@ -128,13 +128,14 @@ class FlowEngine:
         self,
         catalog: Catalog,
         records: Records,
+        runs: FlowRuns,
         publisher: Publisher,
         cache: ResultCache | None = None,
         purges: Callable[[Model], int] = lambda _: 0,
     ) -> None:
         self._catalog = catalog
         self._records = records
-        self._runs = records.flows
+        self._runs = runs
         self._publisher = publisher
         self._webhooks = WebhookPublisher(publisher)
         self._cache = cache

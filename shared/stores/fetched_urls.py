@@ -12,10 +12,36 @@ import hashlib
 import msgspec
 
 from shared.errors import Unavailable
-from shared.stores.redis_client import Commands
+from shared.stores.records_redis import RecordsRedis
 
 MAX_KEPT_S = 24 * 3600
 MAX_ETAG_CHARS = 1024
+
+
+class FetchedUrls:
+    """The fetched files of all tenants. Never raises, because forgotten files are fetched again."""
+
+    def __init__(self, redis: RecordsRedis) -> None:
+        self._prefix = redis.prefix
+        self._commands = redis.commands("the store of fetched URLs")
+
+    async def find(self, tenant: str, url: str) -> FetchedUrl | None:
+        with contextlib.suppress(Unavailable, msgspec.MsgspecError):
+            data = await self._commands.run("GET", self._key(tenant, url))
+            return None if data is None else msgspec.json.decode(data, type=FetchedUrl)
+        return None
+
+    async def put(self, tenant: str, url: str, fetched: FetchedUrl, keep_s: float) -> None:
+        if len(fetched.etag) > MAX_ETAG_CHARS or keep_s <= 0:
+            return
+        keep_ms = int(min(keep_s, MAX_KEPT_S) * 1000) or 1
+        with contextlib.suppress(Unavailable):
+            key, data = self._key(tenant, url), msgspec.json.encode(fetched)
+            await self._commands.run("SET", key, data, "PX", keep_ms)
+
+    def _key(self, tenant: str, url: str) -> str:
+        digest = hashlib.blake2b(f"{tenant}\n{url}".encode(), digest_size=16).hexdigest()
+        return f"{self._prefix}fetched:{digest}"
 
 
 class FetchedUrl(msgspec.Struct, frozen=True):
@@ -31,32 +57,3 @@ class FetchedUrl(msgspec.Struct, frozen=True):
     name: str
     sha256: str = ""
     """In hex. Empty: not known, because an earlier release fetched it."""
-
-
-_decoder = msgspec.json.Decoder(FetchedUrl)
-
-
-class FetchedUrls:
-    """The fetched files of all tenants. Never raises, because forgotten files are fetched again."""
-
-    def __init__(self, commands: Commands, prefix: str) -> None:
-        self._commands = commands
-        self._prefix = prefix
-
-    async def find(self, tenant: str, url: str) -> FetchedUrl | None:
-        with contextlib.suppress(Unavailable, msgspec.MsgspecError):
-            data = await self._commands.run("GET", self._key(tenant, url))
-            return None if data is None else _decoder.decode(data)
-        return None
-
-    async def put(self, tenant: str, url: str, fetched: FetchedUrl, keep_s: float) -> None:
-        if len(fetched.etag) > MAX_ETAG_CHARS or keep_s <= 0:
-            return
-        keep_ms = int(min(keep_s, MAX_KEPT_S) * 1000) or 1
-        with contextlib.suppress(Unavailable):
-            key, data = self._key(tenant, url), msgspec.json.encode(fetched)
-            await self._commands.run("SET", key, data, "PX", keep_ms)
-
-    def _key(self, tenant: str, url: str) -> str:
-        digest = hashlib.blake2b(f"{tenant}\n{url}".encode(), digest_size=16).hexdigest()
-        return f"{self._prefix}fetched:{digest}"

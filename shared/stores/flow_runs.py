@@ -26,7 +26,9 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from shared.stores.redis_client import Commands, load_script
+from shared.stores.records_redis import RecordsRedis
+from shared.stores.redis_client import load_script
+from shared.stores.retention import BUDGET_BYTES
 
 WINDOW_JOBS = 64
 """Approximate number of jobs per step and run in the topic at a time."""
@@ -38,6 +40,143 @@ MARK = load_script("shared/stores/retention.lua", _STATES, "shared/stores/flow_m
 PUBLISHED = load_script("shared/stores/flow_published.lua")
 LOOK = load_script(_STATES, "shared/stores/flow_look.lua")
 CLOSE = load_script(_STATES, "shared/stores/flow_close.lua")
+
+
+class FlowRuns:
+    """The flow runs in one Redis.
+
+    Args:
+        max_bytes: budget of all predictions, which includes their steps.
+    """
+
+    def __init__(self, redis: RecordsRedis, *, max_bytes: int = BUDGET_BYTES) -> None:
+        self._redis = redis
+        self._commands = redis.small_commands
+        self._max_bytes = max_bytes
+
+    async def open(self, run: str, data: bytes) -> bool:
+        """Stores the input of a run. Returns whether the run exists."""
+        return bool(await self._commands.run_script(OPEN, self._keys(run), data))
+
+    async def plan(
+        self,
+        run: str,
+        step: int,
+        jobs: Sequence[bytes],
+        items: int,
+        done: Mapping[int, bytes],
+    ) -> int:
+        """Stores the jobs of a step.
+
+        Args:
+            items: number of items, including finished ones.
+            done: outcomes of items that are already finished.
+
+        Returns:
+            1: stored. 0: already stored. -1: the run is over. -2: there is no room for it.
+        """
+        fields: list[str | bytes] = []
+        for number, job in enumerate(jobs):
+            fields += (f"p:{step}:{number}", job)
+        for index, outcome in done.items():
+            fields += (f"o:{index}", outcome)
+        first = min(len(jobs), WINDOW_JOBS)
+        counts = (step, items, len(done), len(jobs), first)
+        args = (time.time(), self._max_bytes, *counts, *fields)
+        keys = (*self._keys(run), self._redis.predictions_key)
+        return int(await self._commands.run_script(PLAN, keys, *args))
+
+    async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
+        """Returns jobs of a step. Jobs of a dropped run are missing."""
+        if not numbers:
+            return []
+        fields = [f"p:{step}:{number}" for number in numbers]
+        values = await self._commands.run("HMGET", self._keys(run)[1], *fields)
+        return [value for value in values if value is not None]
+
+    async def planned(self, run: str) -> list[bytes]:
+        fields = await self._commands.run("HGETALL", self._keys(run)[1])
+        return [value for name, value in fields.items() if name.startswith(b"p:")]
+
+    async def note_published(self, run: str, step: int) -> None:
+        """Records that the broker has the first jobs of a step."""
+        await self._commands.run_script(PUBLISHED, self._keys(run), f"b:{step}")
+
+    async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
+        """Records the outcomes of a job's items.
+
+        Raises:
+            Unavailable: Redis did not answer, but may have recorded them.
+        """
+        pairs = [part for index, outcome in outcomes.items() for part in (index, outcome)]
+        args = (step, WINDOW_JOBS, min(outcomes), *pairs)
+        keys = (*self._keys(run), self._redis.predictions_key)
+        answer = await self._commands.run_script(MARK, keys, *args)
+        is_open, items, done, first, end, is_repeated, is_published, *known_outcomes = answer
+        counting = [
+            None if known == b"-" else known or ours
+            for known, ours in zip(known_outcomes, outcomes.values(), strict=True)
+        ]
+        facts = (range(first, end), bool(is_repeated), bool(is_published))
+        return Marked(bool(is_open), items, done, *facts, counting)
+
+    async def look(self, jobs: Sequence[tuple[str, Sequence[int]]]) -> list[Look]:
+        """Returns whether jobs still need to be done.
+
+        Args:
+            jobs: run and item indexes of each job.
+        """
+        keys = [key for run, _ in jobs for key in self._keys(run)]
+        args = [part for _, items in jobs for part in (len(items), *items)]
+        answers = await self._commands.run_script(LOOK, keys, time.time(), *args)
+        return [Look(bool(is_open), bool(begins), done) for is_open, begins, done in answers]
+
+    async def close(self, run: str, reason: bytes) -> bool:
+        """Closes a run, so that no further items count. Returns whether it was open.
+
+        Raises:
+            Unavailable: Redis did not answer, but may have closed it.
+        """
+        record, _ = self._keys(run)
+        args = (reason, self._redis.canceled_channel, run)
+        return bool(await self._commands.run_script(CLOSE, [record], *args))
+
+    async def read(self, run: str) -> RunState:
+        fields = await self._commands.run("HGETALL", self._keys(run)[1])
+        known = {name.decode(): value for name, value in fields.items()}
+        steps = {
+            int(name[2:]): StepState(
+                int(value),
+                int(known.get(f"d:{name[2:]}", 0)),
+                int(known.get(f"j:{name[2:]}", 0)),
+                f"b:{name[2:]}" in known,
+            )
+            for name, value in known.items()
+            if name.startswith("n:")
+        }
+        outcomes = {int(name[2:]): value for name, value in known.items() if name.startswith("o:")}
+        return RunState(known.get("input"), steps, outcomes)
+
+    async def progress(self, run: str, steps: int) -> list[tuple[int, int] | None]:
+        """Returns the number of items per step, and the number of finished items.
+
+        None: its items are not known yet.
+        """
+        names = [f"{kind}:{step}" for step in range(steps) for kind in ("n", "d")]
+        values = await self._commands.run("HMGET", self._keys(run)[1], *names)
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return [None if items is None else (int(items), int(done or 0)) for items, done in pairs]
+
+    async def outcomes(self, run: str, indexes: Sequence[int]) -> list[bytes | None]:
+        """Returns the outcomes of items. None: not finished."""
+        if not indexes:
+            return []
+        names = [f"o:{index}" for index in indexes]
+        return list(await self._commands.run("HMGET", self._keys(run)[1], *names))
+
+    def _keys(self, run: str) -> tuple[str, str]:
+        record = self._redis.record_key(run)
+        return record, f"{record}:flow"
 
 
 class Marked(NamedTuple):
@@ -93,135 +232,3 @@ class RunState(NamedTuple):
     """Steps by number. Steps not known yet are missing."""
     outcomes: dict[int, bytes]
     """Outcomes of finished items by index."""
-
-
-class FlowRuns:
-    """The flow runs in one Redis."""
-
-    def __init__(self, commands: Commands, prefix: str, store: str, max_bytes: int) -> None:
-        self._commands = commands
-        self._prefix = prefix
-        self._store = store
-        self._max_bytes = max_bytes
-
-    def _keys(self, run: str) -> tuple[str, str]:
-        record = f"{self._prefix}record:{run}"
-        return record, f"{record}:flow"
-
-    async def open(self, run: str, data: bytes) -> bool:
-        """Stores the input of a run. Returns whether the run exists."""
-        return bool(await self._commands.run_script(OPEN, self._keys(run), data))
-
-    async def plan(
-        self,
-        run: str,
-        step: int,
-        jobs: Sequence[bytes],
-        items: int,
-        done: Mapping[int, bytes],
-    ) -> int:
-        """Stores the jobs of a step.
-
-        Args:
-            items: number of items, including finished ones.
-            done: outcomes of items that are already finished.
-
-        Returns:
-            1: stored. 0: already stored. -1: the run is over. -2: there is no room for it.
-        """
-        fields: list[str | bytes] = []
-        for number, job in enumerate(jobs):
-            fields += (f"p:{step}:{number}", job)
-        for index, outcome in done.items():
-            fields += (f"o:{index}", outcome)
-        first = min(len(jobs), WINDOW_JOBS)
-        counts = (step, items, len(done), len(jobs), first)
-        args = (time.time(), self._max_bytes, *counts, *fields)
-        return int(await self._commands.run_script(PLAN, (*self._keys(run), self._store), *args))
-
-    async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
-        """Returns jobs of a step. Jobs of a dropped run are missing."""
-        if not numbers:
-            return []
-        fields = [f"p:{step}:{number}" for number in numbers]
-        values = await self._commands.run("HMGET", self._keys(run)[1], *fields)
-        return [value for value in values if value is not None]
-
-    async def planned(self, run: str) -> list[bytes]:
-        fields = await self._commands.run("HGETALL", self._keys(run)[1])
-        return [value for name, value in fields.items() if name.startswith(b"p:")]
-
-    async def note_published(self, run: str, step: int) -> None:
-        """Records that the broker has the first jobs of a step."""
-        await self._commands.run_script(PUBLISHED, self._keys(run), f"b:{step}")
-
-    async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
-        """Records the outcomes of a job's items.
-
-        Raises:
-            Unavailable: Redis did not answer, but may have recorded them.
-        """
-        pairs = [part for index, outcome in outcomes.items() for part in (index, outcome)]
-        args = (step, WINDOW_JOBS, min(outcomes), *pairs)
-        answer = await self._commands.run_script(MARK, (*self._keys(run), self._store), *args)
-        is_open, items, done, first, end, is_repeated, is_published, *known_outcomes = answer
-        counting = [
-            None if known == b"-" else known or ours
-            for known, ours in zip(known_outcomes, outcomes.values(), strict=True)
-        ]
-        facts = (range(first, end), bool(is_repeated), bool(is_published))
-        return Marked(bool(is_open), items, done, *facts, counting)
-
-    async def look(self, jobs: Sequence[tuple[str, Sequence[int]]]) -> list[Look]:
-        """Returns whether jobs still need to be done.
-
-        Args:
-            jobs: run and item indexes of each job.
-        """
-        keys = [key for run, _ in jobs for key in self._keys(run)]
-        args = [part for _, items in jobs for part in (len(items), *items)]
-        answers = await self._commands.run_script(LOOK, keys, time.time(), *args)
-        return [Look(bool(is_open), bool(begins), done) for is_open, begins, done in answers]
-
-    async def close(self, run: str, reason: bytes) -> bool:
-        """Closes a run, so that no further items count. Returns whether it was open.
-
-        Raises:
-            Unavailable: Redis did not answer, but may have closed it.
-        """
-        record, _ = self._keys(run)
-        channel = f"{self._prefix}canceled"
-        return bool(await self._commands.run_script(CLOSE, [record], reason, channel, run))
-
-    async def read(self, run: str) -> RunState:
-        fields = await self._commands.run("HGETALL", self._keys(run)[1])
-        known = {name.decode(): value for name, value in fields.items()}
-        steps = {
-            int(name[2:]): StepState(
-                int(value),
-                int(known.get(f"d:{name[2:]}", 0)),
-                int(known.get(f"j:{name[2:]}", 0)),
-                f"b:{name[2:]}" in known,
-            )
-            for name, value in known.items()
-            if name.startswith("n:")
-        }
-        outcomes = {int(name[2:]): value for name, value in known.items() if name.startswith("o:")}
-        return RunState(known.get("input"), steps, outcomes)
-
-    async def progress(self, run: str, steps: int) -> list[tuple[int, int] | None]:
-        """Returns the number of items per step, and the number of finished items.
-
-        None: its items are not known yet.
-        """
-        names = [f"{kind}:{step}" for step in range(steps) for kind in ("n", "d")]
-        values = await self._commands.run("HMGET", self._keys(run)[1], *names)
-        pairs = zip(values[::2], values[1::2], strict=True)
-        return [None if items is None else (int(items), int(done or 0)) for items, done in pairs]
-
-    async def outcomes(self, run: str, indexes: Sequence[int]) -> list[bytes | None]:
-        """Returns the outcomes of items. None: not finished."""
-        if not indexes:
-            return []
-        names = [f"o:{index}" for index in indexes]
-        return list(await self._commands.run("HMGET", self._keys(run)[1], *names))

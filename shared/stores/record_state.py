@@ -1,51 +1,17 @@
-"""The state of unfinished predictions: records, queue positions and image previews.
-
-A record is a hash in Redis, read as `Record`.
-
-Workers start a tenant's predictions by deadline, so its queue is in that order. A tenant must not
-learn how many other tenants are waiting, but their load shows in the speed of this queue. That
-is measured between reads, so it is known only while the queue is being read.
-
-Previews of images being drawn are in one Redis stream per prediction. A reader of a prediction's
-events regularly marks it as watched. Workers see the mark when they report progress, and skip
-previews for predictions that nobody is watching. Streams are bounded and expire, so unlike records
-they are not part of a budget.
-
-Calls raise Unavailable if Redis does not answer.
-"""
+"""Records as read from Redis, and the results of changing them (shared/stores/records.py)."""
 
 from __future__ import annotations
 
-import contextlib
-import time
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import msgspec
 
-from shared.errors import Unavailable
 from shared.messages import ItemOutcome, ReplyBody, decode_reply_body, encode_reply_body
-from shared.stores.redis_client import Commands, load_script
 
 State = Literal["starting", "processing", "succeeded", "failed", "canceled"]
-
-
 OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 """The final states."""
-
-MIN_LEFT = 1.0
-"""Minimum number of predictions that must have left the queue before a wait is estimated."""
-
-_POSITION = load_script("shared/stores/record_position.lua")
-
-WATCHED_S = 5
-"""How long previews are drawn after a reader marked a prediction as watched."""
-PREVIEWS_KEPT_S = 120
-MAX_PREVIEWS = 16
-"""Maximum number of previews per prediction. Each has a few kilobytes."""
-
-_ADD_PREVIEW = load_script("shared/stores/preview_add.lua")
 
 
 class Claim(NamedTuple):
@@ -151,94 +117,3 @@ def record_from_fields(fields: Mapping[str, bytes]) -> Record:
     record.document = document
     record.reply = None if reply is None else decode_reply_body(reply)
     return record
-
-
-class QueuePosition(NamedTuple):
-    """Position in the queue: `position` counts from 1."""
-
-    position: int
-    estimated_s: float | None
-    """Seconds until a worker takes it, based on the last half minute. None: not known."""
-
-
-class WaitingLines:
-    """The queues of all tenants."""
-
-    def __init__(self, commands: Commands, prefix: str) -> None:
-        self._commands = commands
-        self._prefix = prefix
-
-    def key_of(self, tenant: str, model: str) -> str:
-        """Returns the key of this tenant's queue for this model."""
-        return f"{self._prefix}waiting:{model}:{tenant}"
-
-    def pace_key_of(self, tenant: str, model: str) -> str:
-        """Returns the key with the speed of that queue."""
-        return f"{self._prefix}waiting-pace:{model}:{tenant}"
-
-    async def position(
-        self, record: str, tenant: str, model: str, deadline_s: float
-    ) -> QueuePosition | None:
-        """Returns the position of the prediction with this record. None if it is not waiting."""
-        keys = (
-            f"{self._prefix}record:{record}",
-            self.key_of(tenant, model),
-            self.pace_key_of(tenant, model),
-        )
-        reply = await self._commands.run_script(_POSITION, keys, time.time(), deadline_s)
-        if not reply:
-            return None
-        position, departures, seconds = int(reply[0]), float(reply[1]), float(reply[2])
-        estimated_s = round(position * seconds / departures, 3) if departures >= MIN_LEFT else None
-        return QueuePosition(position, estimated_s)
-
-
-@dataclass(frozen=True, slots=True)
-class Preview:
-    """An image of an item between two steps.
-
-    `cursor` is its ID in the stream. `image` is a WebP.
-    """
-
-    cursor: str
-    index: int
-    step: int
-    steps: int
-    image: bytes
-
-
-class PreviewStore:
-    """The previews of all predictions."""
-
-    def __init__(self, commands: Commands, prefix: str) -> None:
-        self._commands = commands
-        self._prefix = prefix
-
-    def keys_of(self, record: str) -> tuple[str, str]:
-        """Returns the keys that belong to a record: its watch mark and its stream."""
-        return f"{self._prefix}watched:{record}", f"{self._prefix}previews:{record}"
-
-    async def watch(self, record: str) -> None:
-        """Requests previews for the next few seconds."""
-        watched, _ = self.keys_of(record)
-        await self._commands.run("SET", watched, 1, "EX", WATCHED_S)
-
-    async def after(self, record: str, cursor: str) -> list[Preview]:
-        """Returns the previews after `cursor`, or all stored ones if it is empty."""
-        _, stream = self.keys_of(record)
-        entries = await self._commands.run("XRANGE", stream, f"({cursor}" if cursor else "-", "+")
-        return [_preview(cursor.decode(), fields) for cursor, fields in entries]
-
-    async def add(self, record: str, index: int, step: int, steps: int, image: bytes) -> None:
-        """Adds a preview. Never raises: a preview may get lost."""
-        _, stream = self.keys_of(record)
-        keys = (f"{self._prefix}record:{record}", stream)
-        with contextlib.suppress(Unavailable):
-            await self._commands.run_script(
-                _ADD_PREVIEW, keys, MAX_PREVIEWS, PREVIEWS_KEPT_S, index, step, steps, image
-            )
-
-
-def _preview(cursor: str, fields: dict[bytes, bytes]) -> Preview:
-    index, step, steps = (int(fields[name]) for name in (b"index", b"step", b"steps"))
-    return Preview(cursor, index, step, steps, fields[b"image"])

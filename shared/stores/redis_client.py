@@ -282,13 +282,13 @@ class RedisLink:
     def batcher(
         self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
     ) -> Batcher[Sent, Got]:
-        """Adds a batcher before the link is opened. `send` does one round trip by `exchange`."""
+        """Adds a batcher, which the link closes. `send` does one round trip by `exchange`."""
         batcher = Batcher(operation, send, self._timeout_s, self._judge, self._errors)
         self._batchers.append(batcher)
         return batcher
 
     def commands(self, store: str) -> Commands:
-        """Adds a batcher for commands before the link is opened. `store` is its name in errors."""
+        """Adds a batcher for commands. `store` is its name in errors."""
         return Commands(self, store)
 
     async def __aenter__(self) -> Self:

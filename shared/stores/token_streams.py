@@ -30,7 +30,8 @@ from typing import NamedTuple
 
 from shared.errors import Unavailable
 from shared.models.tasks.text import TokenChunk
-from shared.stores.redis_client import Commands, load_script
+from shared.stores.records_redis import RecordsRedis
+from shared.stores.redis_client import load_script
 from shared.stores.stream_chunks import Chunk, decode_chunk, encode_chunk
 
 KEPT_S = 600
@@ -40,8 +41,6 @@ READER_S = 10
 """How long a reader counts as present after it last reported."""
 MAX_ITEMS = 64
 """Maximum number of items in a streamed prediction. The API rejects more (api/chat_bodies.py)."""
-
-log = logging.getLogger(__name__)
 
 _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")
@@ -56,6 +55,88 @@ MAX_GAP_S = 0.5
 FIRST_SHARE = 0.05
 """Maximum pause between polls before the first token, divided by the time waited so far."""
 MAX_IN_A_ROUND_TRIP = 128
+
+log = logging.getLogger(__name__)
+
+
+class TokenStreams:
+    """The token streams of all predictions."""
+
+    def __init__(self, redis: RecordsRedis) -> None:
+        self._redis = redis
+        self._commands = redis.commands("the store of tokens")
+
+    async def append(self, written: Sequence[Written]) -> list[int | None] | None:
+        """Appends one chunk to each of several different streams.
+
+        Returns:
+            For each chunk, the resulting number of tokens in its stream. If it is less than the end
+            of the chunk, earlier tokens are missing: append everything from there. None: another
+            worker has the item now, or the record is over. None for all: Redis did not answer.
+        """
+        keys = [key for write in written for key in self._keys(write.record, write.item)]
+        args: list[str | bytes | float] = [KEPT_S]
+        for write in written:
+            chunk = write.chunk
+            prompt = "0 0"
+            if isinstance(chunk, TokenChunk):
+                prompt = f"{chunk.input_tokens} {chunk.cached_tokens}"
+            args += [write.attempt, chunk.first, chunk.end, encode_chunk(chunk), prompt]
+        with contextlib.suppress(Unavailable):
+            ends = await self._commands.run_script(_APPEND, keys, *args)
+            return [None if end < 0 else end for end in ends]
+        return None
+
+    async def read(self, wanted: Sequence[tuple[str, int, int]]) -> list[Tokens]:
+        """Returns chunks of several items, each starting with the first that ends after a position.
+
+        They count as delivered. If a record ended without a result, or is about to, only chunks
+        already delivered are returned.
+
+        Args:
+            wanted: record, index, and number of tokens that the reader has, of each item.
+        """
+        keys = [key for record, index, _ in wanted for key in self._keys(record, index)]
+        entries = await self._commands.run_script(_READ, keys, *(end for _, _, end in wanted))
+        return [
+            Tokens([decode_chunk(chunk) for chunk in chunks], bool(is_over))
+            for is_over, *chunks in entries
+        ]
+
+    async def written(self, wanted: Sequence[tuple[str, int]]) -> list[list[Chunk]]:
+        """Returns all chunks of several items, for a worker that continues them.
+
+        Args:
+            wanted: record and index of each item.
+        """
+        delivered = await asyncio.gather(
+            *(
+                self._commands.run("XRANGE", self._keys(record, index)[1], "-", "+")
+                for record, index in wanted
+            )
+        )
+        return [[decode_chunk(entry[b"c"]) for _, entry in entries] for entries in delivered]
+
+    async def end_delivery(self, record: str, items: Sequence[int]) -> list[Delivered | None]:
+        """Returns the delivered parts of items that end without a result, to charge for them.
+
+        From here on, readers receive only what they could have read before.
+        """
+        reply = await self._commands.run_script(
+            _DELIVERED, [self._redis.record_key(record)], *items
+        )
+        return [_parse_delivery(read, prompt) for read, prompt in reply]
+
+    async def mark_read(self, record: str) -> None:
+        """Marks a stream as read for READER_S."""
+        await self._commands.run("SET", _reader_key(self._redis.prefix, record), 1, "EX", READER_S)
+
+    async def is_read(self, record: str) -> bool:
+        """Returns whether a reader was present in the last READER_S."""
+        return bool(await self._commands.run("EXISTS", _reader_key(self._redis.prefix, record)))
+
+    def _keys(self, record: str, index: int) -> tuple[str, str]:
+        return self._redis.record_key(record), _stream_key(self._redis.prefix, record, index)
 
 
 class Written(NamedTuple):
@@ -82,102 +163,18 @@ class Tokens(NamedTuple):
     is_over: bool
 
 
-class TokenStreams:
-    """The token streams of all predictions."""
+def token_keys(prefix: str, record: str) -> list[str]:
+    """Returns the keys that belong to a record."""
+    streams = (_stream_key(prefix, record, index) for index in range(MAX_ITEMS))
+    return [_reader_key(prefix, record), *streams]
 
-    def __init__(self, commands: Commands, prefix: str) -> None:
-        self._commands = commands
-        self._prefix = prefix
 
-    def keys_of(self, record: str) -> list[str]:
-        """Returns the keys that belong to a record."""
-        return [self._reader_key(record), *(self._key(record, at) for at in range(MAX_ITEMS))]
+def _stream_key(prefix: str, record: str, index: int) -> str:
+    return f"{prefix}tokens:{record}:{index}"
 
-    def _key(self, record: str, index: int) -> str:
-        return f"{self._prefix}tokens:{record}:{index}"
 
-    async def append(self, written: Sequence[Written]) -> list[int | None] | None:
-        """Appends one chunk to each of several different streams.
-
-        Returns:
-            For each chunk, the resulting number of tokens in its stream. If it is less than the end
-            of the chunk, earlier tokens are missing: append everything from there. None: another
-            worker has the item now, or the record is over. None for all: Redis did not answer.
-        """
-        keys = [
-            key
-            for write in written
-            for key in (
-                f"{self._prefix}record:{write.record}",
-                self._key(write.record, write.item),
-            )
-        ]
-        args: list[str | bytes | float] = [KEPT_S]
-        for write in written:
-            chunk = write.chunk
-            prompt = "0 0"
-            if isinstance(chunk, TokenChunk):
-                prompt = f"{chunk.input_tokens} {chunk.cached_tokens}"
-            args += [write.attempt, chunk.first, chunk.end, encode_chunk(chunk), prompt]
-        with contextlib.suppress(Unavailable):
-            ends = await self._commands.run_script(_APPEND, keys, *args)
-            return [None if end < 0 else end for end in ends]
-        return None
-
-    async def read(self, wanted: Sequence[tuple[str, int, int]]) -> list[Tokens]:
-        """Returns chunks of several items, each starting with the first that ends after a position.
-
-        They count as delivered. If a record ended without a result, or is about to, only chunks
-        already delivered are returned.
-
-        Args:
-            wanted: record, index, and number of tokens that the reader has, of each item.
-        """
-        keys = [
-            key
-            for record, index, _ in wanted
-            for key in (f"{self._prefix}record:{record}", self._key(record, index))
-        ]
-        entries = await self._commands.run_script(_READ, keys, *(end for _, _, end in wanted))
-        return [
-            Tokens([decode_chunk(chunk) for chunk in chunks], bool(is_over))
-            for is_over, *chunks in entries
-        ]
-
-    async def written(self, wanted: Sequence[tuple[str, int]]) -> list[list[Chunk]]:
-        """Returns all chunks of several items, for a worker that continues them.
-
-        Args:
-            wanted: record and index of each item.
-        """
-        delivered = await asyncio.gather(
-            *(
-                self._commands.run("XRANGE", self._key(record, index), "-", "+")
-                for record, index in wanted
-            )
-        )
-        return [[decode_chunk(entry[b"c"]) for _, entry in entries] for entries in delivered]
-
-    async def end_delivery(self, record: str, items: Sequence[int]) -> list[Delivered | None]:
-        """Returns the delivered parts of items that end without a result, to charge for them.
-
-        From here on, readers receive only what they could have read before.
-        """
-        reply = await self._commands.run_script(
-            _DELIVERED, [f"{self._prefix}record:{record}"], *items
-        )
-        return [_parse_delivery(read, prompt) for read, prompt in reply]
-
-    async def mark_read(self, record: str) -> None:
-        """Marks a stream as read for READER_S."""
-        await self._commands.run("SET", self._reader_key(record), 1, "EX", READER_S)
-
-    async def is_read(self, record: str) -> bool:
-        """Returns whether a reader was present in the last READER_S."""
-        return bool(await self._commands.run("EXISTS", self._reader_key(record)))
-
-    def _reader_key(self, record: str) -> str:
-        return f"{self._prefix}reader:{record}"
+def _reader_key(prefix: str, record: str) -> str:
+    return f"{prefix}reader:{record}"
 
 
 def _parse_delivery(read: int, prompt: bytes) -> Delivered | None:

@@ -10,7 +10,8 @@ import contextlib
 import msgspec
 
 from shared.errors import Overloaded, Unavailable
-from shared.stores.redis_client import Commands, load_script
+from shared.stores.records_redis import RecordsRedis
+from shared.stores.redis_client import load_script
 
 MAX_KEPT = 100
 KEPT_S = 2 * 24 * 3600
@@ -21,44 +22,20 @@ MAX_REASON_CHARS = 200
 _ADD = load_script("shared/stores/webhook_log_add.lua")
 
 
-class WebhookAttempt(msgspec.Struct, kw_only=True):
-    """One attempt to deliver an event."""
-
-    webhook_id: str
-    event: str
-    at_s: float
-    """Unix time at which it started."""
-    duration_s: float
-    status: int | None = None
-    """HTTP status of the answer. None without an answer."""
-    error: str | None = None
-    """Why there is no answer, or what is wrong with it."""
-    attempt: int = 1
-    """Number of the attempt with this webhook-id."""
-
-
-_decoder = msgspec.json.Decoder(WebhookAttempt)
-
-
 class WebhookLog:
     """The logs of all predictions."""
 
-    def __init__(self, commands: Commands, prefix: str) -> None:
-        self._commands = commands
-        self._prefix = prefix
-
-    def keys_of(self, record: str) -> tuple[str, str, str]:
-        """Returns the keys that belong to a record: log, attempt counts and the last replay."""
-        start = f"{self._prefix}webhooks:{record}"
-        return f"{start}:log", f"{start}:attempts", f"{start}:replayed"
+    def __init__(self, redis: RecordsRedis) -> None:
+        self._redis = redis
+        self._commands = redis.small_commands
 
     async def add(self, record: str, attempt: WebhookAttempt) -> int | None:
         """Adds an attempt and returns its number, from 1.
 
         Never raises, because an entry may get lost. It then has no number.
         """
-        log, attempts, _ = self.keys_of(record)
-        keys = (f"{self._prefix}record:{record}", log, attempts)
+        log, attempts, _ = webhook_keys(self._redis.prefix, record)
+        keys = (self._redis.record_key(record), log, attempts)
         if attempt.error is not None:
             attempt.error = attempt.error[:MAX_REASON_CHARS]
         entry = msgspec.json.encode(attempt)
@@ -70,7 +47,7 @@ class WebhookLog:
         return None
 
     async def read(self, record: str) -> list[WebhookAttempt]:
-        log, _, _ = self.keys_of(record)
+        log, _, _ = webhook_keys(self._redis.prefix, record)
         entries = await self._commands.run("LRANGE", log, 0, -1)
         return [_attempt(entry) for entry in entries]
 
@@ -92,7 +69,7 @@ class WebhookLog:
             await self._commands.run("DEL", self._end_key(record))
 
     def _end_key(self, record: str) -> str:
-        return f"{self._prefix}webhooks:{record}:end"
+        return f"{self._redis.prefix}webhooks:{record}:end"
 
     async def start_replay(self, record: str) -> None:
         """Allows one replay every few seconds.
@@ -100,14 +77,36 @@ class WebhookLog:
         Raises:
             Overloaded: the last replay was only a moment ago.
         """
-        _, _, replayed = self.keys_of(record)
+        _, _, replayed = webhook_keys(self._redis.prefix, record)
         if not await self._commands.run("SET", replayed, 1, "NX", "EX", REPLAY_EVERY_S):
             reason = f"a webhook can be replayed only once in {REPLAY_EVERY_S} s; try again later"
             raise Overloaded(reason, retry_after_s=REPLAY_EVERY_S)
 
 
+class WebhookAttempt(msgspec.Struct, kw_only=True):
+    """One attempt to deliver an event."""
+
+    webhook_id: str
+    event: str
+    at_s: float
+    """Unix time at which it started."""
+    duration_s: float
+    status: int | None = None
+    """HTTP status of the answer. None without an answer."""
+    error: str | None = None
+    """Why there is no answer, or what is wrong with it."""
+    attempt: int = 1
+    """Number of the attempt with this webhook-id."""
+
+
+def webhook_keys(prefix: str, record: str) -> tuple[str, str, str]:
+    """Returns the keys that belong to a record: log, attempt counts and the last replay."""
+    start = f"{prefix}webhooks:{record}"
+    return f"{start}:log", f"{start}:attempts", f"{start}:replayed"
+
+
 def _attempt(entry: bytes) -> WebhookAttempt:
     number, _, encoded = entry.partition(b" ")
-    attempt = _decoder.decode(encoded)
+    attempt = msgspec.json.decode(encoded, type=WebhookAttempt)
     attempt.attempt = int(number)
     return attempt

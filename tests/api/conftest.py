@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from shared.stores.records import Records
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.inboxes import Broker, embedded, in_memory
+from tests.record_stores import RecordStores
 
 
 @pytest.fixture
@@ -39,8 +39,8 @@ async def page(api: ApiUnderTest) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def records(redis_url: str) -> AsyncIterator[Records]:
-    async with Records(redis_url) as opened:
+async def stores(redis_url: str) -> AsyncIterator[RecordStores]:
+    async with RecordStores(redis_url) as opened:
         yield opened
 
 

@@ -29,12 +29,12 @@ from shared.models.tasks.base import FirstGuesses
 from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from shared.stores.cache import Hit, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
 from tests.api.fake_worker import FakeWorker, vector_of
 from tests.api.harness import TEXT_MODEL, settings_for
+from tests.record_stores import RecordStores
 
 
 class HeldCache(ResultCache):
@@ -58,7 +58,7 @@ class DispatcherHarness:
     worker: FakeWorker
     transport: InMemoryBroker
     cache: HeldCache
-    records: Records
+    stores: RecordStores
     admission: Admission
     rows: list[Row]
 
@@ -98,7 +98,7 @@ async def running_dispatcher(
     transport: InMemoryBroker | None = None,
 ) -> AsyncIterator[DispatcherHarness]:
     transport, rows, settings = transport or InMemoryBroker(), RowList(), settings_for(tmp_path)
-    async with HeldCache(redis_url) as cache, Records(redis_url, retry_s=0.01) as records:
+    async with HeldCache(redis_url) as cache, RecordStores(redis_url, retry_s=0.01) as stores:
         worker = FakeWorker(transport, (TEXT_MODEL,), cache)
         async with (
             worker.running(transport),
@@ -110,12 +110,12 @@ async def running_dispatcher(
                 slow = ServiceRate(FirstGuesses(gap_s=3600.0))
                 window.of[TEXT_MODEL.name, "interactive"] = ModelWindow(slow, window_floor, 0.5)
             objects = ObjectStore("memory://")
-            sender = JobSender(inbox, transport, objects, records, window, "test")
+            sender = JobSender(inbox, transport, objects, stores.records, window, "test")
             canaries = CanaryRouter(Catalog((TEXT_MODEL,)), CanaryStore(redis_url))
             async with Dispatcher(
                 sender,
                 cache,
-                records,
+                stores.records,
                 admission,
                 rows,
                 canaries,
@@ -125,7 +125,7 @@ async def running_dispatcher(
                 region="r",
             ) as dispatcher:
                 yield DispatcherHarness(
-                    dispatcher, worker, transport, cache, records, admission, rows.rows
+                    dispatcher, worker, transport, cache, stores, admission, rows.rows
                 )
 
 

@@ -66,9 +66,9 @@ from shared.models.tasks.text import (
 )
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore, object_key
-from shared.stores.records import Records
 from shared.stores.token_streams import Written
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from workers.models.base import PreparedText, Preparer
 
 
@@ -116,12 +116,12 @@ class FakeWorker:
         transport: Transport,
         models: tuple[Model, ...],
         cache: ResultCache | None = None,
-        records: Records | None = None,
+        stores: RecordStores | None = None,
     ) -> None:
         self._transport = transport
         self._models = models
         self._cache = cache
-        self.records = records
+        self.stores = stores
         self._tasks: set[asyncio.Task[None]] = set()
         self.jobs: list[Job] = []
         self.taken = asyncio.Event()
@@ -183,7 +183,7 @@ class FakeWorker:
         self, model: Model, job: Job, message: object, subscription: Subscription
     ) -> None:
         pulled_at_s, envelope = time.time(), job.envelope
-        is_prediction = bool(envelope.prediction) and self.records is not None
+        is_prediction = bool(envelope.prediction) and self.stores is not None
         if is_prediction and not await self._claimed(envelope.request_id):
             subscription.ack(message)  # type: ignore[arg-type]
             return
@@ -210,10 +210,10 @@ class FakeWorker:
             body = ReplyBody(
                 [], ItemError("undecodable_message", "attributes: it could not be read"), "fake"
             )
-        if is_prediction and self.records is not None:
+        if is_prediction and self.stores is not None:
             is_good = all(outcome.result is not None for outcome in outcomes)
             state: Literal["succeeded", "failed"] = "succeeded" if is_good else "failed"
-            await self.records.finish(envelope.request_id, state, encode_reply_body(body))
+            await self.stores.records.finish(envelope.request_id, state, encode_reply_body(body))
         if not envelope.inbox:
             subscription.ack(message)  # type: ignore[arg-type]
             return
@@ -228,7 +228,7 @@ class FakeWorker:
         """Writes the tokens of a text that has a reader, one by one, until it is complete."""
         if not getattr(item.input, "is_streamed", False):
             return
-        assert self.records is not None
+        assert self.stores is not None
         if isinstance(item.input, CustomInput):
             if _is_document(item.input):
                 elements = [StreamedElement(one) for one in _pages_of(item.input).output]
@@ -246,13 +246,13 @@ class FakeWorker:
             if number == 0 and isinstance(item.input, GenerationInput):
                 chunk.input_tokens, chunk.cached_tokens = PROMPT_TOKENS, CACHED_TOKENS
             written = Written(job.envelope.request_id, item.index, self.attempt, chunk)
-            if await self.records.tokens.append([written]) == [None]:
+            if await self.stores.tokens.append([written]) == [None]:
                 return
 
     async def _claimed(self, record: str) -> bool:
         """True if this worker must compute the prediction."""
-        assert self.records is not None
-        (claim,) = await self.records.claim([record])
+        assert self.stores is not None
+        (claim,) = await self.stores.records.claim([record])
         self.claimed.set()
         self.attempt = claim.attempt if claim is not None else 1
         return claim is None or claim.state == "processing"

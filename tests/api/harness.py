@@ -27,7 +27,6 @@ from shared.models.catalog_file import read_catalog
 from shared.models.entry import Batch, Generation
 from shared.settings import ApiSettings, read_settings
 from shared.stores.cache import ResultCache
-from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
@@ -35,6 +34,7 @@ from tests.api.declared import Declared
 from tests.api.fake_worker import FakeWorker
 from tests.api.row_sums import RowSums
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.waiting import until
 
 SERVED = read_catalog(Path(__file__).parents[2] / "models.yaml")
@@ -128,9 +128,9 @@ async def running_api(
     app = create_app(settings, catalog, *parts, spent or RowSums([rows.rows]))
     async with AsyncExitStack() as opened:
         if worker is None:
-            records = None if settings.redis_url == NO_REDIS else Records(settings.redis_url)
+            stores = None if settings.redis_url == NO_REDIS else RecordStores(settings.redis_url)
             worker = FakeWorker(
-                broker, catalog.models, cache, records and await opened.enter_async_context(records)
+                broker, catalog.models, cache, stores and await opened.enter_async_context(stores)
             )
             await opened.enter_async_context(worker.running(inbox_admin))
         url = await opened.enter_async_context(serving(app, settings))

@@ -218,7 +218,7 @@ async def test_answer_whose_reply_got_lost_is_found_in_the_record(
         await harness.worker.until_taken(1)
         result = EmbeddingResult(vector_of(TextInput("a")).tobytes(), 3)
         reply = ReplyBody([ItemOutcome(0, "succeeded", Receipt(cache="miss"), result)])
-        await harness.records.finish(ask.get_name(), "succeeded", encode_reply_body(reply))
+        await harness.stores.records.finish(ask.get_name(), "succeeded", encode_reply_body(reply))
         assert texts_right(await ask, "a")
         assert harness.rows == []  # the worker has it, so its row is the worker's
 
@@ -232,11 +232,11 @@ async def test_job_that_every_caller_has_left_is_canceled(
         await harness.worker.until_taken(1)
         record = harness.worker.jobs[0].envelope.request_id
         for ask in (leader, joined):
-            assert await harness.records.read(record) is None, "somebody waits for it"
+            assert await harness.stores.records.read(record) is None, "somebody waits for it"
             ask.cancel()
             await asyncio.wait([ask])
         with anyio.fail_after(WAIT_LIMIT_S):
-            while (found := await harness.records.read(record)) is None:
+            while (found := await harness.stores.records.read(record)) is None:
                 pass
         assert found.state == "canceled"
 
@@ -445,6 +445,6 @@ async def test_recall_cancels_a_job_that_no_worker_has_claimed(
         )
         with await harness.dispatcher.recall(request) as response:
             assert [outcome.status for outcome in response.outcomes] == ["canceled"]
-        found = await harness.records.read(record_id("batch_1-1", 0))
+        found = await harness.stores.records.read(record_id("batch_1-1", 0))
         assert found is not None
         assert found.state == "canceled"

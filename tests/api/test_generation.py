@@ -14,6 +14,8 @@ import redis
 
 from api.predictions import generation_stream
 from shared.models.tasks.text import GenerationInput
+from shared.stores.redis_client import KEY_PREFIX
+from shared.stores.token_streams import token_keys
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
@@ -552,8 +554,8 @@ async def test_the_answer_comes_whole_when_no_tokens_reached_redis(
     async def nothing(*given: Any) -> None:
         return None
 
-    assert api.worker.records is not None
-    monkeypatch.setattr(api.worker.records.tokens, "append", nothing)
+    assert api.worker.stores is not None
+    monkeypatch.setattr(api.worker.stores.tokens, "append", nothing)
     events = await events_of(api, "POST", "/v1/chat/completions", json=chat(stream=True))
     assert said(events) == TEXT
 
@@ -602,10 +604,10 @@ async def test_an_id_that_no_event_had_ends_the_stream_with_an_error(
         headers=keyed | {"last-event-id": "3"},
     )
     assert said(events) == " ".join(TEXT.split()[3:]), "each token is an event here"
-    assert api.worker.records is not None
+    assert api.worker.stores is not None
     record = api.worker.jobs[0].envelope.request_id
     with redis.from_url(redis_url) as store:
-        store.delete(*api.worker.records.tokens.keys_of(record))
+        store.delete(*token_keys(KEY_PREFIX, record))
     lost = await events_of(
         api,
         "POST",

@@ -28,8 +28,8 @@ async def test_the_end_of_a_text_comes_behind_its_last_token_and_once(
     """A worker holds back text that may become a stop sequence, and has no token to send it
     with.
     """
-    assert api.worker.records is not None
-    append = api.worker.records.tokens.append
+    assert api.worker.stores is not None
+    append = api.worker.stores.tokens.append
 
     async def short(written: Any) -> Any:
         chunk = written[0].chunk
@@ -37,7 +37,7 @@ async def test_the_end_of_a_text_comes_behind_its_last_token_and_once(
             written = [written[0]._replace(chunk=structs.replace(chunk, text="ni"))]
         return await append(written)
 
-    monkeypatch.setattr(api.worker.records.tokens, "append", short)
+    monkeypatch.setattr(api.worker.stores.tokens, "append", short)
     keyed = {"idempotency-key": "held"}
     body = chat(stream=True, stream_options={"include_usage": True})
     events = await events_of(api, "POST", "/v1/chat/completions", json=body, headers=keyed)

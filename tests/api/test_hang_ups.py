@@ -14,11 +14,11 @@ import pytest
 from shared.broker.in_memory import InMemoryBroker
 from shared.broker.transport import jobs_topic_id
 from shared.errors import PenstockError, Unavailable
-from shared.stores.records import Records
 from tests.api.dispatcher_harness import ends, running_dispatcher
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, api_with_redis
 from tests.api.test_generation import chat
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 api = api_with_redis()
@@ -57,9 +57,9 @@ class UnconfirmingBroker(InMemoryBroker):
         return message_id
 
 
-async def until_canceled(records: Records, record: str) -> None:
+async def until_canceled(stores: RecordStores, record: str) -> None:
     with anyio.fail_after(WAIT_LIMIT_S):
-        while (found := await records.read(record)) is None or found.state != "canceled":  # noqa: ASYNC110
+        while (found := await stores.records.read(record)) is None or found.state != "canceled":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
 
 
@@ -73,7 +73,7 @@ async def test_job_is_canceled_if_its_caller_leaves_while_it_is_published(
         await harness.worker.until_taken(1)
         ask.cancel()
         await asyncio.wait([ask])
-        await until_canceled(harness.records, ask.get_name())
+        await until_canceled(harness.stores, ask.get_name())
         assert harness.is_idle()
 
 
@@ -85,7 +85,7 @@ async def test_job_that_may_be_with_the_broker_is_canceled_if_its_caller_gets_an
         harness.worker.go.clear()
         ask = harness.ask("a", deadline_in_s=LONG_DEADLINE_S)
         assert ends(await ask) == ["unavailable"]
-        await until_canceled(harness.records, ask.get_name())
+        await until_canceled(harness.stores, ask.get_name())
 
 
 async def test_job_that_the_broker_refused_needs_no_cancel(tmp_path: Path, redis_url: str) -> None:
@@ -93,7 +93,7 @@ async def test_job_that_the_broker_refused_needs_no_cancel(tmp_path: Path, redis
         await harness.transport.delete_topic(jobs_topic_id(TEXT_MODEL.name))
         ask = harness.ask("a")
         assert ends(await ask) == ["unavailable"]
-        assert await harness.records.read(ask.get_name()) is None
+        assert await harness.stores.records.read(ask.get_name()) is None
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,6 @@ from shared.models.tasks.custom import CustomInput
 from shared.models.tasks.image import ImageInput
 from shared.stores.fetched_urls import FetchedUrls
 from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from shared.web.pinned_http import Resolve, resolve
 from tests.api.fake_worker import png_of
@@ -44,6 +43,7 @@ from tests.api.harness import (
 )
 from tests.api.predicting import WAIT, until_over
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -369,8 +369,8 @@ def test_hosts_that_are_none_are_refused_at_the_start(tmp_path: Path, hosts: str
 
 
 @pytest.fixture
-async def records(redis_url: str) -> AsyncIterator[Records]:
-    async with Records(redis_url) as opened:
+async def stores(redis_url: str) -> AsyncIterator[RecordStores]:
+    async with RecordStores(redis_url) as opened:
         yield opened
 
 
@@ -397,7 +397,7 @@ async def fetch(
 
 
 async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
-    tmp_path: Path, files: FileServer, records: Records
+    tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
     """A name server whose second answer differs is asked once for each hop."""
     answers = iter([["127.0.0.1"], ["127.0.0.1"], ["127.0.0.2"]])
@@ -410,7 +410,7 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
     files.add("/a", b"a", "text/plain")
     url = f"https://{NAME}:{files.port}"
     files.redirect("/there", f"{url}/a")
-    one = fetcher(tmp_path, files.settings, records.fetched_urls, resolve)
+    one = fetcher(tmp_path, files.settings, stores.fetched_urls, resolve)
     assert await fetch(one, f"{url}/there") == b"a"
     assert asked == [(NAME, files.port)] * 2
     with pytest.raises(BadInput, match=f"f: {NAME} has an address that is not public"):
@@ -419,12 +419,12 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
 
 
 async def test_one_private_address_among_others_refuses_the_name(
-    tmp_path: Path, files: FileServer, records: Records
+    tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
     async def resolve(host: str, port: int) -> Sequence[str]:
         return ["127.0.0.1", "10.0.0.1"]
 
-    one = fetcher(tmp_path, files.settings, records.fetched_urls, resolve)
+    one = fetcher(tmp_path, files.settings, stores.fetched_urls, resolve)
     with pytest.raises(BadInput, match="not public"):
         await fetch(one, f"https://{NAME}:{files.port}/a")
     assert not files.asked
@@ -444,7 +444,7 @@ async def test_one_private_address_among_others_refuses_the_name(
     ],
 )
 async def test_errors_have_nothing_that_a_host_sent(
-    tmp_path: Path, files: FileServer, records: Records, said: bytes, reason: str
+    tmp_path: Path, files: FileServer, stores: RecordStores, said: bytes, reason: str
 ) -> None:
     """It may be an internal service that was reached by mistake."""
 
@@ -458,7 +458,7 @@ async def test_errors_have_nothing_that_a_host_sent(
     async with await asyncio.start_server(answer, "127.0.0.1", 0, ssl=tls) as server:
         port = server.sockets[0].getsockname()[1]
         given = files.settings | {"fetch_hosts": f"127.0.0.1:{port}"}
-        one = fetcher(tmp_path, given, records.fetched_urls, here)
+        one = fetcher(tmp_path, given, stores.fetched_urls, here)
         with pytest.raises(PenstockError) as caught:
             await fetch(one, f"https://127.0.0.1:{port}/a")
     assert reason in caught.value.public_message
@@ -466,23 +466,23 @@ async def test_errors_have_nothing_that_a_host_sent(
 
 
 async def test_a_certificate_must_be_of_the_name(
-    tmp_path: Path, files: FileServer, records: Records
+    tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
     url = f"https://{NAME}:{files.port}"
     files.add("/a", b"a", "text/plain")
     (tmp_path / "other").mkdir()
     async with serving_files(tmp_path / "other") as other:
         given = files.settings | {"fetch_ca": other.settings["fetch_ca"]}
-        one = fetcher(tmp_path, given, records.fetched_urls, here)
+        one = fetcher(tmp_path, given, stores.fetched_urls, here)
         with pytest.raises(FetchFailed, match="certificate"):
             await fetch(one, f"{url}/a")
     assert not files.asked
 
 
 async def test_a_tenant_leaves_room_for_others(
-    tmp_path: Path, files: FileServer, records: Records
+    tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
+    one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     small = files.add("/small", b"a", "text/plain")
     async with AsyncExitStack() as opened:
         group = await opened.enter_async_context(asyncio.TaskGroup())
@@ -509,10 +509,10 @@ async def asked_for_slow(files: FileServer) -> None:
 
 
 async def test_requests_at_the_same_time_share_a_download(
-    tmp_path: Path, files: FileServer, records: Records
+    tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
     """All of one tenant, in any number: those waiting hold no permit."""
-    one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
+    one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     slow, small = f"{files.url}/slow", files.add("/small", b"a")
     async with asyncio.TaskGroup() as group:
         ours = [group.create_task(fetch(one, slow)) for _ in range(3 * MAX_AT_A_TIME)]
@@ -527,9 +527,9 @@ async def test_requests_at_the_same_time_share_a_download(
 
 
 async def test_what_a_server_does_wrong_is_told_to_all_who_share(
-    tmp_path: Path, files: FileServer, records: Records
+    tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
+    one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     url = files.redirect("/there", "https://127.0.0.2/")
     tasks = (fetch(one, url) for _ in range(5))
     failed = await asyncio.gather(*tasks, return_exceptions=True)
@@ -540,9 +540,9 @@ async def test_what_a_server_does_wrong_is_told_to_all_who_share(
 
 @pytest.mark.parametrize("is_canceled", [True, False])
 async def test_who_shares_goes_on_if_the_other_ends_first(
-    tmp_path: Path, files: FileServer, records: Records, is_canceled: bool
+    tmp_path: Path, files: FileServer, stores: RecordStores, is_canceled: bool
 ) -> None:
-    one = fetcher(tmp_path, files.settings, records.fetched_urls, here)
+    one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     slow = f"{files.url}/slow"
     first = asyncio.create_task(fetch(one, slow, limit_s=WAIT_LIMIT_S if is_canceled else 0.5))
     await asked_for_slow(files)
@@ -565,7 +565,7 @@ async def test_who_shares_goes_on_if_the_other_ends_first(
 
 async def test_without_redis_it_is_fetched_all_the_same(tmp_path: Path, files: FileServer) -> None:
     url = files.add("/a", b"a", "text/plain", etag='"v"')
-    async with Records(NO_REDIS) as unreachable:
+    async with RecordStores(NO_REDIS) as unreachable:
         assert (
             await fetch(fetcher(tmp_path, files.settings, unreachable.fetched_urls, here), url)
             == b"a"

@@ -9,12 +9,12 @@ from replicate.client import Client
 
 from shared.broker.transport import WEBHOOKS_TOPIC_ID
 from shared.predictions import decode_end
-from shared.stores.records import Records
 from shared.stores.webhook_log import MAX_KEPT, WebhookAttempt
 from shared.tenants.plan import Plan
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, until_over
 from tests.keys import bearer, key_for, keys_url
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 ACME, OTHER = bearer("a"), bearer("o")
@@ -46,10 +46,10 @@ async def made(api: ApiUnderTest, body: dict[str, Any] = TEXT) -> str:
 
 
 async def test_deleted_prediction_is_gone_and_is_not_computed_again(
-    api: ApiUnderTest, records: Records
+    api: ApiUnderTest, stores: RecordStores
 ) -> None:
     name = await made(api, HOOKED)
-    await records.webhook_log.add(
+    await stores.webhook_log.add(
         name, WebhookAttempt(webhook_id="m", event="completed", at_s=1.0, duration_s=0.1)
     )
     path = f"/v1/predictions/{name}"
@@ -59,24 +59,24 @@ async def test_deleted_prediction_is_gone_and_is_not_computed_again(
     for method, below in (("GET", ""), ("DELETE", ""), ("GET", "/webhooks"), ("GET", "/stream")):
         assert (await api.http.request(method, path + below)).status_code == 404
     assert (await api.http.get("/v1/predictions")).json()["results"] == []
-    (claim,) = await records.claim([name])
+    (claim,) = await stores.records.claim([name])
     assert claim is not None
     assert (claim.state, claim.reply) == ("canceled", None), "a late delivery is not computed"
-    assert await records.webhook_log.read(name) == []
+    assert await stores.webhook_log.read(name) == []
 
 
 @pytest.mark.parametrize(("status", "is_kept"), [(None, True), (500, True), (204, False)])
 async def test_end_is_kept_for_a_webhook_that_was_not_told(
-    api: ApiUnderTest, records: Records, status: int | None, is_kept: bool
+    api: ApiUnderTest, stores: RecordStores, status: int | None, is_kept: bool
 ) -> None:
     name = await made(api, HOOKED)
     if status is not None:
         attempt = WebhookAttempt(
             webhook_id="m", event="completed", at_s=1.0, duration_s=0.1, status=status
         )
-        await records.webhook_log.add(name, attempt)
+        await stores.webhook_log.add(name, attempt)
     assert (await api.http.delete(f"/v1/predictions/{name}")).status_code == 204
-    end = await records.webhook_log.end_of(name)
+    end = await stores.webhook_log.end_of(name)
     assert (end is not None) == is_kept
     if end is not None:
         prediction, record = decode_end(end)
@@ -86,7 +86,7 @@ async def test_end_is_kept_for_a_webhook_that_was_not_told(
     for body in (TEXT, HOOKED | {"webhook_events_filter": ["start"]}):
         other = await made(api, body)
         assert (await api.http.delete(f"/v1/predictions/{other}")).status_code == 204
-        assert await records.webhook_log.end_of(other) is None
+        assert await stores.webhook_log.end_of(other) is None
 
 
 async def test_results_go_with_it_unless_the_cache_has_them(api: ApiUnderTest) -> None:
@@ -124,23 +124,25 @@ async def test_deleted_id_is_not_that_of_another_at_once(api: ApiUnderTest) -> N
 
 
 async def test_predictions_are_kept_as_long_as_the_plan_says(
-    api: ApiUnderTest, records: Records
+    api: ApiUnderTest, stores: RecordStores
 ) -> None:
     ends = {}
     for keyed in (ACME, OTHER):
         created = (await api.http.post("/v1/predictions", json=TEXT, headers=keyed)).json()
-        fields = await records._commands.run("HGET", f"penstock:record:{created['id']}", "keep_s")
+        fields = await stores.redis.small_commands.run(
+            "HGET", f"penstock:record:{created['id']}", "keep_s"
+        )
         ends[keyed["authorization"]] = int(float(fields))
     usual = api.dependencies.settings.prediction_keep_s
     assert list(ends.values()) == [3 * 24 * 3600, usual]
 
 
 async def test_attempts_of_webhooks_are_told_to_their_tenant_only(
-    api: ApiUnderTest, records: Records
+    api: ApiUnderTest, stores: RecordStores
 ) -> None:
     name = await made(api, HOOKED)
     for status in range(MAX_KEPT + 1):
-        await records.webhook_log.add(
+        await stores.webhook_log.add(
             name,
             WebhookAttempt(
                 webhook_id="msg_1", event="completed", at_s=1.5, duration_s=0.25, status=status

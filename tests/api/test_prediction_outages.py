@@ -11,11 +11,11 @@ import pytest
 from infra.local.redis_server import RedisServer
 from shared.broker.in_memory import InMemoryBroker
 from shared.errors import Unavailable
-from shared.stores.records import Records
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.gated_link import gated_redis
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
@@ -64,13 +64,13 @@ async def test_cancel_that_nobody_heard_of_is_found_when_redis_is_back(
     async with (
         gated_redis(redis_url) as (link, far),
         running_api(settings_for(tmp_path, redis_url=far, secret="s")) as api,
-        Records(redis_url) as records,
+        RecordStores(redis_url) as stores,
     ):
         api.worker.go.clear()
         waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers=WAIT))
         await api.worker.claimed.wait()
         link.cut()  # so a message on the channel is lost now
-        await records.cancel(api.worker.jobs[0].envelope.request_id)
+        await stores.records.cancel(api.worker.jobs[0].envelope.request_id)
         assert (await waiting).json()["status"] == "canceled"
         api.worker.go.set()
 

@@ -8,7 +8,6 @@ from pathlib import Path
 import pytest
 
 from shared.models.tasks.embedding import TextInput
-from shared.stores.records import Records
 from tests.api.fake_worker import MAX_PROMPT_WORDS, vector_of
 from tests.api.harness import (
     IMAGE_MODEL,
@@ -21,6 +20,7 @@ from tests.api.harness import (
 from tests.api.predicting import TEXT, WAIT, admitted, until_over
 from tests.keys import bearer, keys_url
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 
@@ -149,9 +149,9 @@ async def test_streams_are_bounded_and_end_with_their_readers(
 ) -> None:
     api.worker.go.clear()
     created = (await api.http.post("/v1/predictions", json=TEXT)).json()
-    async with Records(str(api.dependencies.settings.redis_url)) as records:
+    async with RecordStores(str(api.dependencies.settings.redis_url)) as stores:
         await api.worker.claimed.wait()
-        await records.progress(created["id"], 1, 2)
+        await stores.records.progress(created["id"], 1, 2)
     url = created["urls"]["stream"]
     async with api.http.stream("GET", url) as following:
         lines = following.aiter_lines()  # a reader that nobody holds would close its stream
@@ -194,8 +194,8 @@ async def test_streams_of_one_tenant_leave_room_for_another(
         api.worker.go.clear()
         created = (await api.http.post("/v1/predictions", json=TEXT, headers=acme)).json()
         await api.worker.claimed.wait()
-        async with Records(redis_url) as records:
-            await records.progress(created["id"], 1, 2)
+        async with RecordStores(redis_url) as stores:
+            await stores.records.progress(created["id"], 1, 2)
         url = created["urls"]["stream"]
         followed = []
         for _ in range(4):
@@ -316,8 +316,8 @@ async def test_progress_shows_in_logs(api: ApiUnderTest, redis_url: str) -> None
     body = {"version": IMAGE_MODEL.name, "input": {"prompt": "a"}}
     created = (await api.http.post("/v1/predictions", json=body)).json()
     await api.worker.claimed.wait()
-    async with Records(redis_url) as records:
-        await records.progress(created["id"], 3, 10)
+    async with RecordStores(redis_url) as stores:
+        await stores.records.progress(created["id"], 3, 10)
     found = (await api.http.get(f"/v1/predictions/{created['id']}")).json()
     assert found["logs"] == " 30%|███       | 3/10\n"
     api.worker.go.set()

@@ -10,9 +10,9 @@ from typing import Any
 import httpx
 import pytest
 
-from shared.stores.records import Records
 from tests.api.harness import IMAGE_MODEL, ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 BODY = {"version": IMAGE_MODEL.name, "input": {"prompt": "a"}}
@@ -40,17 +40,17 @@ async def events(answer: httpx.Response) -> AsyncIterator[dict[str, str]]:
 
 
 async def test_reader_who_asks_is_shown_previews_and_resumes_elsewhere(
-    api: ApiUnderTest, records: Records, tmp_path: Path, redis_url: str
+    api: ApiUnderTest, stores: RecordStores, tmp_path: Path, redis_url: str
 ) -> None:
     created = await being_drawn(api)
     path = f"/v1/predictions/{created['id']}/stream?events=preview"
     async with api.http.stream("GET", path) as answer:
         following = events(answer)
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while not await records.progress(created["id"], 1, 20):  # noqa: ASYNC110
+            while not await stores.records.progress(created["id"], 1, 20):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         for step in (1, 2):
-            await records.previews.add(created["id"], 0, step, 20, b"image %d" % step)
+            await stores.previews.add(created["id"], 0, step, 20, b"image %d" % step)
         seen = [await anext(following) for _ in range(3)]
     kinds = {event["event"] for event in seen}
     assert kinds == {"logs", "preview"}
@@ -63,7 +63,7 @@ async def test_reader_who_asks_is_shown_previews_and_resumes_elsewhere(
     }
     settings = settings_for(tmp_path, redis_url=redis_url, secret="s")
     async with running_api(settings, worker=api.worker) as other:
-        await records.previews.add(created["id"], 0, 3, 20, b"image 3")
+        await stores.previews.add(created["id"], 0, 3, 20, b"image 3")
         headers = {"last-event-id": second["id"]}
         async with other.http.stream("GET", path, headers=headers) as answer:
             following = events(answer)
@@ -76,13 +76,13 @@ async def test_reader_who_asks_is_shown_previews_and_resumes_elsewhere(
 
 
 async def test_other_readers_are_shown_none_and_have_none_drawn(
-    api: ApiUnderTest, records: Records
+    api: ApiUnderTest, stores: RecordStores
 ) -> None:
     created = await being_drawn(api)
     async with api.http.stream("GET", created["urls"]["stream"]) as answer:
         following = events(answer)
-        assert not await records.progress(created["id"], 1, 20)
-        await records.previews.add(created["id"], 0, 1, 20, b"image")
+        assert not await stores.records.progress(created["id"], 1, 20)
+        await stores.previews.add(created["id"], 0, 1, 20, b"image")
         assert (await anext(following))["event"] == "logs"
         api.worker.go.set()
         assert [event["event"] async for event in following][-2:] == ["output", "done"]

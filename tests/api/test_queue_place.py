@@ -8,10 +8,10 @@ import pytest
 from replicate.client import Client
 
 from shared.stores.record_state import ReleasedClaim
-from shared.stores.records import Records
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, api_with_redis
 from tests.api.predicting import TEXT, until_over
 from tests.api.test_previews import events
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 
@@ -19,7 +19,7 @@ pytestmark = pytest.mark.anyio
 api = api_with_redis(secret="s")
 
 
-async def waiting(api: ApiUnderTest, records: Records, count: int) -> list[dict[str, Any]]:
+async def waiting(api: ApiUnderTest, stores: RecordStores, count: int) -> list[dict[str, Any]]:
     """`count` predictions that no worker has taken, in the order of their deadlines."""
     made = []
     for _ in range(count):
@@ -27,13 +27,13 @@ async def waiting(api: ApiUnderTest, records: Records, count: int) -> list[dict[
         api.worker.claimed.clear()
         made.append((await api.http.post("/v1/predictions", json=TEXT)).json())
         await api.worker.claimed.wait()
-        await records.release([ReleasedClaim(made[-1]["id"])])
+        await stores.records.release([ReleasedClaim(made[-1]["id"])])
     return made
 
 
 async def test_place_is_in_the_body_and_in_the_stream(api: ApiUnderTest, redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        first, second = await waiting(api, records, 2)
+    async with RecordStores(redis_url) as stores:
+        first, second = await waiting(api, stores, 2)
         assert first["queue"] is None
         client: Any = Client(api_token="any", base_url=api.url)
         assert (await client.predictions.async_get(second["id"])).status == "starting"
@@ -45,7 +45,7 @@ async def test_place_is_in_the_body_and_in_the_stream(api: ApiUnderTest, redis_u
             following = events(answer)
             told = await anext(following)
             assert (told["event"], json.loads(told["data"])["position"]) == ("queue", 2)
-            await records.claim([first["id"]])
+            await stores.records.claim([first["id"]])
             told = await anext(following)
             assert (told["event"], json.loads(told["data"])["position"]) == ("queue", 1)
             api.worker.go.set()
@@ -54,15 +54,15 @@ async def test_place_is_in_the_body_and_in_the_stream(api: ApiUnderTest, redis_u
 
 
 async def test_others_are_not_counted(tmp_path: Path, redis_url: str) -> None:
-    async with Records(redis_url) as records:
+    async with RecordStores(redis_url) as stores:
         for tenant in ("acme", "umbrella"):
-            place = await _place_of_one(records, tenant)
+            place = await _place_of_one(stores, tenant)
             assert place == (1, None)
 
 
-async def _place_of_one(records: Records, tenant: str) -> Any:
+async def _place_of_one(stores: RecordStores, tenant: str) -> Any:
     deadline_s = 4e9
-    await records.create(
+    await stores.predictions.create(
         tenant, tenant, b"{}", deadline_s=deadline_s, keep_s=60, model=TEXT_MODEL.name
     )
-    return await records.lines.position(tenant, tenant, TEXT_MODEL.name, deadline_s)
+    return await stores.lines.position(tenant, tenant, TEXT_MODEL.name, deadline_s)

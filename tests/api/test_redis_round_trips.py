@@ -14,13 +14,13 @@ import pytest
 
 from shared.broker.in_memory import InMemoryBroker
 from shared.stores.cache import ResultCache
-from shared.stores.records import Records
 from shared.tenants.plan import Plan
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.test_limits import PRICED
 from tests.gated_link import GatedLink, gated_redis
 from tests.keys import bearer, keys_url, stored
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 
@@ -73,9 +73,9 @@ async def test_a_miss_waits_for_redis_twice_at_most(tmp_path: Path, redis_url: s
 
 async def test_a_prediction_waits_for_redis_twice_at_most(tmp_path: Path, redis_url: str) -> None:
     broker = InMemoryBroker()
-    async with gated_redis(redis_url) as (link, far), Records(redis_url) as records:
+    async with gated_redis(redis_url) as (link, far), RecordStores(redis_url) as stores:
         settings = settings_for(tmp_path, redis_url=far, memory_cache_bytes=0)
-        worker = FakeWorker(broker, PRICED.models, None, records)
+        worker = FakeWorker(broker, PRICED.models, None, stores)
         async with (
             worker.running(broker),
             running_api(settings, broker, broker, PRICED, worker=worker) as api,

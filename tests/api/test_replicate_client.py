@@ -15,7 +15,6 @@ from replicate.webhook import Webhooks, WebhookSigningSecret
 
 from shared.models.tasks.embedding import TextInput
 from shared.models.tasks.image import ImageInput
-from shared.stores.records import Records
 from shared.webhooks.event import signature
 from tests.api.fake_worker import png_of, vector_of
 from tests.api.harness import (
@@ -28,6 +27,7 @@ from tests.api.harness import (
 )
 from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 TEXT_REF, IMAGE_REF = f"anyone/{TEXT_MODEL.name}", f"anyone/{IMAGE_MODEL.name}"
@@ -126,8 +126,8 @@ async def test_create_reload_wait_cancel_and_list(
     async with asyncio.timeout(WAIT_LIMIT_S):
         while first.status != "processing":
             await first.async_reload()
-    async with Records(redis_url) as records:
-        await records.progress(first.id, 1, 4)
+    async with RecordStores(redis_url) as stores:
+        await stores.records.progress(first.id, 1, 4)
     await first.async_reload()
     assert (first.progress.percentage, first.progress.current, first.progress.total) == (0.25, 1, 4)
     await second.async_cancel()
@@ -182,8 +182,8 @@ async def test_stream_tells_everything_once(api: ApiUnderTest, client: Any, redi
     api.worker.go.clear()
     created = await client.models.predictions.async_create(TEXT_REF, input={"texts": ["a", "b"]})
     await api.worker.claimed.wait()
-    async with Records(redis_url) as records:
-        await records.progress(created.id, 1, 2)
+    async with RecordStores(redis_url) as stores:
+        await stores.records.progress(created.id, 1, 2)
     events = []
     async for event in created.async_stream():
         events.append(event)

@@ -15,7 +15,6 @@ from api.bodies import MAX_VALUES, Body
 from api.predictions.service import DOCUMENT_MAX_BYTES
 from api.tasks.custom import validator_of
 from shared.models.interface import ModelInterface
-from shared.stores.records import Records
 from tests.api.harness import (
     IMAGE_MODEL,
     TEXT_MODEL,
@@ -25,6 +24,7 @@ from tests.api.harness import (
 )
 from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 MIB = 1024 * 1024
@@ -183,17 +183,17 @@ async def test_following_a_prediction_does_not_read_its_request_again(
 
 
 async def test_a_deleted_record_has_no_document(redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        await records.create("req_1", "acme", b"{}", deadline_s=2e9, keep_s=60)
-        found = await records.read_again("req_1", b"{}")
-        assert found == await records.read("req_1")
-        await records.cancel("req_1")
-        assert await delete_ended(records, "req_1")
-        found = await records.read_again("req_1", b"{}")
-        assert found == await records.read("req_1")
+    async with RecordStores(redis_url) as stores:
+        await stores.predictions.create("req_1", "acme", b"{}", deadline_s=2e9, keep_s=60)
+        found = await stores.records.read_again("req_1", b"{}")
+        assert found == await stores.records.read("req_1")
+        await stores.records.cancel("req_1")
+        assert await delete_ended(stores, "req_1")
+        found = await stores.records.read_again("req_1", b"{}")
+        assert found == await stores.records.read("req_1")
         assert found is not None
         assert not found.document
-        assert await records.read_again("req_2", b"{}") is None
+        assert await stores.records.read_again("req_2", b"{}") is None
 
 
 def _bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:

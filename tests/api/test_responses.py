@@ -272,8 +272,8 @@ async def test_numbers_are_the_same_if_no_tokens_could_be_read(
         return None
 
     plain = parsed((await api.http.post("/v1/responses", json=asked(stream=True))).text)
-    assert api.worker.records is not None
-    monkeypatch.setattr(api.worker.records.tokens, "append", nothing)
+    assert api.worker.stores is not None
+    monkeypatch.setattr(api.worker.stores.tokens, "append", nothing)
     late = parsed((await api.http.post("/v1/responses", json=asked(stream=True))).text)
     numbers = [
         {one["event"]: json.loads(one["data"])["sequence_number"] for one in events}

@@ -16,11 +16,11 @@ import openai
 import pytest
 from PIL import Image
 
-from shared.stores.records import Records
 from tests.api.fake_worker import png_of
 from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.test_images import drawn, encoded
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 PATH = "/v1/images/generations"
@@ -51,17 +51,17 @@ async def record_being_drawn(api: ApiUnderTest) -> str:
     return api.worker.jobs[-1].envelope.request_id
 
 
-async def show(records: Records, record: str, step: int, *, index: int = 0) -> None:
+async def show(stores: RecordStores, record: str, step: int, *, index: int = 0) -> None:
     """Adds a preview as workers do, once somebody watches."""
     async with asyncio.timeout(WAIT_LIMIT_S):
-        while not await records.progress(record, step, 20):  # noqa: ASYNC110
+        while not await stores.records.progress(record, step, 20):  # noqa: ASYNC110
             await asyncio.sleep(0.01)
-    await records.previews.add(record, index, step, 20, webp(10 * step))
+    await stores.previews.add(record, index, step, 20, webp(10 * step))
 
 
 @pytest.mark.parametrize("output_format", ["png", "jpeg", "webp"])
 async def test_previews_come_while_it_is_drawn_and_then_the_image(
-    api: ApiUnderTest, records: Records, output_format: str
+    api: ApiUnderTest, stores: RecordStores, output_format: str
 ) -> None:
     api.worker.go.clear()
     opening = asyncio.create_task(
@@ -75,7 +75,7 @@ async def test_previews_come_while_it_is_drawn_and_then_the_image(
     )
     record = await record_being_drawn(api)
     for step in (3, 8, 9, 15):  # of 20: 3 is too early for the first of two, 9 for the second
-        await show(records, record, step)
+        await show(stores, record, step)
     stream = await opening
     seen: list[Any] = [await anext(stream) for _ in range(2)]
     api.worker.go.set()
@@ -94,7 +94,7 @@ async def test_previews_come_while_it_is_drawn_and_then_the_image(
 
 
 async def test_without_partial_images_only_the_whole_one_comes(
-    api: ApiUnderTest, records: Records
+    api: ApiUnderTest, stores: RecordStores
 ) -> None:
     api.worker.go.clear()
     body = {"prompt": "a", "stream": True}
@@ -102,7 +102,7 @@ async def test_without_partial_images_only_the_whole_one_comes(
         api.http.send(api.http.build_request("POST", PATH, json=body), stream=True)
     )
     record = await record_being_drawn(api)
-    assert not await records.progress(record, 1, 20), "nobody watches, so nothing is drawn"
+    assert not await stores.records.progress(record, 1, 20), "nobody watches, so nothing is drawn"
     api.worker.go.set()
     answer = await opening
     (only,) = [event async for event in events(answer)]
@@ -133,7 +133,7 @@ async def test_edits_are_streamed_from_forms_and_json(api: ApiUnderTest) -> None
 
 
 async def test_a_reader_resumes_on_another_instance(
-    api: ApiUnderTest, records: Records, tmp_path: Path, redis_url: str
+    api: ApiUnderTest, stores: RecordStores, tmp_path: Path, redis_url: str
 ) -> None:
     api.worker.go.clear()
     body = {"prompt": "a", "stream": True, "partial_images": 3, "n": 2}
@@ -142,8 +142,8 @@ async def test_a_reader_resumes_on_another_instance(
         api.http.send(api.http.build_request("POST", PATH, json=body, headers=headers), stream=True)
     )
     record = await record_being_drawn(api)
-    await show(records, record, 6)
-    await show(records, record, 6, index=1)
+    await show(stores, record, 6)
+    await show(stores, record, 6, index=1)
     answer = await opening
     following = events(answer)
     first = await anext(following)
@@ -171,7 +171,7 @@ async def test_a_reader_resumes_on_another_instance(
 
 
 async def test_a_reader_who_hangs_up_and_can_not_come_back_ends_it(
-    api: ApiUnderTest, records: Records
+    api: ApiUnderTest, stores: RecordStores
 ) -> None:
     api.worker.go.clear()
     body = {"prompt": "a", "stream": True, "partial_images": 1}
@@ -179,12 +179,12 @@ async def test_a_reader_who_hangs_up_and_can_not_come_back_ends_it(
         api.http.send(api.http.build_request("POST", PATH, json=body), stream=True)
     )
     record = await record_being_drawn(api)
-    await show(records, record, 12)
+    await show(stores, record, 12)
     answer = await opening
     await anext(events(answer))
     await answer.aclose()
     async with asyncio.timeout(WAIT_LIMIT_S):
-        while (kept := await records.read(record)) is None or kept.state != "canceled":  # noqa: ASYNC110
+        while (kept := await stores.records.read(record)) is None or kept.state != "canceled":  # noqa: ASYNC110
             await asyncio.sleep(0.01)
     api.worker.go.set()
 

@@ -27,11 +27,11 @@ from shared.models.entry import Batch, Canary, Price
 from shared.models.tasks.embedding import EmbeddingResult
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
 from shared.usage.row import Row
 from tests.api.fake_worker import FakeWorker
 from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.workers.worker_harness import LetterPreparer, LoneBatches, RowList
 from workers.functions.dead_letter import DeadLetters
 from workers.identity import WorkerInfo
@@ -219,14 +219,25 @@ class CanaryWorld:
     ) -> None:
         async with (
             ResultCache(self.redis_url, 1_000_000) as cache,
-            Records(self.redis_url, retry_s=0.01) as records,
+            RecordStores(self.redis_url, retry_s=0.01) as stores,
             CanaryStore(self.redis_url, retry_s=0.01) as canary_store,
         ):
             part = CanaryShare(model, CANARY, canary_store, self.broker, refresh_s=0.05)
             objects, facts = ObjectStore("memory://"), WorkerInfo(model.name, "here", "fake")
-            completion = Completion(model, self.broker, cache, records, objects, rows, facts, part)
-            consumer = JobConsumer(model, LetterPreparer(), cache, records, objects, completion)
-            worker = Worker([consumer], self.broker, records, RevisionPool(process))  # type: ignore[arg-type]
+            completion = Completion(
+                model, self.broker, cache, stores.records, stores.tokens, objects, rows, facts, part
+            )
+            consumer = JobConsumer(
+                model,
+                LetterPreparer(),
+                cache,
+                stores.records,
+                stores.tokens,
+                stores.previews,
+                objects,
+                completion,
+            )
+            worker = Worker([consumer], self.broker, stores.records, RevisionPool(process))  # type: ignore[arg-type]
             await worker.run(stop)
 
 
@@ -241,16 +252,16 @@ class NoTable:
 async def _dead_letter_function(broker: InMemoryBroker, redis_url: str) -> AsyncIterator[None]:
     """Runs the function for dead letters of the canary's workers."""
 
-    async def run(records: Records) -> None:
-        function = DeadLetters(records, broker, NoTable(), CATALOG, "here")
+    async def run(stores: RecordStores) -> None:
+        function = DeadLetters(stores.records, stores.flow_runs, broker, NoTable(), CATALOG, "here")
         keep = dead_letter_subscription_id(CANARY.name)
         async with broker.subscribe(keep, max_messages=100) as letters:
             async for message in letters:
                 await function.answer(message)
                 letters.ack(message)
 
-    async with Records(redis_url, retry_s=0.01) as records:
-        running = asyncio.create_task(run(records))
+    async with RecordStores(redis_url, retry_s=0.01) as stores:
+        running = asyncio.create_task(run(stores))
         try:
             yield
         finally:

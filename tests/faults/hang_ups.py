@@ -26,11 +26,11 @@ from google.auth.credentials import AnonymousCredentials
 from google.cloud import bigquery
 from transformers import LlamaConfig
 
-from shared.stores.records import Records
 from tests.faults.suite import check_counters
 from tests.faults.world import APIS, TENANTS, WORKERS, BrokerKind, World
 from tests.keys import bearer
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.workers.models.generation import tiny
 from workers.models.custom.checking import inspect_folder, write_interface
 
@@ -306,13 +306,13 @@ class Callers:
 async def _run(world: World, hang_ups: int, seed: int, found: HangUps) -> None:
     """Runs callers while recording when Redis receives each cancel."""
 
-    async def note_cancels(records: Records) -> None:
-        async for record in records.canceled():
+    async def note_cancels(stores: RecordStores) -> None:
+        async for record in stores.records.canceled():
             if record is not None:
                 found.canceled_at_s.setdefault(record.partition(":")[0], time.time())
 
-    async with Records(world.settings.redis_url) as records:
-        noting = asyncio.create_task(note_cancels(records))
+    async with RecordStores(world.settings.redis_url) as stores:
+        noting = asyncio.create_task(note_cancels(stores))
         began_s = time.monotonic()
         await Callers(world, hang_ups, seed, found).run()
         found.took_s = time.monotonic() - began_s

@@ -23,10 +23,10 @@ from shared.models.tasks.custom import CustomInput, CustomResult
 from shared.money.charge import cost_usd, price_of, step_prices_of
 from shared.predictions import Prediction, encode_document, error_of
 from shared.stores.record_state import Record
-from shared.stores.records import Records
 from shared.usage.row import Row
 from tests.deleting import delete_ended
 from tests.flows.models import CHECK, JOIN, SPLIT, Compute, catalog_of
+from tests.record_stores import RecordStores
 from workers.functions.dead_letter import DeadLetters
 
 FLOW = {
@@ -100,12 +100,12 @@ class Workers:
     """Workers that take messages in any order, and die at random moments."""
 
     def __init__(
-        self, records: Records, rng: random.Random, *, dies: bool = True, flow: str = "spell"
+        self, stores: RecordStores, rng: random.Random, *, dies: bool = True, flow: str = "spell"
     ) -> None:
         (self.entry,) = (entry for entry in CATALOG.flows if entry.name == flow)
         self.broker = Broker()
-        self.engine = FlowEngine(CATALOG, records, self.broker)
-        self.records = records
+        self.engine = FlowEngine(CATALOG, stores.records, stores.flow_runs, self.broker)
+        self.stores = stores
         self.rng = rng
         self.dies = dies
         self.compute = Compute()
@@ -135,7 +135,7 @@ class Workers:
             step_prices=step_prices_of(self.entry, now_s),
         )
         self.prediction = prediction
-        assert await self.records.create(
+        assert await self.stores.predictions.create(
             RUN, "acme", encode_document(prediction), deadline_s=now_s + 60, keep_s=60
         )
         envelope = Envelope(
@@ -152,7 +152,7 @@ class Workers:
         body = JobBody([Item(0, CustomInput({"text": text}))])
         if lives is None:
             await self._until_done(lambda: self.engine.start(envelope, body))
-            await self.records.mark_published(RUN)
+            await self.stores.records.mark_published(RUN)
             return
         self.broker.dies_after = lives
         with pytest.raises(Died):
@@ -226,7 +226,7 @@ class Workers:
         return ItemOutcome(item.index, "succeeded", receipt, CustomResult(output))
 
     async def ended(self) -> Record:
-        record = await self.records.read(RUN)
+        record = await self.stores.records.read(RUN)
         assert record is not None
         assert record.reply is not None, record
         return record
@@ -242,8 +242,10 @@ class Workers:
 
 async def spell(redis_url: str, words: Sequence[str], seed: int, fails: Sequence[str]) -> None:
     rng = random.Random(seed)
-    async with Records(redis_url, prefix=f"flows-{seed}-{len(words)}:{time.time_ns()}:") as records:
-        workers = Workers(records, rng)
+    async with RecordStores(
+        redis_url, prefix=f"flows-{seed}-{len(words)}:{time.time_ns()}:"
+    ) as stores:
+        workers = Workers(stores, rng)
         workers.compute.fails = dict.fromkeys(fails, 10**6)
         await workers.start(" ".join(words))
         await workers.work()
@@ -292,9 +294,11 @@ async def test_dead_letter_ends_its_item_and_a_run_without_default(
     redis_url: str, step: str
 ) -> None:
     """`words` has no default and `check` has one."""
-    async with Records(redis_url) as records:
-        workers, table = Workers(records, random.Random(1), dies=False), Table()
-        dead_letters = DeadLetters(records, workers.broker, table, CATALOG, "here")
+    async with RecordStores(redis_url) as stores:
+        workers, table = Workers(stores, random.Random(1), dies=False), Table()
+        dead_letters = DeadLetters(
+            stores.records, stores.flow_runs, workers.broker, table, CATALOG, "here"
+        )
         await workers.start("a cat")
         if step == "check":
             await workers.do_next()
@@ -325,9 +329,11 @@ def message_of(data: bytes, attributes: dict[str, str]) -> ReceivedMessage:
 
 @pytest.mark.anyio
 async def test_unreadable_dead_letter_ends_the_run(redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        workers = Workers(records, random.Random(1), dies=False)
-        dead_letters = DeadLetters(records, workers.broker, Table(), CATALOG, "here")
+    async with RecordStores(redis_url) as stores:
+        workers = Workers(stores, random.Random(1), dies=False)
+        dead_letters = DeadLetters(
+            stores.records, stores.flow_runs, workers.broker, Table(), CATALOG, "here"
+        )
         await workers.start("a cat")
         _, attributes = workers.broker.jobs.pop()
         await dead_letters.answer(message_of(b"not a job", attributes))
@@ -337,12 +343,12 @@ async def test_unreadable_dead_letter_ends_the_run(redis_url: str) -> None:
 
 @pytest.mark.anyio
 async def test_canceled_run_counts_what_was_noted_before(redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        workers = Workers(records, random.Random(1), dies=False)
+    async with RecordStores(redis_url) as stores:
+        workers = Workers(stores, random.Random(1), dies=False)
         await workers.start("a cat on a mat")
         await workers.do_next()
         await workers.do_next()
-        await records.cancel(RUN)
+        await stores.records.cancel(RUN)
         await workers.engine.settle(workers.prediction)
         charged_usd = workers.charged_usd(await workers.ended())
         await workers.work()
@@ -355,11 +361,11 @@ async def test_canceled_run_counts_what_was_noted_before(redis_url: str) -> None
 
 @pytest.mark.anyio
 async def test_run_that_was_dropped_computes_nothing(redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        workers = Workers(records, random.Random(1), dies=False)
+    async with RecordStores(redis_url) as stores:
+        workers = Workers(stores, random.Random(1), dies=False)
         await workers.start("a cat")
-        await records.cancel(RUN)
-        assert await delete_ended(records, RUN, 0)
+        await stores.records.cancel(RUN)
+        assert await delete_ended(stores, RUN, 0)
         await workers.work()
     assert workers.compute.asked == []
     with redis.Redis.from_url(redis_url) as client:
@@ -371,8 +377,8 @@ async def test_run_that_was_dropped_computes_nothing(redis_url: str) -> None:
 async def test_run_goes_on_whose_api_instance_died_while_it_published(
     redis_url: str, lives: int
 ) -> None:
-    async with Records(redis_url) as records:
-        workers = Workers(records, random.Random(1), dies=False, flow="wide")
+    async with RecordStores(redis_url) as stores:
+        workers = Workers(stores, random.Random(1), dies=False, flow="wide")
         await workers.start("a", lives=lives, ago_s=ORPHANED_S + 1)
         assert len(workers.broker.jobs) == lives
         await workers.work()
@@ -387,8 +393,8 @@ async def test_run_goes_on_whose_api_instance_died_while_it_published(
 @pytest.mark.anyio
 async def test_run_that_a_reader_ends_counts_what_was_noted_before(redis_url: str) -> None:
     """A worker that comes too late changes nothing, and its row reflects that."""
-    async with Records(redis_url) as records:
-        workers = Workers(records, random.Random(1), dies=False)
+    async with RecordStores(redis_url) as stores:
+        workers = Workers(stores, random.Random(1), dies=False)
         await workers.start("a cat on a mat")
         await workers.do_next()
         await workers.do_next()

@@ -11,13 +11,13 @@ import pytest
 import redis
 
 from shared.broker.transport import WEBHOOKS_TOPIC_ID, SubscriptionSettings, jobs_topic_id
-from shared.stores.records import Records
 from shared.tenants.plan import Limits, Plan
 from shared.usage.row import Row
 from tests.flows.models import CHECK, JOIN, NO_WORDS, SPLIT
 from tests.flows.world import World, world
 from tests.keys import bearer, keys_url, stored
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 
@@ -301,15 +301,15 @@ async def test_a_run_that_is_deleted_before_its_cancel_is_settled_counts_as_its_
     url = keys_url(tmp_path, plans={"usual": plan}, tenants={"acme": "usual"}, one="acme")
     async with (
         world(redis_url, SPELL, keys_url=url, idle={CHECK.name}) as flows,
-        Records(redis_url, timeout_s=REDIS_LIMIT_S) as records,
+        RecordStores(redis_url, timeout_s=REDIS_LIMIT_S) as stores,
     ):
         await flows.broker.ensure_topic(jobs_topic_id(CHECK.name))
         run_id = await started(flows, "a cat", who)
         [row] = await flows.until_rows(1)
-        assert await records.cancel(run_id) == "canceled"
+        assert await stores.records.cancel(run_id) == "canceled"
         deleted = await flows.http.delete(f"/v1/predictions/{run_id}", headers=who)
         assert deleted.status_code == 204
-        left = await records.read(run_id)
+        left = await stores.records.read(run_id)
         assert left is not None
         assert left.reply is not None, "nothing says what it cost"
         with redis.Redis.from_url(redis_url, decode_responses=True) as client:
@@ -343,12 +343,12 @@ async def cancel_and_delete(flows: World, run_id: str, who: dict[str, str]) -> N
 async def test_run_whose_canceler_died_is_settled_by_whoever_reads_it(redis_url: str) -> None:
     async with (
         world(redis_url, SPELL, idle={CHECK.name}) as flows,
-        Records(redis_url, timeout_s=REDIS_LIMIT_S) as records,
+        RecordStores(redis_url, timeout_s=REDIS_LIMIT_S) as stores,
     ):
         await flows.broker.ensure_topic(jobs_topic_id(CHECK.name))
         run_id = await started(flows, "a cat", {})
         [row] = await flows.until_rows(1)
-        assert await records.cancel(run_id) == "canceled"
+        assert await stores.records.cancel(run_id) == "canceled"
         run = await flows.until_over(run_id)
     assert run["metrics"]["cost_usd"] == row.cost_usd == 0.25
 

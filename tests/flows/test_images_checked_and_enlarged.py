@@ -21,7 +21,6 @@ from shared.models.after_image import WITHHELD
 from shared.models.blob import Blob
 from shared.models.catalog import Model
 from shared.settings import ApiSettings, read_settings
-from shared.stores.records import Records
 from shared.tenants.plan import Limits, Plan
 from shared.usage.row import Row
 from shared.usage.row_list import RowList
@@ -32,6 +31,7 @@ from tests.flows.test_lines_of_flows import client_of
 from tests.flows.world import World, world
 from tests.keys import bearer, keys_url, stored
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 
@@ -472,14 +472,14 @@ async def test_previews_come_only_of_what_nobody_checks(
     models = (model, JUDGE, ENLARGE)
     async with (
         world(redis_url, models=models, computes=Draws) as images,
-        Records(redis_url) as records,
+        RecordStores(redis_url) as stores,
     ):
         images.compute.gates["a"] = threading.Event()
         body = {"version": model.name, "input": {"prompt": "a", "seed": 7, "upscale": 2}}
         run = (await images.http.post("/v1/predictions", json=body)).json()
         await images.until_began("a")
-        await records.previews.watch(run["id"])
-        await records.previews.add(run["id"], 0, 3, 4, png((16, 16), 7))
+        await stores.previews.watch(run["id"])
+        await stores.previews.add(run["id"], 0, 3, 4, png((16, 16), 7))
         images.compute.gates["a"].set()
         await images.until_over(run["id"])
         answer = await images.http.get(f"{run['urls']['stream']}&events=preview")

@@ -27,8 +27,8 @@ from shared.messages import (
     encode_reply_body,
 )
 from shared.models.tasks.embedding import TextInput
-from shared.stores.records import Records
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 ENTRY = """models:
   - {name: texts, task: embedding, source: "hf:a/texts", dimensions: 4, batch: {max_tokens: 64}, deadline: {default_s: 30, longest_s: 300}}
@@ -65,11 +65,11 @@ class Site:
             await broker.publish(dead_letter_topic_id("texts"), data, given)
 
     async def _claim(self, request_id: str, *, is_over: bool) -> None:
-        async with Records(self.redis_url) as records:
-            assert (await records.claim([request_id]))[0] is not None
+        async with RecordStores(self.redis_url) as stores:
+            assert (await stores.records.claim([request_id]))[0] is not None
             if is_over:
                 reply = encode_reply_body(ReplyBody([]))
-                assert await records.finish(request_id, "failed", reply) is not None
+                assert await stores.records.finish(request_id, "failed", reply) is not None
 
     async def _pulled(self) -> Job:
         async with (
@@ -178,8 +178,8 @@ def test_claims_of_workers_that_died_do_not_count_again(site: Site) -> None:
     """Otherwise a worker would abandon the job before trying it."""
 
     async def unfinished() -> int:
-        async with Records(site.redis_url) as records:
-            (claim,) = await records.claim(["waits"])
+        async with RecordStores(site.redis_url) as stores:
+            (claim,) = await stores.records.claim(["waits"])
             assert claim is not None
             return claim.unfinished
 

@@ -38,7 +38,6 @@ from shared.messages import (
 from shared.models.catalog import Catalog
 from shared.models.catalog_file import read_catalog
 from shared.stores.cache import ENTRY_SCHEMA, ResultCache
-from shared.stores.records import Records
 from shared.tenants.directory import Document, decode_document, encode_document
 from shared.tenants.plan import Limits, Plan, Rates
 from shared.usage.bigquery import Fields
@@ -53,6 +52,7 @@ from tests.api.harness import ApiUnderTest, running_api, settings_for
 from tests.api.moved_clock import MovedClock
 from tests.keys import stored
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.releases.history import FILES, ROOT, last_release, releases
 from tests.releases.stored import load, raw
 from tests.releases.write import IDEMPOTENT, IDEMPOTENT_BODY, MODELS, REQUESTS
@@ -109,8 +109,8 @@ def clock(release: Release, redis_url: str) -> Iterator[MovedClock]:
 
 
 @pytest.fixture
-async def records(clock: MovedClock, redis_url: str) -> AsyncIterator[Records]:
-    async with Records(redis_url) as opened:
+async def stores(clock: MovedClock, redis_url: str) -> AsyncIterator[RecordStores]:
+    async with RecordStores(redis_url) as opened:
         yield opened
 
 
@@ -222,7 +222,7 @@ def test_webhook_events_are_read(release: Release) -> None:
     assert again(events, recode) == []
 
 
-async def test_records_are_read(release: Release, records: Records) -> None:
+async def test_records_are_read(release: Release, stores: RecordStores) -> None:
     hashes = {
         key.removeprefix(RECORD): value["hash"]
         for key, value in release.redis.items()
@@ -230,7 +230,7 @@ async def test_records_are_read(release: Release, records: Records) -> None:
     }
     assert len(hashes) > len(REQUESTS)
     for name, old in hashes.items():
-        record = await records.read(name)
+        record = await stores.records.read(name)
         assert record is not None
         assert record.is_over
         assert (record.state, record.attempts) == (old["state"], int(old.get("attempts", 0)))
@@ -244,12 +244,12 @@ async def test_records_are_read(release: Release, records: Records) -> None:
             assert lacking(json.loads(raw(reply)), read, name) == []
 
 
-async def test_streams_are_read(release: Release, records: Records) -> None:
+async def test_streams_are_read(release: Release, stores: RecordStores) -> None:
     streams = {key: one["stream"] for key, one in release.redis.items() if key.startswith(TOKENS)}
     assert streams
     for key, entries in streams.items():
         record, _, index = key.removeprefix(TOKENS).rpartition(":")
-        (chunks,) = await records.tokens.written([(record, int(index))])
+        (chunks,) = await stores.tokens.written([(record, int(index))])
         old = [msgspec.msgpack.decode(raw(fields["c"])) for _, fields in entries]
         assert lacking(old, [msgspec.to_builtins(one) for one in chunks], key) == []
 

@@ -18,10 +18,10 @@ from shared.errors import ConfigurationError
 from shared.models.tasks.embedding import EmbeddingResult
 from shared.stores import redis_client
 from shared.stores.cache import Hit, Owed, ResultCache
-from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 from tests.metrics import metric
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 
@@ -189,6 +189,6 @@ async def test_wrong_url_is_refused_at_start() -> None:
             pass
     assert caught.value.field == "redis_url"
     with pytest.raises(ConfigurationError, match=r"^PENSTOCK_RECORDS_URL: ") as caught:
-        async with Records("http://localhost"):
+        async with RecordStores("http://localhost"):
             pass
     assert caught.value.field == "records_url"

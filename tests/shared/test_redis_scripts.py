@@ -15,8 +15,8 @@ import redis
 from hatchling.builders.wheel import WheelBuilder
 
 from infra.local.redis_server import RedisServer
-from shared.stores.records import Records
 from shared.stores.redis_client import within
+from tests.record_stores import RecordStores
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,36 +30,36 @@ def commands(server: RedisServer) -> dict[str, int]:
     }
 
 
-async def create(records: Records, name: str) -> bool:
-    return bool(await records.create(name, "acme", b"{}", deadline_s=time.time() + 60, keep_s=60))
+async def create(stores: RecordStores, name: str) -> bool:
+    return bool(
+        await stores.predictions.create(name, "acme", b"{}", deadline_s=time.time() + 60, keep_s=60)
+    )
 
 
 @pytest.mark.anyio
 async def test_text_of_a_script_is_sent_once(own_redis: RedisServer) -> None:
-    async with Records(own_redis.url) as records:
+    async with RecordStores(own_redis.url) as stores:
         for number in range(5):
-            assert await create(records, f"req_{number}")
-            await records.claim([f"req_{number}"])
+            assert await create(stores, f"req_{number}")
+            await stores.records.claim([f"req_{number}"])
     assert commands(own_redis) == {"eval": 2, "evalsha": 10}
 
 
 @pytest.mark.anyio
 async def test_restarted_redis_learns_the_scripts_again(own_redis: RedisServer) -> None:
-    async with Records(own_redis.url, retry_s=0.01) as records:
-        assert await create(records, "before")
-        assert (await records.claim(["before"]))[0] is not None
+    async with RecordStores(own_redis.url, retry_s=0.01) as stores:
+        assert await create(stores, "before")
+        assert (await stores.records.claim(["before"]))[0] is not None
         own_redis.kill()
-        await records.claim(["before"])
+        await stores.records.claim(["before"])
         own_redis.start()
-        assert await records.wait_up(8)
+        assert await stores.records.wait_up(8)
         names = [f"req_{number}" for number in range(20)]
-        assert all(await asyncio.gather(*(create(records, name) for name in names)))
-        claims = await asyncio.gather(*(records.claim([name]) for name in names))
+        assert all(await asyncio.gather(*(create(stores, name) for name in names)))
+        claims = await asyncio.gather(*(stores.records.claim([name]) for name in names))
         assert [claim.attempt for (claim,) in claims if claim is not None] == [1] * 20
-        assert not any(
-            await asyncio.gather(*(create(records, name) for name in ["before", *names]))
-        )
-        finish = await records.finish("before", "succeeded", b"{}")
+        assert not any(await asyncio.gather(*(create(stores, name) for name in ["before", *names])))
+        finish = await stores.records.finish("before", "succeeded", b"{}")
         assert finish is not None
         assert finish.is_ours
 

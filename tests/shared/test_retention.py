@@ -18,7 +18,7 @@ from hypothesis.stateful import run_state_machine_as_test as run_machine
 
 from api.idempotency.store import DROPPED, IdempotencyStore, KeyClaim
 from shared.errors import Overloaded
-from shared.stores.records import Records
+from tests.record_stores import RecordStores
 from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
@@ -82,8 +82,8 @@ class Predictions(RuleBasedStateMachine):
     def open(self) -> None:
         self.runner = asyncio.Runner()
         prefix = f"budget{next(self.number)}:"
-        self.records = Records(self.url, prefix=prefix, predictions_max_bytes=BUDGET_BYTES)
-        self.runner.run(self.records.__aenter__())
+        self.stores = RecordStores(self.url, prefix=prefix, max_bytes=BUDGET_BYTES)
+        self.runner.run(self.stores.__aenter__())
         self.redis = redis.Redis.from_url(self.url)
         self.counts = Counts(self.redis, f"{prefix}predictions")
         self.key: Callable[[str], str] = lambda name: f"{prefix}record:{name}"
@@ -92,7 +92,7 @@ class Predictions(RuleBasedStateMachine):
 
     def teardown(self) -> None:
         if hasattr(self, "runner"):
-            self.runner.run(self.records.__aexit__(None, None, None))
+            self.runner.run(self.stores.__aexit__(None, None, None))
             self.runner.close()
             self.redis.close()
 
@@ -102,7 +102,7 @@ class Predictions(RuleBasedStateMachine):
     def _create(self, tenant: str, document_bytes: int, reply_bytes: int) -> bool:
         name, wanted = f"p{next(self.names)}", document_bytes + reply_bytes + ENTRY_BYTES
         taken = self._taken(tenant)
-        made = self.records.create(
+        made = self.stores.predictions.create(
             name,
             tenant,
             b"d" * document_bytes,
@@ -141,7 +141,7 @@ class Predictions(RuleBasedStateMachine):
         )
         one = self.expected[name]
         reply = REPLY % (b"w" * (0 if one.tenant == QUIET else reply_bytes))
-        assert self.runner.run(self.records.finish(name, "succeeded", reply))
+        assert self.runner.run(self.stores.records.finish(name, "succeeded", reply))
         one.is_over, one.bytes = True, one.document_bytes + len(reply) + ENTRY_BYTES
 
     @precondition(lambda self: any(not one.is_over for one in self.expected.values()))
@@ -151,7 +151,7 @@ class Predictions(RuleBasedStateMachine):
             st.sampled_from([name for name, one in self.expected.items() if not one.is_over])
         )
         one = self.expected[name]
-        assert self.runner.run(self.records.cancel(name)) == "canceled"
+        assert self.runner.run(self.stores.records.cancel(name)) == "canceled"
         one.is_over, one.bytes = True, one.document_bytes + ENTRY_BYTES
 
     @invariant()
@@ -188,55 +188,64 @@ def test_any_sequence_keeps_within_the_budget_and_drops_nothing_promised(redis_u
 async def test_oldest_of_the_largest_go_and_a_tenant_that_finds_no_room_replaces_its_own(
     redis_url: str,
 ) -> None:
-    async with Records(redis_url, predictions_max_bytes=BUDGET_BYTES) as records:
+    async with RecordStores(redis_url, max_bytes=BUDGET_BYTES) as stores:
 
         async def create(name: str, tenant: str, reply_bytes: int) -> None:
-            assert await records.create(
+            assert await stores.predictions.create(
                 name, tenant, b"{}", deadline_s=time.time() + 60, keep_s=60, reply_bytes=reply_bytes
             )
 
         for number in range(3):
             await create(f"m{number}", "middle", 3000)
-            await records.finish(f"m{number}", "succeeded", REPLY % (b"w" * 3000))
+            await stores.records.finish(f"m{number}", "succeeded", REPLY % (b"w" * 3000))
         for number in range(13):
             await create(f"l{number}", "large", 4000 - ENTRY_BYTES)
         with pytest.raises(Overloaded, match="no room") as refused:
             await create("l13", "large", 4000)
         assert refused.value.retry_after_s
         await create("m3", "middle", 3000)
-        assert [await records.read(f"m{number}") is not None for number in range(4)] == [
+        assert [await stores.records.read(f"m{number}") is not None for number in range(4)] == [
             False,
             True,
             True,
             True,
         ]
         for name in ("l5", "l3"):  # the order in which they end matters
-            await records.finish(name, "succeeded", REPLY % (b"w" * 2976))
+            await stores.records.finish(name, "succeeded", REPLY % (b"w" * 2976))
         await create("m4", "middle", 1000)
-        assert [await records.read(f"l{number}") is not None for number in (3, 5)] == [True, False]
-        assert await records.read("m1") is not None
-        assert await records.latest("middle", 10) == ["m4", "m3", "m2", "m1"]
+        assert [await stores.records.read(f"l{number}") is not None for number in (3, 5)] == [
+            True,
+            False,
+        ]
+        assert await stores.records.read("m1") is not None
+        assert await stores.predictions.latest("middle", 10) == ["m4", "m3", "m2", "m1"]
 
 
 async def test_prediction_that_can_never_fit_drops_nothing(redis_url: str) -> None:
-    async with Records(redis_url, predictions_max_bytes=BUDGET_BYTES) as records:
-        await records.create("old", "acme", b"{}", deadline_s=time.time() + 60, keep_s=60)
-        await records.finish("old", "succeeded", REPLY % b"w")
+    async with RecordStores(redis_url, max_bytes=BUDGET_BYTES) as stores:
+        await stores.predictions.create(
+            "old", "acme", b"{}", deadline_s=time.time() + 60, keep_s=60
+        )
+        await stores.records.finish("old", "succeeded", REPLY % b"w")
         with pytest.raises(Overloaded):
-            await records.create(
+            await stores.predictions.create(
                 "huge", "acme", b"d" * BUDGET_BYTES, deadline_s=time.time() + 60, keep_s=60
             )
-        assert await records.read("old") is not None
+        assert await stores.records.read("old") is not None
 
 
 async def test_what_expires_is_not_counted_any_more(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         async with (
-            Records(redis_url) as records,
+            RecordStores(redis_url) as stores,
             IdempotencyStore(redis_url, keep_s=0.001, lease_s=5) as answers,
         ):
-            await records.create("old", "acme", b"{}", deadline_s=time.time() - 20, keep_s=10)
-            await records.create("young", "acme", b"{}", deadline_s=time.time() + 20, keep_s=10)
+            await stores.predictions.create(
+                "old", "acme", b"{}", deadline_s=time.time() - 20, keep_s=10
+            )
+            await stores.predictions.create(
+                "young", "acme", b"{}", deadline_s=time.time() + 20, keep_s=10
+            )
             await answers.complete("old", "acme", "f", "c1", b"answer")
             while (await answers.claim("young", "f", "c2")).state != "acquired" or client.exists(  # noqa: ASYNC110
                 "penstock:answers:of:old"
@@ -252,14 +261,14 @@ async def test_what_expires_is_not_counted_any_more(redis_url: str) -> None:
 
 
 async def test_prediction_that_nobody_ended_may_go_after_its_deadline(redis_url: str) -> None:
-    async with Records(redis_url, predictions_max_bytes=BUDGET_BYTES) as records:
-        await records.create(
+    async with RecordStores(redis_url, max_bytes=BUDGET_BYTES) as stores:
+        await stores.predictions.create(
             "lost", "acme", b"{}", deadline_s=time.time() - 200, keep_s=600, reply_bytes=50_000
         )
-        assert await records.create(
+        assert await stores.predictions.create(
             "next", "acme", b"{}", deadline_s=time.time() + 60, keep_s=60, reply_bytes=50_000
         )
-        assert await records.read("lost") is None
+        assert await stores.records.read("lost") is None
 
 
 ANSWER_BYTES = 4096
@@ -382,23 +391,23 @@ async def test_entries_of_a_release_without_budgets_live_on_and_expire(redis_url
             )
             client.zadd("penstock:answers:ends", {f"penstock:answers:of:{name}": ends_s})
         async with (
-            Records(redis_url) as records,
+            RecordStores(redis_url) as stores,
             IdempotencyStore(redis_url, keep_s=60, lease_s=5) as answers,
         ):
-            await records.create("new", "acme", b"{}", deadline_s=now_s + 60, keep_s=60)
-            assert (await records.claim(["old"]))[0] is not None
-            assert (await records.finish("old", "succeeded", REPLY % b"w")) == (
+            await stores.predictions.create("new", "acme", b"{}", deadline_s=now_s + 60, keep_s=60)
+            assert (await stores.records.claim(["old"]))[0] is not None
+            assert (await stores.records.finish("old", "succeeded", REPLY % b"w")) == (
                 True,
                 "succeeded",
                 None,
             )
-            found = await records.read("old")
+            found = await stores.records.read("old")
             assert found is not None
             assert found.reply is not None
             assert await answers.claim("old", "f", "c2") == KeyClaim("completed", b"kept")
             assert await answers.complete("old", "acme", "f", "c2", b"mine") == b"kept"
             assert (await answers.claim("gone", "f", "c3")).state == "acquired"
-            assert await records.read("gone") is None
+            assert await stores.records.read("gone") is None
         assert client.ttl("penstock:record:old") == -1
         counts = Counts(client, "penstock:predictions").read()
         assert list(counts.entries) == ["penstock:record:new"]

@@ -10,12 +10,12 @@ from hypothesis import strategies as st
 
 from shared.models.tasks.custom import PieceChunk
 from shared.models.tasks.text import TokenChunk
-from shared.stores.records import Records
 from shared.stores.redis_client import NO_REDIS
 from shared.stores.stream_chunks import decode_chunk, encode_chunk, merge_chunks
 from shared.stores.token_streams import MAX_ITEMS, Delivered, Written
 from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.tiers import examples
 
 pytestmark = pytest.mark.anyio
@@ -36,18 +36,18 @@ def test_release_0_1_0_reads_pieces_as_tokens() -> None:
     assert merge_chunks([stored, pieces], 0) == TokenChunk(0, [7, 8, *tokens.ids], "I see a cat")
 
 
-async def claimed(records: Records, times: int = 1) -> str:
+async def claimed(stores: RecordStores, times: int = 1) -> str:
     """A prediction that `count` workers have claimed."""
     record = f"req_{next(NUMBERS)}"
-    await records.create(record, "t", b"{}", deadline_s=4e9, keep_s=60)
+    await stores.predictions.create(record, "t", b"{}", deadline_s=4e9, keep_s=60)
     for _ in range(times):
-        await records.claim([record])
+        await stores.records.claim([record])
     return record
 
 
 async def test_tokens_follow_each_other_without_a_gap(redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        record, streams = await claimed(records), records.tokens
+    async with RecordStores(redis_url) as stores:
+        record, streams = await claimed(stores), stores.tokens
         assert await streams.append([Written(record, 0, 1, chunk(0, 5, 6))]) == [2]
         assert await streams.append([Written(record, 0, 1, chunk(0, 5, 6))]) == [2], "twice"
         assert await streams.append([Written(record, 0, 1, chunk(3, 8))]) == [2], "a gap"
@@ -60,12 +60,12 @@ async def test_tokens_follow_each_other_without_a_gap(redis_url: str) -> None:
 
 
 async def test_only_the_latest_claim_may_append(redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        record, streams = await claimed(records, times=2), records.tokens
+    async with RecordStores(redis_url) as stores:
+        record, streams = await claimed(stores, times=2), stores.tokens
         late, current = Written(record, 0, 1, chunk(0, 1)), Written(record, 0, 2, chunk(0, 2))
         assert await streams.append([late]) == [None]
         assert await streams.append([current]) == [1]
-        await records.finish(record, "succeeded", b'{"outcomes":[]}')
+        await stores.records.finish(record, "succeeded", b'{"outcomes":[]}')
         assert await streams.append([Written(record, 0, 2, chunk(1, 3))]) == [None]
         ((chunks, is_over),) = await streams.read([(record, 0, 0)])
         assert chunks == [chunk(0, 2)]
@@ -73,28 +73,28 @@ async def test_only_the_latest_claim_may_append(redis_url: str) -> None:
 
 
 async def test_a_text_that_went_on_is_not_what_killed_the_workers_before(redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        record, streams = await claimed(records, times=3), records.tokens
-        await records.note_alone(record, begins=True)
+    async with RecordStores(redis_url) as stores:
+        record, streams = await claimed(stores, times=3), stores.tokens
+        await stores.records.note_alone(record, begins=True)
         assert await streams.append([Written(record, 0, 3, chunk(0, 1))]) == [1]
-        (claim,) = await records.claim([record])
+        (claim,) = await stores.records.claim([record])
         assert claim is not None
         assert (claim.attempt, claim.unfinished, claim.alone) == (4, 1, 0)
         assert await streams.append([Written(record, 0, 4, chunk(0, 1))]) == [1], "nothing new"
-        (claim,) = await records.claim([record])
+        (claim,) = await stores.records.claim([record])
         assert claim is not None
         assert claim.unfinished == 2
 
 
 async def test_a_deleted_prediction_leaves_no_tokens(redis_url: str) -> None:
-    async with Records(redis_url) as records:
-        record, streams = await claimed(records), records.tokens
+    async with RecordStores(redis_url) as stores:
+        record, streams = await claimed(stores), stores.tokens
         items = range(MAX_ITEMS)
         await streams.append([Written(record, item, 1, chunk(0, item)) for item in items])
         await streams.mark_read(record)
         assert await streams.is_read(record)
-        await records.finish(record, "succeeded", b'{"outcomes":[]}')
-        assert await delete_ended(records, record)
+        await stores.records.finish(record, "succeeded", b'{"outcomes":[]}')
+        assert await delete_ended(stores, record)
         found = await streams.read([(record, item, 0) for item in items])
         assert [chunks for chunks, _ in found] == [[]] * MAX_ITEMS
         assert not await streams.is_read(record)
@@ -103,13 +103,13 @@ async def test_a_deleted_prediction_leaves_no_tokens(redis_url: str) -> None:
 async def test_what_was_read_is_counted_if_the_prediction_is_deleted_meanwhile(
     redis_url: str,
 ) -> None:
-    async with Records(redis_url) as records:
-        record, streams = await claimed(records), records.tokens
+    async with RecordStores(redis_url) as stores:
+        record, streams = await claimed(stores), stores.tokens
         first = TokenChunk(0, [5, 6], "a b ", input_tokens=9, cached_tokens=4)
         await streams.append([Written(record, 0, 1, first), Written(record, 1, 1, first)])
         await streams.read([(record, 0, 0)])
-        await records.cancel(record)
-        assert await delete_ended(records, record)
+        await stores.records.cancel(record)
+        assert await delete_ended(stores, record)
         assert await streams.end_delivery(record, [0, 1]) == [Delivered(9, 4, 2), None]
         found = await streams.read([(record, 0, 0), (record, 0, 2)])
         assert [one.chunks for one in found] == [[], []]
@@ -119,17 +119,17 @@ async def test_what_was_read_is_counted_if_the_prediction_is_deleted_meanwhile(
 async def test_what_was_read_is_counted_and_nothing_else_is_read_after_the_end(
     redis_url: str, end: str
 ) -> None:
-    async with Records(redis_url) as records:
-        record, streams = await claimed(records), records.tokens
+    async with RecordStores(redis_url) as stores:
+        record, streams = await claimed(stores), stores.tokens
         first = TokenChunk(0, [5, 6], "a b ", input_tokens=9, cached_tokens=4)
         await streams.append([Written(record, 0, 1, first), Written(record, 1, 1, first)])
         await streams.read([(record, 0, 0)])
         await streams.append([Written(record, 0, 1, chunk(2, 7))])
         assert await streams.written([(record, 0), (record, 1)]) == [[first, chunk(2, 7)], [first]]
         if end == "cancel":
-            await records.cancel(record)
+            await stores.records.cancel(record)
         elif end == "fail":
-            await records.finish(record, "failed", b'{"outcomes":[]}')
+            await stores.records.finish(record, "failed", b'{"outcomes":[]}')
         else:
             await streams.end_delivery(record, [])
         found = await streams.read([(record, 0, 0), (record, 0, 2), (record, 1, 0)])
@@ -138,8 +138,8 @@ async def test_what_was_read_is_counted_and_nothing_else_is_read_after_the_end(
 
 
 async def test_without_redis_nothing_is_raised_to_a_worker() -> None:
-    async with Records(NO_REDIS, timeout_s=0.1) as records:
-        assert await records.tokens.append([Written("r", 0, 1, chunk(0, 1))]) is None
+    async with RecordStores(NO_REDIS, timeout_s=0.1) as stores:
+        assert await stores.tokens.append([Written("r", 0, 1, chunk(0, 1))]) is None
 
 
 @settings(
@@ -151,13 +151,13 @@ async def test_without_redis_nothing_is_raised_to_a_worker() -> None:
 async def test_whatever_is_appended_each_token_is_there_once(
     redis_url: str, pieces: list[tuple[int, int]]
 ) -> None:
-    async with Records(redis_url) as records:
-        assert await records.wait_up(WAIT_LIMIT_S)
-        record = await claimed(records)
+    async with RecordStores(redis_url) as stores:
+        assert await stores.records.wait_up(WAIT_LIMIT_S)
+        record = await claimed(stores)
         for first, count in pieces:
             made = chunk(first, *range(first, first + count))
-            await records.tokens.append([Written(record, 0, 1, made)])
-        ((chunks, _),) = await records.tokens.read([(record, 0, 0)])
+            await stores.tokens.append([Written(record, 0, 1, made)])
+        ((chunks, _),) = await stores.tokens.read([(record, 0, 0)])
         tokens = [found for found in chunks if isinstance(found, TokenChunk)]
         ids = [one for found in tokens for one in found.ids]
         assert ids == list(range(len(ids)))

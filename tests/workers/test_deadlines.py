@@ -224,7 +224,7 @@ async def test_prediction_ends_as_failed_with_the_reason(redis_url: str, tmp_pat
     async with running_worker(redis_url, tmp_path) as harness:
         await held(harness, left_s=SHORT_S, prediction="1", webhook="completed")
         assert (await ended(harness))[1].status == "expired"
-        found = await harness.records.read("held")
+        found = await harness.stores.records.read("held")
         assert found is not None
         assert found.state == "failed"
         assert found.reply is not None
@@ -316,7 +316,7 @@ async def test_late_attempt_repeats_what_was_answered_in_time(
         first = ReplyBody(
             [ItemOutcome(0, "succeeded", Receipt("miss", tokens=3), result)], worker="first"
         )
-        await harness.records.finish("req", "succeeded", encode_reply_body(first))
+        await harness.stores.records.finish("req", "succeeded", encode_reply_body(first))
         await harness.send("cat", left_s=-10.0)
         assert (await ended(harness))[1].status == "expired"
         await harness.until(lambda: len(harness.rows) == 1)

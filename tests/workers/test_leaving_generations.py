@@ -112,13 +112,13 @@ async def test_one_text_leaves_with_its_tokens_in_its_row_and_the_others_go_on(
         clock.move(100)
         assert len(running(harness)) == 3, "nothing is due yet"
         if end == "canceled":
-            await harness.records.cancel(record_id("leaves", 0))
+            await harness.stores.records.cancel(record_id("leaves", 0))
         else:
             clock.move(200)
         name, left = await outcome(harness)
         assert (name, left.status) == ("leaves", end)
         await harness.until(lambda: bool(harness.rows))
-        [(written, _)] = await harness.records.tokens.read([(record_id("leaves", 0), 0, 0)])
+        [(written, _)] = await harness.stores.tokens.read([(record_id("leaves", 0), 0, 0)])
         assert_gapless(written)
         [row] = harness.rows
         assert (row.request_id, row.status) == ("leaves", end)
@@ -128,7 +128,7 @@ async def test_one_text_leaves_with_its_tokens_in_its_row_and_the_others_go_on(
         for name in ("stays", "beside"):
             chunks = await read_until(harness, record_id(name, 0), before[name][-1].end + 1000)
             assert_gapless(chunks)
-            await harness.records.cancel(record_id(name, 0))
+            await harness.stores.records.cancel(record_id(name, 0))
             assert (await outcome(harness))[0] == name
 
 

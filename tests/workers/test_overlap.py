@@ -172,7 +172,7 @@ async def test_a_canceled_batch_ends_and_the_other_one_succeeds(
 ) -> None:
     async with overlapping(redis_url, tmp_path) as worker:
         await worker.hold_two()
-        await worker.harness.records.cancel(batch)
+        await worker.harness.stores.records.cancel(batch)
         registry = worker.harness.registry
         assert registry is not None
         await worker.harness.until(lambda: registry.find(batch)[0].is_canceled)

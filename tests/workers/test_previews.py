@@ -19,7 +19,7 @@ GREEN = RgbImage(4, 2, b"\0\xff\0" * 8)
 
 async def drawing(worker: WorkerHarness, name: str) -> None:
     """Has a worker compute a prediction that reports progress, and is not done."""
-    await worker.records.create(name, "t", b"{}", deadline_s=2e9, keep_s=60)
+    await worker.stores.predictions.create(name, "t", b"{}", deadline_s=2e9, keep_s=60)
     worker.process.gate.clear()
     worker.process.started.clear()
     worker.process.step_told = (3, 20)
@@ -37,7 +37,7 @@ async def test_only_watched_predictions_are_drawn(redis_url: str, tmp_path: Path
         await drawing(worker, "pred_a")
         await ended(worker)
         assert worker.process.watched == []
-        await worker.records.previews.watch("pred_b")
+        await worker.stores.previews.watch("pred_b")
         await drawing(worker, "pred_b")
         assert worker.process.on_step is not None
         async with asyncio.timeout(WAIT_LIMIT_S):
@@ -55,14 +55,14 @@ async def test_preview_is_in_the_stream_until_the_end(redis_url: str, tmp_path: 
         assert show is not None
         show(Previews(1, 5, 20, {1: GREEN}))
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while not (found := await worker.records.previews.after("pred_a", "")):  # noqa: ASYNC110
+            while not (found := await worker.stores.previews.after("pred_a", "")):  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
         (preview,) = found
         assert (preview.index, preview.step, preview.steps) == (1, 5, 20)
         with Image.open(io.BytesIO(preview.image)) as image:
             assert (image.format, image.size) == ("WEBP", (4, 2))
-        assert await worker.records.previews.after("pred_a", preview.cursor) == []
+        assert await worker.stores.previews.after("pred_a", preview.cursor) == []
         await ended(worker)
         show(Previews(1, 19, 20, {1: GREEN}))
-        await worker.records.previews.add("pred_a", 1, 19, 20, b"late")
-        assert await worker.records.previews.after("pred_a", "") == [preview]
+        await worker.stores.previews.add("pred_a", 1, 19, 20, b"late")
+        assert await worker.stores.previews.after("pred_a", "") == [preview]

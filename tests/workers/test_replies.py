@@ -91,7 +91,7 @@ async def test_record_keeps_a_small_image_and_repeats_it_small(
         await harness.send("IMAGE", request_id="r")
         first = (await harness.reply()).body
         await harness.until(lambda: len(harness.rows) == 1)
-        record = await harness.records.read("r")
+        record = await harness.stores.records.read("r")
         assert record is not None
         assert record.reply is not None
         (kept,) = record.reply.outcomes
@@ -113,7 +113,7 @@ async def test_reply_of_a_prediction_only_says_that_its_record_is_there(
         await harness.send("IMAGE", request_id="p", prediction="1")
         (outcome,) = (await harness.reply()).body.outcomes
         assert (outcome.status, outcome.result) == ("succeeded", None)
-        record = await harness.records.read("p")
+        record = await harness.stores.records.read("p")
         assert record is not None
         assert record.reply is not None
         (kept,) = record.reply.outcomes

@@ -54,7 +54,7 @@ async def go_on(harness: WorkerHarness, canceled: str = "") -> None:
     if canceled:
         assert harness.consumer is not None
         harness.consumer.cancellation.cancel = lambda record: None  # type: ignore[method-assign]
-        await harness.records.cancel(canceled)
+        await harness.stores.records.cancel(canceled)
     harness.process.gate.set()
 
 
@@ -153,14 +153,14 @@ async def test_replies_whose_inbox_is_gone_are_not_charged(redis_url: str, tmp_p
 
 async def create_records(harness: WorkerHarness) -> None:
     for name in NAMES:
-        await harness.records.create(
+        await harness.stores.predictions.create(
             name, "acme", b"{}", deadline_s=time.time() + 60, keep_s=60, model=MODEL.name
         )
 
 
 async def ended(harness: WorkerHarness, name: str) -> tuple[str, str, bool]:
     """State of a record, status of its item, and whether that has a result."""
-    record = await harness.records.read(name)
+    record = await harness.stores.records.read(name)
     assert record is not None
     assert record.reply is not None, "a record has ended before its reply comes"
     (outcome,) = record.reply.outcomes

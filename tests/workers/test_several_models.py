@@ -36,8 +36,8 @@ from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from shared.settings import WorkerSettings, read_settings
 from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.workers.worker_harness import RowList
 from workers.identity import WorkerInfo
 from workers.jobs.completion import Completion
@@ -194,16 +194,25 @@ async def serving(
     )
     async with AsyncExitStack() as stack:
         cache = await stack.enter_async_context(ResultCache(redis_url, 1_000_000))
-        records = await stack.enter_async_context(Records(redis_url))
+        stores = await stack.enter_async_context(RecordStores(redis_url))
         consumers = []
         for model, model_folder, _ in hosted:
-            completion = Completion(model, broker, cache, records, objects, RowList(), facts)
+            completion = Completion(
+                model, broker, cache, stores.records, stores.tokens, objects, RowList(), facts
+            )
             consumers.append(
                 JobConsumer(
-                    model, preparer_for(model, model_folder), cache, records, objects, completion
+                    model,
+                    preparer_for(model, model_folder),
+                    cache,
+                    stores.records,
+                    stores.tokens,
+                    stores.previews,
+                    objects,
+                    completion,
                 )
             )
-        worker = Worker(consumers, broker, records, pool)
+        worker = Worker(consumers, broker, stores.records, pool)
         running = asyncio.create_task(worker.run(stop))
         harness = WorkerHarness(broker, worker)
         receiving = asyncio.create_task(harness.receive())

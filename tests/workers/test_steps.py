@@ -88,7 +88,7 @@ async def ask(
     """Publishes a job of one text. A streamed one is a prediction."""
     now_s = time.time()
     if is_streamed:
-        await harness.records.create(
+        await harness.stores.predictions.create(
             record_id(request_id, 0), tenant, b"{}", deadline_s=now_s + left_s, keep_s=60
         )
     given = GenerationInput(tokens, 0, prompt=prompt, is_streamed=is_streamed)
@@ -160,7 +160,7 @@ async def test_a_short_text_joins_a_long_one_and_leaves_first(
         await harness.until(lambda: len(harness.rows) == 5)
         assert harness.rows[0].input_tokens == 3
         assert harness.rows[0].cost_usd == pytest.approx((3 * 2 + 4 * 6) / 1e6)
-        await harness.records.cancel(record_id("long", 0))
+        await harness.stores.records.cancel(record_id("long", 0))
         name, long = await outcome(harness)
         assert (name, long.status) == ("long", "canceled")
 
@@ -200,7 +200,7 @@ async def test_a_lone_text_leaves_most_of_its_worker_to_others(
             return of_whole > 0.03 and 0.0 < busy() < 0.7 * of_whole
 
         await harness.until(is_told)
-        await harness.records.cancel(record_id("alone", 0))
+        await harness.stores.records.cancel(record_id("alone", 0))
         receipt = (await outcome(harness))[1].receipt
         seconds = computed()[1] - before[1]
         assert receipt.inference_ms == pytest.approx(seconds * 1000), "it is told all of its time"
@@ -247,7 +247,7 @@ async def test_a_deadline_ends_one_text_between_two_steps(redis_url: str, tmp_pa
         await ask(harness, "next", "e", 2)
         name, done = await outcome(harness)
         assert (name, text_of(done)) == ("next", "ee")
-        await harness.records.cancel(record_id("stays", 0))
+        await harness.stores.records.cancel(record_id("stays", 0))
         await outcome(harness)
 
 
@@ -260,12 +260,12 @@ async def test_places_and_budget_bound_who_is_in(redis_url: str, tmp_path: Path)
         assert harness.consumer is not None
         queue = harness.consumer.queue
         await harness.until(lambda: queue.waiting == 2)
-        await harness.records.cancel(record_id("r0", 0))
+        await harness.stores.records.cancel(record_id("r0", 0))
         assert (await outcome(harness))[0] == "r0"
         await harness.until(lambda: "r4" in running(harness))
         assert len(running(harness)) == 4
         for name in names[1:]:
-            await harness.records.cancel(record_id(name, 0))
+            await harness.stores.records.cancel(record_id(name, 0))
         assert {(await outcome(harness))[0] for _ in names[1:]} == set(names[1:])
 
 
@@ -283,7 +283,7 @@ async def test_another_tenant_gets_a_place_though_all_are_taken(
             assert (name, text_of(done)) == (f"other{number}", "xyxy")
         await harness.until(lambda: len(running(harness)) == 4)
         for name in names:
-            await harness.records.cancel(record_id(name, 0))
+            await harness.stores.records.cancel(record_id(name, 0))
         assert {(await outcome(harness))[0] for _ in names} == set(names)
 
 
@@ -309,7 +309,7 @@ async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
 
 
 async def _recorded(harness: WorkerHarness, name: str) -> ItemOutcome:
-    record = await harness.records.read(record_id(name, 0))
+    record = await harness.stores.records.read(record_id(name, 0))
     assert record is not None
     assert record.reply is not None
     return record.reply.outcomes[0]
@@ -335,7 +335,7 @@ async def test_a_limit_of_the_queue_ends_no_text_that_gave_its_place_away(
         assert (await outcome(harness))[0] == "e"
         await harness.until(lambda: sorted(running(harness)) == ["a", "b", "c", "d"])
         for name in "abcd":
-            await harness.records.cancel(record_id(name, 0))
+            await harness.stores.records.cancel(record_id(name, 0))
         assert {(await outcome(harness))[1].status for _ in "abcd"} == {"canceled"}
 
 
@@ -373,9 +373,9 @@ async def test_a_text_whose_worker_died_joins_others_but_not_after_a_fifth_death
     async with spelling(redis_url, tmp_path) as harness:
         await ask(harness, "long", "ab", FOREVER, left_s=300)
         await harness.until(lambda: running(harness) == ["long"])
-        await harness.records.create("died", "t", b"{}", deadline_s=4e9, keep_s=60)
+        await harness.stores.predictions.create("died", "t", b"{}", deadline_s=4e9, keep_s=60)
         for _ in range(deaths):
-            await harness.records.claim(["died"])
+            await harness.stores.records.claim(["died"])
         await publish(harness, "died", GenerationInput(4, 0, prompt="xyz"))
         if company == 1:
             assert harness.consumer is not None
@@ -383,7 +383,7 @@ async def test_a_text_whose_worker_died_joins_others_but_not_after_a_fifth_death
             await harness.until(lambda: queue.waiting == 1)
         else:
             await harness.until(lambda: bool(harness.rows))
-        await harness.records.cancel(record_id("long", 0))
+        await harness.stores.records.cancel(record_id("long", 0))
         found = dict([await outcome(harness) for _ in range(2)])
         assert found["died"].status == "succeeded"
         assert found["died"].receipt.batch_size == company
@@ -394,11 +394,11 @@ async def test_only_a_text_that_workers_died_with_while_it_was_alone_is_given_up
     redis_url: str, tmp_path: Path, deaths_alone: int
 ) -> None:
     async with spelling(redis_url, tmp_path) as harness:
-        await harness.records.create("died", "t", b"{}", deadline_s=4e9, keep_s=60)
+        await harness.stores.predictions.create("died", "t", b"{}", deadline_s=4e9, keep_s=60)
         for number in range(4):
-            await harness.records.claim(["died"])
+            await harness.stores.records.claim(["died"])
             if number < deaths_alone:
-                await harness.records.note_alone("died", begins=True)
+                await harness.stores.records.note_alone("died", begins=True)
         await publish(harness, "died", GenerationInput(4, 0, prompt="xyz"))
         _, found = await outcome(harness)
         if deaths_alone < 2:
@@ -420,7 +420,7 @@ async def test_an_item_without_room_waits_until_others_have_left(
         assert harness.consumer is not None
         await ask(harness, "small", "x", 3)
         assert (await outcome(harness))[0] == "small"
-        await harness.records.cancel(record_id("long", 0))
+        await harness.stores.records.cancel(record_id("long", 0))
         found = dict([await outcome(harness) for _ in range(2)])
         assert found["long"].status == "canceled"
         assert text_of(found["large"]) == "~~~"
@@ -437,7 +437,7 @@ async def test_tokens_reach_the_stream_and_a_killed_process_goes_on_from_them(
         os.kill(pid, signal.SIGKILL)
         after = await read_until(harness, record, chunks[-1].end + 1000)
         assert_gapless(after)
-        await harness.records.cancel(record)
+        await harness.stores.records.cancel(record)
         assert (await outcome(harness))[1].status == "canceled"
 
 
@@ -453,7 +453,7 @@ async def test_tokens_that_were_read_before_a_cancel_are_charged(
         if end != "nobody read":
             read = (await read_until(harness, record, 20))[-1].end
         if end != "deadline":
-            await harness.records.cancel(record)
+            await harness.stores.records.cancel(record)
         ended = (await outcome(harness))[1]
         await harness.until(lambda: len(harness.rows) == 1)
         [row] = harness.rows
@@ -461,11 +461,11 @@ async def test_tokens_that_were_read_before_a_cancel_are_charged(
         if read:
             assert (row.input_tokens, row.output_tokens, row.charged_share) == (3, read, 1.0)
         assert row.cost_usd == pytest.approx((3 * 2 + read * 6) / 1e6 if read else 0.0)
-        found = await harness.records.read(record)
+        found = await harness.stores.records.read(record)
         assert found is not None
         assert found.reply is not None
         assert found.reply.outcomes[0].receipt.output_tokens == (read or None)
-        after = (await harness.records.tokens.read([(record, 0, 0)]))[0].chunks
+        after = (await harness.stores.tokens.read([(record, 0, 0)]))[0].chunks
         assert (after[-1].end if after else 0) == read, "no more is read than is charged"
 
 
@@ -478,7 +478,7 @@ async def test_the_worker_that_learns_of_a_cancel_charges_what_another_delivered
         read = (await read_until(first, record, 20))[-1].end
         first.stop.set()
         await asyncio.wait_for(first.running, WAIT_LIMIT_S)  # type: ignore[arg-type]
-        await first.records.cancel(record)
+        await first.stores.records.cancel(record)
     async with spelling(redis_url, tmp_path) as second:
         given = GenerationInput(50, 0, prompt="abc", is_streamed=True)
         await publish(second, "gone", given)
@@ -502,7 +502,7 @@ async def test_each_reader_who_cancels_pays_what_it_has_read_of_a_shared_text(
         for name in read:
             if name in reads:
                 read[name] = (await read_until(harness, record_id(name, 0), 20))[-1].end
-            await harness.records.cancel(record_id(name, 0))
+            await harness.stores.records.cancel(record_id(name, 0))
             await outcome(harness)
         await harness.until(lambda: len(harness.rows) == 2)
         costs = {row.request_id: row.cost_usd for row in harness.rows}
@@ -518,14 +518,14 @@ async def test_another_worker_goes_on_from_the_stream(redis_url: str, tmp_path: 
         seen = await read_until(first, record, 500)
         first.stop.set()  # and the job goes back
         await asyncio.wait_for(first.running, WAIT_LIMIT_S)  # type: ignore[arg-type]
-        before = (await first.records.tokens.read([(record, 0, 0)]))[0].chunks
+        before = (await first.stores.tokens.read([(record, 0, 0)]))[0].chunks
         assert before[: len(seen)] == seen
         end = before[-1].end
         async with spelling(redis_url, tmp_path) as second:
             given = GenerationInput(end + 50, 0, prompt="abc", is_streamed=True)
             await publish(second, "taken", given)
             assert (await outcome(second))[1].status == "succeeded"
-            found = await second.records.read(record)
+            found = await second.stores.records.read(record)
             assert found is not None
             assert found.reply is not None
             result = found.reply.outcomes[0].result
@@ -537,7 +537,7 @@ async def test_another_worker_goes_on_from_the_stream(redis_url: str, tmp_path: 
 async def read_until(harness: WorkerHarness, record: str, tokens: int) -> list[Chunk]:
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
-            [(chunks, _)] = await harness.records.tokens.read([(record, 0, 0)])
+            [(chunks, _)] = await harness.stores.tokens.read([(record, 0, 0)])
             if chunks and chunks[-1].end >= tokens:
                 return chunks
             await asyncio.sleep(0.002)

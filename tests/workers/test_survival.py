@@ -22,9 +22,9 @@ from shared.errors import BadInput, ModelFailed
 from shared.messages import ReplyBody, encode_reply_body, failure
 from shared.models.tasks import Input
 from shared.models.tasks.image import ImageResult
-from shared.stores.records import Records
 from tests.gated_link import gated_redis
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.workers.worker_harness import (
     LARGE_IMAGE,
     MODEL,
@@ -56,7 +56,9 @@ async def hold_first(harness: WorkerHarness) -> None:
 async def claimed(harness: WorkerHarness, record: str) -> None:
     """Returns when the worker has claimed a record."""
     async with asyncio.timeout(WAIT_LIMIT_S):
-        while (found := await harness.records.read(record)) is None or found.state != "processing":
+        while (
+            found := await harness.stores.records.read(record)
+        ) is None or found.state != "processing":
             pass
 
 
@@ -128,7 +130,7 @@ async def test_late_attempt_repeats_the_first_answer_in_its_rows(
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         other = ReplyBody([failure(0, ModelFailed("by another"))], worker="other", replied_at_s=1.0)
-        await harness.records.finish("first", "failed", encode_reply_body(other))
+        await harness.stores.records.finish("first", "failed", encode_reply_body(other))
         harness.process.gate.set()
         await harness.until(lambda: len(harness.rows) == 1)
         assert (harness.rows[0].status, harness.rows[0].error_code) == ("failed", "model_failed")
@@ -138,9 +140,9 @@ async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_
     """As an item whose model processes died: three deaths, two of them alone."""
     async with running_worker(redis_url, tmp_path) as harness:
         for number in range(3):
-            await harness.records.claim(["req"])
+            await harness.stores.records.claim(["req"])
             if number:
-                await harness.records.note_alone("req", begins=True)
+                await harness.stores.records.note_alone("req", begins=True)
         harness.process.gate.clear()
         await harness.send("cat", age_s=10)
         error = (await harness.reply()).body.outcomes[0].error
@@ -160,7 +162,7 @@ async def test_jobs_whose_workers_died_with_all_of_them_succeed(
     names = [f"req{number}" for number in range(20)]
     async with running_worker(redis_url, tmp_path) as harness:
         for _ in range(5):
-            await harness.records.claim(names)
+            await harness.stores.records.claim(names)
         for number, name in enumerate(names):
             await harness.send("a" * (number + 1), request_id=name, age_s=10)
         statuses = [(await harness.reply()).body.outcomes[0].status for _ in names]
@@ -172,7 +174,7 @@ async def test_jobs_of_one_dead_worker_share_batches(redis_url: str, tmp_path: P
     """One by one, what a full worker held would take a batch's time each."""
     names = [f"req-{letter}" for letter in "abcdef"]
     async with running_worker(redis_url, tmp_path) as harness:
-        await harness.records.claim(names)
+        await harness.stores.records.claim(names)
         await hold_first(harness)
         for name in names:
             await harness.send(name[-1], request_id=name, age_s=10)
@@ -189,19 +191,19 @@ async def test_jobs_of_one_dead_worker_share_batches(redis_url: str, tmp_path: P
 
 
 async def attempts_of(harness: WorkerHarness, record_id: str) -> int:
-    record = await harness.records.read(record_id)
+    record = await harness.stores.records.read(record_id)
     return record.attempts if record is not None else 0
 
 
 async def died_twice_with(harness: WorkerHarness, *records: str) -> None:
     """Leaves the state of two workers that died with these jobs."""
     for _ in range(2):
-        await harness.records.claim(list(records))
+        await harness.stores.records.claim(list(records))
 
 
 async def deaths_if_killed_now(harness: WorkerHarness, record: str) -> tuple[int, int]:
     """The counts that the next worker would see: deaths with the job in hand, and with it alone."""
-    (claim,) = await harness.records.claim([record])
+    (claim,) = await harness.stores.records.claim([record])
     assert claim is not None
     return claim.unfinished, claim.alone
 
@@ -213,7 +215,7 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
         await harness.send("runs", request_id="runs", age_s=10)
         await harness.process.started.wait()
         prepared = asyncio.Event()
-        note_alone = harness.records.note_alone
+        note_alone = harness.stores.records.note_alone
 
         async def noting(record: str, *, begins: bool) -> bool:
             noted = await note_alone(record, begins=begins)
@@ -221,7 +223,7 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
                 prepared.set()
             return noted
 
-        harness.records.note_alone = noting  # type: ignore[method-assign]
+        harness.stores.records.note_alone = noting  # type: ignore[method-assign]
         await harness.send("waits", request_id="waits", age_s=10)
         # It is alone while it is prepared, and no longer.
         await asyncio.wait_for(prepared.wait(), WAIT_LIMIT_S)
@@ -249,13 +251,13 @@ async def test_job_that_kills_its_worker_while_it_is_prepared_counts(
     async with running_worker(redis_url, tmp_path, preparer=Preparing()) as harness:
         await died_twice_with(harness, "poison")
         notes = []
-        note_alone = harness.records.note_alone
+        note_alone = harness.stores.records.note_alone
 
         async def noting(record: str, *, begins: bool) -> bool:
             notes.append((record, begins, noted.is_set()))
             return await note_alone(record, begins=begins)
 
-        harness.records.note_alone = noting  # type: ignore[method-assign]
+        harness.stores.records.note_alone = noting  # type: ignore[method-assign]
         await harness.send("other", request_id="other")
         await harness.send("poison", request_id="poison", age_s=10)
         for _ in range(2):
@@ -281,7 +283,7 @@ async def test_worker_that_was_told_to_go_accuses_no_job(redis_url: str, tmp_pat
             for name, others in (("alone", b"2"), ("waits", b"0")):
                 while await client.hget(f"penstock:record:{name}", "open") != others:
                     pass
-        record = await harness.records.read("alone")
+        record = await harness.stores.records.read("alone")
         assert record is not None
         assert record.state == "processing", "it goes on while there is time"
         assert await deaths_if_killed_now(harness, "alone") == (2, 0)
@@ -316,7 +318,7 @@ async def test_canceled_job_never_reaches_the_model(redis_url: str, tmp_path: Pa
         await hold_first(harness)
         await harness.send("cat", request_id="unwanted")
         await harness.queued(1)
-        await harness.records.cancel("unwanted")
+        await harness.stores.records.cancel("unwanted")
         reply = await harness.reply()
         assert (reply.request_id, reply.body.outcomes[0].status) == ("unwanted", "canceled")
         harness.process.gate.set()
@@ -327,7 +329,7 @@ async def test_canceled_job_never_reaches_the_model(redis_url: str, tmp_path: Pa
 async def test_job_canceled_before_it_came_is_not_begun(redis_url: str, tmp_path: Path) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
-        await harness.records.cancel("early")
+        await harness.stores.records.cancel("early")
         await harness.send("cat", request_id="early")
         assert (await harness.reply()).body.outcomes[0].status == "canceled"
         harness.process.gate.set()
@@ -341,10 +343,10 @@ async def test_job_canceled_before_it_came_stops_if_the_model_was_faster(
     """The model starts a new job before Redis reports that its caller is gone."""
     async with (
         gated_redis(redis_url) as (link, url),
-        Records(redis_url) as callers,
+        RecordStores(redis_url) as callers,
         running_worker(url, tmp_path) as harness,
     ):
-        await callers.cancel("early")
+        await callers.records.cancel("early")
         link.close()
         harness.process.gate.clear()
         await harness.send("cat", request_id="early")
@@ -360,7 +362,7 @@ async def test_running_job_stops_and_its_row_says_what_was_saved(
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
         await claimed(harness, "first")
-        await harness.records.cancel("first")
+        await harness.stores.records.cancel("first")
         assert (await harness.reply()).body.outcomes[0].status == "canceled"
         await harness.until(lambda: len(harness.rows) == 1)
         assert (harness.rows[0].status, harness.rows[0].steps_saved) == ("canceled", 47)
@@ -375,7 +377,7 @@ async def test_running_batch_goes_on_for_those_who_want_it(redis_url: str, tmp_p
         harness.process.gate.set()
         assert (await harness.reply()).request_id == "first"
         harness.process.gate.clear()
-        await harness.records.cancel("unwanted")
+        await harness.stores.records.cancel("unwanted")
         replies = {}
         for _ in range(2):
             reply = await harness.reply()
@@ -416,11 +418,11 @@ async def test_prediction_is_kept_in_hand_until_its_record_is_ended(
         await harness.process.started.wait()
         own_redis.kill()
         harness.process.gate.set()
-        await harness.until(lambda: not harness.records.is_up)
+        await harness.until(lambda: not harness.stores.redis.is_up)
         assert harness.rows == []
         own_redis.start()
         assert (await harness.reply()).body.outcomes[0].status == "succeeded"
-        record = await harness.records.read("req")
+        record = await harness.stores.records.read("req")
         assert record is not None
         assert record.state == "succeeded"
 
@@ -450,7 +452,7 @@ async def test_what_is_handed_back_is_not_suspected(redis_url: str, tmp_path: Pa
         await claimed(harness, "first")
         harness.stop.set()
         await asyncio.wait_for(harness.running, WAIT_LIMIT_S)
-        claims = await harness.records.claim(["first"])
+        claims = await harness.stores.records.claim(["first"])
         assert claims[0] is not None
         assert (claims[0].attempt, claims[0].unfinished) == (2, 0)
 
@@ -544,7 +546,7 @@ async def test_progress_of_a_prediction_stands_in_its_record(
         harness.process.gate.clear()
         await harness.send("cat", request_id="p", prediction="1", left_s=60)
         async with asyncio.timeout(WAIT_LIMIT_S):
-            while (record := await harness.records.read("p")) is None or record.step != 3:
+            while (record := await harness.stores.records.read("p")) is None or record.step != 3:
                 harness.process.step_told = (3, 50)
         assert record.steps == 50
         harness.process.gate.set()

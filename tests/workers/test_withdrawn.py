@@ -96,10 +96,10 @@ async def test_what_runs_and_what_waits_ends_at_once(
 
 async def test_prediction_ends_in_its_record(worker: WorkerHarness, operator: Operator) -> None:
     await operator.withdraws()
-    await worker.records.create("pred_a", "t", b"{}", deadline_s=2e9, keep_s=60)
+    await worker.stores.predictions.create("pred_a", "t", b"{}", deadline_s=2e9, keep_s=60)
     await worker.send("a text", request_id="pred_a", prediction="1")
     await worker.reply()
-    record = await worker.records.read("pred_a")
+    record = await worker.stores.records.read("pred_a")
     assert record is not None
     assert record.reply is not None
     assert (record.state, code_of(record.reply.outcomes[0])) == ("failed", WITHDRAWN)

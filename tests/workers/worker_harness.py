@@ -50,12 +50,12 @@ from shared.models.tasks.embedding import EmbeddingResult, TextInput
 from shared.models.tasks.image import ImageResult
 from shared.stores.cache import NO_TIMES, ResultCache
 from shared.stores.objects import ObjectStore
-from shared.stores.records import Records
 from shared.stores.withdrawals import LiveWithdrawals
 from shared.tenants.plan import Priority
 from shared.tracing.spans import TraceContext
 from shared.usage.row import Row
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.waiting import until
 from workers.identity import WorkerInfo
 from workers.jobs.canary_share import CanaryShare
@@ -263,14 +263,14 @@ class WorkerHarness:
         broker: InMemoryBroker,
         process: LetterProcess,
         rows: RowList,
-        records: Records,
+        stores: RecordStores,
         stop: asyncio.Event,
     ) -> None:
-        self.broker, self.process, self.rows, self.records, self.stop = (
+        self.broker, self.process, self.rows, self.stores, self.stop = (
             broker,
             process,
             rows,
-            records,
+            stores,
             stop,
         )
         self.replies: asyncio.Queue[Reply] = asyncio.Queue()
@@ -446,16 +446,20 @@ async def running_worker(
     rows, stop = RowList(), asyncio.Event()
     async with (
         cache_kind(redis_url, 1_000_000) as cache,
-        Records(redis_url, retry_s=0.01) as records,
+        RecordStores(redis_url, retry_s=0.01) as stores,
     ):
         assert await cache.wait_up(WAIT_LIMIT_S)
-        harness = WorkerHarness(broker, letters.processes[0], rows, records, stop)
+        harness = WorkerHarness(broker, letters.processes[0], rows, stores, stop)
         objects = objects or ObjectStore(f"file://{folder}")
-        parts = model, broker, cache, records, objects, rows, WorkerInfo("w", "here", "letters")
+        records, tokens = stores.records, stores.tokens
+        info = WorkerInfo("w", "here", "letters")
+        parts = model, broker, cache, records, tokens, objects, rows, info
         completion = (
             Completion(*parts, canary)
             if catalog is None
-            else StepCompletion(*parts, FlowEngine(catalog, records, broker, cache), canary)
+            else StepCompletion(
+                *parts, FlowEngine(catalog, records, stores.flow_runs, broker, cache), canary
+            )
         )
         preparer = preparer or LetterPreparer()
         consumer = JobConsumer(
@@ -463,6 +467,8 @@ async def running_worker(
             preparer,
             cache,
             records,
+            tokens,
+            stores.previews,
             objects,
             completion,
             in_steps=WORKER_TASKS[model.task].computes_steps(model, Path()),

@@ -48,6 +48,7 @@ from shared.messages import (
     record_id,
 )
 from shared.models.catalog import Catalog, model_of_canary
+from shared.stores.flow_runs import FlowRuns
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.tracing.spans import STAGE, Attributes, span
@@ -85,6 +86,7 @@ class DeadLetters:
     def __init__(
         self,
         records: Records,
+        runs: FlowRuns,
         publisher: Publisher,
         table: UsageTable,
         catalog: Catalog,
@@ -96,7 +98,7 @@ class DeadLetters:
         self._table = table
         self._catalog = catalog
         self._region = region
-        self._flows = FlowEngine(catalog, records, publisher)
+        self._flows = FlowEngine(catalog, records, runs, publisher)
 
     async def answer(self, message: ReceivedMessage) -> None:
         """Does for one dead letter what its worker could not.

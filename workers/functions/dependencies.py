@@ -15,8 +15,12 @@ from shared.broker.transport import ReceivedMessage
 from shared.brokers import transport_of
 from shared.errors import Unavailable
 from shared.models.catalog_file import read_catalog
+from shared.stores.flow_runs import FlowRuns
 from shared.stores.objects import UrlSigner
 from shared.stores.records import Records
+from shared.stores.records_redis import RecordsRedis
+from shared.stores.token_streams import TokenStreams
+from shared.stores.webhook_log import WebhookLog
 from shared.usage.bigquery import Fields
 from shared.usage.row import Row
 from shared.usage.senders import TABLE, sender_of
@@ -39,7 +43,7 @@ class FunctionDependencies:
         self._settings = settings
         self._stack = AsyncExitStack()
         self._opening = asyncio.Lock()
-        self._records: Records | None = None
+        self._redis: RecordsRedis | None = None
         self._handlers: dict[str, Handler] = {}
 
     async def dead_letter(self, message: ReceivedMessage) -> None:
@@ -63,19 +67,22 @@ class FunctionDependencies:
         settings = self._settings
         catalog = read_catalog(settings.models_file)
         publisher = await self._stack.enter_async_context(transport_of(settings))
-        table = RowTable(settings)
+        redis, table = await self._open_redis(), RowTable(settings)
         return DeadLetters(
-            await self._open_records(), publisher, table, catalog, settings.region
+            Records(redis), FlowRuns(redis), publisher, table, catalog, settings.region
         ).answer
 
     async def _open_webhooks(self) -> Handler:
         settings = self._settings
+        redis = await self._open_redis()
         delivery_state = await self._stack.enter_async_context(DeliveryState(settings.redis_url))
         url_signer = UrlSigner(settings.secret)
         turns = ReceiverPermits()
         deliveries = Deliveries(RowTable(settings, WEBHOOK_DELIVERIES), settings.region)
         webhooks = Webhooks(
-            await self._open_records(),
+            Records(redis),
+            TokenStreams(redis),
+            WebhookLog(redis),
             delivery_state,
             url_signer,
             settings.webhook_secrets,
@@ -99,12 +106,12 @@ class FunctionDependencies:
 
         return deliver
 
-    async def _open_records(self) -> Records:
-        if self._records is None:
-            self._records = await self._stack.enter_async_context(
-                Records(self._settings.records_redis_url)
+    async def _open_redis(self) -> RecordsRedis:
+        if self._redis is None:
+            self._redis = await self._stack.enter_async_context(
+                RecordsRedis(self._settings.records_redis_url)
             )
-        return self._records
+        return self._redis
 
 
 class _Group:

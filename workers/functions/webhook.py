@@ -37,7 +37,8 @@ from shared.predictions import (
 from shared.stores.objects import UrlSigner
 from shared.stores.record_state import Record
 from shared.stores.records import Records
-from shared.stores.webhook_log import WebhookAttempt
+from shared.stores.token_streams import TokenStreams
+from shared.stores.webhook_log import WebhookAttempt, WebhookLog
 from shared.tracing.spans import STAGE, Attributes, current, read_attributes, span
 from shared.usage.webhook_delivery import WebhookDelivery
 from shared.web.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
@@ -155,6 +156,8 @@ class Webhooks:
     def __init__(
         self,
         records: Records,
+        tokens: TokenStreams,
+        webhook_log: WebhookLog,
         delivery_state: DeliveryState,
         url_signer: UrlSigner,
         secrets: str,
@@ -164,6 +167,8 @@ class Webhooks:
         allow_private: bool,
     ) -> None:
         self._records = records
+        self._tokens = tokens
+        self._webhook_log = webhook_log
         self._turns = turns
         self._deliveries = deliveries
         self._delivery_state = delivery_state
@@ -241,7 +246,7 @@ class Webhooks:
             return "forbidden"
         if end == "gone" or (end == "delivered" and event.event == "completed"):
             await self._delivery_state.close(event.id)
-            await self._records.webhook_log.drop_end(event.id)
+            await self._webhook_log.drop_end(event.id)
         return end
 
     async def _find(self, event: WebhookEvent) -> tuple[Prediction, Record] | str:
@@ -249,7 +254,7 @@ class Webhooks:
         record = await self._records.read(event.id)
         if record is not None and record.document:
             return _decoded(decode_document, record.document), record
-        end = await self._records.webhook_log.end_of(event.id)
+        end = await self._webhook_log.end_of(event.id)
         if end is not None and event.event == "completed":
             return _decoded(decode_end, end)
         return "no_record" if record is None else "deleted"
@@ -274,13 +279,13 @@ class Webhooks:
             raise
         finally:
             attempt.duration_s = round(time.time() - attempt.at_s, 6)
-            delivery.attempt = await self._records.webhook_log.add(prediction.record, attempt)
+            delivery.attempt = await self._webhook_log.add(prediction.record, attempt)
         return answer
 
     async def _post(
         self, prediction: Prediction, record: Record, webhook_id: str, turn: Turn
     ) -> WebhookResponse:
-        partial = await read_partial(prediction, record, self._records.tokens, self._url_signer)
+        partial = await read_partial(prediction, record, self._tokens, self._url_signer)
         is_deleted = not record.document
         prediction_body = body_of(
             prediction, record, self._url_signer, partial=partial, is_deleted=is_deleted

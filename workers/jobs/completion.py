@@ -44,6 +44,7 @@ from shared.stores.cache import Owed, ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
+from shared.stores.token_streams import TokenStreams
 from shared.tracing.spans import entered
 from shared.usage.row import Row, RowSink
 from shared.webhooks.event import EventName
@@ -84,6 +85,7 @@ class Completion:
         publisher: Publisher,
         cache: ResultCache,
         records: Records,
+        tokens: TokenStreams,
         objects: ObjectStore,
         rows: RowSink,
         worker: WorkerInfo,
@@ -100,6 +102,7 @@ class Completion:
         self.model = model
         self._cache = cache
         self._records = records
+        self._tokens = tokens
         self.large_results = LargeResults(
             objects, reply_limit_bytes=model.reply_limit_bytes, keep_limit_s=KEEP_LIMIT_S
         )
@@ -353,12 +356,12 @@ class Completion:
     async def _try_end(self, pulled: PulledJob, ours: ReplyBody) -> tuple[ReplyBody, Finish | None]:
         """Ends the record of a prediction. Returns our answer, and None if Redis is unreachable."""
         try:
-            ours = await with_delivered(self._records.tokens, pulled, ours)
+            ours = await with_delivered(self._tokens, pulled, ours)
             finish = await self._records.finish(
                 pulled.record, state_of(ours), encode_reply_body(ours)
             )
             if finish is not None and finish.is_lost_to_cancel:
-                ours = await with_delivered(self._records.tokens, pulled, answer_of(ours, finish))
+                ours = await with_delivered(self._tokens, pulled, answer_of(ours, finish))
                 finish = await self._records.finish(
                     pulled.record, "canceled", encode_reply_body(ours)
                 )

@@ -23,7 +23,9 @@ from shared.models.catalog import Model
 from shared.models.tasks.custom import CustomInput
 from shared.stores.cache import Hit, ResultCache
 from shared.stores.objects import ObjectStore
+from shared.stores.previews import PreviewStore
 from shared.stores.records import Records
+from shared.stores.token_streams import TokenStreams
 from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals, withdrawn_error
 from shared.tracing.spans import is_recorded
 from workers.jobs.canary_share import CanaryShare
@@ -58,6 +60,8 @@ class JobConsumer:
         preparer: Preparer,
         cache: ResultCache,
         records: Records,
+        tokens: TokenStreams,
+        previews: PreviewStore,
         objects: ObjectStore,
         completion: Completion,
         *,
@@ -72,9 +76,9 @@ class JobConsumer:
         self.computes_steps = in_steps
         """True if the model batches continuously: items are admitted between steps."""
         self.queue = ModelQueue(model, completion, self._notify_queued)
-        self.batches = BatchResults(model, self.queue, completion, records)
+        self.batches = BatchResults(model, self.queue, completion, records, previews)
         self.cancellation = Cancellation(self.queue, completion, records, self._notify_unwanted)
-        self.tokens = TokenOutput(completion, records.tokens)
+        self.tokens = TokenOutput(completion, tokens)
         self._preprocessor = Preprocessor(
             preparer, objects, on_thread=WORKER_TASKS[model.task].prepares_on_thread(model)
         )

@@ -24,6 +24,7 @@ from shared.models.blob import Blob
 from shared.models.catalog import Model
 from shared.models.tasks.custom import PieceChunk, streamed_key
 from shared.models.tasks.text import TokenChunk
+from shared.stores.previews import PreviewStore
 from shared.stores.records import Records
 from shared.stores.stream_chunks import Chunk, merge_chunks
 from shared.stores.token_streams import TokenStreams, Written
@@ -234,11 +235,17 @@ class BatchResults:
     """Distributes the results of one model's batches."""
 
     def __init__(
-        self, model: Model, queue: ModelQueue, completion: Completion, records: Records
+        self,
+        model: Model,
+        queue: ModelQueue,
+        completion: Completion,
+        records: Records,
+        previews: PreviewStore,
     ) -> None:
         self._queue = queue
         self._completion = completion
         self._records = records
+        self._previews = previews
         self._waits = metrics.WAIT_SECONDS.labels(model.name)
         self._metrics = metrics.BatchMetrics(model.name)
         self._reported_s = float("-inf")
@@ -352,7 +359,7 @@ class BatchResults:
             encoded = await asyncio.to_thread(encode_preview, preview)
             for pulled, item in batch[index].open_waiters():
                 if pulled.shown_in:
-                    await self._records.previews.add(
+                    await self._previews.add(
                         pulled.shown_in, item.index, previews.step, previews.steps, encoded
                     )
 

@@ -22,6 +22,7 @@ from shared.stores.cache import ResultCache
 from shared.stores.objects import ObjectStore
 from shared.stores.record_state import ReleasedClaim
 from shared.stores.records import Records
+from shared.stores.token_streams import TokenStreams
 from shared.usage.row import RowSink
 from workers.identity import WorkerInfo
 from workers.jobs.answers import in_time
@@ -45,13 +46,14 @@ class StepCompletion(Completion):
         publisher: Publisher,
         cache: ResultCache,
         records: Records,
+        tokens: TokenStreams,
         objects: ObjectStore,
         rows: RowSink,
         worker: WorkerInfo,
         flows: FlowEngine,
         canary: CanaryShare | None = None,
     ) -> None:
-        super().__init__(model, publisher, cache, records, objects, rows, worker, canary)
+        super().__init__(model, publisher, cache, records, tokens, objects, rows, worker, canary)
         self._engine = flows
 
     async def without_ended_steps(self, pulled_jobs: Sequence[PulledJob]) -> Sequence[PulledJob]:

@@ -196,11 +196,16 @@ def _run(
     from shared.brokers import transport_of
     from shared.settings import Settings, read_settings
     from shared.stores.records import Records
+    from shared.stores.records_redis import RecordsRedis
 
     settings = read_settings(Settings)
 
     async def run() -> list[Done]:
-        async with Records(settings.records_redis_url) as records, transport_of(settings) as broker:
+        async with (
+            RecordsRedis(settings.records_redis_url) as redis,
+            transport_of(settings) as broker,
+        ):
+            records = Records(redis)
 
             async def of(model: str) -> Done:
                 async with held_letters(broker, records, model, most=limit) as held:

@@ -23,12 +23,12 @@ from shared.messages import ItemOutcome, Receipt, ReplyBody, encode_reply_body
 from shared.models.entry import Price
 from shared.models.tasks.embedding import TextInput
 from shared.predictions import Prediction
-from shared.stores.records import Records
 from shared.tenants.plan import Caller, Plan
 from tests.api.harness import SERVED
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.deleting import delete_ended
 from tests.limits import REDIS_LIMIT_S
+from tests.record_stores import RecordStores
 
 pytestmark = pytest.mark.anyio
 MODEL = SERVED.default("embedding").model_copy(
@@ -46,17 +46,17 @@ REPLY = encode_reply_body(ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss",
 class LatePredictions:
     """Ends a prediction as late when it is asked to read it."""
 
-    def __init__(self, records: Records) -> None:
-        self._records = records
+    def __init__(self, stores: RecordStores) -> None:
+        self._stores = stores
 
     async def read_linked(self, record_id: str, prediction_id: str) -> None:
-        await self._records.finish(record_id, "failed", encode_reply_body(ReplyBody([])))
+        await self._stores.records.finish(record_id, "failed", encode_reply_body(ReplyBody([])))
 
 
 @dataclass
 class Setup:
     limiter: Limiter
-    records: Records
+    stores: RecordStores
     follower: PredictionFollower
     client: Any
 
@@ -85,7 +85,7 @@ class Setup:
         return hold
 
     async def store(self, hold: Hold) -> None:
-        await self.records.create(
+        await self.stores.predictions.create(
             hold.record_id,
             "acme",
             b"{}",
@@ -112,13 +112,13 @@ class Setup:
 async def setup(redis_url: str) -> AsyncIterator[Setup]:
     clock = Clock(redis_url)
     async with (
-        Records(redis_url, timeout_s=REDIS_LIMIT_S) as records,
+        RecordStores(redis_url, timeout_s=REDIS_LIMIT_S) as stores,
         LimitStore(redis_url, "a", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store,
         redis.asyncio.Redis.from_url(redis_url) as client,
     ):
         limiter = Limiter(store, clock=clock)
-        late: Any = LatePredictions(records)
-        yield Setup(limiter, records, PredictionFollower(late, records.holds, limiter), client)
+        late: Any = LatePredictions(stores)
+        yield Setup(limiter, stores, PredictionFollower(late, stores.holds, limiter), client)
     clock.close()
 
 
@@ -129,7 +129,7 @@ async def test_all_are_settled_however_many_there_are(setup: Setup) -> None:
     await setup.follower.sweep()
     assert await setup.spent_usd() == pytest.approx(300 * RESERVED_USD)
     for name in names:
-        await setup.records.finish(name, "succeeded", REPLY)
+        await setup.stores.records.finish(name, "succeeded", REPLY)
     await setup.follower.sweep()
     await setup.follower.sweep()
     assert await setup.spent_usd() == pytest.approx(300 * 0.003)
@@ -147,7 +147,7 @@ async def test_one_whose_creation_is_not_known_is_found_or_canceled(setup: Setup
                 await super().store(hold)
             hold.is_stored = None
 
-    lost = Lost(setup.limiter, setup.records, setup.follower, setup.client)
+    lost = Lost(setup.limiter, setup.stores, setup.follower, setup.client)
     await lost.create("arrived")
     lost.arrives = False
     await lost.create("lost")
@@ -168,10 +168,10 @@ async def test_one_that_was_settled_before_its_creation_is_known_is_settled_once
             hold.is_stored = None
 
     await setup.create("other")
-    await Lost(setup.limiter, setup.records, setup.follower, setup.client).create("lost")
-    await setup.records.finish("lost", "succeeded", REPLY)
+    await Lost(setup.limiter, setup.stores, setup.follower, setup.client).create("lost")
+    await setup.stores.records.finish("lost", "succeeded", REPLY)
     if is_deleted:
-        await delete_ended(setup.records, "lost")
+        await delete_ended(setup.stores, "lost")
     for _ in range(2):
         await setup.follower.sweep()
     assert await setup.spent_usd() == pytest.approx(RESERVED_USD + 0.003)
@@ -184,30 +184,30 @@ async def test_creation_that_comes_late_does_not_come_to_be(setup: Setup) -> Non
         async def store(self, hold: Hold) -> None:
             hold.is_stored = None
 
-    hold = await Late(setup.limiter, setup.records, setup.follower, setup.client).create("late")
+    hold = await Late(setup.limiter, setup.stores, setup.follower, setup.client).create("late")
     await setup.follower.sweep()
     assert await setup.spent_usd() == 0
     await setup.store(hold)
     assert await setup.open_holds() == 0
-    assert await setup.records.read("late") is None
+    assert await setup.stores.records.read("late") is None
 
 
 async def test_canceled_one_waits_for_what_its_worker_says(setup: Setup) -> None:
     await setup.create("taken")
     await setup.create("waiting")
-    await setup.records.claim(["taken"])
+    await setup.stores.records.claim(["taken"])
     for name in ("taken", "waiting"):
-        await setup.records.cancel(name)
+        await setup.stores.records.cancel(name)
         # Backdates the cancellation: no worker took the waiting prediction, so none will report on
         # it.
         canceled_at_s = str(time.time() - ENDING_S - 1)
         await setup.client.hset(f"penstock:record:{name}", "canceled_at_s", canceled_at_s)
-    await delete_ended(setup.records, "taken")
+    await delete_ended(setup.stores, "taken")
     await setup.follower.sweep()
     assert await setup.spent_usd() == pytest.approx(RESERVED_USD)
     partial = Receipt("miss", tokens=2, is_delivered_in_part=True)
     reply = encode_reply_body(ReplyBody([ItemOutcome(0, "canceled", partial)]))
-    await setup.records.finish("taken", "canceled", reply)
+    await setup.stores.records.finish("taken", "canceled", reply)
     await setup.client.zadd("penstock:predictions:held", {"penstock:record:taken": 0})
     await setup.follower.sweep()
     assert await setup.spent_usd() == pytest.approx(0.002)
@@ -226,13 +226,13 @@ async def test_one_that_reserved_without_redis_is_settled_before_redis_knows_of_
         await setup.create("one")
     async with LimitStore(redis_url, "b", clock=CLOCK, timeout_s=REDIS_LIMIT_S) as store:
         limiter = Limiter(store, clock=setup.limiter._clock)
-        late: Any = LatePredictions(setup.records)
+        late: Any = LatePredictions(setup.stores)
         inputs, now_s = [TextInput("x" * 20)] * others, limiter._clock()
         requests = LimitedRequest(limiter, CALLER, MODEL, inputs, {}, received_at_s=now_s)
         with suppress(ClientGone):
             async with requests:
-                await setup.records.finish("one", "succeeded", REPLY)
-                await PredictionFollower(late, setup.records.holds, limiter).sweep()
+                await setup.stores.records.finish("one", "succeeded", REPLY)
+                await PredictionFollower(late, setup.stores.holds, limiter).sweep()
                 raise ClientGone
         await limiter.give_back(math.inf)
     assert await setup.spent_usd() == pytest.approx(0.003)
@@ -252,7 +252,7 @@ async def test_late_one_is_ended_and_costs_nothing(setup: Setup) -> None:
 async def test_what_can_not_be_read_counts_as_reserved(setup: Setup) -> None:
     for name in ("broken hold", "broken reply", "gone", "whole"):
         await setup.create(name)
-        await setup.records.finish(name, "succeeded", REPLY)
+        await setup.stores.records.finish(name, "succeeded", REPLY)
     await setup.client.hset("penstock:predictions:holds", "penstock:record:broken hold", "?")
     await setup.client.hset("penstock:record:broken reply", "reply", "?")
     await setup.client.delete("penstock:record:gone")

@@ -38,12 +38,12 @@ from shared.models.tasks.image import ImageInput
 from shared.models.tasks.text import GenerationInput
 from shared.money.charge import cost_usd, price_of
 from shared.predictions import Prediction
-from shared.stores.records import Records
 from shared.stores.redis_client import Script
 from shared.tenants.plan import Caller, Plan
 from tests.api.harness import SERVED
 from tests.api.limits.clocks import CLOCK, Clock
 from tests.limits import REDIS_LIMIT_S
+from tests.record_stores import RecordStores
 
 INSTANCES = 2
 T = TypeVar("T")
@@ -135,8 +135,8 @@ class Ledger(RuleBasedStateMachine):
         self.redis.flushall()
         self.clock = Clock(self.url)
         self.opened = AsyncExitStack()
-        self.records = Records(self.url, timeout_s=REDIS_LIMIT_S)
-        self.run(self.opened.enter_async_context(self.records))
+        self.stores = RecordStores(self.url, timeout_s=REDIS_LIMIT_S)
+        self.run(self.opened.enter_async_context(self.stores))
         self.started = itertools.count()
         self.instances = [self.run(self.start()) for _ in range(INSTANCES)]
         self.plan = Plan(budget_usd_per_month=1.0)
@@ -155,7 +155,7 @@ class Ledger(RuleBasedStateMachine):
         store = LimitStore(self.url, name, clock=CLOCK, timeout_s=REDIS_LIMIT_S)
         limiter = Limiter(await self.opened.enter_async_context(store), clock=self.clock)
         predictions: Any = NoPredictions()
-        return limiter, PredictionFollower(predictions, self.records.holds, limiter)
+        return limiter, PredictionFollower(predictions, self.stores.holds, limiter)
 
     async def until_given_back(self) -> None:
         await asyncio.gather(*self.giving, return_exceptions=True)
@@ -267,7 +267,7 @@ class Ledger(RuleBasedStateMachine):
         hold = one.hold = one.limited.hold(prediction, self.instances[one.instance][1].follow)
         assert hold is not None
         if stored in ("yes", "lost answer"):
-            await self.records.create(
+            await self.stores.predictions.create(
                 one.name, "acme", b"{}", deadline_s=deadline_s, keep_s=600, hold=hold.data
             )
         hold.is_stored = {"yes": True, "found": False}.get(stored)
@@ -282,7 +282,7 @@ class Ledger(RuleBasedStateMachine):
             one = self.predictions.pop(which % len(self.predictions))
             outcomes = [one.outcome(index, share) for index in range(len(one.inputs))]
             reply = encode_reply_body(ReplyBody(outcomes))
-            self.run(self.records.finish(one.name, "succeeded", reply))
+            self.run(self.stores.records.finish(one.name, "succeeded", reply))
             self.rows[one.month] += one.cost_usd(outcomes)
             for _ in range(2):
                 self.run(self.instances[instance][1].sweep())

@@ -15,7 +15,8 @@ import api.metrics
 import infra.row_archive.__main__
 import shared.stores.cache
 import shared.stores.objects
-import shared.stores.records
+import shared.stores.prediction_store
+import shared.stores.records_redis
 import shared.tracing.export
 import shared.usage.writer
 import workers.functions.dependencies
@@ -40,7 +41,8 @@ EXPORTERS = (
         infra.row_archive.__main__,
         shared.stores.cache,
         shared.stores.objects,
-        shared.stores.records,
+        shared.stores.prediction_store,
+        shared.stores.records_redis,
         shared.tracing.export,
         shared.usage.writer,
     ),

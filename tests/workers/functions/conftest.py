@@ -17,8 +17,8 @@ from infra.local.redis_server import RedisServer
 from shared.broker.pubsub.admin import PubSubAdmin
 from shared.broker.pubsub.client import PubSubTransport
 from shared.settings import environment_with
-from shared.stores.records import Records
 from tests.limits import START_LIMIT_S
+from tests.record_stores import RecordStores
 from tests.workers.functions.receiver import Receiver
 from tests.workers.functions.tokens import ACCOUNT, AUDIENCE, Issuer, certificates_of
 from tests.workers.functions.world import World
@@ -117,12 +117,12 @@ async def world(
     async with (
         PubSubAdmin(PROJECT, pubsub_endpoint) as admin,
         PubSubTransport(PROJECT, pubsub_endpoint) as broker,
-        Records(redis_url) as records,
+        RecordStores(redis_url) as stores,
     ):
         made = World(
             admin,
             broker,
-            records,
+            stores,
             table,
             f"http://127.0.0.1:{functions_port}",
             uuid.uuid4().hex[:8],

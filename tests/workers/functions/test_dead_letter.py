@@ -127,7 +127,7 @@ async def test_stranger_is_put_aside(world: World) -> None:
 
 async def test_what_a_worker_answered_stays(world: World) -> None:
     answered = encode_reply_body(ReplyBody([], worker="w"))
-    await world.records.finish(world.request_id, "failed", answered)
+    await world.stores.records.finish(world.request_id, "failed", answered)
     data, attributes = world.job(1)
     await world.broker.publish(world.dead, data, attributes)
     data, attributes = world.job(1, request_id=f"{world.request_id}-2")
@@ -139,7 +139,7 @@ async def test_what_a_worker_answered_stays(world: World) -> None:
 
 async def test_canceled_prediction_stays_canceled(world: World) -> None:
     await world.create()
-    await world.records.cancel(world.request_id)
+    await world.stores.records.cancel(world.request_id)
     data, attributes = world.job(1, prediction="1")
     await world.broker.publish(world.dead, data, attributes)
     (outcome,) = (await world.reply()).body.outcomes

@@ -36,7 +36,7 @@ METRIC = "penstock_functions_webhooks_total"
 async def finish(world: World, state: Literal["succeeded", "failed"] = "succeeded") -> None:
     result = EmbeddingResult(b"\0\0\x80?", 2)
     body = ReplyBody([ItemOutcome(0, state, Receipt(), result)], worker="w")
-    await world.records.finish(world.request_id, state, encode_reply_body(body))
+    await world.stores.records.finish(world.request_id, state, encode_reply_body(body))
 
 
 def check(delivery: Delivery, secret: str) -> None:
@@ -65,8 +65,10 @@ async def test_end_of_a_deleted_prediction_is_told_without_its_data(
     await finish(world)
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
     end = encode_end(prediction, await world.record())
-    await world.records.webhook_log.keep_end(world.request_id, end)
-    assert await world.records.delete(world.request_id, await world.record(), prediction.deadline_s)
+    await world.stores.webhook_log.keep_end(world.request_id, end)
+    assert await world.stores.predictions.delete(
+        world.request_id, await world.record(), prediction.deadline_s
+    )
     dropped = await world.count(METRIC, "deleted", 0)
     await world.tell("start")
     await world.count(METRIC, "deleted", dropped + 1)
@@ -79,7 +81,7 @@ async def test_end_of_a_deleted_prediction_is_told_without_its_data(
     assert body["completed_at"] is not None
     assert b"a cat" not in delivery.body
     async with asyncio.timeout(WAIT_LIMIT_S):
-        while await world.records.webhook_log.end_of(world.request_id) is not None:  # noqa: ASYNC110 - Redis gives no signal
+        while await world.stores.webhook_log.end_of(world.request_id) is not None:  # noqa: ASYNC110 - Redis gives no signal
             await asyncio.sleep(0.01)
     await world.tell("completed")  # a redelivery
     await world.count(METRIC, "deleted", dropped + 2)
@@ -92,7 +94,9 @@ async def test_prediction_that_is_gone_is_no_error(world: World, receiver: Recei
     await finish(world)
     dropped = await world.count(METRIC, "deleted", 0)
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
-    assert await world.records.delete(world.request_id, await world.record(), prediction.deadline_s)
+    assert await world.stores.predictions.delete(
+        world.request_id, await world.record(), prediction.deadline_s
+    )
     await world.tell("completed")
     await world.count(METRIC, "deleted", dropped + 1)
     assert receiver.deliveries == []
@@ -281,11 +285,11 @@ async def test_events_of_a_running_class_have_its_output_so_far(
     world: World, receiver: Receiver
 ) -> None:
     await world.create(receiver.url, streams="text")
-    (claim,) = await world.records.claim([world.request_id])
+    (claim,) = await world.stores.records.claim([world.request_id])
     assert claim is not None
     chunk = PieceChunk(0, "a cat", [2, 0, 3])
     written = Written(world.request_id, 0, claim.attempt, chunk)
-    assert await world.records.tokens.append([written]) == [3]
+    assert await world.stores.tokens.append([written]) == [3]
     await world.tell("output", 3)
     (delivery,) = await receiver.wait(1)
     body = json.loads(delivery.body)
@@ -300,7 +304,7 @@ async def test_the_end_of_a_class_that_failed_has_what_it_had_yielded(
     error = ItemError("model_failed", "no")
     outcome = ItemOutcome(0, "failed", Receipt(), error=error, partial=yielded)
     body = encode_reply_body(ReplyBody([outcome]))
-    await world.records.finish(world.request_id, "failed", body)
+    await world.stores.records.finish(world.request_id, "failed", body)
     await world.tell("completed")
     (delivery,) = await receiver.wait(1)
     shown = json.loads(delivery.body)
@@ -312,10 +316,10 @@ async def test_what_an_earlier_worker_wrote_is_not_guessed(
 ) -> None:
     """Release 0.1.0 wrote texts without the lengths of their pieces."""
     await world.create(receiver.url, streams="text")
-    (claim,) = await world.records.claim([world.request_id])
+    (claim,) = await world.stores.records.claim([world.request_id])
     assert claim is not None
     written = Written(world.request_id, 0, claim.attempt, TokenChunk(0, [1, 2], "a cat"))
-    assert await world.records.tokens.append([written]) == [2]
+    assert await world.stores.tokens.append([written]) == [2]
     await world.tell("output", 2)
     (delivery,) = await receiver.wait(1)
     assert json.loads(delivery.body)["output"] is None

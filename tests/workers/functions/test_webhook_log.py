@@ -25,7 +25,7 @@ async def test_attempts_are_logged_and_numbered(world: World, receiver: Receiver
     await world.tell("completed")
     deliveries = await receiver.wait(2)
     await world.count(METRIC, "delivered", delivered + 1)
-    first, second = await world.records.webhook_log.read(world.request_id)
+    first, second = await world.stores.webhook_log.read(world.request_id)
     assert [(one.attempt, one.status, one.error) for one in (first, second)] == [
         (1, 500, None),
         (2, 204, None),
@@ -38,7 +38,7 @@ async def test_attempts_are_logged_and_numbered(world: World, receiver: Receiver
 async def test_what_can_not_be_reached_is_logged(world: World) -> None:
     await world.create("http://127.0.0.1:9/hook?secret=1")
     assert await world.push_event("start", 1) == 503
-    (attempt,) = await world.records.webhook_log.read(world.request_id)
+    (attempt,) = await world.stores.webhook_log.read(world.request_id)
     assert isinstance(attempt, WebhookAttempt)
     assert attempt.status is None
     assert attempt.error
@@ -50,7 +50,7 @@ async def test_redirect_is_named_as_the_reason(world: World, receiver: Receiver)
     receiver.statuses = [307]
     await world.create(receiver.url)
     assert await world.push_event("start", 1) == 503
-    (attempt,) = await world.records.webhook_log.read(world.request_id)
+    (attempt,) = await world.stores.webhook_log.read(world.request_id)
     assert attempt.status == 307
     assert attempt.error is not None
     assert "redirect" in attempt.error

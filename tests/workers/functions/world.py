@@ -27,9 +27,9 @@ from shared.messages import Envelope, Item, Job, JobBody, Reply, decode_reply, e
 from shared.models.tasks.embedding import TextInput
 from shared.predictions import Prediction, encode_document
 from shared.stores.record_state import Record
-from shared.stores.records import Records
 from shared.webhooks.event import EventName, WebhookEvent, encode_webhook_event
 from tests.limits import WAIT_LIMIT_S
+from tests.record_stores import RecordStores
 
 EVENTS = ("start", "output", "logs", "completed")
 
@@ -41,12 +41,12 @@ class World:
         self,
         admin: PubSubAdmin,
         broker: PubSubTransport,
-        records: Records,
+        stores: RecordStores,
         table: bigquery.Client,
         functions_url: str,
         name: str,
     ) -> None:
-        self.admin, self.broker, self.records, self.table = admin, broker, records, table
+        self.admin, self.broker, self.stores, self.table = admin, broker, stores, table
         self.functions_url = functions_url
         self.model = f"model-{name}"
         self.request_id = f"req_{name}"
@@ -125,7 +125,9 @@ class World:
             **facts,
         )
         document = encode_document(prediction)
-        await self.records.create(self.request_id, "t", document, deadline_s=now_s + 60, keep_s=60)
+        await self.stores.predictions.create(
+            self.request_id, "t", document, deadline_s=now_s + 60, keep_s=60
+        )
         return prediction
 
     async def tell(self, event: EventName, sequence: int = 0) -> None:
@@ -156,7 +158,7 @@ class World:
         return decode_reply(message.data, message.attributes)
 
     async def record(self) -> Record:
-        found = await self.records.read(self.request_id)
+        found = await self.stores.records.read(self.request_id)
         assert found is not None
         return found
 

@@ -1,0 +1,82 @@
+"""Reads the progress of running predictions: queue positions, previews and outputs so far."""
+
+from __future__ import annotations
+
+from contextlib import suppress
+from typing import Any
+
+from api.predictions.creation import PredictionSnapshot
+from shared.errors import Unavailable
+from shared.flows.engine import plan_of
+from shared.flows.run import outcomes_after
+from shared.messages import ItemOutcome
+from shared.predictions import read_partial
+from shared.stores.flow_runs import FlowRuns
+from shared.stores.objects import UrlSigner
+from shared.stores.previews import Preview, PreviewStore
+from shared.stores.token_streams import TokenStreams
+from shared.stores.waiting_lines import QueuePosition, WaitingLines
+
+
+class PredictionProgress:
+    """The progress of all predictions. It may be incomplete while Redis does not answer."""
+
+    def __init__(
+        self, lines: WaitingLines, previews: PreviewStore, tokens: TokenStreams, runs: FlowRuns
+    ) -> None:
+        self._lines = lines
+        self._previews = previews
+        self._tokens = tokens
+        self._runs = runs
+
+    async def position(self, snapshot: PredictionSnapshot) -> QueuePosition | None:
+        """Returns its queue position. None: it is not waiting, or Redis does not answer."""
+        prediction = snapshot.prediction
+        if snapshot.record.state == "starting":
+            with suppress(Unavailable):
+                return await self._lines.position(
+                    prediction.record, prediction.tenant, prediction.model, prediction.deadline_s
+                )
+        return None
+
+    async def partial_output(
+        self, snapshot: PredictionSnapshot, url_signer: UrlSigner
+    ) -> list[Any] | None:
+        """Returns the output that a running class has yielded so far. It counts as delivered."""
+        return await read_partial(*snapshot, self._tokens, url_signer)
+
+    async def step_outcomes(
+        self, snapshot: PredictionSnapshot, seen: int
+    ) -> list[tuple[int, ItemOutcome]]:
+        """Returns flow items completed after item `seen`, numbered in order.
+
+        Returns an empty list while Redis does not answer.
+        """
+        prediction, record = snapshot
+        # A step may have images that will be withheld.
+        if not prediction.shows_steps:
+            return []
+        with suppress(Unavailable):
+            reading = outcomes_after(
+                self._runs,
+                prediction.record,
+                plan_of(prediction),
+                seen,
+                is_over=record.is_over,
+            )
+            return [numbered_outcome async for numbered_outcome in reading]
+        return []
+
+    async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
+        """Returns the previews after `cursor`, and requests more for the next few seconds.
+
+        Returns an empty list while Redis does not answer.
+        """
+        if snapshot.prediction.is_checked:  # a preview may show an image that will be withheld
+            return []
+        record = snapshot.prediction.record
+        with suppress(Unavailable):
+            if not snapshot.record.is_over:
+                await self._previews.watch(record)
+            return await self._previews.after(record, cursor)
+        return []

@@ -1,0 +1,214 @@
+"""Stored predictions and conversations, within a budget of bytes (shared/stores/retention.py).
+
+A stored prediction is a record with a document (shared/stores/records.py), which is created before
+its job is published and kept for a set time after its end.
+
+Calls raise Unavailable if Redis does not answer, because the API must not promise anything that is
+not stored.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Sequence
+
+from prometheus_client import Counter
+
+from shared.errors import Overloaded
+from shared.stores.previews import preview_keys
+from shared.stores.record_state import Record, receipts_of
+from shared.stores.records import JOB_KEEP_S
+from shared.stores.records_redis import RecordsRedis
+from shared.stores.redis_client import load_script
+from shared.stores.retention import BUDGET_BYTES
+from shared.stores.token_streams import token_keys
+from shared.stores.waiting_lines import line_keys
+from shared.stores.webhook_log import webhook_keys
+
+FULL_RETRY_S = 5.0
+"""Retry-After for a prediction without room."""
+LISTED = 1000
+"""Maximum number of predictions listed per tenant."""
+
+DROPPED = Counter(
+    "penstock_predictions_dropped_total", "Predictions dropped early for lack of room."
+)
+
+_BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
+_STATES = "shared/stores/record_states.lua"
+CREATE = load_script(*_BUDGET, "shared/stores/record_create.lua")
+KEEP = load_script(*_BUDGET, "shared/stores/record_keep.lua")
+PUT_DOCUMENT = load_script(*_BUDGET, "shared/stores/document_put.lua")
+DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
+
+
+class PredictionStore:
+    """The stored predictions of all tenants.
+
+    Args:
+        max_bytes: budget of all tenants together, enforced by `create`.
+    """
+
+    def __init__(self, redis: RecordsRedis, *, max_bytes: int = BUDGET_BYTES) -> None:
+        self._redis = redis
+        self._commands = redis.small_commands
+        self._max_bytes = max_bytes
+
+    async def create(
+        self,
+        record: str,
+        tenant: str,
+        document: bytes,
+        *,
+        deadline_s: float,
+        keep_s: int,
+        reply_bytes: int = 0,
+        model: str = "",
+        hold: bytes = b"",
+    ) -> int:
+        """Creates the record of a prediction in state `starting`.
+
+        Returns the number of the tenant's unfinished predictions, including this one. 0: the record
+        already exists.
+
+        If the budget is used up, the oldest finished predictions of the largest tenant are dropped.
+
+        Args:
+            deadline_s: Unix time at which work on it stops.
+            keep_s: seconds to keep it after its end, or after its deadline if it never ends.
+            reply_bytes: maximum size of its reply.
+            model: the model to compute it, in whose queue it is placed.
+            hold: limits it has reserved (shared/stores/holds.py). Empty: nothing.
+
+        Raises:
+            Overloaded: there is no room for it because of unfinished predictions.
+            Unavailable: Redis did not answer, but may have created the record.
+        """
+        keys = (
+            *self._keys(record),
+            self._tenant_key(tenant),
+            *line_keys(self._redis.prefix, tenant, model),
+        )
+        about = (time.time(), deadline_s, keep_s, tenant, record, document)
+        limits = (LISTED, reply_bytes, self._max_bytes, hold)
+        created, dropped, unfinished = await self._commands.run_script(
+            CREATE, keys, *about, *limits
+        )
+        DROPPED.inc(dropped)
+        if created < 0:
+            reason = "unfinished predictions leave no room for another one. Try again later."
+            raise Overloaded(reason, retry_after_s=FULL_RETRY_S)
+        return int(unfinished)
+
+    async def keep(
+        self,
+        record: str,
+        tenant: str,
+        document: bytes,
+        reply: bytes,
+        *,
+        created_at_s: float,
+        keep_s: int,
+    ) -> bool:
+        """Stores an answer that was computed without a record as a succeeded prediction.
+
+        Returns False if the record already exists. Uses the same budget as `create`.
+
+        Args:
+            tenant: the owner in whose list it appears.
+            reply: its results, as an encoded ReplyBody.
+            created_at_s: Unix time of the request.
+            keep_s: seconds to keep it.
+
+        Raises:
+            Overloaded: there is no room for it because of unfinished predictions.
+            Unavailable: Redis did not answer, but may have stored it.
+        """
+        keys = (*self._keys(record), self._tenant_key(tenant))
+        about = (time.time(), created_at_s, keep_s, tenant, record, document, reply)
+        outcome, dropped = await self._commands.run_script(
+            KEEP, keys, *about, LISTED, self._max_bytes
+        )
+        DROPPED.inc(dropped)
+        if outcome < 0:
+            raise Overloaded("unfinished predictions leave no room to store the answer.")
+        return bool(outcome)
+
+    async def put_document(
+        self,
+        record: str,
+        tenant: str,
+        document: bytes,
+        *,
+        keep_s: int | None,
+        replaces: bytes = b"",
+    ) -> bool:
+        """Stores a document that may change, within the budget of predictions.
+
+        Returns False if the current document differs from `replaces`, or no longer exists.
+
+        Args:
+            keep_s: seconds to keep it from now. None: as long as before.
+            replaces: document that it replaces. Empty: it is new.
+
+        Raises:
+            Overloaded: there is no room for it because of unfinished predictions.
+            Unavailable: Redis did not answer, but may have stored it.
+        """
+        known = hashlib.sha1(replaces, usedforsecurity=False).hexdigest() if replaces else ""
+        args = (time.time(), "" if keep_s is None else keep_s, tenant, document, known)
+        stored, dropped = await self._commands.run_script(
+            PUT_DOCUMENT, self._keys(record), *args, self._max_bytes
+        )
+        DROPPED.inc(dropped)
+        if stored < 0:
+            raise Overloaded(
+                "unfinished predictions leave no room to store this document. Try again later."
+            )
+        return bool(stored)
+
+    async def delete(self, record: str, known: Record, deadline_s: float) -> bool | None:
+        """Deletes a finished prediction and everything that belongs to it in Redis.
+
+        Its cost remains for the process that has yet to settle it.
+
+        Args:
+            known: record as read by the caller. It must be over.
+            deadline_s: Unix time until which the broker may deliver its job.
+
+        Returns:
+            True: deleted. False: it has changed since, so read it again. None: it does not exist.
+        """
+        keys = (
+            *self._keys(record),
+            *preview_keys(self._redis.prefix, record),
+            *token_keys(self._redis.prefix, record),
+            *webhook_keys(self._redis.prefix, record),
+        )
+        kept_s = JOB_KEEP_S + max(0, int(deadline_s - time.time()))
+        receipts = b"" if known.reply is None else receipts_of(known.reply)
+        answer = await self._commands.run_script(DELETE, keys, kept_s, receipts, known.state)
+        return {1: True, -1: False}.get(answer)
+
+    async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
+        """Returns the IDs of a tenant's predictions, newest first.
+
+        With `before_s` (Unix seconds), only older ones.
+        """
+        newest = "+inf" if before_s is None else f"({before_s!r}"
+        words = ("ZREVRANGEBYSCORE", self._tenant_key(tenant), newest, "-inf", "LIMIT", 0, limit)
+        reply = await self._commands.run(*words)
+        return [record.decode() for record in reply]
+
+    async def sizes(self, records: Sequence[str]) -> list[int]:
+        """Returns the sizes of predictions in bytes, as counted by their budget. 0: deleted."""
+        keys = map(self._redis.record_key, records)
+        counts = await self._commands.run("HMGET", f"{self._redis.predictions_key}:counted", *keys)
+        return [0 if count is None else int(count.partition(b" ")[0]) for count in counts]
+
+    def _keys(self, record: str) -> tuple[str, str]:
+        return self._redis.record_key(record), self._redis.predictions_key
+
+    def _tenant_key(self, tenant: str) -> str:
+        return f"{self._redis.predictions_key}:of:{tenant}"

@@ -1,0 +1,47 @@
+"""The Redis that has the records of jobs, and everything that belongs to a record.
+
+One connection serves all stores in it: `Records`, `PredictionStore` and the stores of flow runs,
+holds, queues, tokens, previews, webhook attempts and fetched URLs.
+"""
+
+from __future__ import annotations
+
+from prometheus_client import Counter, Gauge
+
+from shared.stores.redis_client import KEY_PREFIX, RedisLink
+
+ERRORS = Counter(
+    "penstock_records_errors_total",
+    "Failed round trips to Redis about records, by operation.",
+    ["operation"],
+)
+UP = Gauge(
+    "penstock_records_redis_up",
+    "1 while Redis is being asked about records, 0 while the breaker is open.",
+)
+
+
+class RecordsRedis(RedisLink):
+    """The connection, with the keys that several stores use.
+
+    Args:
+        prefix: prefix of every key, for several deployments on one Redis.
+        retry_s: upper bound of the first pause before a background retry.
+    """
+
+    def __init__(
+        self, url: str, *, prefix: str = KEY_PREFIX, timeout_s: float = 1.0, retry_s: float = 0.25
+    ) -> None:
+        limits = {"timeout_s": timeout_s, "retry_s": retry_s}
+        super().__init__(
+            "records", url, **limits, up=UP, errors=ERRORS, field="records_url", checks_policy=True
+        )
+        self.prefix = prefix
+        self.predictions_key = f"{prefix}predictions"
+        """Start of the keys with the budget, holds and lists of predictions."""
+        self.canceled_channel = f"{prefix}canceled"
+        self.small_commands = self.commands("the store of predictions")
+        """For stores with small entries, which share round trips."""
+
+    def record_key(self, record: str) -> str:
+        return f"{self.prefix}record:{record}"
