@@ -358,6 +358,13 @@ class ReplyBody(msgspec.Struct, omit_defaults=True):
     output: Result | None = None
     """Output of a succeeded flow. Its outcomes do not have results."""
 
+    @property
+    def delivered(self) -> list[ItemOutcome]:
+        """The outcomes to answer with. For a succeeded flow, a single one with its output."""
+        if self.output is None:
+            return self.outcomes
+        return [ItemOutcome(0, "succeeded", Receipt(), self.output)]
+
 
 class Reply(msgspec.Struct):
     """One message on an inbox."""

@@ -30,7 +30,7 @@ from api.predictions.creation import PredictionSnapshot, digest_of, ids_of, new_
 from api.predictions.service import GRACE_S, PredictionIdTaken, Predictions
 from api.replicate.prediction_lines import PREDICTIONS_PATH
 from shared.errors import Canceled, DeadlineExceeded, Overloaded, PenstockError, Unavailable
-from shared.messages import ItemOutcome, Receipt, RequestFacts
+from shared.messages import ItemOutcome, RequestFacts
 from shared.models.tasks import Input
 from shared.predictions import metrics_of
 from shared.process.concurrency import backoff
@@ -254,11 +254,9 @@ class LineExecutor:
             request.price,
             {name: run_metrics[name] for name in METRICS_OF_RUN if name in run_metrics},
         )
-        # Its outcomes are the outcomes of its steps. There are none if all steps were skipped.
-        whole = ItemOutcome(0, "succeeded", Receipt(), reply.output)
-        this.answered = [whole]
+        this.answered = reply.delivered
         with endpoint.words(line.request):
-            return await endpoint.reply(line.request, [whole], tools)
+            return await endpoint.reply(line.request, this.answered, tools)
 
     async def _ran(self, request: InferenceRequest, limited: LimitedRequest) -> PredictionSnapshot:
         """Starts the run of a line, or finds it, and waits for it to finish.

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 
@@ -20,9 +20,22 @@ from api.predictions.follower import PredictionFollower
 from api.predictions.service import GRACE_S, Predictions
 from api.tasks.base import Inputs
 from shared.errors import DeadlineExceeded, PenstockError
-from shared.messages import ReplyBody
-from shared.models.catalog import Model
+from shared.messages import ItemOutcome, ReplyBody
+from shared.models.catalog import Flow, Model
+from shared.models.tasks import Input
 from shared.models.tasks.custom import stores_files
+
+Failure = Callable[[PredictionSnapshot], PenstockError]
+"""Returns why a prediction failed."""
+
+
+class Delivery(NamedTuple):
+    """Everything that the answer to a call is built from."""
+
+    outcomes: Sequence[ItemOutcome]
+    """Outcomes of the inputs. For a flow, a single one with its output."""
+    deadline_s: float
+    """Unix time at which work on the answer is stopped."""
 
 
 class Recording:
@@ -127,24 +140,41 @@ class Recording:
         async with self.create(call, request, waits=False) as creation:
             return creation.snapshot
 
-    async def run_flow(
+    @asynccontextmanager
+    async def compute(
         self,
         call: ModelCall,
-        request: InferenceRequest,
-        failure: Callable[[PredictionSnapshot], PenstockError] = lambda run: run.failure,
-    ) -> ReplyBody:
-        """Runs a flow whose caller waits for its end. Cancels it once no caller waits any more.
+        served: Model,
+        inputs: Sequence[Input],
+        run_request: Callable[[], Awaitable[InferenceRequest]],
+        *,
+        is_repeatable: bool,
+        failure: Failure = lambda run: run.failure,
+    ) -> AsyncGenerator[Delivery]:
+        """Computes `inputs` with a model, or runs a flow. The block builds the answer.
 
         Args:
-            request: returned by the method `request`.
+            served: the model or the flow that the endpoint serves.
+            run_request: returns the request for the prediction of a flow.
+            is_repeatable: True if equal inputs have equal results.
             failure: returns why a run failed, in the words of the endpoint.
 
-        Returns:
-            The reply of its prediction, which has succeeded.
-
         Raises:
-            PenstockError: it failed, or as raised by `create`. DeadlineExceeded: it took too long.
+            PenstockError: as raised by `Inference.compute`. For a flow: it failed, or as raised by
+                `create`. DeadlineExceeded: it took too long.
         """
+        if isinstance(served, Flow):
+            request = await run_request()
+            reply = await self._run(call, request, failure)
+            yield Delivery(reply.delivered, request.deadline_s)
+        else:
+            async with self._inference.compute(
+                call, served, inputs, is_repeatable=is_repeatable
+            ) as response:
+                yield Delivery(response.outcomes, call.answer_by_s(served))
+
+    async def _run(self, call: ModelCall, request: InferenceRequest, failure: Failure) -> ReplyBody:
+        """Returns the reply of a flow run. Cancels the run once no caller waits any more."""
         async with self.create(call, request, waits=True) as creation:
             limit_s = request.deadline_s - time.time() + GRACE_S
             prediction = creation.snapshot.prediction

@@ -29,6 +29,7 @@ from starlette.responses import Response
 
 from api.batches.documents import LineUsage
 from api.batches.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
+from api.dispatch.request import InferenceRequest
 from api.errors import (
     ERROR_MAPPINGS,
     ClientGone,
@@ -340,27 +341,27 @@ async def create_ocr(
         owner = inference.file_owner(call, model, quota, call.answer_by_s(model))
         loading = _with_document(checked, owner, source_images)
         ocr_input = await while_connected(call.http.receive, loading)
-        if isinstance(model, Flow):
-            output = await _run_flow(call, model, ocr_input, body, recording)
-            reply = await _reply(output, model, objects, body)
-        else:
-            async with inference.compute(
-                call, model, [ocr_input], is_repeatable=model.deterministic
-            ) as response:
-                reply = await _reply(response.outcomes[0].result, model, objects, body)
+        async with recording.compute(
+            call,
+            model,
+            [ocr_input],
+            partial(_run_request, call, model, ocr_input, body, recording),
+            is_repeatable=model.deterministic,
+            failure=partial(_failure_of, body),
+        ) as delivery:
+            reply = await _reply(delivery.outcomes[0].result, model, objects, body)
     return Response(_encode(reply), media_type="application/json")
 
 
-async def _run_flow(
-    call: ModelCall, flow: Flow, one: CustomInput, body: OcrBody, recording: Recording
-) -> Result | None:
-    """Returns the output of a flow. Errors about a page become errors about the document."""
+async def _run_request(
+    call: ModelCall, flow: Model, ocr_input: CustomInput, body: OcrBody, recording: Recording
+) -> InferenceRequest:
+    """Returns the request for the prediction of a flow."""
     fields = body.model_dump(mode="json", exclude_unset=True, exclude={DOCUMENT})
     shown_input = fields | {DOCUMENT: {"type": body.document.type}}
-    read = Inputs([one], shown_input, is_list=False, is_repeatable=flow.deterministic)
-    digest = digest_of(json.dumps([flow.name, PATH, repr(one.cache_form())]))
-    new = recording.request(call, flow, read, digest=digest, endpoint=PATH)
-    return (await recording.run_flow(call, new, partial(_failure_of, body))).output
+    read = Inputs([ocr_input], shown_input, is_list=False, is_repeatable=flow.deterministic)
+    digest = digest_of(json.dumps([flow.name, PATH, repr(ocr_input.cache_form())]))
+    return recording.request(call, flow, read, digest=digest, endpoint=PATH)
 
 
 def _names_for(model: Model) -> FieldNames:

@@ -83,7 +83,7 @@ from api.predictions.service import Predictions
 from api.tasks.base import Inputs, check_results
 from api.tasks.custom import FieldNames, add_files, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError
-from shared.messages import ItemOutcome, ReplyBody
+from shared.messages import ItemOutcome
 from shared.models.blob import Blob
 from shared.models.catalog import Catalog, Flow, Model
 from shared.models.flow_plan import MAX_STEP_ITEMS
@@ -270,16 +270,6 @@ class _Transcript:
     @property
     def spoken(self) -> list[TranscribedElement]:
         return [element for element in self.elements if element.text.strip()]
-
-
-def _outcomes_of(reply: ReplyBody) -> list[ItemOutcome]:
-    """Returns the outcomes of a prediction.
-
-    For a flow, its output, because its outcomes belong to its steps.
-    """
-    if reply.output is None:
-        return reply.outcomes
-    return [msgspec.structs.replace(reply.outcomes[0], index=0, result=reply.output)]
 
 
 def _subtitles(
@@ -518,7 +508,7 @@ async def create_transcription(
         stream = _TranscriptStream(
             call, transcriber.names, recording, predictions, progress, generation_streams
         )
-        return await stream.answer(transcriber.prediction_request(item))
+        return await stream.answer(await transcriber.prediction_request(item))
 
 
 @router.post(
@@ -602,15 +592,13 @@ class _Transcriber:
             PenstockError: the model failed, or the request was rejected.
         """
         call, model = self._call, self._model
-        if isinstance(model, Flow):
-            reply = await self._recording.run_flow(call, self.prediction_request(item))
-            return _answer(self._form, _Transcript(_outcomes_of(reply), model), self._mode)
-        async with self._inference.compute(
-            call, model, [item], is_repeatable=model.deterministic
-        ) as response:
-            return _answer(self._form, _Transcript(response.outcomes, model), self._mode)
+        run_request = partial(self.prediction_request, item)
+        async with self._recording.compute(
+            call, model, [item], run_request, is_repeatable=model.deterministic
+        ) as delivery:
+            return _answer(self._form, _Transcript(delivery.outcomes, model), self._mode)
 
-    def prediction_request(self, item: CustomInput) -> InferenceRequest:
+    async def prediction_request(self, item: CustomInput) -> InferenceRequest:
         """Returns the request for the prediction described by the form."""
         model = self._model
         fields = {FILE: item.places[0].name} | self._form.model_dump(
@@ -726,7 +714,7 @@ class _TranscriptStream:
                 await asyncio.sleep(RUN_POLL_S)
             if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
                 raise snapshot.failure
-            for event in self._shape.closing(_outcomes_of(snapshot.record.reply), 0.0):
+            for event in self._shape.closing(snapshot.record.reply.delivered, 0.0):
                 yield event
         except PenstockError as error:
             yield self._shape.failure(error)

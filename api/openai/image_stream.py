@@ -30,7 +30,7 @@ from api.predictions.generation_stream import (
 )
 from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
-from api.tasks.image import images_in
+from api.tasks.image import images_of
 from shared.errors import BadInput, DeadlineExceeded, PenstockError
 from shared.models.catalog import Model
 from shared.models.tasks.image import ImageResult
@@ -188,7 +188,7 @@ class ImageStream:
             snapshot = await self._predictions.refresh(snapshot)
         if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
             raise snapshot.failure
-        for index, result in enumerate(images_in(snapshot.record.reply, model)):
+        for index, result in enumerate(images_of(snapshot.record.reply.delivered, model)):
             if result is not None and index >= self._position.completed:
                 yield await self._completed(index, result)
 

@@ -11,6 +11,7 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -54,13 +55,13 @@ from api.predictions.generation_stream import GenerationStreams, behind
 from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
 from api.tasks.base import Inputs
-from api.tasks.image import images_in, plan_images, results_of
+from api.tasks.image import image_server, images_of, plan_images
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.models.blob import Blob
 from shared.models.catalog import Catalog, Model
 from shared.models.tasks import Input
-from shared.models.tasks.image import ImageInput, ImageResult, ImagesInput, ImagesResult
+from shared.models.tasks.image import ImageInput, ImageResult, ImagesInput
 from shared.predictions import MEDIA_TYPES
 from shared.stores.objects import ObjectStore, UrlSigner, object_key
 from shared.stores.previews import Preview
@@ -223,11 +224,7 @@ class GenerationsEndpoint(Endpoint):
     ) -> bytes:
         """Returns the images as base64."""
         body = cast(GenerationBody, request.body)
-        whole = outcomes[0].result  # of a flow run
-        if isinstance(whole, ImagesResult):
-            results = whole.delivered
-        else:
-            results = results_of(outcomes, request.model)
+        results = [image for image in images_of(outcomes, request.model) if image is not None]
         items = []
         for result in results:
             png = await read_blob(tools.objects, result.image, "image")
@@ -364,7 +361,7 @@ class ImageAnswer:
     source_images: SourceImages
     encoder: ImageEncoder
 
-    async def whole(self, inference: Inference) -> Response:
+    async def whole(self) -> Response:
         """Computes n images with consecutive seeds, and returns the answer."""
         call, body, model = self.call, self.body, self.model
         key_seed = call.context.key_seed
@@ -372,20 +369,16 @@ class ImageAnswer:
         inputs = consecutive(self.first, start, body.n)
         # A random seed never occurs again, so its image is not worth caching.
         is_repeatable = body.seed is not None or key_seed is not None
+        served = image_server(model, body.upscale, self.catalog)
+        run_request = partial(self._record, inputs, is_repeatable=is_repeatable)
+        async with self.recording.compute(
+            call, served, inputs, run_request, is_repeatable=is_repeatable
+        ) as (outcomes, deadline_s):
+            images = [image for image in images_of(outcomes, model) if image is not None]
+            items = [await self.encoder.item(result, deadline_s) for result in images]
         headers = call.context.headers
-        if body.upscale is not None or model.image.safety is not None:
-            new = await self._record(inputs, is_repeatable=is_repeatable)
-            images = await self._run(new)
-            if len(images) < body.n:
-                headers[WITHHELD_HEADER] = str(body.n - len(images))
-            items = [await self.encoder.item(result, new.deadline_s) for result in images]
-        else:
-            deadline_s = call.answer_by_s(model)
-            async with inference.compute(
-                call, model, inputs, is_repeatable=is_repeatable
-            ) as response:
-                images = results_of(response.outcomes, model)
-                items = [await self.encoder.item(result, deadline_s) for result in images]
+        if len(images) < body.n:
+            headers[WITHHELD_HEADER] = str(body.n - len(images))
         headers["x-penstock-seed"] = ",".join(str(result.seed) for result in images)
         if (truncated := ImageResult.count_truncated(images)) is not None:
             headers[TRUNCATED_HEADER] = str(truncated)
@@ -435,15 +428,6 @@ class ImageAnswer:
             opening = await while_connected(call.http.receive, anext(events, b""))
             location = f"/v1/predictions/{snapshot.prediction.id}"
             return answer_events(behind(opening, events), held, location)
-
-    async def _run(self, new: InferenceRequest) -> list[ImageResult]:
-        """Returns the images of a request with steps after each image, except withheld ones.
-
-        Raises:
-            PenstockError: the request failed. ModerationBlocked: all images are withheld.
-        """
-        reply = await self.recording.run_flow(self.call, new)
-        return [image for image in images_in(reply, new.model) if image is not None]
 
     async def _record(
         self, inputs: Sequence[ImageInput], *, is_repeatable: bool
@@ -518,7 +502,7 @@ class ImageRequests:
             return await answer.stream(
                 self.event_streams, self.predictions, self.progress, self.generation_streams
             )
-        return await answer.whole(self.inference)
+        return await answer.whole()
 
 
 router = Router(scope="images", route_class=ImageRoute)

@@ -31,8 +31,8 @@ from api.inputs.image_draft import (
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs, check_results
 from shared.errors import BadInput
-from shared.messages import ItemOutcome, ReplyBody
-from shared.models.catalog import Catalog, Model
+from shared.messages import ItemOutcome
+from shared.models.catalog import Catalog, Flow, Model
 from shared.models.image_interface import ImageMode
 from shared.models.tasks.image import ImageInput, ImageResult, ImagesInput, ImagesResult
 
@@ -237,16 +237,26 @@ def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
     return check_size(parsed.width or model.image.width, parsed.height or model.image.height, model)
 
 
-def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult]:
-    """Returns the images of outcomes, all of which have a result."""
-    return check_results((outcome.result for outcome in outcomes), ImageResult, model)
+def images_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult | None]:
+    """Returns the images of a request that succeeded. None: the image is withheld."""
+    if isinstance(run := outcomes[0].result, ImagesResult):
+        return run.images
+    return [*check_results((outcome.result for outcome in outcomes), ImageResult, model)]
 
 
-def images_in(reply: ReplyBody, model: Model) -> list[ImageResult | None]:
-    """Returns the images of a successful prediction. None: the image is withheld."""
-    if isinstance(reply.output, ImagesResult):
-        return reply.output.images
-    return [*results_of(reply.outcomes, model)]
+def image_server(model: Model, upscale: int | None, catalog: Catalog) -> Model:
+    """Returns the flow for images of `model`, or the model itself if no steps follow its images.
+
+    Args:
+        upscale: factor by which images are enlarged. None: they are not.
+        catalog: has the models of the steps.
+
+    Raises:
+        BadInput: images of the model can't be enlarged.
+    """
+    if upscale is not None and model.image.upscale is None:
+        raise BadInput(f"upscale: is not supported by {model.name}; leave it out", field="upscale")
+    return catalog.image_run(model, upscales=upscale is not None) or model
 
 
 def plan_images(read: Inputs, model: Model, catalog: Catalog) -> tuple[Model, Inputs]:
@@ -263,14 +273,12 @@ def plan_images(read: Inputs, model: Model, catalog: Catalog) -> tuple[Model, In
     images = [value for value in read.inputs if isinstance(value, ImageInput)]
     if not images:
         return model, read
-    if read.upscale is not None and model.image.upscale is None:
-        raise BadInput(f"upscale: is not supported by {model.name}; leave it out", field="upscale")
-    run = catalog.image_run(model, upscales=read.upscale is not None)
-    if run is None:
+    served = image_server(model, read.upscale, catalog)
+    if not isinstance(served, Flow):
         return model, read
     seeds = [image.seed for image in images]
     images_input = ImagesInput(images[0], seeds, read.is_repeatable, read.upscale or 1)
-    return run, replace(read, inputs=[images_input])
+    return served, replace(read, inputs=[images_input])
 
 
 TASK = ImageApi()

@@ -34,7 +34,7 @@ SPELL = {
     ],
     "output": {"text": "$joined", "words": "$words"},
 }
-SAID = {
+SAID: dict[str, Any] = {
     "name": "listen",
     "api": "transcription",
     "input": {"file": "file"},
@@ -42,6 +42,14 @@ SAID = {
     "output": [{"id": 0, "text": "$said", "start": 0.0, "end": 1.0, "duration": 1.5}],
 }
 """Content of any recording."""
+SKIPPED = {
+    **SAID,
+    "name": "skip",
+    "input": {"file": "file", "language": {"type": "string", "default": ""}},
+    "steps": [{**SAID["steps"][0], "when": '$input.language == "en"'}],
+    "output": [{"id": 0, "text": "", "start": 0.0, "end": 1.0, "duration": 1.5}],
+}
+"""A flow that runs no step for most recordings."""
 TRANSCRIPTIONS = "/v1/audio/transcriptions"
 LEASE_S = 1.0
 
@@ -79,7 +87,7 @@ def settings(tmp_path: Path, redis_url: str) -> ApiSettings:
 @pytest.fixture
 async def flows(settings: ApiSettings) -> AsyncIterator[World]:
     objects: Any = {"objects_url": settings.objects_url, "secret": "s"}  # mypy tries each keyword
-    async with world(settings.redis_url, SPELL, SAID, **objects) as running:
+    async with world(settings.redis_url, SPELL, SAID, SKIPPED, **objects) as running:
         yield running
 
 
@@ -269,3 +277,11 @@ async def test_an_endpoint_that_a_flow_serves_has_lines_too(
     assert (row.flow, row.step, row.batch_id, row.cost_usd) == ("listen", "said", done.id, 0.125)
     run = (await flows.http.get(f"{URL}/{one['response']['request_id']}")).json()
     assert (run["status"], run["input"]["custom_id"]) == ("succeeded", "a")
+
+
+@pytest.mark.parametrize("stream", ["false", "true"])
+async def test_a_recording_for_which_all_steps_are_skipped(flows: World, stream: str) -> None:
+    form = {"model": "skip", "stream": stream}
+    answer = await flows.http.post(TRANSCRIPTIONS, data=form, files={"file": ("a.wav", b"RIFF")})
+    assert answer.status_code == 200, answer.text
+    assert '"seconds":2' in answer.text
