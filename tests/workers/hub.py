@@ -1,4 +1,4 @@
-"""A hub of models over HTTP, as huggingface_hub asks it: one repository, gated by a token."""
+"""A model hub over HTTP, for huggingface_hub: one repository, protected by a token."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Hub:
 
 @contextmanager
 def served(hub: Hub) -> Iterator[Hub]:
-    """Serves it on a free port of loopback."""
+    """Serves the hub on a free loopback port."""
 
     class Handler(_Handler):
         of: ClassVar[Hub] = hub

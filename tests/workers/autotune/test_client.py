@@ -1,5 +1,5 @@
-"""The worker's side: choices are made by a real process, once, and kept as long as nothing they
-depend on changes.
+"""The worker's side: a real process makes choices once, and they hold until something they depend
+on changes.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ TABLE = np.arange(2 * WORDS, dtype=np.float32).reshape(WORDS, 2) + 1
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A minimal embedding model: the folder of a plain transformer, whose graph looks words up in a
+    """A minimal embedding model: a plain transformer's folder whose graph looks words up in a
     table.
     """
     made = tmp_path / "model"
@@ -145,7 +145,7 @@ async def test_a_choice_is_measured_kept_and_told(
         "processes": "1",
     }
     assert REGISTRY.get_sample_value("penstock_worker_backend_info", labels) == 1
-    # A later start takes the file: what is written into it comes back.
+    # A later start reads the file: its contents come back.
     (path,) = kept(settings)
     choice.reason = "as it was found"
     write_choice(path, choice)
@@ -189,7 +189,7 @@ async def test_a_choice_is_not_taken_for_another_case(
     choice.reason = "of another case"
     write_choice(path, choice)
     entry, other = change(ENTRY, settings)
-    if entry.revision != ENTRY.revision:  # the artifact was made from other files
+    if entry.revision != ENTRY.revision:  # the artifact was made from different files
         with pytest.raises(ConfigurationError, match="requires an artifact"):
             await choose_backend(entry, folder, other)
     else:

@@ -1,4 +1,4 @@
-"""Waiting for quiet, by a scripted clock: idle seconds of two cores, sample by sample."""
+"""Waiting for quiet, on a scripted clock: idle seconds of two cores, sample by sample."""
 
 from collections.abc import Iterator
 
@@ -10,7 +10,9 @@ pytestmark = pytest.mark.slow
 
 
 class Script:
-    """A clock that each sleep moves on, and a share of two cores that is idle during each."""
+    """A clock that each sleep advances, and the share of two cores that is idle during each
+    sleep.
+    """
 
     def __init__(self, *shares: float) -> None:
         self._shares: Iterator[float] = iter(shares)

@@ -1,4 +1,4 @@
-"""The order of backends that follows from the hardware alone, for each kind of hardware."""
+"""The order of backends as derived from the hardware alone, for each kind of hardware."""
 
 import pytest
 
@@ -15,7 +15,7 @@ INT8, TORCH = Backend(backend="onnx", precision="int8"), Backend()
 @pytest.mark.parametrize(
     ("flags", "expected"),
     [
-        (("avx2",), [EXACT, INT8, TORCH]),  # int8 saturates there, and is slower
+        (("avx2",), [EXACT, INT8, TORCH]),  # int8 saturates there and is slower
         (("avx2", "avx_vnni"), [INT8, EXACT, TORCH]),
         (("avx2", "avx512_bf16", "avx512_vnni"), [INT8, NARROW, EXACT, TORCH]),
         (("amx_bf16", "amx_int8"), [INT8, NARROW, EXACT, TORCH]),

@@ -1,5 +1,6 @@
-"""Choices made with real encoders in real probe processes. Only the speeds are made up, so that
-timing does not decide.
+"""Choices made with real encoders in real probe processes.
+
+Only the speeds are invented, so that timing does not decide.
 """
 
 import multiprocessing
@@ -85,8 +86,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def artifacts_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four variants that all claim to be exact: two are, one has other weights, and one is not a
-    graph at all.
+    """Four variants that all claim to be exact: two are, one has different weights, and one is not
+    a graph at all.
     """
     artifacts = tmp_path_factory.mktemp("artifacts")
     with new_artifact(artifacts, "tiny", DIGEST) as made:
@@ -152,7 +153,7 @@ def spec(folder: Path, artifacts_dir: Path) -> SearchSpec:
     assert artifact is not None
     entry = ENTRY.model_copy(
         update={"backend": "onnx"}
-    )  # torch takes seconds to import, so only where it matters
+    )  # torch takes seconds to import, so it is used only where it matters
     return SearchSpec(entry, folder, artifact, PLAIN_CPU, "cpu", 0, 0, TEXTS)
 
 
@@ -160,7 +161,7 @@ choose = partial(choose_when_quiet, quiet=lambda cores: True)
 
 
 def speeds(**texts_per_s: float) -> Measure:
-    """A meter that knows the answer by the variant's name, with 2 x 1 ahead of 2 x 2."""
+    """A meter that knows the result by variant name, with 2 x 1 ahead of 2 x 2."""
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
@@ -188,7 +189,7 @@ def test_the_faster_of_two_within_the_tolerance_is_chosen(
     rate = {"exact": exact, "again": again}[best]
     assert findings[best].texts_per_s == {"2 x 2": rate, "2 x 1": pytest.approx(1.4 * rate)}
     other = "again" if best == "exact" else "exact"
-    assert list(findings[other].texts_per_s) == ["2 x 2"]  # layouts are for the winner alone
+    assert list(findings[other].texts_per_s) == ["2 x 2"]  # only the winner gets layouts
     assert findings["exact"].cosine_min == pytest.approx(1.0, abs=1e-6)
     assert findings["spoiled"].texts_per_s == {}
     assert findings["spoiled"].cosine_min < 0.9999
@@ -232,8 +233,9 @@ def test_a_candidate_whose_process_dies_is_left_out(spec: SearchSpec) -> None:
 
 
 def replayed(*rounds: dict[str, tuple[float, float]]) -> Measure:
-    """A meter that returns texts/s and disturbance by variant name, round by round. The last round
-    repeats forever.
+    """A meter that returns texts/s and disturbance by variant name, round by round.
+
+    The last round repeats forever.
     """
     turns: Counter[str] = Counter()
 

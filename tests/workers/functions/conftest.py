@@ -1,4 +1,4 @@
-"""The functions as functions-framework runs them, behind a real push, between real servers."""
+"""The functions as functions-framework runs them, behind real pushes and between real servers."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def functions_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def functions_port(functions_settings: dict[str, str], functions_folder: Path) -> Iterator[int]:
-    """Both functions in one process, as on one machine."""
+    """Both functions in one process, the way they run on one machine."""
     port = free_port()
     with functions_process(functions_settings, "functions", port, functions_folder) as process:
         process.wait_ready(lambda: answers(port, "/"), START_LIMIT_S)
@@ -80,7 +80,7 @@ def issuer() -> Issuer:
 def guarded_url(
     functions_settings: dict[str, str], issuer: Issuer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """The same as in the cloud: called by one account only, and going to public addresses only."""
+    """As in the cloud: only one account may call it, and it reaches only public addresses."""
     port, folder = free_port(), tmp_path_factory.mktemp("guarded")
     settings = functions_settings | {
         "PENSTOCK_PUSH_AUDIENCE": AUDIENCE,

@@ -1,4 +1,4 @@
-"""A receiver of webhooks, as its owner would write it: a real HTTP server that keeps it all."""
+"""A webhook receiver as its owner would write it: a real HTTP server that keeps everything."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Delivery:
 
 
 class Receiver:
-    """Answers with `statuses` in turn, and then with 204."""
+    """Responds with each of `statuses` in turn, then with 204."""
 
     def __init__(self) -> None:
         self.statuses: list[int] = []
@@ -50,7 +50,7 @@ class Receiver:
         return f"http://127.0.0.1:{self.port}/hook"
 
     async def wait(self, deliveries: int, limit_s: float = WAIT_LIMIT_S) -> list[Delivery]:
-        """Waits until so many have come."""
+        """Waits until this many deliveries have arrived."""
         async with asyncio.timeout(limit_s), self._arrived:
             await self._arrived.wait_for(lambda: len(self.deliveries) >= deliveries)
         return self.deliveries

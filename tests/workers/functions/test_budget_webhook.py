@@ -1,4 +1,4 @@
-"""A warning about a budget reaches a receiver, signed with the secret of its tenant."""
+"""A budget warning reaches a receiver, signed with the tenant's secret."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Functions that take their messages from RabbitMQ."""
+"""Functions that get their messages from RabbitMQ."""
 
 import asyncio
 import os
@@ -50,7 +50,7 @@ class Receiver:
 
 
 async def consume(server: RabbitServer, receiver: Receiver, *data: bytes) -> RabbitAdmin:
-    """Publishes messages, and hands them to `receiver` until it has done one."""
+    """Publishes messages and hands them to `receiver` until it has processed one."""
     project = f"functions-{uuid4().hex[:8]}"
     settings = SubscriptionSettings(
         WEBHOOKS_TOPIC_ID, retry_min_s=DELAYS_S[0], retry_max_s=DELAYS_S[1], push_endpoint=TAKEN
@@ -97,7 +97,7 @@ async def test_message_that_no_function_can_read_is_done_with(
 def test_process_is_ready_once_it_has_its_queues(
     rabbitmq_server: RabbitServer, redis_url: str, tmp_path: Path
 ) -> None:
-    """It listens on this machine only, and ends at SIGTERM with status 0."""
+    """It listens only on this machine and ends at SIGTERM with status 0."""
     project, port = f"functions-{uuid4().hex[:8]}", free_port()
     asyncio.run(_provision(project, rabbitmq_server))
     settings = {

@@ -1,4 +1,4 @@
-"""A delivery is what it is, whatever becomes of its row."""
+"""A delivery's outcome does not depend on its row."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Pub/Sub and Eventarc use several forms for a message. All are decoded to the same message."""
+"""Pub/Sub and Eventarc use several message formats. All decode to the same message."""
 
 from __future__ import annotations
 

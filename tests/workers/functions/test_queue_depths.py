@@ -1,6 +1,4 @@
-"""Messages waiting in RabbitMQ's queues are a metric, which is absent while their number is
-unknown.
-"""
+"""The number of messages waiting in RabbitMQ's queues is a metric, absent while it is unknown."""
 
 from __future__ import annotations
 
@@ -32,7 +30,7 @@ def depth() -> float | None:
 
 
 async def settled(depths: QueueDepths, wanted: int) -> float | None:
-    """The depth as soon as it is `wanted`, or as it is when the time is over."""
+    """The depth as soon as it is `wanted`, or the last depth when time runs out."""
     with suppress(TimeoutError):
         async with asyncio.timeout(WAIT_LIMIT_S):
             while depth() != wanted:

@@ -1,4 +1,4 @@
-"""Receivers that do not answer hold up their own tenant's deliveries, and few of them at a time."""
+"""Receivers that do not respond delay only their own tenant's deliveries, and few at a time."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ METRIC = "penstock_functions_webhooks_total"
 
 
 class Stage:
-    """Turns with a clock that the test moves, and deliveries that the test ends."""
+    """Turns on a clock that the test moves, and deliveries that the test ends."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -44,7 +44,7 @@ class Stage:
         self.held = AsyncExitStack()
 
     async def hold(self, tenant: str, url: str) -> None:
-        """Begins a delivery that gets no answer before the test ends."""
+        """Starts a delivery that gets no response before the test ends."""
         await self.held.enter_async_context(self.turns.taken(tenant, url))
 
     async def deliver(
@@ -76,7 +76,7 @@ async def test_hung_receivers_hold_few_places_and_no_other_tenant(stage: Stage) 
             await stage.hold("worst", url)
     for _ in range(100):
         await stage.deliver("quiet", QUICK)
-    # Another tenant's use of the very same receiver is its own matter.
+    # Another tenant's use of the same receiver is separate.
     await stage.deliver("quiet", HUNG[0])
 
 
@@ -172,7 +172,7 @@ def test_no_tenant_holds_more_than_its_places(
                     pass
                 assert held[tenant] <= MAX_OF_TENANT
         stage.now_s += 10 * MAX_PAUSE_S
-        for tenant in held:  # nothing was left behind
+        for tenant in held:  # nothing was left over
             for number in range(10):
                 await stage.deliver(tenant, HUNG[number])
 
@@ -181,7 +181,7 @@ def test_no_tenant_holds_more_than_its_places(
 
 @asynccontextmanager
 async def hung_ports(count: int) -> AsyncIterator[list[int]]:
-    """Servers that take what is posted and do not answer before the block ends."""
+    """Servers that accept posts but do not respond before the block ends."""
     over = asyncio.Event()
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -223,5 +223,5 @@ async def test_forty_hung_receivers_hold_up_no_other_tenants_event(
         for number in range(5):
             for event in warnings(f"quiet-{number}-{world.request_id}", [receiver.url]):
                 await publisher.publish_budget(event)
-            # Half of the 20 s for which one of the hung ones keeps its place.
+            # Half of the 20 s for which a hung delivery keeps its slot.
             assert await receiver.wait(number + 1, limit_s=10.0)

@@ -60,7 +60,7 @@ async def test_clients_verify_what_comes(world: World, receiver: Receiver) -> No
 async def test_end_of_a_deleted_prediction_is_told_without_its_data(
     world: World, receiver: Receiver
 ) -> None:
-    """A caller who deletes a finished prediction still wants to be notified of its end."""
+    """A caller who deletes a running prediction still wants to be notified of its end."""
     prediction = await world.create(receiver.url)
     await finish(world)
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
@@ -183,7 +183,7 @@ async def test_nothing_comes_after_the_end(
     await finish(world)
     await world.tell("completed")
     await receiver.wait(1)
-    # Counters also count deliveries of earlier tests that end now, so the end itself is looked at.
+    # The counters also include deliveries from earlier tests that end now, so check the end itself.
     async with DeliveryState(functions_settings["PENSTOCK_REDIS_URL"]) as notes:
         async with asyncio.timeout(WAIT_LIMIT_S):
             while await notes.admit(world.request_id, "completed") != "late":  # noqa: ASYNC110

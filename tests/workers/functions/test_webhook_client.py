@@ -1,4 +1,4 @@
-"""Webhooks go to the addresses that were judged, over https, and to nothing private."""
+"""Webhooks go only to the addresses that were checked, over https, and never to private ones."""
 
 from __future__ import annotations
 
@@ -218,8 +218,9 @@ async def test_name_that_has_no_address_is_tried_again(error: Exception) -> None
 async def test_function_does_not_go_to_this_machine(
     world: World, receiver: Receiver, issuer: Issuer, guarded_url: str
 ) -> None:
-    """Through the endpoint, without the setting that allows it. The push is unwrapped, which does
-    not matter.
+    """Through the endpoint, without the setting that allows it.
+
+    The push is unwrapped, which makes no difference.
     """
     await world.create(f"https://127.0.0.1:{receiver.port}/hook")
     event = json.dumps({"id": world.request_id, "event": "start"})

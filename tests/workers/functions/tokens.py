@@ -1,5 +1,5 @@
-"""Tokens signed the way Google signs them, with a test key whose certificate is on a
-local server.
+"""Tokens signed the way Google signs them, with a test key whose certificate is on a local
+server.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class Issuer:
 
 @contextmanager
 def certificates_of(issuer: Issuer) -> Iterator[tuple[str, list[str]]]:
-    """The URL of a server that shows its certificate, and the requests it had."""
+    """The URL of a server that serves the issuer's certificate, and the requests it received."""
     body, asked = json.dumps({KEY_ID: issuer.certificate}).encode(), list[str]()
 
     class Show(BaseHTTPRequestHandler):

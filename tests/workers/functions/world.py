@@ -1,4 +1,4 @@
-"""The surroundings of the functions in a test: a model's topics, an inbox, records, rows."""
+"""The functions' surroundings in a test: a model's topics, an inbox, records, rows."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ EVENTS = ("start", "output", "logs", "completed")
 
 
 class World:
-    """One test's model, with its own names, so that tests share servers."""
+    """One test's model, with its own names, so that tests can share servers."""
 
     def __init__(
         self,
@@ -58,7 +58,7 @@ class World:
 
     @asynccontextmanager
     async def running(self) -> AsyncIterator[Self]:
-        """With topics and subscriptions, and somebody at the inbox."""
+        """Starts topics, subscriptions, and a reader for the inbox."""
         await self._provision()
         async with self.broker.subscribe(self.inbox, max_messages=5) as self._replies:
             yield self
@@ -107,7 +107,7 @@ class World:
     async def create(
         self, webhook: str = "", events: tuple[str, ...] = EVENTS, **facts: Any
     ) -> Prediction:
-        """A prediction, as the API creates it."""
+        """Creates a prediction as the API does."""
         now_s = time.time()
         prediction = Prediction(
             id=self.request_id,
@@ -135,9 +135,7 @@ class World:
         await self.broker.publish(self._events, data, attributes)
 
     async def push_event(self, event: EventName, age_s: float) -> int:
-        """The status of the answer to a push of an event that was published so long ago, by our own
-        hand.
-        """
+        """Pushes an event directly, as if published `age_s` ago. Returns the response status."""
         data, attributes = encode_webhook_event(WebhookEvent(self.request_id, event))
         message = {
             "messageId": "1",
@@ -151,7 +149,7 @@ class World:
             ).status_code
 
     async def reply(self) -> Reply:
-        """The next one in the inbox."""
+        """Returns the next reply in the inbox."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             message = await anext(aiter(self._replies))
         self._replies.ack(message)
@@ -163,7 +161,7 @@ class World:
         return found
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
-        """This request's rows, once there are at least `count`, or after WAIT_LIMIT_S."""
+        """This request's rows, once there are at least `count` or after WAIT_LIMIT_S."""
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._rows)
@@ -171,7 +169,7 @@ class World:
                 return found
 
     async def deliveries(self, count: int) -> list[dict[str, Any]]:
-        """The rows of this request's webhook deliveries, once there are at least `count`, or after
+        """The rows of this request's webhook deliveries, once there are at least `count` or after
         WAIT_LIMIT_S.
         """
         until_s = time.monotonic() + WAIT_LIMIT_S
@@ -181,8 +179,8 @@ class World:
                 return found
 
     async def count(self, metric: str, label: str, at_least: float = 1) -> float:
-        """A counter of the functions, summed over samples with `label` as a value, once it is at
-        least `at_least`.
+        """One of the functions' counters, summed over samples with `label` as a value, once it is
+        at least `at_least`.
         """
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:

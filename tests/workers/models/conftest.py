@@ -1,4 +1,4 @@
-"""The two real models of the catalog, and a tiny Stable Diffusion XL, each loaded once."""
+"""The catalog's two real models and a tiny Stable Diffusion XL, each loaded once."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -68,7 +68,7 @@ async def process(catalog: Catalog, tiny_folder: Path) -> AsyncIterator[PooledPr
 
 
 class TinyPipeline(NamedTuple):
-    """A pipeline of a family, on a CPU."""
+    """A pipeline family's tiny pipeline, on a CPU."""
 
     folder: Path
     preparer: Preparer
@@ -77,7 +77,7 @@ class TinyPipeline(NamedTuple):
 
 @pytest.fixture(scope="session")
 def tiny_xl_folder(tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # It imports diffusers, which tests of texts do without.
+    # Imports diffusers, which tests of text models do without.
     from tests.workers.models.tiny_xl import write_folder
 
     return write_folder(tmp_path_factory.mktemp("xl"), tiny_folder)
@@ -93,7 +93,7 @@ def tiny_xl(catalog: Catalog, tiny_xl_folder: Path) -> TinyPipeline:
 
 @pytest.fixture(scope="session", params=["sd", "sdxl"])
 def family(request: pytest.FixtureRequest) -> TinyPipeline:
-    """Each family of pipelines whose images join a running batch."""
+    """Each pipeline family whose images can join a running batch."""
     if request.param == "sd":
         return TinyPipeline(
             *(request.getfixturevalue(name) for name in ("tiny_folder", "tiny_preparer", "tiny"))

@@ -1,4 +1,4 @@
-"""IP-Adapters with random weights for a pipeline, in the form of the files that are published."""
+"""IP-Adapters with random weights for a pipeline, in the format of published files."""
 
 import hashlib
 import json
@@ -39,7 +39,7 @@ def write(folder: Path, pipeline: Path, seed: int, *, is_plus: bool = False) -> 
 
 
 def tensors_for(pipeline: Path, seed: int, *, is_plus: bool = False) -> Tensors:
-    """The tensors of a file that changes the images of a pipeline much."""
+    """The tensors for a file that changes the pipeline's images a lot."""
     torch.manual_seed(seed)
     unet: Any = UNet2DConditionModel.from_pretrained(pipeline / "unet")
     width = unet.config.cross_attention_dim
@@ -80,7 +80,7 @@ def _encoder() -> CLIPVisionModelWithProjection:
             projection_dim=_SEEN,
         )
     )
-    # The usual ones are so small that all images look the same.
+    # The usual weights are so small that all images look the same.
     for one in encoder.parameters():
         if one.ndim > 1:
             torch.nn.init.normal_(one, std=one[0].numel() ** -0.5)
@@ -97,7 +97,7 @@ def _plain(width: int) -> Tensors:
 
 
 def _plus(width: int) -> Tensors:
-    """As of IP-Adapter Plus, which has 4 layers with heads of 64."""
+    """Tensors of IP-Adapter Plus, which has 4 layers with heads of 64."""
     made = IPAdapterPlusImageProjection(_HIDDEN, width, 32, 4, 64, 1, 6, 4).state_dict()
     written: Tensors = {}
     for name, one in made.items():

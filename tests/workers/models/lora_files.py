@@ -1,4 +1,4 @@
-"""Files of adapters with random weights, in the formats that there are on the hub."""
+"""Adapter files with random weights, in the formats found on the Hub."""
 
 import hashlib
 import json
@@ -12,14 +12,14 @@ from safetensors.torch import save_file
 UNET = ("attn1.to_q", "attn2.to_k", "attn2.to_v", "attn1.to_out.0", "ff.net.0.proj")
 TEXTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1")
 STRENGTH = 0.3
-"""Of the weights: an image looks quite different, and stays one."""
+"""Weight strength: an image looks quite different but is still an image."""
 
 Chosen = dict[str, dict[str, torch.nn.Module]]
-"""Layers by the part of the pipeline and their names."""
+"""Layers by pipeline part and name."""
 
 
 def chosen_layers(pipeline: Any, *, texts: bool, convolutions: bool = False) -> Chosen:
-    """The layers that adapters mostly change."""
+    """The layers that adapters usually change."""
     parts = ("unet", "text_encoder", "text_encoder_2") if texts else ("unet",)
     ends = UNET + (("conv1", "conv2", "proj_in") if convolutions else ()) + TEXTS
     return {
@@ -73,7 +73,9 @@ def as_diffusers(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def as_kohya(weights: Weights, alphas: Sequence[float] = (2.0,)) -> dict[str, torch.Tensor]:
-    """The names of kohya's scripts, with alphas that differ from the rank, of layers in turn."""
+    """The names in kohya's scripts, with alphas that differ from the rank, for the layers in
+    turn.
+    """
     parts = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
     has_two = any(name.startswith("text_encoder_2.") for name in weights)
     named: dict[str, torch.Tensor] = {}
@@ -97,12 +99,12 @@ FORMATS: dict[str, Callable[[Weights], dict[str, torch.Tensor]]] = {
 
 
 def write(file: Path, tensors: dict[str, torch.Tensor], settings: object = None) -> Path:
-    """Writes a file, with settings of PEFT if there are any."""
+    """Writes a file, with PEFT settings if there are any."""
     metadata = {"lora_adapter_metadata": json.dumps(settings)} if settings else None
     save_file({name: one.contiguous() for name, one in tensors.items()}, file, metadata)
     return file
 
 
 def digest_of(file: Path) -> str:
-    """The digest as the catalog has it."""
+    """The digest in the catalog's format."""
     return f"sha256:{hashlib.sha256(file.read_bytes()).hexdigest()}"

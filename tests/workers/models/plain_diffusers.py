@@ -1,4 +1,4 @@
-"""Plain diffusers pipelines as references for images. Each is read from its folder once."""
+"""Plain diffusers pipelines as references for images. Each is loaded from its folder once."""
 
 import json
 from functools import lru_cache
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 KEPT_PIPELINES = 8
-"""A few tests in a row compare with one folder, and later tests do not use it."""
+"""A few consecutive tests compare with one folder, and later tests do not use it."""
 
 
 def plain_pipeline(kind: Any, folder: Path) -> Any:
-    """A folder's pipeline, with a scheduler that has not drawn anything.
+    """A folder's pipeline, with a scheduler that has not drawn anything yet.
 
-    Tests share it. A test that changes its networks must read a separate pipeline.
+    Shared by tests. A test that changes its networks must load a separate pipeline.
     """
     pipeline = _read(kind, folder)
     pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)

@@ -1,4 +1,4 @@
-"""An artifact is found whole and of these very files, or not at all."""
+"""An artifact is accepted only if it is complete and made from these exact files."""
 
 from collections.abc import Callable
 from pathlib import Path

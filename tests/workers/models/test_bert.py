@@ -1,5 +1,6 @@
-"""BERT and its relatives, operator by operator, compute the same as transformers' modules. Other
-models stay as they are.
+"""BERT and related models compute the same as transformers' modules, operator by operator.
+
+Other models are left unchanged.
 """
 
 import json
@@ -91,7 +92,8 @@ def test_states_are_those_of_the_modules(
 @pytest.mark.parametrize(
     "config",
     [
-        transformers.BertConfig(**SIZES, is_decoder=True),  # each token sees those before it only
+        # Each token sees only the tokens before it.
+        transformers.BertConfig(**SIZES, is_decoder=True),
         transformers.ElectraConfig(**SIZES, embedding_size=16),
         transformers.MPNetConfig(
             **{name: size for name, size in SIZES.items() if name != "type_vocab_size"}

@@ -1,5 +1,5 @@
-"""A real image model in a real model process: a batch that nobody wants any more ends at the step
-it is at.
+"""A real image model in a real process: a batch that no caller wants any more ends at its current
+step.
 """
 
 import asyncio
@@ -41,9 +41,9 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
     canceled_at = next(step for step, _ in told if step >= 3)
     assert told[0][1] == 100
     assert done.steps_saved is not None
-    # The Cancel travels while the next step may be under way; these take some milliseconds each.
+    # The Cancel message travels while the next steps may be running; each takes a few milliseconds.
     assert 0 < done.steps_saved < 100 - canceled_at
-    running.cancel()  # it is over: harmless
+    running.cancel()  # it has ended: harmless
     after = await asyncio.wait_for(
         process.run(asked(tiny_preparer, 2), timeout_s=START_LIMIT_S), START_LIMIT_S
     )

@@ -48,7 +48,7 @@ def networks(seed: int = 0) -> tuple[Any, Any]:
 
 
 def run(unet: Any, vae: Any, count: int, timestep: float) -> list[torch.Tensor]:
-    """Calls both as the hub does: by name, with a timestep for each row."""
+    """Calls both networks as the hub does: by name, with a timestep for each row."""
     random = torch.Generator().manual_seed(count)
     latents = torch.randn(count, 4, 4, 4, generator=random)
     with torch.inference_mode():
@@ -69,7 +69,7 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
     run(unet, vae, 2, 7.0)
     calls: list[str] = []
     for name, part in (("unet", unet.conv_in), ("vae", vae.decoder.conv_in)):
-        # A compiled graph has no modules left that a hook could see; what runs eagerly passes here.
+        # A compiled graph has no modules for a hook to see; only eager calls get here.
         part.register_forward_hook(lambda module, args, output, name=name: calls.append(name))
     with only_what_is_compiled():
         for count, timestep, eager in (
@@ -79,16 +79,17 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
         ):
             calls.clear()
             kept = run(unet, vae, count, timestep)
-            # The VAE works image by image, so it meets no new shape.
+            # The VAE works image by image, so it sees no new shape.
             assert calls == (["unet"] if eager else []), (count, timestep)
-            run(unet, vae, count, 400.0)  # what was handed out is a copy
+            run(unet, vae, count, 400.0)  # what was returned is a copy
             for ours, other in zip(kept, run(*plain, count, timestep), strict=True):
                 torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
 
 
 def test_the_next_start_finds_what_was_compiled(cache: Path) -> None:
-    """A compiler that has forgotten everything imitates a new process. A product of matrices needs
-    no C++.
+    """A compiler that has forgotten everything imitates a new process.
+
+    A matrix product needs no C++.
     """
     found = []
     for _ in range(2):

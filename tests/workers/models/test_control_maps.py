@@ -1,4 +1,4 @@
-"""Maps of ControlNets: edges as OpenCV finds them, coarse images, and images as they are."""
+"""ControlNet maps: edges as OpenCV finds them, coarse images, and unchanged images."""
 
 import hashlib
 import io
@@ -49,7 +49,7 @@ OF_OPENCV = {
     ("figures", 100, 200): "7941d341de3fb354",
     ("figures", 50, 400): "7941d341de3fb354",
 }
-"""Digests of maps by `cv2.Canny(image, low, high)` in OpenCV 5.0.0."""
+"""Digests of maps from `cv2.Canny(image, low, high)` in OpenCV 5.0.0."""
 
 
 @pytest.mark.parametrize(("kind", "low", "high"), OF_OPENCV)

@@ -1,4 +1,4 @@
-"""ControlNets: images with and without one are drawn together as alone, and as diffusers does."""
+"""ControlNets: images with and without one are the same in a batch, alone, and in diffusers."""
 
 import io
 import itertools
@@ -31,7 +31,7 @@ from workers.models.base import PreparedImage, Preparer, SteppedModel
 from workers.models.image.model import ImageModel
 from workers.tasks import WORKER_TASKS, preparer_for
 
-# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -40,7 +40,7 @@ pytestmark = [
 
 
 def write_control(folder: Path, pipeline: Path, seed: int) -> Path:
-    """A ControlNet of the pipeline's UNet with random weights that change images much."""
+    """A ControlNet for the pipeline's UNet, with random weights that change images a lot."""
     torch.manual_seed(seed)
     unet = diffusers.UNet2DConditionModel.from_pretrained(pipeline / "unet")
     control = diffusers.ControlNetModel.from_unet(
@@ -67,7 +67,7 @@ def entry_with(catalog: Catalog, **folders: Path) -> Model:
 def controlled(
     catalog: Catalog, family: TinyPipeline, tmp_path_factory: pytest.TempPathFactory
 ) -> TinyPipeline:
-    """A pipeline of each family with two controls."""
+    """Each family's pipeline, with two controls."""
     folder = tmp_path_factory.mktemp("controls")
     folders = {
         name: write_control(folder / name, family.folder, seed)
@@ -182,7 +182,7 @@ def opened(blob: Blob | None) -> Image.Image:
 
 
 class RandomTiny(NamedTuple):
-    """A pipeline of random weights with a control, ours and diffusers'."""
+    """A pipeline with random weights and a control, ours and diffusers'."""
 
     family: str
     way: str
@@ -202,7 +202,7 @@ def random_tiny(
     tmp_path = tmp_path_factory.mktemp("controls")
     folder = write_tiny(tmp_path / "tiny", tiny_folder, xl=family == "sdxl", trained=False)
     if (family, way) == ("sdxl", "mask"):
-        # This one of diffusers' pipelines does not know the statistics of latents.
+        # This diffusers pipeline does not use the latents' statistics.
         config = folder / "vae" / "config.json"
         without = {"latents_mean": None, "latents_std": None}
         config.write_text(json.dumps(json.loads(config.read_text()) | without))
@@ -297,7 +297,9 @@ OVERLAP_MIN = 0.7
 
 
 def test_shapes_keep_the_outlines_of_their_control(catalog: Catalog, tiny_folder: Path) -> None:
-    """By the judge: silhouettes of held-out scenes, of which the model sees edges and captions."""
+    """Measured by the judge: silhouettes of held-out scenes, of which the model sees edges and
+    captions.
+    """
     usual = catalog.default("image")
     edges = {"edges": Control(source="package:models/shapes/canny", preprocessor="canny")}
     image = usual.image.model_copy(update={"controls": edges})

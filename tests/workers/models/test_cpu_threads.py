@@ -14,7 +14,7 @@ STEP_S = 0.1
 
 @pytest.fixture(autouse=True)
 def torch_threads() -> Iterator[None]:
-    """A process of four threads, and leaves as many as there were."""
+    """A process with four threads; afterward, the number of threads is restored."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -22,7 +22,7 @@ def torch_threads() -> Iterator[None]:
 
 
 class Machine:
-    """Cores of which some are free, and one process that computes."""
+    """Several cores, some of them idle, and one busy process."""
 
     def __init__(self, free: float) -> None:
         self.free = free
@@ -31,7 +31,7 @@ class Machine:
         self.threads = CpuThreads(lambda: self.now_s, lambda: self.cpu_s, lambda: self.idle_s)
 
     def compute(self, seconds: float) -> list[int]:
-        """Computes for `seconds`. Returns torch's number of threads in each step."""
+        """Computes for `seconds`. Returns torch's thread count in each step."""
         counts, end_s = [], self.now_s + seconds
         while self.now_s < end_s:
             with self.threads.computing():
@@ -48,7 +48,7 @@ class Machine:
 
 
 def settled(free: float) -> Machine:
-    """A machine that has computed for long enough to know its cores."""
+    """A machine that has computed long enough to know how many cores are free."""
     machine = Machine(free)
     machine.compute(10)
     return machine

@@ -171,7 +171,7 @@ def test_wrong_entries_say_what_is_wrong(fields: dict[str, object], reason: str)
 
 
 def test_overflow_is_no_score(folder: Path) -> None:
-    """The sigmoid of infinity is 1, the best score."""
+    """The sigmoid of infinity would be 1, the best score."""
     model = opened(folder)
     model._model.classifier.bias.fill_(torch.inf)
     results = model.predict(

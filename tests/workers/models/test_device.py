@@ -1,6 +1,4 @@
-"""The choice of a GPU for each model process. The faked torch functions are as strict as the real
-ones.
-"""
+"""Each model process's choice of a GPU. The fake torch functions are as strict as the real ones."""
 
 from __future__ import annotations
 
@@ -17,11 +15,11 @@ GPUS = 2
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """A machine with two GPUs. The share of memory that was set, by the number of the GPU."""
+    """A machine with two GPUs. Maps each GPU's number to the memory share that was set for it."""
     kept: dict[int, float] = {}
 
     def set_fraction(fraction: float, device: torch.device) -> None:
-        if device.index is None:  # as torch._utils._get_device_index
+        if device.index is None:  # like torch._utils._get_device_index
             raise ValueError(
                 f"Expected a torch.device with a specified index or an integer, but got:{device}"
             )

@@ -43,7 +43,7 @@ LONGEST = "a very long river " * 200
 
 
 def vectors(model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]) -> np.ndarray:
-    """As a model process does it: prepared together, cut into groups, put back in order."""
+    """As a model process does it: prepared together, cut into groups, and put back in order."""
     batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedText)]
     assert len(batch) == len(inputs)
     rows: dict[int, np.ndarray] = {}

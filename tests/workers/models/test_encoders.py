@@ -73,14 +73,14 @@ def opened(settings: SentenceFolder, name: str) -> Encoder:
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and types, with noise where the padding is: it must count for nothing."""
+    """Token ids and types, with noise in the padding, which must have no effect."""
     draw = np.random.default_rng(5)
     shape = (len(LENGTHS), int(LENGTHS.max()))
     return draw.integers(0, VOCABULARY, shape), draw.integers(0, 2, shape)
 
 
 def expected(settings: SentenceFolder, ids: np.ndarray, types: np.ndarray) -> np.ndarray:
-    """The formulas of sentence-transformers, on each text alone."""
+    """sentence-transformers' formulas, on each text alone."""
     model = AutoModel.from_pretrained(settings.transformer).eval()
     rows = []
     for row, length in enumerate(LENGTHS):

@@ -1,4 +1,6 @@
-"""Files of adapters by URL on the disk of a worker: copied once, and bounded for each tenant."""
+"""Adapter files that callers specify by URL, on the worker's disk: copied once, and limited per
+tenant.
+"""
 
 import os
 import time
@@ -11,7 +13,7 @@ from shared.models.image_entry import AdapterUrls
 from shared.stores.objects import ObjectStore, object_key
 from workers.models.image.resident_adapters import ABANDONED_S, FetchedAdapters
 
-pytestmark = [pytest.mark.slow, pytest.mark.anyio]  # it imports torch and diffusers
+pytestmark = [pytest.mark.slow, pytest.mark.anyio]  # imports torch and diffusers
 KIB = 1024
 
 

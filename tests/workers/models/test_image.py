@@ -25,7 +25,7 @@ from workers.models.base import InferenceModel, PreparedImage, Preparer
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
 
-# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")]
 
 TEXT = ImageInput(
@@ -87,8 +87,8 @@ def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
     prompts: Sequence[str],
     request_: ImageInput,
 ) -> None:
-    """Tests every pair of prompts, because a neighbor could matter, but not the number of
-    neighbors.
+    """Tests every pair of prompts, because a neighbor could matter, but the number of neighbors
+    does not.
     """
     inputs = [
         msgspec.structs.replace(request_, scheduler=scheduler, seed=seed, prompt=prompt)
@@ -104,7 +104,10 @@ def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
 def test_a_scheduler_is_made_once(
     catalog: Catalog, tiny_folder: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """That of dpm2 takes half a second. Each image gets a copy that has drawn nothing."""
+    """Creating dpm2's scheduler takes half a second.
+
+    Each image gets a copy that has drawn nothing.
+    """
     made: list[str] = []
     kind = getattr(diffusers, SCHEDULERS[name].class_name)
     usual = kind.__init__
@@ -126,8 +129,8 @@ def test_a_scheduler_is_made_once(
 
 
 def test_schedulers_differ(tiny: InferenceModel, tiny_preparer: Preparer) -> None:
-    """Names that draw noise on the way leave the path of the plain ones; the same name repeats
-    itself.
+    """Schedulers that add noise deviate from the plain ones; the same scheduler repeats its
+    result.
     """
     by_name = {
         name: pixels(drawn(tiny, tiny_preparer, [msgspec.structs.replace(TEXT, scheduler=name)])[0])

@@ -1,4 +1,4 @@
-"""Adapters: drawn in mixed batches as alone and as diffusers does, resident below a budget."""
+"""Adapters: the same images in mixed batches, alone, and in diffusers; resident within a budget."""
 
 import io
 import os
@@ -28,7 +28,7 @@ from tests.workers.models.test_image_steps import prepared
 from workers.models.image.model import ImageModel
 from workers.tasks import preparer_for
 
-# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -56,8 +56,9 @@ class Drawer:
         return msgspec.structs.replace(value, adapter=choose_adapter(self.entry, name, scale))
 
     def run(self, *arrivals: tuple[int, ImageInput]) -> dict[int, Result | PenstockError]:
-        """Admits each input before the step with its number. Only steps that computed something
-        count.
+        """Admits each input before the step with its number.
+
+        Only steps that computed something count.
         """
         results: dict[int, Result | PenstockError] = {}
         left, inside, step = dict(enumerate(arrivals)), set[int](), 0
@@ -96,7 +97,7 @@ def loaded(folder: Path) -> Any:
 def files(
     family: TinyPipeline, plain: Any, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, Path]:
-    """One of each format. The second has no texts, and the last one convolutions."""
+    """One file per format. The second has no text layers, and the last has convolutions."""
     folder = tmp_path_factory.mktemp("adapters")
     written = {}
     for seed, (name, form) in enumerate(lora_files.FORMATS.items()):
@@ -169,7 +170,9 @@ def test_an_adapter_draws_as_in_diffusers(
 def test_alphas_of_layers_count(
     catalog: Catalog, family: TinyPipeline, drawer: Drawer, tmp_path: Path
 ) -> None:
-    """Those of kohya's files, also if they differ, which diffusers ignores in attention."""
+    """Also when kohya's files have different alphas per layer, which diffusers ignores in
+    attention.
+    """
     layers = lora_files.chosen_layers(drawer.model._main, texts=True)
     weights, alphas = lora_files.random_weights(layers, 3), (1.0, 2.0, 8.0)
     scaled = {
@@ -240,7 +243,7 @@ def test_masked_images_have_adapters(drawer: Drawer) -> None:
 
 @pytest.fixture(scope="session")
 def small(catalog: Catalog, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Drawer:
-    """A model with six adapters, of which two fit into memory."""
+    """A model with six adapters, two of which fit into memory."""
     folder = tmp_path_factory.mktemp("six")
     layers = lora_files.chosen_layers(loaded(tiny_folder), texts=False)
     adapters, taken = {}, 0
@@ -264,7 +267,7 @@ def test_least_recently_used_adapters_make_room(small: Drawer) -> None:
 
 
 def test_more_adapters_at_a_time_than_fit_wait_for_each_other(small: Drawer) -> None:
-    """No image starves: one that waits for room gets it before later arrivals."""
+    """No image starves: an image that waits for room gets it before later arrivals."""
     values = [
         small.with_adapter(msgspec.structs.replace(ASKED, seed=seed), f"a{seed % 6}")
         for seed in range(8)
@@ -282,7 +285,9 @@ def test_more_adapters_at_a_time_than_fit_wait_for_each_other(small: Drawer) -> 
 def test_a_read_delays_no_step_of_others(
     small: Drawer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The file of an adapter never comes: all others are drawn, and the image can be dropped."""
+    """The adapter's file never arrives: all other images are drawn, and this image can be
+    dropped.
+    """
     pipe = tmp_path / "never.safetensors"
     os.mkfifo(pipe)
     file = small.entry.image.adapters["a5"].source.removeprefix("local:")
@@ -302,7 +307,7 @@ def test_a_read_delays_no_step_of_others(
     assert (end.waiting, end.work) == ([99], 0)
     small.model.drop(99)
     assert adapters.waiting == []
-    # The thread gets an end of file, and what it read is let go.
+    # The thread gets an end of file and drops what it has read.
     pipe.open("wb").close()
     small.alone(small.with_adapter(ASKED, "a0"))
 
@@ -390,7 +395,7 @@ def test_an_adapter_larger_than_the_budget_is_refused(
 
 
 def test_a_worker_with_another_adapter_of_the_name_refuses(small: Drawer) -> None:
-    """Its image would be kept under the key of the adapter that the API's catalog has."""
+    """Otherwise its image would be cached under the key of the adapter in the API's catalog."""
     value = small.with_adapter(ASKED, "a0")
     assert value.adapter is not None
     newer = msgspec.structs.replace(value.adapter, version=f"sha256:{'1' * 64}")

@@ -1,4 +1,6 @@
-"""Adapters that callers name by URL: drawn like adapters in the catalog, and bad files refused."""
+"""Adapters that callers specify by URL: drawn like adapters in the catalog, and bad files
+refused.
+"""
 
 import asyncio
 import hashlib
@@ -23,7 +25,7 @@ from tests.workers.models import lora_files
 from tests.workers.models.test_image import pixels
 from tests.workers.models.test_image_adapters import ASKED, DEEP, Drawer, loaded
 
-# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -33,7 +35,7 @@ URLS = AdapterUrls(allowed=("https://a.example/",), max_rank=8)
 
 
 class World:
-    """A model that takes adapters by URL, and one of its catalog, from the same file."""
+    """A model that accepts adapters by URL and has one in its catalog, from the same file."""
 
     def __init__(self, catalog: Catalog, pipeline: Path, folder: Path) -> None:
         self.objects = ObjectStore(f"file://{folder}/objects")
@@ -121,7 +123,7 @@ def declare(file: Path, tensor: object, body: bytes = bytes(8), **metadata: str)
 
 
 def repeated_text_as_shape(file: Path, world: World) -> None:
-    """A text times an integer is a longer text in Python: here one of 1.5 GB."""
+    """In Python, a string times an integer is a longer string: 1.5 GB in this case."""
     declare(file, {"dtype": "F32", "shape": ["x", 1_500_000_000], "data_offsets": [0, 8]})
 
 
@@ -134,7 +136,7 @@ def negative_shape(file: Path, world: World) -> None:
 
 
 def shape_of_large_numbers(file: Path, world: World) -> None:
-    """The product of so many takes quadratic time."""
+    """The product of so many numbers takes quadratic time."""
     declare(file, {"dtype": "F32", "shape": [2**63] * 100_000, "data_offsets": [0, 8]})
 
 
@@ -143,7 +145,7 @@ def many_dimensions(file: Path, world: World) -> None:
 
 
 def unknown_type(file: Path, world: World) -> None:
-    """safetensors reads its header, and torch has no such dtype."""
+    """safetensors parses the header, but torch has no such dtype."""
     declare(file, {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}, bytes(3))
 
 
@@ -183,7 +185,7 @@ def high_rank(file: Path, world: World) -> None:
 
 
 def other_base(file: Path, world: World) -> None:
-    """As of a pipeline whose layers are wider."""
+    """An adapter for a pipeline whose layers are wider."""
     weights = {
         f"{DEEP}.lora_A.weight": torch.zeros(4, 1280),
         f"{DEEP}.lora_B.weight": torch.zeros(1280, 4),
@@ -239,7 +241,7 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
 
 @pytest.mark.parametrize("kind", ["text as shape", "list as shape", "large numbers"])
 def test_header_costs_no_more_than_its_bytes(world: World, tmp_path: Path, kind: str) -> None:
-    """A file of a few bytes may declare huge sizes, but costs neither memory nor CPU time."""
+    """A tiny file may declare huge sizes, but that must cost neither memory nor CPU time."""
     BAD[kind][0](tmp_path / "bad.safetensors", world)
     bad = world.by_url((tmp_path / "bad.safetensors").read_bytes())
     world.drawer.run((0, msgspec.structs.replace(ASKED, seed=9)))
@@ -250,7 +252,7 @@ def test_header_costs_no_more_than_its_bytes(world: World, tmp_path: Path, kind:
 
 
 def peak_mb() -> float:
-    """The largest resident memory of this process so far."""
+    """This process's largest resident memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -269,7 +271,7 @@ def test_a_bad_file_is_refused_by_the_field(world: World, tmp_path: Path, kind: 
 
 
 def test_a_broken_copy_is_made_again(world: World) -> None:
-    """A worker that lost its power while it wrote has one."""
+    """A worker that lost power while writing leaves a broken copy."""
     value = world.by_url(world.file.read_bytes(), owner="globex")
     adapters = world.drawer.model.adapters
     assert value.adapter is not None

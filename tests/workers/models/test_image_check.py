@@ -1,4 +1,4 @@
-"""`penstock models check NAME`, and workers that compare what it has written."""
+"""`penstock models check NAME`, and workers that compare their models with its output."""
 
 import io
 import json
@@ -49,7 +49,7 @@ EDIT = msgspec.structs.replace(
 
 @pytest.fixture(scope="module")
 def kontext(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path:
-    """A folder with FLUX.1 Kontext, which edits images as a whole, next to its catalog."""
+    """A folder with FLUX.1 Kontext, which edits whole images, next to its catalog."""
     folder = write_tiny("flux", tmp_path_factory.mktemp("kontext") / "model", tiny_folder)
     index = json.loads((folder / "model_index.json").read_text())
     index |= {"_class_name": "FluxKontextPipeline"}
@@ -60,7 +60,7 @@ def kontext(tmp_path_factory: pytest.TempPathFactory, tiny_folder: Path) -> Path
 
 @pytest.fixture(scope="module")
 def checked(kontext: Path, module_environment: pytest.MonkeyPatch) -> Path:
-    """The interface file, as the command has written it."""
+    """The interface file, as the command wrote it."""
     module_environment.setenv("PENSTOCK_MODELS_FILE", str(kontext.parent / "models.yaml"))
     assert penstock("models", "check", "tiny", "--device", "cpu") == 0
     return kontext.parent / "tiny.json"
@@ -125,7 +125,7 @@ def test_a_strength_is_refused_where_it_is_ignored(checked: Path, kontext: Path)
 
 
 def test_without_the_file_no_image_is_edited(kontext: Path) -> None:
-    """The API would reserve and charge for a part of the steps."""
+    """The API would reserve and charge for only part of the steps."""
     entry = read_image_entry(kontext.parent / "models.yaml", "tiny").as_model()
     entry = entry.model_copy(
         update={"image": entry.image.model_copy(update={"scheduler": "default"})}
@@ -260,7 +260,7 @@ def test_an_entry_that_the_pipeline_cannot_have_is_refused(
 def test_an_error_while_drawing_is_shown_by_its_cause_alone(
     tmp_path: Path, tiny_folder: Path
 ) -> None:
-    """In a separate process, because pytest collects the log of this one."""
+    """In a separate process, because pytest collects this process's log."""
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     change_json(folder / "scheduler/scheduler_config.json", prediction_type="nonsense")
     (tmp_path / "models.yaml").write_text(CATALOG.format(folder=folder))
@@ -281,7 +281,7 @@ def change_json(file: Path, **changes: Any) -> None:
 
 
 def check_in(folder: Path, catalog: str) -> int:
-    """The exit status of the command with a catalog in a folder."""
+    """The command's exit status, with a catalog in a folder."""
     (folder / "models.yaml").write_text(catalog)
     with pytest.MonkeyPatch.context() as environment:
         environment.setenv("PENSTOCK_MODELS_FILE", str(folder / "models.yaml"))

@@ -28,7 +28,7 @@ from workers.models.image.model import ImageModel
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
-    # Some schedulers of diffusers go between torch and numpy 2 in an old way.
+    # Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
 ]
 
@@ -82,7 +82,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
         pipeline = plain_pipeline(kind, folder)
         sizes = {}
         if isinstance(pipeline, XL):
-            # Conditioning of an uncropped training image of this size.
+            # The conditioning of an uncropped training image of this size.
             size = (value.height, value.width)
             sizes = {"original_size": size, "target_size": size, "crops_coords_top_left": (0, 0)}
         source = {}
@@ -117,7 +117,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
 def test_the_pixels_are_those_of_plain_diffusers(
     family: TinyPipeline, request_: ImageInput, change: dict[str, Any]
 ) -> None:
-    """In a whole batch, and in one that they join one after the other."""
+    """In a whole batch, and in a batch that they join one after the other."""
     value = msgspec.structs.replace(request_, scheduler="default", **change)
     if value.image is not None:
         value.image = png(value.width, value.height)
@@ -131,7 +131,7 @@ def test_the_pixels_are_those_of_plain_diffusers(
 
 
 def without_last_layer(folder: Path, value: ImageInput) -> np.ndarray:
-    """The image by plain Stable Diffusion for a prompt encoded by CLIP without its last layer."""
+    """Plain Stable Diffusion's image for a prompt encoded by CLIP without its last layer."""
     whole = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     whole.set_progress_bar_config(disable=True)
     parts = dict(whole.components)
@@ -160,7 +160,7 @@ def test_options_are_those_of_plain_diffusers(family: TinyPipeline, change: dict
     (whole,) = drawn(family.model, family.preparer, [value])
     mine, plain = joining(family.model, family.preparer, [value, usual])
     is_xl = (family.folder / "text_encoder_2").is_dir()
-    # diffusers 0.42 does not find the norm of CLIP in transformers 5 here.
+    # diffusers 0.42 does not find CLIP's norm in transformers 5 here.
     expected = (
         without_last_layer(family.folder, value)
         if value.clip_skip and not is_xl
@@ -172,7 +172,7 @@ def test_options_are_those_of_plain_diffusers(family: TinyPipeline, change: dict
 
 
 def test_guidance_is_rescaled_with_an_image_too(family: TinyPipeline) -> None:
-    """Not each pipeline of diffusers does it."""
+    """Not every diffusers pipeline does so."""
     value = msgspec.structs.replace(FROM_IMAGE, scheduler="default", guidance_rescale=0.7)
     without = msgspec.structs.replace(value, guidance_rescale=0.0)
     mine, plain = joining(family.model, family.preparer, [value, without])
@@ -205,8 +205,8 @@ def joining(
 
 @pytest.fixture(scope="module")
 def in_sizes(catalog: Catalog, tiny_folder: Path) -> ImageModel:
-    """A model planned for batches of 1, 2 and 4, with the compiler itself left out
-    (test_compiled.py runs it).
+    """A model planned for batches of 1, 2 and 4, without the compiler (test_compiled.py runs
+    it).
     """
     entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
@@ -254,8 +254,8 @@ def test_the_vae_takes_parts_where_memory_is_short(
     tiny_preparer: Preparer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a device that decodes 64 x 64 pixels at once and no more: batches one by one, larger
-    images in tiles.
+    """On a device that can decode only 64 x 64 pixels at once: batches one by one, larger images in
+    tiles.
     """
     decode = AutoencoderKL._decode
 

@@ -1,7 +1,7 @@
-"""Families with flow-matching transformers: text, image and mask, alone and in company.
+"""Families with flow-matching transformers: text, image and mask, alone and in a batch.
 
-Each family has a test module that writes a tiny pipeline of its real classes. Properties of all
-families are tested for each of them.
+Each family has a test module that writes a tiny pipeline with its real classes. Properties that all
+families share are tested for each of them.
 """
 
 import importlib

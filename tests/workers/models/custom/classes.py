@@ -1,4 +1,4 @@
-"""Folders with custom classes, their catalog entries, and predictions of them."""
+"""Folders with custom classes, their catalog entries, and their predictions."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from cog import *
 
 
 def write_class(folder: Path, body: str, cog_yaml: str = "") -> Path:
-    """Writes predict.py, and cog.yaml if it is given."""
-    # Most processes need no asyncio, which takes a third of their start.
+    """Writes predict.py, and cog.yaml if given."""
+    # Most processes don't need asyncio, which takes a third of their startup time.
     imports = "import asyncio\n" if "asyncio." in body else ""
     (folder / "predict.py").write_text(HEAD + imports + textwrap.dedent(body))
     if cog_yaml:
@@ -38,11 +38,11 @@ _INTERFACES: dict[tuple[str, str], ModelInterface] = {}
 
 
 def entry_of(folder: Path, **more: Any) -> Model:
-    """The catalog entry for a folder. Adds its interface unless `more` contains one.
+    """Returns a folder's catalog entry. Adds its interface unless `more` contains one.
 
-    Inspecting a class takes a process with 0.3 s of CPU time, so it happens once for equal sources.
-    The process that serves a class inspects it again, and refuses a class that does not match its
-    entry.
+    Inspecting a class takes a process and 0.3 s of CPU time, so it happens only once for equal
+    sources. The process that serves a class inspects it again and refuses a class that does not
+    match its entry.
     """
     given = {"name": "mine", "task": "custom", "source": f"local:{folder}", **more}
     if "interface" not in given:
@@ -59,7 +59,7 @@ def prepared(
     *,
     is_streamed: bool = False,
 ) -> PreparedCustom:
-    """An item as the I/O process sends it."""
+    """Returns an item as the I/O process sends it."""
     return PreparedCustom(
         key="", length=1, values=values, files=files or [], is_streamed=is_streamed
     )
@@ -68,13 +68,13 @@ def prepared(
 def compute(
     model: StartedClass, values: dict[str, Any], files: list[PreparedFile] | None = None
 ) -> StepEnd:
-    """Runs prediction 0 to its end."""
+    """Runs prediction 0 until it ends."""
     model.admit(0, prepared(values, files))
     return model.steps_until(0)
 
 
 def output_of(end: StepEnd, number: int = 0) -> Any:
-    """Output of the prediction with this number."""
+    """Returns the output of the prediction with this number."""
     result = end.results[number]
     assert isinstance(result, CustomResult), result
     return result.output

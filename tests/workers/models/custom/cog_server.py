@@ -1,4 +1,4 @@
-"""Cog's own server, the reference for the results of a class."""
+"""Cog's own server, the reference for a class's results."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.limits import WAIT_LIMIT_S
 
 
 class Prediction(NamedTuple):
-    """The answer of Cog's server. `error` is empty if the prediction succeeded."""
+    """The response of Cog's server. `error` is empty if the prediction succeeded."""
 
     output: Any
     error: str
@@ -40,7 +40,7 @@ class CogServer:
         return "UNREACHABLE"
 
     def predict(self, values: dict[str, Any], **more: Any) -> Prediction:
-        """Runs one prediction. `more`: further fields of the body."""
+        """Runs one prediction. `more`: further fields in the body."""
         answer = self._post({"input": values, **more})
         if "status" not in answer:  # the input is not valid
             return Prediction(None, json.dumps(answer["detail"]))
@@ -49,7 +49,7 @@ class CogServer:
         return Prediction(answer.get("output"), error, str(answer.get("logs", "")))
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Asks again while the slot of the last prediction is about to end."""
+        """Retries while the last prediction's slot is being freed."""
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             answer: dict[str, Any] = self._client.post("/predictions", json=body).json()
@@ -66,7 +66,7 @@ class CogServer:
 def serve_by_cog(
     folder: Path, interface: ModelInterface, name: str = "Predictor"
 ) -> Iterator[CogServer]:
-    """Serves the class `name` in the predict.py of a folder, with the schema that we found."""
+    """Serves the class `name` from a folder's predict.py, with the schema that we inferred."""
     schemas = {"Input": interface.inputs, "Output": interface.output}
     (folder / ".cog").mkdir()
     schema = {"components": {"schemas": schemas}}

@@ -1,4 +1,4 @@
-"""In these tests, services listen on Unix sockets, like the services of `penstock up`."""
+"""In these tests, services listen on Unix sockets, just like under `penstock up`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from workers.models.custom import printed
 
 @pytest.fixture(autouse=True)
 def _no_service_has_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keeps no port from a class, so that its process makes no rule for each of 65,535 others.
+    """Blocks no ports, so that the class's process makes no rule for each of the 65,535 others.
 
-    That takes a third of its start. test_services.py and test_confinement.py have services with
-    ports.
+    That takes a third of its startup time. test_services.py and test_confinement.py have services
+    with ports.
     """
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "unix:///run/redis.sock")
     monkeypatch.setenv("PENSTOCK_PUBSUB_ENDPOINT", "unix:///run/pubsub.sock")
@@ -27,7 +27,7 @@ def _no_service_has_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_class() -> Iterator[StartClass]:
-    """Starts the class of a folder, as a worker does. It ends after the test."""
+    """Starts a folder's class, as a worker does. It ends after the test."""
     classes: list[StartedClass] = []
 
     def start(folder: Path, **more: Any) -> StartedClass:
@@ -43,7 +43,7 @@ def start_class() -> Iterator[StartClass]:
 def operators_log(
     tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[OperatorsLog]:
-    """Gets what classes print into the log of this test's workers."""
+    """Collects class output in the log of this test's workers."""
     path = tmp_path_factory.mktemp("log") / "stderr"
     with path.open("w", encoding="utf-8") as file, monkeypatch.context() as patch:
         patch.setattr(printed, "sys", SimpleNamespace(stderr=file))

@@ -1,4 +1,4 @@
-"""A class that does in turn whatever a class should not, and how each of its predictions ends."""
+"""A class that does, one by one, everything a class should not do, and how each prediction ends."""
 
 from __future__ import annotations
 
@@ -278,7 +278,7 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "write_frames": ("failed", f"{ENDED}it sent an invalid answer"),
     "place_files": ("failed", f"{ENDED}it sent an invalid answer"),
 }
-"""By what it does: the status of the prediction, and its output or the beginning of its error."""
+"""By its action: the prediction's status, and its output or the start of its error."""
 ENDLESS = ("loop", "stop_itself", "print_on")
 """Methods that only the deadline ends."""
 MEMORY_BYTES = 800 * 1024 * 1024
@@ -286,9 +286,9 @@ RESOURCES = {"memory_bytes": MEMORY_BYTES, "disk_bytes": DISK_BYTES}
 
 
 def hostile_class(places: list[str]) -> str:
-    """The source of the class.
+    """Returns the class's source.
 
     Args:
-        places: folders outside the class folder that it tries to write to.
+        places: folders outside the class folder that the class tries to write to.
     """
     return f"PLACES = {places!r}\nID = 1\n{HOSTILE}"

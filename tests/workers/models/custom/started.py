@@ -1,4 +1,4 @@
-"""A class in a process of a worker's pool, driven by tests that are not asynchronous."""
+"""A class in a worker pool's process, driven by tests that are not asynchronous."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ STEP_S = 0.05
 Found = TypeVar("Found")
 _Message = PieceChunk | list[tuple[StreamedFile, bytes]] | PrintedLogs | BatchResult | PenstockError
 StartClass = Callable[..., "StartedClass"]
-"""The fixture `start_class`: takes a folder, and fields of its entry."""
+"""The type of the `start_class` fixture: takes a folder and fields for its entry."""
 
 
 @dataclass
 class StepEnd:
-    """The predictions that a step has ended, and what they printed."""
+    """The predictions that a step ended, and their output."""
 
     results: dict[int, Result | PenstockError] = field(default_factory=dict)
     logs: dict[int, PrintedLogs] = field(default_factory=dict)
@@ -40,12 +40,12 @@ class StepEnd:
 class StartedClass:
     """Starts a pool with one process, as a worker does, and feeds it through `PooledProcess`.
 
-    Tests number the predictions. A new batch begins whenever nothing runs, and further predictions
-    join the batch that runs, as in a worker.
+    Tests number the predictions. A new batch begins whenever nothing is running, and further
+    predictions join the running batch, as in a worker.
 
     Args:
         entry: catalog entry, with its interface.
-        device: as in the settings of a worker.
+        device: as in a worker's settings.
         startup_s: time limit for the first `setup`.
 
     Raises:
@@ -60,7 +60,7 @@ class StartedClass:
         self._thread.start()
         self._messages: queue.SimpleQueue[tuple[int, _Message]] = queue.SimpleQueue()
         self._numbers: dict[int, int] = {}
-        """The prediction number of each slot in the running batch."""
+        """Each slot's prediction number in the running batch."""
         self._inside: dict[int, PreparedCustom] = {}
         self._running: asyncio.Task[None] | None = None
         self._chunks: dict[int, PieceChunk] = {}
@@ -83,7 +83,7 @@ class StartedClass:
         self.close()
 
     def close(self) -> None:
-        """Ends the process, if it has not ended. Running predictions get no result."""
+        """Ends the process if it is still running. Running predictions get no result."""
         if self._loop.is_closed():
             return
         self._call(self._close())
@@ -98,7 +98,10 @@ class StartedClass:
         self._loop.call_soon_threadsafe(self._process.drop, slots)
 
     def step(self) -> StepEnd:
-        """Waits up to STEP_S for the next message. Returns the predictions that it ends."""
+        """Waits up to STEP_S for the next message.
+
+        Returns the predictions that the message ends.
+        """
         end = StepEnd()
         try:
             number, message = self._messages.get(timeout=STEP_S)
@@ -127,7 +130,7 @@ class StartedClass:
         raise AssertionError(f"prediction {number} has no result in time")
 
     def wait_for_logs(self, number: int) -> PrintedLogs:
-        """Returns the first output of a prediction, while it runs."""
+        """Returns a running prediction's first output."""
         for _ in range(int(WAIT_LIMIT_S / STEP_S)):
             assert number not in self.step().results, "it has ended"
             if logs := self.look_at_logs().get(number):
@@ -135,17 +138,17 @@ class StartedClass:
         raise AssertionError(f"prediction {number} has printed nothing in time")
 
     def take_chunks(self) -> dict[int, PieceChunk]:
-        """Returns the streamed pieces since the last call, by prediction."""
+        """Returns the pieces streamed since the last call, by prediction."""
         chunks, self._chunks = self._chunks, {}
         return chunks
 
     def take_files(self) -> dict[int, list[tuple[StreamedFile, bytes]]]:
-        """Returns the large files of streamed pieces since the last call, by prediction."""
+        """Returns the large files streamed since the last call, by prediction."""
         files, self._files = self._files, {}
         return files
 
     def look_at_logs(self) -> dict[int, PrintedLogs]:
-        """Returns the output of running predictions if there is more since the last call."""
+        """Returns running predictions' output if there is more since the last call."""
         logs, self._logs = self._logs, {}
         return logs
 
@@ -155,11 +158,11 @@ class StartedClass:
         cancels_after_s: float | None = None,
         timeout_s: float = WAIT_LIMIT_S,
     ) -> BatchResult:
-        """Computes a batch of a class with `predict_batch`.
+        """Computes a batch with a class that has `predict_batch`.
 
         Args:
             batch: at least one item.
-            cancels_after_s: cancels it so long after the process has it. None: never.
+            cancels_after_s: cancels the batch this long after the process received it. None: never.
             timeout_s: time limit, after which the process is killed.
 
         Raises:
@@ -169,7 +172,6 @@ class StartedClass:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the pool's process."""
         return self._process.pid
 
     async def _admit(self, number: int, item: PreparedCustom) -> None:
@@ -182,7 +184,10 @@ class StartedClass:
         self._running = asyncio.create_task(self._run())
 
     async def _run(self) -> None:
-        """Runs batches until nothing is left. One that joined too late is in the next batch."""
+        """Runs batches until nothing is left.
+
+        A prediction that joined too late is in the next batch.
+        """
         while self._inside:
             self._numbers = dict(enumerate(self._inside))
             try:
@@ -238,10 +243,11 @@ class StartedClass:
 
 
 class OperatorsLog:
-    """The output of classes in the log of a worker.
+    """Class output in a worker's log.
 
     Args:
-        file: gets it instead of stderr. `capfd` loses what is written while it is read.
+        file: receives the output instead of stderr. `capfd` loses output written while it is being
+            read.
     """
 
     def __init__(self, file: Path) -> None:
@@ -252,7 +258,9 @@ class OperatorsLog:
         return self._file.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str) -> str:
-        """Waits until a text is in it, and returns all of it: a worker passes output on later."""
+        """Waits until the log contains a text, then returns the whole log: a worker forwards output
+        with a delay.
+        """
         until_s = time.monotonic() + WAIT_LIMIT_S
         while text not in (log := self.look()):
             assert time.monotonic() < until_s, f"{text!r} is not in {log!r}"

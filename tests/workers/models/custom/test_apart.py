@@ -1,4 +1,4 @@
-"""A class and its worker's I/O process: files, death and output of one never harm the other."""
+"""A class and its worker's I/O process: neither is harmed by the other's files, death or output."""
 
 from __future__ import annotations
 
@@ -125,7 +125,10 @@ MAX_SHARE = 0.4
 def test_endless_output_takes_little_of_the_io_process(
     tmp_path: Path, start_class: StartClass, kind: str
 ) -> None:
-    """It also has the leases of other models. Its CPU time is measured, which load can't raise."""
+    """The I/O process also holds other models' leases.
+
+    Measures its CPU time, which load does not affect.
+    """
     for name in ("loud", "other"):
         (tmp_path / name).mkdir()
     loud = start_class(write_class(tmp_path / "loud", PRINTS_ON.format(kind=kind)))
@@ -205,7 +208,10 @@ class Predictor(BasePredictor):
 def test_large_json_takes_little_of_the_io_process(
     tmp_path: Path, start_class: StartClass, method: str
 ) -> None:
-    """It is neither read nor written there. Reading 4 MiB of small objects takes a second."""
+    """The I/O process neither parses nor writes it.
+
+    Parsing 4 MiB of small objects takes a second.
+    """
     body = LARGE
     if method == "predict_batch":
         body = """

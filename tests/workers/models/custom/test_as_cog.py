@@ -1,4 +1,4 @@
-"""Outputs and inputs as Cog's own server has them: each case runs in both."""
+"""Inputs and outputs compared with Cog's own server: each case runs in both."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Both = tuple[StartedClass, CogServer]
 
 
 def serve(folder: Path, body: str) -> Iterator[Both]:
-    """Serves a class by a worker's model and by Cog."""
+    """Serves a class through a worker's model and through Cog."""
     write_class(folder, body)
     with (
         StartedClass(entry_of(folder), folder) as model,
@@ -153,7 +153,7 @@ REFUSED = {
 
 @pytest.fixture(scope="module")
 def both(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """A class that declares a text and returns anything."""
+    """A class that declares a text output but returns anything."""
     yield from serve(tmp_path_factory.mktemp("returns"), RETURNS.replace("{output}", "str"))
 
 
@@ -197,7 +197,7 @@ class Predictor(BasePredictor):
 
 @pytest.fixture(scope="module")
 def both_streams(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """A class that declares an iterator of texts, and returns or yields anything."""
+    """A class that declares an iterator of texts but returns or yields anything."""
     yield from serve(tmp_path_factory.mktemp("streams"), STREAMS)
 
 

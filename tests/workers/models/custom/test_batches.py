@@ -66,7 +66,7 @@ KINDS = ["def", "async def"]
 
 
 def simple(method: str, kind: str = "def") -> str:
-    """A class with one input, whose batches a line computes."""
+    """A class with one input and a one-line `predict_batch`."""
     return f"""
 class Given(BaseModel):
     a: int
@@ -79,14 +79,14 @@ class Predictor(BasePredictor):
 
 @pytest.fixture
 def started(tmp_path: Path, start_class: StartClass) -> Start:
-    """Starts the class with this body."""
+    """Starts a class with this body."""
     return lambda body: start_class(write_class(tmp_path, body))
 
 
 def compute(
     model: StartedClass, *inputs: dict[str, Any], cancels_after_s: float | None = None
 ) -> list[Any]:
-    """Computes a batch. Returns the output or the error of each item."""
+    """Computes a batch. Returns each item's output or error."""
     return outputs(run(model, *inputs, cancels_after_s=cancels_after_s))
 
 
@@ -245,7 +245,7 @@ def test_files_go_in_and_out(tmp_path: Path, started: Start) -> None:
 
 @pytest.mark.parametrize("body", [PYDANTIC, ASYNC], ids=KINDS)
 def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Start, body: str) -> None:
-    """Its process is the same: it need not be set up again."""
+    """Its process stays the same and need not be set up again."""
     body = body.replace("one.text * one.times", "f'{one.text} {os.getpid()}'")
     model = started(body)
     before = compute(model, {"text": "c"}, {"text": "d"})
@@ -277,7 +277,7 @@ def test_a_batch_that_does_not_stop_is_killed(started: Start, kind: str, sleep: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_batches_go_through(started: Start, kind: str) -> None:
-    """64 inputs and outputs near their bound of 1 MiB are more than one message may have."""
+    """Together, 64 inputs and outputs of nearly 1 MiB exceed the size limit of one message."""
     body = f"""
     class Given(BaseModel):
         a: str
@@ -423,7 +423,7 @@ def test_equal_values_share_a_key_and_a_default_is_a_value(tmp_path: Path) -> No
 
 
 def test_a_batch_whose_process_the_system_kills_is_to_be_tried_again(started: Start) -> None:
-    """The worker computes it again in halves (tests/api/test_custom_batches.py)."""
+    """The worker retries it in halves (tests/api/test_custom_batches.py)."""
     model = started(simple("if inputs[0].a < 0: os.kill(os.getpid(), 9)\n        return [1, 2]"))
     with pytest.raises(ModelProcessDied):
         run(model, {"a": -1}, {"a": 2})
@@ -436,7 +436,7 @@ def test_a_batch_whose_process_the_system_kills_is_to_be_tried_again(started: St
 def test_an_answer_that_the_class_makes_up_is_not_given_to_others(
     started: Start, frame: str
 ) -> None:
-    """It has the socket, so it could send what the next batch would get."""
+    """The class has the socket, so it could send a reply meant for the next batch."""
     body = (
         simple("return self.tried(inputs)")
         + f"""

@@ -1,4 +1,4 @@
-"""Our files in the folder of a class, next to files that the author uses for other purposes."""
+"""Our files in a class's folder, next to files that the author uses for other purposes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Predictor(BasePredictor):
 
 
 def write_catalog(folder: Path) -> Path:
-    """A catalog with the class of a folder."""
+    """Writes a catalog with a folder's class."""
     path = folder.parent / "models.yaml"
     entry = {"name": "mine", "task": "custom", "source": f"local:{folder}"}
     path.write_text(yaml.safe_dump({"models": [entry]}))
@@ -98,7 +98,7 @@ def test_an_authors_schema_is_not_taken_for_an_interface(folder: Path) -> None:
 def test_a_file_may_require_inputs_that_the_code_does_not(
     folder: Path, required: list[str]
 ) -> None:
-    """Release 0.1.0 took no default of None for a type that is not optional."""
+    """Release 0.1.0 did not accept None as the default of a type that is not optional."""
     write_class(folder, OPTIONAL)
     inspected = inspect_folder(folder).interface
     assert inspected.inputs["required"] == []

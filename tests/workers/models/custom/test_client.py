@@ -1,4 +1,4 @@
-"""The client of a class as a worker drives it: what joins a run, and what ends with it."""
+"""A class's client as a worker drives it: which items join a run, and which end with it."""
 
 from __future__ import annotations
 
@@ -108,7 +108,7 @@ async def client(start: StartClient) -> ClassClient:
 
 
 async def compute(client: ClassClient, **values: Any) -> object:
-    """The output of one prediction, or its error."""
+    """Returns one prediction's output or error."""
     ended: list[ItemEnded] = []
 
     def on_message(message: StepMessage) -> None:
@@ -154,7 +154,7 @@ async def test_a_batch_whose_caller_is_canceled_ends_before_the_next(
 
 @pytest.mark.parametrize("first", ["text 0", "exit"])
 async def test_items_admitted_at_an_end_join_the_run(client: ClassClient, first: str) -> None:
-    """As a worker admits them: when it hears that an item has ended, well or with its process."""
+    """As a worker admits them: when an item ends, either normally or with its process."""
     outputs: dict[int, object] = {}
 
     def on_message(message: StepMessage) -> None:
@@ -202,7 +202,7 @@ async def test_what_a_class_does_fails_its_prediction_alone(
 async def test_an_item_ends_though_its_process_dies_as_soon_as_it_is_set_up(
     start: StartClient, tmp_path: Path
 ) -> None:
-    """Before, with or just after the item: it fails then, unless it was faster."""
+    """Before, with or just after the item: the item fails unless it finished first."""
     client = await start(HOSTILE)
     (tmp_path / "dies").touch()
     assert isinstance(await compute(client, how="exit"), ModelFailed)
@@ -211,11 +211,11 @@ async def test_an_item_ends_though_its_process_dies_as_soon_as_it_is_set_up(
         assert outcome == ["well"] or isinstance(outcome, ModelFailed), outcome
     (tmp_path / "dies").unlink()
     while isinstance(await compute(client, how="well"), ModelFailed):
-        pass  # it was being set up already
+        pass  # it was already being set up
 
 
 async def cancel_first(client: ClassClient, first: str) -> dict[int, ItemEnded]:
-    """Computes `first` and then "well", and cancels the first once it has begun."""
+    """Computes `first` and then "well", canceling the first once it has begun."""
     ended: dict[int, ItemEnded] = {}
     has_begun = asyncio.Event()
 
@@ -229,7 +229,7 @@ async def cancel_first(client: ClassClient, first: str) -> dict[int, ItemEnded]:
     running = asyncio.create_task(client.run_steps(batch, WAIT_LIMIT_S, on_message))
     await asyncio.wait_for(has_begun.wait(), WAIT_LIMIT_S)
     client.admit([prepared({"how": "well"})])
-    await asyncio.sleep(0)  # a class that computes several has both
+    await asyncio.sleep(0)  # a class that computes several at a time has both
     client.drop([0])
     await asyncio.wait_for(running, WAIT_LIMIT_S)
     return ended

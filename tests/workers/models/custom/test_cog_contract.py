@@ -1,4 +1,4 @@
-"""Private parts of Cog that the runner uses: names, signatures and behavior, of one version."""
+"""Private parts of Cog that the runner uses: one version's names, signatures and behavior."""
 
 from __future__ import annotations
 
@@ -80,14 +80,14 @@ MODULES = {
     "sdk": "coglet._sdk",
     "cog.coder": "cog.coder",
 }
-"""The names by which the runner's modules have Cog's."""
+"""The names that the runner's modules use for Cog's modules."""
 
 
 def find(name: str) -> Any:
-    """The object with a dotted name, below the longest module of it.
+    """Returns the object with a dotted name, below its longest module prefix.
 
     Raises:
-        AttributeError, ModuleNotFoundError: there is none.
+        AttributeError, ModuleNotFoundError: there is no such object.
     """
     parts = name.split(".")
     found: Any = importlib.import_module(".".join(parts[:2]))
@@ -171,7 +171,7 @@ def test_the_runner_uses_nothing_else_that_is_private() -> None:
 
 
 def _used_in(file: Path) -> Iterator[str]:
-    """The dotted names from Cog's private modules that a runner module uses."""
+    """Returns the dotted names from Cog's private modules that a runner module uses."""
     for node in ast.walk(ast.parse(file.read_text())):
         if isinstance(node, ast.Attribute):
             written = ast.unparse(node)
@@ -181,7 +181,7 @@ def _used_in(file: Path) -> Iterator[str]:
 
 
 class Color:
-    """A type of outputs that only its coder knows."""
+    """An output type that only its coder knows."""
 
 
 class ColorCoder(cog.coder.Coder):
@@ -189,7 +189,7 @@ class ColorCoder(cog.coder.Coder):
 
     @staticmethod
     def factory(tpe: type) -> cog.coder.Coder | None:
-        """The coder, if the type is `Color`."""
+        """Returns the coder if the type is `Color`."""
         return ColorCoder() if tpe is Color else None
 
     def encode(self, value: Color) -> dict[str, Any]:
@@ -271,7 +271,7 @@ def test_coders_of_a_module_are_found() -> None:
 
 
 def test_the_scope_of_a_prediction_can_be_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both `current_scope()` and `record_metric` of a class take what is put there."""
+    """A class's `current_scope()` and `record_metric` both use the replacement."""
     sdk: Any = importlib.import_module("coglet")._sdk
     recorded: list[tuple[str, Any]] = []
 

@@ -69,7 +69,7 @@ def start_concurrent(start_class: StartClass, folder: Path, body: str, most: int
 def test_concurrent_predictions_have_their_own_lines_and_no_others(
     tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog, count: int
 ) -> None:
-    """All run at the same time: each waits until all have begun."""
+    """All run at the same time: each waits until all have started."""
     model = start_concurrent(start_class, tmp_path, PRINTS_IN_EVERY_WAY, count)
     tenants = dict(zip(range(count), itertools.cycle(TENANTS), strict=False))
     for number, tenant in tenants.items():
@@ -187,7 +187,7 @@ def test_a_task_that_outlives_its_prediction_prints_to_the_operators_log(
 def test_errors_that_are_noticed_later_are_in_no_logs(
     tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog
 ) -> None:
-    """A garbage collection notices them, in the context of any prediction."""
+    """A garbage collection raises them, in the context of any prediction."""
     body = """
     import gc
 

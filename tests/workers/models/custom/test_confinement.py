@@ -1,4 +1,4 @@
-"""Isolation of a class: how much its code can see of our processes."""
+"""A class's isolation: how much its code can see of our processes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ READER = AS_NOBODY + "print(open(f'/proc/{sys.argv[2]}/environ').read())"
 
 @pytest.mark.parametrize(
     ("code", "found"),
-    # With the option hidepid of /proc, processes that can't be inspected are not listed either.
+    # With /proc's hidepid option, processes that can't be inspected are not listed either.
     [(SHOWN, "KEY=told"), (HIDDEN, "PermissionError|FileNotFoundError")],
     ids=["shown", "hidden"],
 )
@@ -117,7 +117,9 @@ tried("add a device", lambda: os.mknod("/dev/nvidia-of-a-test", 0o600))
 
 @pytest.mark.skipif(not abi_version(), reason="this system has no Landlock")
 def test_what_cuda_needs_is_allowed(tmp_path: Path) -> None:
-    """By rule, on devices that each machine has: their ioctls and maps, shared memory, caches."""
+    """Checks the rules on devices that every machine has: their ioctls and maps, shared memory,
+    caches.
+    """
     command = [sys.executable, "-c", CUDA, str(ROOT), str(tmp_path)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
@@ -222,7 +224,7 @@ for old, new in (
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that is not below /tmp and not in the scratch folder, wherever the clone is."""
+    """A folder that is neither below /tmp nor in the scratch folder, wherever the clone is."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         if Path("/tmp").resolve() in Path(folder).resolve().parents:
             pytest.skip("/var/tmp is below /tmp on this system")
@@ -231,14 +233,18 @@ def outside() -> Iterator[Path]:
 
 @pytest.mark.skipif(abi_version() < 4, reason="Landlock 4 restricts connections (Linux 6.7)")
 def test_files_are_moved_between_folders_as_caches_do(tmp_path: Path, outside: Path) -> None:
-    """Triton compiles below a folder and moves the result up. No file is moved out of it."""
+    """Triton compiles below a folder and moves the result up.
+
+    No file is moved out of the folder.
+    """
     scratch = tmp_path / "scratch"
     scratch.mkdir()
     command = [sys.executable, "-c", MOVES, str(ROOT), str(scratch), str(outside)]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     up, from_tmp, out = done.stdout.splitlines()
     assert up == "moved", done
-    # Its /tmp is another mount, if it is its own. Then no rename goes there, as between two disks.
+    # If the class has its own /tmp, that is a separate mount, and files can't be renamed into it,
+    # as between two disks.
     assert from_tmp in ("moved", "OSError Invalid cross-device link")
     assert out in ("PermissionError Permission denied", "OSError Invalid cross-device link")
     assert not (outside / "moved-by-a-class").exists()
@@ -276,10 +282,10 @@ def below_tmp() -> Iterator[Path]:
 
 @pytest.fixture
 def linked_class(below_tmp: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A class folder below /tmp. Some of its files are links, and so is the way to it.
+    """A class folder below /tmp. Some of its files are links, and so is its path.
 
-    The links are relative and absolute, lead to files and folders, below /tmp and outside, through
-    other links, and in a circle.
+    The links are relative and absolute, and point to files and folders, below /tmp and outside,
+    through other links, and in a circle.
     """
     folder, near = below_tmp / "real" / "class", below_tmp / "real" / "near"
     for place in (folder, near, below_tmp / "far", below_tmp / "hub" / "blobs"):

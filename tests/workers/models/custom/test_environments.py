@@ -1,4 +1,6 @@
-"""Packages that only a class needs: installed once, apart from our packages and other classes'."""
+"""Packages that only one class needs: installed once, isolated from our packages and other
+classes'.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ INSTALL = (sys.executable, "-m", "workers.models.custom", "install")
 
 @pytest.fixture(autouse=True)
 def environments_dir(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder for the environments of this test alone. uv's downloads are shared."""
+    """A folder for this test's environments. uv's downloads are shared."""
     monkeypatch.setenv("PENSTOCK_ENVIRONMENTS_DIR", str(tmp_path / "environments"))
     if "UV_CACHE_DIR" not in os.environ:
         monkeypatch.setenv("UV_CACHE_DIR", str(Path.home() / ".cache" / "uv"))
@@ -163,7 +165,7 @@ def test_one_that_was_killed_leaves_nothing_half(tmp_path: Path, environments_di
 
 
 def slow_package(tmp_path: Path) -> str:
-    """A package that is built from source, and waits for a file."""
+    """A package that is built from source and waits for a file."""
     setup = f"""
 import pathlib, time
 from setuptools import setup

@@ -1,4 +1,6 @@
-"""Classes in each form of the interface, in their own process: same outputs as called here."""
+"""Classes in each form of the interface, in their own process: same outputs as from a direct
+call.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,7 @@ pytestmark = pytest.mark.slow(about_s=30)
 
 
 QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncPages", "say"}
-"""A sample of input and output forms. Each of the others takes a process, too."""
+"""A sample of input and output forms. Each further form takes a process too."""
 
 
 @pytest.mark.parametrize(
@@ -42,7 +44,10 @@ QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncP
     ],
 )
 def test_output_is_that_of_the_class(tmp_path: Path, start_class: StartClass, name: str) -> None:
-    """Called here, for each of its inputs. The clients get the same (tests/end_to_end)."""
+    """Compared with direct calls, for each input.
+
+    Clients get the same outputs (tests/end_to_end).
+    """
     folder = write_form(tmp_path / "served", name)
     model = start_class(folder, interface=read_interface(folder / INTERFACE_FILE.name))
     for form in FORMS:
@@ -51,7 +56,7 @@ def test_output_is_that_of_the_class(tmp_path: Path, start_class: StartClass, na
 
 
 def served(model: StartedClass, form: Form) -> Any:
-    """The output of a model, with files as the form has them."""
+    """A model's output, with files as the form has them."""
     values, files = dict(form.values), []
     for field, texts in form.files.items():
         is_one = isinstance(texts, str)
@@ -82,7 +87,9 @@ def served(model: StartedClass, form: Form) -> Any:
 def test_large_packages_are_there_for_who_imports_them(
     tmp_path: Path, start_class: StartClass, is_used: bool
 ) -> None:
-    """Cog itself has them then, and a process without them starts in a third of the time."""
+    """They are loaded because Cog itself needs them; a process without them starts in a third of
+    the time.
+    """
     names = ["asyncio", "pydantic", "requests", "urllib.request", "yaml"]
     body = f"""
     {f"import {', '.join(names)}" if is_used else "import urllib"}
@@ -157,7 +164,7 @@ class Predictor(BasePredictor):
 def test_files_are_pieces_of_a_stream(
     tmp_path: Path, start_class: StartClass, kind: str, output: str
 ) -> None:
-    """Each is taken when it is yielded: the class may use the same path again."""
+    """Each is read when it is yielded: the class may use the same path again."""
     model = start_class(write_class(tmp_path, YIELDS_FILES.format(kind=kind, output=output)))
     model.admit(0, prepared({"sizes": [2, 70_000, 1]}, is_streamed=True))
     text, large = "", []
@@ -293,7 +300,7 @@ def test_the_traceback_is_in_the_logs_without_our_frames(
 def test_an_input_that_only_the_class_refuses_names_its_field(
     tmp_path: Path, start_class: StartClass
 ) -> None:
-    # Python's look-behind is beyond the engine that the API uses.
+    # The API's regex engine does not support Python's look-behind.
     body = """
     class Predictor(BasePredictor):
         def predict(self, a: str = Input(regex="(?!b).*")) -> str:
@@ -407,7 +414,9 @@ def test_asynchronous_classes_run_several_at_a_time(
 def test_a_cancellation_that_comes_with_its_prediction_is_heard(
     tmp_path: Path, start_class: StartClass
 ) -> None:
-    """Otherwise it has no answer, and after 2 s the process is killed with all others in it."""
+    """Otherwise the cancellation goes unanswered, and after 2 s the process is killed with all its
+    other predictions.
+    """
     body = """
     class Runner(BaseRunner):
         @concurrent(max=3)
@@ -424,7 +433,7 @@ def test_a_cancellation_that_comes_with_its_prediction_is_heard(
     model.drop(2)
     assert output_of(model.steps_until(1), 1) == before
     assert output_of(compute(model, {"a": 0.0})) == before
-    # A process in which a cancellation was not heard would be killed meanwhile.
+    # A process that missed a cancellation would have been killed in the meantime.
     assert output_of(compute(model, {"a": 3.0})) == before
 
 
@@ -490,7 +499,7 @@ def test_what_is_printed_is_there_while_it_computes(
     """
     model = start_class(write_class(tmp_path, body))
     model.admit(0, prepared({"a": 1}))
-    assert model.wait_for_logs(0) == PrintedLogs("gr")  # without half of a character
+    assert model.wait_for_logs(0) == PrintedLogs("gr")  # without half a character
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Secrets in the output of a class, however the output is cut into pieces."""
+"""Secrets in a class's output, however the output is split."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Classes that hold up others or take too much, and what is served after them."""
+"""Classes that block others or take too much, and predictions served after them."""
 
 from __future__ import annotations
 
@@ -84,13 +84,15 @@ def test_what_leaks_is_restarted_between_two_predictions(
 ) -> None:
     folder = write_class(tmp_path, hostile_class([]))
     model = start_class(folder, resources={"memory_bytes": MEMORY_BYTES})
-    for _ in range(6):  # with 300 MiB each, which is above the limit at the third
-        compute(model, {"mode": "leak_less"})  # one that is looked at in time fails
+    for _ in range(6):  # 300 MiB each, which exceeds the limit at the third
+        compute(model, {"mode": "leak_less"})  # a leak that is noticed in time fails
         assert output_of(compute(model, {"mode": "behave"})) == "well"
 
 
 async def test_one_that_is_killed_for_what_has_ended_is_renewed_first(tmp_path: Path) -> None:
-    """The limits are watched on a thread, so it may be killed right before the next prediction."""
+    """A thread watches the limits, so the process may be killed right before the next
+    prediction.
+    """
     folder = write_class(tmp_path, hostile_class([]))
     process = ClassProcess(
         entry_of(folder), folder, "cpu", 1, make_no_room, lambda frame: None, lambda: None
@@ -113,7 +115,7 @@ async def make_no_room() -> bool:
 def test_files_that_predictions_left_are_removed_between_two(
     tmp_path: Path, start_class: StartClass
 ) -> None:
-    """600 MiB together, which is twice the bound, and none of them fails."""
+    """600 MiB in total, twice the limit, yet no prediction fails."""
     folder = write_class(tmp_path, hostile_class([]))
     model = start_class(folder, resources={"disk_bytes": DISK_BYTES})
     before = output_of(compute(model, {"mode": "name_itself"}))
@@ -124,7 +126,7 @@ def test_files_that_predictions_left_are_removed_between_two(
 
 @pytest.mark.parametrize("mode", ["fill_disk", "fill_tmp_by_open_files", "fill_what_is_removed"])
 def test_disk_is_bounded_without_a_namespace_of_mounts(tmp_path: Path, mode: str) -> None:
-    """Then it shares /tmp, and the files count that it was seen to write there."""
+    """Without one, it shares /tmp, and files that it was seen to write there count."""
     folder = write_class(tmp_path, hostile_class([]).replace("/tmp", str(tmp_path)))
     options = json.dumps({"refuses": ["namespaces"]})
     command = [sys.executable, str(LAUNCHER), options, sys.executable, "-c", FILLS_DISK]

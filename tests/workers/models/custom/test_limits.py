@@ -1,4 +1,4 @@
-"""The memory limit of a class whose entry does not specify one."""
+"""A class's memory limit if its entry does not specify one."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def test_it_is_a_part_of_what_there_is(
 
 
 def test_a_process_that_has_ended_takes_no_memory() -> None:
-    """Its parent has not waited for it yet. The watcher of the limits must keep running."""
+    """Its parent has not waited for it yet. The limit watcher must keep running."""
     child = os.fork()
     if child == 0:
         os._exit(0)
@@ -51,7 +51,7 @@ MIB = 2**20
 
 @pytest.fixture
 def scratch(tmp_path: Path) -> Path:
-    """A scratch folder with a file in it that counts as nobody's."""
+    """A scratch folder with one file that counts toward no limit."""
     folder = tmp_path / "scratch"
     (folder / "src").mkdir(parents=True)
     (folder / "src" / "copy.bin").write_bytes(bytes(8 * MIB))
@@ -59,7 +59,7 @@ def scratch(tmp_path: Path) -> Path:
 
 
 def written(disk: DiskUse, *family: int) -> bool:
-    """True if more than the bound is on disk."""
+    """True if more than the limit is on disk."""
     return "it wrote more than the maximum of 4194304 bytes to disk" in disk.count(set(family))
 
 
@@ -91,7 +91,7 @@ def test_a_file_counts_that_was_removed_and_is_open(scratch: Path) -> None:
 
 
 def test_a_file_elsewhere_counts_that_was_seen_to_be_written(scratch: Path) -> None:
-    """As in a /tmp that is shared, until it is removed. Files that are read do not count."""
+    """As in a shared /tmp, until it is removed. Files that are only read do not count."""
     disk = DiskUse(scratch, 4 * MIB)
     other, read = scratch.parent / "other", scratch.parent / "read"
     read.write_bytes(bytes(5 * MIB))
@@ -130,7 +130,7 @@ def test_a_folder_that_cant_be_read_is_named(
     disk = DiskUse(scratch, 4 * MIB)
     deep = "d" * 250
     place = os.open(scratch, os.O_RDONLY)
-    for _ in range(20):  # a path that is too long for the system
+    for _ in range(20):  # a path too long for the system
         os.mkdir(deep, dir_fd=place)
         below = os.open(deep, os.O_RDONLY, dir_fd=place)
         os.close(place)

@@ -1,4 +1,4 @@
-"""`penstock models measure`: what it writes of a class, and what it refuses."""
+"""`penstock models measure`: the values it writes for a class, and the classes it refuses."""
 
 from __future__ import annotations
 

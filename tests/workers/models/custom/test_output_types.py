@@ -1,4 +1,4 @@
-"""The schema of an output: of types that release 0.1.0 served, the same as it wrote."""
+"""An output's schema: types that release 0.1.0 served keep the schema it wrote."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def returned_by(name: str) -> Any:
 
 @pytest.mark.parametrize("name", sorted({one.name for one in FORMS} - NEW))
 def test_schema_is_that_of_release_0_1_0(name: str) -> None:
-    """Otherwise a worker refuses a folder or an image that it checked."""
+    """Otherwise a worker would refuse a folder or an image that release 0.1.0 checked."""
     _inspector._find_coders(predict)
     hint = returned_by(name)
     assert (

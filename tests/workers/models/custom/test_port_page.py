@@ -19,7 +19,7 @@ _RUN = re.compile(
 
 
 class Port(NamedTuple):
-    """A section of the page: files by their paths, the words of a command, and what it prints."""
+    """A section of the page: files by path, a command's words, and its output."""
 
     files: dict[str, str]
     command: list[str]
@@ -27,7 +27,7 @@ class Port(NamedTuple):
 
 
 def read_page() -> dict[str, Port]:
-    """The sections by the names of their servers."""
+    """Returns the sections by server name."""
     ports = {}
     for section in PAGE.read_text(encoding="utf-8").split("\n## ")[1:]:
         name, _, text = section.partition("\n")
@@ -40,7 +40,7 @@ PORTS = read_page()
 
 
 def write_files(port: Port) -> None:
-    """Writes the files of a section into the current folder."""
+    """Writes a section's files to the current folder."""
     for name, text in port.files.items():
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text(text)

@@ -1,4 +1,4 @@
-"""Ports of this machine that sources name: only one process can listen on each."""
+"""Ports on this machine that sources name: only one process can listen on each."""
 
 from __future__ import annotations
 

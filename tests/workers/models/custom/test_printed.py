@@ -1,4 +1,4 @@
-"""Output of a class goes to the log of the prediction that printed it."""
+"""A class's output goes to the log of the prediction that printed it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from workers.models.custom.runner.printing import make_mark
 
 @pytest.mark.parametrize("character", [chr(code) for code in range(1, 128)])
 def test_end_of_setup_output_is_in_no_predictions_log(character: str) -> None:
-    """Once in 256 processes, the last byte of `setup` was taken for the beginning of a mark."""
+    """In one process out of 256, the last byte of `setup` used to be taken for the start of a
+    mark.
+    """
     for _ in range(8):
         reader, writer = os.pipe()
         printed = PrintedOutput(reader)

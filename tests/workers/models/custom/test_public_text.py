@@ -18,7 +18,7 @@ from workers.models.custom.trial import predict
 
 
 def assert_names_no_path(text: str, folder: Path) -> None:
-    """Raises if a text has a path of this machine."""
+    """Fails if a text contains a path on this machine."""
     for part in (str(folder), "penstock-scratch", "/prediction-", "site-packages", "/lib/python"):
         assert part not in text, text
 
@@ -129,7 +129,7 @@ def test_the_author_can_keep_tracebacks_from_callers(
     end = compute(model, {"a": 1})
     assert end.logs == {0: PrintedLogs("begin\n")}
     operators_log.wait_for("Traceback")
-    operators_log.wait_for('/predict.py", line')  # with the whole path
+    operators_log.wait_for('/predict.py", line')  # with the full path
 
 
 def test_tracebacks_are_on_or_off(tmp_path: Path) -> None:

@@ -16,14 +16,14 @@ PAGE = TESTS.parent / "docs" / "reference" / "own-models.md"
 
 
 class Block(NamedTuple):
-    """A row of a table, or a paragraph, under its heading."""
+    """A table row, or a paragraph, with its heading."""
 
     heading: str
     text: str
 
 
 def read_blocks(page: str) -> list[Block]:
-    """The rows and paragraphs of a page in Markdown, without code, headers of tables and links."""
+    """Returns a Markdown page's rows and paragraphs, without code, table headers and links."""
     blocks, heading, lines = [], "", list[str]()
     for line in [*re.sub(r"^```.*?^```$", "", page, flags=re.M | re.S).splitlines(), ""]:
         is_row = line.startswith("|")
@@ -40,12 +40,12 @@ def read_blocks(page: str) -> list[Block]:
 
 
 def _is_head(blocks: list[Block], at: int) -> bool:
-    """True if a block is the head of a table, or the line below it."""
+    """True if a block is a table's header row, or the line below it."""
     return any(set(one.text) <= set("|- ") for one in blocks[at : at + 2])
 
 
 NO_PROMISE = ("",)
-"""In place of tests: the text only introduces what follows."""
+"""In place of tests: the text only introduces the following blocks."""
 PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "Custom models": {
         "`task: custom` serves": ("test_cog_contract.py::test_the_version_is_pinned_and_named",),
@@ -623,14 +623,14 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def path_of(node: str) -> Path:
-    """The file of a test: of this folder if no other is named."""
+    """A test's file: in this folder unless another is named."""
     file = node.partition("::")[0]
     return HERE / file if "/" not in file and (HERE / file).exists() else TESTS / file
 
 
 @cache
 def functions_of(path: Path) -> frozenset[str]:
-    """The names of the functions in a file."""
+    """Returns the names of a file's functions."""
     kinds = (ast.FunctionDef, ast.AsyncFunctionDef)
     nodes = ast.walk(ast.parse(path.read_text()))
     return frozenset(node.name for node in nodes if isinstance(node, kinds))

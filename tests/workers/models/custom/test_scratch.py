@@ -1,4 +1,6 @@
-"""The working directory of a class: its files are there, and what it writes is its own."""
+"""A class's working directory: it has the class's files, and anything written there stays
+private.
+"""
 
 from __future__ import annotations
 

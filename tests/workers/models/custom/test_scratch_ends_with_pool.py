@@ -1,4 +1,4 @@
-"""The scratch folder of a class, with inputs and outputs of tenants, ends with its pool."""
+"""A class's scratch folder, with tenants' inputs and outputs, is removed with its pool."""
 
 from __future__ import annotations
 

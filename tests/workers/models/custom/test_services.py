@@ -1,4 +1,4 @@
-"""Ports of our services, and that a class does not reach them."""
+"""Our services' ports are unreachable for a class."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Predictor(BasePredictor):
 
 @pytest.fixture(autouse=True)
 def _no_service_has_a_port() -> None:
-    """The services of these tests have ports."""
+    """In these tests, services have ports."""
 
 
 @pytest.mark.parametrize(

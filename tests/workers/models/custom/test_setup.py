@@ -1,4 +1,4 @@
-"""`setup` of a class: what it prints is shown meanwhile, and one that fails is tried again."""
+"""A class's `setup`: its output is shown while it runs, and a failed `setup` is retried."""
 
 from __future__ import annotations
 
@@ -127,13 +127,13 @@ class Predictor(BasePredictor):
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that a class sees, whatever its /tmp is."""
+    """A folder that a class can see, whatever its /tmp is."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         yield Path(folder)
 
 
 def fail_again(model: StartedClass, outside: Path) -> None:
-    """Ends the process of a class, and has it fail to be set up again."""
+    """Ends a class's process and makes its next `setup` fail."""
     compute(model, {"a": -1})
     (outside / "broken").touch()
     error = compute(model, {"a": 1}).results[0]

@@ -1,4 +1,4 @@
-"""Pieces of a class that starts over: readers get only the pieces they lack, or none."""
+"""Pieces from a class that starts over: readers get only the pieces they lack, or none."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def model(tmp_path: Path, start_class: StartClass) -> StartedClass:
 def streamed(
     model: StartedClass, item: PreparedCustom, text: str, go: Path
 ) -> tuple[list[tuple[int, str]], Any]:
-    """The chunks of an item, each with the number of pieces before it, and the output.
+    """An item's chunks, each with the number of pieces before it, and the output.
 
     The class ends once its pieces are reported. Pieces that come with its end are only in its
     output.

@@ -1,4 +1,4 @@
-"""`penstock predict`: inputs as a person types them."""
+"""`penstock predict`: inputs as people type them."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""`penstock predict` prints the output of a class and writes its files."""
+"""`penstock predict` prints a class's output and writes its files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Variables of a catalog entry: they reach its class, and secrets reach nobody else."""
+"""A catalog entry's variables: they reach its class, and secrets reach nothing else."""
 
 from __future__ import annotations
 
@@ -269,10 +269,10 @@ def test_a_class_is_measured_with_its_variables(
 
 
 class SecretManager(BaseHTTPRequestHandler):
-    """Answers as Secret Manager does to this request."""
+    """Responds to this request as Secret Manager does."""
 
     def do_GET(self) -> None:
-        """A version that is there, one that is not, one that fails, and one with nonsense."""
+        """Serves an existing version, a missing one, one that fails, and one with nonsense."""
         status, body = {
             "/v1/projects/p/secrets/there/versions/2:access": (
                 200,

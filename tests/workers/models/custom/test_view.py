@@ -1,4 +1,4 @@
-"""The folder of a class as it sees it: every file can be read and written, and none is changed."""
+"""A class's view of its folder: every file can be read and written, but none is changed."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ WRITTEN = "written by the class"
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that no class may write."""
+    """A folder that no class may write to."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         if Path("/tmp").resolve() in Path(folder).resolve().parents:
             pytest.skip("/var/tmp is below /tmp on this system")
@@ -93,7 +93,7 @@ def test_a_class_writes_beside_its_file_and_changes_nothing(folder: Path) -> Non
         "relative/new": None,
         "new": None,
     }
-    for _ in range(2):  # another process begins with the folder as it is
+    for _ in range(2):  # another process starts with the original folder
         found = run_once(folder, list(contents))
         assert found.pop("temporary")
         assert found.pop("here") == found.pop("cwd")
@@ -102,7 +102,7 @@ def test_a_class_writes_beside_its_file_and_changes_nothing(folder: Path) -> Non
 
 
 def notes_of(folder: Path) -> list[str]:
-    """The notes of `penstock models check` about a class that names files in /src."""
+    """The notes from `penstock models check` about a class that names files in /src."""
     with (folder / "predict.py").open("a") as file:
         file.write("\nOTHER = '/src/other'\n")
     return inspect_folder(folder).notes
@@ -110,7 +110,7 @@ def notes_of(folder: Path) -> list[str]:
 
 @pytest.fixture
 def large(folder: Path) -> Path:
-    """A file that is too large to be copied, unless the disk can share its blocks."""
+    """A file that is too large to copy, unless the disk can share its blocks."""
     path = folder / "assets" / "large"
     path.write_text("x" * (9 * 1024 * 1024))
     return path
@@ -128,7 +128,7 @@ def test_large_files_never_change(folder: Path, large: Path) -> None:
 
 
 def test_a_class_is_at_src_where_cog_has_it(folder: Path) -> None:
-    """If the system does not support mount namespaces, check reports it."""
+    """If the system does not support mount namespaces, `check` reports that."""
     has_none = any("/src does not exist here" in note for note in notes_of(folder))
     here = run_once(folder, [])["here"]
     assert (here != "/src") == has_none

@@ -1,4 +1,4 @@
-"""`work(self, input) -> int`: what an input weighs, from 1 to the bound in the catalog."""
+"""`work(self, input) -> int`: an input's weight, from 1 to the catalog's limit."""
 
 from __future__ import annotations
 
@@ -186,7 +186,7 @@ OTHER_FORMS = [
 
 @pytest.mark.parametrize("method", OTHER_FORMS)
 def test_another_method_of_the_name_is_noted_and_not_called(tmp_path: Path, method: str) -> None:
-    """A class that was written for Cog may have one."""
+    """A class written for Cog may have a method with this name."""
     body = (
         f"class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: ...\n    {method}"
     )

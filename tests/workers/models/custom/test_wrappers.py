@@ -1,4 +1,4 @@
-"""Classes around a server, a command or a download work as they are (wrappers.py)."""
+"""Classes that wrap a server, a command or a download work unchanged (wrappers.py)."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def source() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Path]:
-    """A folder outside /tmp, with the wheel, and with the environment that all classes share."""
+    """A folder outside /tmp, with the wheel and the environment that all classes share."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         make_wheel(Path(folder, "wheels"), "tools", "1.0", TOOLS, scripts=COMMANDS)
         yield Path(folder)
@@ -85,7 +85,7 @@ def test_a_wrapper_works_as_it_is(name: str, shared: Path, source: str, has_src:
     before = {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
     if wrapper.needs_src and not has_src:
         pytest.skip("this system gives classes no /src")
-    for _ in range(2):  # what the first process has left is in nobody's way
+    for _ in range(2):  # leftovers from the first process cause no problems
         with StartedClass(entry_of(folder), folder) as model:
             assert output_of(compute(model, {"text": "told"})) == "TOLD"
             assert output_of(compute(model, {"text": "once"})) == "ONCE"

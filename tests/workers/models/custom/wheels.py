@@ -1,4 +1,4 @@
-"""Small packages to install without a network."""
+"""Small packages that can be installed without a network."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def make_wheel(
     needs: str = "",
     scripts: Mapping[str, str] = MappingProxyType({}),
 ) -> Path:
-    """Writes a wheel with one module, which has `version` and what `source` adds.
+    """Writes a wheel with one module, which has `version` and the code in `source`.
 
-    `needs`: a requirement of it. `scripts`: functions of the module by the commands that
-    call them.
+    `needs`: one of its requirements. `scripts`: the module's functions by the commands that call
+    them.
 
     See https://packaging.python.org/en/latest/specifications/binary-distribution-format/.
     """

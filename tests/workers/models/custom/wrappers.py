@@ -1,7 +1,7 @@
 """Twenty classes as people write them around a server, a command or a download in `setup`.
 
-The programs that they start are stand-ins of a few lines, named and used like the real ones. No
-line of the classes knows where it runs.
+The programs that they start are stand-ins of a few lines, named and used like the real ones.
+Nothing in the classes depends on where they run.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def upper():
     """As ffmpeg -i - -: from stdin to stdout."""
     sys.stdout.write(sys.stdin.read().upper())
 '''
-"""The module of the package `tools`, which the classes require."""
+"""The module in the package `tools`, which the classes require."""
 COMMANDS = {
     "vllm": "serve",
     "tritonserver": "serve",
@@ -96,7 +96,7 @@ COMMANDS = {
     "pget": "fetch",
     "ffmpeg": "upper",
 }
-"""Its commands, and what they call."""
+"""Its commands, and the functions they call."""
 HEAD = """
 import json, os, pathlib, shutil, signal, subprocess, sys, tempfile, time, urllib.request
 from cog import BasePredictor, Input, Path
@@ -123,13 +123,13 @@ SERVER = "import sys\nfrom tools import listen\nlisten(sys.argv[sys.argv.index('
 
 
 class Wrapper(NamedTuple):
-    """A class: its code, which follows HEAD, and other files by path. Each answers `text` with
-    TEXT.
+    """A class: its code, which follows HEAD, and other files by path.
+
+    Each class answers `text` with TEXT.
 
     Attributes:
-        body: the code for predict.py. `{port}` and `{source}` are a free port, and a URL to
-            download.
-        files: contents by path. Files whose names end in `.sh` or lack a suffix are programs.
+        body: the code for predict.py. `{port}` and `{source}` are a free port and a download URL.
+        files: contents by path. Files whose names end in `.sh` or have no suffix are programs.
         needs_src: True if it names /src.
     """
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    # Torch and transformers, which each process of a quick run would import for one file without.
+    # torch and transformers, which otherwise each process in a quick run would import for one file.
     import torch
 
     from tests.workers.models.generation import tiny
@@ -31,7 +31,7 @@ def shared_model(folder: Path) -> GenerationModel:
 
 @pytest.fixture
 def model(shared_model: GenerationModel) -> GenerationModel:
-    """With no text in it, whatever the test before left."""
+    """The model without any text left by the previous test."""
     for slot in list(range(100)):
         shared_model.drop(slot)
     return shared_model
@@ -45,7 +45,7 @@ def reference(folder: Path) -> tiny.Generate:
     loaded = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
 
     def generate(ids: list[int], tokens: int, **options: Any) -> tuple[list[int], torch.Tensor]:
-        """The greedy continuation, and the log probabilities of each step."""
+        """Returns the greedy continuation and each step's log probabilities."""
         out = loaded.generate(
             torch.tensor([ids]),
             attention_mask=torch.ones(1, len(ids)),

@@ -20,7 +20,7 @@ IDS = list(range(5, 45))
 
 
 class _OneLayer(torch.nn.Module):
-    """A layer, and an output layer."""
+    """A hidden layer and an output layer."""
 
     def __init__(self, weight: np.ndarray, bias: np.ndarray | None = None) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class _OneLayer(torch.nn.Module):
 
 
 def _on_a_grid(rows: int, width: int, seed: int) -> np.ndarray:
-    """Weights as in a GGUF file of Q4_1: whole numbers from 0 to 15 by a scale, and an offset."""
+    """Weights as in a Q4_1 GGUF file: whole numbers from 0 to 15 times a scale, plus an offset."""
     random = np.random.default_rng(seed)
     numbers = random.integers(0, 16, (rows, width // GROUP, GROUP))
     numbers[..., 0], numbers[..., 1] = 0, 15
@@ -44,7 +44,7 @@ def _on_a_grid(rows: int, width: int, seed: int) -> np.ndarray:
 
 
 def _rounded(weight: np.ndarray) -> np.ndarray:
-    """The nearest of 16 values between the smallest and the largest of each group."""
+    """The nearest of 16 values between each group's smallest and largest."""
     groups = weight.reshape(len(weight), -1, GROUP)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     step = (high - low) / 15

@@ -207,7 +207,7 @@ def test_equal_beginnings_are_read_once(folder: Path, scope: str) -> None:
     (theirs,) = tiny.run(model, tiny.prompt(second, owner="b"))
     assert theirs.cached_tokens == (22 if scope == "global" else 0)
     assert mine.text == theirs.text
-    # While the first is still in.
+    # While the first is still in the batch.
     model.admit(0, tiny.prompt(first, 30, owner="a"))
     model.step(), model.step(), model.step()
     model.admit(1, tiny.prompt(second, 30, owner="a"))
@@ -223,7 +223,7 @@ def test_prompts_without_an_owner_share_nothing(model: GenerationModel) -> None:
 
 
 def test_a_text_without_numbers_fails_alone(folder: Path) -> None:
-    """Its row is cleaned: attention multiplies what it masks by 0, which NaN survives."""
+    """Its row is cleaned, because attention multiplies masked values by 0 and NaN survives that."""
     model = tiny.open_model(folder, batch={"max_tokens": 320, "max_items": 2})
     good = tiny.run(model, tiny.prompt([5, 6, 7], 20))[0]
     bad_token = 77
@@ -251,7 +251,8 @@ def test_a_text_that_is_interrupted_goes_on_later(
     tiny.run(model, tiny.prompt([*prefix, 50], 2, owner="a"))
     found = tiny.interrupted(model, item, after_steps=6)
     assert found.text == whole.text
-    # The reported count of cached tokens stays, although the row is still there when it resumes.
+    # The reported count of cached tokens stays, although the row is still there when the item
+    # resumes.
     assert 0 < found.cached_tokens < len(prefix) + 1
 
 
@@ -300,7 +301,7 @@ def test_a_failed_step_leaves_nothing_in(
 
 @pytest.mark.parametrize("precision", ["bf16", "auto"])
 def test_other_precisions_write_the_same_alone_and_again(folder: Path, precision: str) -> None:
-    """In company bf16 may round otherwise (docs/decisions/0062), so that is not compared."""
+    """In a batch, bf16 may round differently (docs/decisions/0062), so that is not compared."""
     model = tiny.open_model(folder, precision=precision)
     first, again = (tiny.run(model, tiny.prompt(PROMPTS[1], 20))[0] for _ in range(2))
     assert first == again

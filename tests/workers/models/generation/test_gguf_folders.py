@@ -1,4 +1,4 @@
-"""The folders of converted GGUF files: whole or not there. A script converts in the tests."""
+"""Folders of converted GGUF files: complete or absent. In the tests, a script converts."""
 
 import os
 import subprocess
@@ -22,8 +22,9 @@ Converter = Callable[[str], None]
 
 @pytest.fixture
 def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Converter:
-    """Makes a shell script the converter. It gets the arguments meant for Python: -m, module, file,
-    folder.
+    """Uses a shell script as the converter.
+
+    It gets the arguments meant for Python: -m, module, file, folder.
     """
 
     def use(script: str) -> None:
@@ -103,7 +104,7 @@ def test_conversion_that_fails_leaves_nothing(
 
 
 def test_two_at_a_time_make_one_folder(converter: Converter, file: Path, tmp_path: Path) -> None:
-    """Each waits in its conversion until the other is in its own."""
+    """Each conversion waits until the other has started."""
     both = f'{WHOLE}; touch "{tmp_path}/$$.in"'
     waits = f'until [ "$(ls {tmp_path}/*.in | wc -l)" = 2 ]; do sleep 0.01; done'
     converter(f"{both}; {waits}")

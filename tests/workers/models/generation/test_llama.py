@@ -1,4 +1,4 @@
-"""The forward pass of Llamas in few operators, compared with transformers."""
+"""Llama's forward pass in few operators, compared with transformers."""
 
 from pathlib import Path
 from typing import Any
@@ -51,12 +51,12 @@ def test_llamas_compute_as_generate_does(changes: dict[str, Any], tmp_path: Path
     tiny.write_folder(tmp_path, _config(**changes))
     plain = _load(tmp_path)
     for name, weights in plain.named_parameters():
-        if name.endswith("bias"):  # zeros so far
+        if name.endswith("bias"):  # zeros by default
             torch.nn.init.normal_(weights, std=0.5)
     plain.save_pretrained(tmp_path)
     wanted = plain.generate(torch.tensor([IDS]), max_new_tokens=20, do_sample=False)
     model = tiny.open_model(tmp_path)
-    # First the text alone, whose steps have one row, and then in company.
+    # First the text alone, whose steps have one row, then in a batch.
     alone = tiny.run(model, tiny.prompt(IDS, 20))[0]
     company, _ = tiny.run(model, tiny.prompt(IDS, 20), tiny.prompt(IDS[3:], 20))
     text = Vocabulary(tmp_path).tokenizer.decode(wanted[0, len(IDS) :].tolist())
@@ -92,7 +92,10 @@ def _load(folder: Path) -> Any:
 
 
 def _bytes(model: torch.nn.Module) -> int:
-    """Bytes of all tensors that its modules hold, as parameters or not. Shared ones count once."""
+    """Total size in bytes of all tensors that its modules hold, as parameters or not.
+
+    Shared ones count once.
+    """
     held = {
         id(tensor): tensor.nbytes
         for module in model.modules()

@@ -1,4 +1,4 @@
-"""llama.cpp as the engine of a text model, in a pool as a worker has one."""
+"""llama.cpp as a text model's engine, in a pool like a worker's."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ LONG = {
         "chunk_tokens": 16,
     },
 }
-"""Texts that are not over before they are interrupted."""
+"""Texts that are not finished before they are interrupted."""
 ENDLESS = {"logit_bias": {0: -100.0}, "is_streamed": True}
 SCHEMA = {
     "type": "object",
@@ -90,7 +90,7 @@ async def engine(weights: Path) -> AsyncIterator[PooledProcess]:
 
 
 class Told:
-    """Results and chunks of the items in a run."""
+    """Results and chunks of a run's items."""
 
     def __init__(self) -> None:
         self.results: dict[int, Any] = {}
@@ -109,7 +109,7 @@ class Told:
         self.changed.set()
 
     def written(self, slot: int) -> int:
-        """How many tokens of an item were reported."""
+        """Number of an item's tokens that have been reported."""
         return sum(len(chunk.ids) for chunk in self.chunks.get(slot, ()))
 
     async def until(self, slot: int, tokens: int) -> None:
@@ -120,14 +120,14 @@ class Told:
 
 
 async def run(engine: PooledProcess, *items: PreparedPrompt) -> list[Any]:
-    """The outcomes of items that are admitted together."""
+    """Returns the outcomes of items that are admitted together."""
     told = Told()
     await engine.run_steps(items, timeout_s=WAIT_LIMIT_S, on_message=told)
     return [told.results[slot] for slot in range(len(items))]
 
 
 def later(item: PreparedPrompt, chunks: Sequence[TokenChunk]) -> PreparedPrompt:
-    """The item as another worker gets it."""
+    """Returns the item as another worker receives it."""
     return msgspec.structs.replace(
         item,
         written_ids=tiny.packed([token for chunk in chunks for token in chunk.ids]),
@@ -151,7 +151,7 @@ async def test_it_writes_what_transformers_writes(
 async def test_log_probabilities_are_those_of_the_model_whole_characters_or_not(
     engine: PooledProcess, reference: tiny.Generate
 ) -> None:
-    """Its tokens are bytes, and most of them are not whole characters."""
+    """The model's tokens are bytes, and most of them are not whole characters."""
     wanted, chances = reference(IDS, 12)
     (result,) = await run(engine, tiny.prompt(IDS, 12, logprobs=2))
     assert len(result.logprobs) == len(wanted)
@@ -198,7 +198,7 @@ async def _interrupt_schema(engine: PooledProcess, logprobs: int) -> None:
 async def test_penalties_count_what_was_written_only(
     engine: PooledProcess, reference: tiny.Generate
 ) -> None:
-    """The first token is in the prompt, and written all the same."""
+    """The first token is in the prompt, but it is generated all the same."""
     wanted, _ = reference(IDS, 1)
     prompt = [*IDS, *wanted, *IDS]
     (plain,) = await run(engine, tiny.prompt(prompt, 1))
@@ -215,7 +215,7 @@ async def test_only_the_owner_of_a_prompt_finds_it_read(engine: PooledProcess) -
     assert [one.cached_tokens for one in await run(engine, mine)] == [0]
     assert [one.cached_tokens for one in await run(engine, theirs)] == [0]
     assert [one.cached_tokens for one in await run(engine, mine)] == [len(IDS) - 1]
-    for _ in range(6):  # all slots have been somebody's
+    for _ in range(6):  # every slot has been used
         (result,) = await run(engine, tiny.prompt(IDS, 2, owner="c"))
     assert result.cached_tokens == len(IDS) - 1
     (nobodys,) = await run(engine, tiny.prompt(IDS, 2))
@@ -232,7 +232,7 @@ async def test_other_choices_of_a_prompt_count_as_cached(engine: PooledProcess) 
 async def test_long_prompts_of_one_owner_hold_a_short_one_up_for_one_part(
     weights: Path,
 ) -> None:
-    """Each has nine parts. In order of arrival the short one would be the last."""
+    """Each has nine parts. In order of arrival, the short one would come last."""
     generation = {"context_tokens": 200, "default_tokens": 8, "longest_tokens": 20}
     many = {"max_tokens": 1000, "max_items": 5}
     changes = {"generation": generation | {"chunk_tokens": 16}, "batch": many}
@@ -266,7 +266,7 @@ async def test_each_slot_has_its_own_cache_if_the_budget_has_room(
 async def test_all_of_the_budget_is_of_use_whatever_the_slots_have_kept(
     weights: Path, slots: int
 ) -> None:
-    """With 8 slots they share one cache."""
+    """With 8 slots, they share one cache."""
     changes = {"batch": {"max_tokens": 640, "max_items": slots}}
     async with opened(weights, **changes) as engine:
         for number in range(6):

@@ -1,4 +1,4 @@
-"""Guesses based on the earlier text: the same text in fewer steps."""
+"""Guesses based on earlier text: the same text in fewer steps."""
 
 import json
 from pathlib import Path
@@ -38,7 +38,7 @@ def guessing(folder: Path) -> GenerationModel:
 
 
 def _steps(model: GenerationModel, item: PreparedPrompt) -> tuple[Any, int, list[int]]:
-    """The outcome of an item that is alone, the steps it took, and the ids of its chunks."""
+    """The outcome of an item that runs alone, its number of steps, and its chunks' ids."""
     model.admit(0, item)
     ids: list[int] = []
     for number in range(1, 500):
@@ -117,7 +117,7 @@ def test_without_memory_for_a_guess_the_only_text_fails(
 
 
 def test_a_wrong_guess_without_numbers_spoils_nothing(folder: Path) -> None:
-    """Attention multiplies what it masks by 0, which NaN survives."""
+    """Attention multiplies masked values by 0, and NaN survives that."""
     model = tiny.open_model(folder, lookup_tokens=8, batch={"max_tokens": 320, "max_items": 2})
     ids = [5, 60, 61]
     right = tiny.run(model, tiny.prompt(ids, 20), tiny.prompt([9, 8, 7], 20))

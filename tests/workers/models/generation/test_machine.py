@@ -1,4 +1,4 @@
-"""Any order of admissions, steps, drops and readings."""
+"""Admissions, steps, drops and reads in any order."""
 
 from pathlib import Path
 from typing import Any
@@ -80,8 +80,8 @@ class Machine(RuleBasedStateMachine):
                 return
 
     def check(self, item: PreparedPrompt, result: Any, ids: list[int], text: str) -> None:
-        """Checks that the text equals the item's text alone, and that readers have seen its
-        beginning.
+        """Checks that the text equals the item's text alone, and that readers have seen the start
+        of it.
         """
         assert result.text.startswith(text)
         assert result.output_tokens >= len(ids)

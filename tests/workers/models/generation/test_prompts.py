@@ -1,4 +1,4 @@
-"""Prompts as token ids, and what is refused."""
+"""Prompts as token ids, and prompts that are refused."""
 
 import json
 import shutil
@@ -232,7 +232,7 @@ def test_one_bad_input_spoils_no_other(preparer: PromptPreparer) -> None:
 
 def test_messages_nested_beyond_all_reason_spoil_no_other(preparer: PromptPreparer) -> None:
     nested: Any = []
-    for _ in range(50_000):  # more than any limit of recursion
+    for _ in range(50_000):  # deeper than any recursion limit
         nested = [nested]
     call = {"type": "function", "id": "1", "function": {"name": "f", "arguments": nested}}
     messages: list[Any] = [USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
@@ -340,7 +340,7 @@ LLAMA_TOOLS = (
     "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
     "{%- if tools is not none %}{{ tools | tojson }}{%- endif %}"
 ) + WITHOUT_TOOLS
-"""As in the template of Llama 3.1."""
+"""As in Llama 3.1's template."""
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f"}}]
 BEGUN = {"role": "assistant", "content": "It is "}
 
@@ -374,7 +374,7 @@ def test_tools_are_refused_if_the_template_would_leave_them_out(
 def test_a_message_that_the_assistant_has_begun_is_continued(
     preparer: PromptPreparer, folder: Path
 ) -> None:
-    """The prompt ends with its text, as with `continue_final_message` of transformers."""
+    """The prompt ends with the message's text, as with transformers' `continue_final_message`."""
     from transformers import PreTrainedTokenizerFast
 
     theirs = PreTrainedTokenizerFast.from_pretrained(folder)

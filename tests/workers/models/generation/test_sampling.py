@@ -1,4 +1,4 @@
-"""Sampling, compared with a plain reference that sorts the whole vocabulary."""
+"""Sampling, compared with a simple reference that sorts the whole vocabulary."""
 
 import itertools
 
@@ -32,11 +32,11 @@ def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) ->
     order = sorted(range(len(logits)), key=lambda token: (-scaled[token], token))
     if top_k:
         order = order[:top_k]
-    # Scores that differ by less than a rounding have equal weights.
+    # Scores that differ by less than rounding error have equal weights.
     weight_of = {token: float(np.exp(scaled[token] - scaled.max())) for token in order}
     order.sort(key=lambda token: (-weight_of[token], token))
     weights = np.array([weight_of[token] for token in order])
-    # If a sum equals top_p except for rounding, either count of tokens is right.
+    # If a sum equals top_p up to rounding, either token count is correct.
     sums = np.cumsum(weights) / weights.sum()
     assume(top_p == 1 or not np.isclose(sums, top_p, rtol=1e-9, atol=1e-12).any())
     kept, total = 0, 0.0
@@ -63,7 +63,7 @@ def test_the_choice_is_that_of_the_reference(
     chances = allowed(logits, temperature, top_k, top_p)
     token = choose(logits, item, 4)
     assert token in chances or min(chances.values()) < 1e-9
-    # The one where the sum of chances, in order of ids, passes the item's random number.
+    # The token at which the cumulative probability, in id order, passes the item's random number.
     drawn, total = uniform(seed, 4), 0.0
     near = []
     for one in sorted(chances):
@@ -110,7 +110,7 @@ def test_the_choice_is_that_of_transformers(
     min_p: float,
     seed: int,
 ) -> None:
-    """With the processors that generate() makes of the same options, in its order."""
+    """Uses the processors that generate() builds from the same options, in its order."""
     logits = np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
     item = prompt(
         [0, 1],
@@ -135,7 +135,7 @@ def test_the_choice_is_that_of_transformers(
         scores = processor(ids, scores)
     chances = scores[0].double().softmax(-1).numpy()
     adjusted = adjust(logits, [1], np.array([0, 1]), item)
-    # If equal weights or sums meet a limit, either token is right.
+    # If equal weights or sums fall on a limit, either token is correct.
     assume(_is_clear(adjusted, top_k, top_p, min_p))
     token = choose(adjusted, item, 4)
     sums = np.cumsum(chances)

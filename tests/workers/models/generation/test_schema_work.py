@@ -1,4 +1,4 @@
-"""How long a whole text is compared with a schema, while the other texts of its batch wait."""
+"""How long the check of a whole text against a schema may hold up its batch's other texts."""
 
 import json
 import re
@@ -10,7 +10,7 @@ from workers.models.generation.schemas import check_size, why_not_matched
 
 
 def doubling(keyword: str, levels: int) -> dict[str, Any]:
-    """A schema of a few lines: each level compares the same value with the next one twice."""
+    """A schema of a few lines: each level compares the same value with the next level twice."""
     levels_of = {
         f"a{level}": {keyword: [{"$ref": f"#/$defs/a{level + 1}"}] * 2} for level in range(levels)
     }

@@ -1,4 +1,6 @@
-"""JSON schemas: which are taken, what is enforced token by token, and what of the whole text."""
+"""JSON schemas: which ones are accepted, and which parts are enforced per token or on the whole
+text.
+"""
 
 import json
 from pathlib import Path
@@ -63,7 +65,7 @@ def test_what_constrains_nothing_is_ignored(
 
 
 def accepts(vocabulary: Vocabulary, schema: str, text: str) -> bool:
-    """True if the tokens of a text are all allowed, and may end with it."""
+    """True if a text's tokens are all allowed and the text may end with them."""
     matcher = vocabulary.matcher(schema)
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
     return all(matcher.consume_token(one) for one in ids) and matcher.is_accepting()

@@ -1,4 +1,4 @@
-"""`penstock models check NAME` of a text model."""
+"""`penstock models check NAME` for a text model."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.workers.models.generation import tiny
 pytestmark = pytest.mark.slow(about_s=40)
 
 NUMBERS_OF_A_TOKEN = 2 * 2 * 2 * 8
-"""Keys and values of 2 layers with 2 heads of 8 numbers."""
+"""Keys and values of 2 layers with 2 heads of 8 numbers each."""
 
 LONG = {"context_tokens": 512, "default_tokens": 16, "longest_tokens": 100}
 
@@ -70,7 +70,7 @@ def test_keys_and_values_have_the_precision_of_the_entry(
 def test_it_shows_the_cache_of_llama_cpp(
     folder: Path, capsys: pytest.CaptureFixture[str], budget: int, tokens: int
 ) -> None:
-    """Shared by all texts, or, if the budget has room for each context, one for each."""
+    """Shared by all texts, or one per text if the budget has room for each context."""
     from tests.workers.models.generation.gguf_file import write_gguf
 
     write_gguf(folder)

@@ -1,4 +1,4 @@
-"""A text model in vLLM, or in a stand-in of its engine where it is not installed."""
+"""A text model in vLLM, or in a stand-in for its engine if it is not installed."""
 
 import importlib.util
 import json
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.slow
 IS_INSTALLED = importlib.util.find_spec("vllm") is not None
 STAND_IN = Path(__file__).parent / "stand_in"
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-"""vLLM's attention on a CPU has no smaller heads."""
+"""On a CPU, vLLM's attention does not support smaller heads."""
 
 
 LOOKUP = tiny.entry().generation.model_copy(update={"lookup_tokens": 4})
@@ -131,7 +131,7 @@ def test_a_stream_is_told_each_token_once(model: VllmModel) -> None:
             ids += chunk.ids
             text += chunk.text
     assert results[0].text.startswith(text)
-    assert len(ids) < results[0].output_tokens  # the end of a text comes with its result
+    assert len(ids) < results[0].output_tokens  # the last part of a text comes with its result
 
 
 def test_a_text_goes_on_where_another_worker_stopped(model: VllmModel, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Texts as readers get them: continued elsewhere, stopped, in chunks, in JSON."""
+"""Texts as readers get them: resumed on another worker, stopped, in chunks, in JSON."""
 
 import json
 import math
@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def write(
     model: GenerationModel, item: PreparedPrompt
 ) -> tuple[list[TokenChunk], GenerationResult]:
-    """All chunks of an item that is alone, taken after each step, and its result."""
+    """Returns all chunks of an item that runs alone, taken after each step, and its result."""
     model.admit(0, item)
     chunks: list[TokenChunk] = []
     while True:
@@ -169,7 +169,7 @@ def test_stops_are_found_as_by_looking_at_the_whole_text(text: str, stops: list[
         if found is not None:
             at, stop = found
             assert shown <= at
-            # The first that is complete, which may not be the first that begins.
+            # The first stop text that is complete, which may not be the first to begin.
             assert stop in stops
             assert part[at:] == stop
             return
@@ -231,7 +231,7 @@ ENDLESS = {
 @pytest.mark.parametrize("liked", ["0", "7", "\n", " ", "\t", "-", "."])
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_json_of_a_model_that_repeats_itself_ends(folder: Path, kind: str, liked: str) -> None:
-    """It would write 0.000 or line after line until its tokens end."""
+    """It would write 0.000 or line after line until its tokens run out."""
     schema, vocabulary = ENDLESS[kind], Vocabulary(folder)
     writing = Writing(tiny.prompt(PROMPT, 400, json_schema=json.dumps(schema)), vocabulary)
     known = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
@@ -247,7 +247,7 @@ def test_json_of_a_model_that_repeats_itself_ends(folder: Path, kind: str, liked
 def test_a_schema_that_needs_too_much_work_on_its_way_is_the_callers_error(
     model: GenerationModel,
 ) -> None:
-    """Its third token would begin one of 700 optional parts."""
+    """Its third token would start one of 700 optional parts."""
     parts = {f"p{number}": {"type": "integer"} for number in range(700)}
     inner = {"type": "object", "properties": parts, "additionalProperties": False}
     schema = json.dumps({"type": "array", "items": inner, "minItems": 1})
@@ -271,7 +271,9 @@ def test_tokens_of_another_worker_that_do_not_match_the_schema_are_no_error_of_t
 
 
 def test_log_probabilities_are_finite_or_the_text_fails(folder: Path) -> None:
-    """JSON has neither NaN nor minus infinity, which a model may compute for what it excludes."""
+    """JSON has neither NaN nor minus infinity, which a model may compute for tokens that it rules
+    out.
+    """
     vocabulary = Vocabulary(folder)
     token, excluded = byte_token(vocabulary, 97), byte_token(vocabulary, 98)
     writing = Writing(tiny.prompt([1], 9, logprobs=2), vocabulary)

@@ -25,11 +25,11 @@ TEMPLATE = (
 )
 CONTEXT_TOKENS = 160
 Generate = Callable[..., tuple[list[int], torch.Tensor]]
-"""From a prompt, a number and options to greedy tokens, and the log probabilities of each step."""
+"""From a prompt, a number and options to greedy tokens and each step's log probabilities."""
 
 
 def write_folder(folder: Path, config: LlamaConfig | None = None) -> Path:
-    """A folder as on the Hugging Face hub."""
+    """Writes a folder in the format of the Hugging Face Hub."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -111,14 +111,16 @@ def packed(ids: list[int]) -> bytes:
 
 
 def run(model: SteppedModel, *items: PreparedPrompt) -> list[Any]:
-    """The outcomes of items that are admitted together."""
+    """Returns the outcomes of items that are admitted together."""
     for slot, item in enumerate(items):
         model.admit(slot, item)
     return finish(model, len(items))
 
 
 def interrupted(model: Any, item: PreparedPrompt, after_steps: int) -> Any:
-    """The outcome of an item that is interrupted after so many steps, and admitted again."""
+    """Returns the outcome of an item that is interrupted after this many steps and admitted
+    again.
+    """
     model.admit(0, item)
     told = []
     for _ in range(after_steps):

@@ -1,6 +1,6 @@
 """Every form of input and output in Cog's documentation: a class, its input and its output.
 
-The classes are in predict.py. Tests serve them, and compare with direct calls.
+The classes are in predict.py. Tests serve them and compare the results with direct calls.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ SOURCE = Path(predict.__file__)
 
 @dataclass(frozen=True)
 class Form:
-    """A class or function of predict.py with one input.
+    """A class or function in predict.py with one input.
 
     Args:
-        values: the input, without its files.
-        files: the texts of its files.
+        values: the input values, without the files.
+        files: file contents, by input name.
     """
 
     name: str
@@ -48,7 +48,7 @@ class Form:
 
     @property
     def model(self) -> str:
-        """The name of the model that is served."""
+        """The name under which the form is served."""
         return f"form-{self.name.lower()}"
 
     def output(self, folder: Path) -> Any:
@@ -104,7 +104,7 @@ def _default(info: FieldInfo) -> Any:
 
 
 def _awaited(output: Any) -> Any:
-    """The output of a method, if it is asynchronous, too. Pieces are taken as they come."""
+    """A method's output, even if the method is asynchronous. Pieces are read as they come."""
     if inspect.isawaitable(output):
         return asyncio.run(_one(output))
     if inspect.isasyncgen(output):
@@ -121,7 +121,7 @@ async def _all(output: Any) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON has it, with files as `{"file": text}`."""
+    """A value as JSON represents it, with files as `{"file": text}`."""
     if isinstance(value, enum.Enum):
         return value.value
     if value is None or isinstance(value, bool | int | float | str):
@@ -214,8 +214,8 @@ FORMS = (
 def write_form(folder: Path, name: str) -> Path:
     """Creates a folder for the class with this name, including its penstock.schema.json.
 
-    The class is inspected in this process, because `penstock models check` would start one for
-    each, with 0.3 s of CPU time. The process that serves the class inspects it again, and refuses
+    The class is inspected in this process, because `penstock models check` would start a process
+    for each, at 0.3 s of CPU time. The process that serves the class inspects it again and refuses
     it if the schema does not match.
     """
     folder.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ def write_form(folder: Path, name: str) -> Path:
 
 
 def write_forms(folder: Path) -> list[dict[str, Any]]:
-    """Makes folders for all classes. Returns the entries of a catalog that serve them."""
+    """Creates folders for all classes. Returns entries for a catalog that serves them."""
     names = {one.model: one.name for one in FORMS}
     return [
         {
@@ -246,9 +246,7 @@ def write_forms(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_expected(folder: Path) -> Path:
-    """Writes a JSON file with the input of each form, and the output of a direct call
-    to its class.
-    """
+    """Writes a JSON file with each form's input and the output of a direct call to its class."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "expected.json"
     forms = [

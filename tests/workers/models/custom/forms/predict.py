@@ -1,6 +1,6 @@
 """A class for every form of input and output in Cog's documentation, to be called and served.
 
-Each can run forever, so that tests can cancel it. Before that, it prints that it begins.
+Each can run forever, so that tests can cancel it. Before that, it prints that it is starting.
 """
 
 from __future__ import annotations
@@ -381,7 +381,8 @@ class Pages(BaseRunner):
     def run(self, sizes: list[int], forever: bool = False) -> Iterator[Path]:
         begin(forever)
         path = written("")
-        for number, size in enumerate(sizes):  # the same path again: each is taken as it is made
+        # The same path again: each file is read as soon as it is written.
+        for number, size in enumerate(sizes):
             path.write_text(str(number) * size)
             yield path
 

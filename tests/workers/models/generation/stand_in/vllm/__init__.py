@@ -1,7 +1,7 @@
-"""A stand-in for vLLM 0.32's engine, with the parts that Penstock uses, on top of transformers.
+"""A stand-in for vLLM 0.32's engine, with the parts that Penstock uses, built on transformers.
 
-It computes each request alone, greedily or by the seed, and follows JSON schemas with llguidance.
-Tests use vLLM itself if it is installed, and this stand-in otherwise.
+It computes each request separately, greedily or from its seed, and follows JSON schemas with
+llguidance. Tests use vLLM itself if it is installed, otherwise this stand-in.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class EngineArgs:
 
 
 class _Grammar:
-    """The position of a text in its schema."""
+    """A text's position in its schema."""
 
     def __init__(self, tokenizer: llguidance.LLTokenizer, schema: str) -> None:
         grammar = llguidance.LLMatcher.grammar_from_json_schema(
@@ -68,7 +68,7 @@ class _Grammar:
 
 @dataclass
 class _Constraint:
-    """Compiled at the second look: vLLM compiles a schema in a thread."""
+    """Compiled only at the second look, because vLLM compiles a schema in a thread."""
 
     grammar: _Grammar
     looks: int = 0
@@ -100,7 +100,7 @@ class LLMEngine:
             AutoTokenizer.from_pretrained(Path(arguments.model)), n_vocab=self._model.vocab_size
         )
         self._requests: dict[str, _Request] = {}
-        # As in the process of vLLM's core, whose names of requests are others.
+        # As in vLLM's core process, which names requests differently.
         scheduler = SimpleNamespace(requests={})
         self.engine_core = SimpleNamespace(engine_core=SimpleNamespace(scheduler=scheduler))
         self._inside: dict[str, _Request] = scheduler.requests
@@ -118,7 +118,7 @@ class LLMEngine:
         if len(ids) + params.max_tokens > self._arguments.max_model_len:
             raise ValueError("longer than the maximum model length")
         same = [_same_start(ids[:-1], other) for key, other in self._seen if key == salt]
-        # Whole blocks are shared.
+        # Only whole blocks are shared.
         cached = max(same, default=0) // self._arguments.block_size * self._arguments.block_size
         self._seen.append((salt, ids))
         wanted = params.structured_outputs

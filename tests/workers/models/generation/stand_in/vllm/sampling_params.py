@@ -1,4 +1,4 @@
-"""The sampling parameters of a request."""
+"""A request's sampling parameters."""
 
 from __future__ import annotations
 
