@@ -1,4 +1,4 @@
-"""The user who runs a command, as audit logs name it."""
+"""The user who runs a command, as named in audit logs."""
 
 from __future__ import annotations
 

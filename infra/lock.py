@@ -1,12 +1,12 @@
-"""Reads constraints.txt, the lock with versions and hashes of all packages.
+"""Reads constraints.txt, the lock file with versions and hashes of all packages.
 
-`make constraints` writes the lock. Run as a program, this module has the commands:
+`make constraints` writes the lock. Run as a program, this module has these commands:
 
-- `pins`: the versions alone. pip wants hashes for all packages or none.
+- `pins`: the versions alone. pip requires hashes for all packages or none.
 - `only NAME`: one package with its hashes.
-- `check`: what is missing in the lock.
-- `covers FILE [NAME...]`: what is installed and not in the lock. FILE is as by `uv pip freeze`. A
-  NAME may be installed too, and one that ends with * stands for all that begin so.
+- `check`: requirements that are missing from the lock.
+- `covers FILE [NAME...]`: installed packages that aren't in the lock. FILE has the format of `uv
+pip freeze`. A NAME may also be installed; one that ends with * matches a prefix.
 
 It imports the standard library only.
 """
@@ -50,7 +50,7 @@ def read_lock(path: Path = LOCK) -> dict[str, Locked]:
 def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
     """Returns requirements of the project and its workspace members that are not met.
 
-    A requirement is met by a package in the lock, or by a workspace member.
+    A requirement is met by a package in the lock or by a workspace member.
     """
     members = [project_file, *_members(project_file)]
     versions = {name: locked.version for name, locked in read_lock(lock).items()}
@@ -64,7 +64,7 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
 
 
 def uncovered(installed: str, allowed: list[str]) -> list[str]:
-    """Returns lines of `installed`, as `name==version`, that are not in the lock in that version.
+    """Returns lines of `installed`, as `name==version`, that aren't in the lock at that version.
 
     Args:
         allowed: packages that need not be in the lock, as `name`, `name==version` or `name*`.
@@ -84,7 +84,7 @@ def uncovered(installed: str, allowed: list[str]) -> list[str]:
 
 
 def normalized(name: str) -> str:
-    """Returns a package's name in the normalized form that indexes compare."""
+    """Returns a package's name in the normalized form used by package indexes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
 

@@ -1,8 +1,8 @@
-"""Finds out how this Python was built, which affects the speed of processes bound by Python code.
+"""Checks how this Python was built, which affects the speed of Python-bound processes.
 
 Run as a program, it exits with 0 if `make setup` may create .venv from this Python: the lock
-supports its version, it was built with optimizations, it can create environments, and it has the
-headers that torch compiles against.
+supports its version, it was built with optimizations, it can create environments, and it includes
+the headers that torch compiles against.
 
 It imports the standard library only.
 """
@@ -18,7 +18,7 @@ OLDEST, NEWEST = (3, 11), (3, 13)
 
 
 def is_optimized() -> bool:
-    """True if this Python was built with profile-guided optimization, as by Docker, Debian and uv.
+    """True if this Python was built with profile-guided optimization, as Docker, Debian and uv do.
 
     A plain `configure`, which pyenv uses, omits that. Source:
     https://docs.python.org/3/using/configure.html#performance-options

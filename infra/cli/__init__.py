@@ -1,1 +1,1 @@
-"""The `penstock` command, and what its subcommands for keys, canaries, reports and load do."""
+"""The `penstock` command, and the code behind its keys, canaries, reports and load subcommands."""

@@ -1,4 +1,4 @@
-"""`penstock budgets restore`: adds up what is spent again, from the rows in BigQuery."""
+"""`penstock budgets restore`: recomputes spent amounts from the rows in BigQuery."""
 
 from __future__ import annotations
 

@@ -28,7 +28,7 @@ from shared.models.catalog import Catalog
 from shared.settings import Settings
 
 CALL_LIMIT_S = 30.0
-"""The limit of one command. kubectl has a shorter one for each of its requests."""
+"""Time limit for one command. kubectl has a shorter one for each of its requests."""
 REQUEST_LIMIT_S = 10
 GPU = "nvidia.com/gpu"
 GPU_LABELS = (
@@ -36,7 +36,7 @@ GPU_LABELS = (
     "nvidia.com/gpu.present",
     "nvidia.com/device-plugin.config",
 )
-"""Labels of nodes that have GPUs, whether a driver and the plugin offer them or not."""
+"""Labels of nodes that have GPUs, whether or not a driver and the plugin expose them."""
 KEDA_CRDS = ("scaledobjects.keda.sh", "triggerauthentications.keda.sh")
 METRICS_API = "v1beta1.external.metrics.k8s.io"
 MODEL_LABEL = "penstock.dev/model"
@@ -50,9 +50,9 @@ for name in "PENSTOCK_REDIS_URL", "PENSTOCK_RECORDS_URL":
     except Exception as error:
         sys.exit(f"{name}: {error}")
 """
-"""Every image has a Python with this library."""
+"""Every image contains Python with this library."""
 TAKES_FUNCTIONS = ["python", "-m", "workers.functions"]
-"""The command of functions that take jobs from RabbitMQ."""
+"""Command line of functions that pull jobs from RabbitMQ."""
 WRONG_FILTER = "docs/how-to/troubleshoot.md#a-subscription-with-the-wrong-filter"
 
 Manifest = Mapping[str, Any]
@@ -60,7 +60,7 @@ KINDS = ("secret", "configmap")
 
 
 class CommandFailed(Exception):
-    """A program refused or could not. Its text is the program's last line."""
+    """A program failed or could not be run. The text is its last line of output."""
 
 
 @dataclass(frozen=True)
@@ -80,24 +80,24 @@ class Kubectl:
         return " ".join([*self.words, command])
 
     def shown_outside(self, command: str) -> str:
-        """A command for the operator that is not about our namespace."""
+        """Returns an operator's command for something outside our namespace."""
         return " ".join([*self.words[:-2], command])
 
     def run(self, *words: str) -> str:
-        """Returns what kubectl prints.
+        """Returns kubectl's output.
 
         Raises:
-            CommandFailed: it refused, or did not end in time.
+            CommandFailed: it failed, or did not finish in time.
         """
         return run([*self.words, f"--request-timeout={REQUEST_LIMIT_S}s", *words])
 
     def read(self, *words: str) -> dict[str, Any]:
-        """Returns one object or a list. Raises as `run` does."""
+        """Returns one object or a list. Raises the same errors as `run`."""
         answer: dict[str, Any] = json.loads(self.run("get", *words, "-o", "json"))
         return answer
 
     def items(self, *words: str) -> list[dict[str, Any]]:
-        """Returns the objects of a list. Raises as `run` does."""
+        """Returns the objects in a list. Raises the same errors as `run`."""
         items: list[dict[str, Any]] = self.read(*words)["items"]
         return items
 
@@ -106,7 +106,7 @@ def run(command: Sequence[str]) -> str:
     """Runs a program and returns its output.
 
     Raises:
-        CommandFailed: it could not, refused, or did not end in time.
+        CommandFailed: it could not be run, failed, or did not finish in time.
     """
     try:
         done = subprocess.run(
@@ -120,7 +120,7 @@ def run(command: Sequence[str]) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise CommandFailed(f"{command[0]}: {error}") from error
     if done.returncode:
-        # kubectl adds a line about the exit status to the output of the command.
+        # kubectl appends a line about the exit status to the command's output.
         lines = [
             line
             for line in done.stderr.splitlines()
@@ -225,13 +225,13 @@ class ClusterDoctor:
 
     @cached_property
     def _wanted(self) -> dict[str, set[str]]:
-        """The names of the Secrets and ConfigMaps that pods can't start without, by kind."""
+        """Returns the names of the Secrets and ConfigMaps that pods require to start, by kind."""
         references = [_references(_pod_spec(deployment)) for deployment in self._deployments]
         return {kind: set().union(*(names[kind] for names in references)) for kind in KINDS}
 
     @cached_property
     def _configmaps(self) -> set[str]:
-        """Those of the wanted ConfigMaps that exist."""
+        """Returns the required ConfigMaps that exist."""
         return self._existing("configmap", self._wanted["configmap"])
 
     def _keda(self) -> Iterator[Diagnosis]:
@@ -390,7 +390,7 @@ class ClusterDoctor:
         return self.kubectl.shown(f"describe pod {pod}")
 
     def _named(self) -> Iterator[Diagnosis]:
-        """Secrets and ConfigMaps that pods name. Their contents stay where they are."""
+        """Checks Secrets and ConfigMaps that pods refer to, without reading their contents."""
         for kind, names in self._wanted.items():
             there = self._configmaps if kind == "configmap" else self._existing(kind, names)
             for name in sorted(names - there):
@@ -403,14 +403,14 @@ class ClusterDoctor:
             yield Diagnosis(f"{kind}s", f"{len(there)} of {len(names)} that pods name exist")
 
     def _existing(self, kind: str, names: Collection[str]) -> set[str]:
-        """Asks for all names in one call: each has its price."""
+        """Looks up all names in a single call, because each call is slow."""
         if not names:
             return set()
         words = ("get", kind, *sorted(names), "-o", "name", "--ignore-not-found")
         return {line.partition("/")[2] for line in self.kubectl.run(*words).split()}
 
     def _images(self) -> Iterator[Diagnosis]:
-        """Looks for images of Artifact Registry, which may be gone though pods still run."""
+        """Checks for images in Artifact Registry, which may be gone while pods are running."""
         images = {
             container["image"]
             for deployment in self._deployments
@@ -431,7 +431,7 @@ class ClusterDoctor:
                 yield Diagnosis("images", f"{image} is in its registry")
 
     def _redis(self) -> Iterator[Diagnosis]:
-        """Asks Redis from a pod, with the pod's settings and through its network policies."""
+        """Queries Redis from a pod, with the pod's settings and through its network policies."""
         pods = [
             pod
             for pod in self._running
@@ -455,7 +455,7 @@ class ClusterDoctor:
             yield Diagnosis("Redis", f"answers {name}")
 
     def _google(self) -> Iterator[Diagnosis]:
-        """Topics and tables of the project that the deployment names."""
+        """Checks the topics and tables in the deployment's project."""
         deployed = {
             name: self._settings[variable]
             for name in ("project", "dataset")
@@ -510,7 +510,7 @@ class ClusterDoctor:
         )
 
     def _place_inside(self, variable: str, own: str) -> str:
-        """The address of an embedded server in the cluster, if the operator names no other."""
+        """Returns an embedded server's address in the cluster, unless the operator sets another."""
         return "" if own else self._settings.get(variable, "")
 
     def _not_looked_at(self, service: str, variable: str, place: str) -> Diagnosis:
@@ -543,7 +543,7 @@ def _condition(manifest: Manifest, kind: str) -> Mapping[str, str]:
 
 
 def _references(pod: Manifest) -> dict[str, set[str]]:
-    """The Secrets and ConfigMaps that a pod can't start without."""
+    """Returns the Secrets and ConfigMaps that a pod requires to start."""
     names: dict[str, set[str]] = {kind: set() for kind in KINDS}
     for container in (*pod.get("initContainers", ()), *pod["containers"]):
         for source in container.get("envFrom", ()):
@@ -567,7 +567,7 @@ async def _subscriptions(settings: Settings) -> dict[str, SubscriptionSettings]:
 def _difference(
     name: str, wanted: SubscriptionSettings, there: SubscriptionSettings | None
 ) -> tuple[str, str]:
-    """Returns how a subscription differs from the one of this release, and the next command."""
+    """Returns how a subscription differs from this release's, and the next command to run."""
     apply = "terraform apply (docs/how-to/deploy.md#add-a-model)"
     if there is None:
         return "is missing", apply

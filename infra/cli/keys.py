@@ -75,7 +75,7 @@ def export_directory(
 
 
 async def _put(url: str, document: bytes) -> str:
-    """Writes an object whose name has the time. Returns the name."""
+    """Writes an object named after the current time. Returns the name."""
     from shared.stores.objects import ObjectStore
 
     try:
@@ -83,7 +83,7 @@ async def _put(url: str, document: bytes) -> str:
     except ConfigurationError as error:
         raise BadInput(f"--to: {error.message.partition(': ')[2]}", field="to") from error
     key = f"keys-{datetime.now(UTC):%Y%m%dT%H%M%S.%fZ}.json"
-    # Not `put`: the account of the scheduled export may add objects only.
+    # Not `put`: the scheduled export's account may only add objects.
     await objects.create(key, document, "application/json")
     return key
 
@@ -329,10 +329,10 @@ def _struct(kind: type[Made], assignments: Sequence[str]) -> Made:
 
 
 def _unknown_field(kind: type[Any], name: str, place: str) -> str:
-    """Returns an error about a field that `kind` does not have, with the closest ones that exist.
+    """Returns an error about a field that `kind` doesn't have, with the closest existing ones.
 
     Args:
-        place: where it is, such as `per_model[...]`. Empty: in the struct itself.
+        place: location of the field, such as `per_model[...]`. Empty: the struct itself.
     """
     from difflib import get_close_matches
 

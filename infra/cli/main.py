@@ -36,7 +36,7 @@ OF_OPERATORS = OF_KEYS | {
     *("report", "invoice", "run-daily", "budgets", "canary", "dead-letters", "models", "load"),
     *("doctor", "provision"),
 }
-"""Commands that work on the stack that runs in this folder, if no setting names another one."""
+"""Commands that use the stack running in this folder, unless a setting names another one."""
 SERVING = ("api", "workers")
 """Penstock packages that an image may lack."""
 TOOLS = "penstock.commands"
@@ -52,11 +52,11 @@ BrokerOption = Annotated[
 AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
 
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
-"""Settings of commands whose arguments, `--help` included, go to another program."""
+"""Settings for commands that pass their arguments, including `--help`, to another program."""
 
 
 class _Commands(TyperGroup):
-    """Turns what ends a command into a message and an exit status."""
+    """Turns the exception that ends a command into a message and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -94,9 +94,9 @@ app.add_typer(dead_letters, name="dead-letters")
 
 
 def add_tool(commands: typer.Typer, name: str, package: str) -> None:
-    """Adds the command of a tool, which its package registers as an entry point of the group TOOLS.
+    """Adds a tool's command, which its package registers as an entry point in the group TOOLS.
 
-    Without the package the command is hidden, and its error names the package.
+    If the package is missing, the command is hidden, and its error names the package.
     """
     for point in importlib.metadata.entry_points(group=TOOLS, name=name):
         point.load()(commands)
@@ -131,7 +131,7 @@ def _options(
 
 
 def _join_running_stack(*, has_keys_command: bool) -> None:
-    """Takes the settings of the stack that runs in this folder, unless others are given."""
+    """Uses the settings of the stack running in this folder, unless others are set."""
     from infra.local.running_stack import PLACES, find_running_stack
     from shared.settings import given_settings
 
@@ -361,7 +361,7 @@ app.command()(run_daily)
 
 
 def _run_program(name: str, words: Sequence[str]) -> NoReturn:
-    """Runs a program of another distribution, which declares its options, in this process.
+    """Runs another distribution's program, which declares its own options, in this process.
 
     Raises:
         ConfigurationError: the distribution `penstock-NAME` is not installed.

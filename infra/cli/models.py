@@ -77,9 +77,9 @@ def _check_entry(name: str, device: str) -> Iterator[str]:
     from shared.models.catalog_file import is_text_entry
     from shared.settings import ModelSettings, read_settings
 
-    # Otherwise transformers warns about a package that image models do not need.
+    # Otherwise transformers warns about a package that image models don't need.
     os.environ["TRANSFORMERS_VERBOSITY"] = "error"
-    # The printed lines have what these log, and an error names its cause.
+    # The printed lines contain what these libraries log, and an error names its cause.
     for package in ("workers.models", "workers.runtime"):
         logging.getLogger(package).addHandler(logging.NullHandler())
     if is_text_entry(read_settings(ModelSettings).models_file, name):

@@ -1,4 +1,4 @@
-"""`penstock optimize`: makes an optimized artifact of a model."""
+"""`penstock optimize`: creates an optimized artifact for a model."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs a command on a store in the Redis of the records, with the catalog."""
+"""Runs a command on a store in the records Redis, with the catalog."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def run_on(
     opened: Callable[[str], AbstractAsyncContextManager[Store]],
     act: Callable[[Store, Catalog], Awaitable[Done]],
 ) -> Done:
-    """Opens a store, and returns what `act` returns.
+    """Opens a store and returns the result of `act`.
 
     Raises:
         Unavailable: Redis did not answer. The message names the setting.

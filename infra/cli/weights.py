@@ -1,4 +1,4 @@
-"""`penstock weights prefetch`: copies hub models into a bucket, once for all workers."""
+"""`penstock weights prefetch`: copies Hub models into a bucket, once for all workers."""
 
 from __future__ import annotations
 

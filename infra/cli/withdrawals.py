@@ -1,4 +1,4 @@
-"""`penstock models withdraw` and `withdrawn`: stops a revision that must not answer any more."""
+"""`penstock models withdraw` and `withdrawn`: stops a revision from answering requests."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def list_withdrawn(
 
 
 def _check_served(catalog: Catalog, name: str, revision: str) -> None:
-    """Rejects a name or a revision that is not in the catalog: most likely it is misspelled.
+    """Rejects a name or revision that isn't in the catalog, because it is most likely misspelled.
 
     Raises:
         ConfigurationError: the revision belongs neither to the model nor to its canary.

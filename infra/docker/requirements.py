@@ -1,7 +1,7 @@
-"""Prints the requirements in pyproject.toml of the named extras, or of the build.
+"""Prints the requirements from pyproject.toml for the named extras or for the build.
 
-pip installs a project's dependencies only together with the project, whose layer changes with every
-commit. For a workspace member this prints the member's requirements.
+pip installs a project's dependencies only together with the project itself, whose image layer
+changes with every commit. For a workspace member, this prints the member's requirements.
 """
 
 from __future__ import annotations

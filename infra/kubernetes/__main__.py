@@ -1,4 +1,4 @@
-"""`python -m infra.kubernetes`: the overlay of one region from models.yaml and Terraform."""
+"""`python -m infra.kubernetes`: writes one region's overlay from models.yaml and Terraform."""
 
 from __future__ import annotations
 

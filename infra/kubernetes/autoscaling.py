@@ -1,11 +1,12 @@
-"""PromQL queries for the autoscaler: seconds of work being done, arriving and waiting.
+"""PromQL queries for the autoscaler: seconds of work in progress, arriving and waiting.
 
 There are three triggers; the highest one counts (decision 43):
 
-- `arrivals`: the seconds of work that callers send each second, in full-worker seconds. It shows a
-  step before workers are busy with it, and starts the first worker.
-- `work`: the workers that are kept busy, and those needed to finish the waiting work in time. It
-  sees work that arrivals do not show: jobs of another region, items that take longer than usual.
+- `arrivals`: the seconds of work that callers send each second, in full-worker seconds. It detects
+a step before workers are busy with it, and starts the first worker.
+- `work`: the workers that are kept busy, plus those needed to finish the waiting work in time. It
+covers work that arrivals don't show: jobs from another region, and items that take longer than
+usual.
 - `messages`: unacknowledged messages in Pub/Sub, one to three minutes late (its metric is sampled
   every 60 s and may stay invisible for 120 s more), or messages in the queues of a RabbitMQ, for
   predictions that no API waits for. If neither counts them, this trigger is omitted.
@@ -118,8 +119,8 @@ class TriggerQueries:
     Requests for several models are added up, each weighted with its own seconds per item.
 
     Args:
-        processes: model processes per worker. They compute at the same time, so a worker finishes
-            an item in that fraction of a process's time.
+        processes: model processes per worker. They compute concurrently, so a worker finishes an
+            item in that fraction of a process's time.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class TriggerQueries:
     def arrivals(self) -> str:
         """Returns the seconds of work that callers in the region request each second.
 
-        Refused items count too. Requests with priority `batch` wait for idle workers.
+        Rejected items count too. Requests with `batch` priority wait for idle workers.
         """
         each = [self._query_arrivals(model) for model in self._models]
         arrived = _added(
@@ -146,7 +147,7 @@ class TriggerQueries:
         return f"({arrived} < {most}) or ({most} and {admitted})"
 
     def _query_arrivals(self, model: Model) -> tuple[str, str]:
-        """Returns PromQL for items admitted, and items refused, each second."""
+        """Returns PromQL for the items admitted, and the items rejected, each second."""
         selector = f'{{{self._items_of(model)},lane="interactive"}}[{ARRIVED}]'
         admitted, shed = (
             f"sum(rate(penstock_api_items_{name}_total{selector}))" for name in ("admitted", "shed")
@@ -157,9 +158,9 @@ class TriggerQueries:
         return _matchers({"model": model.name} | dict(self._source.region))
 
     def work(self) -> str:
-        """Returns PromQL for full workers needed for current and for waiting work.
+        """Returns PromQL for the full workers needed for current and waiting work.
 
-        Has no series if metrics of workers are lost. Is 0 without workers if there were no recent
+        Has no series if worker metrics are lost. Without workers, it is 0 if there were no recent
         requests.
         """
         arrivals = _added(
@@ -204,7 +205,7 @@ class TriggerQueries:
         Spare time is time that other items could have used at no cost
         (shared/models/service_rate.py). Workers report seconds of their processes.
         """
-        # Workers of earlier releases serve one model and do not set this label.
+        # Workers from earlier releases serve one model and don't set this label.
         of_model = {"model": model.name} if len(self._models) > 1 else {}
         labels = {"worker": self._worker} | of_model | dict(self._source.deployment)
         # Sums cover all regions, so a region without workers learns from the others.
@@ -213,8 +214,7 @@ class TriggerQueries:
             for name in ("inference_seconds_sum", "spare_seconds_total", "batch_items_sum")
         )
         guess_s = model.definition.first_guesses.item_s
-        # For workers that do not report spare time it is 0: their items count for more, not for
-        # less.
+        # It is 0 for workers that don't report spare time: their items count for more, not less.
         taken = f"({seconds} - ({spare} or vector(0)))"
         process_s = f"{taken} / ({items} > 0) or vector({guess_s:g})"
         return process_s if self._processes == 1 else f"({process_s}) / {self._processes}"
@@ -280,10 +280,10 @@ def hpa_patch(
 ) -> dict[str, Any]:
     """Returns the metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
 
-    So waiting work is counted in items, using the initial estimate of seconds per item. If a step
-    computes many items for little more than the cost of one, items in a full worker do not wait.
-    The busy share of workers covers all models; waiting items are counted per model. Arguments are
-    the same as for `keda_patch`.
+    Waiting work is therefore counted in items, using the initial estimate of seconds per item. If a
+    step computes many items for little more than the cost of one, items in a full worker don't
+    wait. The busy share of workers covers all models; waiting items are counted per model. The
+    arguments are the same as for `keda_patch`.
     """
     here = {"resource.labels.location": deployment.region}
     metrics = [

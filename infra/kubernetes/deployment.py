@@ -1,4 +1,4 @@
-"""Inputs of an overlay apart from the catalog: where workers run, their endpoints, GPU types."""
+"""An overlay's inputs apart from the catalog: where workers run, their endpoints, GPU types."""
 
 from __future__ import annotations
 

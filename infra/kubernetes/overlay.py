@@ -98,7 +98,7 @@ NOTHING = Weights({}, {}, (), ())
 def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -> Weights:
     """Returns the source of the weights for the models of one worker.
 
-    Only models and adapters from the hub need anything.
+    Only models and adapters from the Hub need any.
     """
     of_hub = [model for model in models if _repositories(model)]
     if not of_hub or deployment.is_outside:
@@ -302,7 +302,7 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
 
     Args:
         out: output folder. Files from an earlier run are deleted.
-        models_file: the catalog's file. Each worker gets only the entries that it needs, so that a
+        models_file: the catalog's file. Each worker gets only the entries it needs, so that a
             change does not restart other workers.
 
     Raises:
@@ -353,9 +353,9 @@ def _chosen(catalog: Catalog, deployment: Deployment) -> list[WorkerGroup]:
 
 
 def _entries_of(group: WorkerGroup, catalog: Catalog, document: dict[str, Any]) -> dict[str, Any]:
-    """Returns the entries that a worker needs: its models, and the flows that it continues.
+    """Returns the entries that a worker needs: its models, and the flows it continues.
 
-    The worker that finishes a flow step publishes the next one, so it has the models of all steps.
+    The worker that finishes a flow step publishes the next one, so it has the models for all steps.
     """
     names = {model.public_name for model in group.models}
     flows = [flow for flow in catalog.flows if names & {model.name for model in flow.step_models}]

@@ -25,7 +25,7 @@ SPOT_SHUTDOWN_S = 30
 GKE also allows 120 s (not tested).
 """
 SPOT_SYSTEM_S = 5
-"""The last part of it, reserved for system pods.
+"""The final part of the shutdown time, reserved for system pods.
 
 GKE's default is 15 s, which would leave workers 15 s.
 """
@@ -78,8 +78,8 @@ class Placement:
 def processes_of(models: Sequence[Model]) -> int:
     """Returns the number of model processes in a worker that serves these models.
 
-    The number in the catalog entry, if set. Otherwise one per GPU; and on a CPU one per core, or a
-    single process if weights are shared. All processes compute at the same time.
+    This is the number in the catalog entry, if set. Otherwise it is one per GPU, or on a CPU one
+    per core, or a single process if weights are shared. All processes compute concurrently.
     """
     if wanted := [model.processes for model in models if model.processes]:
         return min(wanted)
@@ -176,7 +176,7 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
     """Checks that all models that share a worker fit into its GPU's memory at the same time.
 
     Raises:
-        ConfigurationError: they do not, or the memory needed by one of them is not specified.
+        ConfigurationError: they don't fit, or one's memory need is not specified.
     """
     if not group.is_shared or group.gpu.type == "none":
         return
@@ -238,7 +238,7 @@ def _mib(memory: str) -> int:
 
 def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str, dict[str, str]]:
     # CPU is not limited, and disk is limited by the node: workers may use resources that their
-    # neighbors leave idle. On a shared node a GPU is requested once.
+    # neighbors leave idle. On a shared node, a GPU is requested once.
     if gpu is None:
         return {"requests": share, "limits": {"memory": share["memory"]}}
     one_gpu = {"nvidia.com/gpu": "1"}

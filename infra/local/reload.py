@@ -35,7 +35,7 @@ Stamp = frozenset[tuple[str, int, int]]
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Returns names, times and sizes of the files that may affect what a class does."""
+    """Returns names, times and sizes of the files that may affect a class's behavior."""
     files: set[tuple[str, int, int]] = set()
     for place, folders, names in os.walk(folder.expanduser()):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in LEFT_OUT]
@@ -47,7 +47,7 @@ def stamp_of(folder: Path) -> Stamp:
 
 
 class Reloader:
-    """Looks for changed sources. Its owner calls `look` periodically."""
+    """Checks for changed sources. Its owner calls `look` periodically."""
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class Reloader:
         self._next_s = 0.0
 
     def look(self) -> None:
-        """Does the work that is due, without blocking."""
+        """Does any work that is due, without blocking."""
         if self._clock() >= self._next_s:
             self._next_s = self._clock() + LOOK_EVERY_S
             for watched_class in self._watched:
@@ -131,7 +131,7 @@ class _WatchedClass:
 
     def _on_started(self) -> None:
         for name in READERS:
-            # A process that is down is started again anyway, and then reads the catalog.
+            # A process that is down is restarted anyway, and then reads the catalog.
             with contextlib.suppress(Unavailable, ProcessLookupError):
                 self._processes[name].send_signal(signal.SIGHUP)
 

@@ -24,7 +24,7 @@ PLACES = frozenset(
         *("PENSTOCK_OBJECTS_URL", "PENSTOCK_ROWS_URL", "PUBSUB_EMULATOR_HOST"),
     }
 )
-"""Variables that name a deployment. A user who sets one of them means another stack."""
+"""Variables that name a deployment. A user who sets one of them means a different stack."""
 
 
 @dataclass(frozen=True)
@@ -92,7 +92,7 @@ def find_running_stack(state_dir: Path) -> RunningStack | None:
     try:
         with (state_dir / FILE).open(encoding="utf-8") as file:
             if os.fstat(file.fileno()).st_uid != os.getuid():
-                return None  # another user could put the addresses of other servers into it
+                return None  # another user could put other servers' addresses in it
             return RunningStack(**json.load(file))
     except (OSError, ValueError):
         return None

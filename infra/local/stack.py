@@ -57,7 +57,7 @@ REPLACED_BY = {
     "rabbitmq": "PENSTOCK_BROKER",
     "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
 }
-"""For each server, the setting that names another one to use instead."""
+"""For each server, the setting that names another server to use in its place."""
 
 
 def kept_secrets(state_dir: Path) -> dict[str, str]:
@@ -96,7 +96,7 @@ def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
 
 
 def wanted_graphs(model: Model) -> str:
-    """Returns the optimized graphs that a worker may use, as named by `penstock optimize`."""
+    """Returns the optimized graphs that a worker may use, by their names in `penstock optimize`."""
     if not model.definition.runs_graphs or model.backend == "torch":
         return ""
     graphs = ["fp32"]
@@ -112,7 +112,7 @@ def wanted_graphs(model: Model) -> str:
 def await_graphs(
     makers: Mapping[str, Process], report: Callable[[str, str], None]
 ) -> Iterator[str]:
-    """Yields the names of models as their graph builders end. Without graphs torch serves a model.
+    """Yields model names as their graph builders finish. Without graphs, torch serves a model.
 
     Args:
         report: receives a word and details of each builder that is slow or fails.
@@ -243,7 +243,7 @@ class Stack:
     def without_waiting(self) -> Iterator[Self]:
         """Starts all parts and waits for all of them except the workers. Leaving stops them.
 
-        A supervisor of `parts` reports each worker that becomes ready, and each that fails.
+        A supervisor of `parts` reports each worker that becomes ready and each that fails.
         """
         self._open()
         try:
@@ -294,7 +294,7 @@ class Stack:
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
     def _check_ports(self) -> None:
-        """Checks the ports first; later, a port in use would only show up in some log."""
+        """Checks the ports up front; later, a port in use would only show up in some log."""
         wanted = {"metrics of the API": self.ports.metrics}
         wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}

@@ -85,11 +85,12 @@ class Supervisor:
         return [watched.name for watched in self._watched if not watched.is_serving]
 
     def look(self) -> str | None:
-        """Restarts dead parts that are due.
+        """Restarts dead parts that are due for a restart.
 
         Returns:
-            Returns None while all parts run, will be restarted, or are optional. Otherwise returns
-            why the stack can't continue: a part that died too often, with the end of its log.
+            None while all parts are running, will be restarted, or are optional. Otherwise the
+            reason why the stack can't continue: a part that died too often, with the end of its
+            log.
         """
         for watched in self._watched:
             if failure := watched.look():
@@ -99,8 +100,8 @@ class Supervisor:
     def restart(self, name: str, on_started: Callable[[], None]) -> None:
         """Has a part stop as usual, and starts it again when it has ended.
 
-        If it does not get ready then, it stays down until the next restart, because its sources are
-        wrong and the user is about to fix them.
+        If it doesn't get ready, it stays down until the next restart, because its sources are
+        broken and the user is about to fix them.
         """
         for watched in self._watched:
             if watched.name == name:
@@ -161,7 +162,7 @@ class _Watched:
         self._part.process.ask_to_stop()
 
     def _restart(self) -> str | None:
-        """Starts it again if it has ended, or its time to stop is over."""
+        """Starts it again if it has ended, or if its time to stop has run out."""
         process = self._part.process
         if process.is_running and self._clock() - self._since_s < process.stop_limit_s:
             return None
@@ -176,7 +177,7 @@ class _Watched:
         return failure
 
     def look(self) -> str | None:
-        """Does the work that is due. Returns the reason if it gives up, otherwise None."""
+        """Does any work that is due. Returns the reason if it gives up, otherwise None."""
         process = self._part.process
         if self._on_started is not None:
             return self._restart()

@@ -49,9 +49,9 @@ def exposed_settings(
     *,
     may_show_key: bool,
 ) -> dict[str, str]:
-    """Returns the settings of a stack, and makes its API safe if other machines can reach it.
+    """Returns a stack's settings, and secures its API if other machines can reach it.
 
-    On loopback the settings are unchanged. Elsewhere keys are required: if no key directory is
+    On loopback, the settings are unchanged. Otherwise, keys are required: if no key directory is
     configured, one is created in the state folder. The first start creates a key, or prints the
     command that does.
 

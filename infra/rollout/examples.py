@@ -1,4 +1,4 @@
-"""A small request to each model, as a caller could send it, and its expected response."""
+"""A small example request for each model, as a caller might send it, and its expected response."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ class ExampleRequest:
 
 
 class Example(NamedTuple):
-    """The example of one task, for a model of it."""
+    """A task's example, for one of its models."""
 
     request: Callable[[Model, str], ExampleRequest]
-    """Returns the request. The text makes it unique, so that it is not answered from a cache."""
+    """Returns the request. The text makes it unique, so that no cache answers it."""
     describe_answer: Callable[[Model, Any], str]
     """Describes the response in a few words.
 
     Raises ValueError with the reason if the answer is wrong, and KeyError, IndexError or TypeError
-    if it has another shape.
+    if it has a different structure.
     """
 
 
@@ -61,7 +61,7 @@ def _describe_image(model: Model, answer: Any) -> str:
 
 
 def _request_scores(model: Model, text: str) -> ExampleRequest:
-    """Two texts, one of which is the query itself."""
+    """Requests scores for two texts, one of which is the query itself."""
     return _predict(model, {"query": text, "texts": [text, "a cat on a mat"]})
 
 
@@ -73,7 +73,7 @@ def _describe_scores(model: Model, answer: Any) -> str:
 
 
 def _request_text(model: Model, text: str) -> ExampleRequest:
-    """A question with a short answer."""
+    """Asks a question that has a short answer."""
     body = {
         "model": model.name,
         "messages": [{"role": "user", "content": text}],
@@ -112,4 +112,4 @@ EXAMPLES = {
     TEXT.name: Example(_request_text, _describe_text),
     CUSTOM.name: Example(_request_output, _describe_output),
 }
-"""By the name of the task."""
+"""Examples by task name."""

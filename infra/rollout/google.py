@@ -57,7 +57,7 @@ class GoogleClient:
         """Returns the resource at `path`. None if it does not exist and that is allowed.
 
         Raises:
-            Unavailable: there was no answer, or a refusal, which is quoted in the message.
+            Unavailable: there was no answer, or an error, which is quoted in the message.
         """
         return self._ask("GET", api, path, missing_ok=missing_ok, params=query)
 

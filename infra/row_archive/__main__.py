@@ -142,7 +142,7 @@ class _Table:
                 self._merged = day
         except Unavailable as error:
             log.warning("rows not archived", extra={"table": self._name, "reason": error.message})
-        except Exception as error:  # a bug must cause only a pause, not block all rows that follow
+        except Exception as error:  # a bug must cause only a pause, not block all later rows
             log.error(
                 "archiving failed; this is a bug", extra={"table": self._name}, exc_info=error
             )

@@ -56,7 +56,7 @@ Its rows take up about ten times that, in a folder that may be in memory.
 CALLS = 8
 """Number of objects read or removed concurrently."""
 OBJECT_MAX_BYTES = 16 * 1024 * 1024
-"""Writers put about 100 KiB into one.
+"""Maximum size of an object. Writers put about 100 KiB into one.
 
 A larger object is not from a writer, and is left in place.
 """
@@ -240,8 +240,8 @@ class RowArchive:
         try:
             return msgspec.json.decode(data, type=_Pass)
         except msgspec.DecodeError as error:
-            # It was written by some other program. The objects that it listed are in `incoming`,
-            # and may be in files too.
+            # Some other program wrote it. The objects it listed are in `incoming`, and may also be
+            # in files.
             log.error("dropping a damaged list", extra={"key": self._list_key}, exc_info=error)
             await self._objects.delete(self._list_key)
             return None

@@ -1,1 +1,1 @@
-"""Canaries of models as an operator handles them: `penstock canary`."""
+"""Model canaries from an operator's perspective: `penstock canary`."""

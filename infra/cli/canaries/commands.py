@@ -1,6 +1,6 @@
-"""`penstock canary`: what canaries do, and the decisions of an operator.
+"""`penstock canary`: shows how canaries perform, and carries out the operator's decisions.
 
-A canary becomes the revision of its model in the text of models.yaml. Comments and order stay.
+Promoting a canary edits the text of models.yaml. Comments and order are preserved.
 """
 
 from __future__ import annotations
@@ -35,9 +35,8 @@ class _Edit(NamedTuple):
 def promote(path: Path, name: str) -> None:
     """Sets a model's revision and source to its canary's, and removes the canary.
 
-    Raises:
-        ConfigurationError: the file has no such model, or it has no canary, or its entry is on a
-            single line.
+    ConfigurationError: the file doesn't have the model, the model has no canary, or its entry is on
+        a single line.
     """
     from shared.models.catalog_file import read_catalog
 
@@ -95,7 +94,7 @@ def _fields(node: yaml.Node) -> dict[str, tuple[yaml.Node, yaml.Node]]:
 
 
 def _ends(node: yaml.Node) -> Iterator[int]:
-    """Returns the line where the parts of a node end. A block ends where the next one starts."""
+    """Returns the line where each part of a node ends. A block ends where the next one starts."""
     if isinstance(node, yaml.MappingNode | yaml.SequenceNode) and not node.flow_style:
         for child in node.value:
             for part in child if isinstance(child, tuple) else (child,):

@@ -1,1 +1,1 @@
-"""Jobs that no worker could finish, as an operator handles them: `penstock dead-letters`."""
+"""Jobs that no worker could finish, from an operator's perspective: `penstock dead-letters`."""

@@ -1,4 +1,4 @@
-"""`penstock dead-letters`: jobs that no worker could finish, and what becomes of them."""
+"""`penstock dead-letters`: lists, replays and discards jobs that no worker could finish."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def replay(
         if every:
             chosen = [letter for letter in chosen if letter.is_awaited]
         refused = [letter for letter in chosen if not letter.is_awaited]
-        if refused:  # before anything is done
+        if refused:  # before anything is changed
             raise BadInput(f"{refused[0].id}: {refused[0].answered}", field="id")
         for letter in chosen:
             await held.replay(letter, deadline_s)
@@ -190,7 +190,7 @@ def _run(
     """Holds the dead letters of models and runs `act` with the letters of each model.
 
     Raises:
-        PenstockError: of `act`, or because broker or Redis is unreachable.
+        PenstockError: raised by `act`, or because the broker or Redis is unreachable.
     """
     from infra.cli.dead_letters.letters import held_letters
     from shared.brokers import transport_of

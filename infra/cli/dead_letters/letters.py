@@ -1,8 +1,9 @@
-"""The dead letters of a model: read, run again, thrown away.
+"""A model's dead letters: reading, replaying and discarding them.
 
-They are what `jobs.<model>.dead.keep` keeps for a week. Reading them takes none away. A letter
-whose caller still waits for it (a prediction that has not ended) can be run again. To all others
-the function `dead_letter`, or a deadline, has given an answer, which stays the only one.
+They are the messages that `jobs.<model>.dead.keep` keeps for a week. Reading them doesn't remove
+any. A letter whose caller is still waiting (for a prediction that has not ended) can be replayed.
+All other callers have received an answer from the function `dead_letter`, or because of a deadline,
+and they get no other.
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ class Letter:
     """One dead letter.
 
     Attributes:
-        message: as it was received, and not acked.
-        envelope: the caller and the job. None if its attributes do not have them.
-        answered: why nobody waits for it any more. Empty: its caller still waits.
+        message: the message as received, not acked.
+        envelope: the caller and the job. None if the attributes don't contain them.
+        answered: why nobody is waiting for it any more. Empty: its caller is still waiting.
     """
 
     message: ReceivedMessage
@@ -47,7 +48,7 @@ class Letter:
 
     @property
     def id(self) -> str:
-        """The broker's id of the message, which stays the same."""
+        """The broker's ID for the message, which never changes."""
         return self.message.message_id
 
     @property
@@ -56,7 +57,7 @@ class Letter:
 
     @property
     def reason(self) -> str:
-        """Why it is here, and its flow and step, if it has them."""
+        """The reason it is here, plus its flow and step if it has them."""
         attributes = {name.lower(): value for name, value in self.message.attributes.items()}
         attempts = attributes.get(_DELIVERIES)
         many = (
@@ -70,11 +71,11 @@ class Letter:
 
 
 class HeldLetters:
-    """The dead letters of one model, held for as long as the context of `held_letters` is open.
+    """One model's dead letters, held while the context of `held_letters` is open.
 
     Args:
-        model: whose they are, as topics are named.
-        letters: oldest first, as far as the broker keeps an order.
+        model: the model's name as used in topic names.
+        letters: oldest first, as far as the broker preserves order.
     """
 
     def __init__(
@@ -92,10 +93,10 @@ class HeldLetters:
         self.letters = letters
 
     def find(self, letter_id: str) -> Letter:
-        """The letter with this id.
+        """Returns the letter with this ID.
 
         Raises:
-            BadInput: there is none.
+            BadInput: there is no such letter.
         """
         for letter in self.letters:
             if letter.id == letter_id:
@@ -106,13 +107,13 @@ class HeldLetters:
         )
 
     async def replay(self, letter: Letter, deadline_s: float) -> None:
-        """Publishes the job again, with `deadline_s` seconds from now, and takes the letter away.
+        """Publishes the job again, due in `deadline_s` seconds, and removes the letter.
 
-        The job keeps its id, so its record gets one answer.
+        The job keeps its ID, so its record gets only one answer.
 
         Raises:
-            BadInput: nobody waits for it, or it can't be read.
-            PenstockError: the broker did not take it. The letter stays.
+            BadInput: nobody is waiting for it, or it can't be read.
+            PenstockError: the broker did not accept it. The letter stays.
         """
         if not letter.is_awaited:
             raise BadInput(f"{letter.id}: {letter.answered}", field="id")
@@ -124,7 +125,7 @@ class HeldLetters:
         envelope.deadline_s = time.time() + deadline_s
         envelope.published_at_s = time.time()
         envelope.start_by_s, envelope.attempt = 0.0, 1
-        # Earlier crashes were caused by the problem that is fixed now.
+        # Earlier crashes were caused by the problem that has now been fixed.
         await self._records.hand_over(record_id(envelope.request_id, envelope.part))
         data, attributes = encode_job(job)
         await self._transport.publish(jobs_topic_id(self.model), data, attributes)
@@ -142,7 +143,7 @@ async def held_letters(
     *,
     most: int,
 ) -> AsyncIterator[HeldLetters]:
-    """Holds the dead letters of a model, at most `most`. Those not acked go back at the end.
+    """Holds up to `most` of a model's dead letters. Letters not acked are returned at the end.
 
     Raises:
         Unavailable: the broker or Redis is unreachable.

@@ -1,4 +1,4 @@
-"""A check waits for rows that are on their way, and no longer than its limit."""
+"""A check waits for rows in transit, but no longer than its limit."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tools.load.tests.test_comparison import HOUR, NOON_S, RUN, line, reported, 
 
 
 class ComingRows(LoadRows):
-    """Returns one row more each time it is queried."""
+    """Returns one more row each time it is queried."""
 
     def __init__(self, rows: Sequence[RowOfLoad]) -> None:
         self._rows = rows

@@ -1,4 +1,4 @@
-"""Comparing a ledger with rows and report finds every kind of error, and names it."""
+"""Comparing a ledger with rows and the report finds every kind of error and names it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A plan contains only requests that the target can serve; others are refused by name."""
+"""A plan contains only requests that the target can serve; others are rejected by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A replay sends every due request, whatever its outcome, and its ledger has each one."""
+"""A replay sends every request that is due, whatever its outcome, and the ledger records each."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""Alerts by kind of error. promtool runs the rules for Prometheus if it is installed, and the
-simulation's evaluator runs the alerts for Cloud Monitoring.
+"""Alerts by kind of error. If promtool is installed, it runs the rules for Prometheus;
+
+the simulation's evaluator runs the alerts for Cloud Monitoring.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ BURNING = ("availability-fast", "availability-slow", "deadlines-fast", "deadline
 HOUR, DAY = 60, 1440
 
 Fired = set[tuple[str, str | None]]
-"""Alerts by key, each with the model that it names. None: all models together."""
+"""Alerts by key, each with the model it names. None: all models together."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Values of the cost panels, with two models and several pods of each. promtool evaluates them."""
+"""Values in the cost panels for two models with several pods each. promtool evaluates them."""
 
 import json
 import shutil
@@ -18,7 +18,7 @@ PRICES = " or ".join(
     f"label_replace(vector({usd}), 'worker', '{worker}', '', '')"
     for worker, usd in (("texts", 0.5), ("images", 2))
 )
-"""As written by Terraform: dollars per hour of one worker."""
+"""As written by Terraform: one worker's price in dollars per hour."""
 
 
 def query(terms: Terms, title: str) -> str:
@@ -33,11 +33,11 @@ def query(terms: Terms, title: str) -> str:
 
 
 def series() -> list[dict[str, str]]:
-    """Two hours. Three pods of `texts` take 0.25 s per item, one of `images` 4 s.
+    """Returns two hours of series. Three pods of `texts` take 0.25 s per item, one of `images` 4 s.
 
-    A text takes 0.375 s in the model, of which 0.125 s are spare.
+    A text takes 0.375 s in the model, 0.125 s of which are spare.
 
-    The cache answers 2 texts per second, and no images.
+    The cache answers 2 texts per second and no images.
     """
     pods = [("texts", "MiniLM", n, 40, 15, 5) for n in range(3)]
     pods += [("images", "SD", 0, 15, 60, 0)]
@@ -61,7 +61,7 @@ def series() -> list[dict[str, str]]:
         ("Workers' cost per hour", {"texts": 1.5, "images": 2}, {"texts": 1.5, "images": 0.5}),
         (
             "7200 texts and 900 images per hour.",
-            # 7200 texts and 900 images an hour.
+            # 7,200 texts and 900 images per hour.
             {"texts": 1500 / 7200, "images": 2000 / 900},
             {"texts": 1500 / 7200, "images": 500 / 900},
         ),

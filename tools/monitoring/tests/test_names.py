@@ -1,5 +1,5 @@
-"""Every metric, label and label value that an alert, a dashboard or the autoscaler asks for is one
-that a process of the product exports.
+"""Every metric, label and label value used in an alert, a dashboard or the autoscaler is exported
+by one of the product's processes.
 """
 
 import json
@@ -79,7 +79,7 @@ OF_OTHERS = {
         "service",
     },
 }
-"""Metrics exported by others, with the labels used:
+"""Metrics exported by other programs, with the labels used:
 
 DCGM's exporter (etc/default-counters.csv), kube-state-metrics, KEDA (Integrate with Prometheus),
 Google's list of metrics, blackbox_exporter and redis_exporter.

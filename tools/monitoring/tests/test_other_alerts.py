@@ -1,8 +1,8 @@
-"""Each alert that is not about an objective fires when it must, is silent when it must not, and
-leads to a section of the runbook.
+"""Each alert that isn't about an objective fires when it must, stays silent when it must, and links
+to a section of the runbook.
 
-Our own evaluator runs the queries of Cloud Monitoring. promtool, if installed, runs the queries for
-Prometheus, including how long they must hold.
+Our own evaluator runs Cloud Monitoring's queries. If promtool is installed, it runs Prometheus'
+queries, including how long they must hold.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UPTIME = "monitoring_googleapis_com:uptime_check_check_passed"
 
 @dataclass(frozen=True)
 class Series:
-    """A gauge that keeps a value for an hour, or a counter that grows by `per_min` from 0."""
+    """A gauge that keeps its value for an hour, or a counter that grows by `per_min` from 0."""
 
     name: str
     labels: Mapping[str, str]
@@ -224,7 +224,7 @@ def test_each_alert_leads_to_a_section_that_says_what_to_do() -> None:
 def test_alerts_of_prometheus_fire_there(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
-    # Without the alerts on objectives, which look back for days.
+    # Excludes the alerts on objectives, which look back several days.
     groups = [
         group for group in rules(BOUNDS, "file")["groups"] if group["name"] == "penstock-alerts"
     ]

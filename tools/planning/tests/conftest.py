@@ -1,4 +1,4 @@
-"""Skips files of the other tier, and takes fixtures from tests/conftest.py."""
+"""Skips the other tier's files, and uses fixtures from tests/conftest.py."""
 
 from pathlib import Path
 

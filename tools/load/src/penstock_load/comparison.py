@@ -1,14 +1,14 @@
 """Compares a replay's ledger with rows and report, down to single rows, tokens and cents.
 
-- A request that was answered has the rows, tokens and cost in its answer.
-- A flow run has the rows in its answer, one for each item of each step, and their cost.
-- A request that was refused as a whole has one row, `refused`, and costs nothing.
-- If an answer was lost or came from a proxy, or the caller hung up, the rows are the only record
-  of the request, and are taken as they are.
+- A request that was answered has the rows, tokens and cost reported in its answer.
+- A flow run has the rows reported in its answer, one per item and step, and their cost.
+- A request that was rejected as a whole has one row, `refused`, and costs nothing.
+- If an answer was lost or came from a proxy, or the caller hung up, the rows are the only record of
+the request, and are accepted as they are.
 - A request for which no connection could be opened has no row.
-- The report has, for each hour, tenant and model, the sums of the ledger.
+- For each hour, tenant and model, the report has the ledger's totals.
 
-`check` asks BigQuery until all of a ledger is there, or the time is up.
+`check` queries BigQuery until the whole ledger is there or the time is up.
 """
 
 from __future__ import annotations
@@ -239,7 +239,7 @@ def _add(
 ) -> None:
     """Adds a request to its group: from its answer, or from its rows if there is no answer.
 
-    A flow run has rows of several models, which its answer does not separate by hour.
+    A flow run has rows for several models, which its answer doesn't separate by hour.
     """
     if line.ending != "answered" or line.status != 200 or line.steps:
         for row in rows:
@@ -298,8 +298,8 @@ def check(
 ) -> Comparison:
     """Compares a ledger with rows and report, repeatedly while they differ.
 
-    Rows arrive in the background, and later after an outage. So a difference counts only after
-    `wait_s`.
+    Rows arrive in the background, and later after an outage. A difference therefore counts only
+    after `wait_s`.
 
     Args:
         wait_s: seconds within which differences may disappear.

@@ -1,4 +1,4 @@
-"""A persistent HTTP/1.1 connection of a load generator, with one request at a time.
+"""A load generator's persistent HTTP/1.1 connection, with one request at a time.
 
 It uses asyncio protocols, because a client library would cost more than the answer to a cache hit.
 """

@@ -1,4 +1,4 @@
-"""A synthetic day: a wave with a rush at noon and bursts, for tenants and models by share.
+"""A synthetic day: a wave with a rush at noon and bursts, split among tenants and models.
 
 Shares are exact to the request: counts are rounded by largest remainder, and only the order is
 random. Within a time slot, requests arrive at random, like a Poisson process with a known number of
@@ -27,7 +27,7 @@ RUSH_FROM_S, RUSH_FOR_S = 43_200.0, 7_200.0
 BURST_FOR_S = 120.0
 
 Mix = Sequence[tuple[float, int, int]]
-"""Shares of the requests, each with the smallest and largest value."""
+"""Shares of the requests, each with its minimum and maximum value."""
 Floats = NDArray[np.float64]
 Ints = NDArray[np.int64]
 
@@ -64,8 +64,8 @@ class Day:
     """The numbers that define a day.
 
     Args:
-        requests: total requests of the day, 1.4 million in `day` of docs/explanation/simulation.md.
-        tenants: the k-th has a share of 1 / k ** zipf.
+        requests: total requests in the day, 1.4 million in `day` of docs/explanation/simulation.md.
+        tenants: number of tenants. The k-th one has a share of 1 / k ** zipf.
         seed: seed of all random numbers.
         zipf: inequality of tenants. 0: all equal.
         swing: amplitude of the wave. 0.6: 0.4 to 1.6 times the mean, lowest at midnight.

@@ -1,4 +1,4 @@
-"""The ledger of a replay: a file with a line per request, written when the request ends.
+"""A replay's ledger: a file with one line per request, written when the request ends.
 
     {"run":"load-20261123T054500-9f2c01","url":"http://127.0.0.1:8080","began_at_s":1795412700.1}
     {"id":"load-20261123T054500-9f2c01-0000000","tenant":"acme","model":"all-MiniLM-L6-v2",...}
@@ -44,7 +44,7 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: str
     tenant: str
-    """Empty: no key, or a key without a known tenant."""
+    """Empty: no key, or a key whose tenant is unknown."""
     model: str
     sent_at_s: float
     """Unix time when it was sent, or when it ended if it never got a connection."""
@@ -53,7 +53,7 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     ending: Ending = "answered"
     """`foreign`: something in front of Penstock answered, such as a proxy.
 
-    `unconnected`: the request was never sent. For other endings than `answered`, only the rows show
+    `unconnected`: the request was never sent. For all endings except `answered`, only the rows show
     the result.
     """
     status: int = 0

@@ -85,7 +85,7 @@ def _table(look: ReplayProgress, tally: Tally, total: int) -> Table:
 def replay(
     target: Target, plan: LoadPlan, pace: Pace, *, run: str, seed: int, path: Path
 ) -> dict[str, Any]:
-    """Sends everything, and returns the summary. SIGINT and SIGTERM stop it gracefully.
+    """Sends all requests, and returns the summary. SIGINT and SIGTERM stop it gracefully.
 
     Args:
         run: prefix of all request ids.

@@ -30,12 +30,12 @@ _OUTSIDE = ("outside-down", "Outside: the API does not answer")
 
 @dataclass(frozen=True)
 class Alert:
-    """A condition that notifies somebody."""
+    """A condition that triggers a notification."""
 
     key: str
     title: str
     severity: Literal["CRITICAL", "WARNING"]
-    """CRITICAL: somebody must act now. WARNING: within days."""
+    """CRITICAL: someone must act now. WARNING: within days."""
     query: str
     """PromQL. Each series that it returns is an incident."""
     for_s: int = 0
@@ -100,7 +100,7 @@ _OTHERS = (
     ),
     Alert("keys-unread", "Keys: can't be read", "CRITICAL", "min(penstock_keys_up) < 1", for_s=120),
     Alert(
-        # Objectives are silent without metrics, and a dead API exports none.
+        # Without metrics, objectives are silent, and an API that is down exports none.
         "metrics-missing",
         "Metrics: none arrive from the API",
         "CRITICAL",

@@ -1,10 +1,10 @@
 """Writes alerts and dashboards into folders, both for the repository and for users.
 
-- A Prometheus that runs alongside the local stack gets a configuration, and its alerts as rules: a
-  separate file, and objects of two operators. Ratios are recorded, so that a graph shows what an
-  alert saw, and windows of days are read every two minutes only.
-- Cloud Monitoring gets templates, which Terraform reads with `templatefile`, so that targets and
-  prices take the place of `${…}`. Its alerts can't record, so they have the whole expression.
+- A Prometheus that runs alongside the local stack gets a configuration, with its alerts as rules:
+in a separate file, and as objects for two operators. Ratios are recorded, so that a graph shows the
+values an alert used, and windows of several days are evaluated only every two minutes.
+- Cloud Monitoring gets templates, which Terraform reads with `templatefile`, replacing `${…}` with
+targets and prices. Its alerts can't use recorded series, so they contain the full expression.
 """
 
 from __future__ import annotations

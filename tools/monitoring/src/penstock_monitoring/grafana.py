@@ -90,7 +90,7 @@ def provider(folder: str) -> dict[str, Any]:
 
 
 def textbox(name: str, label: str, value: str) -> dict[str, Any]:
-    """Returns a variable that readers can type, with its initial value."""
+    """Returns a variable that readers can edit, with its initial value."""
     return {
         "type": "textbox",
         "name": name,

@@ -25,7 +25,7 @@ SAVED_WORKERS = (
     f"sum by (worker) (({_ITEM_S})"
     f" * on (model) group_left () sum by (model) (rate({_FROM_CACHE}[5m])))"
 )
-"""PromQL: seconds of workers per second that cached results would have taken."""
+"""PromQL: worker seconds per second that cached results would have taken."""
 
 
 @dataclass(frozen=True)

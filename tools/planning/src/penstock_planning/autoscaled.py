@@ -1,8 +1,8 @@
-"""How many workers the autoscaler requests under a load: one rule for plans and simulations.
+"""How many workers the autoscaler requests under a load: the same rule for plans and simulations.
 
 Quotas and limits sized for the average number would cut off the autoscaler: it counts arrivals over
-a short time, in which their number varies, and requests even more while it catches up after a step.
-tools/planning/tests/simulation/test_bounds.py compares the rule with simulations.
+a short period, in which their number varies, and requests even more while it catches up after a
+step. tools/planning/tests/simulation/test_bounds.py compares the rule with simulations.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ class ItemLoad(Entry):
     A text that is generated alone takes many times its share of a full worker.
     """
     seconds_per_work: float | None = Field(None, gt=0)
-    """For a class with `work`, used instead: worker seconds per unit of work."""
+    """Used instead for a class with `work`: worker seconds per unit of work."""
     work_per_item: float | None = Field(None, gt=0)
     """Average result of the class's `work` for an item. batch.max_work then limits the batch."""
     tokens_per_item: float | None = Field(None, gt=0)

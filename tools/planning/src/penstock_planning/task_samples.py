@@ -1,4 +1,4 @@
-"""A usual item of each task: its work, and an input and a result as they travel in messages."""
+"""A typical item of each task: its work, plus an input and a result as sent in messages."""
 
 from __future__ import annotations
 
@@ -19,16 +19,18 @@ KEY = "0" * 64
 
 
 class TaskSamples(NamedTuple):
-    """The samples of one task, for a model of it."""
+    """One task's samples, for one of its models."""
 
     work: Callable[[Model, float | None], float | None]
-    """Returns the work of a usual item, in the unit of the task. None: not known. It takes the
-    units that the operator expects, or None."""
+    """Returns the work of a typical item, in the task's unit. None: unknown. It takes the units
+    that the operator expects, or None.
+    """
     input: Callable[[Model, int], Input]
-    """Returns an input of this size in bytes."""
+    """Returns an input of this size, in bytes."""
     result: Callable[[Model, int | None], Result | None]
-    """Returns a result. None: its size is not known. It takes the size in bytes that the operator
-    expects, or None."""
+    """Returns a result. None: its size is unknown. It takes the size in bytes that the operator
+    expects, or None.
+    """
 
 
 def _take_units(model: Model, units: float | None) -> float | None:
@@ -49,7 +51,7 @@ def _make_pair(model: Model, size_bytes: int) -> SimilarityInput:
 
 
 def _make_score(model: Model, size_bytes: int | None) -> SimilarityResult:
-    """A score with all its digits."""
+    """Returns a score with all its digits."""
     return SimilarityResult(0.1234567890123456, 100)
 
 
@@ -69,7 +71,7 @@ def _count_pixel_steps(model: Model, units: float | None) -> float:
 
 
 def _make_drawing(model: Model, size_bytes: int) -> ImageInput:
-    """A prompt, or an image in the object store."""
+    """Returns a prompt, or an image in the object store."""
     is_large = size_bytes > INLINE_LIMIT_BYTES
     return ImageInput(
         "" if is_large else "x" * size_bytes,
@@ -84,7 +86,7 @@ def _make_drawing(model: Model, size_bytes: int) -> ImageInput:
 
 
 def _make_image(model: Model, size_bytes: int | None) -> ImageResult | None:
-    """An image, in the reply or in the object store."""
+    """Returns an image, in the reply or in the object store."""
     if size_bytes is None:
         return None
     is_large = size_bytes > model.reply_limit_bytes
@@ -98,7 +100,7 @@ def _take_work(model: Model, units: float | None) -> float:
 
 
 def _make_class_input(model: Model, size_bytes: int) -> CustomInput:
-    """A text, or a file in the object store."""
+    """Returns a text, or a file in the object store."""
     if size_bytes > INLINE_LIMIT_BYTES:
         file = Blob("application/octet-stream", object_key=KEY)
         return CustomInput({"file": None}, [file], [FilePlace(["file"])])
@@ -106,7 +108,7 @@ def _make_class_input(model: Model, size_bytes: int) -> CustomInput:
 
 
 def _make_class_result(model: Model, size_bytes: int | None) -> CustomResult | None:
-    """A text, or a file in the object store."""
+    """Returns a text, or a file in the object store."""
     if size_bytes is None:
         return None
     if size_bytes > INLINE_LIMIT_BYTES:
@@ -122,4 +124,4 @@ SAMPLES = {
     TEXT.name: TaskSamples(_take_units, _make_prompt, _make_generation),
     CUSTOM.name: TaskSamples(_take_work, _make_class_input, _make_class_result),
 }
-"""By the name of the task."""
+"""Samples by task name."""

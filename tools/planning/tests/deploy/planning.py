@@ -29,7 +29,7 @@ def entry(name: str = "texts", **given: Any) -> Model:
 
 
 def rate(mean: float = 10.0, **given: Any) -> ModelRate:
-    """Returns a rate with seconds that count as measured."""
+    """Returns a rate whose seconds count as measured."""
     fields: dict[str, Any] = {"mean_per_s": mean, "seconds_per_item": 0.01, "measured": "a test"}
     return ModelRate.model_validate(fields | given)
 

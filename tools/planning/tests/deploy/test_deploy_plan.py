@@ -1,5 +1,5 @@
-"""`penstock deploy plan` as one runs it: what it prints, what it asks to be set, and what it
-refuses.
+"""`penstock deploy plan` as users run it: what it prints, which settings it asks for, and what it
+rejects.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The view of GPU prices matches the price lists at any time."""
+"""The GPU price view matches the price lists at any time."""
 
 import datetime as dt
 

@@ -73,13 +73,13 @@ def test_a_month_adds_up() -> None:
     priced = {cost.item: cost for cost in plan.costs}
     gpus = priced["GPU nodes l4-x1, spot"]
     assert (gpus.mean_usd, gpus.peak_usd) == (0.5 * 730, 15 * 0.5 * 730)
-    # A job is small, and billed as 1,000 bytes: published, delivered to workers and to the priority
-    # `batch`.
+    # A job is small and billed as 1,000 bytes: it is published, and delivered to workers and to the
+    # `batch` priority.
     jobs = 10 * 730 * 3600 * 3 * 1000 / 2**40
     assert priced["Pub/Sub, jobs: 1 publish, 2 deliveries"].mean == pytest.approx(jobs)
     replies = priced["Pub/Sub, direct replies: 1 publish, 1 delivery"].mean
     assert replies is not None
-    # 384 floats in base64 are 2,048 bytes; receipt and attributes some 500.
+    # 384 floats in base64 are 2,048 bytes; receipt and attributes are about 500.
     assert replies / jobs == pytest.approx(2 / 3 * 2.5, rel=0.1)
     assert priced["Pub/Sub, replies to slots: 1 publish, 4 deliveries"].mean_usd == 0
     assert totals(plan.costs)[0] == pytest.approx(sum(cost.mean_usd or 0 for cost in plan.costs))
@@ -144,7 +144,7 @@ def test_rows_by_way_of_the_archive_are_loaded_and_not_inserted() -> None:
     )
     written = priced["row archive, objects written and listed"]
     passes, month_s = 3 * 730 * 3600 / 120, 730 * 3600
-    # One API instance and one worker put an object each ten seconds, or one for each 500 rows.
+    # One API instance and one worker each put an object every ten seconds, or one per 500 rows.
     puts = 2 * month_s / 10 + 30 * month_s / 500
     listed = passes + 403 * 3 * 730 / 24
     assert written.mean == pytest.approx((puts + listed + 3 * passes) / 1000)
@@ -158,7 +158,7 @@ def test_rows_by_way_of_the_archive_are_loaded_and_not_inserted() -> None:
 
 
 class CountingStore(FragileStore):
-    """Counts operations that Google bills: writes and listings, and reads. Deleting is free."""
+    """Counts the operations that Google bills: writes and listings, and reads. Deleting is free."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""The deployed rules under load: the promises of decision 43."""
+"""The deployed rules under load: decision 43's promises."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from penstock_planning.simulation.world import simulate
 pytestmark = pytest.mark.slow(about_s=12)
 
 NODE_S, POD_S, SEEN_S = 150.0, 60.0, 60.0
-"""Node and pod of the shipped scenarios, and what the autoscaler has to see and order them."""
+"""Start times of a node and a pod in the shipped scenarios, plus the autoscaler's reaction time."""
 SMALL = (
     "models.sd-1-5.arrivals=[{kind: constant, per_s: 5}]",
     "models.sd-1-5.start_replicas=10",
 )
-"""A quarter of the shipped load, which takes a quarter of the time."""
+"""A quarter of the shipped load, which takes a quarter of the time to simulate."""
 
 
 def run(name: str, *changes: str, events: list[dict[str, Any]] | None = None) -> SimulationResult:
@@ -70,7 +70,7 @@ def test_lost_metrics_take_no_worker(outage: dict[str, Any]) -> None:
     away = {"kind": "metrics_outage", "at_s": 300, "for_s": 1200} | outage
     result = run("sd-constant", "duration_s=1800", *SMALL, events=[away])
     assert result.summary.workers_lost == {}
-    # Nor are GPUs bought for nothing.
+    # Nor are GPUs paid for without being used.
     (model,) = result.summary.models
     assert model.replicas.most <= 1.2 * model.replicas.mean
 
@@ -90,12 +90,12 @@ def test_step_of_four_is_refused_only_while_nodes_start() -> None:
     assert at_s < min(record.ended_s)
     assert max(record.ended_s) < at_s + NODE_S + POD_S + SEEN_S
     (model,) = result.summary.models
-    # 40 workers' work, at the utilization that is wanted, and what waited.
+    # Work for 40 workers at the target utilization, plus the backlog.
     assert model.replicas.most < 1.3 * 40 / 0.7
 
 
 def test_wave_takes_what_its_work_takes() -> None:
-    # The shipped wave is ten times as large, and five times as slow.
+    # The shipped wave is ten times as large and five times as slow.
     wave = "{kind: wave, least_per_s: 0.4, most_per_s: 4, period_s: 5400}"
     summary = run(
         "sd-wave",
@@ -126,7 +126,8 @@ def test_batch_priority_keeps_no_workers_that_callers_left() -> None:
         "models.sd-1-5.start_replicas=20",
     )
     last = result.recorder.samples[-1]
-    # Two workers' work of callers at 0.7. As much at `batch` priority waits for idle workers.
+    # Callers send work for two workers at 0.7. An equal amount at `batch` priority waits for idle
+    # workers.
     assert last.replicas <= 4
 
 
@@ -155,8 +156,8 @@ def test_nobody_asking_leaves_no_worker() -> None:
 
 
 def test_region_without_gpus_gets_the_workers_of_the_other() -> None:
-    # Callers of the first region have eight workers' work, and it gets two GPUs. Arrivals ask for
-    # three workers in the other one, which does the rest of the ten workers' work.
+    # Callers in the first region send work for eight workers, but it gets only two GPUs. Arrivals
+    # request three workers in the other region, which does the rest of the ten workers' work.
     result = run(
         "sd-constant",
         "duration_s=3000",

@@ -1,4 +1,4 @@
-"""Quotas and bounds of `penstock deploy plan` hold what the simulated autoscaler asks for."""
+"""Quotas and limits from `penstock deploy plan` cover what the simulated autoscaler requests."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHARED = {"gpu": {"type": "l4", "share": 4}}
 
 
 def requested(entry: dict[str, Any], per_s: float, **given: Any) -> tuple[int, float]:
-    """GPUs that the plan asks for at a rate: the bound of the pool, and the quota."""
+    """Returns the GPUs that the plan requests at a rate: the pool's limit and the quota."""
     model = Model.model_validate(ENTRY | entry)
     plan = plan_of(
         model,
@@ -63,7 +63,7 @@ def test_plan_and_simulation_ask_for_the_same_gpus(
 
 
 def test_worker_without_a_gpu_counts_once_for_both_processes() -> None:
-    # 12 processes' work, on pods of two: before, the autoscaler asked for 18 pods.
+    # Work for 12 processes, on pods of two. The autoscaler used to request 18 pods.
     load = {"arrivals": [{"kind": "constant", "per_s": 12}], "start_replicas": 6}
     entry = {"gpu": {"type": "none"}, "replicas": {"min": 2, "max": 50}}
     (summary,) = simulate(
@@ -98,7 +98,7 @@ def test_shipped_loads_fit(name: str, per_s: float) -> None:
     entry = {"replicas": {"min": 2, "max": 150}}
     quota = requested(entry, per_s, seconds_per_item=2.0)[1]
     assert summary.gpus_to_request == quota
-    # Before, the plan asked for 59 where sd-constant had 62 nodes.
+    # The plan used to request 59 nodes where sd-constant had 62.
     assert summary.gpus_most <= quota <= 1.2 * summary.gpus_most
 
 

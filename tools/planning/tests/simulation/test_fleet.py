@@ -22,7 +22,7 @@ def run(
     cluster: dict[str, Any] | None = None,
     **fields: Any,
 ) -> SimulationResult:
-    """A fixed number of workers, whose pods are wanted from the start."""
+    """Runs a fixed number of workers, whose pods are requested from the start."""
     return simulate(
         scenario(
             entry={
@@ -49,7 +49,7 @@ def test_a_node_for_each_worker_and_the_buffer() -> None:
 
 
 def test_workers_share_a_gpu_and_its_time() -> None:
-    # Two workers of one second a job on one GPU, always busy: two jobs take two seconds.
+    # Two workers that take one second per job on one GPU, always busy: two jobs take two seconds.
     alone = run(replicas=2, per_s=10, cluster={"buffer": 0})
     shared = run(replicas=2, share=2, per_s=10, cluster={"buffer": 0})
     assert set(nodes(alone).values()) == {2}

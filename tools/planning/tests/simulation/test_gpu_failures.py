@@ -42,7 +42,7 @@ def test_jobs_of_a_gpu_that_fails_are_answered_by_others() -> None:
     assert max(result.recorder.models["model"].answer_s) > 20
     ready = {sample.at_s: sample.ready for sample in result.recorder.samples}
     assert {count for at_s, count in ready.items() if 625 <= at_s < 700} == {9}
-    # The buffer has a place for the next worker, which takes a minute to get warm.
+    # The buffer has a place for the next worker, which takes a minute to warm up.
     assert failure.emptied_s == 45
     assert failure.replaced_s == pytest.approx(45 + 60, abs=5)
 
@@ -51,7 +51,7 @@ def test_somebody_is_called_within_two_rounds_of_the_alert() -> None:
     (failure,) = run(events=[FAILURE]).summary.gpu_failures
     assert failure.alert_s is not None
     assert 0 < failure.alert_s <= 120
-    # Its metrics are lost too, for ten minutes: nobody can be called before they are back.
+    # Its metrics are lost too, for ten minutes: no alert can fire before they are back.
     away = {"kind": "metrics_outage", "at_s": 590, "for_s": 600, "what": "samples"}
     (blind,) = run(events=[FAILURE, away]).summary.gpu_failures
     assert blind.alert_s is not None
@@ -64,7 +64,7 @@ def test_no_more_than_a_tenth_of_the_nodes_is_emptied_at_a_time() -> None:
     result = run(events=[FAILURE | {"count": 3}])
     first_s, second_s, third_s = result.emptied_s
     assert first_s == 645
-    # A node that was emptied is deleted when it has been idle for ten minutes.
+    # A drained node is deleted once it has been idle for ten minutes.
     assert 600 <= second_s - first_s <= 620
     assert 600 <= third_s - second_s <= 620
     (failure,) = result.summary.gpu_failures

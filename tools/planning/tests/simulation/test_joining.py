@@ -1,4 +1,4 @@
-"""The deployed rules when items join between steps: the promises of decision 73."""
+"""The deployed rules when items join between steps: decision 73's promises."""
 
 from __future__ import annotations
 
@@ -13,8 +13,9 @@ from penstock_planning.simulation.world import simulate
 pytestmark = pytest.mark.slow(about_s=10)
 
 START_S = 150.0 + 60.0 + 60.0 + 60.0 + 60.0
-"""Node, pod, what the autoscaler has to see and order them, a step of more than four workers, and
-the deadline of the texts that came before."""
+"""A node, a pod, the time for the autoscaler to see and order them, a step of more than four
+workers, and the deadline of the texts that arrived before.
+"""
 
 
 def run(name: str, *changes: str) -> SimulationResult:
@@ -22,7 +23,7 @@ def run(name: str, *changes: str) -> SimulationResult:
 
 
 def wanted(result: SimulationResult, model: str, per_s: float) -> float:
-    """The workers whose full steps do the work, at 0.7."""
+    """Returns the number of workers whose full steps do the work at 0.7 utilization."""
     steps = result.scenario.models[model].steps
     assert steps is not None
     places = {"writer": 16, "sd-1-5": 8}[model]
@@ -65,7 +66,7 @@ def test_four_times_the_texts_get_workers_within_minutes() -> None:
 
 
 def test_images_that_join_count_as_those_that_do_not() -> None:
-    """One alone takes nearly all of its GPU, so most of its steps are work."""
+    """A single image takes nearly all of its GPU, so most of its steps count as work."""
     result = run(
         "sd-joining",
         "duration_s=1800",
@@ -90,5 +91,5 @@ def test_texts_stop_as_many_workers_as_are_too_many() -> None:
         "models.writer.arrivals=[{kind: constant, per_s: 2}]",
         "models.writer.start_replicas=20",
     )
-    # 20 workers with a text each are busy nearly all the time, and two can do it.
+    # 20 workers with one text each are busy nearly all the time, although two could do the work.
     assert result.recorder.samples[-1].replicas <= 3

@@ -1,4 +1,4 @@
-"""KEDA's part: zero, fallbacks, and what counts as a failure."""
+"""KEDA's part: scaling to and from zero, fallbacks, and what counts as a failure."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_fallback_comes_after_more_failures_than_its_threshold(
     scaler.is_endpoint_up = False
     for turn in range(3):
         assert scaler.sync(turn * 15, replicas) == replicas
-    # The static one is reached in steps.
+    # The static value is reached in steps.
     assert scaler.sync(45, replicas) == kept
 
 

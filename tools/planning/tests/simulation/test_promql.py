@@ -1,4 +1,4 @@
-"""The evaluator, checked with values from Prometheus' documentation and tests."""
+"""The evaluator, checked against values from Prometheus' documentation and tests."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOW_S = 1000.0
 
 @pytest.fixture
 def series() -> TimeSeries:
-    """A counter that grows by 7 every 10 s in two pods, and a gauge of two regions."""
+    """Returns a counter that grows by 7 every 10 s in two pods, and a gauge with two regions."""
     stored = TimeSeries()
     for number in range(101):
         for pod, per_sample in (("a", 7.0), ("b", 1.0)):

@@ -1,4 +1,4 @@
-"""The autoscaler's queries over series written by the tests."""
+"""The autoscaler's queries over time series written by the tests."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ MODEL = read_catalog(Path("models.yaml")).find("stable-diffusion-tiny")
 GUESS_S = MODEL.definition.first_guesses.item_s
 QUERIES = TriggerQueries([MODEL], "images", managed_prometheus("here"), 1)
 OF_TWO = TriggerQueries([MODEL], "images", managed_prometheus("here"), 2)
-"""Processes per worker."""
+"""Queries for workers with two processes."""
 NOW_S = 3000.0
 
 
 class World:
-    """Series as two API instances and some workers leave them, a sample each 10 s."""
+    """Time series as produced by two API instances and some workers, with a sample every 10 s."""
 
     def __init__(self) -> None:
         self.series = TimeSeries()
@@ -54,7 +54,7 @@ class World:
     def items(
         self, *, per_s: float, seconds: float, spare: float | None, region: str = "here"
     ) -> World:
-        """Items of a worker that ended, the seconds of one in the model, and what was spare."""
+        """Adds a worker's finished items, with the model seconds and spare seconds of each."""
         labels = (("location", region), ("pod", "a"), ("worker", "images"))
         counters = {"batch_items_sum": 1.0, "inference_seconds_sum": seconds}
         if spare is not None:
@@ -105,7 +105,7 @@ def test_what_waits_takes_workers_by_its_deadline() -> None:
 
 
 def test_callers_who_hang_up_buy_no_gpus() -> None:
-    # A thousand a second, of which no worker ever gets one done.
+    # A thousand per second, none of which any worker ever finishes.
     assert World().api(per_s=1000.0).ask(QUERIES.arrivals()) == MAX_STEP
     busy = World().api(per_s=1000.0).worker("a", 1.0)
     assert busy.ask(QUERIES.arrivals()) == 2 * MAX_STEP
@@ -123,8 +123,8 @@ def test_worker_with_two_processes_does_twice_as_much() -> None:
     assert world.ask(OF_TWO.arrivals()) == pytest.approx(0.5 * 3.0 / 2)
     waiting = 90 * 3.0 / MODEL.deadline.default_s
     assert world.ask(QUERIES.work()) == pytest.approx(1.0 + waiting)
-    # The busy fraction is of the worker, however many processes it has. Only the seconds are per
-    # process.
+    # The busy fraction is per worker, however many processes it has. Only the seconds are
+    # per process.
     assert world.ask(OF_TWO.work()) == pytest.approx(1.0 + waiting / 2)
     of_one, of_two = QUERIES.messages(), OF_TWO.messages()
     assert of_one is not None
@@ -137,7 +137,7 @@ def test_worker_with_two_processes_does_twice_as_much() -> None:
 def test_items_count_for_their_seconds_less_what_was_spare(
     spare: float | None, seconds: float
 ) -> None:
-    # Workers that do not report it, which an older version may be, count for all of their time.
+    # For workers that don't report it, such as older versions, all of their time counts.
     world = World().api(per_s=0.5).api(priority="batch").worker("a", 0.9)
     world.items(per_s=0.1, seconds=3.0, spare=spare, region="elsewhere")
     assert world.ask(QUERIES.arrivals()) == pytest.approx(0.5 * seconds)

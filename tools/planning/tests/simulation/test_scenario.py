@@ -123,7 +123,7 @@ def test_streams_have_their_rates(
 ) -> None:
     times_s = times_of(stream, 1000)
     assert times_s == sorted(times_s)
-    # Five standard deviations of Poisson's distribution.
+    # Five standard deviations of the Poisson distribution.
     assert len(times_s) == pytest.approx(count, abs=5 * count**0.5)
     assert all(stream.from_s <= at_s < (stream.until_s or 1000) for at_s in times_s)
 

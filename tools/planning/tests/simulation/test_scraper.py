@@ -14,7 +14,7 @@ SEEN = PromQuery("count(penstock_worker_busy_ratio{lane='interactive'})")
 
 
 def seen(at_s: float, **fields: object) -> object:
-    """Returns how many workers queries count after the autoscaler removed one of two."""
+    """Returns how many workers the queries count after the autoscaler removed one of two."""
     one_model = scenario(
         entry={"replicas": {"min": 1, "max": 1}},
         load={"start_replicas": 2, "arrivals": [{"kind": "constant", "per_s": 0}]},
@@ -35,6 +35,6 @@ def test_workers_are_seen_after_a_scrape_and_its_age() -> None:
 def test_without_markers_a_worker_that_is_gone_is_seen_on(
     has_stale_markers: bool, count: float
 ) -> None:
-    # The HPA takes one away in its first loop, within 15 s.
+    # The HPA removes one in its first loop, within 15 s.
     assert seen(120.0, has_stale_markers=has_stale_markers) == {(): count}
     assert seen(400.0, has_stale_markers=has_stale_markers) == {(): 1.0}

@@ -28,7 +28,7 @@ NAMES = ("a-model", "b-model", "c-model")
 
 
 def measured(figure: str) -> tuple[float, float]:
-    """A row of the table in docs/measurements/recovery.md: on one worker, and on three."""
+    """Returns a row of the table in docs/measurements/recovery.md: on one worker, and on three."""
     part = MEASURED.read_text().partition("### A flow of three models on one worker")[2]
     row = re.search(rf"^\| {re.escape(figure)} \| ([\d.]+)[^|]*\| ([\d.]+)", part, re.MULTILINE)
     assert row is not None, figure
@@ -43,7 +43,7 @@ def summary(name: str) -> tuple[RunSummary, FlowSummary]:
 
 
 def test_idle_gpus_are_those_that_were_measured() -> None:
-    """Within 10 %: 50 runs were measured, at a rate that chance moves by 14 %."""
+    """Within 10 %: 50 runs were measured, at a rate that randomly varies by 14 %."""
     (shared, on_one), (apart, on_three) = summary("flow-shared"), summary("flow-apart")
     idle = (on_one.gpu_idle_s_per_run or 0.0, on_three.gpu_idle_s_per_run or 0.0)
     assert idle == pytest.approx(measured("GPU-seconds idle per run"), rel=0.1)
@@ -52,7 +52,7 @@ def test_idle_gpus_are_those_that_were_measured() -> None:
     busy = (1 - shared.gpu_busy_share, 1 - apart.gpu_busy_share)
     shares = measured("share of GPU time that is idle")
     assert busy == pytest.approx([share / 100 for share in shares], abs=0.03)
-    # Half of the runs wait for nobody on three workers, and for others on one.
+    # On three workers, half of the runs wait for nothing; on one, they wait for other runs.
     assert 0.6 < (on_three.p50_s or 0.0) < 0.7 < (on_one.p50_s or 0.0) < 1.0
 
 

@@ -14,7 +14,7 @@ from tools.planning.tests.simulation.worlds import scenario
 PLACES, STEPS = 4, 100
 FIXED_S, EACH_S, FIRST_S = 0.02, 0.005, 0.1
 FULL_S = FIRST_S + STEPS * (FIXED_S + PLACES * EACH_S) / PLACES
-"""Seconds that an item takes of a full worker."""
+"""Seconds of a full worker that an item takes."""
 TRIP_S = 0.1
 
 
@@ -40,7 +40,7 @@ def test_lone_items_take_all_of_their_steps() -> None:
     result = run(1, {"kind": "constant", "per_s": 0.1, "spacing": "even"})
     (model,) = result.summary.models
     assert model.p50_s == pytest.approx(TRIP_S + FIRST_S + STEPS * (FIXED_S + EACH_S))
-    # Each is a tenth of a second's worth of a full worker per second.
+    # Each is worth a tenth of a full worker's second per second.
     assert result.summary.worker_work_share == pytest.approx(0.1 * FULL_S, rel=0.03)
 
 

@@ -24,7 +24,7 @@ def waits(result: SimulationResult) -> list[float]:
 
 
 def queue_of(servers: int, load: float, spread: str) -> Scenario:
-    """Servers with one second a job, and jobs at random."""
+    """Returns servers that take one second per job, with jobs arriving at random."""
     return scenario(
         entry={"replicas": {"min": servers, "max": servers}},
         load={
@@ -173,7 +173,7 @@ def test_from_zero_the_first_request_is_served(buffer: int, start_s: float) -> N
     )
     (model,) = result.summary.models
     assert (model.arrived, model.served) == (1, 1)
-    # Pod, and a node where no place is kept warm, after a scrape and polling.
+    # A pod, and a node without warm places, after a scrape and polling.
     assert model.p50_s is not None
     assert start_s < model.p50_s < start_s + 40
 

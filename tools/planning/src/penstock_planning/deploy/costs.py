@@ -31,12 +31,12 @@ ARCHIVE_CPU = 1
 ARCHIVE_TABLES = 3
 """Tables whose objects are listed in each archive pass (infra/row_archive/__main__.py)."""
 ARCHIVE_DAYS_MORE, ARCHIVE_DELETED_DAYS = 3, 7
-"""Days that the archive keeps rows for longer than BigQuery, and days for which deleted objects are
-billed (infra/terraform/platform/row_archive.tf).
+"""How many days longer the archive keeps rows than BigQuery does, and for how many days deleted
+objects are billed (infra/terraform/platform/row_archive.tf).
 """
 PASS_WRITES, PASS_READS = 3, 2
 """Operations in a pass that has rows, apart from listing and reading its objects: two writes of its
-list, and one of a file. Its list is read once, and the file when its day is merged
+list, and one of a file. Its list is read once, and so is the file when its day is merged
 (infra/row_archive/archive.py).
 """
 ARMOR_RULES = 4
@@ -52,7 +52,7 @@ Messages dropped by a filter are billed too
 
 @dataclass(frozen=True)
 class Cost:
-    """A row: cost at the mean rate, and if the peak lasted all month.
+    """A row: the cost at the mean rate, and the cost if the peak lasted all month.
 
     Without an amount, `lacks` names the missing input.
     """
@@ -305,7 +305,7 @@ def _archive(
         ),
     )
     passes = ARCHIVE_TABLES * SECONDS / platform.rows.every_s
-    # An object has the rows of the linger time, at most a batch. No object is empty.
+    # An object has the rows from the linger time, at most one batch. No object is empty.
     mean, peak = (
         min(rows, count * SECONDS / ObjectSender.linger_s + rows / BATCH_ROWS) for count in writers
     )

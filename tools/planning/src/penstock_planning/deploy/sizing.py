@@ -1,15 +1,14 @@
 """Calculates workers, GPUs, nodes and API instances per model, region and node class.
 
-The number of workers follows from the load, the target utilization of the autoscaler (decision 43),
-and the wait that the deadline allows. Quotas and limits also allow for what it requests when
-arrivals vary. The workers of a model are the servers of one queue, because all of them pull from
-one subscription. Arrivals are assumed to be Poisson and service times exponential (M/M/c). The
-batches of one model vary less than that, and M/D/c waits less than M/M/c at the same load, so the
-result is conservative. With continuous batching, the servers are the slots of all workers, each as
-slow as in a full worker. Workers that serve several models are also the servers of one queue: the
-loads of the models add up, each wait is as long as the longest full batch among them, and the
-shortest slack counts. Not modeled: a request with more items than a batch holds, which arrive all
-at once.
+The number of workers follows from the load, the autoscaler's target utilization (decision 43), and
+the wait that the deadline allows. Quotas and limits also allow for what the autoscaler requests
+when arrivals vary. A model's workers are the servers of one queue, because all of them pull from
+one subscription. Arrivals are assumed to be Poisson and service times exponential (M/M/c). One
+model's batches vary less than that, and M/D/c waits less than M/M/c at the same load, so the result
+is conservative. With continuous batching, the servers are the slots of all workers, each as slow as
+in a full worker. Workers that serve several models are also the servers of one queue: the models'
+loads add up, each wait is as long as the longest full batch among them, and the shortest slack
+counts. Not modeled: a request with more items than fit in a batch, all of which arrive at once.
 """
 
 from __future__ import annotations
@@ -177,7 +176,7 @@ class Site:
 
 @dataclass(frozen=True)
 class _Hand:
-    """Jobs held by a worker process."""
+    """The jobs held by a worker process."""
 
     jobs: int
     most_busy: float
@@ -186,7 +185,7 @@ class _Hand:
 
 @dataclass(frozen=True)
 class _Demand:
-    """The demand of a model on its workers in one region."""
+    """A model's demand on its workers in one region."""
 
     model: Model
     rate: ModelRate
@@ -286,7 +285,7 @@ def size_workers(
 def _hand(
     model: Model, rate: ModelRate, service_s: float, batch: int, round_trip_s: float
 ) -> _Hand:
-    """Follows the workers' rule: two batches, and the work until a permit is used again.
+    """Follows the workers' rule: two batches, plus the work until a permit is used again.
 
     By Little's law, a process that is always busy holds its rate times (batch time + that time). A
     model that computes in steps holds a fixed number.
@@ -429,7 +428,7 @@ def _cpu_workers_per_node(machine_type: str) -> int:
 def _api_instances(
     workers: Sequence[Workers], rates: DemandRates, platform: Platform, *, at_peak: bool
 ) -> int:
-    """By Little's law: requests in flight = rate x seconds until the answer.
+    """Applies Little's law: requests in flight = rate x seconds until the answer.
 
     Hits take almost no time.
     """
@@ -437,7 +436,7 @@ def _api_instances(
     for group in workers:
         per_s = group.requests_peak_per_s if at_peak else group.requests_mean_per_s
         asked_per_s += per_s
-        # A request waits as soon as one of its items is computed.
+        # A request waits if even one of its items is computed.
         in_flight += (
             per_s
             * min(1.0, group.rate.items_per_request * (1 - group.rate.hit_share))

@@ -1,7 +1,7 @@
-"""Requests, and one region's API, which admits or refuses them like api/dispatch/admission.py.
+"""Requests, and one region's API, which admits or rejects them like api/dispatch/admission.py.
 
 The service rate is estimated by the same class that the API uses. One estimate represents all
-instances of a region: each of n instances has 1/n of the items and the rate, so they expect the
+instances in a region: each of n instances has 1/n of the items and the rate, so they expect the
 same waits. Tenants are not modeled, so everything that waits is ahead.
 """
 

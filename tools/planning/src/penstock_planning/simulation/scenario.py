@@ -1,4 +1,4 @@
-"""A scenario in YAML: what requests arrive, what serves them, and what goes wrong."""
+"""A scenario in YAML: which requests arrive, what serves them, and what goes wrong."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class ScenarioRegion(Entry):
 
 
 class Cluster(Entry):
-    """Delays of nodes and pods, and what is kept.
+    """Delays of nodes and pods, and how much capacity is kept warm.
 
     For sources see docs/explanation/simulation.md.
     """
@@ -330,7 +330,7 @@ def _with(document: Any, keys: list[str], value: Any) -> Any:
 
 
 def _with_paths(document: Any, folder: Path) -> Any:
-    """Paths in a scenario are relative to it."""
+    """Resolves a scenario's paths, which are relative to it."""
     if isinstance(document, dict):
         if isinstance(document.get("catalog"), str):
             document = document | {"catalog": folder / document["catalog"]}

@@ -597,7 +597,7 @@ def _age(job: SimulatedJob) -> Any:
 
 
 def _pass_turn(worker: SimulatedWorker) -> None:
-    """In a pod with several models, the one whose oldest job is the oldest computes next."""
+    """In a pod with several models, lets the one with the oldest waiting job compute next."""
     if not worker.others:
         return
     waiting = [member for member in (worker, *worker.others) if any(member.held)]

@@ -74,10 +74,10 @@ class Node:
         self.places = places
         self.is_spot = is_spot
         self.is_ready = self.has_failed = self.is_cordoned = False
-        """True if pods can start on it, although its GPU failed and it was cordoned for that."""
+        """True if pods could start on it, had its GPU not failed and had it not been cordoned."""
         self.workers: list[SimulatedWorker] = []
         self.busy = 0
-        """Workers that are computing now."""
+        """Number of workers that are computing now."""
         self.busy_s = 0.0
         """Seconds in which at least one of them computed."""
         self.ordered_s = 0.0
