@@ -511,28 +511,37 @@ class Predictions:
             )
             snapshot = PredictionSnapshot(prediction, created)
             return Creation(snapshot, self.refresh, waiter, is_new=True)
-        try:
-            snapshot = await self.read(prediction.tenant, prediction.id)
-        except NotFound as error:
-            raise PredictionIdTaken(
-                f"{prediction.id} is the ID of a prediction that was deleted recently; use "
-                "another ID",
-                field="id",
-            ) from error
-        if snapshot.prediction.digest != prediction.digest:
-            if _GENERATED_ID.fullmatch(prediction.id):
-                raise KeyReused
-            raise PredictionIdTaken(
-                f"{prediction.id} is the ID of a prediction with another input; use another ID",
-                field="id",
-            )
-        snapshot = await self._wait_for_publish(snapshot)
+        snapshot = await self._wait_for_publish(await self._find_equal(prediction))
         if snapshot.is_unpublished:
             # The prediction as first created: its rows have the times and IDs of its record, and
             # its charge comes from the hold created with it.
             first = routed.as_first_asked(snapshot.prediction)
             await self._sender.send_recorded(first, items, waiter)
         return Creation(snapshot, self.refresh, waiter, is_new=False)
+
+    async def _find_equal(self, prediction: Prediction) -> PredictionSnapshot:
+        """Returns the prediction that was created with this ID, by an equal request.
+
+        Raises:
+            PredictionIdTaken: it was created by another request, or deleted recently.
+            KeyReused: the same, for an ID that comes from an Idempotency-Key.
+        """
+        try:
+            existing = await self.read(prediction.tenant, prediction.id)
+        except NotFound as error:
+            raise PredictionIdTaken(
+                f"{prediction.id} is the ID of a prediction that was deleted recently; use "
+                "another ID",
+                field="id",
+            ) from error
+        if existing.prediction.digest == prediction.digest:
+            return existing
+        if _GENERATED_ID.fullmatch(prediction.id):
+            raise KeyReused
+        raise PredictionIdTaken(
+            f"{prediction.id} is the ID of a prediction with another input; use another ID",
+            field="id",
+        )
 
     async def _wait_for_publish(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Waits until the job is published, or its creator has had enough time to do so."""
