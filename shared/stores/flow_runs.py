@@ -4,6 +4,7 @@ A run is a prediction whose record (shared/stores/records.py) shows whether it i
 are in a hash next to it, `<record>:flow`, which is deleted with it:
 
     input            the run's input
+    budget           the budget of all predictions, in bytes, as known to the API
     n:<step>         the number of items of a step, once it is known
     d:<step>         how many of them are done
     j:<step>         the number of its jobs
@@ -46,7 +47,8 @@ class FlowRuns:
     """The flow runs in one Redis.
 
     Args:
-        max_bytes: budget of all predictions, which includes their steps.
+        max_bytes: budget of all predictions with their steps, for runs opened here. Processes that
+            only continue runs use the budget stored with each run.
     """
 
     def __init__(self, redis: RecordsRedis, *, max_bytes: int = BUDGET_BYTES) -> None:
@@ -56,7 +58,8 @@ class FlowRuns:
 
     async def open(self, run: str, data: bytes) -> bool:
         """Stores the input of a run. Returns whether the run exists."""
-        return bool(await self._commands.run_script(OPEN, self._keys(run), data))
+        args = (data, self._max_bytes)
+        return bool(await self._commands.run_script(OPEN, self._keys(run), *args))
 
     async def plan(
         self,
@@ -82,7 +85,7 @@ class FlowRuns:
             fields += (f"o:{index}", outcome)
         first = min(len(jobs), WINDOW_JOBS)
         counts = (step, items, len(done), len(jobs), first)
-        args = (time.time(), self._max_bytes, *counts, *fields)
+        args = (time.time(), *counts, *fields)
         keys = (*self._keys(run), self._redis.predictions_key)
         return int(await self._commands.run_script(PLAN, keys, *args))
 

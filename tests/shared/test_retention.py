@@ -234,6 +234,21 @@ async def test_prediction_that_can_never_fit_drops_nothing(redis_url: str) -> No
         assert await stores.records.read("old") is not None
 
 
+async def test_worker_plans_a_step_within_the_budget_of_the_api(redis_url: str) -> None:
+    async with (
+        RecordStores(redis_url, max_bytes=4 * BUDGET_BYTES) as api,
+        RecordStores(redis_url, max_bytes=BUDGET_BYTES) as worker,
+    ):
+        for name in ("old", "run"):
+            assert await api.predictions.create(
+                name, "acme", b"{}", deadline_s=time.time() + 60, keep_s=60
+            )
+        await worker.records.finish("old", "succeeded", REPLY % (b"w" * BUDGET_BYTES))
+        assert await api.flow_runs.open("run", b"{}")
+        assert await worker.flow_runs.plan("run", 1, [b"{}"], 1, {}) == 1
+        assert await api.records.read("old") is not None
+
+
 async def test_what_expires_is_not_counted_any_more(redis_url: str) -> None:
     with redis.Redis.from_url(redis_url) as client:
         async with (
