@@ -1,11 +1,12 @@
-"""A model process whose model writes its prompt again and again, a letter for each step.
+"""A model process whose model spells its prompt over and over, one letter per step.
 
     python -m tests.workers.speller …       takes the arguments of workers.runtime.server
 
 Prompts that begin with these signs are special. `!`: the step fails. `†`: the process dies once the
-item has two letters. `~`: with company the device has too little memory. `?`: refused. `=`: the
-item has `FIRST_LETTERS` letters at once, and no more before one without this sign is done. With the
-last letter: `%`: the text breaks its schema. `#`: its schema goes no further. `$`: the model fails.
+item has two letters. `~`: in a batch, the device runs out of memory. `?`: refused. `=`: the item
+gets `FIRST_LETTERS` letters at once, and no more until an item without this sign is done. At the
+last letter: `%`: the text breaks its schema. `#`: its schema allows no continuation. `$`: the model
+fails.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepE
 from workers.runtime import server
 
 STEP_S = 0.0005
-"""So that a text which never ends stays small."""
+"""Keeps a text that never ends small."""
 FIRST_LETTERS = 50
 
 
@@ -74,7 +75,7 @@ class _Generation:
     @property
     def result(self) -> GenerationResult:
         text, read = "".join(self.letters), len(self.prompt)
-        # The letters this process computed show a test whether the text was started over.
+        # The letters computed by this process show a test whether the text was restarted.
         return GenerationResult(text, "length", read + len(text), read, len(text), self.computed)
 
 

@@ -1,4 +1,4 @@
-"""The facts about an item's batch in its row: padding, and whether it waited for the model."""
+"""Facts about an item's batch in its row: padding, and whether it waited for the model."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Counting:
-    """A model that computes nothing, in two groups: texts of up to 4 tokens, and longer ones."""
+    """A model that computes nothing, with two groups: texts of up to 4 tokens, and longer ones."""
 
     device_name = "cpu"
 
@@ -39,7 +39,7 @@ class Counting:
         return [short, [index for index in range(len(batch)) if index not in short]]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
-        # Without padding each item alone, the sum is rounded up to 10.
+        # Without padding for each item, the sum is rounded up to 10.
         return max(lengths) * len(lengths) if self.pads else -(-sum(lengths) // 10) * 10
 
     def predict(

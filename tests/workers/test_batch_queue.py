@@ -1,4 +1,4 @@
-"""The rules of the batch queue, each as a property over any arrivals."""
+"""The batch queue's rules, each as a property that holds for any arrivals."""
 
 from __future__ import annotations
 
@@ -141,7 +141,7 @@ class Model(RuleBasedStateMachine):
         key, leader = batch[0].key, batch[0]
         assert {one.key for one in batch} == {key}
         assert len(batch) <= at_most
-        # One item above the budget still runs, alone: refusing it is admission's business.
+        # A single item above the budget still runs, alone: refusing it is up to admission.
         assert len(batch) == 1 or sum(one.length for one in batch) <= room
         of_leader = [one for one in self.model if one.tenant == leader.tenant]
         assert leader is min(of_leader, key=lambda one: one.order), "its tenant's first"
@@ -173,7 +173,7 @@ TestModel = Model.TestCase
 
 
 def difference_of_rivals(rng: random.Random, weight: tuple[float, float], keys: str) -> list[float]:
-    """Two tenants of which items always wait, and others that come and go.
+    """Two tenants whose items are always waiting, and others that come and go.
 
     Returns work_0 / weight_0 - work_1 / weight_1 after each item.
     """
@@ -204,7 +204,7 @@ def difference_of_rivals(rng: random.Random, weight: tuple[float, float], keys: 
 def test_two_tenants_that_wait_all_the_time_get_work_by_their_weights(
     seed: int, weight: tuple[float, float], keys: str
 ) -> None:
-    """Over any interval, within the bound that the module states."""
+    """Over any interval, within the bound that the module documents."""
     apart = difference_of_rivals(random.Random(seed), weight, keys)
     ahead = LONGEST + (BUDGET if len(keys) > 1 else 0)
     bound = 2 * QUANTUM + ahead / weight[0] + ahead / weight[1]
@@ -229,7 +229,7 @@ def test_newcomer_waits_for_a_bounded_part_of_the_work_of_others(
         queue.take(at_most)
     newcomer = Entry(0, data.draw(lengths), tenant="newcomer", weight=data.draw(weights))
     queue.add(newcomer)
-    for number in range(3):  # those who come later are behind
+    for number in range(3):  # later arrivals come after it
         queue.add(Entry(0, data.draw(lengths), tenant=f"late {number}", weight=data.draw(weights)))
     work: dict[str, float] = defaultdict(float)
     order = [one for batch in drain(queue, at_most) for one in batch]
@@ -241,7 +241,9 @@ def test_newcomer_waits_for_a_bounded_part_of_the_work_of_others(
 
 
 def test_keys_gain_a_tenant_nothing() -> None:
-    """One sends every item with another key, so each leads a batch, the other all with one."""
+    """One sends each item with a different key, so each leads a batch; the other uses a single
+    key.
+    """
     queue = queue_of([])
     work = {"many": 0, "one": 0}
     for number in range(400):
@@ -256,7 +258,7 @@ def test_keys_gain_a_tenant_nothing() -> None:
 
 @pytest.mark.parametrize("attackers", [1, 5])
 def test_no_key_starves(attackers: int) -> None:
-    """However many items of other keys and other tenants arrive meanwhile."""
+    """However many items with other keys and from other tenants arrive in the meantime."""
     queue = queue_of([])
     for number in range(40):
         queue.add(Entry(number, 10, f"key {number % 7}", f"attacker {number % attackers}"))
@@ -272,7 +274,7 @@ def test_no_key_starves(attackers: int) -> None:
 
 
 def test_sending_one_item_at_a_time_gains_nothing() -> None:
-    """A tenant's excess work is remembered while it does not have an item in the queue."""
+    """A tenant's excess work is remembered while it has no items in the queue."""
     queue = queue_of(entries_of("steady", [10] * 2000))
     work = {"steady": 0, "single": 0}
     for turn in range(300):
@@ -284,7 +286,7 @@ def test_sending_one_item_at_a_time_gains_nothing() -> None:
 
 
 def test_idle_tenant_keeps_no_deficit() -> None:
-    """A tenant that was idle for a long time gets its share from now on, but not more."""
+    """A tenant that was idle for a long time gets its share from now on, but no more."""
     queue = queue_of([*entries_of("away", [1]), *entries_of("busy", [10] * 1000)])
     for _ in range(5):
         queue.take(64)

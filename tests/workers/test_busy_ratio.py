@@ -1,4 +1,4 @@
-"""The part of their time that model processes are busy, as the autoscaler reads it."""
+"""The fraction of time that model processes are busy, as the autoscaler reads it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def test_batch_counts_while_it_runs() -> None:
 
 
 def test_idle_worker_comes_to_exactly_nothing() -> None:
-    # Else the model would never be scaled to zero.
+    # Otherwise the model would never be scaled to zero.
     clock = Clock()
     busy = BusyRatio(1, clock)
     parts = busy.start(["interactive"])
@@ -66,7 +66,8 @@ def test_what_was_spare_is_not_busy() -> None:
     for _ in range(1000):
         clock.now_s += 1
         busy.spare(parts, 0.8)
-    # A fifth of one of two processes, less than a report later. Three quarters of it are callers'.
+    # A fifth of one of two processes, less than one report later. Callers account for three
+    # quarters of it.
     assert busy.read("interactive") == pytest.approx(0.2 / 2 * 3 / 4, abs=0.01)
     assert busy.read("batch") == pytest.approx(0.2 / 2 / 4, abs=0.01)
     clock.now_s += 1000

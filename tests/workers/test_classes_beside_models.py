@@ -1,4 +1,4 @@
-"""A worker that serves a custom class and another model: they take turns on one device."""
+"""A worker that serves a custom class and another model, which take turns on one device."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def hosted(tmp_path: Path) -> list[HostedModel]:
 async def process(
     request: pytest.FixtureRequest, hosted: list[HostedModel]
 ) -> AsyncIterator[PooledProcess]:
-    """With a budget of one byte, each model is above it and so resident alone."""
+    """With a budget of one byte, each model exceeds it, so only one is resident."""
     budget_bytes = request.param
     async with ModelPool(
         hosted, device="cpu", processes=1, memory_budget_bytes=budget_bytes
@@ -130,7 +130,7 @@ async def test_an_item_that_is_dropped_while_others_are_evicted_does_not_run(
     process: PooledProcess,
 ) -> None:
     saying = asyncio.create_task(say(process, "loop"))
-    await asyncio.sleep(0)  # it has begun, and may wait for the other model to leave
+    await asyncio.sleep(0)  # it has started, and may be waiting for the other model to leave
     process.drop([0])
     assert isinstance(await asyncio.wait_for(saying, WAIT_LIMIT_S), Canceled)
 

@@ -1,4 +1,4 @@
-"""Deadlines end work wherever it is: waiting, prepared, between two steps, in delivery.
+"""Deadlines end work wherever it is: queued, prepared, between two steps, in delivery.
 
 Late work is free.
 """
@@ -29,27 +29,28 @@ from workers.runtime.pool import HostedModel, ModelPool
 pytestmark = pytest.mark.anyio
 
 SHORT_S = 0.7 * PATIENCE
-"""A deadline that passes during the test. Everything that must happen before takes a hundredth of
-it.
+"""A deadline that passes during the test.
+
+Everything that must happen before it takes a hundredth of this time.
 """
 
 
 async def ended(harness: WorkerHarness) -> tuple[str, ItemOutcome]:
-    """The next job that is answered, and what became of its only item."""
+    """The next job that is answered, and its only item's outcome."""
     reply = await harness.reply()
     (outcome,) = reply.body.outcomes
     return reply.request_id, outcome
 
 
 async def held(harness: WorkerHarness, text: str = "held", **given: Any) -> None:
-    """A job that runs until it is stopped, or the gate opens."""
+    """A job that runs until it is stopped or the gate opens."""
     harness.process.gate.clear()
     await harness.send(text, request_id=text, **given)
     await harness.process.started.wait()
 
 
 async def both(harness: WorkerHarness, *texts: str, short: str) -> None:
-    """Jobs that arrive together, so that one batch has them; `short` has little time."""
+    """Jobs that arrive together, so that they share a batch; `short` has little time."""
     harness.process.gate.clear()
     sent = [
         harness.send(text, request_id=text, left_s=SHORT_S if text == short else WAIT_LIMIT_S)
@@ -166,8 +167,8 @@ async def test_queue_limit_ends_what_waits_and_leaves_what_runs(
 async def test_result_after_the_deadline_is_dropped_and_not_kept(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Otherwise, at a model without steps, a caller with a short deadline would compute for
-    nothing, and hit for free.
+    """Otherwise, with a model without steps, a caller with a short deadline would pay nothing for
+    the computation and then get free cache hits.
     """
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.is_deaf = True
@@ -210,7 +211,7 @@ async def test_only_predictions_with_the_usual_time_count_for_the_objective(
 
 
 def of_objective() -> dict[str, float]:
-    """The counters of the objective on deadlines."""
+    """The counters for the deadline objective."""
     found = {
         end: REGISTRY.get_sample_value(
             "penstock_slo_items_total", {"model": MODEL.name, "end": end}
@@ -248,14 +249,14 @@ async def test_what_is_late_is_not_tried_again_after_a_death(
         await held(harness, left_s=SHORT_S)
         request_id, outcome = await ended(
             harness
-        )  # the Cancel opens the gate, and then the process dies
+        )  # Cancel opens the gate, and then the process dies
         assert (request_id, outcome.status) == ("held", "expired")
         assert await harness.ask("next", request_id="next") == [("succeeded", b"next")]
         assert harness.process.batches == [["held"], ["next"]]
 
 
 class SlowBroker(InMemoryBroker):
-    """Takes its time over replies while `gate` is closed."""
+    """Delays replies while `gate` is closed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,7 +275,9 @@ class SlowBroker(InMemoryBroker):
 async def test_row_says_what_the_reply_says_however_late_it_is_taken(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """If nobody waited for it any more, the API writes rows that win (tests/api/test_ledger.py)."""
+    """If the reply no longer has a waiter, the API writes rows that win
+    (tests/api/test_ledger.py).
+    """
     broker = SlowBroker()
     async with running_worker(redis_url, tmp_path, broker=broker) as harness:
         await harness.send("cat", left_s=SHORT_S)

@@ -1,4 +1,4 @@
-"""The number of jobs that a worker holds depends on its distance to the broker and on its rate."""
+"""How many jobs a worker holds depends on its distance to the broker and on its rate."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ RATE = BATCH / BATCH_S
 
 @dataclass(eq=False)
 class Held:
-    """A subscription that only remembers what it was asked to hold."""
+    """A subscription that only remembers how many jobs it was asked to hold."""
 
     round_trip: SmoothedDuration
     now: list[int] = field(default_factory=list)
@@ -31,7 +31,7 @@ class Held:
 
 @dataclass(eq=False)
 class Pulled:
-    """A job of a number of items."""
+    """A job with a number of items."""
 
     subscription: Held
     items: list[int]
@@ -39,7 +39,7 @@ class Pulled:
 
 @dataclass(eq=False)
 class Queued:
-    """An item that one job waits for."""
+    """An item that one job is waiting for."""
 
     pulled: Pulled
 
@@ -49,7 +49,7 @@ class Queued:
 
 
 def steady(seconds: float) -> SmoothedDuration:
-    """A duration that was the same for long."""
+    """A duration that has been stable for a long time."""
     duration = SmoothedDuration()
     for _ in range(50):
         duration.record(seconds)
@@ -153,7 +153,7 @@ def test_smoothed_duration_follows_rfc_6298() -> None:
 def test_a_job_from_afar_is_fresh_when_it_comes(
     round_trip_s: float, age_s: float, is_fresh: bool
 ) -> None:
-    """Otherwise the worker would ask Redis for each job before it queues it."""
+    """Otherwise the worker would query Redis for each job before queuing it."""
     job = SimpleNamespace(envelope=SimpleNamespace(attempt=1, published_at_s=1000.0))
     subscription = cast(Subscription, Held(steady(round_trip_s)))
     pulled = PulledJob(cast(Job, job), cast(ReceivedMessage, None), subscription, 1000.0 + age_s)

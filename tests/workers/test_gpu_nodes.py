@@ -1,5 +1,6 @@
-"""Nodes whose GPU has failed are emptied, within the disruption budgets, and never all at once.
-Against an API server that is as strict as Kubernetes about rights and kinds of bodies.
+"""Nodes with a failed GPU are drained, within disruption budgets, and never all at once.
+
+Runs against an API server as strict as Kubernetes about permissions and content types.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ PODS = "/api/v1/namespaces/penstock/pods"
 
 @dataclass
 class Cluster:
-    """Nodes, and the pods on each. `held`: pods whose disruption budget refuses an eviction."""
+    """Nodes and the pods on each. `held`: pods whose disruption budget refuses an eviction."""
 
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     pods: dict[str, str] = field(default_factory=dict)
-    """The node of each pod."""
+    """Each pod's node."""
     held: set[str] = field(default_factory=set)
     url: str = ""
 
@@ -53,7 +54,7 @@ class Cluster:
     def cordoned(self) -> set[str]:
         return {name for name, node in self.nodes.items() if node["spec"].get("unschedulable")}
 
-    # Answers, as (status, body).
+    # Responses, as (status, body).
 
     def get(self, path: str, query: dict[str, str]) -> tuple[int, Any]:
         limit, start = int(query["limit"]), int(query.get("continue", "0"))
@@ -173,7 +174,7 @@ def test_a_disruption_budget_is_asked_again(cluster: Cluster, account: Path) -> 
 def test_no_more_than_a_tenth_at_a_time(
     cluster: Cluster, account: Path, nodes: int, most: int
 ) -> None:
-    """A driver that calls every GPU broken leaves nine tenths of them at work."""
+    """A driver that reports every GPU as broken leaves nine tenths of them running."""
     for number in range(nodes):
         cluster.add(f"n{number:03}", f"w{number}", failed_at=f"2026-11-26T10:{number % 60:02}:00Z")
     done = look(cluster, account)
@@ -181,7 +182,7 @@ def test_no_more_than_a_tenth_at_a_time(
     assert done.cordoned[0] == "n000", "the longest failed first"
     assert len(cluster.pods) == nodes - most
     assert look(cluster, account).cordoned == []
-    # The autoscaler deletes what is empty, and the next one's turn comes.
+    # The autoscaler deletes empty nodes, and then it is the next one's turn.
     del cluster.nodes["n000"]
     assert len(look(cluster, account).cordoned) == 1
 

@@ -1,4 +1,4 @@
-"""The health door answers for the loop and the worker, from its own thread."""
+"""The health endpoint reports on the loop and the worker, from its own thread."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Texts that are canceled or late leave their batch between two tokens, and the others continue.
 
-No test waits for time to pass. A clock that the test moves measures deadlines, and the model
-process receives the order to drop a text after a chosen step.
+No test waits for time to pass. Deadlines use a clock that the test advances, and the model
+process is ordered to drop a text after a chosen step.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def test_one_text_leaves_with_its_tokens_in_its_row_and_the_others_go_on(
 
 
 class ScriptedModel(GenerationModel):
-    """A text model that counts its steps, so that a test can act within one of them."""
+    """A text model that counts its steps, so that a test can act during a particular step."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(tiny.entry(), folder, Device("cpu", 1, 1.0))
@@ -149,15 +149,16 @@ class ScriptedModel(GenerationModel):
 def messages_of(
     folder: Path, items: list[PreparedPrompt], frames: dict[int, bytes]
 ) -> list[ServerMessage]:
-    """The messages of a model process about a batch. Each frame arrives during the step with its
-    number.
+    """A model process's messages about a batch.
+
+    Each frame arrives during the step with its number.
     """
     model = ScriptedModel(folder)
     model.setup()
     resident = ResidentModels([lambda: model], [folder], loaded={0: model})
     resident.open()
     model.steps = 0
-    # The clock moves so far that each step reports its tokens.
+    # Advance the clock far enough that every step reports its tokens.
     now_s = itertools.count(0.0, CHUNKS_EVERY_S * 2)
     caller, process = socket.socketpair()
     with caller, process:
@@ -189,7 +190,7 @@ def ends_of(messages: list[ServerMessage]) -> dict[int, GenerationResult | Failu
 
 
 def tokens_of(messages: list[ServerMessage], slot: int) -> list[TokenChunk]:
-    """The chunks sent to readers of a slot."""
+    """The chunks sent to a slot's readers."""
     told = [message for message in messages if isinstance(message, Chunks)]
     return [message.chunks[slot] for message in told if slot in message.chunks]
 
@@ -216,7 +217,8 @@ def test_a_dropped_text_writes_no_more_and_changes_no_other(
         assert [one.token for one in kept.logprobs] == [one.token for one in same.logprobs]
     told, whole = tokens_of(messages, 1), tokens_of(undisturbed, 1)
     assert told == whole[: len(told)], "until then it was written as if nobody left"
-    # The first step reads prompts and writes first tokens, and each later one writes a token.
+    # The first step reads prompts and generates first tokens, and each later step generates one
+    # token.
     assert sum(len(chunk.ids) for chunk in told) == step
 
 
@@ -226,7 +228,7 @@ def test_a_text_that_joins_in_the_row_of_a_dropped_one_is_written_as_if_alone(
     leaving = list(range(40, 40 + 2 * MIN_SHARED_TOKENS))
     prompts = [PROMPTS[0], leaving, PROMPTS[2], [8, 50], [6, 51]]
     items = [tiny.prompt(ids, 40, owner="t") for ids in prompts]
-    # It begins as the text that left, so its keys and values are used again.
+    # It starts like the text that left, so that text's keys and values are reused.
     joining = tiny.prompt([*leaving, 44], 12, owner="t")
     alone = ends_of(messages_of(folder, [joining], {}))[0]
     ends = ends_of(

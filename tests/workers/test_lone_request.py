@@ -1,8 +1,8 @@
-"""Until its reply is on its way, a lone job in a worker does not wait for anything far away.
+"""Until its reply is on its way, a lone job in a worker does not wait for anything remote.
 
 The job arrives, and the reply leaves. In between, nothing waits for a confirmation from the broker
-or for Redis, so a request takes four trips between the broker and its clients, plus the time of the
-model.
+or for Redis, so a request takes four trips between the broker and its clients, plus the model's
+time.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ pytestmark = pytest.mark.anyio
 
 
 class FarBroker(InMemoryBroker):
-    """Delivers messages, and confirms them only while `confirms` is set."""
+    """Delivers messages, but confirms them only while `confirms` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class FarBroker(InMemoryBroker):
         ordering_key: str = "",
         timeout_s: float = 10.0,
     ) -> str:
-        """Publishes as the broker does, and waits with the answer."""
+        """Publishes like the broker, but delays the confirmation."""
         self.topics.append(topic_id)
         message_id = await super().publish(
             topic_id, data, attributes, ordering_key=ordering_key, timeout_s=timeout_s

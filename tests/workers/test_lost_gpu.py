@@ -1,5 +1,5 @@
-"""A worker whose GPU fails answers nothing with an error: it leaves, and another one computes all
-that it held.
+"""A worker whose GPU fails does not answer with errors: it exits, and another worker computes
+everything it held.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Letters:
 model_process.model_for = lambda *given, **named: Letters()
 sys.exit(model_process.main())
 """
-"""Fails as often as a file has letters."""
+"""Fails as many times as a file has letters."""
 NAMES = [f"n{letter}" for letter in "abcdefgh"]
 
 

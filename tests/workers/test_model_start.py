@@ -1,7 +1,7 @@
-"""A model process starts, computes one item and ends: the quick check that workers can start.
+"""A model process starts, computes one item and ends: a quick check that workers can start.
 
-The other tests of model processes are slow, so without this one a wrong argument on the way from
-the pool to the model would pass the quick tier. The model is a table of two numbers for each token,
+The other tests of model processes are slow, so without this one, a wrong argument passed from the
+pool to the model would get through the quick tests. The model is a table of two numbers per token,
 in ONNX Runtime, because importing torch takes seconds.
 """
 
@@ -34,7 +34,7 @@ VECTORS = [[0.0, 0.0], [1.0, 2.0], [3.0, 4.0]]
 
 @pytest.fixture
 def hosted(tmp_path: Path) -> HostedModel:
-    from onnx import TensorProto, helper, save  # half a second, which collecting should not take
+    from onnx import TensorProto, helper, save  # takes half a second, too long for test collection
 
     words = {"type": "WordLevel", "vocab": WORDS, "unk_token": "[UNK]"}
     tokenizer = {"version": "1.0", "pre_tokenizer": {"type": "Whitespace"}, "model": words}

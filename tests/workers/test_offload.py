@@ -1,4 +1,4 @@
-"""Weights that leave and come back: on a CPU, where pinned memory is only memory, the same code
+"""Weights that leave and come back: on a CPU, where pinned memory is ordinary memory, the same code
 moves them.
 """
 
@@ -18,7 +18,7 @@ ROOM = 10**9
 
 
 class Holder:
-    """A model as offload sees one: our own object with a network somewhere below it."""
+    """A model as offload sees it: our own object with a network somewhere inside."""
 
     def __init__(self, network: torch.nn.Module) -> None:
         self.device_name = "cuda, as it were"

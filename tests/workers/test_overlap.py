@@ -73,14 +73,14 @@ def full(name: str) -> list[str]:
 
 @dataclass
 class Overlapping:
-    """A worker with an overlapping model, and the folder that controls it."""
+    """A worker with an overlapping model, and the folder that controls the model."""
 
     harness: WorkerHarness
     pool: ModelPool
     folder: Path
 
     def calls(self, kind: str = "") -> list[str]:
-        """The calls that began or ended so far, such as `begin hold-a hold-b`."""
+        """The calls that have begun or ended so far, such as `begin hold-a hold-b`."""
         file = self.folder / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in lines if line.startswith(kind)]
@@ -97,7 +97,7 @@ class Overlapping:
         await self.harness.until(lambda: len(self.calls("begin")) == 2)
 
     async def statuses(self, count: int) -> dict[str, set[str]]:
-        """Waits for `count` replies. Returns the statuses of their items by job."""
+        """Waits for `count` replies. Returns each job's item statuses."""
         replies = [await self.harness.reply() for _ in range(count)]
         return {
             reply.request_id: {item.status for item in reply.body.outcomes} for reply in replies
@@ -217,7 +217,7 @@ async def test_an_item_that_the_model_fails_on_fails_alone(redis_url: str, tmp_p
 async def test_a_gpu_that_fails_with_two_batches_counts_once(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Two in a row end a worker, so one must not count for each of its batches."""
+    """Two failures in a row end a worker, so one failure must not count once per batch."""
     (tmp_path / "sick").touch()
     lost = metric("lost_gpus_total")
     async with overlapping(redis_url, tmp_path) as worker:
@@ -256,7 +256,7 @@ async def test_a_process_that_hangs_fails_both_at_the_limit_of_the_first(tmp_pat
 
 
 async def test_the_time_of_a_batch_is_that_of_the_device(tmp_path: Path) -> None:
-    """A batch behind another does not count the time in which the device computed the other."""
+    """A batch's time does not include the time in which the device computed the batch before it."""
     call_s = 0.2
     async with on_device(tmp_path, call_s) as pool:
         running = [await start(pool) for _ in range(4)]

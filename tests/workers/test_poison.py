@@ -1,5 +1,5 @@
-"""A job that kills its process each time, on real model processes: it is given up, and its
-neighbors never know.
+"""A job that kills its process each time, on real model processes: it is given up, and other jobs
+are not affected.
 """
 
 from __future__ import annotations

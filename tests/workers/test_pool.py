@@ -31,8 +31,9 @@ from workers.tasks import preparer_for
 pytestmark = [pytest.mark.slow(about_s=3), pytest.mark.anyio]
 
 UNHEARD_OF = 10**6
-"""A token id that no model has; it gets past no preparer, so it stands for any item that breaks a
-model.
+"""A token id that no model has.
+
+No preparer lets it through, so it stands for any item that breaks a model.
 """
 
 
@@ -48,7 +49,7 @@ def folder(entry: Model) -> Path:
 
 @pytest.fixture(scope="module")
 async def pool(anyio_backend: str, entry: Model, folder: Path) -> AsyncIterator[ModelPool]:
-    """One pool for all tests: what a test kills is there again for the next."""
+    """One pool for all tests: if a test kills a process, it is restarted for the next test."""
     async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1) as pool:
         yield pool
 
@@ -72,7 +73,7 @@ def text_of(*ids: int) -> PreparedText:
 
 
 def long_batch() -> list[Prepared]:
-    """Some ten seconds of work on one core."""
+    """About ten seconds of work on one core."""
     return [text_of(*[4937] * 256) for _ in range(128)]
 
 
@@ -99,7 +100,7 @@ async def test_a_batch_comes_back_in_order_with_its_figures(
 
 async def test_the_pool_tells_what_it_runs_on(pool: ModelPool, process: PooledProcess) -> None:
     assert pool.device_name == "cpu"
-    # How much that is depends on the build of torch.
+    # How much that is depends on the torch build.
     resident_bytes = sum(psutil.Process(one.pid).memory_info().rss for one in pool.processes)
     assert pool.memory_bytes > 50e6
     assert pool.memory_bytes == pytest.approx(resident_bytes, rel=0.3)

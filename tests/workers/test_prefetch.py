@@ -1,5 +1,5 @@
-"""Weights from a hub into a store, and from there to a worker: complete or not at all, and the
-token nowhere but in the request.
+"""Weights from a hub to a store, and from there to a worker: complete or not at all, with the token
+only in the request.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def hub() -> Iterator[Hub]:
 def weights(
     hub: Hub, folder: Path, *words: str, catalog: str = CATALOG
 ) -> subprocess.CompletedProcess[str]:
-    """`penstock weights prefetch` as one runs it, with the token in a file."""
+    """`penstock weights prefetch` as a user runs it, with the token in a file."""
     (folder / "token").write_text(TOKEN)
     (folder / "models.yaml").write_text(catalog)
     command = [sys.executable, "-m", "infra.cli.main", "weights", "prefetch"]

@@ -1,5 +1,7 @@
-"""Interactive work goes before `batch` priority, which never stops. If an item kills its model
-process, every other item is answered, whatever happens, and that item is given up.
+"""Interactive work goes before `batch` priority, which never stops.
+
+If an item kills its model process, that item is eventually given up and every other item is
+answered.
 """
 
 from __future__ import annotations
@@ -71,7 +73,7 @@ class Priorities:
             self.queue.add(text(length, priority, self.now_s, **fields))
 
     def run(self) -> dict[str, int]:
-        """The work of the next batch by priority."""
+        """The next batch's work by priority."""
         batch = self.queue.take(1, lambda queued: True, self.now_s)
         work = {"interactive": 0, "batch": 0}
         for queued in batch:
@@ -110,7 +112,9 @@ def test_batch_of_the_priority_is_short_while_there_is_interactive_traffic() -> 
 def test_batch_priority_gets_a_small_share_of_the_work_while_interactive_items_wait(
     fixed_s: float, length: int
 ) -> None:
-    """Also where the shortest batch takes longer than a turn may, or an item more than a batch."""
+    """Even if the shortest batch takes longer than a turn may, or an item is larger than a
+    batch.
+    """
     priorities, work = Priorities(fixed_s=fixed_s), {"interactive": 0, "batch": 0}
     priorities.add(800, length, "batch")
     priorities.add(20, 50)
@@ -129,7 +133,7 @@ def test_job_of_batch_priority_gets_a_turn_when_its_deadline_calls_for_it() -> N
     for left_s in (0.45, 0.8, 1.15):
         priorities.add(1, 500, "batch", deadline_s=priorities.now_s + left_s)
     turns = "".join("b" if priorities.run()["batch"] else "i" for _ in range(3 * URGENT_TURN))
-    # A full batch takes 0.1 s, so a deadline within 0.2 s calls.
+    # A full batch takes 0.1 s, so a deadline within 0.2 s makes it urgent.
     assert turns.count("b") == 3, turns
     assert not any("b" in turns[i + 1 : i + URGENT_TURN] for i, t in enumerate(turns) if t == "b")
 
@@ -187,12 +191,12 @@ def test_items_that_are_not_wanted_leave_their_room_to_others() -> None:
 
 
 class Trial:
-    """Items that wait, and a model process that runs whatever it is given until nothing waits.
+    """Waiting items, and a model process that runs everything it is given until nothing is left.
 
     Args:
-        size: items that are there at first, and fill one batch.
-        poisons: which of them kill the process.
-        killed_runs: runs that somebody else's hand ends.
+        size: initial items, which fill one batch.
+        poisons: the items that kill the process.
+        killed_runs: runs that are killed from outside.
     """
 
     def __init__(self, size: int, poisons: set[int], killed_runs: set[int]) -> None:
@@ -232,8 +236,8 @@ def number_of(entry: QueuedItem) -> int:
 
 
 def deaths_at_most(size: int) -> int:
-    """Maximum deaths caused by one poison among `size` items: one per halving, and one or two more
-    when it runs alone.
+    """Maximum deaths caused by one poison item among `size` items: one per halving, and one or two
+    more when it runs alone.
     """
     return max(1, ceil(log2(size))) + 2
 

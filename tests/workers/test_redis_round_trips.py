@@ -1,7 +1,7 @@
-"""How often a job in a worker waits for Redis before its reply is published.
+"""How often a worker's job waits for Redis before its reply is published.
 
-Together with the API's round trips (tests/api/test_redis_round_trips.py), this is the full price of
-a distant Redis for a request: at most two trips for an embedding whose job arrives at once.
+Together with the API's round trips (tests/api/test_redis_round_trips.py), this is the full cost of
+a distant Redis for a request: at most two trips for an embedding whose job arrives immediately.
 """
 
 from pathlib import Path
@@ -15,7 +15,7 @@ from tests.workers.worker_harness import WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio
 AGE_S = 20.0
-"""Age of a job that waited in the topic: the API's cache lookup is out of date by then."""
+"""Age of a job that waited in the topic: the API's cache lookup is outdated by then."""
 
 
 async def asked(harness: WorkerHarness, text: str, age_s: float) -> Reply:
@@ -24,7 +24,7 @@ async def asked(harness: WorkerHarness, text: str, age_s: float) -> Reply:
 
 
 def gave_up() -> float:
-    """How often somebody did without Redis, because it did not answer."""
+    """How often a caller did without Redis because it did not respond."""
     known = [("penstock_cache_errors_total", "get"), ("penstock_records_errors_total", "claim")]
     return sum(REGISTRY.get_sample_value(name, {"operation": one}) or 0.0 for name, one in known)
 
@@ -43,7 +43,7 @@ async def test_a_job_that_comes_at_once_does_not_wait_for_redis(
             waited.append(gave_up() - before)
             link.open()
             await harness.until(lambda number=number: len(harness.rows) == number)  # type: ignore[misc]
-        # Under heavy load, background writes to Redis are sometimes given up too.
+        # Under heavy load, background writes to Redis are sometimes abandoned too.
         assert min(waited) == 0
 
 
@@ -51,10 +51,10 @@ async def test_a_job_that_waited_in_the_topic_waits_for_redis_once(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with gated_redis(redis_url) as (link, far), running_worker(far, tmp_path) as harness:
-        await asked(harness, "first", AGE_S)  # connects, and sends the scripts
+        await asked(harness, "first", AGE_S)  # connects and sends the scripts
         await harness.until(lambda: len(harness.rows) == 1)
         counted = [await link.trips(asked(harness, text, AGE_S)) for text in ("a", "b", "c", "d")]
         assert {reply.body.outcomes[0].status for _, reply in counted} == {"succeeded"}
-        # Late writes of an earlier job pass the link too, so the minimum counts.
+        # An earlier job's late writes use the same link, so take the minimum.
         assert min(trips for trips, _ in counted) == 1
         await harness.until(lambda: len(harness.rows) == 5)

@@ -1,4 +1,4 @@
-"""Destination and size of a worker's replies. API instances of any release rely on both."""
+"""The destination and size of a worker's replies. API instances of any release rely on both."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ async def test_record_keeps_a_small_image_and_repeats_it_small(
         (kept,) = record.reply.outcomes
         assert isinstance(kept.result, ImageResult)
         assert kept.result.image.data == harness.process.image
-        harness.process.gate.clear()  # a broker that lost the ack sends it again
+        harness.process.gate.clear()  # a broker that lost the ack redelivers it
         await harness.send("IMAGE", request_id="r", cache_read=False)
         assert (await harness.reply()).body == first
         harness.process.gate.set()

@@ -1,4 +1,4 @@
-"""Replies that end together share messages, if the API instance takes that."""
+"""Replies that end together share messages, if the API instance supports that."""
 
 import time
 from pathlib import Path
@@ -15,15 +15,14 @@ from workers.jobs import registry
 
 pytestmark = pytest.mark.anyio
 NAMES = ("a", "b", "c", "d")
-"""As many as a batch of the model takes."""
+"""As many as the model's batch size."""
 
 
 async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) -> list[str]:
-    """Lets one batch compute a job for each of NAMES. Returns the request ids of the replies in
-    order.
+    """Computes one job for each of NAMES in one batch. Returns the replies' request ids in order.
 
     Args:
-        of_each: extra envelope fields by job name.
+        of_each: extra envelope fields, by job name.
     """
     harness.process.gate.clear()
     await harness.send("first", request_id="first")
@@ -32,7 +31,7 @@ async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) ->
         await harness.send(name, request_id=name, **of_each.get(name, {}))  # type: ignore[arg-type]
     await until_all_wait(harness)
     harness.process.gate.set()
-    harness.process.gate.clear()  # for the first alone, so that its reply shares no message
+    harness.process.gate.clear()  # for the first job alone, so that its reply shares no message
     assert (await harness.reply()).request_id == "first"
     harness.process.gate.set()
     came = [(await harness.reply()).request_id for _ in NAMES]
@@ -47,8 +46,9 @@ async def until_all_wait(harness: WorkerHarness) -> None:
 
 
 async def go_on(harness: WorkerHarness, canceled: str = "") -> None:
-    """Lets the model continue once all jobs wait. The worker does not hear that `canceled` was
-    canceled.
+    """Lets the model continue once all jobs are waiting.
+
+    The worker is not notified that `canceled` was canceled.
     """
     await until_all_wait(harness)
     if canceled:
@@ -63,7 +63,7 @@ def handed_back() -> float:
 
 
 def sizes(harness: WorkerHarness) -> list[int]:
-    """How many replies each message had, after the one of the first job."""
+    """The number of replies in each message after the first job's."""
     return [int(one.attributes.get("replies", "1")) for one in harness.reply_messages[1:]]
 
 
@@ -159,7 +159,7 @@ async def create_records(harness: WorkerHarness) -> None:
 
 
 async def ended(harness: WorkerHarness, name: str) -> tuple[str, str, bool]:
-    """State of a record, status of its item, and whether that has a result."""
+    """The record's state, its item's status, and whether the item has a result."""
     record = await harness.stores.records.read(name)
     assert record is not None
     assert record.reply is not None, "a record has ended before its reply comes"

@@ -1,5 +1,6 @@
-"""Models under a memory budget: which stay, which go, and which events are reported. The models
-only count.
+"""Models under a memory budget: which stay, which are unloaded, and which events are reported.
+
+The models only count.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from workers.models.base import OnStep, PreparedItem
 from workers.runtime.resident_models import ResidentModels, weights_bytes
 
 BYTES = 100_000_000
-"""File size of each model: far more than this process grows while it loads a model that only
+"""Each model's file size: far more than this process grows when it loads a model that only
 counts.
 """
 
@@ -52,7 +53,7 @@ class CountingModel:
 
 
 class Bench:
-    """Three models with files of BYTES each, and what happened to them."""
+    """Three models with files of BYTES each, and the events that happened to them."""
 
     def __init__(self, folder: Path, room: float) -> None:
         self.log: list[str] = []

@@ -1,4 +1,4 @@
-"""One worker with two models and room for one: real model processes, a broker in memory, a real
+"""One worker with two models and room for one: real model processes, an in-memory broker, a real
 Redis.
 """
 
@@ -55,13 +55,13 @@ pytestmark = [pytest.mark.slow(about_s=4), pytest.mark.anyio]
 
 LARGE, SMALL = 0, 1
 LONG_TEXT = "the mill wheel turns " * 60
-"""Some ten milliseconds of MiniLM."""
+"""About ten milliseconds of MiniLM."""
 FREED_BYTES = 20_000_000
 """Less than the size of MiniLM's layers, the weights that every batch reads."""
 
 
 def make_tiny(folder: Path, minilm: Path) -> None:
-    """A BERT of one layer and 32 dimensions with seeded weights, and MiniLM's tokenizer."""
+    """A BERT with one layer and 32 dimensions, seeded weights, and MiniLM's tokenizer."""
     folder.mkdir()
     for name in ("tokenizer.json", "tokenizer_config.json", "sentence_bert_config.json"):
         shutil.copy(minilm / name, folder / name)
@@ -227,7 +227,7 @@ async def serving(
 
 
 class WorkerHarness:
-    """The caller's side: sends jobs to either model and collects what comes back, by request."""
+    """The caller's side: sends jobs to either model and collects the replies by request."""
 
     def __init__(self, broker: InMemoryBroker, worker: Worker) -> None:
         self.broker, self.worker = broker, worker

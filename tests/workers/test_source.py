@@ -59,7 +59,7 @@ def test_what_is_not_there_is_refused_by_name(source: str, tmp_path: Path) -> No
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The hub's cache with one repository in it, and no way out to the hub."""
+    """The hub's cache with one repository, and no connection to the hub."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
     repository = tmp_path / "models--penstock--tiny"
@@ -143,8 +143,8 @@ def test_a_file_of_this_machine_is_used_as_it_is(tmp_path: Path) -> None:
 
 
 def test_a_copy_that_breaks_off_leaves_nothing(tmp_path: Path) -> None:
-    """A bucket may hold an object below another; a disk can't, so the copy ends after its first
-    file.
+    """A bucket may hold one object below another, but a disk can't, so the copy fails after its
+    first file.
     """
     store = MemoryStore()
     for name in ("tiny/a", "tiny/a/b"):

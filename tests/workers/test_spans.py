@@ -1,4 +1,4 @@
-"""The spans of jobs in a worker, from the times that it measures anyway."""
+"""The spans of a worker's jobs, built from times that it measures anyway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def acked(harness: WorkerHarness, rows: int) -> None:
-    """Until the jobs with so many items are over."""
+    """Waits until the jobs with this many items have ended."""
     await harness.until(lambda: len(harness.rows) == rows)
 
 

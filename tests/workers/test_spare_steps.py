@@ -38,7 +38,7 @@ class TimedModel:
         self.now_s = 0.0
         self._left: dict[int, int] = {}
         self._waits: dict[int, int] = {}
-        """How many steps each text waits before its first one."""
+        """How many steps each text waits before its first step."""
 
     def clock(self) -> float:
         return self.now_s
@@ -80,7 +80,7 @@ def text(steps: int, room: int = BUDGET // SLOTS, waits: int = 0) -> PreparedPro
 
 
 class Process:
-    """A model process that has written texts at all numbers of texts before."""
+    """A model process that has already run every number of texts."""
 
     def __init__(self, folder: Path) -> None:
         self._model = TimedModel()
@@ -129,8 +129,9 @@ def test_a_text_takes_as_much_alone_as_in_company(process: Process, company: int
 
 
 def test_nobody_pays_for_steps_in_which_it_waits(process: Process) -> None:
-    """For example, an image waits while its adapter is read. The others in the batch pay for the
-    whole step.
+    """For example, an image waits while its adapter is loaded.
+
+    The others in the batch pay for the whole step.
     """
     done = ends(process.run(text(50), text(20, waits=100)))
     first, waited = sorted(done, key=lambda one: one.finished_at_s)
@@ -147,6 +148,6 @@ def test_all_that_is_spare_is_told_while_it_runs_and_with_the_ends(process: Proc
 
 def test_full_workers_have_nothing_to_spare(process: Process) -> None:
     assert told(process.run(*[text(50)] * SLOTS)) == []
-    # Slots are free, but nobody can join: the room is reserved.
+    # Slots are free, but nothing can join: the room is reserved.
     assert told(process.run(text(50, room=BUDGET))) == []
     assert told(process.run(*[text(50, room=BUDGET // 2)] * 2)) == []

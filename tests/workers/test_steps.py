@@ -42,7 +42,7 @@ MODEL = Model(
     price=Price(per_million_tokens_usd=2.0, per_million_output_tokens_usd=6.0, cached_share=0.25),
 )
 FOREVER = 10**8
-"""Tokens that no test waits for."""
+"""More tokens than any test waits for."""
 
 
 @asynccontextmanager
@@ -85,7 +85,7 @@ async def ask(
     attempt: int = 1,
     cache_key: str | None = None,
 ) -> None:
-    """Publishes a job of one text. A streamed one is a prediction."""
+    """Publishes a job with one text. A streamed text is a prediction."""
     now_s = time.time()
     if is_streamed:
         await harness.stores.predictions.create(
@@ -195,7 +195,7 @@ async def test_a_lone_text_leaves_most_of_its_worker_to_others(
         await harness.until(lambda: running(harness) == ["alone"])
 
         def is_told() -> bool:
-            # A step of the speller takes as long for a text as for four, which is all its room.
+            # The speller's step takes as long for one text as for four, which fill it.
             of_whole = 1 - math.exp((began_s - time.monotonic()) / FADE_S)
             return of_whole > 0.03 and 0.0 < busy() < 0.7 * of_whole
 
@@ -212,19 +212,19 @@ SPARE = "penstock_worker_spare_seconds_total"
 
 
 def computed() -> list[float]:
-    """Items, seconds in the model, and items at a time, as the worker's metrics add them up."""
+    """Items, seconds in the model, and concurrent items, as totaled by the worker's metrics."""
     names = ("batch_items", "inference_seconds", "items_at_a_time")
     return [_total(f"penstock_worker_{name}_sum") for name in names]
 
 
 def _total(sample: str) -> float:
-    """The sum of a metric's samples of all models."""
+    """The sum of a metric's samples over all models."""
     found = (one for metric in REGISTRY.collect() for one in metric.samples)
     return sum(one.value for one in found if one.name == sample)
 
 
 def running(harness: WorkerHarness) -> list[str]:
-    """Requests whose texts are being written."""
+    """Requests whose texts are being generated."""
     assert harness.consumer is not None
     batches = harness.consumer.queue.running
     return [
@@ -273,7 +273,7 @@ async def test_another_tenant_gets_a_place_though_all_are_taken(
     redis_url: str, tmp_path: Path
 ) -> None:
     async with spelling(redis_url, tmp_path) as harness:
-        names = [f"r{number}" for number in range(9)]  # two batches, and one
+        names = [f"r{number}" for number in range(9)]  # two batches and one item
         for name in names:
             await ask(harness, name, "ab", FOREVER, left_s=300)
         await harness.until(lambda: len(running(harness)) == 4)
@@ -299,12 +299,12 @@ async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
         # None of them continues before this one is done, so one must be preempted.
         await ask(harness, "e", "e", 3, tenant="other")
         found = dict([await outcome(harness) for _ in range(5)])
-        if is_streamed:  # then the reply only refers to the record
+        if is_streamed:  # in that case the reply only refers to the record
             found |= {name: await _recorded(harness, name) for name in names}
         assert text_of(found.pop("e")) == "eee"
         for name, done in found.items():
             assert text_of(done) == (name * tokens)[:tokens]
-        # A speller reports the letters of its last run as cached tokens.
+        # A speller reports its last run's letters as cached tokens.
         assert sorted(map(_computed, found.values())) == [tokens - FIRST_LETTERS] + [tokens] * 3
 
 
@@ -516,7 +516,7 @@ async def test_another_worker_goes_on_from_the_stream(redis_url: str, tmp_path: 
         await ask(first, "taken", "abc", FOREVER, left_s=300, is_streamed=True)
         record = record_id("taken", 0)
         seen = await read_until(first, record, 500)
-        first.stop.set()  # and the job goes back
+        first.stop.set()  # the job is returned
         await asyncio.wait_for(first.running, WAIT_LIMIT_S)  # type: ignore[arg-type]
         before = (await first.stores.tokens.read([(record, 0, 0)]))[0].chunks
         assert before[: len(seen)] == seen

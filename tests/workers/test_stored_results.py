@@ -1,4 +1,4 @@
-"""Files that a custom class returns count in the storage quota of the tenant."""
+"""Files that a custom class returns count toward the tenant's storage quota."""
 
 import time
 from pathlib import Path
@@ -40,7 +40,7 @@ def envelope(*, prediction: str = "", flow: str = "") -> Envelope:
 async def test_files_of_predictions_and_flows_count_until_they_are_gone(
     tmp_path: Path, of: dict[str, str], counted: int
 ) -> None:
-    """The files of an answer that somebody waits for are not kept for the tenant."""
+    """The files in an answer that a caller is waiting for are not stored for the tenant."""
     objects = ObjectStore(f"file://{tmp_path}")
     now_s = time.time()
     storage = Storage(objects, clock=lambda: now_s)
@@ -65,7 +65,7 @@ async def test_files_of_predictions_and_flows_count_until_they_are_gone(
 async def test_every_file_counts_however_many_there_are(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Those whose time is over, and that nobody has removed yet, don't hide others."""
+    """Files that have expired but have not been removed yet don't hide others."""
     monkeypatch.setattr(storage_module, "MAX_FILES", 3)
     objects, now_s = ObjectStore(f"file://{tmp_path}"), 2_000_000_000.0
     storage = storage_module.Storage(objects, clock=lambda: now_s)

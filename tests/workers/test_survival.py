@@ -1,5 +1,5 @@
-"""A worker when parts die, callers leave, jobs come twice, memory is short: nothing is lost, and
-nobody else pays.
+"""A worker whose parts die, whose callers leave, whose jobs come twice, or whose memory is short:
+nothing is lost, and no other request is affected.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ async def hold_first(harness: WorkerHarness) -> None:
 
 
 async def claimed(harness: WorkerHarness, record: str) -> None:
-    """Returns when the worker has claimed a record."""
+    """Returns once the worker has claimed a record."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while (
             found := await harness.stores.records.read(record)
@@ -100,7 +100,7 @@ async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(
 
 
 async def test_last_words_too_long_for_an_attribute_are_cut(redis_url: str, tmp_path: Path) -> None:
-    """Each character of a progress bar has three bytes."""
+    """Each character in a progress bar takes three bytes."""
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.died_of = "█" * 2000
         assert [status for status, _ in await harness.ask("b†")] == ["failed"]
@@ -137,7 +137,7 @@ async def test_late_attempt_repeats_the_first_answer_in_its_rows(
 
 
 async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_path: Path) -> None:
-    """As an item whose model processes died: three deaths, two of them alone."""
+    """Like an item whose model processes died: three deaths, two of them alone."""
     async with running_worker(redis_url, tmp_path) as harness:
         for number in range(3):
             await harness.stores.records.claim(["req"])
@@ -158,7 +158,7 @@ async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_
 async def test_jobs_whose_workers_died_with_all_of_them_succeed(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Each of the five dead workers had twenty jobs in hand, so no single job gets the blame."""
+    """Each of the five dead workers held twenty jobs, so no single job gets the blame."""
     names = [f"req{number}" for number in range(20)]
     async with running_worker(redis_url, tmp_path) as harness:
         for _ in range(5):
@@ -171,7 +171,7 @@ async def test_jobs_whose_workers_died_with_all_of_them_succeed(
 
 
 async def test_jobs_of_one_dead_worker_share_batches(redis_url: str, tmp_path: Path) -> None:
-    """One by one, what a full worker held would take a batch's time each."""
+    """One by one, each of a full worker's jobs would take a whole batch's time."""
     names = [f"req-{letter}" for letter in "abcdef"]
     async with running_worker(redis_url, tmp_path) as harness:
         await harness.stores.records.claim(names)
@@ -202,7 +202,9 @@ async def died_twice_with(harness: WorkerHarness, *records: str) -> None:
 
 
 async def deaths_if_killed_now(harness: WorkerHarness, record: str) -> tuple[int, int]:
-    """The counts that the next worker would see: deaths with the job in hand, and with it alone."""
+    """The counts that the next worker would see: deaths while the job was held, and while it was
+    held alone.
+    """
     (claim,) = await harness.stores.records.claim([record])
     assert claim is not None
     return claim.unfinished, claim.alone
@@ -225,7 +227,7 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
 
         harness.stores.records.note_alone = noting  # type: ignore[method-assign]
         await harness.send("waits", request_id="waits", age_s=10)
-        # It is alone while it is prepared, and no longer.
+        # It is alone while it is being prepared, and no longer.
         await asyncio.wait_for(prepared.wait(), WAIT_LIMIT_S)
         assert await deaths_if_killed_now(harness, "runs") == (3, 1)
         assert (await deaths_if_killed_now(harness, "waits"))[1] == 0
@@ -237,7 +239,7 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
 async def test_job_that_kills_its_worker_while_it_is_prepared_counts(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Such as one whose tokens take all the memory. It never gets to a model process."""
+    """For example, a job whose tokens use up all memory. It never reaches a model process."""
     found = []
     noted = asyncio.Event()
 
@@ -267,8 +269,8 @@ async def test_job_that_kills_its_worker_while_it_is_prepared_counts(
 
 
 async def test_worker_that_was_told_to_go_accuses_no_job(redis_url: str, tmp_path: Path) -> None:
-    """A node is killed soon after its workers are asked to stop, whether their jobs are done or
-    not.
+    """A node is killed soon after its workers are asked to stop, whether or not their jobs are
+    done.
     """
     async with running_worker(redis_url, tmp_path, drain_s=WAIT_LIMIT_S) as harness:
         await died_twice_with(harness, "alone")
@@ -297,7 +299,7 @@ async def test_job_that_two_workers_died_with_runs_alone(redis_url: str, tmp_pat
     async with running_worker(redis_url, tmp_path) as harness:
         await died_twice_with(harness, "suspect")
         await hold_first(harness)
-        # Published long ago, as what comes again is: its claim is waited for.
+        # Published long ago, like any redelivered job: the worker waits for its claim.
         await harness.send("suspect", request_id="suspect", age_s=10)
         async with asyncio.timeout(WAIT_LIMIT_S):
             while await attempts_of(harness, "suspect") < 3:
@@ -353,7 +355,8 @@ async def test_job_canceled_before_it_came_stops_if_the_model_was_faster(
         await harness.process.started.wait()
         link.open()
         assert (await harness.reply()).body.outcomes[0].status == "canceled"
-        assert harness.process.cancels  # again, if the batch still ran when the listener was back
+        # Twice if the batch was still running when the listener came back.
+        assert harness.process.cancels
 
 
 async def test_running_job_stops_and_its_row_says_what_was_saved(
@@ -392,7 +395,7 @@ async def test_running_batch_goes_on_for_those_who_want_it(redis_url: str, tmp_p
 async def test_who_joins_a_canceled_job_gets_a_result(redis_url: str, tmp_path: Path) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
-        harness.process.canceled = True  # its Cancel is on the way when the other comes
+        harness.process.canceled = True  # its Cancel is on the way when the other job arrives
         await harness.send("first", request_id="joiner")
         await harness.joined(2)
         harness.process.gate.set()
@@ -469,7 +472,7 @@ async def test_worker_whose_batches_all_fail_leaves(redis_url: str, tmp_path: Pa
 async def test_batch_priority_waits_for_interactive_jobs(redis_url: str, tmp_path: Path) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         await hold_first(harness)
-        for number in range(6):  # of such lengths that none shares a batch
+        for number in range(6):  # their lengths differ too much to share a batch
             await harness.send("b" * (60 + number), request_id=f"b{number}", priority="batch")
             await harness.send("a" * (60 + number), request_id=f"i{number}")
         await harness.queued(12)

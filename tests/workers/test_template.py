@@ -56,7 +56,7 @@ def hosted(task: str) -> HostedModel:
 
 @pytest.fixture(scope="module")
 async def pool(anyio_backend: str) -> AsyncIterator[ModelPool]:
-    """Torch on two threads, which are begun after the fork."""
+    """Torch on two threads, which start after the fork."""
     async with ModelPool([hosted("embedding")], device="cpu", processes=1, threads=2) as pool:
         yield pool
 
@@ -74,7 +74,7 @@ async def vector(process: PooledProcess) -> bytes:
 
 
 async def kill(process: PooledProcess) -> None:
-    """Kills the process, and returns when the next is ready."""
+    """Kills the process and returns once the next one is ready."""
     assert process.pid is not None
     running = asyncio.create_task(process.run([TEXT], timeout_s=START_LIMIT_S))
     await asyncio.sleep(0)
@@ -100,7 +100,7 @@ async def test_the_next_process_is_forked_from_the_same_template(
 def test_gpus_are_hidden_from_imports_only(
     visible: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """diffusers asks for GPUs when it is imported, which starts a thread: CUDA's, or NVML's."""
+    """diffusers looks for GPUs when it is imported, which starts a CUDA or NVML thread."""
     if visible is None:
         monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     else:
@@ -146,10 +146,10 @@ async def test_a_template_starts_no_thread_and_loads_the_libraries(
 
 
 def _memory_bytes(process: psutil.Process, kind: Literal["private", "rss"]) -> int:
-    """The memory of a process: all that is resident, or what it shares with no other process.
+    """A process's memory: either all resident memory, or only what it shares with no other process.
 
-    Without CUDA's libraries, which a build of torch for GPUs brings: nothing computes with them
-    here, and how much of them is touched differs from process to process.
+    Without the CUDA libraries that come with a GPU build of torch: nothing here computes with them,
+    and the amount touched varies between processes.
     """
     maps = [one for one in process.memory_maps() if not _CUDA.search(one.path)]
     return sum(one.rss if kind == "rss" else one.private_clean + one.private_dirty for one in maps)
@@ -160,7 +160,7 @@ _CUDA = re.compile(r"/nvidia/|/lib(torch_cuda|c10_cuda|torch_nvshmem|cuda|nccl)[
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no GPU")
 async def test_an_image_model_on_a_gpu_is_forked_and_draws() -> None:
-    """The template may not touch CUDA, though diffusers asks for GPUs when it is imported."""
+    """The template must not touch CUDA, although diffusers looks for GPUs when it is imported."""
     entry, folder = hosted("image")[:2]
     image = entry.image.model_copy(update={"join": "never", "compile": "never"})
     model = HostedModel(entry.model_copy(update={"image": image}), folder)
@@ -172,7 +172,7 @@ async def test_an_image_model_on_a_gpu_is_forked_and_draws() -> None:
         assert process.pid is not None
         forked = psutil.Process(process.pid)
         assert forked.ppid() == template.pid
-        # One that had to run its program again has other arguments.
+        # A process that had to start its program again has different arguments.
         assert forked.cmdline() == template.cmdline()
         assert process.device_name == torch.cuda.get_device_name()
         (result,) = (await process.run([IMAGE], timeout_s=START_LIMIT_S)).results

@@ -28,7 +28,7 @@ class Worker:
         return self.queue.admit((), self.processes, lambda queued: True, self.now_s)
 
     def started(self) -> str:
-        """The tenants whose items free processes start. Empty: nothing starts."""
+        """The tenants whose items free processes start. Empty if nothing starts."""
         return "".join(queued.tenant for queued in self.start())
 
     def end(self, tenant: str, took_s: float) -> None:
@@ -39,7 +39,7 @@ class Worker:
         self.queue.observe_item(queued, took_s, self.now_s)
 
     def has_run(self, tenant: str, took_s: float) -> None:
-        """Has an item of a tenant computed, with nothing else there."""
+        """Computes one of a tenant's items, with nothing else running."""
         self.add(tenant)
         assert self.started() == tenant
         self.end(tenant, took_s)
@@ -50,7 +50,7 @@ def test_the_last_slot_is_free_for_others() -> None:
     worker.has_run("quiet", 1.0)
     worker.add("busy", "busy", "busy")
     assert [worker.started(), worker.started()] == ["busy", ""]
-    assert len(worker.queue) == 0  # so that the process waits for a new item
+    assert len(worker.queue) == 0  # ensures that the process waits for a new item
     worker.add("quiet")
     assert len(worker.queue) == 3
     assert worker.started() == "quiet"

@@ -1,4 +1,4 @@
-"""A worker counts tokens at once: no model runs."""
+"""A worker counts tokens immediately, without running a model."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.anyio
 
 
 class CountingPreparer:
-    """Counts letters, and prepares other texts as the fake model reads them."""
+    """Counts letters, and prepares other texts the way the fake model expects them."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedOutcome]:
         return [self._prepare(given) for given in inputs]

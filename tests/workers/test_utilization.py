@@ -1,4 +1,4 @@
-"""Every second of a worker is busy, idle or loading, in reports that lie within an hour."""
+"""Every second of a worker is busy, idle or loading, in reports that each fall within an hour."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A worker whose model is withdrawn: what waits and what runs ends with that error, uncharged."""
+"""A worker whose model is withdrawn: waiting and running work ends with that error, uncharged."""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
@@ -19,7 +19,7 @@ WITHDRAWN = "model_withdrawn"
 
 
 class Operator:
-    """Withdraws the model, and has the worker learn of it at once."""
+    """Withdraws the model and notifies the worker immediately."""
 
     def __init__(self, redis_url: str) -> None:
         self.store = WithdrawalStore(redis_url)

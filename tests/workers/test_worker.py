@@ -1,5 +1,5 @@
-"""The life of a job in a worker, over the broker in memory, a real Redis, and a model that can be
-held.
+"""A job's life in a worker, over an in-memory broker, a real Redis, and a model that can be
+paused.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ async def test_bad_item_fails_alone(redis_url: str, tmp_path: Path, text: str) -
 
 
 class FragilePreparer(LetterPreparer):
-    """As a tokenizer or a template with a fault would do."""
+    """Fails like a faulty tokenizer or template."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         if any(isinstance(given, TextInput) and given.text == "?" for given in inputs):
@@ -249,8 +249,8 @@ async def test_reply_that_cannot_be_sent_keeps_the_job(redis_url: str, tmp_path:
 async def test_unreadable_job_is_answered_at_once(
     redis_url: str, tmp_path: Path, change: dict[str, str | None], data: bytes
 ) -> None:
-    """Whichever part is unreadable, the caller gets an error, and the message goes to the dead
-    letters.
+    """Whichever part is unreadable, the caller gets an error, and the message becomes a dead
+    letter.
     """
     async with running_worker(redis_url, tmp_path) as harness:
         now = repr(time.time() + 30)
@@ -281,7 +281,7 @@ async def test_unreadable_job_is_answered_at_once(
         ) as dead:
             message: ReceivedMessage = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
         assert message.data == data
-        # Details of our faulty message are for operators, not for the caller.
+        # Details about our faulty message are for operators, not for the caller.
         reason = message.attributes["penstock_reason"]
         assert reason
         assert reason not in reply.body.error.message

@@ -1,5 +1,5 @@
-"""A worker with an in-memory broker, a real Redis and a fake model process, and the side of its
-callers.
+"""A worker with an in-memory broker, a real Redis and a fake model process, and its callers'
+side.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ LARGE_IMAGE = b"p" * (INLINE_LIMIT_BYTES + 1)
 
 
 class LetterPreparer:
-    """A token is a letter; a text with a digit is refused."""
+    """A token is a letter; a text that contains a digit is refused."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         return [self._prepare(given) for given in inputs]
@@ -98,7 +98,7 @@ class LetterPreparer:
 
 
 class LoneBatches:
-    """A process that has one batch at a time, as PooledProcess."""
+    """A process that runs one batch at a time, like PooledProcess."""
 
     def overlaps(self, model: int) -> bool:
         return False
@@ -120,10 +120,10 @@ class LoneBatches:
 
 
 class LetterProcess(LoneBatches):
-    """Answers with the text itself; `gate` holds it, `deaths` counts how often it dies first.
+    """Returns the text itself; `gate` pauses it, and `deaths` is how many times it dies first.
 
-    "!" fails alone, "†" kills it each time, and "short" runs out of memory with company. `is_deaf`:
-    has no steps, so it never hears of cancels.
+    "!" fails alone, "†" kills the process each time, and "short" runs out of memory in a batch.
+    `is_deaf`: it has no steps, so it never receives cancels.
     """
 
     def __init__(self) -> None:
@@ -138,12 +138,12 @@ class LetterProcess(LoneBatches):
         self.started = asyncio.Event()
         self.residency = ResidencyReport([0])
         self.canceled = False
-        """The batch that runs is canceled."""
+        """True if the running batch is canceled."""
         self.cancels = 0
-        """How many batches were, which nothing takes back."""
+        """Number of batches that were canceled; never decreases."""
         self.is_deaf = False
         self.holds = ""
-        """Closes the gate when it gets this text."""
+        """Closes the gate when it receives this text."""
         self.step_told: tuple[int, int] | None = None
         self.on_step: OnProgress | None = None
         self.on_previews: OnPreviews | None = None
@@ -216,7 +216,7 @@ class LetterProcess(LoneBatches):
 
 
 class PaintProcess(LetterProcess):
-    """The same for images, of a color that the seed decides. A prompt with "!" fails."""
+    """The same for images, whose color depends on the seed. A prompt with "!" fails."""
 
     def _text(self, prepared: Prepared) -> str:
         assert isinstance(prepared, PreparedImage)
@@ -234,7 +234,7 @@ class PaintProcess(LetterProcess):
 
 
 class WordProcess(LetterProcess):
-    """A class that turns the letters of a word into capitals.
+    """A class that converts a word's letters to capitals.
 
     A word with "!" fails, and "0" is refused.
     """
@@ -256,7 +256,7 @@ class LetterPool:
 
 
 class WorkerHarness:
-    """The caller's side: sends jobs, gets replies, sees rows."""
+    """The caller's side: sends jobs, receives replies, sees rows."""
 
     def __init__(
         self,
@@ -344,13 +344,13 @@ class WorkerHarness:
         return await asyncio.wait_for(self.replies.get(), WAIT_LIMIT_S)
 
     async def queued(self, items: int) -> None:
-        """Returns once so many items wait for the model."""
+        """Returns once this many items are waiting for the model."""
         assert self.consumer is not None
         queue = self.consumer.queue
         await self.until(lambda: queue.waiting == items)
 
     async def joined(self, items: int) -> None:
-        """Returns once so many identical items share the one that runs."""
+        """Returns once this many identical items share the running one."""
         assert self.consumer is not None
         queue = self.consumer.queue
         await self.until(lambda: len(queue.running[0][0].waiters) == items)
@@ -383,7 +383,7 @@ class RowList(list[Row]):
 
 
 class FailingStore(ObjectStore):
-    """Its first puts fail: the store is unreachable."""
+    """Its first puts fail, as if the store were unreachable."""
 
     def __init__(self, url: str, failures: int) -> None:
         super().__init__(url)
@@ -397,7 +397,7 @@ class FailingStore(ObjectStore):
 
 
 class HeldCache(ResultCache):
-    """Does not get to Redis until `gate` opens."""
+    """Does not reach Redis until `gate` opens."""
 
     gate = asyncio.Event()
 
@@ -429,9 +429,9 @@ async def running_worker(
     withdrawals: LiveWithdrawals | None = None,
     catalog: Catalog | None = None,
 ) -> AsyncIterator[WorkerHarness]:
-    """Runs a worker, on `pool` or on a fake model process that the test controls.
+    """Runs a worker on `pool`, or on a fake model process that the test controls.
 
-    It runs steps of flows if it knows their `catalog`.
+    It runs flow steps if it knows their `catalog`.
     """
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
     broker, name = broker or InMemoryBroker(), model.name
@@ -506,7 +506,7 @@ async def _receive(harness: WorkerHarness) -> None:
 
 
 def replies_in(message: ReceivedMessage) -> list[Reply]:
-    """The replies in a message, one or several."""
+    """The replies in a message, whether one or several."""
     if not is_reply_batch(message.attributes):
         return [decode_reply(message.data, message.attributes)]
     slot = message.attributes.get("slot", "")

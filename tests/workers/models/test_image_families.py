@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 FLOWS = {"stable_diffusion_3": {"negative_prompt", "clip_skip"}, "flux": set[str]()}
-"""The options of each family, by the test module that writes its pipeline."""
+"""Each family's options, by the test module that writes its pipeline."""
 OWN = msgspec.structs.replace(TEXT, scheduler="default", steps=4, guidance_scale=4.0)
 OWN_FROM_IMAGE = msgspec.structs.replace(OWN, image=FROM_IMAGE.image, strength=0.6)
 MASK = box(16, 16, 48, 48)
@@ -92,7 +92,7 @@ def options_of(tiny: TinyPipeline) -> set[str]:
 
 
 def plain(folder: Path, value: ImageInput) -> np.ndarray:
-    """The image drawn by the pipeline itself, which does not paste the source outside of a mask."""
+    """The image drawn by the pipeline itself, which does not paste the source outside a mask."""
     kind: Any = diffusers.AutoPipelineForText2Image
     given: dict[str, Any] = {}
     if value.image is not None:
@@ -121,7 +121,7 @@ def plain(folder: Path, value: ImageInput) -> np.ndarray:
         size = value.height, value.width
         latents = pipeline._unpack_latents(latents, *size, pipeline.vae_scale_factor)
     config = pipeline.vae.config
-    # The pipeline of Stable Diffusion 3 for masks forgets the shift when it decodes.
+    # Stable Diffusion 3's pipeline for masks forgets the shift when it decodes.
     with torch.inference_mode():
         decoded = pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor).sample
     drawn = pipeline.image_processor.postprocess(decoded, output_type="pil")[0]
@@ -145,7 +145,7 @@ def far(one: np.ndarray, other: np.ndarray) -> int:
 def test_pixels_are_those_of_plain_diffusers(
     flow: TinyPipeline, value: ImageInput, change: dict[str, Any]
 ) -> None:
-    """In a whole batch, and in one that they join one after the other."""
+    """In a whole batch, and in a batch that they join one after the other."""
     value = msgspec.structs.replace(value, **change)
     if value.image is not None:
         value.image = png(value.width, value.height)
@@ -168,7 +168,7 @@ def test_masked_pixels_are_those_of_plain_diffusers(flow: TinyPipeline, strength
 
 
 def test_any_company_leaves_the_pixels_as_they_are(flow: TinyPipeline) -> None:
-    """Of text, image and mask, of other steps, sizes and scales, whenever they come."""
+    """With text, image and mask, different steps, sizes and scales, whenever the others join."""
     replace = msgspec.structs.replace
     arrivals = [
         (0, replace(OWN, seed=1, steps=7)),
@@ -271,7 +271,7 @@ def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeli
 
 
 def test_an_image_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> None:
-    """Of 0.6 of 4 steps, pipelines that match flows run 3."""
+    """With 0.6 of 4 steps, flow-matching pipelines run 3."""
     model = stepped(flow)
     (result,) = joining(model, flow.preparer, [OWN_FROM_IMAGE])
     assert result.pixel_steps == 3 * 64 * 64
@@ -287,7 +287,7 @@ def test_an_image_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> 
 def test_each_size_has_its_own_shift(
     flow: TinyPipeline, catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """If the scheduler shifts by the size of the image, large ones are noisy for longer."""
+    """If the scheduler shifts by image size, large images stay noisy longer."""
     module = module_of(flow)
     options = {"use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 3.0}
     folder = write_tiny(
@@ -309,7 +309,7 @@ def test_each_size_has_its_own_shift(
 
 
 def test_compiled_sizes_are_filled_up(catalog: Catalog, flow: TinyPipeline) -> None:
-    """Three items are computed as four, with the compiler itself left out."""
+    """Three items are computed as four, without the compiler."""
     entry = entry_of(catalog, compile="always")
     batch = entry.batch.model_copy(update={"max_items": 4})
     model = stepped(loaded(entry.model_copy(update={"batch": batch}), flow.folder))
@@ -345,7 +345,7 @@ def test_steps_of_a_compiled_shape_run_nothing_eagerly(
     compile_parts(pipeline.transformer, diffusers.AutoencoderKL(), shapes=2, backend="aot_eager")
     joined(tiny, [OWN])
     calls: list[int] = []
-    # A compiled graph has no modules left that a hook could see.
+    # A compiled graph has no modules for a hook to see.
     pipeline.transformer.proj_out.register_forward_hook(
         lambda module, given, output: calls.append(len(output))
     )
@@ -405,7 +405,7 @@ def test_a_folder_without_t5_draws_and_counts_the_tokens_of_clip(
 def test_a_transformer_that_is_not_told_the_guidance_ignores_it(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """As FLUX.1 [schnell]."""
+    """Like FLUX.1 [schnell]."""
     strong = msgspec.structs.replace(OWN, guidance_scale=50.0)
     for is_told in (False, True):
         folder = write_tiny("flux", tmp_path / str(is_told), tiny_folder, is_told_guidance=is_told)
@@ -431,7 +431,7 @@ def test_a_transformer_trained_with_masks_draws_as_plain_diffusers(
 def test_a_family_that_no_code_names_draws_as_plain_diffusers(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """From text and images, in company, with the options of its signature."""
+    """From text and images, in a batch, with the options in its signature."""
     folder = write_tiny("chroma", tmp_path, tiny_folder)
     named = [one for one in Path("workers").rglob("*.py") if "Chroma" in one.read_text("utf-8")]
     assert not named
@@ -458,7 +458,7 @@ def test_a_family_that_no_code_names_draws_as_plain_diffusers(
             **given,
         ).images[0]
         assert far(mine, np.asarray(drawn).astype(int)) <= 1
-    # The pipeline of diffusers 0.42.1 for masks looks for a setting that Chroma has not.
+    # In diffusers 0.42.1, the pipeline for masks looks for a setting that Chroma does not have.
     with pytest.raises(BadInput, match="draws only from text or from an image"):
         stepped(tiny).admit(0, prepared(tiny.preparer, MASKED))
     with pytest.raises(BadInput, match="is not supported by this model; leave it out") as caught:

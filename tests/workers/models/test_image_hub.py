@@ -1,4 +1,4 @@
-"""Pipelines of many families, unmodified, share calls and draw what each draws alone.
+"""Pipelines of many families, unmodified, share calls and draw the same images as alone.
 
 All have random weights.
 """
@@ -34,7 +34,7 @@ TOLERANCE = 1e-5
 
 
 class Tiny(NamedTuple):
-    """A pipeline of a family."""
+    """A family's pipeline."""
 
     family: Family
     pipeline: Any
@@ -72,11 +72,11 @@ class Tiny(NamedTuple):
         return getattr(self.pipeline, "unet", None) or self.pipeline.transformer
 
     def drawer(self, own: Any, seed: int, steps: int, side: int = SIDE) -> Callable[[], Any]:
-        """Draws with a pipeline of a hub."""
+        """Draws with one of a hub's pipelines."""
         return lambda: own(self.pipeline)(**self.arguments(seed, steps, side))[0]
 
     def alone(self, seed: int, steps: int, side: int = SIDE) -> torch.Tensor:
-        """The latents drawn by the pipeline itself."""
+        """The latents that the pipeline draws by itself."""
         mine = copy.copy(self.pipeline)
         scheduler = self.pipeline.scheduler
         object.__setattr__(mine, "scheduler", type(scheduler).from_config(scheduler.config))
@@ -121,7 +121,7 @@ def difference(one: Any, other: torch.Tensor) -> float:
 
 @pytest.fixture(autouse=True)
 def inference() -> Any:
-    """As in a model process: on one thread of torch, without gradients."""
+    """As in a model process: on one torch thread, without gradients."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.inference_mode():
@@ -131,7 +131,7 @@ def inference() -> Any:
 
 @pytest.mark.parametrize(("name", "kind"), TASKS, ids=[kind for _, kind in TASKS])
 def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
-    """Of other seeds, prompts and numbers of steps, joining at other steps."""
+    """With different seeds, prompts and step counts, joining at different steps."""
     tiny = make(name, kind)
     counter = Counting()
     hub = Hub(counter)
@@ -147,7 +147,7 @@ def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
 
 
 class Weighted(diffusers.ModelMixin):  # type: ignore[misc]
-    """A denoiser with a weight, like the denoisers in diffusers. Its weight determines its type."""
+    """A denoiser with a weight, like diffusers' denoisers. The weight determines its type."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -155,7 +155,7 @@ class Weighted(diffusers.ModelMixin):  # type: ignore[misc]
 
 
 class Bare:
-    """A pipeline of these components, and no more."""
+    """A pipeline with only these components."""
 
     device = torch.device("cpu")
 
@@ -164,7 +164,7 @@ class Bare:
 
 
 class Counting(Batching):
-    """Counts the calls of the denoiser in a batch."""
+    """Counts the calls of a batch's denoiser."""
 
     most = 0
 
@@ -179,7 +179,9 @@ class Counting(Batching):
 def test_in_16_bits_company_changes_no_more_than_the_size_of_a_batch_does(
     name: str, dtype: torch.dtype
 ) -> None:
-    """In two sizes, with decoding between steps of others, and a VAE in fp32 if it overflows."""
+    """In two sizes, with decoding between other items' steps, and with a VAE in fp32 if it
+    overflows.
+    """
     tiny = make(name, FAMILIES[name].tasks[0], dtype)
     if name == "sdxl" and dtype == torch.float16:
         assert tiny.pipeline.vae.config.force_upcast
@@ -203,7 +205,7 @@ def test_in_16_bits_company_changes_no_more_than_the_size_of_a_batch_does(
 
 
 LEAST_16 = 2e-5
-"""A mean difference that a single rounding in 16 bits makes."""
+"""A mean difference that a single rounding error in 16 bits causes."""
 
 
 def draw_copies(tiny: Tiny, seed: int, steps: int, side: int, count: int) -> torch.Tensor:
@@ -238,7 +240,7 @@ class Fault(NamedTuple):
 
 
 class Scarce(Batching):
-    """A device with room for some rows, on which the calls of some items fail."""
+    """A device with room for a limited number of rows, on which some items' calls fail."""
 
     def __init__(self, rows: int, failing: set[int]) -> None:
         self.rows = rows
@@ -324,7 +326,7 @@ def run_with_faults(
 
 
 def check(outcome: Any, alone: torch.Tensor, kind: str, *, is_late: bool, rows: int) -> None:
-    """Checks the outcome of an item in which a fault was planned, maybe after its end."""
+    """Checks the outcome of an item for which a fault was planned, possibly after its end."""
     if outcome is None:
         assert kind == "drop"
     elif rows < 2:
@@ -460,7 +462,7 @@ def test_several_entries_for_each_row_are_not_taken_for_a_constant() -> None:
 
 
 def test_a_result_that_can_not_be_split_even_alone_fails_its_item() -> None:
-    """As with a batch that was filled up to a compiled size."""
+    """Like a batch that was padded to a compiled size."""
 
     class Unsplittable(Batching):
         def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
@@ -557,7 +559,7 @@ def test_a_constant_that_is_as_long_as_there_are_rows_is_known_from_other_calls(
 
 
 def test_a_call_of_the_hub_itself_is_computed_at_once(sd: Tiny) -> None:
-    """Previews call the VAE in this way."""
+    """This is how previews call the VAE."""
     own = Interception(Hub()).own(sd.pipeline)
     latents = torch.randn(1, 4, SIDE, SIDE)
     assert torch.equal(own.vae.decode(latents)[0], sd.pipeline.vae.decode(latents)[0])

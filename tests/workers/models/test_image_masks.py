@@ -1,4 +1,4 @@
-"""Masks: what is outside of one stays bit by bit, and what is inside is drawn as diffusers does."""
+"""Masks: the area outside stays identical bit by bit, and the area inside matches diffusers."""
 
 import io
 from pathlib import Path
@@ -39,7 +39,7 @@ from workers.models.base import Preparer, SteppedModel
 from workers.models.image.model import ImageModel
 from workers.tasks import preparer_for
 
-# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -88,7 +88,7 @@ def stepped(family: TinyPipeline) -> SteppedModel:
 
 @pytest.fixture(scope="session")
 def alone(family: TinyPipeline, stepped: SteppedModel) -> Alone:
-    """Draws images step by step. A whole batch takes no masks."""
+    """Draws images step by step. A whole batch does not support masks."""
     return Alone(lambda value: result_alone(stepped, family.preparer, value))
 
 
@@ -120,7 +120,7 @@ def test_gray_mixes_source_and_drawing(family: TinyPipeline, stepped: SteppedMod
 def test_masked_and_unmasked_images_are_drawn_together_as_alone(
     family: TinyPipeline, stepped: SteppedModel, alone: Alone, schedulers: list[str]
 ) -> None:
-    """For all schedulers in the batch, and whenever other images come and go."""
+    """For all schedulers in the batch, and whenever other images join and leave."""
     masked = [
         msgspec.structs.replace(
             MASKED,
@@ -140,7 +140,7 @@ def test_masked_and_unmasked_images_are_drawn_together_as_alone(
 
 
 def write_tiny(folder: Path, shipped: Path, *, xl: bool, trained: bool) -> Path:
-    """A pipeline of random weights with a VAE of four channels, as those on the hub have."""
+    """Writes a pipeline with random weights and a four-channel VAE, like those on the Hub."""
     from tests.workers.models import tiny_xl
 
     parts: dict[str, Any] = {"safety_checker": None, "requires_safety_checker": False}
@@ -182,7 +182,7 @@ def random_tiny(
 def test_inside_of_the_mask_are_the_pixels_of_plain_diffusers(
     random_tiny: TinyPipeline, scheduler: str, strength: float
 ) -> None:
-    """With a mask along the squares of the latents, which diffusers takes as we do."""
+    """With a mask along the latents' grid, which diffusers handles the same way."""
     folder, preparer, model = random_tiny
     assert isinstance(model, ImageModel)
     mask = box(16, 8, 48, 40)
@@ -244,7 +244,9 @@ AT_ONCE = 12
 def test_a_masked_figure_is_redrawn_as_told(
     catalog: Catalog, tiny: SteppedModel, tiny_preparer: Preparer
 ) -> None:
-    """By the judge: held-out scenes of one and two figures, the first of which is masked."""
+    """Measured by the judge: held-out scenes with one and two figures, the first of which is
+    masked.
+    """
     usual = catalog.default("image").image
     asked = [
         (

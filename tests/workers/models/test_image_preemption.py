@@ -1,4 +1,4 @@
-"""Images that are preempted wait in their process, and continue where they were."""
+"""Preempted images wait in their process and resume where they stopped."""
 
 import asyncio
 import threading
@@ -35,12 +35,12 @@ pytestmark = [
 
 LONG = msgspec.structs.replace(TEXT, steps=6)
 LARGE = msgspec.structs.replace(TEXT, width=192, height=192, steps=2)
-"""Its file is made on a thread."""
+"""Its file is written on a thread."""
 ENDLESS = msgspec.structs.replace(TEXT, steps=100)
 
 
 class Watched(ImageModel):
-    """Adds up the work of its steps, and knows which images are in."""
+    """Adds up its steps' work and tracks which images are in the batch."""
 
     work = 0
 
@@ -70,7 +70,7 @@ class Watched(ImageModel):
         self.interrupted += 1
 
     def draw(self) -> dict[int, Result | PenstockError]:
-        """Computes steps until all that is in has ended. Returns the results."""
+        """Computes steps until the whole batch has ended. Returns the results."""
         results: dict[int, Result | PenstockError] = {}
         while self.inside:
             results |= self.step().results
@@ -78,7 +78,7 @@ class Watched(ImageModel):
 
 
 def with_room(catalog: Catalog, images: int) -> Model:
-    """The entry of a model whose batches have room for so many images."""
+    """A model's entry whose batches have room for this many images."""
     entry = catalog.default("image")
     return entry.model_copy(update={"batch": entry.batch.model_copy(update={"max_items": images})})
 
@@ -91,13 +91,13 @@ def model(catalog: Catalog, tiny_folder: Path) -> Watched:
 
 
 def work_of(value: ImageInput) -> int:
-    """The work of a whole image, with a row for each prompt."""
+    """A whole image's work, with one row per prompt."""
     return 2 * value.width * value.height * value.steps
 
 
 @contextmanager
 def counted(model: Watched, *values: ImageInput) -> Iterator[None]:
-    """Within it the model computes each step of these images once."""
+    """In this block, the model computes each of these images' steps once."""
     before = model.work
     yield
     assert model.work - before == sum(map(work_of, values))
@@ -149,7 +149,7 @@ def test_an_image_whose_file_is_being_made_is_not_drawn_again(
 def test_images_that_wait_take_no_more_than_a_batch(
     model: Watched, tiny_preparer: Preparer
 ) -> None:
-    """The oldest one starts over: it has drawn two steps that it draws again."""
+    """The oldest image starts over: it redraws two steps."""
     values = [msgspec.structs.replace(LONG, seed=seed) for seed in range(3)]
     again = msgspec.structs.replace(LONG, steps=2)
     with counted(model, *values, again):

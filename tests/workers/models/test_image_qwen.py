@@ -1,6 +1,4 @@
-"""Qwen-Image with its text encoder, whose guidance is `true_cfg_scale` and whose prompts differ in
-length.
-"""
+"""Qwen-Image with its text encoder: guidance is `true_cfg_scale`, and prompts differ in length."""
 
 import io
 from pathlib import Path
@@ -36,7 +34,7 @@ def qwen(catalog: Catalog, tmp_path_factory: pytest.TempPathFactory) -> TinyPipe
 
 
 def plain(folder: Path, value: ImageInput) -> np.ndarray:
-    """Draws with the pipeline's own call. Without a negative prompt, a space makes it guide."""
+    """Draws with the pipeline's own call. Without a negative prompt, a space enables guidance."""
     kind, source = diffusers.QwenImagePipeline, dict[str, Any]()
     if value.image is not None:
         kind = diffusers.QwenImageImg2ImgPipeline
@@ -87,7 +85,7 @@ def test_every_option_counts(qwen: TinyPipeline) -> None:
 
 
 def test_tokens_that_are_not_read_are_counted(qwen: TinyPipeline) -> None:
-    """The template of the prompt has tokens too: each byte is one here."""
+    """The prompt template has tokens too: here, each byte is a token."""
     short, long = (msgspec.structs.replace(OWN, prompt="a" * count) for count in (8, 2000))
     (many,), (few,) = (drawn(qwen.model, qwen.preparer, [value]) for value in (long, short))
     assert many.truncated_tokens is not None
@@ -96,7 +94,7 @@ def test_tokens_that_are_not_read_are_counted(qwen: TinyPipeline) -> None:
 
 
 def test_images_share_calls_after_the_warm_up(catalog: Catalog, qwen: TinyPipeline) -> None:
-    """The text encoder gets hooks of transformers' own at its first call, which stay."""
+    """At its first call, the text encoder gets hooks from transformers, which stay."""
     model = loaded(entry_of(catalog), qwen.folder).model
     assert isinstance(model, ImageModel)
     model.warmup()

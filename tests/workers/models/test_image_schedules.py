@@ -1,6 +1,6 @@
 """For any sequence of events, an image gets the same pixels and charge as if drawn alone.
 
-Others join, are canceled, are preempted by more urgent ones, start over, fail, and find too little
+Other images join, are canceled, are preempted by more urgent ones, start over, fail, and run out of
 memory.
 """
 
@@ -45,7 +45,9 @@ SLOTS = 3
 
 
 class Arrival(NamedTuple):
-    """An image, the step before which it comes, and what happens to it after some steps."""
+    """An image, the step before which it joins, and the event that happens to it after some
+    steps.
+    """
 
     joins: int
     value: ImageInput
@@ -81,7 +83,7 @@ def alone(model: ImageModel, tiny_preparer: Preparer) -> Alone:
 
 @contextmanager
 def scarce(model: ImageModel, rows: int) -> Iterator[None]:
-    """Within it the device has room for so many rows, and can't compute BAD_PROMPT."""
+    """In this block, the device has room for this many rows and can't compute BAD_PROMPT."""
     pipeline = model._main
     with torch.inference_mode():
         bad = pipeline.encode_prompt(BAD_PROMPT, "cpu", 1, False)[0]
@@ -101,19 +103,19 @@ def scarce(model: ImageModel, rows: int) -> Iterator[None]:
 
 
 class Worker:
-    """Draws a plan as a worker does: urgent images first, which preempt others."""
+    """Draws a plan as a worker does: urgent images first, preempting others."""
 
     def __init__(self, model: ImageModel, preparer: Preparer, plan: Sequence[Arrival]) -> None:
         self._model, self._preparer, self._plan = model, preparer, plan
         self._inside: dict[int, int] = {}
-        """Steps of each image so far."""
+        """Each image's steps so far."""
         self._waiting: list[int] = []
         self.work = 0
-        """Pixels that all steps computed."""
+        """Pixels computed in all steps."""
         self.has_lost_work = False
         """True if an image had to start over, or was canceled."""
         self._due = {slot for slot, one in enumerate(plan) if one.event != "nothing"}
-        """The images whose event has yet to come."""
+        """The images whose event has not happened yet."""
         self.results: dict[int, Result | PenstockError] = {}
 
     def draw(self) -> dict[int, Result | PenstockError]:
@@ -181,7 +183,7 @@ class Worker:
 
 
 def work_of(value: ImageInput) -> int:
-    """The work of a whole image."""
+    """Work of drawing a whole image."""
     steps = int(value.steps * (value.strength or 1.0))
     rows = 2 if value.guidance_scale > 1 else 1
     return rows * value.width * value.height * steps

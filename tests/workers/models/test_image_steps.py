@@ -37,7 +37,7 @@ from workers.models.image.vae import encode
 from workers.runtime.resident_models import offload
 from workers.tasks import WORKER_TASKS, preparer_for
 
-# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -50,11 +50,11 @@ OTHERS = [
     msgspec.structs.replace(FROM_IMAGE, seed=7, steps=8, negative_prompt="fog"),
     msgspec.structs.replace(TEXT, seed=8, width=72, height=48, image=None),
 ]
-"""Each differs in what an equal key demanded of a whole batch."""
+"""Each differs in something that an equal key would have required of a whole batch."""
 UNSTEADY = ("dpm2", "dpm2_a")
-"""In few steps of strong guidance they make large differences of small ones.
+"""In a few steps with strong guidance, they turn small differences into large ones.
 
-For some seeds, plain diffusers makes 10 levels of a ten-millionth of the latents.
+For some seeds, plain diffusers turns a ten-millionth of the latents into 10 levels.
 """
 
 
@@ -97,7 +97,9 @@ def run(
     arrivals: Sequence[tuple[int, ImageInput]],
     drops: Mapping[int, int] | None = None,
 ) -> dict[int, Result | PenstockError]:
-    """Admits each input before its step, drops slots before theirs, and runs until all is done."""
+    """Admits each input before its step, drops slots before theirs, and runs until all have
+    ended.
+    """
     results: dict[int, Result | PenstockError] = {}
     inside: set[int] = set()
     for step in range(1000):
@@ -148,7 +150,7 @@ def test_pixels_are_those_of_an_image_alone(
     schedulers: Sequence[str],
     request_: ImageInput,
 ) -> None:
-    """For all schedulers in the batch, and whenever other images come and go."""
+    """For all schedulers in the batch, and whenever other images join and leave."""
     mine = [
         msgspec.structs.replace(
             request_,
@@ -250,7 +252,7 @@ def own_model(catalog: Catalog, folder: Path) -> ImageModel:
 
 
 def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline, alone: Alone) -> None:
-    """Three items are computed as two and one, or as four, with the compiler itself left out."""
+    """Three items are computed as two and one, or as four, without the compiler."""
     entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})
@@ -291,7 +293,7 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
     model.warmup()
     graphs = counters["stats"]["unique_graphs"]
     calls: list[int] = []
-    # A compiled graph has no modules left that a hook could see; what runs eagerly passes here.
+    # A compiled graph has no modules for a hook to see; only eager calls get here.
     model._main.unet.conv_in.register_forward_hook(lambda *given: calls.append(1))
     mask = Blob("image/png", encode(np.full((64, 64, 3), 255, np.uint8)))
     guided = msgspec.structs.replace(TEXT, guidance_scale=3.0)
@@ -330,7 +332,7 @@ def only_rows(model: ImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> 
 def test_calls_are_halved_when_memory_is_short(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nobody starts over, and calls that did not fit are not tried again at once."""
+    """No item starts over, and calls that did not fit are not retried immediately."""
     model = own_model(catalog, tiny_folder)
     rows = only_rows(model, monkeypatch, most=2)
     values = [msgspec.structs.replace(TEXT, seed=slot, steps=4) for slot in range(3)]
@@ -349,7 +351,7 @@ def test_calls_are_halved_when_memory_is_short(
 def test_younger_images_start_over_when_one_does_not_fit(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest one has the device to itself, so there will never be room for it."""
+    """The oldest image has the device to itself, so there will never be more room for it."""
     model = own_model(catalog, tiny_folder)
     only_rows(model, monkeypatch, most=1)
     for slot in range(3):
@@ -406,7 +408,7 @@ def test_the_file_of_a_large_image_is_made_beside_the_steps_of_others(
 def test_a_model_that_has_drawn_moves_to_host_memory_and_back(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer
 ) -> None:
-    """Items have stand-ins for its modules, and nothing is left in the modules themselves."""
+    """Items use stand-ins for its modules, and nothing is left in the modules themselves."""
     model = own_model(catalog, tiny_folder)
     model.warmup()
     before = run(model, tiny_preparer, [(0, TEXT)])[0]
@@ -424,7 +426,7 @@ def test_a_model_that_has_drawn_moves_to_host_memory_and_back(
 def test_images_of_a_pipeline_that_changes_modules_are_drawn_one_at_a_time(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
 ) -> None:
-    """Perturbed attention sets processors, and sets them back when an image ends."""
+    """Perturbed attention sets processors and restores them when an image ends."""
     for part in tiny_folder.iterdir():
         (tmp_path / part.name).symlink_to(part)
     index = json.loads((tiny_folder / "model_index.json").read_text())

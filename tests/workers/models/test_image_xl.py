@@ -1,7 +1,7 @@
 """Features that only Stable Diffusion XL has, in whole batches and in batches that items join.
 
 test_image_drawing.py compares its pixels with plain diffusers, and test_image_steps.py tests that
-company changes nothing.
+other images in the batch change nothing.
 """
 
 import json
@@ -32,7 +32,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
-    # Pipelines of Stable Diffusion XL call it themselves, to decode in fp32.
+    # Stable Diffusion XL's pipelines call it themselves, to decode in fp32.
     pytest.mark.filterwarnings("ignore:.upcast_vae.:FutureWarning"),
 ]
 
@@ -64,7 +64,7 @@ def assert_as_plain_diffusers(tiny: TinyPipeline, *values: ImageInput) -> None:
 def test_guidance_of_a_distilled_model_is_plain_diffusers(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """The UNet gets each item's scale as an input, and computes one row for it."""
+    """The UNet gets each item's scale as an input and computes one row for it."""
     tiny = loaded(catalog, write_folder(tmp_path, tiny_folder, distilled=True))
     assert_as_plain_diffusers(tiny, OWN_FROM_IMAGE)
     values = [OWN, msgspec.structs.replace(OWN, guidance_scale=90.0)]
@@ -89,7 +89,7 @@ def test_no_negative_prompt_is_zeros_or_an_empty_text_as_the_folder_says(
 def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
     catalog: Catalog, tiny_xl_folder: Path
 ) -> None:
-    """A scheduler that looks for its first timestep, instead of counting, takes the second."""
+    """A scheduler that searches for its first timestep, instead of counting, takes the second."""
     tiny = loaded(catalog, tiny_xl_folder)
     assert isinstance(tiny.model, ImageModel)
     tiny.model._own_scheduler = scheduler = diffusers.EulerDiscreteScheduler(
@@ -103,7 +103,7 @@ def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
 def test_refiner_draws_from_an_image_as_plain_diffusers_and_refuses_texts(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """It takes scores instead of a size, and has one text encoder."""
+    """It takes scores instead of a size and has one text encoder."""
     folder = write_folder(tmp_path, tiny_folder, refines=True)
     refiner = loaded(catalog, folder)
     refiner.model.warmup()
@@ -147,7 +147,7 @@ def last_preview(tiny: TinyPipeline) -> np.ndarray:
 def overflowing(
     catalog: Catalog, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory
 ) -> TinyPipeline:
-    """A pipeline in fp16, in which its VAE overflows like the VAE of Stable Diffusion XL."""
+    """A pipeline in fp16 whose VAE overflows, like Stable Diffusion XL's VAE."""
     folder = write_folder(tmp_path_factory.mktemp("fp16"), tiny_folder, overflows=True)
     return loaded(catalog, folder, "fp16")
 
@@ -169,7 +169,7 @@ def test_vae_has_its_type_back_where_memory_ran_out(
     draw: Callable[..., list[ImageResult]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pipelines make it fp32 for a while, and leave it so when it fails."""
+    """Pipelines temporarily make it fp32, and leave it so if they fail."""
     (expected,) = drawn(overflowing.model, overflowing.preparer, [OWN])
     model = overflowing.model
     assert isinstance(model, ImageModel)
@@ -188,7 +188,7 @@ def test_vae_has_its_type_back_where_memory_ran_out(
 def test_images_get_no_watermark(
     tiny_xl_folder: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """diffusers adds one where a package for it happens to be installed."""
+    """diffusers adds a watermark if a package for it happens to be installed."""
 
     class Watermark:
         def apply_watermark(self, images: torch.Tensor) -> torch.Tensor:
@@ -217,7 +217,7 @@ def test_images_get_no_watermark(
 def test_every_class_that_joins_is_of_a_family(
     catalog: Catalog, tiny_folder: Path, tiny_xl_folder: Path, tmp_path: Path, name: str
 ) -> None:
-    """As the file of the folder names it, also by its pipeline for images."""
+    """As named by the folder's file, and also through its pipeline for images."""
     source = tiny_xl_folder if "XL" in name else tiny_folder
     for part in source.iterdir():
         (tmp_path / part.name).symlink_to(part)

@@ -1,4 +1,4 @@
-"""INT8 yields the same figures on every CPU: without VNNI, products of u8 and s8 must not saturate
+"""INT8 yields the same numbers on every CPU: without VNNI, products of u8 and s8 must not saturate
 at 16 bits.
 """
 
@@ -33,7 +33,7 @@ session = onnxruntime.InferenceSession(model.SerializeToString(), session_option
 print(set(rows.ravel().tolist()))
 """
 EMULATOR = "qemu-x86_64"
-"""It comes with the package qemu-user. Its CPU has AVX2, and neither AVX-512 nor VNNI.
+"""From the package qemu-user. Its CPU has AVX2 but neither AVX-512 nor VNNI.
 
 /proc/cpuinfo is the host's.
 """

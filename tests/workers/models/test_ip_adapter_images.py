@@ -1,4 +1,4 @@
-"""IP-Adapters before the model: entries of the catalog, and what image encoders read."""
+"""IP-Adapters before the model: catalog entries, and the part of an image that encoders read."""
 
 import io
 from typing import Any

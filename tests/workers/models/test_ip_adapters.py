@@ -1,4 +1,4 @@
-"""IP-Adapters: images with and without one are drawn together as alone, and as diffusers does."""
+"""IP-Adapters: images with and without one are the same in a batch, alone, and in diffusers."""
 
 import importlib.util
 import io
@@ -36,7 +36,7 @@ from workers.models.reports import ItemEnded, StepMessage
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import WORKER_TASKS, preparer_for
 
-# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -88,7 +88,7 @@ class Drawing:
         return self.together(value)[0]
 
     def check(self, *values: ImageInput) -> list[np.ndarray]:
-        """Draws them together and alone, which is the same. Returns those alone."""
+        """Checks that images are the same in a batch and alone. Returns the images drawn alone."""
         alone = [self.alone(value) for value in values]
         for value, one, other in zip(values, self.together(*values), alone, strict=True):
             assert np.abs(one - other).max() <= 1, value
@@ -140,19 +140,19 @@ def test_images_without_an_ip_adapter_are_those_of_a_model_without_any(
     assert isinstance(family.model, ImageModel)
     values = [GUIDED, *OTHERS]
     for value in values:
-        # Prompts are encoded together too, unless they are kept.
+        # Prompts are encoded together too, unless they are cached.
         for model in (family.model, drawing.model):
             drawn(model, family.preparer, [value])
     usual = drawn(family.model, family.preparer, values)
-    # Images of the same size are in one call, so they are as many in both. The difference is
-    # the rounding of libraries that choose their number of threads by how busy the machine is.
+    # Images of the same size share a call, so both calls have the same number of images. Any
+    # difference is rounding by libraries that choose their thread count by the machine's load.
     for one, other in zip(drawing.together(*values), usual, strict=True):
         assert np.abs(one - other).max() <= 1
 
 
 @lru_cache(maxsize=4)
 def plain_with(folder: Path, ip_adapter: Path) -> Any:
-    """The pipeline of a folder with an IP-Adapter, as diffusers loads them."""
+    """A folder's pipeline with an IP-Adapter, as diffusers loads them."""
     pipeline: Any = diffusers.DiffusionPipeline.from_pretrained(folder, local_files_only=True)
     pipeline.load_ip_adapter(
         str(ip_adapter), subfolder="", weight_name=WEIGHT_NAME, local_files_only=True
@@ -278,7 +278,7 @@ def test_it_goes_with_adapters_and_controls(
 def test_it_goes_with_shortcuts(
     catalog: Catalog, family: TinyPipeline, folders: dict[str, Path], choice: str
 ) -> None:
-    """And with the fused projections that GPUs have."""
+    """Also with the fused projections that GPUs use."""
     choices: dict[str, dict[str, Any]] = {
         "deep_cache": {"deep_cache": DeepCacheSettings(cache_interval=2)},
         "guidance_stop": {"guidance_stop": 0.5},
@@ -296,7 +296,7 @@ def test_it_goes_with_shortcuts(
 @pytest.mark.skipif(
     importlib.util.find_spec("torchao") is None, reason="torchao is in no extra but gpu"
 )
-# torchao loads kernels for GPUs, and warns if the machine lacks a GPU.
+# torchao loads GPU kernels and warns if the machine has no GPU.
 @pytest.mark.filterwarnings("default")
 def test_int8_draws_as_the_model_in_full_precision(
     catalog: Catalog, drawing: Drawing, family: TinyPipeline, folders: dict[str, Path]

@@ -1,4 +1,4 @@
-"""Kernels compiled by a worker are available when the next worker starts with an empty disk."""
+"""Kernels compiled by one worker are available when the next worker starts with an empty disk."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import torch
 from tests.limits import START_LIMIT_S
 from workers.models.kernel_store import KernelStore, kernel_key
 
-# Each process of a quick run would import torch for this file.
+# Otherwise, each process in a quick run would import torch for this file.
 pytestmark = pytest.mark.slow(about_s=30)
 
 CPU = torch.device("cpu")
@@ -38,7 +38,7 @@ print(json.dumps([bool(restored), found["fxgraph_cache_hit"], found["fxgraph_cac
 
 @pytest.fixture
 def disk(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """The folders of a pod, which are empty when it starts."""
+    """A pod's folders, which are empty when it starts."""
     return new_disk(monkeypatch, tmp_path / "first")
 
 

@@ -1,6 +1,6 @@
-"""Packed texts have the vectors that each text has alone, and a GPU never waits for the host.
+"""Packed texts get the same vectors as texts run individually, and a GPU never waits for the host.
 
-`varlen_attn` needs a GPU and 16 bits. On a CPU, `attend` below has its interface.
+`varlen_attn` needs a GPU and 16 bits. On a CPU, `attend` below replaces it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,10 @@ def attend(
     longest: int,
     longest_key: int,
 ) -> torch.Tensor:
-    """Attention of each text by itself. Checks what `varlen_attn` relies on."""
+    """Each text's attention, computed separately.
+
+    Checks the conditions that `varlen_attn` relies on.
+    """
     lengths = borders.diff().tolist()
     assert borders.dtype == torch.int32
     assert torch.equal(borders, key_borders)
@@ -74,7 +77,7 @@ def model_of(config: Any) -> Any:
         torch.manual_seed(3)
         model = transformers.AutoModel.from_config(config).eval().requires_grad_(False)
         for name, weight in model.named_parameters():
-            if name.endswith("bias"):  # they are 0 at first, which hides that they are moved
+            if name.endswith("bias"):  # they are 0 at first, which would hide that they are moved
                 weight.normal_(std=0.5)
     return model
 
@@ -107,7 +110,7 @@ PACKED = {name: packed(name) for name in FAMILIES}
 
 
 def texts_of(lengths: Sequence[int], seed: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Padded ids and types, and the lengths. Padding is not 0, so reading it would show."""
+    """Padded ids and types, and the lengths. Padding is not 0, so that reading it would show."""
     draw = np.random.default_rng(seed)
     shape = len(lengths), max(lengths)
     ids = draw.integers(5, VOCABULARY, shape)
@@ -176,7 +179,7 @@ def test_a_text_has_the_same_vector_in_any_company(
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that are called, except attention's own."""
+    """Counts the operators that are called, except those inside attention."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -228,7 +231,7 @@ def test_the_number_of_operators_does_not_depend_on_the_texts() -> None:
 @pytest.mark.parametrize("mode", ["cls", "mean", "max", "mean_sqrt_len_tokens"])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_a_gpu_never_waits_for_the_host(dtype: torch.dtype, mode: str, has_types: bool) -> None:
-    """With fake tensors, reading a number of the device is an error."""
+    """With fake tensors, reading a number from the device is an error."""
     bert = six_layers()
     ids, types, lengths = texts_of([5, LONGEST, 1])
     texts = pack_texts(ids, types if has_types else None, lengths)

@@ -1,5 +1,5 @@
-"""A real image model in a real model process sends previews to watchers, which do not change the
-final image.
+"""A real image model in a real process sends previews to watchers without changing the final
+image.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ def asked(preparer: Preparer, steps: int, count: int = 2, side: int = 64) -> lis
 async def drawn(
     process: PooledProcess, batch: Sequence[Prepared], watched: Sequence[int]
 ) -> tuple[list[bytes | None], list[Previews]]:
-    """The images of a batch, and its previews while these slots are watched."""
+    """A batch's images, and its previews while these slots are watched."""
     seen: list[Previews] = []
     running = await process.send(
         batch,
@@ -36,7 +36,7 @@ async def drawn(
         on_previews=seen.append,
     )
     done = await running.done
-    running.watch(watched)  # it has ended: this is not about the next batch
+    running.watch(watched)  # it has ended: this must not affect the next batch
     assert all(isinstance(result, ImageResult) for result in done.outcomes), done.outcomes
     return [result.image.data for result in done.results if isinstance(result, ImageResult)], seen
 
@@ -69,7 +69,7 @@ async def test_previews_of_large_images_are_small(
 async def test_who_stops_watching_is_shown_nothing_more(
     process: PooledProcess, tiny_preparer: Preparer
 ) -> None:
-    """A Watch of an earlier batch does not count for the next."""
+    """A Watch from an earlier batch does not count for the next."""
     _, seen = await drawn(process, asked(tiny_preparer, 60), [0, 1])
     assert seen
     _, seen = await drawn(process, asked(tiny_preparer, 60), [])

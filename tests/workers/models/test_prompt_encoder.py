@@ -1,4 +1,4 @@
-"""Encoded prompts of the tiny pipeline: each is encoded once, and its lost tokens are counted."""
+"""The tiny pipeline's encoded prompts: each is encoded once, and its lost tokens are counted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,7 +22,7 @@ def pipeline(tiny_folder: Path) -> Any:
 
 @pytest.fixture
 def rows(pipeline: Any) -> Iterator[list[int]]:
-    """How many prompts each call of the text encoder had."""
+    """Number of prompts in each text encoder call."""
     seen: list[int] = []
     hook = pipeline.text_encoder.register_forward_hook(
         lambda module, args, kwargs, output: seen.append(len(kwargs["input_ids"])),
@@ -35,7 +35,7 @@ def rows(pipeline: Any) -> Iterator[list[int]]:
 def encode(
     prompts: Prompts, pipeline: Any, prompt: str, negative: str | None = None, variant: str = ""
 ) -> tuple[torch.Tensor, torch.Tensor, int | None]:
-    """The embeddings of both prompts, and how many tokens they lose."""
+    """The embeddings of both prompts, and the number of tokens they lose."""
     own = Interception(Hub()).own(pipeline)
     lost = prompts.intercept(own, variant)
     with torch.inference_mode():
@@ -77,7 +77,7 @@ def test_tokens_left_out_are_counted_in_both_prompts(pipeline: Any) -> None:
     prompts, most = Prompts(), pipeline.tokenizer.model_max_length
     for _ in range(2):
         assert encode(prompts, pipeline, "a")[2] == 0
-        # Of the most, two are special tokens.
+        # Two of the maximum are special tokens.
         assert encode(prompts, pipeline, "a " * (most - 2))[2] == 0
         assert encode(prompts, pipeline, "a " * (most + 3), "a " * (most - 1))[2] == 5 + 1
 
@@ -88,7 +88,7 @@ def test_what_was_not_used_for_longest_is_dropped(pipeline: Any, rows: list[int]
     rows.clear()
     for prompt in ("a", "b", "a", "c", "a", "b"):
         encode(prompts, pipeline, prompt)
-    # "c" pushes "b" out, and "b" is encoded again.
+    # "c" evicts "b", so "b" is encoded again.
     assert len(rows) == 2 * 4
 
 

@@ -1,6 +1,6 @@
-"""INT8 images, where torchao is: `pip install penstock[gpu]`.
+"""INT8 images, if torchao is installed: `pip install penstock[gpu]`.
 
-It is in no other extra, see pyproject.toml.
+No other extra contains it; see pyproject.toml.
 """
 
 import importlib.util
@@ -22,7 +22,7 @@ pytestmark = [
     pytest.mark.skipif(
         importlib.util.find_spec("torchao") is None, reason="torchao is not installed"
     ),
-    # torchao loads kernels for GPUs, and warns if the machine lacks a GPU.
+    # torchao loads GPU kernels and warns if the machine has no GPU.
     pytest.mark.filterwarnings("default"),
 ]
 

@@ -28,14 +28,14 @@ STRENGTH = 0.6
 NEAR_PX = 6.0
 
 Draw = Callable[..., list[Pixels]]
-"""Prompts, and sources where there are any, to images; the first prompt has seed 0, the next 1
-and so on.
+"""From prompts, and sources if any, to images; the first prompt has seed 0, the next 1 and so
+on.
 """
 
 
 @pytest.fixture(scope="module")
 def asked(catalog: Catalog) -> ImageInput:
-    """A request in which only the prompt is missing: the catalog's defaults."""
+    """A request that lacks only the prompt: the catalog's defaults."""
     usual = catalog.default("image").image
     return ImageInput(
         "", usual.width, usual.height, usual.steps, usual.guidance_scale, 0, usual.scheduler
@@ -73,9 +73,7 @@ def pixels(result: ImageResult) -> Pixels:
 
 
 def shown(image: Pixels, order: Callable[[DetectedShape], float] = lambda figure: figure.x) -> str:
-    """Describes an image: its figures in `order` (default: from left to right), and its
-    background.
-    """
+    """Describes an image: its figures in `order` (default: left to right) and its background."""
     reading = read(image)
     figures = ", ".join(
         f"{figure.color} {figure.shape}" for figure in sorted(reading.figures, key=order)
@@ -138,8 +136,8 @@ def test_figure_is_at_the_place_asked_for(draw_with: Draw) -> None:
 
 
 def ninth(figure: DetectedShape) -> tuple[int, int]:
-    """Returns the ninth of the image in which the middle of the figure is: across and down, -1
-    for the left or upper one, 0 for the middle one.
+    """Returns the ninth of the image that contains the figure's center: across and down, -1 for
+    left or top, 0 for the middle.
     """
     return round((figure.x - 32) / 15), round((figure.y - 32) / 15)
 
@@ -191,7 +189,8 @@ def test_caption_outside_its_world_gets_an_image(draw_with: Draw, with_sources: 
 
 def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:
     caption = "a large red circle on a white background"
-    # 28 tokens, of which two are the start and the end: 18 words more are read, the rest is not.
+    # 28 tokens, two of which are the start and the end: 18 more words are read, and the rest is
+    # not.
     full = f"{caption} {'on white ' * 9}".strip()
     alone, cut, longer = (
         draw_with([prompt])[0] for prompt in (caption, full, f"{full} a blue star " * 3)
@@ -202,7 +201,7 @@ def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:
 
 @pytest.fixture(scope="module")
 def plain(tiny_folder: Path) -> dict[str, Any]:
-    """The pipelines as diffusers' documentation loads them."""
+    """The pipelines, loaded as diffusers' documentation describes."""
     kinds = {"text": StableDiffusionPipeline, "image": StableDiffusionImg2ImgPipeline}
     made = {
         name: kind.from_pretrained(tiny_folder, local_files_only=True)

@@ -1,4 +1,6 @@
-"""Shortcuts of an entry: deep features that are kept over steps, and guidance that ends early."""
+"""An entry's shortcuts: deep features that are reused across steps, and guidance that ends
+early.
+"""
 
 from pathlib import Path
 from typing import Any
@@ -22,7 +24,7 @@ from tests.workers.models.test_image_steps import difference, prepared, run
 from workers.models.image.deep_cache import DeepCache
 from workers.models.image.model import ImageModel
 
-# Some schedulers of diffusers go between torch and numpy 2 in an old way.
+# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
 pytestmark = [
     pytest.mark.slow(about_s=60),
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -59,7 +61,7 @@ def alone(model: ImageModel, family: TinyPipeline, value: ImageInput) -> ImageRe
 def test_pixels_are_those_of_an_image_alone(
     catalog: Catalog, family: TinyPipeline, choice: str
 ) -> None:
-    """Tests others at different steps and of different kinds."""
+    """Alongside images of other kinds and at other steps."""
     model = with_shortcuts(catalog, family.folder, **CHOICES[choice])
     values = [
         GUIDED,
@@ -78,7 +80,7 @@ def test_pixels_are_those_of_an_image_alone(
 def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
     catalog: Catalog, family: TinyPipeline, branch: int
 ) -> None:
-    """Also with residuals of a ControlNet, and with two rows for each image."""
+    """Also with a ControlNet's residuals, and with two rows for each image."""
     model = with_shortcuts(catalog, family.folder)
     unet: Any = model._main.unet
     cache = DeepCache(DeepCacheSettings(cache_branch_id=branch), model._main)
@@ -134,7 +136,7 @@ def test_deep_features_change_the_image_and_the_charge_stays(
 def test_after_guidance_an_image_computes_one_row_as_in_diffusers(
     catalog: Catalog, family: TinyPipeline
 ) -> None:
-    """The reference is diffusers' recipe for guidance that ends: a callback after a step."""
+    """The reference is diffusers' recipe for ending guidance early: a callback after a step."""
     model = with_shortcuts(catalog, family.folder, guidance_stop=0.5)
     usual = GUIDED.width * GUIDED.height
     model.admit(0, prepared(family.preparer, GUIDED))

@@ -1,4 +1,4 @@
-"""Similarity on the real encoder, in this process and in a model process."""
+"""Similarity with the real encoder, in this process and in a model process."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -58,7 +58,7 @@ def prepared(entry: Model, minilm_folder: Path) -> Sequence[PreparedOutcome]:
 
 @pytest.fixture(scope="module")
 def expected(minilm_folder: Path) -> list[float]:
-    """The cosines of sentence-transformers, one text at a time."""
+    """Cosines from sentence-transformers, one text at a time."""
     reference = SentenceTransformer(str(minilm_folder), device="cpu")
     vectors = [[reference.encode(text) for text in pair] for pair in PAIRS]
     return [float(text @ query) for text, query in vectors]
@@ -123,7 +123,7 @@ def test_every_part_of_a_pair_is_in_its_cache_key() -> None:
 
 
 class ZeroEncoder:
-    """Encodes texts that begin with token 0 as zeros, and all others as ones."""
+    """Encodes texts that start with token 0 as zeros, and all other texts as ones."""
 
     device_name = "cpu"
     pads = overlaps = False
@@ -139,7 +139,7 @@ class ZeroEncoder:
 
 
 def test_text_without_a_direction_has_no_score(entry: Model) -> None:
-    """It is not as far from everything as from nothing: a score of 0 would be an answer."""
+    """A score of 0 would claim that it is unrelated to everything."""
     encoder = EmbeddingModel(entry.model_copy(update={"dimensions": 2}), ZeroEncoder())
     texts = [PreparedText(key="", length=1, ids=bytes((token, 0, 0, 0))) for token in (0, 1, 2)]
     pairs = [PreparedPair(key="", length=2, text=text, query=texts[2]) for text in texts]

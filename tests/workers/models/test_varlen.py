@@ -1,5 +1,5 @@
-"""Families of transformers that compute texts end to end, and some that cannot: all results are
-right.
+"""Transformer families that compute texts end to end, and some that cannot: all results are
+correct.
 """
 
 from pathlib import Path
@@ -70,7 +70,7 @@ def folder_of(tmp_path: Path, family: str) -> Path:
         ("electra", "bf16", False),
         ("distilbert", "bf16", False),
         ("mpnet", "fp32", True),  # adds a bias to its attention
-        ("modern", "fp32", True),  # looks at near tokens only in some layers
+        ("modern", "fp32", True),  # looks only at nearby tokens in some layers
         ("modern", "bf16", True),
     ],
 )

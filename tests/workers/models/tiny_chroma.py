@@ -1,4 +1,4 @@
-"""Tiny pipelines of Chroma: its real classes, with random weights. No code of ours names it."""
+"""Tiny Chroma pipelines: its real classes, with random weights. None of our code mentions it."""
 
 from pathlib import Path
 from typing import Any
@@ -16,10 +16,10 @@ from tests.workers.models.tiny_stable_diffusion_3 import (
 
 
 def write_folder(folder: Path, shipped: Path, **scheduler: Any) -> Path:
-    """A folder as on the hub.
+    """Writes a folder as found on the Hub.
 
     Args:
-        shipped: the folder of a pipeline. Nothing of it is used.
+        shipped: a pipeline's folder. It is not used.
     """
     torch.manual_seed(5)
     ChromaPipeline(

@@ -1,6 +1,6 @@
 """Tiny pipelines of many diffusers families: real classes, random weights, no text encoders.
 
-Prompts are embeddings. Sizes follow the tests of diffusers.
+Prompts are embeddings. Sizes follow diffusers' tests.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """The parts of a family, and the arguments for each of its pipelines.
+    """A family's parts, and the arguments for each of its pipelines.
 
     `parts`: components by name. `prompts`: the arguments for a prompt, by seed. `tasks`: pipeline
     classes, each with its names for an image and a mask. `usual`: other arguments.
@@ -366,7 +366,7 @@ def hunyuan_parts() -> dict[str, Any]:
             text_len=12,
             text_len_t5=12,
         ),
-        # The pipeline takes the VAE to shrink by eight.
+        # The pipeline assumes that the VAE shrinks by eight.
         "vae": kl_vae(
             block_out_channels=(4,) * 4,
             down_block_types=("DownEncoderBlock2D",) * 4,
@@ -407,7 +407,7 @@ def z_image_parts() -> dict[str, Any]:
         axes_lens=[256, 32, 32],
         t_scale=1000.0,
     )
-    # They are made without contents.
+    # They are created uninitialized.
     transformer.x_pad_token.data.fill_(1)
     transformer.cap_pad_token.data.fill_(1)
     return {
@@ -582,7 +582,7 @@ SD = "StableDiffusion"
 LEFT_OUT = {
     "Kolors": "diffusers needs sentencepiece for it, which is not installed",
 }
-"""Families that are not tried, and why."""
+"""Families that are not tested, and why."""
 FAMILIES: dict[str, Family] = {
     "stable-diffusion": Family(
         sd_parts,

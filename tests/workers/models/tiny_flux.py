@@ -1,4 +1,4 @@
-"""Tiny pipelines of FLUX.1: its real classes, with random weights."""
+"""Tiny FLUX.1 pipelines: its real classes, with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -18,19 +18,19 @@ from tests.workers.models.tiny_stable_diffusion_3 import (
 )
 
 SHIFTING = {"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_shift": 1.15}
-"""The scheduler of FLUX.1."""
+"""FLUX.1's scheduler."""
 
 
 def write_folder(
     folder: Path, shipped: Path, *, is_told_guidance: bool = True, **scheduler: Any
 ) -> Path:
-    """A folder as on the hub.
+    """Writes a folder as found on the Hub.
 
     Args:
-        shipped: the folder of a pipeline whose tokenizer it gets.
+        shipped: folder of the pipeline whose tokenizer it gets.
         is_told_guidance: True if the transformer takes the guidance scale. False for
             FLUX.1 "schnell".
-        scheduler: its settings. Default: the settings of FLUX.1.
+        scheduler: the scheduler's settings. Default: FLUX.1's.
     """
     torch.manual_seed(5)
     tokenizer = CLIPTokenizer.from_pretrained(shipped / "tokenizer")

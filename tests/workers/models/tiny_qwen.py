@@ -1,4 +1,4 @@
-"""A tiny pipeline of Qwen-Image: its real classes, with random weights and its text encoder."""
+"""A tiny Qwen-Image pipeline: its real classes, with random weights and its text encoder."""
 
 from pathlib import Path
 from typing import Any
@@ -19,11 +19,11 @@ SPECIAL = (
     *("<|vision_pad|>", "<|image_pad|>", "<|video_pad|>"),
 )
 WIDTH = 16
-"""Of the prompts' tokens, as the transformer of `qwen_parts` takes them."""
+"""Width of the prompts' tokens, as expected by the transformer in `qwen_parts`."""
 
 
 def write_folder(folder: Path) -> Path:
-    """A folder as on the hub."""
+    """Writes a folder as found on the Hub."""
     torch.manual_seed(11)
     tokenizer = _tokenizer()
     parts = qwen_parts() | {"tokenizer": tokenizer, "text_encoder": _encoder(tokenizer)}
@@ -32,7 +32,7 @@ def write_folder(folder: Path) -> Path:
 
 
 def _tokenizer() -> Qwen2Tokenizer:
-    """Makes a tokenizer with a token for each byte and for each word in SPECIAL."""
+    """Creates a tokenizer with one token for each byte and one for each word in SPECIAL."""
     names = [*sorted(ByteLevel.alphabet()), *SPECIAL]
     vocab = {name: at for at, name in enumerate(names)}
     return Qwen2Tokenizer(vocab=vocab, merges=[], extra_special_tokens=list(SPECIAL[1:]))

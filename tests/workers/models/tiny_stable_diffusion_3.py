@@ -1,4 +1,4 @@
-"""Tiny pipelines of Stable Diffusion 3: its real classes, with random weights."""
+"""Tiny Stable Diffusion 3 pipelines: its real classes, with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -20,20 +20,20 @@ from transformers import (
 )
 
 CLIP_WIDTH, T5_WIDTH = 16, 32
-"""The two encoders of CLIP are side by side, and as wide as T5."""
+"""The two CLIP encoders are side by side, and together as wide as T5."""
 LATENT_CHANNELS = 16
 
 
 def write_folder(
     folder: Path, shipped: Path, *, has_t5: bool = True, trained: bool = False, **scheduler: Any
 ) -> Path:
-    """A folder as on the hub.
+    """Writes a folder as found on the Hub.
 
     Args:
-        shipped: the folder of a pipeline whose tokenizer it gets.
+        shipped: folder of the pipeline whose tokenizer it gets.
         has_t5: True to include the third text encoder.
         trained: True if the transformer was trained with masks.
-        scheduler: its settings. Default: the settings of Stable Diffusion 3.
+        scheduler: the scheduler's settings. Default: Stable Diffusion 3's.
     """
     torch.manual_seed(5)
     tokenizer = CLIPTokenizer.from_pretrained(shipped / "tokenizer")
@@ -89,7 +89,7 @@ def tiny_vae() -> AutoencoderKL:
         shift_factor=0.0609,
         scaling_factor=1.5305,
     )
-    # Without it, all pixels would be nearly one gray.
+    # Otherwise, all pixels would be nearly the same gray.
     vae.decoder.conv_out.weight.data *= 20
     return vae
 
@@ -107,7 +107,7 @@ def _transformer(*, trained: bool) -> SD3Transformer2DModel:
         caption_projection_dim=32,
         pooled_projection_dim=2 * CLIP_WIDTH,
         pos_embed_max_size=8,
-        # Those of 3.5.
+        # As in version 3.5.
         qk_norm="rms_norm",
         dual_attention_layers=(0,),
     )

@@ -1,4 +1,4 @@
-"""Tiny pipelines of Stable Diffusion XL, with the shipped tokenizer and VAE, and random weights."""
+"""Tiny Stable Diffusion XL pipelines, with the shipped tokenizer and VAE, and random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from diffusers import (
 from transformers import CLIPTextConfig, CLIPTextModel, CLIPTextModelWithProjection, CLIPTokenizer
 
 WIDTH = 32
-"""Width of each text encoder. The UNet attends to both, side by side."""
+"""Each text encoder's width. The UNet attends to both, side by side."""
 TIME_WIDTH = 8
 MEANS = {"latents_mean": [0.5, -1.0, 2.0, 0.0], "latents_std": [3.0, 2.0, 4.0, 1.0]}
 
@@ -22,11 +22,11 @@ MEANS = {"latents_mean": [0.5, -1.0, 2.0, 0.0], "latents_std": [3.0, 2.0, 4.0, 1
 def write_folder(
     folder: Path, shipped: Path, *, distilled: bool = False, refines: bool = False, **options: Any
 ) -> Path:
-    """A folder as on the hub.
+    """Writes a folder as found on the Hub.
 
     Args:
-        shipped: the folder of a pipeline whose VAE and tokenizer it gets.
-        distilled: the UNet takes the guidance scale as an input, like the UNets of LCM.
+        shipped: folder of the pipeline whose VAE and tokenizer it gets.
+        distilled: the UNet takes the guidance scale as an input, like LCM's UNets.
         refines: it draws only from an image and has one text encoder, like the refiner.
         options: `overflows` and `means` for the VAE, and options for the pipeline.
     """
@@ -74,8 +74,8 @@ def _vae(shipped: Path, *, overflows: bool, means: bool) -> Any:
 
     Args:
         shipped: the folder of a pipeline.
-        overflows: between two of its layers numbers are too large for fp16.
-        means: it has statistics of its latents, which are of four channels, and random weights.
+        overflows: numbers between two of its layers are too large for fp16.
+        means: it has statistics for its four-channel latents, and random weights.
     """
     if means:
         config = AutoencoderKL.load_config(shipped / "vae")
@@ -106,7 +106,7 @@ def _unet(channels: int, *, distilled: bool, refines: bool) -> Any:
         up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
         addition_embed_type="text_time",
         addition_time_embed_dim=TIME_WIDTH,
-        # Two sizes and a corner, or one of the sizes and a score.
+        # Two sizes and a corner, or one size and a score.
         projection_class_embeddings_input_dim=WIDTH + (5 if refines else 6) * TIME_WIDTH,
         time_cond_proj_dim=16 if distilled else None,
     )

@@ -1,4 +1,4 @@
-"""The command on a small model, and what it has made."""
+"""The command on a small model, and the artifact it creates."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -19,7 +19,7 @@ def tiny_bert(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def optimize(tiny_bert: Path, tmp_path: Path) -> Optimize:
-    """Runs the command on the model `tiny`; artifacts go below tmp_path/artifacts."""
+    """Runs the command on the model `tiny`; artifacts are written below tmp_path/artifacts."""
 
     def run(*words: str, tolerance: float = 0.9999) -> int:
         catalog = tmp_path / "models.yaml"
@@ -32,7 +32,7 @@ def optimize(tiny_bert: Path, tmp_path: Path) -> Optimize:
 
 @pytest.fixture
 def made(tmp_path: Path) -> Callable[[], Artifact]:
-    """The artifact that the command has made."""
+    """The artifact that the command created."""
 
     def read() -> Artifact:
         (folder,) = (tmp_path / "artifacts" / "tiny").iterdir()

@@ -1,5 +1,5 @@
-"""From an embedding model's folder to an artifact, with the command, and back with the code that
-workers use to read it.
+"""From an embedding model's folder to an artifact, using the command, and back, using the code with
+which workers read it.
 """
 
 import json
@@ -28,7 +28,7 @@ Made = Callable[[], Artifact]
 
 
 def cosines(artifact: Artifact, variant: Variant, folder: Path) -> np.ndarray:
-    """Cosine of each calibration text, computed alone, to the reference's vector."""
+    """Cosine between each calibration text's vector, computed alone, and the reference's."""
     encoder = OnnxEncoder(
         read_sentence_folder(folder), artifact.graph(variant), device="cpu", threads=1
     )
@@ -163,7 +163,7 @@ def test_pruned_model_is_smaller_and_shows_its_loss(
 
 
 def weights(graph: Path) -> int:
-    """Parameters of all matrices but the embedding tables."""
+    """Parameters in all matrices except the embedding tables."""
     model = onnx.load(graph)
     return sum(
         int(np.prod(weight.dims))
@@ -189,7 +189,7 @@ def test_wrong_wish_is_refused(
 
 @contextmanager
 def making(tiny_bert: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command as a process that has just begun to make a graph."""
+    """The command as a process that has just started to create a graph."""
     catalog = tmp_path / "models.yaml"
     catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
     words = ["tiny", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]
@@ -225,7 +225,7 @@ def test_who_comes_while_it_is_made_finds_it(
 def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> None:
     with making(tiny_bert, tmp_path) as process:
         process.send_signal(signal.SIGTERM)
-    # A shell reports 130 for both. CPython ends by the signal if KeyboardInterrupt passed through
+    # A shell reports 130 for both. CPython ends with the signal if KeyboardInterrupt passed through
     # an `exec`, for example while an imported module defines a dataclass.
     assert process.returncode in (130, -signal.SIGINT)
     assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []

@@ -1,4 +1,4 @@
-"""The measures, on cases whose value is known."""
+"""Quality measures, on cases whose value is known."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""INT8 products with fixed scales: small graphs in, and what ONNX Runtime makes of the quantized
-ones.
+"""INT8 products with fixed scales: small graphs in, and ONNX Runtime's results for the quantized
+graphs.
 """
 
 from pathlib import Path
@@ -21,7 +21,7 @@ PRODUCT = helper.make_node("MatMul", ["x", "weights"], ["product"], name="multip
 
 
 def graph(folder: Path, *following: onnx.NodeProto) -> Path:
-    """x [tokens, INPUTS] to y [tokens, OUTPUTS] by the product and what follows."""
+    """From x [tokens, INPUTS] to y [tokens, OUTPUTS]: the product and the operators after it."""
     made = helper.make_graph(
         [PRODUCT, *following],
         "g",
@@ -38,7 +38,7 @@ def graph(folder: Path, *following: onnx.NodeProto) -> Path:
 
 def feed(seed: int) -> Feed:
     """Values like those after a GELU: most are just below zero, and a scale that fits the few large
-    ones rounds them to the same step.
+    values rounds all of them to the same step.
     """
     values = np.random.default_rng(seed).gamma(0.3, 2.0, size=(TOKENS, INPUTS)) - 0.05
     return {"x": values.astype(np.float32)}

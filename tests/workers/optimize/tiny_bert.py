@@ -1,5 +1,5 @@
-"""A BERT of random weights over the words of the built-in texts: a whole embedding model of under a
-megabyte.
+"""A BERT with random weights over the words of the built-in texts: a complete embedding model of
+under a megabyte.
 """
 
 import json
