@@ -11,12 +11,10 @@ or by the ID of an upload as `file`. OpenAI's batches do not support audio.
 
 from __future__ import annotations
 
-import asyncio
 import html
 import json
 import math
 import re
-import time
 from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, asynccontextmanager
 from functools import partial
@@ -69,13 +67,13 @@ from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.generation_stream import (
     HEARTBEAT,
     HEARTBEAT_BESIDE_IDS,
-    MAX_S,
     GenerationStreams,
     StreamPosition,
     StreamShape,
     StreamTooLong,
     behind,
     find_return,
+    follow_record,
     seen_from_id,
 )
 from api.predictions.progress import PredictionProgress
@@ -99,7 +97,6 @@ from shared.models.tasks.text import TokenLogprob
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 MAX_FIELD_BYTES = 64 * 1024
 _LINE_REPLY_BYTES = 256 * 1024
-RUN_POLL_S = 0.5
 _WINDOW_ID = re.compile(r"\d{1,9}")
 _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _ANY_BYTES = "application/octet-stream"
@@ -686,32 +683,28 @@ class _TranscriptStream:
             has_elements=True,
         )
 
-    async def _flow_events(self, snapshot: PredictionSnapshot, flow: Flow) -> AsyncGenerator[bytes]:
+    async def _flow_events(self, first: PredictionSnapshot, flow: Flow) -> AsyncGenerator[bytes]:
         """Yields the events of a flow: one per window in order, as soon as it is transcribed.
 
         If the reader hangs up and can't resume, the run is canceled.
         """
         call, has_ids = self._call, self._has_ids
         windows = _WindowEvents(flow, int(self._last_id or -1), has_ids=has_ids)
-        until_s = time.monotonic() + MAX_S
         returns = find_return(call.options.idempotency_key, has_positions=has_ids)
         is_left = returns == "never"
         try:
-            while True:
-                call.check_key()
-                snapshot = await self._predictions.refresh(snapshot)
+            async for snapshot in follow_record(self._predictions, first, call.check_key):
                 outcomes = await self._progress.step_outcomes(snapshot, windows.seen)
                 for event in windows.of(outcomes):
                     yield event
                 if snapshot.record.is_over:
                     is_left = False
-                    break
-                if time.monotonic() > until_s:
-                    if not has_ids:
-                        raise StreamTooLong
-                    return
-                yield HEARTBEAT_BESIDE_IDS if has_ids else HEARTBEAT
-                await asyncio.sleep(RUN_POLL_S)
+                else:
+                    yield HEARTBEAT_BESIDE_IDS if has_ids else HEARTBEAT
+            if not snapshot.record.is_over:
+                if not has_ids:
+                    raise StreamTooLong
+                return
             if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
                 raise snapshot.failure
             for event in self._shape.closing(snapshot.record.reply.delivered, 0.0):
@@ -720,7 +713,7 @@ class _TranscriptStream:
             yield self._shape.failure(error)
         finally:
             if is_left:
-                self._streams.leave(snapshot.prediction, 0.0)
+                self._streams.leave(first.prediction, 0.0)
 
 
 class _WindowEvents:

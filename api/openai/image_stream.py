@@ -8,7 +8,6 @@ events, so a reader that returns with an event ID, to any instance, gets the eve
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable
@@ -20,13 +19,14 @@ from api.errors import log_reason
 from api.http.call import ModelCall
 from api.http.request_options import wants_event_ids
 from api.openai.chat import failure_event
-from api.predictions.creation import POLL_S, PredictionSnapshot
+from api.predictions.creation import PredictionSnapshot
 from api.predictions.generation_stream import (
     HEARTBEAT,
     HEARTBEAT_BESIDE_IDS,
     HEARTBEAT_S,
     MAX_S,
     GenerationStreams,
+    follow_record,
 )
 from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
@@ -170,22 +170,21 @@ class ImageStream:
             if not is_done and not self._has_ids:
                 self._generation_streams.leave(snapshot.prediction, 0.0)
 
-    async def _all(self, snapshot: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
-        began_s = heartbeat_s = time.monotonic()
-        while not snapshot.record.is_over:
+    async def _all(self, first: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
+        heartbeat_s = time.monotonic()
+        async for snapshot in follow_record(self._predictions, first, self._call.check_key):
+            if snapshot.record.is_over:
+                break
             async for event in self._partials(snapshot):
                 yield event
             now_s = time.monotonic()
             if now_s - heartbeat_s > HEARTBEAT_S:
                 yield HEARTBEAT_BESIDE_IDS if self._has_ids else HEARTBEAT
                 heartbeat_s = now_s
-            if now_s - began_s > MAX_S:
-                if self._has_ids:
-                    return  # the reader may come back
-                raise DeadlineExceeded(_TOO_LONG, public=_TOO_LONG)
-            await asyncio.sleep(POLL_S)
-            self._call.check_key()
-            snapshot = await self._predictions.refresh(snapshot)
+        if not snapshot.record.is_over:
+            if self._has_ids:
+                return  # the reader may come back
+            raise DeadlineExceeded(_TOO_LONG, public=_TOO_LONG)
         if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
             raise snapshot.failure
         for index, result in enumerate(images_of(snapshot.record.reply.delivered, model)):

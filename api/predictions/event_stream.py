@@ -22,7 +22,6 @@ again.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import re
 import time
@@ -32,8 +31,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from api.predictions.creation import POLL_S, PredictionSnapshot
-from api.predictions.generation_stream import StreamShape
+from api.predictions.creation import PredictionSnapshot
+from api.predictions.generation_stream import (
+    HEARTBEAT,
+    HEARTBEAT_S,
+    StreamShape,
+    follow_record,
+)
 from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
 from api.predictions.stream_room import StreamRoom
@@ -55,10 +59,6 @@ from shared.stores.previews import Preview
 
 MAX_STREAMS = 256
 """Maximum number of streams per instance. Each stream reads its record twice a second."""
-MAX_S = 290.0
-"""Less than the 300 s after which Cloud Run ends a response. Clients reconnect by themselves."""
-HEARTBEAT_S = 10.0
-"""After this pause, a comment is sent to keep the connection open through proxies."""
 KINDS = ("logs", "output", "error", "done")
 PREVIEW, QUEUE = "preview", "queue"
 EXTRA_KINDS = (PREVIEW, QUEUE)
@@ -138,14 +138,13 @@ class EventStreams:
 
     async def _events(
         self,
-        snapshot: PredictionSnapshot,
+        first: PredictionSnapshot,
         last_id: str,
         check: Callable[[], object],
         extra: Collection[str],
     ) -> AsyncGenerator[bytes]:
-        position, sent_s = EventPosition.from_id(last_id), time.monotonic()
-        until_s, sent = sent_s + MAX_S, None
-        while True:
+        position, sent, sent_s = EventPosition.from_id(last_id), None, time.monotonic()
+        async for snapshot in follow_record(self._predictions, first, check):
             if QUEUE in extra:
                 queued = await self._progress.position(snapshot)
                 if queued is not None and queued != sent:
@@ -162,14 +161,9 @@ class EventStreams:
                     position = EventPosition(event.kind, event.number, position.preview)
                     yield event.encoded(position)
                     sent_s = time.monotonic()
-            if snapshot.record.is_over or time.monotonic() >= until_s:
-                return
             if time.monotonic() - sent_s >= HEARTBEAT_S:
-                yield b": keep-alive\n\n"
+                yield HEARTBEAT
                 sent_s = time.monotonic()
-            await asyncio.sleep(POLL_S)
-            check()
-            snapshot = await self._predictions.refresh(snapshot)
 
     async def _all_of(self, snapshot: PredictionSnapshot, seen: EventPosition) -> list[StreamEvent]:
         """Returns the events of a prediction so far, in order.

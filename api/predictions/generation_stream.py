@@ -25,7 +25,7 @@ from itertools import chain
 from typing import Any, Literal, NamedTuple, Protocol, Self, TypeAlias, runtime_checkable
 
 from api.errors import log_reason
-from api.predictions.creation import PredictionSnapshot
+from api.predictions.creation import POLL_S, PredictionSnapshot
 from api.predictions.service import GRACE_S, Predictions
 from api.predictions.stream_room import StreamRoom
 from shared.errors import BadInput, DeadlineExceeded, PenstockError
@@ -391,6 +391,23 @@ class GenerationStreams:
         with contextlib.suppress(PenstockError):
             if not after_s or not await self._streams.is_read(prediction.record):
                 await self._predictions.cancel(prediction.tenant, prediction.id)
+
+
+async def follow_record(
+    predictions: Predictions, snapshot: PredictionSnapshot, check: Callable[[], object]
+) -> AsyncGenerator[PredictionSnapshot]:
+    """Yields a prediction now and every POLL_S until it is over, for at most MAX_S.
+
+    Args:
+        check: raises PenstockError once the reader may no longer continue.
+    """
+    until_s = time.monotonic() + MAX_S
+    yield snapshot
+    while not snapshot.record.is_over and time.monotonic() < until_s:
+        await asyncio.sleep(POLL_S)
+        check()
+        snapshot = await predictions.refresh(snapshot)
+        yield snapshot
 
 
 async def behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[bytes]:
