@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, suppress
 from typing import NoReturn, Protocol
 
@@ -28,6 +28,7 @@ from shared.errors import (
     Unavailable,
     error_for_code,
 )
+from shared.flows.engine import FlowEngine
 from shared.messages import (
     Envelope,
     Item,
@@ -46,6 +47,7 @@ from shared.models.entry import Replies
 from shared.stores.objects import ObjectStore, stored_input
 from shared.stores.records import Records
 from shared.tracing.spans import STAGE, Attributes, current, span
+from shared.usage.row import RowSink, row_of
 
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
@@ -97,9 +99,10 @@ def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[lis
 
 
 class JobSender:
-    """Sends jobs, with or without a record. Keeps no state between calls.
+    """Sends jobs, with or without a record, and starts flow runs. Keeps no state between calls.
 
-    `start_run` publishes the first steps of a flow. None: this process does not run flows.
+    Args:
+        rows: receives rows for flow steps that ended at once.
     """
 
     def __init__(
@@ -109,16 +112,21 @@ class JobSender:
         objects: ObjectStore,
         records: Records,
         window: PublishWindow,
+        flows: FlowEngine,
+        rows: RowSink,
+        *,
         api_instance: str,
-        start_run: Callable[[Envelope, JobBody], Awaitable[None]] | None = None,
+        region: str,
     ) -> None:
         self._inbox = inbox
         self._publisher = publisher
         self._objects = objects
         self._records = records
         self._window = window
+        self._flows = flows
+        self._rows = rows
         self._api_instance = api_instance
-        self._start_run = start_run
+        self._region = region
 
     async def send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
         """Publishes the job once its window has room, and waits for its reply.
@@ -173,10 +181,8 @@ class JobSender:
         if unfinished > BATCHES_HELD * request.model.batch.max_items:
             envelope.priority = "batch"
         try:
-            if self._start_run is not None and isinstance(request.model, Flow):
-                options = request.options
-                body = JobBody(list(items), options.cache_read, options.cache_write)
-                await self._start_run(envelope, body)
+            if isinstance(request.model, Flow):
+                await self._start_run(envelope, items, request.options)
             else:
                 await self._publish(envelope, items, request.options, PUBLISH_LIMIT_S)
         except PenstockError as error:
@@ -185,6 +191,14 @@ class JobSender:
             # Without the mark, a repeated request publishes the job again, which is harmless.
             with suppress(Unavailable):
                 await self._records.mark_published(request.facts.request_id)
+
+    async def _start_run(
+        self, envelope: Envelope, items: Sequence[Item], options: RequestOptions
+    ) -> None:
+        """Publishes the first steps of a flow."""
+        body = JobBody(list(items), options.cache_read, options.cache_write)
+        for model, planned, outcome in await self._flows.start(envelope, body):
+            self._rows.write(row_of(planned, outcome, model, region=self._region))
 
     async def _give_up(self, request: InferenceRequest, error: PenstockError) -> NoReturn:
         """Ends a record whose job was not published, unless the caller can repeat the request."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from dataclasses import dataclass
-from functools import partial
 
 from api.dispatch.admission import Admission
 from api.dispatch.canary_comparison import ImageComparer
@@ -16,7 +15,6 @@ from api.dispatch.reply_inbox import ReplyInbox
 from shared.broker.transport import Admin, Transport
 from shared.canary.store import CanaryStore
 from shared.flows.engine import FlowEngine
-from shared.messages import Envelope, JobBody
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.cache import ResultCache
@@ -26,7 +24,7 @@ from shared.stores.prediction_store import PredictionStore
 from shared.stores.records import Records
 from shared.stores.records_redis import RecordsRedis
 from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
-from shared.usage.row import RowSink, row_of
+from shared.usage.row import RowSink
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,8 +90,17 @@ async def open_pipeline(
         CanaryRouter(catalog, CanaryStore(settings.records_redis_url), withdrawals=withdrawals)
     )
     flows = FlowEngine(catalog, records, flow_runs, broker, purges=withdrawals.purges)
-    start_run = partial(_start_run, flows, row_sink, settings.region)
-    sender = JobSender(inbox, broker, objects, records, window, instance, start_run)
+    sender = JobSender(
+        inbox,
+        broker,
+        objects,
+        records,
+        window,
+        flows,
+        row_sink,
+        api_instance=instance,
+        region=settings.region,
+    )
     dispatcher = await opened.enter_async_context(
         Dispatcher(
             sender,
@@ -137,11 +144,3 @@ async def _open_window(
     )
     await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
     return window
-
-
-async def _start_run(
-    flows: FlowEngine, rows: RowSink, region: str, envelope: Envelope, body: JobBody
-) -> None:
-    """Starts a flow run, and writes rows for steps that ended at once."""
-    for model, planned, outcome in await flows.start(envelope, body):
-        rows.write(row_of(planned, outcome, model, region=region))

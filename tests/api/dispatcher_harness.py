@@ -22,6 +22,7 @@ from api.inputs.codec_pool import CodecPool
 from api.inputs.image_codec import ImageCodec
 from shared.broker.in_memory import InMemoryBroker
 from shared.canary.store import CanaryStore
+from shared.flows.engine import FlowEngine
 from shared.messages import RequestFacts
 from shared.models.catalog import Catalog
 from shared.models.service_rate import ServiceRate
@@ -110,8 +111,20 @@ async def running_dispatcher(
                 slow = ServiceRate(FirstGuesses(gap_s=3600.0))
                 window.of[TEXT_MODEL.name, "interactive"] = ModelWindow(slow, window_floor, 0.5)
             objects = ObjectStore("memory://")
-            sender = JobSender(inbox, transport, objects, stores.records, window, "test")
-            canaries = CanaryRouter(Catalog((TEXT_MODEL,)), CanaryStore(redis_url))
+            catalog = Catalog((TEXT_MODEL,))
+            flows = FlowEngine(catalog, stores.records, stores.flow_runs, transport)
+            sender = JobSender(
+                inbox,
+                transport,
+                objects,
+                stores.records,
+                window,
+                flows,
+                rows,
+                api_instance="test",
+                region="r",
+            )
+            canaries = CanaryRouter(catalog, CanaryStore(redis_url))
             async with Dispatcher(
                 sender,
                 cache,
