@@ -20,8 +20,8 @@ from tests.limits import WAIT_LIMIT_S
 
 SERVER = """
 import signal, socket, sys
+print("about to listen", flush=True)
 server = socket.create_server(("127.0.0.1", int(sys.argv[1])))
-print("listening", flush=True)
 while True:
     server.accept()[0].close()
 """
@@ -46,7 +46,7 @@ def test_runs_until_the_context_is_left(tmp_path: Path) -> None:
     with python("server", SERVER, tmp_path, port) as server:
         server.wait_ready(lambda: listens(port), WAIT_LIMIT_S)
         assert server.is_running
-        assert (tmp_path / "server.log").read_text() == "listening\n"
+        assert (tmp_path / "server.log").read_text() == "about to listen\n"
     assert not listens(port)
     assert server.ending == "was not started"
 
