@@ -1,4 +1,4 @@
-"""Small models for flows: they split a text into words, check each, and join them."""
+"""Small models for flows: they split a text into words, check each word, and join them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CHECKED = {
 def class_entry(
     name: str, inputs: Mapping[str, Any], output: Mapping[str, Any], **more: Any
 ) -> Model:
-    """The entry of a class: inputs without a default are required."""
+    """A class's entry: inputs without a default are required."""
     required = [name for name, shape in inputs.items() if "default" not in shape]
     schema = {"type": "object", "properties": dict(inputs), "required": required}
     interface = ModelInterface(
@@ -60,11 +60,11 @@ NO_WORDS = "?!"
 
 @dataclass
 class Compute:
-    """Computes the models' results, and records their inputs. `gates` hold models back, by name."""
+    """Computes the models' results and records their inputs. `gates` hold models back, by name."""
 
     asked: list[tuple[str, Any]] = field(default_factory=list)
     fails: dict[str, int] = field(default_factory=dict)
-    """The number of times that a word's check fails."""
+    """How many times a word's check fails."""
     gates: dict[str, threading.Event] = field(default_factory=dict)
     """Gates at which words wait before they are checked."""
     began: set[str] = field(default_factory=set)

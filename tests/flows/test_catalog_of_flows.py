@@ -1,4 +1,4 @@
-"""Wrong flows are refused when the catalog is read, by line and place."""
+"""Wrong flows are refused when the catalog is read, with line and location."""
 
 import json
 import re
@@ -250,7 +250,7 @@ SHIPPED = (
         "upscale", {"image": FILE, "scale": {"type": "number", "minimum": 1, "maximum": 4}}, FILE
     ),
 )
-"""Inputs and outputs of the classes in the folders with these names, as cog writes them."""
+"""Inputs and outputs of the classes in the folders with these names, as cog generates them."""
 
 
 def test_shipped_flows_fit_their_models() -> None:

@@ -70,7 +70,7 @@ FLOW: dict[str, Any] = {
 
 
 class Reads(Compute):
-    """A document is a text here, with one page per line."""
+    """Here, a document is a text with one page per line."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         self.asked.append((name, values))
@@ -121,7 +121,7 @@ def texts(answer: httpx.Response) -> list[str]:
 
 
 def told(answer: httpx.Response) -> tuple[str, float]:
-    """The cache header and the cost of an answer."""
+    """An answer's cache header and cost."""
     headers = answer.headers
     return headers["x-penstock-cache"], float(headers["x-penstock-cost-usd"])
 

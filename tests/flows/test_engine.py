@@ -1,4 +1,4 @@
-"""The engine of flows alone: messages in any order, twice, and processes that die anywhere."""
+"""The flow engine alone: messages in any order or twice, and processes that die anywhere."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Died(Exception):
 
 
 class Broker:
-    """Keeps published messages. A publisher may die after any message."""
+    """Stores published messages. A publisher may die after any message."""
 
     def __init__(self) -> None:
         self.jobs: list[tuple[bytes, dict[str, str]]] = []
@@ -113,9 +113,7 @@ class Workers:
         self.deaths = 0
 
     async def start(self, text: str, *, lives: int | None = None, ago_s: float = 0.0) -> None:
-        """Begins a run. With `lives`, the API dies after that many messages, and never comes
-        back.
-        """
+        """Begins a run. With `lives`, the API dies for good after that many messages."""
         now_s = time.time() - ago_s
         prediction = Prediction(
             id=RUN,
@@ -169,7 +167,9 @@ class Workers:
         await self._do(decode_job(*self.broker.jobs.pop(0)))
 
     async def _until_done(self, act: Any) -> Any:
-        """Processes it, and again after each death, which may happen after any message."""
+        """Processes it, and processes it again after each death, which may happen after any
+        message.
+        """
         while True:
             self.broker.dies_after = self._moment([None, None, 0, 1, 2])
             try:
@@ -180,7 +180,7 @@ class Workers:
                 self.broker.dies_after = None
 
     async def work(self) -> None:
-        """Takes messages until none is left."""
+        """Takes messages until none are left."""
         held: list[tuple[bytes, dict[str, str]]] = []
         while self.broker.jobs or held:
             held += self.broker.jobs
@@ -279,7 +279,7 @@ def test_any_order_doubles_and_deaths_give_each_item_once(
 
 
 class Table:
-    """Keeps the rows of the dead-letter function."""
+    """Stores the dead-letter function's rows."""
 
     def __init__(self) -> None:
         self.rows: list[Row] = []
@@ -293,7 +293,7 @@ class Table:
 async def test_dead_letter_ends_its_item_and_a_run_without_default(
     redis_url: str, step: str
 ) -> None:
-    """`words` has no default and `check` has one."""
+    """`words` has no default, but `check` has one."""
     async with RecordStores(redis_url) as stores:
         workers, table = Workers(stores, random.Random(1), dies=False), Table()
         dead_letters = DeadLetters(

@@ -1,4 +1,4 @@
-"""Flows end to end: an API and workers over a broker in memory and a real Redis."""
+"""Flows end to end: an API and workers over an in-memory broker and a real Redis."""
 
 import asyncio
 import json
@@ -60,7 +60,7 @@ async def test_three_steps_give_the_output(redis_url: str) -> None:
 
 @pytest.mark.parametrize("kind", ["any", ["any"]])
 async def test_input_of_type_any_is_taken(redis_url: str, kind: Any) -> None:
-    """A run's record keeps the plan, whose types are then read back from JSON Schema."""
+    """A run's record stores the plan, whose types are then read back from JSON Schema."""
     step = {"id": "words", "model": SPLIT.name, "input": {"text": "a cat"}}
     flow = {"name": "keep", "input": {"note": kind}, "steps": [step], "output": "$input.note"}
     note: list[Any] = [1, {"a": None}, "b"]
@@ -135,7 +135,7 @@ async def test_failed_item_ends_the_run_and_is_named(redis_url: str) -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        # With the caller's name, not with the name in the step's model.
+        # With the caller's name for it, not the step model's name.
         ("$input.sentence", "sentence: it has no word"),
         # The previous step returned it.
         ("$first", "step 'words': text: it has no word"),
@@ -200,7 +200,7 @@ async def test_deadline_in_the_middle_charges_what_was_delivered(redis_url: str)
 
 
 async def events_of(flows: World, run_id: str, last_id: str = "") -> list[tuple[str, str, Any]]:
-    """The id, kind and data of each event."""
+    """Each event's id, kind and data."""
     headers = {"last-event-id": last_id} if last_id else {}
     answer = await flows.http.get(f"/v1/predictions/{run_id}/stream", headers=headers)
     assert answer.status_code == 200, answer.text
@@ -296,7 +296,7 @@ async def test_key_needs_the_flow_alone_and_its_budget_counts_all_steps(
 async def test_a_run_that_is_deleted_before_its_cancel_is_settled_counts_as_its_rows(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Another instance has canceled it, and is about to record its cost."""
+    """Another instance has canceled it and is about to record its cost."""
     plan, who = Plan(budget_usd_per_month=BUDGET_USD), bearer("one")
     url = keys_url(tmp_path, plans={"usual": plan}, tenants={"acme": "usual"}, one="acme")
     async with (
@@ -354,7 +354,7 @@ async def test_run_whose_canceler_died_is_settled_by_whoever_reads_it(redis_url:
 
 
 async def until_settled(client: Any) -> list[float]:
-    """Redis's count of each budget, once the run is settled."""
+    """Redis's count for each budget, once the run is settled."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             fields = [client.hgetall(key) for key in client.keys("penstock:limits:month:*usd")]

@@ -56,7 +56,7 @@ SIDE_PX, STEPS = 16, 4
 
 
 def draws(name: str, **image: Any) -> Model:
-    """The entry of an image model."""
+    """A catalog entry for an image model."""
     return Model.model_validate(
         {
             "name": name,
@@ -84,12 +84,12 @@ WITH_ALL = draws(
     adapters={"ink": {"source": "local:ink.safetensors"}},
 )
 UNSAFE_FROM = 128
-"""The redder an image, the less safe it is; the higher its seed, the redder."""
+"""The redder an image, the less safe it is; the higher its seed, the redder it is."""
 BLOCKED = "moderation_blocked: the image was drawn and then withheld by the safety check"
 
 
 class Draws(Compute):
-    """Images with a single color, taken from their seed."""
+    """Images with a single color that depends on their seed."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         self.asked.append((name, values))
@@ -107,7 +107,7 @@ class Draws(Compute):
 
 
 def red_of(image: Image.Image) -> int:
-    """Red value of an image with a single color."""
+    """The red value of a single-color image."""
     return image.convert("RGB").tobytes()[0]
 
 
@@ -404,7 +404,7 @@ async def test_limits_and_budgets_count_as_for_the_image_model(
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 answer = await drawn(images, seed=1, n=2, upscale=2)
-                if answer.status_code != 503:  # limits are checked within 0.1 s, or not at all
+                if answer.status_code != 503:  # limits are checked within 0.1 s or not at all
                     break
                 await asyncio.sleep(0.1)
         assert len(sizes_and_reds(answer)) == 2, "keys need the image model alone"
@@ -468,7 +468,7 @@ async def test_lines_of_batches_are_checked_and_enlarged(
 async def test_previews_come_only_of_what_nobody_checks(
     redis_url: str, model: Model, previews: int
 ) -> None:
-    """Also if there are some."""
+    """Also if the stream would have some."""
     models = (model, JUDGE, ENLARGE)
     async with (
         world(redis_url, models=models, computes=Draws) as images,

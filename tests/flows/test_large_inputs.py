@@ -30,7 +30,7 @@ GROWN = {
 
 
 class Grows(Compute):
-    """A letter becomes a long text."""
+    """Turns a letter into a long text."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         if name == GROW.name:
@@ -39,7 +39,7 @@ class Grows(Compute):
 
 
 def flow_of(**step: Any) -> dict[str, Any]:
-    """A flow that grows letters, and measures the texts in its last step."""
+    """A flow that grows letters and measures the texts in its last step."""
     return {
         "name": "long",
         "input": {"letters": ["string"]},

@@ -1,4 +1,4 @@
-"""Batch lines that are runs of flows."""
+"""Batch lines that are flow runs."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def line(custom_id: str, text: str) -> dict[str, Any]:
 async def running_runner(
     flows: World, settings: ApiSettings, catalog: Catalog | None = None
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """A runner next to the API. `catalog`: its catalog; by default, the flows of this module."""
+    """A batch runner next to the API. `catalog`: its catalog; by default, this module's flows."""
     catalog = catalog or catalog_of(SPELL, SAID)
     broker, rows = flows.broker, RowList()
     parts = (already_open(broker), already_open(broker), rows)

@@ -1,4 +1,4 @@
-"""The deployment plan counts flow steps as requests of their models."""
+"""The deployment plan counts flow steps as requests to their models."""
 
 from pathlib import Path
 from typing import Any

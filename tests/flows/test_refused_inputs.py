@@ -1,7 +1,6 @@
 """Inputs that a step's model refuses: errors name the field that the caller sent.
 
-The inputs of these classes have other names than the fields of the endpoints that their flows
-serve.
+These classes' inputs have different names than the fields of the endpoints that their flows serve.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ TRANSCRIPTIONS, OCR = "/v1/audio/transcriptions", "/v1/ocr"
 
 
 class Strict(Compute):
-    """A document is a text here, with one page per line."""
+    """Here, a document is a text with one page per line."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         if name == HEAR.name:

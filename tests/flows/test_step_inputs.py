@@ -57,7 +57,7 @@ async def test_step_gives_what_a_prediction_would(
     asked = {name: value for name, value in (values | of_api).items() if value is not None}
     expected, is_repeatable = await of_prediction(entry, asked)
     step = entry.definition.step_input(entry, values)
-    # Nobody reads while a step writes.
+    # The step has no readers while it generates.
     assert step.input == (
         msgspec.structs.replace(expected, is_streamed=False)
         if hasattr(expected, "is_streamed")
@@ -127,7 +127,7 @@ def test_files_travel_by_their_places() -> None:
 
 
 def test_file_of_another_step_counts_by_its_bytes() -> None:
-    """So an equal page in another document is a hit."""
+    """This way, an equal page in another document is a hit."""
     file = {"type": "string", "format": "uri"}
     entry = class_entry("look", {"image": file}, STRING)
     stored = Blob("image/png", object_key="results/r/0", digest=content_digest(b"page"))

@@ -1,4 +1,4 @@
-"""Catalog entries with steps after an image, and lists that flows process side by side."""
+"""Catalog entries with steps after an image, and lists that flows process in parallel."""
 
 from __future__ import annotations
 

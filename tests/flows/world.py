@@ -1,4 +1,4 @@
-"""Flows over a broker in memory: an API, and workers with small models on threads."""
+"""Flows over an in-memory broker: an API, and workers with small models on threads."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ class World:
     broker: InMemoryBroker
     compute: Compute
     written: list[list[Row]]
-    """The rows of each worker, and of the API."""
+    """Each worker's rows, and the API's."""
 
     @property
     def rows(self) -> list[Row]:
@@ -93,12 +93,12 @@ class World:
     async def run(
         self, flow: str, given: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """A run of a flow, once it has ended."""
+        """Runs a flow and returns the run once it has ended."""
         body = {"version": flow, "input": dict(given)}
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 answer = await self.http.post("/v1/predictions", json=body, headers=headers)
-                if answer.status_code != 503:  # limits are checked within 0.1 s, or not at all
+                if answer.status_code != 503:  # limits are checked within 0.1 s or not at all
                     break
                 await asyncio.sleep(0.1)
         assert answer.status_code == 201, answer.text
@@ -132,7 +132,7 @@ class World:
 
 
 def preparer_of(entry: Model) -> Preparer:
-    """Returns the preparer for inputs of one of the models here."""
+    """Returns the preparer for one of these models' inputs."""
     return CustomPreparer(entry) if entry.definition.has_interface else ImagePreparer(entry.image)
 
 
@@ -145,7 +145,7 @@ async def world(
     idle: Collection[str] = (),
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """Serves flows of models. Models in `idle` have no worker. `settings` apply to the API."""
+    """Serves flows over `models`. Models in `idle` have no worker. `settings` apply to the API."""
     broker, compute, written = InMemoryBroker(), computes(), list[list[Row]]()
     catalog = catalog_of(*flows, models=models)
     async with AsyncExitStack() as opened:

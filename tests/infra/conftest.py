@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def kept_choices(artifacts_dir: Path) -> dict[str, str]:
-    """Settings with which a worker uses the backend that an earlier one chose."""
+    """Settings with which a worker uses the backend that an earlier worker chose."""
     return {"PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir)}
 
 
@@ -15,7 +15,7 @@ def kept_choices(artifacts_dir: Path) -> dict[str, str]:
 def servers(
     kept_choices: dict[str, str], redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str
 ) -> dict[str, str]:
-    """The same variables, and others that replace the stack's own servers with running ones."""
+    """The same variables, plus others that replace the stack's own servers with running ones."""
     return kept_choices | {
         "PENSTOCK_REDIS_URL": redis_url,
         "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,

@@ -1,8 +1,8 @@
 """A stand-in for a cluster's API server, which the real kubectl talks to.
 
 It uses TLS, without which kubectl sends no token. It has discovery, single objects, lists, the
-version, tokens, rights, and `exec` over WebSocket. A command of `exec` runs on this machine, with
-the settings of the pod's ConfigMaps.
+version, tokens, permissions, and `exec` over WebSocket. An `exec` command runs on this machine,
+with the settings from the pod's ConfigMaps.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ RESOURCES: dict[str, dict[str, tuple[str, bool, list[str]]]] = {
     "apiregistration.k8s.io/v1": {"apiservices": ("APIService", False, [])},
     "keda.sh/v1alpha1": {"scaledobjects": ("ScaledObject", True, ["so"])},
 }
-"""Resources that it serves: kind, namespaced or not, and short names, by API and plural."""
+"""Resources that it serves: kind, whether it is namespaced, and short names, by API and plural."""
 
 
 @dataclass
 class Cluster:
-    """The contents of a cluster, and the part of them that may be read."""
+    """A cluster's contents, and the part of them that may be read."""
 
     objects: list[Object]
     denied: set[str] = field(default_factory=set)
@@ -99,7 +99,7 @@ class Cluster:
         return await self._objects(request, path)
 
     def _served(self) -> dict[str, str]:
-        # Custom resources exist only with their definitions.
+        # Custom resources exist only if their definitions do.
         there = {one["spec"]["group"] for one in self.of_kind("CustomResourceDefinition")}
         return {
             f"/api/{api}" if api == "v1" else f"/apis/{api}": api

@@ -1,8 +1,8 @@
 """`penstock doctor --cluster`, with the real kubectl, against a stand-in for the cluster's API
 server.
 
-The cluster contains the objects of the overlays. Embedded servers replace Google's, and the pods
-use a real Redis.
+The cluster contains the overlays' objects. Embedded servers replace Google's, and the pods use a
+real Redis.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def pod_of(deployment: Object) -> Object:
 
 
 def besides(objects: list[Object]) -> list[Object]:
-    """Adds objects that are not ours to a cluster, and the cluster's status of ours."""
+    """Adds objects that are not ours to a cluster, and the cluster's status for ours."""
     for one in objects:
         if one["kind"] == "ScaledObject":
             one["status"] = {
@@ -157,7 +157,7 @@ def project(pubsub_endpoint: str, bigquery_endpoint: str) -> str:
 
 @pytest.fixture
 def own_project(cluster: Cluster, pubsub_endpoint: str, bigquery_endpoint: str) -> str:
-    """Such a project that one test may change, and which the cluster uses from now on."""
+    """A similar project that one test may change, and which the cluster uses from now on."""
     name = made_project(pubsub_endpoint, bigquery_endpoint)
     for one in cluster.of_kind("ConfigMap"):
         if "PENSTOCK_PROJECT" in one["data"]:
@@ -414,7 +414,7 @@ TROUBLES: dict[str, tuple[Callable[[Cluster], None], str, str, str]] = {
         "kubectl -n penstock auth can-i --list",
     ),
 }
-"""Each event, and its finding: the subject, a part of its facts, and a part of its fix."""
+"""Each event and its finding: the subject, part of its facts, and part of its fix."""
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)
@@ -453,7 +453,7 @@ def test_subscriptions_are_those_of_this_release(own_project: str, pubsub_endpoi
             workers_subscription_id(second),
         ):
             await admin.delete_subscription(name)
-        # As an older release created it, or as somebody changed it manually.
+        # As an older release created it, or as changed by hand.
         old = SubscriptionSettings(jobs, dead_letter_topic_id=dead_letter_topic_id(first))
         await admin.ensure_subscription(workers_subscription_id(first), old)
         slow = SubscriptionSettings(

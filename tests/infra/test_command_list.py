@@ -1,4 +1,4 @@
-"""Every command of `penstock` with its options and defaults, because scripts rely on them.
+"""Every `penstock` command with its options and defaults, because scripts rely on them.
 
 CHANGELOG.md must explain each removal.
 """
@@ -22,11 +22,11 @@ COMMANDS: dict[str, dict[str, str]] = json.loads(
     (Path(__file__).parent / "commands.json").read_text(encoding="utf-8")
 )
 PROGRAMS = ("bench", "bigquery", "pubsub")
-"""Commands whose options a program in another distribution declares."""
+"""Commands whose options are declared by a program in another distribution."""
 
 
 def list_options(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, str]]]:
-    """Yields each command in a group: its name, and the defaults of its options."""
+    """Yields each command in a group: its name and its options' defaults."""
     if hasattr(command, "commands"):
         for word, inner in command.commands.items():
             yield from list_options(inner, f"{name} {word}".strip())
@@ -35,7 +35,7 @@ def list_options(command: Any, name: str = "") -> Iterator[tuple[str, dict[str, 
 
 
 def describe_option(option: Any) -> tuple[str, str]:
-    """Returns the names of an option, and its default with its environment variable."""
+    """Returns an option's names, and its default with its environment variable."""
     if option.param_type_name == "argument":
         return option.metavar or option.name.upper(), str(option.default or "")
     names = " ".join(sorted([*option.opts, *option.secondary_opts]))

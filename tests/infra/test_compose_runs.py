@@ -1,6 +1,6 @@
-"""The services in the Compose file as plain processes: their commands and settings work together.
+"""The Compose file's services as plain processes: their commands and settings work together.
 
-No container runs here. Host names become ports of this machine, and volumes become folders.
+No container runs here. Host names become ports on this machine, and volumes become folders.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ class Machine:
         return [*PROGRAMS[here[0]], *here[1:]]
 
     def health_check(self, name: str) -> dict[str, Any]:
-        """The health check of a service, with its command adapted to this machine."""
+        """A service's health check, with its command adapted to this machine."""
         found = dict(self._services[name]["healthcheck"])
         _, *words = found.pop("test")
         words = [word.replace(":8081", f":{self.health_port}") for word in words]
         return found | {"command": [*PROGRAMS[words[0]], *words[1:]]}
 
     def environment(self, name: str, **more: str) -> dict[str, str]:
-        """The variables of a service: from its image, from the file, and `more`."""
+        """A service's variables: from its image, from the file, and `more`."""
         service = self._services[name]
         built = image(self._images[service["image"]]).environment
         kept = {
@@ -94,7 +94,7 @@ class Machine:
         return Process(name, self.command(name), self.folder, environment=environment)
 
     def run(self, name: str, *words: str) -> str:
-        """Runs a service that ends by itself, and returns its output."""
+        """Runs a service that exits by itself and returns its output."""
         done = subprocess.run(
             [*self.command(name), *words],
             env=self.environment(name),

@@ -1,4 +1,4 @@
-"""`penstock dead-letters`, as operators run it, over the embedded Pub/Sub."""
+"""`penstock dead-letters`, as operators run it, on the embedded Pub/Sub."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def types(*words: str, status: int = 0) -> str:
 
 
 def listed() -> dict[str, dict[str, Any]]:
-    """The dead letters on the list, by request id."""
+    """The listed dead letters, by request id."""
     found: list[dict[str, Any]] = json.loads(types("list", "--json"))
     return {one["request_id"]: one for one in found}
 

@@ -1,4 +1,4 @@
-"""The demo's description of an image, and its catalog with a model that writes.
+"""The demo's description of an image, and its catalog with a model that generates text.
 
 `make demo` runs the demo as a whole.
 """

@@ -1,4 +1,4 @@
-"""An API that others can reach has keys, regardless of other settings."""
+"""An API that others can reach requires keys, regardless of other settings."""
 
 import os
 import re
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def tenant_of(settings: dict[str, str], key: str) -> str:
-    """Tenant that the API admits with this key."""
+    """The tenant that the API admits with this key."""
     access = access_of(ApiSettings(keys_url=settings["PENSTOCK_KEYS_URL"]))
     return access.caller_of([(b"authorization", f"Bearer {key}".encode())]).tenant
 

@@ -1,8 +1,8 @@
 """The pages about incidents, followed line by line on a running stack.
 
-Every line of their blocks runs in bash, in the order of the page. Commands that need a project on
-Google (gcloud, kubectl, terraform) are recorded instead. A line with a documented output is
-repeated until it prints that output.
+Every line of their code blocks runs in bash, in the page's order. Commands that need a project on
+Google (gcloud, kubectl, terraform) are recorded instead. A line with documented output is repeated
+until it prints that output.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ PRICED = CATALOG + f'    revision: "{REVISION}"\n    price: {{{{per_million_toke
 
 
 def lines_of(page: str, heading: str = "") -> list[str]:
-    """The commands of a page, or of one of its sections, as separate items."""
+    """A page's commands, or those in one of its sections, as separate items."""
     text = (PAGES / f"{page}.md").read_text(encoding="utf-8")
     if heading:
         text = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
@@ -99,7 +99,7 @@ class Reader:
         self._noted.write_text("")
         self._folder = folder
         self.printed: dict[str, str] = {}
-        """The output of each line."""
+        """Each line's output."""
 
     def gets(self, settings: Mapping[str, str]) -> None:
         """Changes some of the reader's settings, as after a move."""
@@ -160,7 +160,7 @@ class Reader:
 
 
 def status(stack: Stack, key: str, text: str = "hello") -> int:
-    """The status of a request with one of the keys in tests/keys.py."""
+    """A request's status with one of the keys in tests/keys.py."""
     body = json.dumps({"model": MODEL, "input": text}).encode()
     headers = bearer(key) | {"content-type": "application/json"}
     asked = urllib.request.Request(f"{stack.api_url}/v1/embeddings", body, headers)
@@ -211,7 +211,7 @@ def test_compromised_key(stack: Stack, tmp_path: Path) -> None:
         becomes(401, lambda: status(stack, "acme"))
 
     reader.follows("compromised-key", {"penstock keys revoke": frozen})
-    # Thawed: the tenant's other key works again, but this one does not.
+    # After unfreezing, the tenant's other key works again, but this one does not.
     becomes(200, lambda: status(stack, "acme"))
     assert status(stack, "leaked") == 401
     assert leaked.split("_")[2] in reader.printed_by("penstock keys audit")
@@ -233,9 +233,9 @@ def test_poisoned_model(stack: Stack, tmp_path: Path) -> None:
 
 
 class LostHome:
-    """A region whose home is another region: that one's Redis has the records and the keys.
+    """A region whose home is another region: the other region's Redis has the records and the keys.
 
-    Pub/Sub, BigQuery and the bucket of rows belong to neither.
+    Pub/Sub, BigQuery and the row bucket belong to neither.
 
     Args:
         settings: apply to the services outside any region.
@@ -267,7 +267,7 @@ class LostHome:
         }
 
     def runs(self, records: RedisServer) -> Stack:
-        """Replaces API, workers and row archive, as an apply does."""
+        """Replaces the API, workers and row archive, as an apply does."""
         self._running.close()
         stack = Stack(self._folder / "var", ports=self._ports, settings=self.has(records))
         return self._running.enter_context(stack)
@@ -287,7 +287,7 @@ class LostHome:
 
 
 def command(settings: Mapping[str, str], *words: str) -> str:
-    """Runs a command of `penstock` and returns its output."""
+    """Runs a `penstock` command and returns its output."""
     done = subprocess.run(
         [sys.executable, "-m", "infra.cli.main", *words],
         env=os.environ | settings,
@@ -302,7 +302,7 @@ def command(settings: Mapping[str, str], *words: str) -> str:
 
 def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: str) -> None:
     """The home region is gone permanently: its Redis disappears while requests run, and another
-    takes over.
+    region takes over.
     """
     (tmp_path / "models.yaml").write_text(PRICED.format(source=MINI))
     first_keys = keys_url(
@@ -364,7 +364,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
                 "penstock budgets restore --dry-run": is_replaced,
             },
         )
-        # Previous keys work, and no others. The kept answer for the key is computed again.
+        # Previous keys work, and no others. The stored answer for the key is computed again.
         assert region.ask(stack, "acme", "once", idempotency_key="once") == 200
         assert region.ask(stack, "stranger", "hello") == 401
         assert "acme" in reader.printed_by("penstock budgets restore --dry-run")
@@ -375,9 +375,9 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
         )
         found = rows_of_requests(bigquery_endpoint, project)
         assert set(found.values()) == {1}
-        # The page itself sends one request, to check whether it worked.
+        # The page itself sends one request, to check that it worked.
         assert len(found) == len(region.answered) + 1
-        # Once more, following the page. Then the counters match the rows to the cent.
+        # Once more, following the page. After that, the counters match the rows to the cent.
         command(region.has(next_home), "budgets", "restore")
         last = command(region.has(next_home), "budgets", "restore", "--dry-run")
         assert "all budgets are as their rows say" in last

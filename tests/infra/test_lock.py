@@ -1,4 +1,4 @@
-"""constraints.txt: complete, with hashes, and consistent with pyproject.toml and with the installed
+"""constraints.txt: complete, with hashes, and consistent with pyproject.toml and the installed
 packages.
 """
 
@@ -23,7 +23,7 @@ PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
 MEMBERS = {
     name: PROJECT["project"]["version"] for name in ("penstock", *PROJECT["tool"]["uv"]["sources"])
 }
-"""They come from the repository, not from an index."""
+"""They come from the repository rather than from an index."""
 REPORTED: dict[str, list[str]] = {
     one["name"]: one["requires-dist"] for one in PROJECT["tool"]["uv"]["dependency-metadata"]
 }

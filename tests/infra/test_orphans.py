@@ -70,7 +70,7 @@ def test_starts_processes(tmp_path):
 
 
 def descendants(label: str) -> list[psutil.Process]:
-    """The processes started with `label` in their environment."""
+    """The processes that have `label` in their environment."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -91,7 +91,7 @@ def _hears_hangups() -> Iterator[None]:
 
 @contextmanager
 def labeled(command: Sequence[str], folder: Path) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
-    """A program, and the label of all its children. Any that remain are killed at the end."""
+    """A program and its children's label. Any children that remain are killed at the end."""
     label = uuid.uuid4().hex
     given = {"LABEL": label, "PYTHONPATH": str(ROOT), "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     try:

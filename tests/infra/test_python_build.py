@@ -1,4 +1,4 @@
-"""The Python that `make setup` chooses, and the report of `penstock doctor` about it."""
+"""The Python that `make setup` chooses, and what `penstock doctor` reports about it."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ HOMEMADE = "'--prefix=/usr/local'"
 
 
 def chosen(tmp_path: Path, pythons: dict[str, bool]) -> str:
-    """The choice among these programs in PATH, by whether each is suitable."""
+    """The choice among these programs in PATH, each marked as suitable or not."""
     folders = list(dict.fromkeys(str(tmp_path / Path(path).parent) for path in pythons))
     for path, suits in pythons.items():
         program = tmp_path / path

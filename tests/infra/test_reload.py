@@ -1,4 +1,4 @@
-"""`penstock up` while the sources of a custom model change, and its callers continue."""
+"""`penstock up` while a custom model's sources change and its callers continue."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def source(version: str, *, more: str = "", setup: str = "pass") -> str:
 
 
 class Callers:
-    """Sends one prediction after the other until it is stopped."""
+    """Sends one prediction after another until it is stopped."""
 
     def __init__(self, url: str) -> None:
         self.outputs: list[str] = []
@@ -99,7 +99,7 @@ def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
 
 
 def parts(up: Up) -> dict[str, int]:
-    """The process ids of the parts, by the module or program they run."""
+    """The parts' process ids, by the module or program they run."""
     found = {}
     for child in psutil.Process(up.process.pid).children():
         words = child.cmdline()
@@ -119,7 +119,7 @@ def test_a_changed_class_is_reloaded_and_its_callers_wait(up: Up) -> None:
         change(up.log_path.parent, source("two"))
         wait_until(lambda: callers.last_is("two a"), START_LIMIT_S)
 
-        # Another interface: API and worker switch to it together.
+        # A different interface: API and worker switch to it together.
         assert predict(url, text="a", loud=True)[0] == 422
         change(up.log_path.parent, source("three", more=", loud: bool = False"))
         wait_until(lambda: callers.last_is("three a"), START_LIMIT_S)

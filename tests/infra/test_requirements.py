@@ -66,8 +66,9 @@ def imported_modules(texts: Mapping[Path, str]) -> set[str]:
 
 
 def provided_modules(name: str) -> set[str]:
-    """The modules and packages of an installed distribution. If it is not installed, guesses its
-    name.
+    """An installed distribution's modules and packages.
+
+    If it is not installed, guesses from its name.
     """
     try:
         files = distribution(name).files or ()

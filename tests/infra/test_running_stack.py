@@ -1,4 +1,6 @@
-"""Commands find the stack that runs in their folder, unless a setting specifies another one."""
+"""Commands find the stack that is running in their folder, unless a setting specifies another
+one.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Output of `make setup` while a step runs, and when one fails."""
+"""`make setup`'s output while a step runs, and when a step fails."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The build of torch that `make setup` chooses, and the report of `penstock doctor` about it."""
+"""The torch build that `make setup` chooses, and what `penstock doctor` reports about it."""
 
 import os
 import subprocess
@@ -19,7 +19,7 @@ def program(path: Path, text: str) -> None:
 
 
 def installed(tmp_path: Path, *, config: str = "", has_driver: bool = False, uv: int = 0) -> str:
-    """The commands that install torch, with this pip configuration and exit status of uv."""
+    """The commands that install torch, with this pip configuration and uv exit status."""
     venv, said = tmp_path / "venv", tmp_path / "said"
     pip = f'if [ "$1" = config ]; then echo "{config}"; else echo "pip $*" >> {said}; fi'
     program(venv / "bin/pip", pip)

@@ -1,4 +1,4 @@
-"""`penstock up` while its parts are killed one after the other, and requests continue."""
+"""`penstock up` while its parts are killed one after another and requests continue."""
 
 import json
 import os
@@ -41,7 +41,7 @@ PAUSE_S = 0.05
 
 
 def pid_of(up: Up, part: str) -> int:
-    """The process id of a part, a child of `penstock up`."""
+    """A part's process id; the part is a child of `penstock up`."""
     word = PARTS[part]
     (found,) = [
         child.pid
@@ -58,12 +58,12 @@ def said(up: Up, words: str) -> bool:
 
 
 class Callers:
-    """They keep sending new texts until stopped. A caller whose connection breaks asks again."""
+    """They keep sending new texts until stopped. A caller whose connection breaks tries again."""
 
     def __init__(self, url: str) -> None:
         self.outcomes: Counter[int] = Counter()
         self.unclear: list[str] = []
-        """Answers that nobody should get."""
+        """Answers that no caller should get."""
         self.broken = 0
         """Connections that broke."""
         self._url = url
@@ -83,7 +83,7 @@ class Callers:
             assert not thread.is_alive(), "a request was never answered"
 
     def were_answered(self, count: int) -> bool:
-        """True if that many requests have got their vector."""
+        """True if that many requests have received their vector."""
         assert not self.unclear, self.unclear
         return self.outcomes[200] >= count
 
@@ -115,7 +115,7 @@ class Callers:
 
 
 def post(url: str, text: str) -> tuple[int, bytes]:
-    """One request and its answer: status and body."""
+    """One request and its response: status and body."""
     request = urllib.request.Request(
         f"{url}/v1/embeddings",
         data=json.dumps({"model": "mini", "input": text}).encode(),
@@ -154,7 +154,7 @@ def test_every_part_comes_back_while_requests_go_on_and_ends_with_the_stack(
         for part in PARTS:
             assert f"died    {part} was ended by SIGKILL; " in up.said
         assert up.process.poll() is None
-        # If it is killed itself, it takes all of them with it.
+        # If it is killed itself, all of them die with it.
         parts = psutil.Process(up.process.pid).children(recursive=True)
         assert {REDIS, "penstock-model"} <= {one.name() for one in parts}, up.said
         up.process.kill()

@@ -1,4 +1,4 @@
-"""One plan of two regions and one rendering, which most tests only read."""
+"""One plan with two regions and one rendering, which most tests only read."""
 
 from __future__ import annotations
 

@@ -18,24 +18,24 @@ SOURCES = {
     "bigquery_emulator": "emulators/bigquery/src",
     "pubsub_emulator": "emulators/pubsub/src",
 }
-"""Folders of the packages that are not at the top."""
+"""Folders of the packages that are not at the top level."""
 IMAGES = ("api", "functions", "servers", "cuda", "worker")
 
 
 @dataclass
 class Stage:
-    """One FROM, and the instructions up to the next: their keyword, and the rest of the line."""
+    """A FROM and the instructions up to the next one: their keyword, and the rest of the line."""
 
     base: str
     name: str
     lines: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, word: str) -> list[str]:
-        """The instructions of one kind, without their keyword."""
+        """The instructions with one keyword, without the keyword."""
         return [rest for found, rest in self.lines if found == word]
 
     def last(self, word: str) -> str:
-        """The last one, which is the one that applies."""
+        """The last one, which takes effect."""
         return self.all(word)[-1]
 
     @property
@@ -50,14 +50,14 @@ class Stage:
 
     @property
     def copied(self) -> list[tuple[list[str], str]]:
-        """The files that COPY takes from the repository, and their destinations."""
+        """The files that COPY takes from the repository and their destinations."""
         found = [shlex.split(rest) for rest in self.all("COPY") if not rest.startswith("--from=")]
         return [(words[:-1], words[-1]) for words in found]
 
 
 def stages(image: str) -> list[Stage]:
-    """The stages of an image's Dockerfile, the last one being the image; ARGs before the first are
-    left out.
+    """The stages of an image's Dockerfile, the last one being the image; ARGs before the first
+    stage are left out.
     """
     text = (FOLDER / f"{image}.Dockerfile").read_text(encoding="utf-8")
     joined = re.sub(r"\\\n\s*", "", re.sub(r"(?m)^\s*#.*\n", "", text))
@@ -77,18 +77,20 @@ def image(name: str) -> Stage:
 
 
 def copied_files(name: str) -> set[str]:
-    """Every file of the repository that ends up in the project's own part of an image."""
+    """Every repository file that ends up in the project's own part of an image."""
     sources = [source for stage in stages(name) for found, _ in stage.copied for source in found]
     return {str(file) for source in sources for file in files_below(Path(source)) if is_sent(file)}
 
 
 def files_below(path: Path) -> list[Path]:
-    """The path itself, or the files of a folder."""
+    """The path itself, or a folder's files."""
     return [path] if path.is_file() else [file for file in path.rglob("*") if file.is_file()]
 
 
 def is_sent(file: Path) -> bool:
-    """True if .dockerignore lets a file through to the builder; the last matching rule decides."""
+    """True if .dockerignore lets the file through to the builder; the last matching rule
+    decides.
+    """
     sent = True
     for rule in Path(".dockerignore").read_text(encoding="utf-8").splitlines():
         if not rule or rule.startswith("#"):
@@ -106,7 +108,9 @@ def _fits(file: Path, pattern: str) -> bool:
 
 
 def upstream(modules: set[str], graph: Any) -> set[str]:
-    """`modules`, all of our modules that they import, and the packages that contain them."""
+    """Returns `modules`, all of our modules that they import, and the packages that contain
+    them.
+    """
     found = modules | {one for module in modules for one in graph.find_upstream_modules(module)}
     return found | {
         module.rsplit(".", count)[0]

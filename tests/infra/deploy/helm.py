@@ -45,7 +45,7 @@ class Answer:
 
 
 def templates(chart: Path, values: list[dict[str, Any]]) -> list[Answer]:
-    """`helm template` with each of these values."""
+    """Runs `helm template` with each of these values."""
     if shutil.which("helm"):
         return [_by_program(chart, one) for one in values]
     answers = _by_library(chart, values)["answers"]

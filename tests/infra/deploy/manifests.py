@@ -36,7 +36,7 @@ Objects = list[dict[str, Any]]
 
 
 def render(out: Path, models_file: Path = Path("models.yaml"), **changes: object) -> Objects:
-    """Objects in the cluster after these changes to DEPLOYMENT; skips the test if Kustomize is
+    """The cluster's objects after these changes to DEPLOYMENT; skips the test if Kustomize is
     missing.
     """
     if shutil.which("kubectl") is None:

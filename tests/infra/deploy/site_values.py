@@ -1,4 +1,4 @@
-"""Right and wrong sites, as changes to the example."""
+"""Valid and invalid sites, as changes to the example."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ SITES: dict[str, dict[str, Any]] = {
         "redis": {"kind": "given", "url": "redis://10.9.0.7:6390", "networks": ["10.9.0.7"]},
     },
 }
-"""Changes to the example."""
+"""Valid changes to the example."""
 WRONG: dict[str, dict[str, Any]] = {
     "color": {"color": "blue"},
     "images.api": {"images": example()["images"] | {"api": "without a tag"}},
@@ -107,4 +107,4 @@ WRONG: dict[str, dict[str, Any]] = {
     "billing_tz": {"billing_tz": "Mars/Base"},
     "namespace": {"namespace": "Penstock"},
 }
-"""Changes to the example, by the field that is wrong."""
+"""Invalid changes to the example, by the field that is wrong."""

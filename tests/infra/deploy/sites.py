@@ -1,6 +1,4 @@
-"""Whole deployments off Google as Kustomize renders them, and helpers that tests use to examine
-them.
-"""
+"""Whole deployments off Google as Kustomize renders them, and helpers that examine them."""
 
 from __future__ import annotations
 
@@ -44,20 +42,20 @@ RABBITMQ: dict[str, Any] = {
 
 
 def example(**changes: object) -> dict[str, Any]:
-    """The fields of the example, with these changes."""
+    """The example's fields, with these changes."""
     found: dict[str, Any] = yaml.safe_load(EXAMPLE.read_text(encoding="utf-8"))
     return found | changes
 
 
 def rendered(out: Path, **changes: object) -> Objects:
-    """Objects in the cluster after these changes to the example; skips the test if Kustomize is
+    """The cluster's objects after these changes to the example; skips the test if Kustomize is
     missing.
     """
     return kustomized(out, MODELS, example(**changes))
 
 
 def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
-    """Objects in the cluster of a site with this catalog; skips as `rendered` does."""
+    """A site's objects in the cluster with this catalog; skips like `rendered`."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
     found = SelfHostedSite.model_validate(site)
@@ -74,7 +72,7 @@ def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
 
 
 def pods_of(objects: Objects) -> dict[str, dict[str, Any]]:
-    """Every pod, by the name of the object that creates it."""
+    """All pods, by the name of the object that creates them."""
     found = of_kind(objects, "Deployment") | of_kind(objects, "StatefulSet")
     return {name: pod(one) for name, one in found.items()}
 
@@ -90,7 +88,7 @@ def environment(objects: Objects, name: str) -> dict[str, str]:
 
 
 def fits(selector: dict[str, Any], labels: dict[str, str]) -> bool:
-    """True if a selector chooses pods with these labels."""
+    """True if a selector matches pods with these labels."""
     wanted = selector.get("matchLabels", {})
     among = selector.get("matchExpressions", [])
     return all(labels.get(key) == value for key, value in wanted.items()) and all(

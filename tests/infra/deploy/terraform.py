@@ -1,4 +1,4 @@
-"""Plans of the Terraform stages, using the checker that replaces the providers."""
+"""Plans of the Terraform stages, made with the checker that replaces the providers."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Plan:
 
 
 def plan_platform(folder: Path, **variables: object) -> Plan:
-    """Plans the stage `platform`; skips the test if there is nothing to plan with."""
+    """Plans the stage `platform`; skips the test if the checker is missing."""
     _need_terraform()
     given = {
         "project_id": PROJECT,
@@ -53,7 +53,7 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
 
 
 def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, list[str]]:
-    """The reasons why a plan of a root is refused, by the wrong variable."""
+    """The reasons a root's plan is refused, by the wrong variable."""
     _need_terraform()
     file = folder / "given.tfvars.json"
     file.write_text(json.dumps(given))
@@ -85,10 +85,9 @@ def _variable_of(root: str, reason: str) -> str:
 
 
 def waits_for(stage: str = "platform") -> dict[str, set[str]]:
-    """Maps each resource of a stage to the resources that are created before it, by their addresses
-    without keys.
+    """Maps each of a stage's resources to the resources created before it, by address without keys.
 
-    This is Terraform's own graph, so it has the edges of every file, module and `depends_on`.
+    This is Terraform's own graph, so it has the edges from every file, module and `depends_on`.
     """
     _need_terraform()
     shown = _run("graph", stage=stage)
@@ -120,12 +119,12 @@ def api_container(plan: Plan, region: str) -> dict[str, Any]:
 
 
 def api_settings(plan: Plan, region: str) -> dict[str, str | None]:
-    """The environment of the API; values are None if they are known only after an apply."""
+    """The API's environment; values are None if they are known only after an apply."""
     return {env["name"]: env.get("value") for env in api_container(plan, region)["env"]}
 
 
 def function_settings(plan: Plan, service: str) -> dict[str, str | None]:
-    """The environment of a function; values are None if they are known only after an apply."""
+    """A function's environment; values are None if they are known only after an apply."""
     (container,) = [
         container
         for found in plan.of("google_cloud_run_v2_service")

@@ -1,7 +1,7 @@
 """Terraform, Kubernetes, the embedded stack and the code agree on names, filters, ports, probes and
 the table.
 
-Settings are compared in test_settings.py, rights in test_rights.py.
+Settings are compared in test_settings.py, permissions in test_rights.py.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ EXPORTERS = (
     shared.usage.writer,
     workers.metrics,
 )
-"""Imported because that registers their metrics."""
+"""Imported because importing them registers their metrics."""
 FUNCTIONS_URL = "https://functions.example.com"
 
 
@@ -99,7 +99,7 @@ def provisioned() -> RecordingAdmin:
 
 
 def _of_the_first_region(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without the inboxes of further regions: the local stack is one region."""
+    """Without further regions' inboxes: the local stack is a single region."""
     numbers = ((one, re.match(r"inbox[.](\d+)", one["name"])) for one in found)
     return [one for one, number in numbers if number is None or int(number[1]) < INBOX_STRIDE]
 
@@ -264,7 +264,7 @@ def test_same_table(plan: Plan, name: str) -> None:
     (partitioning,) = rows["time_partitioning"]
     wanted = options["timePartitioning"]
     assert (partitioning["type"], partitioning["field"]) == (wanted["type"], wanted["field"])
-    # Without an expiration, the provider reports it only after an apply.
+    # Without an expiration, the provider reports this only after an apply.
     assert partitioning.get("expiration_ms") == (int(wanted.get("expirationMs", 0)) or None)
 
 

@@ -16,7 +16,7 @@ from tests.infra.deploy.manifests import Objects, of_kind, pod, render, workers
 
 MODELS = read_catalog(Path("models.yaml")).models
 UP_TO = 200
-"""Workers of a model, for rules that depend on their number."""
+"""Workers per model, for rules that depend on their number."""
 
 
 def test_lost_metrics_are_an_error_and_keep_what_runs(objects: Objects) -> None:
@@ -33,7 +33,7 @@ def test_lost_metrics_are_an_error_and_keep_what_runs(objects: Objects) -> None:
             ours = re.sub(spare, "", ours)
             guess = f"or vector({model.definition.first_guesses.item_s:g})"
             for part in re.findall(r"or vector\(.*?\)", ours):
-                # Missing data from our own metrics counts as no load, except for the bound of
+                # Missing data from our own metrics counts as no load, except for the bound on
                 # arrivals.
                 assert part == guess or trigger["name"] == "arrivals"
 
@@ -93,7 +93,7 @@ def test_model_that_starts_slowly_has_more_time(tmp_path: Path) -> None:
 def test_drained_nodes_take_a_tenth_of_the_workers(objects: Objects) -> None:
     for budget in of_kind(objects, "PodDisruptionBudget").values():
         share = _share(budget["spec"]["maxUnavailable"])
-        # Kubernetes rounds it up: never 0, which would keep every node.
+        # Kubernetes rounds it up: never to 0, which would keep every node.
         assert 0 < share <= 0.1
 
 
@@ -162,9 +162,10 @@ def _share(value: object) -> float:
 
 
 def _rolling(update: dict[str, Any], count: int) -> tuple[int, int]:
-    """Surge and unavailable of a Deployment (k8s.io/kubernetes deployment util, ResolveFenceposts).
+    """A Deployment's surge and unavailable pods (k8s.io/kubernetes deployment util,
+    ResolveFenceposts).
 
-    A share of surge is rounded up, a share of unavailable pods down, and both can't be 0.
+    The surge is rounded up, the unavailable pods are rounded down, and both can't be 0.
     """
     surge, unavailable = (
         value if isinstance(value, int) else rounded(_share(value) * count)

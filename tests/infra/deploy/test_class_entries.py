@@ -1,4 +1,4 @@
-"""Manifests and the chart for catalog entries with custom classes: secrets, processes, start-up."""
+"""Manifests and the chart for catalog entries with custom classes: secrets, processes, startup."""
 
 from __future__ import annotations
 

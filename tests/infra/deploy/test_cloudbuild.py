@@ -1,6 +1,4 @@
-"""The Cloud Build files: valid, every name that is used is defined and explained, every script
-sound and tried.
-"""
+"""The Cloud Build files: valid, with every name defined and explained and every script tested."""
 
 from __future__ import annotations
 
@@ -73,7 +71,7 @@ def test_every_substitution_is_used_and_said_what_for(path: Path) -> None:
     lines = text.splitlines()
     for name in declared:
         place = next(number for number, line in enumerate(lines) if line.startswith(f"  {name}:"))
-        # A comment is right above the variable, or above its group.
+        # A comment is right above the variable or above its group.
         while lines[place].lstrip().startswith("_"):
             place -= 1
         assert lines[place].lstrip().startswith("#"), name
@@ -123,7 +121,7 @@ def test_build_has_an_account_of_its_own(path: Path) -> None:
 
 
 def waits_for(found: dict[str, dict[str, Any]], step: str) -> set[str]:
-    """The steps that have succeeded when a step starts."""
+    """The steps that have succeeded by the time a step starts."""
     own = set(found[step].get("waitFor", [])) - {"-"}
     return own.union(*(waits_for(found, one) for one in own))
 
@@ -190,7 +188,7 @@ def test_shell_is_sound() -> None:
 
 
 def test_trigger_is_the_file_with_an_approval_before_it(checkout: Path) -> None:
-    # As gcloud does: it does not treat `-` as a file.
+    # As in gcloud, which does not treat `-` as a file.
     put(checkout, "gcloud", 'case "$*" in *import*) cp -- "${@: -1}" trigger.yaml ;; esac')
     done = script(checkout, "bash", "setup.sh", "example-project", "europe-west4", "_STEPS=10,100")
     assert done.returncode == 0, done.stderr
@@ -218,7 +216,7 @@ def test_accounts_get_no_right_to_everything() -> None:
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
     """A copy of the files that the scripts touch, with a release begun and an empty folder for
-    stand-ins of programs.
+    stand-in programs.
     """
     shutil.copytree("infra/cloudbuild", tmp_path / "infra/cloudbuild")
     shutil.copytree("infra/docker", tmp_path / "infra/docker")
@@ -231,7 +229,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def put(checkout: Path, program: str, does: str = "") -> None:
-    """A program that records its arguments, and does a little."""
+    """Writes a program that records its arguments and does a little."""
     path = checkout / "bin" / program
     path.write_text(f'#!/bin/bash\necho "$*" >> "{checkout}/{program}.calls"\n{does}\n')
     path.chmod(0o755)
@@ -510,7 +508,7 @@ PLATFORM = {"attestor": "projects/p/attestors/a", "attestor_key": "projects/p/ke
 def test_images_are_attested_where_nodes_ask_for_it(
     checkout: Path, platform: dict[str, str | None]
 ) -> None:
-    """The worker's image has been attested already, as after a retried deployment."""
+    """The worker's image has already been attested, as after a retried deployment."""
     put(checkout, "gcloud", 'case "$*" in *list*r/worker@*) echo there ;; esac')
     (checkout / "release/platform.json").write_text(json.dumps(platform))
     done = script(checkout, "bash", "attest.sh")

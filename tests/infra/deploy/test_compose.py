@@ -1,4 +1,6 @@
-"""The Compose file: valid by the specification's schema, and in agreement with images and code."""
+"""The Compose file: valid according to the specification's schema, and consistent with images and
+code.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ KINDS: dict[str, type[Settings]] = {
 }
 SERVERS = {"pubsub", "bigquery", "redis"}
 ONCE = {"provision", "proxy-volumes", "keys"}
-"""These services end by themselves."""
+"""These services exit by themselves."""
 
 
 def variables(*names: str) -> dict[str, str]:
@@ -82,7 +84,7 @@ _Override.add_constructor("!override", _replacement)
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merges two files as Compose does, as far as ours need it."""
+    """Merges two files as Compose does, as far as our files need it."""
     found = dict(base)
     for name, value in over.items():
         if value is None and name in base:
@@ -222,7 +224,7 @@ def test_only_the_proxy_is_reached_from_outside(
     for name in SERVERS:
         assert services[name]["networks"] == ["servers"]
     assert "servers" not in services["proxy"]["networks"]
-    # The API trusts the proxy's headers about the caller, so nothing else is in that network.
+    # The API trusts the proxy's headers about the caller, so nothing else may be in that network.
     assert {name for name, one in services.items() if "front" in one.get("networks", [])} == {
         "proxy",
         "api",
@@ -275,7 +277,7 @@ def test_all_share_one_place(services: dict[str, dict[str, Any]]) -> None:
 def test_folders_of_volumes_belong_to_the_user_of_the_image(
     services: dict[str, dict[str, Any]],
 ) -> None:
-    """An empty named volume takes its owner from the folder in the image."""
+    """An empty named volume gets its owner from the folder in the image."""
     images = {
         "API_IMAGE": "api",
         "FUNCTIONS_IMAGE": "functions",

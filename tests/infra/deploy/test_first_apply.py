@@ -28,7 +28,7 @@ NEEDS = {
         "binaryauthorization",
         "binaryauthorization.policyEditor",
     ),
-    # The role is on the billing account, on which setup.sh has no rights.
+    # The role is on the billing account, where setup.sh has no permissions.
     "google_billing_": ("billingbudgets", None),
     "google_cloud_run_v2_": ("run", "run.admin"),
     "google_cloud_scheduler_": ("cloudscheduler", "cloudscheduler.admin"),
@@ -65,10 +65,10 @@ OTHERS_NEED = {
 
 @pytest.fixture(scope="module")
 def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
-    """A plan that includes every resource of the stage."""
+    """A plan that includes all of the stage's resources."""
     image = {"image": "registry.example.com/functions@sha256:0"}
     folder = tmp_path_factory.mktemp("everything")
-    # Its models come from the hub, so that it needs a token.
+    # Its models come from the hub, so it needs a token.
     hub = Path("infra/terraform/platform/tests/hub.models.yaml")
     catalog = yaml.safe_load(hub.read_text())
     catalog["models"][0]["canary"] = {"revision": "next"}
@@ -107,7 +107,7 @@ def before() -> dict[str, set[str]]:
 
 
 def address(resource: dict[str, str]) -> str:
-    """In the graph's form: without the keys of for_each."""
+    """In the graph's form: without for_each keys."""
     return re.sub(r"\[[^]]*\]", "", resource["address"])
 
 
@@ -121,7 +121,7 @@ def needs(kind: str) -> tuple[str, str | None]:
 def test_everything_is_everything(everything: Plan, before: dict[str, set[str]]) -> None:
     planned = {address(resource) for resource in everything.resources}
     known = {name for name in before if not re.search(r"(^|[.])(data|ephemeral)[.]", name)}
-    # Records of one region are in its Redis; ComputeClasses are the other way to get nodes.
+    # A region's records are in its own Redis; ComputeClasses are the other way to get nodes.
     assert known - planned == set()
 
 
@@ -231,7 +231,7 @@ def test_deploy_account_may_make_everything(everything: Plan) -> None:
 
 
 def test_project_is_named_in_the_first_steps() -> None:
-    # Terraform reads the project before it can enable the API that it needs for reading it.
+    # Terraform reads the project before it can enable the API that this requires.
     for text in ("docs/how-to/deploy.md", "infra/cloudbuild/setup.sh"):
         assert "cloudresourcemanager.googleapis.com" in Path(text).read_text(), text
 

@@ -1,4 +1,6 @@
-"""The pod that drains nodes with broken GPUs has exactly the rights it uses, if there are GPUs."""
+"""The pod that drains nodes with broken GPUs has exactly the permissions it uses, if there are
+GPUs.
+"""
 
 from __future__ import annotations
 

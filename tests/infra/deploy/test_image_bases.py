@@ -1,4 +1,4 @@
-"""The bases of the images: the build sets them, by digest."""
+"""Base images: the build sets them, by digest."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ def test_every_base_is_given_by_the_build(name: str) -> None:
     text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8")
     base = "CUDA_BASE" if name == "worker" else "PYTHON_BASE"
     names = {stage.name for stage in stages(name)}
-    # `scratch` is empty, not an image.
+    # `scratch` is empty rather than an image.
     assert all(stage.base in names | {f"${{{base}}}", "scratch"} for stage in stages(name))
     assert len(stages(name)) > 1
-    # Without a default, nobody builds on whatever a tag currently refers to.
+    # Without a default, no build uses whatever a tag currently refers to.
     assert f"\nARG {base}\n" in text
     assert f"ARG {base}=" not in text
 
@@ -81,7 +81,7 @@ def test_pinning_puts_todays_digest_behind_the_tag(tmp_path: Path) -> None:
 
 
 def no_registry(folder: Path) -> dict[str, str]:
-    """An environment in which no registry answers."""
+    """An environment in which no registry responds."""
     docker = folder / "docker"
     docker.write_text("#!/bin/sh\necho 'no such host' >&2\nexit 1\n")
     docker.chmod(0o755)
@@ -89,7 +89,7 @@ def no_registry(folder: Path) -> dict[str, str]:
 
 
 def test_digest_that_the_bot_proposed_is_what_a_build_stands_on(tmp_path: Path) -> None:
-    """After a pull request of the bot is merged, a build uses its digest, and asks no registry."""
+    """Once the bot's pull request is merged, a build uses its digest without asking a registry."""
     was, now = (f"sha256:{letter * 64}" for letter in "ab")
     path = "infra/docker/bases.env"
     pinned = pull_request(path, Path(path).read_text(), was)
@@ -108,7 +108,7 @@ def test_without_a_registry_nothing_is_pinned_and_nothing_built(tmp_path: Path) 
     assert done.returncode != 0
     assert "no such host" in done.stderr
     assert not out.exists()
-    # The base for a build of a release is then missing, or has no digest: both are refused.
+    # A release build's base is then missing or has no digest: both are refused.
     missing = run(FOLDER / "build.sh", "api", "api:1", BUILDER="echo", BASES=str(out))
     assert missing.returncode != 0
     assert "PYTHON_BASE" not in missing.stdout
@@ -140,8 +140,8 @@ IMAGE = re.compile(r"(docker\.io|gcr\.io|us-docker\.pkg\.dev/cloud-ops-agents-ar
 def pull_request(path: str, text: str, digest: str) -> str:
     """The file after a pull request in which the bot sets this digest for every image.
 
-    It replaces the whole match with the compiled template. Without a template it replaces existing
-    values, so an image without a digest would never get one (renovatebot/renovate,
+    The bot replaces the whole match with the compiled template. Without a template it replaces
+    existing values, so an image without a digest would never get one (renovatebot/renovate,
     lib/workers/repository/update/branch/auto-replace.ts).
     """
     (manager,) = [

@@ -1,4 +1,4 @@
-"""The Dockerfiles: linted, and in agreement with the manifests, Terraform and the code."""
+"""The Dockerfiles: linted, and consistent with the manifests, Terraform and the code."""
 
 from __future__ import annotations
 
@@ -45,12 +45,12 @@ MODULES = {
     },
     "worker": {"workers.__main__", "workers.runtime.server", "workers.models"},
 }
-"""Modules that the entry points start, in other processes too."""
+"""Modules that the entry points start, including in other processes."""
 MEMBERS = ". ./emulators/bigquery ./emulators/pubsub"
 
 
 def tool(name: str) -> str:
-    """A program that was installed next to this Python."""
+    """A program that is installed next to this Python."""
     found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert found, f"{name} is missing: make setup"
     return found
@@ -129,7 +129,7 @@ def test_base_has_the_torch_that_the_worker_asks_for() -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
-    """Except for torch's own dependencies, everything from an index has a hash in the lock."""
+    """Everything from an index has a hash in the lock, except for torch's own dependencies."""
     text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     installs = re.findall(r"pip (?:--python \S+ )?(?:install|wheel) [^&;]*", text)
@@ -138,7 +138,7 @@ def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
         if "--no-index" in install:
             continue  # our own wheel, from packages that are already installed
         checked = "--require-hashes" in install or "--verify-hashes" in install
-        # The base chooses its options: other builds of torch are in no lock.
+        # The base chooses its options: other torch builds are in no lock.
         assert checked or (name == "cuda" and '"$@"' in install), install
     if any("--verify-hashes" in install for install in installs):
         # Hashes are verified only if a package has them, so packages without any are detected here.
@@ -229,7 +229,7 @@ def test_worker_has_the_settings_of_the_manifests(objects: Objects) -> None:
 
 def test_worker_writes_only_where_the_manifests_mount(objects: Objects) -> None:
     environment = image("worker").environment
-    # Environments of classes are created together with the image.
+    # Class environments are created together with the image.
     read_only = {"PENSTOCK_ENVIRONMENTS_DIR"}
     written = [
         value

@@ -1,5 +1,6 @@
-"""Objects in the bucket outlive references to them: Terraform sets an expiry for every folder that
-the code writes.
+"""Objects in the bucket outlive references to them:
+
+Terraform sets an expiration for every folder that the code writes to.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ DAY_S = 86_400
 
 @pytest.fixture(scope="module")
 def kept_s(plan: Plan) -> dict[str, int]:
-    """The bucket's retention of each folder's objects, in seconds."""
+    """How long the bucket keeps each folder's objects, in seconds."""
     (bucket,) = [
         found for found in plan.of("google_storage_bucket") if found["name"].endswith("-objects")
     ]

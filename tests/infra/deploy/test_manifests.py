@@ -136,7 +136,7 @@ def test_worker_on_a_spot_node_is_done_before_the_node_goes(objects: Objects, pl
         for config in pool["node_config"][0]["kubelet_config"]
     ]
     for part in parts:
-        # Time left after the system's pods have had theirs. Without a number GKE takes 15 s.
+        # Time left after the system's pods have used theirs. Without a number, GKE uses 15 s.
         ours_s = part["shutdown_grace_period_seconds"] - (
             part["shutdown_grace_period_critical_pods_seconds"] or 15
         )
@@ -167,9 +167,9 @@ def test_disk_is_no_larger_than_what_a_node_leaves(type_: str) -> None:
 
 
 def allocatable_mib(node: GpuType) -> float:
-    """Space that GKE leaves on a boot disk: docs.cloud.google.com/kubernetes-engine/docs/concepts/
-    plan-node-sizes. Its example of 100 GB has a capacity of 98,831,908 KiB, and 47,060,071,478
-    bytes are allocatable.
+    """Disk space that GKE leaves on a boot disk:
+    docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes. Its example of 100 GB has
+    a capacity of 98,831,908 KiB, of which 47,060,071,478 bytes are allocatable.
     """
     capacity_gib = node.disk_gb * 98_831_908 / 2**20 / 100
     reserved_gib = min(node.disk_gb / 2, 6 + 0.35 * node.disk_gb, 100)
@@ -349,12 +349,12 @@ def test_who_waits_for_capacity_has_nodes_of_flex_start_alone(tmp_path: Path) ->
     (deployment,) = workers(on_pools).values()
     assert pod(deployment)["nodeSelector"]["penstock.dev/gpu"] == "h100-x1-flex"
     assert "nvidia-tesla-a100" not in json.dumps(pod(deployment)["affinity"])
-    # Not a spot node, so there is time to finish.
+    # This is not a spot node, so there is time to finish.
     assert settings_of(on_pools, deployment)["PENSTOCK_DRAIN_S"] == "60"
 
 
 def test_kinds_of_gke_have_only_documented_fields(objects: Objects, tmp_path: Path) -> None:
-    # No schema of these kinds is available offline; the fields come from GKE's reference pages.
+    # No schemas for these kinds are available offline; the fields come from GKE's reference pages.
     documented = {
         "CapacityBuffer": {
             "provisioningStrategy",
@@ -426,8 +426,8 @@ def test_terraform_names_workers_alike() -> None:
 
 
 def test_objects_of_the_terraform_tests_are_rendered_from_this_tree(tmp_path: Path) -> None:
-    # To fix it: python -m infra.kubernetes with the values of DEPLOYMENT, then kubectl kustomize
-    # OUT > objects.yaml.
+    # To fix it: run python -m infra.kubernetes with DEPLOYMENT's values, then kubectl kustomize OUT
+    # > objects.yaml.
     rendered = render(tmp_path, GOLDEN / "models.yaml")
     assert rendered == objects_of((GOLDEN / "objects.yaml").read_text())
 

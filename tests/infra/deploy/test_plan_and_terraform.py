@@ -1,4 +1,4 @@
-"""The counts of `penstock deploy plan` equal the resources in Terraform's own plan, with the
+"""The counts from `penstock deploy plan` equal the resources in Terraform's own plan, with the
 variables that it prints.
 """
 
@@ -46,7 +46,7 @@ def test_two_regions_are_those_of_terraform(plan: Plan) -> None:
     agree(ours, plan)
 
 
-# Two runs of Terraform: some 5 s on an otherwise idle machine.
+# Two Terraform runs: about 5 s on an otherwise idle machine.
 def test_variables_with_the_changes_are_taken_by_terraform(tmp_path: Path) -> None:
     given = {
         "api": {"image": IMAGE, "cpu": 4, "memory": "2Gi"},
@@ -163,7 +163,7 @@ def test_defaults_are_those_of_terraform(variable: str, model: Any, file: Path) 
 
 
 def test_names_are_those_of_terraform() -> None:
-    """A misspelled variable is refused, but no variable that Terraform accepts is."""
+    """A misspelled variable is refused, but every variable that Terraform accepts is allowed."""
     names = set(re.findall(r'^variable "(\w+)"', PLATFORM.read_text(), flags=re.MULTILINE))
     accepted = Platform.model_fields.keys() | Platform.KEPT
     assert accepted == names

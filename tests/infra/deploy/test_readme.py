@@ -39,7 +39,7 @@ def test_variables_are_validated(stage: str) -> None:
             re.M | re.S,
         )
     )
-    # Variables of type `any` are checked in modules/options, and a test covers each of them.
+    # Variables of type `any` are checked in modules/options, and each is covered by a test.
     unchecked = {
         name
         for name, body in declared.items()

@@ -1,4 +1,4 @@
-"""Permissions in the cloud: every binding of the plan is one that is known here."""
+"""Permissions in the cloud: every binding in the plan is listed here."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ USES: dict[str, dict[tuple[str, str, str], str]] = {
         for name in ("dead-letters", "reports", "webhooks")
     },
 }
-"""All rights of each account: the resource, the role, and the purpose."""
+"""All of each account's permissions: the resource, the role, and the purpose."""
 KINDS = {
     "pubsub_topic": ("topic", "topic"),
     "pubsub_subscription": ("subscription", "subscription"),
@@ -169,7 +169,7 @@ KINDS = {
 
 
 def holder(member: str | None) -> str:
-    """Holder of a right, as named in USES. The agent of Network Connectivity is known later."""
+    """A permission's holder, as named in USES. Network Connectivity's agent is known only later."""
     if member is None:
         return "Network Connectivity"
     if member.startswith("principalSet:"):
@@ -263,7 +263,7 @@ def test_reports_read_rows_and_write_only_what_is_theirs(plan: Plan) -> None:
         for found in values
         if found.get("member") == REPORTS
     }
-    # The role for the tables that it writes is custom, so its id is known only after an apply.
+    # The role for the tables it writes is custom, so its id is known only after an apply.
     assert of_reports == {
         ("google_project_iam_member", "", "roles/bigquery.jobUser"),
         ("google_bigquery_table_iam_member", "rows", "roles/bigquery.dataViewer"),

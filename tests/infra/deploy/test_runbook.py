@@ -1,4 +1,6 @@
-"""The runbook covers exactly the alerts that Terraform creates, and names only exported metrics."""
+"""The runbook covers exactly the alerts that Terraform creates, and mentions only exported
+metrics.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +50,7 @@ EXPORTERS = (
     ),
     *(workers.functions.dependencies, workers.functions.main, workers.metrics),
 )
-"""Imported because that registers their metrics."""
+"""Imported because importing them registers their metrics."""
 
 
 INSTALLED = "bq|curl|docker|gcloud|git|gsutil|helm|jq|kubectl|make|openssl|terraform"
@@ -57,12 +59,12 @@ ANCHORS = {
     re.sub(r"[^a-z0-9 -]", "", heading.lower()).replace(" ", "-")
     for heading in re.findall(r"^#+ (.+)$", PAGES["troubleshoot"], re.MULTILINE)
 }
-"""The anchors that GitHub derives from the headings of the page about alerts."""
+"""The anchors that GitHub derives from the alert page's headings."""
 BOUNDS = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
 
 
 def part(title: str) -> str:
-    """Returns the text below a heading of the page about alerts."""
+    """Returns the text below one of the alert page's headings."""
     return PAGES["troubleshoot"].partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 
@@ -77,7 +79,7 @@ def test_every_alert_has_its_line(plan: Plan) -> None:
     off_google = {alert.title for alert in OFF_GOOGLE} - {"Dead letters"}  # several there
     on_google = {alert.title for alert in ON_GOOGLE}
     assert on_google <= made
-    # The alert about exported keys exists only with keys in Redis.
+    # The alert about exported keys exists only if keys are in Redis.
     assert sorted(explained) == sorted(made | {"Budget", "Keys: the export fails"} | off_google)
 
 

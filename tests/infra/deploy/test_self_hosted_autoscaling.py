@@ -26,14 +26,14 @@ OF_BROKER: dict[str, dict[str, Any]] = {
 }
 PRIORITIES = ("workers", "batch")
 EXPORTED_BY = {"penstock_worker": "worker-", "penstock_api": "api", "penstock_queue": "functions"}
-"""Exporters of metrics: beginnings of the metrics' names, and of the Deployments' names."""
+"""Metric exporters: prefixes of metric names, and of Deployment names."""
 
 Rendered = tuple[Objects, dict[str, Any]]
 
 
 @pytest.fixture(scope="module", params=list(OF_BROKER))
 def scaled(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Rendered:
-    """A site with each broker: its objects, and Prometheus's configuration."""
+    """A site with each broker: its objects and Prometheus's configuration."""
     return site(tmp_path_factory.mktemp("scaled") / "site", **OF_BROKER[request.param])
 
 
@@ -48,7 +48,7 @@ def triggers(objects: Objects) -> dict[str, list[dict[str, Any]]]:
 
 
 def selectors(objects: Objects) -> list[tuple[str, dict[str, str]]]:
-    """Each selector in a trigger's query: its metric, and its labels."""
+    """Each selector in a trigger's query: its metric and its labels."""
     return [
         (name, dict(re.findall(r'(\w+)="(.*?)"', matchers)))
         for of_worker in triggers(objects).values()

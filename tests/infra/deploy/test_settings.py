@@ -29,11 +29,11 @@ ON_ONE_MACHINE = {
 """Empty in the cloud, which uses Google's own endpoints."""
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
 OF_THE_STACK = {"PENSTOCK_RABBITMQ_SERVER"}
-"""The program that the stack on one machine starts. No process of a deployment reads it."""
+"""The program that the stack on one machine starts. No process in a deployment reads it."""
 OF_THE_EXAMPLES = {"PENSTOCK_URL", "PENSTOCK_API_KEY"}
-"""Variables of the clients in examples/. No process of Penstock reads them."""
+"""Variables for the clients in examples/. No Penstock process reads them."""
 OF_CLASSES = {"PENSTOCK_TRACEBACKS"}
-"""Variables that a class's cog.yaml may set, for its own runner."""
+"""Variables that a class's cog.yaml may set for its own runner."""
 LEFT_ALONE: dict[type[Settings], set[str]] = {
     ApiSettings: {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
@@ -72,7 +72,7 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         "PENSTOCK_ENVIRONMENTS_DIR",
     },
 }
-"""Settings whose defaults are right for a deployment; a new setting must be listed here, or set by
+"""Settings whose defaults are right for a deployment; a new setting must be listed here or set by
 the deployment.
 """
 

@@ -45,7 +45,7 @@ SHARED = ("texts", "words", "pages")
 
 
 def document(**changes: Any) -> dict[str, Any]:
-    """A catalog with three models that share workers, one of them with a canary, and one separate
+    """A catalog with three models that share workers, one of which has a canary, and one separate
     model.
     """
     models = [
@@ -219,8 +219,8 @@ def test_plan_adds_up_the_loads_and_counts_the_pods_once(tmp_path: Path) -> None
     (site,), (other,) = planned(together, rates).sites, planned(apart, rates).sites
     rows = {one.model.name: one for one in site.workers}
     single = {one.model.name: one for one in other.workers}
-    # 30 items/s of 0.01 s keep 0.3 workers busy: one shared worker is enough; separate ones would
-    # be three.
+    # 30 items/s at 0.01 s each keep 0.3 workers busy: one shared worker is enough; separate workers
+    # would be three.
     assert {rows[name].processes_peak for name in SHARED} == {1}
     assert [one.nodes_peak for one in site.pools] == [1]
     assert sum(single[name].pods_peak for name in SHARED) == len(SHARED)

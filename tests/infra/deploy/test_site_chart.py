@@ -1,5 +1,5 @@
-"""The chart of a deployment off Google renders the same objects as the overlay of the same site,
-and Helm refuses wrong values by name.
+"""The chart for a deployment off Google renders the same objects as the same site's overlay, and
+Helm refuses wrong values by name.
 """
 
 from __future__ import annotations

@@ -1,6 +1,4 @@
-"""The JSON schema of a site accepts the same sites as the models do, and names the same field in
-errors.
-"""
+"""A site's JSON schema accepts the same sites as the models do, and errors name the same field."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ def test_wrong_sites_are_wrong_for_both(
     assert errors
     *_, name = field.split(".")
     for one in errors:
-        # For a missing or an unknown field, the message has its name in quotes.
+        # For a missing or unknown field, the message has its name in quotes.
         assert name in [*map(str, one.instance_path), *re.findall(r"[\w.]+", one.message)]
     assert name in str(refused.value)
 

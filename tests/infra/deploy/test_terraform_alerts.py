@@ -1,5 +1,6 @@
-"""Alerts that only Terraform has: for each subscription, each job of a schedule, the row archive.
-Each fires for its own trouble, by the queries and filters of the plan.
+"""Alerts that only Terraform has: for each subscription, each scheduled job, the row archive.
+
+Each fires for its own problem, according to the plan's queries and filters.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
 
 
 def conditions(plan: Plan, kind: str) -> dict[str, dict[str, Any]]:
-    """The conditions of one kind, by their alert's key."""
+    """The conditions of one kind, by alert key."""
     return {
         policy["user_labels"]["alert"]: policy["conditions"][0][kind][0]
         for policy in plan.of("google_monitoring_alert_policy")

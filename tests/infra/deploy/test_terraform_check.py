@@ -1,4 +1,4 @@
-"""infra/terraform/check.sh uses real providers if it can, and otherwise the given stand-in."""
+"""infra/terraform/check.sh uses real providers if it can, otherwise the given stand-in."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FOLDERS = sum(
 
 @pytest.fixture
 def programs(tmp_path: Path) -> Path:
-    """Gets a `terraform` that records its arguments; without a registry, `init` fails."""
+    """Writes a `terraform` that records its arguments; without a registry, `init` fails."""
     folder = tmp_path / "bin"
     folder.mkdir()
     program(folder / "terraform", f'[ "$1" != init ] || [ -e {tmp_path}/registry ]')

@@ -9,7 +9,7 @@ TERRAFORM = Path(__file__).parents[3] / "infra" / "terraform"
 
 
 def test_files_that_terraform_reads_are_there() -> None:
-    """`try(file(…), …)` hides a moved file: prices would silently be 0."""
+    """`try(file(…), …)` hides a moved file: prices would silently become 0."""
     read = {
         (source.parent / path).resolve()
         for source in TERRAFORM.rglob("*.tf")
@@ -40,7 +40,7 @@ def test_every_topic_keeps_its_messages_in_the_regions() -> None:
 
 
 def test_rights_to_a_filtered_subscription_are_made_again_with_it() -> None:
-    """Otherwise the next plan sees no change, and workers are refused until the one after it."""
+    """Otherwise the next plan sees no change, and workers are refused until the plan after it."""
     filtered = {
         name.partition(": ")[2]
         for name, body in resources("google_pubsub_subscription").items()

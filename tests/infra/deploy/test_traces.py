@@ -1,4 +1,4 @@
-"""One Terraform variable sets the destination of spans, for API, functions and workers alike."""
+"""One Terraform variable sets the destination for spans, for API, functions and workers alike."""
 
 from __future__ import annotations
 

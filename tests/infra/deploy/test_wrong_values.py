@@ -1,8 +1,7 @@
-"""Wrong values of Terraform's variables are refused by a plan, which names the variable and the
-reason.
+"""A plan refuses wrong values of Terraform's variables, naming the variable and the reason.
 
-A plan reports all wrong variables at once. So each plan here has one wrong value for many of them.
-Variables that are checked against others have plans in which the others are right.
+A plan reports all wrong variables at once, so each plan here has one wrong value for many
+variables. Variables that are checked against others have plans in which the others are right.
 """
 
 from __future__ import annotations
@@ -477,7 +476,7 @@ def test_examples_refuse_them_too(
 def test_variables_of_the_release_before_are_told_where_its_registry_is(
     tmp_path: Path, root: str, given: dict[str, Any]
 ) -> None:
-    # Release 0.1.0 put it into the home region. Moving it would delete it with its images.
+    # Release 0.1.0 put it in the home region. Moving it would delete it along with its images.
     reported = refusals(tmp_path, root, given)
     assert set(reported) == {"registry_location"}
     (said,) = reported["registry_location"]

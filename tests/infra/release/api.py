@@ -1,7 +1,7 @@
 """A stand-in for Google's APIs that refuses everything Google would refuse: requests without the
 required permission, requests for missing objects, and requests that are not implemented here.
 
-Resources made by Terraform exist once they are in the state in the bucket, and not before.
+Resources created by Terraform exist once they are in the state in the bucket, and not before.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ NUMBER = "123456789012"
 
 
 class Refusal(Exception):
-    """An error answer."""
+    """An error response."""
 
     def __init__(self, status: int, message: str) -> None:
         super().__init__(message)
@@ -50,7 +50,7 @@ class Ask:
 
 @dataclass(frozen=True)
 class Reply:
-    """An answer that is not JSON, or that has custom headers."""
+    """A response that is not JSON, or that has custom headers."""
 
     body: bytes
     status: int = 200
@@ -80,12 +80,12 @@ class Stored:
 
 
 class Api:
-    """The state of one project.
+    """One project's state.
 
     Attributes:
         used: the permissions that each account used.
         refused: requests refused for lack of a permission, as (account, permission, resource).
-        unknown: requests that nothing here answers. A test that leaves any proves nothing.
+        unknown: requests that nothing here answers. If a test leaves any, it proves nothing.
         builds: builds requested by `gcloud builds submit` and by the trigger.
     """
 
@@ -125,11 +125,11 @@ class Api:
         return pickle.dumps({name: one for name, one in vars(self).items() if name != "_lock"})
 
     def restore(self, saved: bytes) -> None:
-        """Goes back to a saved state."""
+        """Restores a state that `saved` returned."""
         vars(self).update(pickle.loads(saved))
 
     def answer(self, ask: Ask) -> Reply:
-        """Answers a request as the API would."""
+        """Responds to a request as the API would."""
         with self._lock:
             self.asked.append(f"{ask.account} {ask.verb} {ask.host}{ask.path}")
             try:
@@ -156,8 +156,8 @@ class Api:
         raise Refusal(501, f"{ask.verb} {ask.host}{ask.path} is not known here")
 
     def require(self, ask: Ask, permission: str, resource: str) -> None:
-        """Refuses an account that has no role with this permission, on the resource or on the
-        project.
+        """Refuses an account that has no role with this permission, either on the resource or on
+        the project.
         """
         project = f"projects/{self.project}"
         if ask.headers.get("x-goog-user-project") and permission != "serviceusage.services.use":
@@ -173,11 +173,11 @@ class Api:
         raise Refusal(403, f"{ask.account} does not have {permission} access to {resource}.")
 
     def permissions_of(self, role: str) -> set[str]:
-        """Returns the permissions of a role that Google or the project itself defines."""
+        """Returns a role's permissions, as defined by Google or by the project itself."""
         return set(self.roles.get(role, ())) | PERMISSIONS.get(role, set())
 
     def roles_of(self, account: str) -> dict[str, set[str]]:
-        """The roles of an account, by the resource they are granted on."""
+        """An account's roles, by the resource they are granted on."""
         found: dict[str, set[str]] = defaultdict(set)
         for place, policy in self.policies.items():
             for binding in policy.get("bindings", []):

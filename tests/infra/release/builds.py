@@ -32,7 +32,7 @@ IN_IMAGE = {
     # Alpine: no bash.
     "docker.io/hashicorp/terraform": ("git", "terraform"),
 }
-"""Additional programs in each image of a step. The image of syft has nothing else at all."""
+"""Additional programs in each step's image. syft's image contains nothing else at all."""
 
 
 class StepFailed(Exception):
@@ -56,7 +56,7 @@ class Build:
 
 
 def resolve(build: Mapping[str, Any], built_in: Mapping[str, str]) -> Build:
-    """Applies the substitutions of a build.
+    """Applies a build's substitutions.
 
     Raises:
         a name is used that is not defined (substitutionOption MUST_MATCH).
@@ -92,10 +92,10 @@ def _substituted(text: str, names: Mapping[str, str], depth: int = 0) -> str:
 
 
 def in_order(steps: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """One possible order for Cloud Build: among the steps that may run, always the last one in the
+    """One possible order for Cloud Build: of the steps that may run, always the last one in the
     file.
 
-    This way a step can't rely by chance on files from another step.
+    This way, a step can't accidentally rely on another step's files.
     """
     waiting = list(steps)
     done: set[str] = set()

@@ -10,7 +10,7 @@ from tests.infra.release.api import Api, Ask, Refusal, route
 
 
 class Images(Api):
-    """Images, their vulnerabilities and their lists of components."""
+    """Images, their vulnerabilities and their component lists."""
 
     @route("PUT", r"[a-z0-9-]+-docker\.pkg\.dev", r"/v2/([^/]+)/([^/]+)/([^/]+)/manifests/([^/]+)")
     def _put_image(self, ask: Ask, project: str, repository: str, image: str, tag: str) -> Any:

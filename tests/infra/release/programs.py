@@ -1,5 +1,5 @@
 """Replacements for release programs that can't run here, or not unchanged: small programs that
-behave the same from outside, and refuse the same input.
+behave the same from outside and refuse the same input.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 NOWHERE = "http://127.0.0.1:9"
-"""Nobody listens on this port."""
+"""Nothing listens on this port."""
 REGISTRY = """
 import json, os, subprocess, sys, urllib.error, urllib.request
 
@@ -117,7 +117,7 @@ sys.exit(done.returncode)
 
 
 def gcloud_without_account(folder: Path) -> dict[str, str]:
-    """Settings with which gcloud parses a command, and then finds no account.
+    """Settings with which gcloud parses a command and then finds no account.
 
     With an account, it would try six times, for half a minute, to reach Google.
     """

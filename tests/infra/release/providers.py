@@ -1,4 +1,4 @@
-"""Terraform's providers for a release: the stand-in that TFOFFLINE names provides them and is kept
+"""Terraform's providers for a release: the stand-in named by TFOFFLINE provides them and is kept
 running, so that Terraform itself can be run as the scripts run it, with its own state in its own
 backend.
 """
@@ -41,7 +41,7 @@ ANSWERS = {
 }
 """,
 }
-"""Google's answers that the stand-in does not know, as files that take precedence over ours."""
+"""Google's responses that the stand-in does not know, as files that take precedence over ours."""
 HOOK = """#!/bin/sh
 # Stands for Terraform: tells what it was given, and keeps the providers up until it is told to end.
 printf %s "$TF_REATTACH_PROVIDERS" > "{out}.new" && mv "{out}.new" "{out}"
@@ -51,7 +51,7 @@ exit 1
 
 
 def put_answers(tree: Path) -> None:
-    """Lets the modules in a tree use Google's answers."""
+    """Lets a tree's modules use Google's responses."""
     for module, text in ANSWERS.items():
         (tree / "infra/terraform" / module / "google_override.tf").write_text(text)
 
@@ -72,7 +72,8 @@ def providers(folder: Path) -> Iterator[Path]:
         env=os.environ | {"TFOFFLINE_TERRAFORM": str(hook)},
         stdout=subprocess.DEVNULL,
     )
-    # Opened for both, so that opening never blocks; the hook ends once it is closed.
+    # Opened for both reading and writing, so that opening never blocks; the hook ends once it is
+    # closed.
     held = os.open(gate, os.O_RDWR)
     try:
         deadline_s = time.monotonic() + START_LIMIT_S

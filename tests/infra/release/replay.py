@@ -1,5 +1,5 @@
-"""A first release, replayed: the commands of the runbook, then the two builds, in the order in
-which a reader would run them after cloning the repository.
+"""A first release, replayed: the runbook's commands, then the two builds, in the order in which a
+reader would run them after cloning the repository.
 """
 
 from __future__ import annotations
@@ -33,17 +33,20 @@ CHECKS = {
     "PYTEST_ADDOPTS": "tests/test_source_files.py tests/infra/deploy/test_settings.py",
     "PYTEST_WORKERS": "1",
 }
-"""Limits a build's tests to a few that look at the tree itself. All tests would take minutes."""
+"""Limits a build's tests to a few that look at the tree itself.
+
+All tests together would take minutes.
+"""
 NEEDS_AN_INDEX = ("setup",)
-"""Steps that install packages: these access the outside network."""
+"""Steps that install packages and therefore access the outside network."""
 
 
 class CommandFailed(Exception):
-    """A command of the runbook failed; the message is its output."""
+    """One of the runbook's commands failed; the message is its output."""
 
 
 def blocks(document: Path, heading: str) -> list[str]:
-    """The shell commands in a section of a document, by block."""
+    """The shell commands in a document section, by block."""
     text = document.read_text(encoding="utf-8")
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     found = re.findall(r"^( *)```sh\n(.*?)^ *```", section, re.MULTILINE | re.DOTALL)
@@ -52,7 +55,7 @@ def blocks(document: Path, heading: str) -> list[str]:
 
 @dataclass
 class Replay:
-    """Settings and folders for the replay of a release.
+    """Settings and folders for replaying a release.
 
     Attributes:
         url: URL of the proxy before it.
@@ -96,7 +99,7 @@ class Replay:
         }
 
     def run(self, block: str) -> str:
-        """Runs commands of the runbook, as the owner. Returns their output.
+        """Runs commands from the runbook as the owner. Returns their output.
 
         Raises:
             CommandFailed: one of them failed.
@@ -129,12 +132,12 @@ class Replay:
         made.mkdir()
         if source := (build.get("source") or {}).get("storageSource"):
             data = self._fetched(build, source["bucket"], source["object"])
-            # tarfile has no filter before Python 3.11.4, and requires one from 3.12 on.
+            # tarfile has no filter before Python 3.11.4 and requires one from 3.12 on.
             subprocess.run(["tar", "-xz", "-C", made], input=data, check=True)
         return made
 
     def _fetched(self, build: Mapping[str, Any], bucket: str, name: str) -> bytes:
-        """The source of a build, which Cloud Build reads with the build's own account."""
+        """A build's source, which Cloud Build reads with the build's own account."""
         account = build["serviceAccount"].rpartition("/")[2].replace("$PROJECT_ID", PROJECT)
         path = f"/storage/v1/b/{bucket}/o/{quote(name, safe='')}"
         asked = Ask(account, "GET", "storage.googleapis.com", path, {"alt": "media"}, b"", {})
@@ -151,7 +154,7 @@ class Replay:
         only: Callable[[str], bool] = lambda step: True,
         given: Mapping[str, str] = MappingProxyType({}),
     ) -> list[str]:
-        """Runs the steps of a build that are in `only`. Returns their ids in order of execution.
+        """Runs a build's steps, only the ones in `only`. Returns their ids in execution order.
 
         Raises:
             a step failed.
@@ -189,7 +192,7 @@ class Replay:
 
 
 def check_out(folder: Path) -> Path:
-    """Makes a clone of this tree in its current state, with the results of `make setup`."""
+    """Clones this tree in its current state, with the results of `make setup`."""
     made = folder / "checkout"
     for path in source_files():
         (made / path).parent.mkdir(parents=True, exist_ok=True)
@@ -201,7 +204,7 @@ def check_out(folder: Path) -> Path:
 
 
 def link_environment(tree: Path) -> None:
-    """Links the environment of this test into `tree`, in place of one made by `make setup`."""
+    """Links this test's environment into `tree`, in place of one created by `make setup`."""
     (tree / ".venv").mkdir()
     for entry in Path(sys.prefix).iterdir():
         if entry.name != ".installed":

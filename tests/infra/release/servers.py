@@ -1,6 +1,6 @@
 """Connects real programs to the stand-in for Google: a proxy that has a certificate for every host,
-so that `gcloud`, Terraform and our own code keep their addresses from the cloud. Nothing gets out:
-requests unknown to the stand-in are refused.
+so that `gcloud`, Terraform and our own code keep the addresses they use in the cloud. Nothing gets
+out: requests unknown to the stand-in are refused.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def proxy(cloud: Cloud, folder: Path) -> Iterator[tuple[str, Path]]:
 
 @contextmanager
 def metadata_server(project: str, account: str, token: str) -> Iterator[str]:
-    """Server that a Cloud Build step asks for its identity. Yields host and port."""
+    """The server that a Cloud Build step asks for its identity. Yields host and port."""
     answers = {
         "/": "computeMetadata/",
         "/computeMetadata/v1/project/project-id": project,
@@ -82,7 +82,7 @@ class _Quiet(BaseHTTPRequestHandler):
 
 
 class _Proxy(_Quiet):
-    """Answers for every host, on connections that clients believe to end there."""
+    """Responds for every host, on connections that clients believe end there."""
 
     cloud: Cloud
     context: ssl.SSLContext
@@ -115,7 +115,7 @@ class _Proxy(_Quiet):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_GET
 
     def finish(self) -> None:
-        """The server closes its own socket; the one with TLS is another."""
+        """The server closes its own socket; the one with TLS is separate."""
         super().finish()
         self.connection.close()
 
@@ -144,7 +144,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores clients that go away, which don't concern the test."""
+        """Ignores clients that disconnect, which the test does not care about."""
 
 
 @contextmanager
@@ -161,8 +161,9 @@ def _serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 
 def _certificates(folder: Path) -> tuple[Path, Path]:
-    """Creates a certificate authority, and a certificate and key that cover all hosts: paths of PEM
-    files.
+    """Creates a certificate authority, plus a certificate and key that cover all hosts.
+
+    Returns PEM file paths.
     """
     now = datetime.now(UTC)
 

@@ -53,7 +53,7 @@ class Serving(Api):
         if secret not in made:
             raise Refusal(404, f"Secret [projects/{NUMBER}/secrets/{secret}] not found.")
         if secret.endswith("-api-keys") and not self.secrets[secret]:
-            # Terraform's first version, which the state does not keep.
+            # Terraform's first version, which the state does not store.
             self.secrets[secret].append(b'{"plans": {}, "tenants": {}, "keys": []}')
         return self.secrets[secret]
 
@@ -110,7 +110,7 @@ class Serving(Api):
 
     @route("GET", r".*\.run\.app", r"/healthz|/eventlog|/_ah/.*")
     def _front_end(self, ask: Ask) -> Any:
-        """Google's front end, which answers before the service does.
+        """Google's front end, which responds before the service does.
 
         https://docs.cloud.google.com/run/docs/known-issues: reserved URL paths.
         """
@@ -147,7 +147,7 @@ class Serving(Api):
             raise Refusal(401, "the key is not known")
 
     def _require_worker(self, model: str) -> None:
-        """A worker does not start if its image lacks the package of its model."""
+        """A worker does not start if its image lacks its model's package."""
         for release in self.made("helm_release", f"workloads/{self.region}"):
             if release["name"] != "penstock-workers":
                 continue

@@ -15,7 +15,7 @@ from tests.infra.release.api import NUMBER, Api, Ask, Refusal, Reply, Stored, ro
 
 MEDIA = "https://storage.googleapis.com/download/storage/v1"
 OF_THE_XML_API = r"/(?!(?:storage|upload|download|batch|resumable)/)([a-z0-9][^/]+)/(.+)"
-"""`/BUCKET/OBJECT`, which is not a path of the JSON API."""
+"""`/BUCKET/OBJECT`, which is not a JSON API path."""
 
 
 class Storage(Api):
@@ -211,7 +211,7 @@ def _media(stored: Stored, wanted: str) -> Reply:
 
 
 def _uploaded(ask: Ask) -> tuple[str, bytes]:
-    """Name and content of an upload, in one of three formats."""
+    """An upload's name and content, in one of three formats."""
     kind = ask.query["uploadType"]
     if kind == "multipart":
         boundary = re.search(r"""boundary=["']?([^"';]+)""", ask.headers["content-type"])

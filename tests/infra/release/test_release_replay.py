@@ -1,9 +1,9 @@
-"""The first release of a project, following the runbook: with gcloud, Terraform and kubectl, from a
-clone to an API that answers, in a project in which each account has only the rights that `setup.sh`
-granted it.
+"""A project's first release, following the runbook: with gcloud, Terraform and kubectl, from a
+clone to an API that responds, in a project in which each account has only the permissions that
+`setup.sh` granted it.
 
-Terraform's providers come from the stand-in that TFOFFLINE names. Docker, syft and the scanner's
-unpacking of an image are stand-ins (programs.py). Of the build's own checks, the linters and the
+Terraform's providers come from the stand-in named by TFOFFLINE. Docker, syft and the scanner's
+image unpacking are stand-ins (programs.py). Of the build's own checks, only the linters and the
 tests that look at the tree run.
 """
 
@@ -48,7 +48,7 @@ from tests.infra.release.servers import proxy
 pytestmark = pytest.mark.slow(about_s=240)
 TOOLS = ("gcloud", "terraform", "kubectl", "jq", "curl", "git", "make")
 QUICK = {"_WATCH_S": "0"}
-"""How long a step of the rollout is observed."""
+"""How long a rollout step is observed."""
 OF_IMAGES = {
     *("bases", "image-api", "image-functions", "image-cuda", "model-packages", "image-worker"),
     *(
@@ -70,7 +70,9 @@ CHECKS = {"lint", "types", "tests", "terraform"}
 
 @pytest.fixture(scope="module")
 def begun(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Replay, bytes]]:
-    """A project after the runbook's first two steps, and its saved state, to return to."""
+    """A project after the runbook's first two steps, with its state saved so that it can be
+    restored.
+    """
     missing = [name for name in TOOLS if shutil.which(name) is None]
     if missing:
         pytest.skip(f"not installed: {', '.join(missing)}")
@@ -143,7 +145,7 @@ def test_first_release(replay: Replay) -> None:
     assert [one["percent"] for one in cloud.traffic] == [100]
     assert "revision" in cloud.traffic[0]
 
-    # A manual apply finds the resources that Cloud Build made.
+    # A manual apply finds the resources that Cloud Build created.
     *_, by_hand, workers, works = blocks(DEPLOY_PAGE, "First deploy")
     images = {name.split("/")[-1].partition("@")[0]: name for name in cloud.images if "@" in name}
     replay.variables |= {"API": images["api"], "WORKER": images["worker"]}
@@ -300,7 +302,7 @@ UNUSED = {
         "roles/logging.logWriter": "Cloud Logging has the build's output",
     },
 }
-"""Roles that no request of the replay needs, and the reason for each."""
+"""Roles that no request in the replay needs, and the reason for each."""
 OF_DATA = {
     "bigquery.tables.getData",
     "pubsub.subscriptions.consume",
@@ -313,7 +315,7 @@ OF_DATA = {
 
 
 def idle_roles(cloud: Cloud, account: str) -> set[str]:
-    """Roles of an account that no request of the replay needed."""
+    """An account's roles that no request in the replay needed."""
     return {
         role
         for roles in cloud.roles_of(account).values()
@@ -339,7 +341,7 @@ HEAD = "| account | on | role | used in the replay |\n|---|---|---|---|\n"
 
 
 def table_of_accounts(cloud: Cloud) -> str:
-    """Roles of both accounts in a release, each with the permissions that the replay used."""
+    """Both accounts' roles in a release, each with the permissions that the replay used."""
     by_terraform = of_resources(cloud)
     lines = []
     for account in (BUILD, DEPLOY):
@@ -375,7 +377,7 @@ def test_accounts_may_what_they_use(replay: Replay) -> None:
     table = table_of_accounts(cloud)
     assert table in ACCOUNTS.read_text(encoding="utf-8"), f"{ACCOUNTS} should have\n{table}"
 
-    # Checks the account's buckets, and that none of them holds data.
+    # Checks which buckets the account has and that none of them holds data.
     buckets = {
         place.removeprefix(f"buckets/{PROJECT}-penstock-"): roles
         for place, roles in cloud.roles_of(BUILD).items()
@@ -419,7 +421,7 @@ def change_source(release: dict[str, Stored], folder: str) -> None:
 
 
 def change_manifest(release: dict[str, Stored], folder: str) -> None:
-    """Another image, with a matching manifest."""
+    """A different image, with a matching manifest."""
     api = release[f"{folder}/api.image"].data
     other = api.replace(api[-8:-1], b"0000000")
     release[f"{folder}/api.image"] = Stored(other, 1)

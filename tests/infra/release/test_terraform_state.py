@@ -1,8 +1,8 @@
-"""The Terraform state of a deployment, with the providers that TFOFFLINE names.
+"""A deployment's Terraform state, with the providers named by TFOFFLINE.
 
-A home region that does not come back: the Terraform of docs/how-to/lost-region.md, typed line by
-line. The steps of that page for keys, budgets and rows run in tests/infra/test_incident_pages.py. A
-newer release over the state of an older one: deployed resources are moved, not recreated.
+A home region that does not come back: the Terraform from docs/how-to/lost-region.md, typed line by
+line. That page's steps for keys, budgets and rows run in tests/infra/test_incident_pages.py. A
+newer release on an older one's state: deployed resources are moved, not recreated.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ DELETED = {
     "google_pubsub_topic_iam_member",
     "google_service_account",
 }
-"""Deleted by the apply: inboxes of the region's instances, and the account of its nodes."""
+"""Deleted by the apply: inboxes of the region's instances, and its nodes' account."""
 STEPS = ("repositories", "state rm", "-target", "keys init", "apply -var", "budgets restore")
 UNSETTLED = {
     'module.platform.google_compute_backend_service.api["api"]': (["update"], {"backend"}),
@@ -61,7 +61,7 @@ UNSETTLED = {
 
 
 class Operator:
-    """An operator of a deployment in two regions, and the commands they type."""
+    """A person operating a deployment in two regions, and the commands they type."""
 
     def __init__(self, folder: Path, attach: Path) -> None:
         self.tree = folder / "tree"
@@ -102,7 +102,7 @@ class Operator:
         }
 
     def types(self, line: str) -> str:
-        """Types a line, and answers yes to its prompts. Returns its output."""
+        """Types a line and answers its prompts with yes. Returns its output."""
         done = subprocess.run(
             ["bash", "-c", PRELUDE + line],
             cwd=self.tree,
@@ -177,7 +177,7 @@ def operator(tmp_path: Path) -> Iterator[Operator]:
 
 
 def leave(root: Path) -> None:
-    """Edits the root as the page describes: drops the lost region, and keeps its records apart."""
+    """Edits the root as the page describes: drops the lost region and separates its records."""
     main = root / "main.tf"
     text, count = re.subn(rf'^ +"{LOST}" = .*\n', "", main.read_text(), flags=re.MULTILINE)
     assert count == 1
@@ -185,7 +185,7 @@ def leave(root: Path) -> None:
 
 
 def places(values: dict[str, Any]) -> set[str]:
-    """The regions that a resource refers to in its location, or in the path of its id."""
+    """The regions that a resource refers to in its location or in its id's path."""
     named = [values.get(name) for name in ("location", "region", "zone", "id")]
     return {part for name in named if isinstance(name, str) for part in re.split("[/ ]", name)}
 
@@ -206,7 +206,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
                 for one in operator.changes()
                 if "delete" in one["change"]["actions"]
             }
-            # Nothing to be deleted is in the lost region, or holds data.
+            # Nothing that will be deleted is in the lost region or holds data.
             assert [name for name, one in deleted.items() if LOST in places(one)] == []
             assert {before[name]["type"] for name in deleted} & KEPT == set()
 
@@ -217,7 +217,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
     kept = {name: one["values"]["id"] for name, one in before.items() if one["type"] in KEPT}
     assert kept.items() <= {name: one["values"]["id"] for name, one in after.items()}.items()
 
-    # Every subscription of a model is still the same, with its jobs.
+    # Every model subscription is unchanged and still has its jobs.
     jobs = {name for name in before if ".module.model[" in name}
     assert jobs
     assert {name: before[name]["values"]["id"] for name in jobs} == {
@@ -226,7 +226,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
     gone = before.keys() - after.keys() - set(forgotten)
     assert {before[name]["type"] for name in gone} == DELETED
 
-    # The API is still there, and uses its new records.
+    # The API still exists and uses its new records.
     services = [one for one in after.values() if one["type"] == "google_cloud_run_v2_service"]
     apis = [one["values"] for one in services if one["values"]["name"] == "penstock-api"]
     assert [one["location"] for one in apis] == [R]
@@ -236,7 +236,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
     assert records["values"]["location"] == R
     assert planned(operator.changes()) == UNSETTLED
 
-    # The keys are there before anything that reads them is recreated.
+    # The keys exist before anything that reads them is recreated.
     order = [next(at for at, line in enumerate(lines) if step in line) for step in STEPS]
     assert order == sorted(order)
     noted = operator.noted
@@ -269,11 +269,11 @@ MOVED = {
     ("weights", "google_storage_bucket"): "weights",
     ("weights", "google_storage_bucket_iam_member"): "weights",
 }
-"""The names that resources had side by side, before they were in modules."""
+"""The resources' names at the top level, before they were in modules."""
 
 
 def put_back(state: dict[str, Any]) -> int:
-    """Restores the previous addresses of resources in a state. Returns the number of resources."""
+    """Restores the resources' previous addresses in a state. Returns the number of resources."""
     count = 0
     for one in state["resources"]:
         module = one.get("module", "")

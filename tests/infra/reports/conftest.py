@@ -1,4 +1,4 @@
-"""A data set with the made-up rows, which a session's tests share and only read."""
+"""A data set with the generated rows, which all tests in a session share but only read."""
 
 import json
 import uuid
@@ -40,9 +40,10 @@ def loaded(bigquery_endpoint: str, made_rows: list[Fields]) -> Iterator[bigquery
 
 
 class OnceRunner(ReportRunner):
-    """Asks each question once, because nobody writes to the made-up rows: most take seconds.
+    """Runs each query only once, because nothing writes to the generated rows and most queries take
+    seconds.
 
-    A machine that is busy with other work may take longer than a report may in production.
+    A machine busy with other work may take longer than a report may take in production.
     """
 
     def __init__(self, client: bigquery.Client) -> None:
@@ -85,7 +86,10 @@ def written(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
 
 @pytest.fixture
 def empty(written: bigquery.Client) -> bigquery.Client:
-    """Empty tables, for a test to write. They are emptied, not recreated: the views take long."""
+    """Empty tables for a test to write to.
+
+    They are emptied rather than recreated, because creating the views takes long.
+    """
     for table in tables.tables():
         written.query(f"TRUNCATE TABLE {DATASET}.{table}").result()
     return written

@@ -1,4 +1,4 @@
-"""Expected reports, computed in plain Python from the same rows, item after item."""
+"""Expected reports, computed in plain Python from the same rows, item by item."""
 
 import datetime as dt
 import math
@@ -16,7 +16,7 @@ from shared.reports.definitions import ReportQuestion
 from tests.infra.reports.generated import Fields
 
 Lines = dict[tuple[Any, ...], Fields]
-"""Lines with their other columns, by the columns that identify them."""
+"""Report lines by their identifying columns, with their other columns."""
 HOUR, SHARED = dt.timedelta(hours=1), ("memory", "redis", "joined")
 BAD_CODES = ("model_failed", "internal", "unavailable", None)
 
@@ -89,7 +89,7 @@ def device_s(row: Fields) -> Fraction:
 
 
 def computed_s(row: Fields) -> Fraction:
-    """Device time of the item: 0 if it was joined to another."""
+    """The item's device time: 0 if it was joined to another item."""
     return Fraction(0) if row.get("cache") == "joined" else device_s(row)
 
 
@@ -113,7 +113,7 @@ def counts(rows: Sequence[Fields]) -> Fields:
 
 
 def text_tokens(rows: Sequence[Fields]) -> Fields:
-    """Tokens of text models: read, written and cached."""
+    """Text models' tokens: read, generated and cached."""
     columns = ("input_tokens", "output_tokens", "cached_tokens")
     return {column: int(exact(rows, column)) for column in columns}
 
@@ -240,7 +240,7 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
     for where, members in grouped(charged_rows, key).items():
         quantity = int(exact(members, "tokens") + exact(members, "pixel_steps"))
         price = where[5]
-        if is_text(members[0]):  # the average, because its tokens have several prices
+        if is_text(members[0]):  # the average, because its tokens have different prices
             price = round(exact(members, "list_price_usd") / quantity * 1e6, 12)
             where = (*where[:5], price, *where[6:])
         lines[where] = {
@@ -249,7 +249,7 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
             "list_usd": None if price is None else quantity * price / 1e6,
             "amount_usd": exact(members, "cost_usd"),
         }
-        # The amount that a reader of the invoice computes from the line is the sum of its rows.
+        # The amount that an invoice reader computes from the line is the sum of its rows.
         assert lines[where]["amount_usd"] == (
             approximately((price or 0) * quantity / 1e6 * where[-1])
         )

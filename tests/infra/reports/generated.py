@@ -1,4 +1,4 @@
-"""Rows of a made-up month: duplicate, late and old rows, tenants without keys, and a day without
+"""Rows of a generated month: duplicate, late and old rows, tenants without keys, and a day without
 any rows.
 
 Five weeks around the days on which clocks change in Berlin (25 October) and New York (1 November).
@@ -12,14 +12,14 @@ Fields = dict[str, Any]
 FIRST = dt.datetime(2026, 10, 5, tzinfo=dt.UTC)
 AFTER = FIRST + dt.timedelta(days=35)
 GAP = dt.datetime(2026, 10, 20, 18, tzinfo=dt.UTC), dt.datetime(2026, 10, 22, 12, tzinfo=dt.UTC)
-"""Nothing is received in between: 21 October is empty in all time zones."""
+"""Nothing is received during this gap: 21 October is empty in all time zones."""
 PRICE_CHANGE = dt.datetime(2026, 10, 16, tzinfo=dt.UTC)
 NEW_COLUMNS_FROM = dt.datetime(2026, 10, 9, tzinfo=dt.UTC)
 """Earlier rows come from a release that did not have the newer columns."""
 TENANTS = ("acme", "globex", "initech", "umbrella")
 CACHED_SHARE = 0.25
 WRITTEN = 3
-"""A written token costs this many times as much as a token that was read."""
+"""A generated token costs this many times as much as a prompt token."""
 MODELS: dict[str, Fields] = {
     "mini": {"task": "embedding", "prices": (0.01, 0.013), "gpu_type": "l4", "capacity": 64},
     "draw": {"task": "image", "prices": (0.02, 0.025), "gpu_type": "a100", "capacity": 8},
@@ -28,12 +28,14 @@ MODELS: dict[str, Fields] = {
 
 
 def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
-    """The rows as written: some are duplicates, and some have a row about a failed delivery."""
+    """The rows as written: some are duplicates, and some also have a row about a failed
+    delivery.
+    """
     drawn = random.Random(seed)
     found: list[Fields] = []
     for number in range(requests):
         received = FIRST + dt.timedelta(seconds=drawn.randrange(35 * 86_400), microseconds=number)
-        if drawn.random() < 0.6:  # there is more to do during the day
+        if drawn.random() < 0.6:  # daytime is busier
             received = received.replace(hour=8 + received.hour // 3)
         gap = (
             dt.datetime(2026, 10, 20, 18, tzinfo=dt.UTC),
@@ -51,7 +53,7 @@ def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
 
 
 def _of_a_flow(number: int, rows: list[Fields]) -> list[Fields]:
-    """The rows of a request, marked as a run of a flow for every seventh number."""
+    """A request's rows, marked as a flow run for every seventh number."""
     if number % 7 or rows[0]["status"] == "refused":
         return rows
     flow = ("read", "draw-and-check")[number % 2]
@@ -59,7 +61,7 @@ def _of_a_flow(number: int, rows: list[Fields]) -> list[Fields]:
 
 
 def _undelivered(one: Fields) -> Fields:
-    """The API's row of an item that its caller did not get, before or after the worker's."""
+    """The API's row for an item that its caller did not get, before or after the worker's."""
     said = {"attempt": None, "status": "canceled", "error_code": "canceled", "cost_usd": 0.0}
     return one | said | ({"charged_share": 0.0} if "charged_share" in one else {})
 
@@ -107,7 +109,7 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
     price, paid = model["prices"][received >= PRICE_CHANGE], units
     written = _written(drawn, status, units) if model["task"] == "text" else {}
     paid += (WRITTEN - 1) * written.get("output_tokens", 0)
-    if written and status in ("expired", "canceled"):  # after its reader got these tokens
+    if written and status in ("expired", "canceled"):  # after its reader received these tokens
         share = 1.0
     total_ms = drawn.uniform(1, 900) if drawn.random() < 0.97 else drawn.uniform(4e6, 9e7)
     fields = known | {
@@ -130,7 +132,7 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
         fields["error_code"] = "deadline_exceeded"
     if status == "canceled":
         fields["error_code"] = "canceled"
-    if not is_shared or cache == "joined":  # a joined item has the batch of another item
+    if not is_shared or cache == "joined":  # a joined item has another item's batch
         fields |= _computed(drawn, model, received, units)
     if cache == "joined":
         fields["padded_tokens"] = None
@@ -146,7 +148,10 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
 
 
 def _written(drawn: random.Random, status: str, units: int) -> Fields:
-    """The tokens that a generation wrote and read. Empty if it ended before it began writing."""
+    """The tokens that a generation wrote and read.
+
+    Empty if it ended before it started generating.
+    """
     if status != "succeeded" and drawn.random() < 0.5:
         return {}
     output = drawn.randrange(1, units + 1)

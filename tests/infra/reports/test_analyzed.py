@@ -1,4 +1,4 @@
-"""Google's own analyzer of GoogleSQL accepts each report, with the types of its columns."""
+"""Google's own GoogleSQL analyzer accepts each report, with the expected column types."""
 
 from typing import Any
 

@@ -32,7 +32,7 @@ def printed(
     bigquery_endpoint: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> Told:
-    """Runs commands with the settings of the made-up rows."""
+    """Runs commands with the settings for the generated rows."""
     monkeypatch.setenv("PENSTOCK_BIGQUERY_ENDPOINT", bigquery_endpoint)
     monkeypatch.setenv("PENSTOCK_PROJECT", loaded.project)
     monkeypatch.setenv("PENSTOCK_DATASET", DATASET)

@@ -1,4 +1,4 @@
-"""`daily_usage` and `anomalies` match the results of plain Python for the same rows."""
+"""`daily_usage` and `anomalies` match plain Python's results for the same rows."""
 
 import datetime as dt
 import random
@@ -129,7 +129,7 @@ def test_summaries_add_up_to_the_month(
 
 
 def hourly(day: BillingDay, seed: int) -> list[Fields]:
-    """Rows of one weekday in seven weeks: steady, with spikes, a lull and a new tenant."""
+    """Rows for one weekday in seven weeks: steady, with spikes, a lull and a new tenant."""
     drawn, found = random.Random(seed), []
     for week in range(7):
         one = BillingDay(day.day - week * WEEK, day.tz)
@@ -137,7 +137,7 @@ def hourly(day: BillingDay, seed: int) -> list[Fields]:
             hour = one.since + number * HOUR
             usual = 5 + 10 * (8 <= number <= 18)
             costs = {"acme": usual * drawn.uniform(0.8, 1.2), "globex": 3.0}
-            if week <= 2:  # compared with the zeros before its time, it would be unusual
+            if week <= 2:  # compared with the zeros before it existed, it would be unusual
                 costs["newcomer"] = 3.0 if week == 0 else 1.0
             if week == 0 and number == 9:
                 costs["acme"] *= 9
@@ -199,9 +199,7 @@ def hours(day: BillingDay, until: dt.datetime) -> list[dt.datetime]:
 def by_clock(
     values: Counter[dt.datetime], day: BillingDay, first: dt.datetime
 ) -> dict[int, list[float]]:
-    """The values of earlier weeks, starting with the week of the `first` hour, by hour of the
-    day.
-    """
+    """Earlier weeks' values, starting with the week of the `first` hour, by hour of the day."""
     past: dict[int, list[float]] = defaultdict(list)
     for week in range(1, 7):
         one = BillingDay(day.day - week * WEEK, day.tz)
@@ -260,7 +258,7 @@ def test_anomalies_are_what_plain_python_finds(
 @pytest.mark.parametrize(
     ("past", "median_usd", "mad_usd", "half_width_usd"),
     [
-        # 3.5 / 0.6745 x 0.5 = 2.6 is less than half of the median.
+        # 3.5 / 0.6745 x 0.5 = 2.6 is less than half the median.
         ([10.0, 12.0, 11.0, 13.0, 12.0, 11.0], 11.5, 0.5, 5.75),
         ([10.0, 16.0, 11.0, 17.0, 12.0, 15.0], 13.5, 2.5, 3.5 / 0.6745 * 2.5),
         ([0.1, 0.1, 0.1, 0.1], 0.1, 0.0, 1.0),

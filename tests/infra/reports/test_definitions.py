@@ -1,4 +1,4 @@
-"""Headers of reports, the document that lists them, and a check that they are valid GoogleSQL."""
+"""Report headers, the document that lists them, and a check that they are valid GoogleSQL."""
 
 import os
 import shutil

@@ -28,7 +28,7 @@ PHONE, DESKTOP = {"width": 360, "height": 740}, {"width": 1280, "height": 900}
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Browser]:
     with sync_playwright() as playwright:
-        # The sandbox needs rights that containers lack. Only our own pages are opened.
+        # The sandbox needs permissions that containers lack. Only our own pages are opened.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()

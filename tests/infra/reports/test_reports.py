@@ -1,4 +1,4 @@
-"""Each report matches the result of plain Python for the same rows, in each time zone."""
+"""Each report matches plain Python's result for the same rows, in each time zone."""
 
 from typing import Any
 
@@ -53,7 +53,7 @@ ROUNDED = {
     "items": 0.051,
     "batches": 0.051,
 }
-"""Tolerance for rounding, for columns with these words. Others are not rounded."""
+"""Rounding tolerance for columns whose names contain these words. Other columns are not rounded."""
 
 
 def by_key(result: ReportResult, columns: int) -> dict[tuple[Any, ...], Fields]:

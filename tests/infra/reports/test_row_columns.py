@@ -1,4 +1,4 @@
-"""The schema and the tenants' view of the usage table follow from the fields of a row."""
+"""The usage table's schema and the tenants' view of it follow from a row's fields."""
 
 from infra.bigquery import generate
 from shared.usage.row import Row

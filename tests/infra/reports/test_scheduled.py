@@ -29,7 +29,7 @@ Clock = Callable[[], dt.datetime]
 
 
 class Running:
-    """Scheduled reports of a data set, with their own clock and bucket."""
+    """A data set's scheduled reports, with their own clock and bucket."""
 
     def __init__(self, client: bigquery.Client, folder: Path) -> None:
         self.client, self.folder = client, folder
@@ -155,7 +155,7 @@ async def test_anomaly_is_told_of_once_and_is_in_the_summary(
     running.now = day.since + 10 * HOUR + HOUR / 6
     with caplog.at_level(logging.WARNING, "shared.reports.scheduled"):
         first = await running.reports.judge_hours("UTC")
-        assert first.anomalies == 2  # one of all tenants, and one of acme at nine
+        assert first.anomalies == 2  # one for all tenants, and one for acme at nine
         assert (await running.reports.judge_hours("UTC")).anomalies == 0
     reported = [record for record in caplog.records if record.message == "anomaly"]
     assert [(one.measure, one.tenant) for one in reported] == [  # type: ignore[attr-defined]
@@ -235,7 +235,7 @@ async def test_summary_is_a_page_that_a_mail_can_hold(
     tags = _Tags()
     tags.feed(page.decode())
     assert (tags.open, tags.links) == ([], [])
-    assert len(page) < 100_000  # Gmail clips mails above 102 KB
+    assert len(page) < 100_000  # Gmail clips emails above 102 KB
 
 
 @pytest.fixture

@@ -315,7 +315,7 @@ def test_report_equals_the_same_sums_in_exact_arithmetic(empty: bigquery.Client)
         if status == "succeeded":
             charged[tenant] += (count or 0) * (1 if cache in ("miss", "none") else shared)
         if cache in ("miss", "none") or status != "succeeded":
-            # As a writer of an older release leaves it: charged items were charged in full.
+            # As an older release's writer leaves it: charged items were charged in full.
             one.charged_share = drawn.choice([one.charged_share, None])
         sent.append(fields_of(one))
     insert(empty, *sent)
@@ -366,7 +366,7 @@ def test_batches_are_counted_from_their_items(empty: bigquery.Client) -> None:
 def test_items_of_ones_own_models_are_one_line_whatever_each_weighs(
     empty: bigquery.Client,
 ) -> None:
-    """Otherwise an invoice has a line for each item that took a different time."""
+    """Otherwise an invoice would have a line for each item that took a different time."""
     known = {"task": "custom", "charged_share": 1.0, "price_version": "1", "cache": "none"}
     for number, usd in enumerate((0.25, 0.5, 0.75)):
         charge = {"work": number + 1, "list_price_usd": usd, "cost_usd": usd}

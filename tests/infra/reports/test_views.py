@@ -1,4 +1,4 @@
-"""The views for dashboards and for analysts of tenants match the results of plain Python."""
+"""The views for dashboards and for tenants' analysts match plain Python's results."""
 
 import datetime as dt
 import re
@@ -48,7 +48,7 @@ def check_usage(lines: list[Fields], rows: list[Fields]) -> None:
     for key, members in groups.items():
         line = found[key]
         assert line["day"] == key[0].date()
-        # Items of a request may be in several regions. The request counts in its first item's
+        # A request's items may be in several regions. The request counts in its first item's
         # region.
         wanted = expected.counts(members) | {"requests": sum(r["item"] == 0 for r in members)}
         wanted |= expected.text_tokens(members)

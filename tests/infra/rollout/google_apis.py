@@ -1,4 +1,4 @@
-"""A server that answers like Cloud Run, Monitoring, Secret Manager and the API itself, as far as a
+"""A server that responds like Cloud Run, Monitoring, Secret Manager and the API itself, as far as a
 rollout needs them.
 """
 
@@ -19,8 +19,9 @@ KEY = "first-key"
 
 
 class Region:
-    """One region's service: `deploy` makes a revision as an apply does, `counts` holds Monitoring's
-    numbers for each.
+    """One region's service:
+
+    `deploy` creates a revision as an apply does; `counts` holds each revision's Monitoring numbers.
     """
 
     def __init__(self, url: str) -> None:
@@ -32,7 +33,7 @@ class Region:
 
     @property
     def shares(self) -> dict[str, int]:
-        """Percentage per revision, as callers get them."""
+        """Percentage per revision, as callers experience it."""
         found: dict[str, int] = {}
         for target in self.traffic:
             if target.get("percent"):
@@ -65,7 +66,7 @@ class Region:
 
 
 class GoogleApis:
-    """The state behind the server: regions by name, and the API's answers."""
+    """The state behind the server: regions by name, and the API's responses."""
 
     def __init__(self) -> None:
         self.url = ""

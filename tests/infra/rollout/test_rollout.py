@@ -1,5 +1,5 @@
-"""A rollout against a Cloud Run that tracks its traffic: the revisions that serve at every moment,
-and after every failure.
+"""A rollout on a Cloud Run that tracks its traffic: the revisions that serve at every moment, and
+after every failure.
 """
 
 from __future__ import annotations

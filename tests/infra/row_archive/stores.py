@@ -20,11 +20,11 @@ from shared.usage.senders import incoming
 
 
 class KilledError(BaseException):
-    """Simulates the death of the process: nothing handles it."""
+    """Simulates the process's death: nothing handles it."""
 
 
 class FragileStore(ObjectStore):
-    """A store in memory. After `kill_after` calls, the caller dies before it gets the answer.
+    """An in-memory store. After `kill_after` calls, the caller dies before it gets the response.
 
     If `is_done`, that call still takes effect.
     """
@@ -50,7 +50,7 @@ class FragileStore(ObjectStore):
 
 
 class TableOfRows:
-    """A RowLoader whose table is in memory. Each name is loaded once."""
+    """A RowLoader whose table is in memory. Each name is loaded only once."""
 
     def __init__(self) -> None:
         self.loaded: dict[str, list[Fields]] = {}
@@ -67,7 +67,7 @@ class TableOfRows:
 
 
 def read_parquet(paths: Iterable[Path]) -> list[Fields]:
-    """The rows of some files, without NULL values. Times are Unix seconds."""
+    """The rows in some files, without NULL values. Times are Unix seconds."""
     listed = [str(path) for path in paths]
     with duckdb.connect() as connection:
         read = f"read_parquet({listed}, union_by_name = true)"
@@ -97,7 +97,7 @@ async def put(
 
 
 async def archived(objects: ObjectStore, folder: Path, table: str = "rows") -> list[Fields]:
-    """All rows in the Parquet files of a table."""
+    """All rows in a table's Parquet files."""
     paths = []
     for one in await objects.listing(f"archive/{table}", 10_000):
         path = folder / one.key.replace("/", "_")

@@ -1,4 +1,4 @@
-"""Rows reach the archive and the table once, whatever dies in between."""
+"""Rows reach the archive and the table exactly once, whatever dies in between."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ DAY_S = 86_400.0
 
 
 class Kept(NamedTuple):
-    """The places where rows are kept."""
+    """The places where rows are stored."""
 
     in_table: dict[str, int]
     """The number of times each row is there."""
@@ -50,7 +50,7 @@ async def kept(objects: FragileStore, table: TableOfRows, folder: Path) -> Kept:
 
 
 def each_once(count: int) -> Kept:
-    """Rows 0 to `count`, and nothing on the way."""
+    """Rows 0 to `count`, with nothing still on the way."""
     wanted = [f"r:{number}" for number in range(count)]
     return Kept(dict.fromkeys(wanted, 1), sorted(wanted), [])
 
@@ -82,7 +82,7 @@ async def test_pass_that_is_killed_anywhere_is_finished_by_the_next(
             killed += 1
         else:
             break
-        await put(objects, [row(4)], "c")  # arrives meanwhile
+        await put(objects, [row(4)], "c")  # arrives in the meantime
         await archive_all(RowArchive(objects, "rows", table))
         await archive_all(RowArchive(objects, "rows", table))
         folder = tmp_path / str(kill_after)
@@ -134,7 +134,7 @@ async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> No
 
 
 async def test_archive_that_is_overtaken_while_it_reads_shortens_no_file(tmp_path: Path) -> None:
-    """The first object of a pass is read after another process has archived and removed all of
+    """The first object in a pass is read after another process has archived and removed all of
     it.
     """
     table, count = TableOfRows(), 3 * CALLS
@@ -173,7 +173,7 @@ async def test_rows_wait_while_something_is_away(tmp_path: Path, away: str) -> N
 
 
 async def test_rows_sent_twice_are_archived_once(tmp_path: Path) -> None:
-    """A writer that did not get the answer sends again."""
+    """A writer that did not get the response sends the rows again."""
     objects, table = FragileStore(), TableOfRows()
     for name in ("a", "b"):
         await put(objects, [row(0), row(1)], name)

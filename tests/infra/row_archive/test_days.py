@@ -24,7 +24,7 @@ NEXT_DAY_S = 1_790_000_000.0 + 86_400
 
 
 async def three_files(objects: FragileStore, table: TableOfRows) -> None:
-    """Two files of a day and one of the next, with four rows."""
+    """Two files for one day and one for the next, with four rows."""
     archive = RowArchive(objects, "rows", table)
     await put(objects, [row(0), row(1)], "a")
     await archive_all(archive)
@@ -85,7 +85,7 @@ async def test_days_that_a_table_has_lost_come_back() -> None:
 
 
 async def test_day_of_which_a_table_has_a_part_is_loaded_whole() -> None:
-    """It lost its rows at noon, and continued: the views then drop duplicates."""
+    """It lost its rows at noon and continued; the views then drop the duplicates."""
     objects, table = FragileStore(), TableOfRows()
     await three_files(objects, TableOfRows())
     days = ArchivedDays(objects, "rows")

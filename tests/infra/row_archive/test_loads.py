@@ -1,4 +1,4 @@
-"""The archive loads the same rows into BigQuery as insertAll writes, to the last report."""
+"""The archive loads the same rows into BigQuery that insertAll writes, down to the last report."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ DIRECT, ARCHIVED = "direct", "archived"
 
 
 class Both(NamedTuple):
-    """Two data sets that got the same rows in two ways."""
+    """Two data sets that got the same rows in two different ways."""
 
     client: bigquery.Client
     endpoint: str
@@ -97,7 +97,7 @@ def test_every_report_says_the_same(both: Both) -> None:
 
 
 def about(row: Sequence[object], heads: Sequence[str]) -> list[object]:
-    """The row, with tolerance for the last digits of sums, which depend on the order of rows."""
+    """The row, with tolerance for the last digits of sums, which depend on row order."""
     return [
         approximately(value, head) if isinstance(value, float) else value
         for value, head in zip(row, heads, strict=True)
@@ -128,7 +128,7 @@ def test_file_is_loaded_once_by_its_name(both: Both, tmp_path: Path) -> None:
 
 
 def test_file_that_was_loaded_in_a_region_is_left_alone(both: Both, tmp_path: Path) -> None:
-    """The process that started the load died before it knew of its end."""
+    """The process that started the load died before it learned of its completion."""
     name = f"north_{uuid.uuid4().hex[:8]}"
     dataset = bigquery.Dataset(f"{both.client.project}.{name}")
     dataset.location = "europe-west4"

@@ -1,8 +1,8 @@
-"""A day without BigQuery in which every API instance and every worker is replaced, several times.
+"""A day without BigQuery in which every API instance and every worker is replaced several times.
 
-Rows go through the product's own writer, with the sender from the settings. A pod's folder of rows
+Rows go through the product's own writer, with the sender from the settings. A pod's row folder
 disappears with the pod, as on Cloud Run (memory) and on GKE (emptyDir). The object store is a
-folder, and BigQuery a process that is killed for the day.
+folder, and BigQuery is a process that is killed for the day.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=60)]
 DAY_S = 86_400
 PODS = ("api-1", "api-2", "worker-1", "worker-2", "worker-3")
 GENERATIONS = 6
-"""Replacements of each pod during the day: every four hours."""
+"""How often each pod is replaced during the day: every four hours."""
 ROWS = 240
 """Rows per pod."""
 
@@ -73,7 +73,7 @@ def bigquery(tmp_path: Path) -> Iterator[BigQueryProcess]:
 
 
 class Day:
-    """The rows of a day, from pods that come and go."""
+    """A day's rows, from pods that come and go."""
 
     def __init__(self, settings: Settings, folder: Path) -> None:
         self._settings = settings
@@ -156,7 +156,7 @@ async def test_no_row_is_lost_in_a_day_without_bigquery(
     traffic = await day_without(bigquery, settings, tmp_path)
     assert traffic.written == len(PODS) * GENERATIONS * ROWS
 
-    # The archive tries, and is replaced too. Its rows wait for BigQuery, although they are in
+    # The archive keeps trying and is replaced too. Its rows wait for BigQuery, although they are in
     # files.
     waiting, files = tmp_path / "rows" / incoming("rows"), tmp_path / "rows/archive/rows"
     with archive(settings, tmp_path):
@@ -171,7 +171,7 @@ async def test_no_row_is_lost_in_a_day_without_bigquery(
 async def test_without_the_archive_they_are_gone_with_their_pods(
     bigquery: BigQueryProcess, tmp_path: Path
 ) -> None:
-    """Without the archive, nobody ever sees the rows of pods that ended during the day."""
+    """Without the archive, the rows of pods that ended during the day are lost for good."""
     project = f"p-{uuid.uuid4().hex[:12]}"
     settings = settings_of(bigquery, project, "")
     traffic = await day_without(bigquery, settings, tmp_path)

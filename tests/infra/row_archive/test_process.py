@@ -1,4 +1,4 @@
-"""`python -m infra.row_archive` as a process: invalid settings, its end, and restoring."""
+"""`python -m infra.row_archive` as a process: invalid settings, shutdown, and restoring."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-m", "infra.row_archive"]
 
 
 def ended(*arguments: str, **settings: str) -> tuple[int, str]:
-    """The program's exit status and its output."""
+    """The program's exit status and output."""
     given = {f"PENSTOCK_{name.upper()}": value for name, value in settings.items()}
     done = subprocess.run(
         [*COMMAND, *arguments],
@@ -81,7 +81,7 @@ def test_process_says_what_waits_and_ends_when_asked(tmp_path: Path) -> None:
 
 
 def test_table_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
-    """Here the folder for its files is a file."""
+    """Here, the path for its files is a file instead of a folder."""
     (tmp_path / "archive").mkdir()
     (tmp_path / "archive/rows").write_text("in the way")
     port = free_port()
