@@ -19,8 +19,8 @@ all three (tests/shared/test_brokers.py):
 - It rejects everything that Pub/Sub or RabbitMQ reject: a missing topic, an empty message, one that
   is too large, and attributes, names, settings and filters out of bounds.
 
-It has no clock. So a lease never expires by itself, a returned message is delivered again at once,
-and neither messages nor subscriptions expire. It does not push. The backlog is not bounded.
+It has no clock. Leases therefore never expire by themselves, a returned message is redelivered at
+once, and neither messages nor subscriptions expire. It does not push. The backlog is unbounded.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class _Queue:
     waiting: deque[_Delivery] = field(default_factory=deque)
     pullers: deque[InMemorySubscription] = field(default_factory=deque)
     holders: dict[str, InMemorySubscription] = field(default_factory=dict)
-    """The subscriber that holds the unacked messages of an ordering key."""
+    """The subscriber that holds an ordering key's unacked messages."""
 
     def takes(self, attributes: Mapping[str, str]) -> bool:
         return self.passes is None or self.passes.matches(attributes)
@@ -288,8 +288,8 @@ class InMemorySubscription:
 class InMemoryBroker:
     """A complete broker. All communicating parts share one instance, in one event loop.
 
-    Implements Transport and Admin, and is itself the open connection of both. The module's
-    docstring has its guarantees.
+    Implements Transport and Admin, and is itself the open connection of both. Its guarantees are
+    listed in the module docstring.
     """
 
     def __init__(self) -> None:
@@ -347,7 +347,7 @@ class InMemoryBroker:
 
         Leases never expire and acks never linger, so `ack_deadline_s` is only validated, and
         `ack_linger_s` has no effect. The iteration raises Unavailable if the subscription does not
-        exist, and ConfigurationError if the deadline is out of bounds.
+        exist, and ConfigurationError if the deadline is out of range.
         """
         queue = self._queues.get(subscription_id)
         subscription = InMemorySubscription(

@@ -23,16 +23,16 @@ MAX_SAMPLE_S = 5.0
 """Longer measurements are outages, and do not reflect the usual time."""
 
 JOB_RETENTION_S = 3600
-"""Longer than any deadline, so older messages have no waiting caller."""
+"""Longer than any deadline, so no caller is waiting for older messages."""
 DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""Set explicitly, because with the service's default, a job waits 10 s after a worker died."""
+"""Set explicitly, because with the service's default, a job waits 10 s after its worker dies."""
 MAX_DELIVERY_ATTEMPTS = 5
 
 DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
 """First and longest pause before a function receives a message again that it could not handle.
 
-Backoff starts with the first failure, because webhook receivers are run by other people.
+Backoff starts with the first failure, because webhook receivers are operated by others.
 """
 
 WEBHOOKS_TOPIC_ID = "webhooks"
@@ -41,7 +41,7 @@ WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
 """Pushes the webhooks topic to the function that delivers events."""
 
 INTERACTIVE_FILTER, BATCH_FILTER = 'NOT attributes.lane = "batch"', 'attributes.lane = "batch"'
-"""The two subscriptions of a model's workers."""
+"""Filters of the two subscriptions that a model's workers pull."""
 
 _FILTER = re.compile(r'(?P<negated>NOT )?attributes\.(?P<name>slot|lane) = "(?P<value>[^"]*)"')
 
@@ -125,7 +125,7 @@ class Publisher(Protocol):
 class Subscription(Protocol):
     """An open subscription: an endless stream of messages.
 
-    Their leases are kept until ack or nack.
+    Leases are kept until ack or nack.
     """
 
     @property
@@ -141,7 +141,7 @@ class Subscription(Protocol):
         """Measured time that the broker takes to answer."""
 
     def hold(self, max_messages: int) -> None:
-        """Sets how many unacked messages may be held from now on, at least as in `subscribe`.
+        """Sets how many unacked messages may be held from now on, at least the initial number.
 
         It takes effect gradually, in the background: increases quickly, decreases as messages are
         acked. The bytes of additional messages are also limited by `max_bytes`.
@@ -224,7 +224,7 @@ class SubscriptionSettings:
     is_reply: bool = False
     """True if it carries replies, which are useful only to one instance and for a short time."""
     push_endpoint: str = ""
-    """URL to which the broker posts messages. Empty: they are pulled."""
+    """URL that the broker posts messages to. Empty: messages are pulled."""
 
 
 class Admin(Protocol):
@@ -302,7 +302,7 @@ def slot_subscription_id(inbox: str, slot: int) -> str:
 
 
 def slot_filter(slot: int, slots: int) -> str:
-    """Returns the filter of a slot. The only slot of an inbox needs none."""
+    """Returns a slot's filter. If an inbox has only one slot, it needs none."""
     return "" if slots == 1 else f'attributes.slot = "{slot}"'
 
 

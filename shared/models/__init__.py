@@ -1,1 +1,1 @@
-"""Declarations of all that can be served: the catalog, its entries, and the tasks."""
+"""Definitions of everything that can be served: the catalog, its entries, and the tasks."""

@@ -1,9 +1,9 @@
 """Steps after an image is drawn and before it is delivered: a safety check and an upscaler.
 
-An image model's entry may name both (`image.safety`, `image.upscale`). A request that needs one of
-them is run as a flow, whose first step draws its images. Each image is checked separately, and
-enlarged if it is safe. So a run has one deadline and one price, and any worker can continue it
-(docs/decisions/0113-after-the-image.md).
+An image model's entry may name both (`image.safety`, `image.upscale`). A request that needs either
+one runs as a flow, whose first step draws the images. Each image is checked separately, and
+enlarged if it is safe. A run therefore has one deadline and one price, and any worker can continue
+it (docs/decisions/0113-after-the-image.md).
 
 shared/models/image_flow.py builds these flows. Callers see only the image model: its name, its
 version and a list of images.
@@ -32,14 +32,14 @@ _PNG = "image/png"
 
 
 def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> ImagesResult:
-    """Returns the result of a run.
+    """Returns a run's result.
 
     Args:
-        scope: values of its input and its steps by name.
-        drawn: results of its first step.
+        scope: values of the run's input and steps by name.
+        drawn: results of the first step.
 
     Raises:
-        ModerationBlocked: the check flagged all of them.
+        ModerationBlocked: the check flagged all images.
         ModelFailed: the upscaler did not return a PNG file.
     """
     scale = scope["input"]["upscale"]

@@ -13,7 +13,7 @@ FILE_FORMAT = "uri"
 RESULTS = "results"
 """Folder for result blobs, with a subfolder per request."""
 SLOT_INLINE_LIMIT_BYTES = 1024
-"""The same for replies that go to a slot, because each slot is billed for each reply.
+"""Same limit for replies sent to a slot, because each slot is billed for each reply.
 
 Pub/Sub bills at least 1,000 bytes: https://cloud.google.com/pubsub/pricing
 """

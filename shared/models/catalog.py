@@ -40,13 +40,17 @@ log = logging.getLogger(__name__)
 
 CANARY_SUFFIX = ".canary"
 RUNS_AT_A_TIME = 64
-"""Open runs of a flow. A tenant with twice as many gets `batch` priority for further ones."""
+"""Maximum open runs of a flow. A tenant with twice as many gets `batch` priority for further ones.
+"""
 OF_CATALOG = "an entry of the catalog"
 """The context in which entries are validated."""
 
 
 def model_of_canary(name: str) -> str | None:
-    """Returns the model whose canary has this name in jobs and topics. None: it is a model's."""
+    """Returns the model whose canary has this name in jobs and topics.
+
+    None if it isn't a canary's name.
+    """
     model = name.removesuffix(CANARY_SUFFIX)
     return None if model == name else model
 
@@ -64,7 +68,7 @@ class Model(CatalogEntry):
     @field_validator("name")
     @classmethod
     def _is_no_canary(cls, value: str, info: ValidationInfo) -> str:
-        # Model processes read canaries too, but a catalog can't contain their names.
+        # Model processes also read canaries, but a catalog can't contain their names.
         if info.context == OF_CATALOG and model_of_canary(value):
             raise ValueError(
                 f"a name must not end in {CANARY_SUFFIX}, because its topic would belong to "

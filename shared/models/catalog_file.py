@@ -1,4 +1,4 @@
-"""Reads the catalog file. Errors name the file, the line and the place in the entry."""
+"""Reads the catalog file. Errors name the file, the line and the location within the entry."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ LOCAL = "local:"
 
 
 def read_catalog(path: Path) -> Catalog:
-    """Reads and checks a catalog file.
+    """Reads and validates a catalog file.
 
     Raises:
-        ConfigurationError: the file can't be read or an entry is wrong. The message has file, line
-            and reason.
+        ConfigurationError: the file can't be read or an entry is invalid. The message includes the
+            file, line and reason.
     """
     root = _compose(path)
     entries = _entries(path, root, "models")
@@ -67,10 +67,10 @@ def _compose(path: Path) -> yaml.Node | None:
 
 
 def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]) -> None:
-    """Checks that no two entries have a name or an alias in common.
+    """Checks that no two entries share a name or alias.
 
     Raises:
-        ConfigurationError: they have.
+        ConfigurationError: two entries share one.
     """
     seen: dict[str, int] = {}
     for own, node in zip(names, nodes, strict=True):
@@ -85,7 +85,7 @@ def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[y
 def _check_slugs(
     path: Path, deployed: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]
 ) -> None:
-    """Checks that all models and lists with objects in Kubernetes have different names there.
+    """Checks that all models and worker groups with Kubernetes objects have distinct names there.
 
     Raises:
         ConfigurationError: two have the same name.
@@ -103,7 +103,7 @@ def _check_slugs(
 def _read_workers(
     path: Path, nodes: list[yaml.Node], models: tuple[Model, ...]
 ) -> tuple[WorkersEntry, ...]:
-    """The entries of `workers`, whose models can share a worker."""
+    """Returns the entries in `workers`, whose models can share a worker."""
     entries: list[WorkersEntry] = []
     for node in nodes:
         with _placed(path, node) as constructor:
@@ -118,7 +118,7 @@ def _read_workers(
 def _unshareable(
     entry: WorkersEntry, number: int, models: tuple[Model, ...], others: list[WorkersEntry]
 ) -> str:
-    """Returns why a model of the list can't share these workers. Empty: it can."""
+    """Returns why one of the listed models can't share these workers. Empty: it can."""
     by_name = {model.name: model for model in models}
     name = entry.models[number]
     if name not in by_name:
@@ -145,7 +145,7 @@ def _unshareable(
 def _with_replicas(
     models: tuple[Model, ...], workers: tuple[WorkersEntry, ...]
 ) -> tuple[Model, ...]:
-    """The models with the replicas of the workers that they share."""
+    """Returns the models with the replicas of the workers they share."""
     replicas = {name: entry.replicas for entry in workers for name in entry.models}
     return tuple(
         model.model_copy(update={"replicas": replicas[model.name]})
@@ -161,9 +161,9 @@ def _gpu_words(gpu: Gpu) -> str:
 
 
 def inline_interfaces(path: Path) -> dict[str, Any]:
-    """Returns a valid catalog file with the content of interface files in place of their paths.
+    """Returns a valid catalog file with the contents of interface files in place of their paths.
 
-    Pods and Cloud Run mount the catalog alone, without the files next to it.
+    Pods and Cloud Run mount only the catalog, without the files next to it.
 
     Raises:
         ConfigurationError: an interface file is missing or invalid.
@@ -182,7 +182,7 @@ def inline_interfaces(path: Path) -> dict[str, Any]:
 
 
 def reread_interfaces(catalog: Catalog, path: Path) -> None:
-    """Takes the interfaces that the catalog file has now, and logs it.
+    """Takes the current interfaces from the catalog file, and logs it.
 
     `penstock up` makes the API and the batch runner do this when a class has changed.
     """
@@ -223,7 +223,7 @@ def _read_flow(path: Path, node: yaml.Node, catalog: Catalog) -> Flow:
 
 @contextmanager
 def _placed(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoader]:
-    """Reads an entry. Errors name the file, the line and the place in the entry."""
+    """Reads an entry. Errors name the file, the line and the location within the entry."""
     constructor = yaml.SafeLoader("")
     try:
         yield constructor
@@ -254,7 +254,7 @@ def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
     """Returns an entry with its interface in place of the file's path.
 
     Raises:
-        ConfigurationError: the file is missing or wrong.
+        ConfigurationError: the file is missing or invalid.
     """
     name, source = entry.get("task"), entry.get("source")
     task = TASKS.get(name) if isinstance(name, str) else None
@@ -276,7 +276,7 @@ def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 def _with_image_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """As `_with_interface`, for `image.interface`."""
+    """Same as `_with_interface`, for `image.interface`."""
     image = entry.get("image")
     if not isinstance(image, dict) or not isinstance(image.get("interface"), str):
         return entry
@@ -286,17 +286,17 @@ def _with_image_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
 
 
 class ImageEntry(NamedTuple):
-    """An entry without its interface, which may not be written yet."""
+    """An entry without its interface, which may not exist yet."""
 
     fields: dict[str, Any]
     interface_file: Path | None
-    """None: the entry names none."""
+    """None: the entry doesn't specify one."""
 
     def as_model(self, interface: ImageInterface | None = None) -> Model:
-        """Returns the entry as it is with an interface.
+        """Returns the entry as a model with an interface.
 
         Raises:
-            ConfigurationError: a field is wrong.
+            ConfigurationError: a field is invalid.
         """
         image = self.fields["image"] | ({} if interface is None else {"interface": interface})
         try:
@@ -308,10 +308,10 @@ class ImageEntry(NamedTuple):
 
 
 def read_image_entry(path: Path, name: str) -> ImageEntry:
-    """Reads the entry of an image model.
+    """Reads an image model's entry.
 
     Raises:
-        ConfigurationError: no such image model exists, or the file can't be read.
+        ConfigurationError: there is no such image model, or the file can't be read.
     """
     entry = _find_fields(path, name)
     if entry.get("task") != "image":
@@ -323,7 +323,7 @@ def read_image_entry(path: Path, name: str) -> ImageEntry:
 
 
 def is_text_entry(path: Path, name: str) -> bool:
-    """Returns whether the catalog has a text model of this name. Its entry is not validated.
+    """Returns whether the catalog has a text model with this name. Its entry is not validated.
 
     Raises:
         ConfigurationError: the file can't be read.
@@ -332,7 +332,7 @@ def is_text_entry(path: Path, name: str) -> bool:
 
 
 def _find_fields(path: Path, name: str) -> dict[str, Any]:
-    """The fields of a model's entry, as written. Empty if there is none."""
+    """Returns the fields of a model's entry, as written. Empty if there is no such model."""
     for node in _entries(path, _compose(path), "models"):
         with _placed(path, node) as constructor:
             entry = constructor.construct_document(node)
@@ -342,7 +342,7 @@ def _find_fields(path: Path, name: str) -> dict[str, Any]:
 
 
 def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:
-    """The node that `location` names, or the nearest one above it."""
+    """Returns the node at `location`, or the nearest one above it."""
     for part in location:
         if isinstance(node, yaml.MappingNode):
             pairs = [pair for pair in node.value if pair[0].value == part]

@@ -1,7 +1,7 @@
 """Environment variables that a catalog entry sets for its class: plain values and secrets.
 
-An entry has a reference to each secret, never the secret itself. Only the worker of the class reads
-the secret, and only the process of the class receives it.
+An entry has a reference to each secret, never the secret itself. Only the class's worker reads the
+secret, and only the class's process receives it.
 """
 
 from __future__ import annotations

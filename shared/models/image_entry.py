@@ -1,4 +1,4 @@
-"""The image part of a catalog entry, and models that it may have in addition to its weights."""
+"""The image section of a catalog entry, and models it may have in addition to its weights."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from shared.models.image_interface import ImageInterface
 from shared.models.schedulers import SCHEDULER_NAMES
 
 MAX_ADAPTERS = 256
-"""Maximum per model. An entry travels to model processes as a command-line argument."""
+"""Maximum adapters per model. An entry is passed to model processes as a command-line argument."""
 MIN_LORA_SCALE, MAX_LORA_SCALE = -1.0, 3.0
-"""As Replicate's models for adapters have them."""
+"""Same range as Replicate's models with adapters."""
 DEFAULT_ADAPTER_BYTES = 1024**3
 
 UrlBeginning = Annotated[
     str, Field(pattern=r"^https://[a-z0-9][a-z0-9.-]*(:[0-9]+)?/([^\s?#%\\]+/)?$", max_length=300)
 ]
-"""HTTPS, a host in small letters, and a folder that ends with a slash."""
+"""HTTPS, a lowercase host, and a folder that ends with a slash."""
 
 RequestedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
-"""The name by which a request chooses one of several adapters or ControlNets."""
+"""The name by which a request selects one of several adapters or ControlNets."""
 
 MAX_CONTROL_SCALE = 2.0
 
@@ -33,24 +33,25 @@ _PLACE_PATTERN = r"^([A-Za-z0-9_][A-Za-z0-9._-]*(/[A-Za-z0-9_][A-Za-z0-9._-]*)*)
 
 
 class Adapter(EntryPart):
-    """A low-rank change (LoRA) of an image model's weights, which requests may name."""
+    """A low-rank change (LoRA) to an image model's weights, which requests may select."""
 
     source: Annotated[
         str, Field(pattern=r"^(hf:|gs://|local:|package:)[^\s]+\.safetensors$", max_length=300)
     ]
-    """Its file. The same kinds as for models: `hf:ORG/NAME/FILE`, `gs://BUCKET/FILE`,
-    `local:FILE`, `package:IMPORT.NAME/FILE`."""
+    """The adapter's file. Same kinds of sources as for models: `hf:ORG/NAME/FILE`,
+    `gs://BUCKET/FILE`, `local:FILE`, `package:IMPORT.NAME/FILE`.
+    """
     revision: Revision = "main"
-    """Revision of a hub repository. A copy from a bucket is kept under this name."""
+    """Revision of a Hub repository. A copy from a bucket is stored under this name."""
     digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
-    """Digest of the file, which is checked when it is read. None: any."""
+    """Digest of the file, which is checked when the file is read. None: any."""
     scale: float = Field(1.0, ge=MIN_LORA_SCALE, le=MAX_LORA_SCALE)
-    """The `lora_scale` of requests without one."""
+    """The `lora_scale` of requests that don't set one."""
     max_rank: int = Field(128, ge=1, le=1024)
 
     @property
     def version(self) -> str:
-        """The digest of its file. Without one, a digest of where the file is."""
+        """The digest of its file. Without one, a digest of the file's location."""
         if self.digest is not None:
             return self.digest
         place = f"{self.source}@{self.revision}"
@@ -58,17 +59,19 @@ class Adapter(EntryPart):
 
 
 class AdapterUrls(EntryPart):
-    """Files of adapters that requests may name by https URLs."""
+    """Adapter files that requests may specify by https URL."""
 
     allowed: tuple[UrlBeginning, ...] = Field(min_length=1, max_length=16)
-    """Allowed prefixes of a file's URL and each URL that it is redirected to: a bucket, or a folder
-    in it."""
+    """Allowed prefixes of a file's URL and of each URL it redirects to: a bucket, or a folder in
+    one.
+    """
     max_bytes: Positive = Field(256 * 1024**2, le=1024**3)
     """Maximum size of a file."""
     max_rank: int = Field(128, ge=1, le=1024)
     disk_bytes: Positive = 4 * 1024**3
-    """Maximum size of the files on a worker's disk. Above it, the tenant that uses the most space
-    loses its least recently used files."""
+    """Maximum total size of the files on a worker's disk. Above it, the tenant that uses the most
+    space loses its least recently used files.
+    """
 
     @model_validator(mode="after")
     def _holds_a_file(self) -> Self:
@@ -91,19 +94,19 @@ class _FolderBeside(EntryPart):
 
 
 class Control(_FolderBeside):
-    """A ControlNet of an image model: a folder of diffusers' ControlNetModel, trained for it."""
+    """A ControlNet trained for the image model: a folder saved by diffusers' ControlNetModel."""
 
     preprocessor: Literal["none", "canny", "tile"] = "none"
-    """Conversion of a caller's image to its map. `none`: the image is already a map (of depths, a
+    """Conversion of a caller's image to a map. `none`: the image is already a map (depths, a
     pose). `canny`: edges, like OpenCV's `Canny`. `tile`: a coarser image.
     """
     canny_low: int = Field(100, ge=0, le=2040)
     canny_high: int = Field(200, ge=0, le=2040)
-    """Thresholds of `canny`, of gradients |dx| + |dy| in levels."""
+    """Thresholds of `canny` for gradients |dx| + |dy|, in levels."""
     tile_factor: float = Field(1.0, ge=1, le=8)
-    """How many times `tile` shrinks width and height, before it enlarges them again."""
+    """By what factor `tile` shrinks the width and height before enlarging them again."""
     scale: float = Field(1.0, ge=0, le=MAX_CONTROL_SCALE)
-    """`controlnet_conditioning_scale` if the caller does not set it."""
+    """`controlnet_conditioning_scale` if the caller doesn't set it."""
 
     @model_validator(mode="after")
     def _thresholds_are_in_order(self) -> Self:
@@ -113,53 +116,60 @@ class Control(_FolderBeside):
 
 
 class IpAdapter(_FolderBeside):
-    """An IP-Adapter of an image model: a file, and the image encoder that it was trained with.
+    """An IP-Adapter for an image model: a file, and the image encoder it was trained with.
 
-    `subfolder`, `weight_name` and `image_encoder_folder` are as in diffusers' `load_ip_adapter`.
+    `subfolder`, `weight_name` and `image_encoder_folder` are the same as in diffusers'
+    `load_ip_adapter`.
     """
 
     subfolder: str = Field("", pattern=_PLACE_PATTERN, max_length=200)
     """Subfolder of the source that contains the file."""
     weight_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors$", max_length=200)
     image_encoder_folder: str = Field("image_encoder", pattern=_PLACE_PATTERN, max_length=200)
-    """Folder of transformers' CLIPVisionModelWithProjection: in `subfolder`, or if it has a slash,
-    in the source."""
+    """Folder with transformers' CLIPVisionModelWithProjection: within `subfolder`, or within the
+    source if it contains a slash.
+    """
     digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
-    """Digest of the file, which is checked when it is read. None: any."""
+    """Digest of the file, which is checked when the file is read. None: any."""
     scale: float = Field(1.0, ge=0, le=MAX_IP_ADAPTER_SCALE)
-    """The `ip_adapter_scale` of requests without one."""
+    """The `ip_adapter_scale` of requests that don't set one."""
 
 
 class UpscaleStep(EntryPart):
     """The custom model that enlarges images on request (shared/models/after_image.py)."""
 
     model: str
-    """Its name in the catalog. It has the inputs `image` and `scale`, and returns a PNG file."""
+    """The model's name in the catalog. It has the inputs `image` and `scale`, and returns a PNG
+    file.
+    """
 
 
 class SafetyStep(EntryPart):
-    """The custom model that looks at every image before it is delivered."""
+    """The custom model that checks every image before it is delivered."""
 
     model: str
-    """Its name in the catalog. It has an input `image`, and returns an object with `is_safe`."""
+    """The model's name in the catalog. It has an input `image`, and returns an object with
+    `is_safe`.
+    """
     threshold: float | None = Field(None, ge=0, le=1)
-    """Its input `threshold`. None: its own default."""
+    """Value of the model's input `threshold`. None: the model's own default."""
 
 
 class DeepCacheSettings(EntryPart):
     """Settings for reusing a UNet's deep features over several steps, with DeepCache's names.
 
-    https://arxiv.org/abs/2312.00858. It is faster, and the images differ.
+    It is faster, but the images differ.
     """
 
     cache_interval: int = Field(3, ge=2, le=20)
-    """The UNet is computed as a whole at one step of this many."""
+    """The whole UNet is computed at one out of this many steps."""
     cache_branch_id: int = Field(0, ge=0, le=8)
-    """How many of its first layers are computed at the other steps, and one more of the last."""
+    """How many of its first layers are computed at the other steps; of the last layers, one more.
+    """
 
 
 class ImageDefaults(EntryPart):
-    """Defaults and bounds of an image model's parameters.
+    """Defaults and limits of an image model's parameters.
 
     `scheduler` is one of shared.models.schedulers.
     """
@@ -173,29 +183,32 @@ class ImageDefaults(EntryPart):
     largest_pixels: Positive = 1024 * 1024
     """Maximum width x height of a request."""
     multiple: Positive = 8
-    """Width and height are multiples of this (the VAE's scale)."""
+    """Width and height must be multiples of this (the VAE's scale)."""
     interface: ImageInterface | None = None
-    """The tasks and fields of the pipeline, as `penstock models check` writes them: the path of the
-    file, from the catalog's folder, or its content. The defaults above are then the pipeline's.
-    None: the API accepts all fields, and the worker refuses fields that the pipeline lacks.
+    """The pipeline's tasks and fields, as written by `penstock models check`: the path of the file,
+    relative to the catalog's folder, or its contents. The defaults above are then the pipeline's.
+    None: the API accepts all fields, and the worker rejects fields that the pipeline lacks.
     """
     join: Literal["auto", "never"] = "auto"
-    """`auto`: images join a running batch between two steps if the model is a pipeline of diffusers
+    """`auto`: images join a running batch between two steps if the model is a diffusers pipeline
     (docs/reference/image-models.md). `never`: batches run as a whole.
     """
     compile: Literal["auto", "always", "never"] = "auto"
-    """torch.compile of denoiser and VAE for the usual size. `auto`: on GPUs. `always`: on CPUs too.
+    """torch.compile for the denoiser and VAE at the default size. `auto`: on GPUs. `always`: on
+    CPUs too.
 
-    With adapters, IP-Adapters or `deep_cache` nothing is compiled."""
+    With adapters, IP-Adapters or `deep_cache`, nothing is compiled.
+    """
     adapters: dict[RequestedName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
-    """The adapters that requests may name as `lora_weights`, by their names."""
+    """The adapters that requests may select as `lora_weights`, by name."""
     adapter_urls: AdapterUrls | None = None
-    """The files that requests may name as `lora_weights` by URL. None: no URL is taken."""
+    """The files that requests may specify as `lora_weights` by URL. None: no URLs are accepted."""
     adapter_memory_bytes: Positive = DEFAULT_ADAPTER_BYTES
     """Maximum total size of the adapters in a model process's memory, in the model's precision. The
-    least recently used ones make room for others."""
+    least recently used ones make room for others.
+    """
     upscale: UpscaleStep | None = None
-    """Makes images two or four times as large. None: requests can't ask for it."""
+    """Makes images two or four times as large. None: requests can't ask for this."""
     safety: SafetyStep | None = None
     """Decides whether an image is delivered. None: all are."""
     controls: dict[RequestedName, Control] = Field({})
@@ -205,8 +218,9 @@ class ImageDefaults(EntryPart):
     deep_cache: DeepCacheSettings | None = None
     """None: every step computes the whole UNet."""
     guidance_stop: float = Field(1.0, ge=0, le=1)
-    """The part of the steps after which the negative prompt guides no longer, as `stop` of
-    diffusers' guiders. Steps after it compute half (https://arxiv.org/abs/2404.07724)."""
+    """Fraction of the steps after which the negative prompt no longer applies, like `stop` of
+    diffusers' guiders. Later steps take half the computation (https://arxiv.org/abs/2404.07724).
+    """
 
     @model_validator(mode="before")
     @classmethod
@@ -234,11 +248,11 @@ class ImageDefaults(EntryPart):
 
     @property
     def schedulers(self) -> tuple[str, ...]:
-        """The schedulers that requests may name."""
+        """The schedulers that requests may specify."""
         return SCHEDULER_NAMES if self.interface is None else self.interface.schedulers
 
     def accepts(self, field: str) -> bool:
-        """Returns whether requests may have a field, as far as the interface is known."""
+        """Returns whether requests may include a field, as far as the interface is known."""
         return self.interface is None or self.interface.accepts(field)
 
     @property

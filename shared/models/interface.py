@@ -1,7 +1,7 @@
-"""The inputs and output of a custom model: the content of `penstock.schema.json`.
+"""A custom model's inputs and output: the contents of `penstock.schema.json`.
 
 `penstock models check FOLDER` writes it next to the class. The API, the console and reports read
-it, so none of them need the model's code. A worker whose code does not match it refuses to start.
+it, so none of them needs the model's code. A worker whose code does not match it refuses to start.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ INTERFACE_FILE = ClassFile(
     "penstock.schema.json", "schema.json", frozenset({"inputs", "cog_version", "sources_sha256"})
 )
 MAX_BYTES = 64 * 1024
-"""A catalog entry is passed with it to model processes, as a program argument."""
+"""Maximum file size. It is passed to model processes along with a catalog entry, as an argument."""
 MAX_INPUTS = 100
 SECRET_FORMAT = "password"
 _UNCOMPARED = {"nullable"}

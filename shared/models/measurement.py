@@ -1,4 +1,4 @@
-"""The time and memory needed by a custom model: the content of `penstock.measured.json`.
+"""A custom model's time and memory requirements: the contents of `penstock.measured.json`.
 
 `penstock models measure FOLDER` writes it next to the class, and `penstock deploy plan` reads it.
 """
@@ -33,7 +33,7 @@ class ModelMeasurement(BaseModel):
     device: str = Field(min_length=1)
     """`cpu`, or the name of the GPU."""
     setup_s: Seconds
-    """From the start of the process until setup is complete."""
+    """Seconds from process start until setup is complete."""
     batches: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(min_length=1)
     """Seconds until all items are done, by number of items computed together."""
     work_per_item: float | None = Field(None, gt=0)

@@ -5,21 +5,21 @@ Uses no clock and no I/O.
 `ServiceRate` estimates a model's rate from completed items. Admission uses it. It is modeled on BBR
 (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the service
 rate can be measured only while there is a queue. At low load, items complete only as fast as they
-arrive, which does not reveal the rate. So without a queue, a measurement counts only if it is
-faster than the estimate. Little's law shows whether there is a queue: the time that an item stays
-is the number of items in flight times the seconds per item.
+arrive, which does not reveal the rate. Without a queue, a measurement therefore counts only if it
+is faster than the estimate. Little's law shows whether there is a queue: the time an item stays is
+the number of items in flight times the seconds per item.
 
 `StepTime` estimates the fixed part of a step's time. If items join a model between steps, a step
 takes a fixed time (reading the weights) plus time for its work (tokens, pixels). The fixed time is
 paid once for all items, so if only part of the room is taken, others could use the rest at no cost.
-This part of a step is spare: the autoscaler must not count it as work (decision 73).
+That part of a step is spare: the autoscaler must not count it as work (decision 73).
 
-`HeldAhead` determines how many jobs a worker holds, so that its model never waits for the broker.
-With a nearby broker, two batches per process are enough: one running and one waiting. The permit of
-a finished job is used again only after its reply and its ack have traveled to the broker, and the
-next job has traveled back. So a worker also holds the jobs that its model computes in that time:
-its rate times the round trip, the bandwidth-delay product of a network path. The number is bounded,
-because when a worker dies, its held jobs wait for their leases to end and are computed again.
+`HeldAhead` determines how many jobs a worker holds so that its model never waits for the broker.
+With a nearby broker, two batches per process are enough: one running and one waiting. A finished
+job's permit is reused only after its reply and ack have traveled to the broker and the next job has
+traveled back. A worker therefore also holds the jobs that its model computes in that time: its rate
+times the round trip, the bandwidth-delay product of a network path. The number is limited, because
+when a worker dies, its jobs wait for their leases to expire and are computed again.
 """
 
 from __future__ import annotations
@@ -245,8 +245,8 @@ def held_messages(max_items: int, processes: int, *, in_steps: bool, in_flight: 
 
     One is running and one is waiting. At a distance, it holds more (`HeldAhead`).
 
-    A generation may run for minutes. So if one tenant has filled both, there is room for jobs of
-    others, which then get slots (workers/scheduling/priority_queue.py).
+    A generation may run for minutes. If one tenant has filled both batches, there must still be
+    room for other tenants' jobs, which then get slots (workers/scheduling/priority_queue.py).
 
     Args:
         in_steps: True if the model uses continuous batching.

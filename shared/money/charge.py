@@ -1,7 +1,8 @@
-"""The charge for an item. Rows, response headers and predictions all get their figures from here.
+"""The charge for an item. Rows, response headers and predictions all get their amounts from here.
 
-So a row and a header can't differ: both call `charge_of` with the same `ItemPrice`. Both get it
-from `price_of` for the time at which the request arrived, which its job carries to the worker.
+This way, a row and a header can't differ: both call `charge_of` with the same `ItemPrice`. Both get
+it from `price_of` for the time at which the request arrived, which the request's job carries to the
+worker.
 """
 
 from __future__ import annotations
@@ -101,9 +102,9 @@ def device_share_of(model: Model) -> float:
 
 
 def is_ended_by_caller(outcome: ItemOutcome) -> bool:
-    """Returns whether an item has no result because of its caller.
+    """Returns whether the caller is the reason that an item has no result.
 
-    A schema can make a text fail at its last token, after all of it was read.
+    A schema can cause a text to fail at its last token, after all of it has been read.
     """
     is_broken = outcome.error is not None and outcome.error.code in BROKEN_BY_CALLER
     return is_broken or outcome.status in ENDED_BY_CALLER
@@ -115,7 +116,7 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
     Rows, headers and budgets are charged based on them.
 
     A request is delivered as a whole. If its answer is an error, or no caller is there to receive
-    it, items with a result end as canceled. So they cost nothing, and failed items stay as they
+    it, items with a result end as canceled. They therefore cost nothing; failed items stay as they
     are.
 
     Args:
@@ -131,7 +132,7 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
 
 
 def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the fraction of its price to charge for an item. Only this function decides it.
+    """Returns the fraction of its price to charge for an item. Only this function decides that.
 
     An undelivered item costs nothing, whatever was computed for it. A computed and delivered item
     costs its price. A result from the cache, or from an identical item in flight, costs
@@ -146,7 +147,7 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def counted_work(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the work that an item counts toward limits. Only this function decides it.
+    """Returns the work that an item counts toward limits. Only this function decides that.
 
     A delivered item counts the work that its price is based on. An item without a result costs
     nothing but counts the work done for it, so that a tenant can't waste more than its limits would

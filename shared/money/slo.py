@@ -1,7 +1,7 @@
 """Counts items covered by the deadline objective, by outcome.
 
-It covers interactive items whose caller left the model its usual time. Otherwise, a tenant with
-tiny deadlines would use up everybody's error budget, and no worker could help it.
+It covers interactive items whose caller left the model at least its usual time. Otherwise, a tenant
+with tiny deadlines would use up everyone's error budget, and no worker could prevent it.
 """
 
 from __future__ import annotations

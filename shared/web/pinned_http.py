@@ -1,8 +1,8 @@
 """HTTP to a URL chosen by a caller, which can't reach our internal addresses.
 
 The name is resolved once, all of its addresses are checked, and the connection goes to one of them.
-So a name server that would answer differently the second time is not asked again. Certificate, SNI
-and Host use the name.
+A name server that would answer differently the second time is therefore never asked again. The
+certificate, SNI and Host use the name.
 
 aiohttp is imported by the first session, because it takes 0.15 s of CPU time, and few APIs fetch
 anything.

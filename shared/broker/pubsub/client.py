@@ -3,12 +3,12 @@
 API and workers use no other client. Messages are published in batches, with one queue per topic and
 ordering key.
 
-It relies on these guarantees. At-least-once delivery: a message is deleted only after its ack. So a
+It relies on these guarantees. At-least-once delivery: a message is deleted only after its ack, so a
 crash loses nothing, and every consumer must be idempotent. Flow control per stream
 (`max_outstanding_*`): the broker sends no more than we can hold, and sends the rest to other
 subscribers. Leases: a message that is neither acked nor extended is delivered again after the ack
-deadline. Order is used only within an ordering key, with one request in flight at a time. Acks are
-best effort. A lost ack causes a second delivery.
+deadline. Order matters only within an ordering key, with one request in flight at a time. Acks are
+best effort: a lost ack causes a second delivery.
 
 Rejected alternatives:
 - Google's own subscriber: threads per subscription (five each in 2.44.0), a 10 ms batch timer for
@@ -63,7 +63,7 @@ REQUEST_LIMIT_BYTES = 9_000_000
 QUEUE_LIMIT_MESSAGES = 20_000
 QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
-"""Maximum number per topic.
+"""Maximum requests in flight per topic.
 
 With more, fewer messages are coalesced. With fewer, messages wait for up to one round trip.
 """
@@ -238,7 +238,8 @@ class _TopicQueue:
             self._round_trip.record(asyncio.get_running_loop().time() - began_s)
         except aio.AioRpcError as error:
             if error.code() is StatusCode.INVALID_ARGUMENT and len(batch) > 1:
-                # One bad message fails its whole request. Sent alone, only the bad one fails.
+                # One bad message fails its whole request. Sent individually, only the bad one
+                # fails.
                 for pending in batch:
                     await self._send([pending])
                 return

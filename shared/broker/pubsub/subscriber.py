@@ -38,7 +38,7 @@ FATAL = frozenset(
     }
 )
 FATAL_TRIES = 4
-"""A new subscription or permission may not be known in every region yet:
+"""Attempts before giving up. A new subscription or permission may not yet be known in every region:
 https://docs.cloud.google.com/pubsub/docs/reliability-intro
 """
 HEARTBEAT_S = 30.0
@@ -50,7 +50,7 @@ STREAMS_PER_CHANNEL = 80
 MAX_STREAMS = 8
 """Beyond this number, a single stream replaces all but the first.
 
-Messages held by the old streams are in addition, until acked.
+Messages held on the old streams come on top, until they are acked.
 """
 MIN_GROWTH = 0.25
 """A new stream is opened for at least this fraction of the number already held."""
@@ -110,7 +110,7 @@ class Leases:
     async def keep(self) -> None:
         """Extends leases until canceled: the first time soon, then every third of an extension.
 
-        No timer runs while no lease is held, because an API has a subscription per slot.
+        No timer runs while no lease is held, because an API has one subscription per slot.
         """
         period_s = self._extension_s / LOOKS_AN_EXTENSION
         while True:
@@ -304,7 +304,7 @@ class StreamSubscription:
 
     A stream's limit can't be changed after it is opened:
     https://docs.cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#streamingpullrequest So
-    more streams are opened when the limit rises, and ended when it falls.
+    streams are added when the limit rises, and ended when it falls.
 
     Args:
         max_messages: maximum number of messages on the first stream. Also limits the messages held

@@ -1,14 +1,14 @@
 """The transport over RabbitMQ: publishes with confirmations, consumes with a prefetch.
 
 It relies on these guarantees. A message is confirmed once a quorum of the broker's nodes has it on
-disk, and deleted only after its ack. The broker redelivers messages held by a channel when the
-channel ends. So a crash loses nothing, and every consumer must be idempotent. The prefetch is the
+disk, and deleted only after its ack. When a channel ends, the broker redelivers the messages it
+held. A crash therefore loses nothing, and every consumer must be idempotent. The prefetch serves as
 flow control.
 
 Decision 67 lists rejected alternatives: aio-pika's robust connections, exclusive reply queues, one
 exchange per topic, a queue per pause.
 
-A message is published until the broker confirms it, again whenever the connection breaks or no
+A message is published repeatedly until the broker confirms it, whenever the connection breaks or no
 answer arrives.
 """
 

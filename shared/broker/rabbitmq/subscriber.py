@@ -1,8 +1,8 @@
 """Receives messages from one queue, and consumes again after the channel or connection breaks.
 
-It combines the acks of a channel, because the broker loses some of many individual ones. A channel
-passes 32 settlements at a time to the leader of a quorum queue. It keeps the others, and drops them
-when it is closed although it has already read them, so those messages are delivered again. This
+It combines a channel's acks, because the broker loses some of many individual ones. A channel
+passes 32 settlements at a time to a quorum queue's leader. It keeps the others, and drops them when
+it is closed even though it has already read them, so those messages are delivered again. This
 happens in RabbitMQ 3.10.8, 4.0.5 and 4.3.6. An ack of all messages up to a number is a single
 settlement.
 """
@@ -35,7 +35,7 @@ from shared.process.concurrency import backoff
 log = logging.getLogger(__name__)
 
 REFUSALS = 4
-"""A new queue may not be known to every node of a cluster yet."""
+"""Attempts before giving up. A new queue may not yet be known to every node of a cluster."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 """Pause before a returned message is delivered again. The same as on Pub/Sub.
 
@@ -317,7 +317,7 @@ class QueueSubscription:
         # redelivered forever.
         rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
         await waits.within(self._answer_limit_s, rejected)
-        # Only now, because an ack of a run must not include a message whose reject was not yet
+        # Only now, because an ack of a run must not include a message whose reject has not been
         # written.
         if self._on_channel(held):
             self._runs.settle(_tag(held))

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class ChannelWaits:
-    """The waits on one channel."""
+    """Pending waits on one channel."""
 
     def __init__(self, channel: Channel) -> None:
         self.channel = channel

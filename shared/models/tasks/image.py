@@ -1,4 +1,4 @@
-"""Image: from a prompt, or from an image and a prompt, to an image."""
+"""Image: turns a prompt, or an image and a prompt, into an image."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from shared.models.tasks.base import (
 )
 
 _MAX_TOLD = 50
-"""Names of adapters in an error. The schema of the model has all."""
+"""Maximum adapter names listed in an error. The model's schema lists all of them."""
 
 MAX_PROMPT_CHARS = 32_000
 
 
 class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter that an image is drawn with.
+    """An adapter with which an image is drawn.
 
     `version`: the digest of its file in the API's catalog. For a file by URL, it is the digest of
     the fetched file, which is also its name; `object_key` is its key in the object store, and
-    `owner` the digest of its tenant. `url`: where to fetch it from, until it is fetched.
+    `owner` its tenant's digest. `url`: where to fetch it from, until it has been fetched.
     """
 
     name: str
@@ -47,10 +47,10 @@ class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlInput(msgspec.Struct, omit_defaults=True):
-    """The ControlNet that an image is drawn with, by its name in the catalog, and its image.
+    """A ControlNet with which an image is drawn, by its name in the catalog, and its image.
 
     `digest`: digest of the ControlNet's entry. `scale` multiplies its contribution. `start`, `end`:
-    the part of the steps in which it contributes, from 0 to 1.
+    the part of the steps, from 0 to 1, in which it contributes.
     """
 
     name: str
@@ -61,13 +61,13 @@ class ControlInput(msgspec.Struct, omit_defaults=True):
     end: float = 1.0
 
     def cache_form(self) -> tuple[object, ...]:
-        """All that decides the result. The image counts by its digest."""
+        """Returns everything that affects the result. The image counts by its digest."""
         numbers = (float(self.scale), float(self.start), float(self.end))
         return ("control", self.name, self.digest, *self.image.identity, *numbers)
 
 
 class IpAdapterInput(msgspec.Struct, omit_defaults=True):
-    """The IP-Adapter that an image is drawn with, by its name in the catalog, and its image.
+    """An IP-Adapter with which an image is drawn, by its name in the catalog, and its image.
 
     `version`: version of its catalog entry. `scale` multiplies its contribution.
     """
@@ -78,19 +78,18 @@ class IpAdapterInput(msgspec.Struct, omit_defaults=True):
     scale: float
 
     def cache_form(self) -> tuple[object, ...]:
-        """All that decides the result. The image counts by its digest."""
+        """Returns everything that affects the result. The image counts by its digest."""
         return ("ip_adapter", self.name, self.version, *self.image.identity, float(self.scale))
 
 
 class ImageInput(TaskInput, tag="image"):
-    """One image to draw. With `image`, image-to-image at `strength`.
+    """One image to draw. If `image` is set, image-to-image at `strength`.
 
-    `mask`: a gray image of the size to draw. `image` is redrawn only where the mask is not black.
-    `control`: a ControlNet that guides the drawing, and `more_controls` others that do too.
-    `ip_adapter`: an image to draw after.
-    `clip_skip`: how many of CLIP's last layers do not read `prompt`. `guidance_rescale`: how
-    much of the contrast that guidance adds is taken back, from 0 to 1
-    (https://arxiv.org/abs/2305.08891).
+    `mask`: a grayscale image of the size to draw. `image` is redrawn only where the mask is not
+    black. `control`: a ControlNet that guides the drawing, and `more_controls` additional ones.
+    `ip_adapter`: a reference image for the drawing. `clip_skip`: how many of CLIP's last layers to
+    skip for `prompt`. `guidance_rescale`: how much of the contrast added by guidance is removed
+    again, from 0 to 1 (https://arxiv.org/abs/2305.08891).
     """
 
     prompt: str
@@ -113,22 +112,22 @@ class ImageInput(TaskInput, tag="image"):
 
     @property
     def controls(self) -> Sequence[ControlInput]:
-        """All ControlNets of the image. Releases up to 0.1 read the first one only."""
+        """All ControlNets of the image. Releases up to 0.1 read only the first one."""
         return [] if self.control is None else [self.control, *self.more_controls]
 
     @property
     def guides(self) -> Sequence[ControlInput | IpAdapterInput]:
-        """All ControlNets in their order, then the IP-Adapter if there is one."""
+        """All ControlNets in order, then the IP-Adapter if there is one."""
         return [*self.controls, *([] if self.ip_adapter is None else [self.ip_adapter])]
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The image to start from, its mask, and the images of controls and the IP-Adapter."""
+        """The image to start from, its mask, and images of the ControlNets and IP-Adapter."""
         own = [blob for blob in (self.image, self.mask) if blob is not None]
         return (*own, *(guide.image for guide in self.guides))
 
     def with_sources(self, sources: Sequence[Blob]) -> Self:
-        """The same input with its images in other places."""
+        """Returns the same input with its images replaced."""
         remaining_sources, moved = iter(sources), dict[str, Any]()
         for name in ("image", "mask"):
             if getattr(self, name) is not None:
@@ -143,23 +142,23 @@ class ImageInput(TaskInput, tag="image"):
         return msgspec.structs.replace(self, **moved)
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Pixel-steps. With a source only a part of the steps is run."""
+        """Returns pixel-steps. With a source image, only part of the steps run."""
         share = 1.0 if self.strength is None else self.strength
         return self.width * self.height * max(1, int(self.steps * share))
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Pixel-steps. Some families run a part of a step as a whole one."""
+        """Returns pixel-steps. Some families round a fractional step up."""
         share = 1.0 if self.strength is None else self.strength
         steps = self.steps - int(max(self.steps - self.steps * share, 0))
         return WorkBound(self.width * self.height * max(1, steps))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Every parameter. 7 and 7.0 are one guidance scale. Files count by digest."""
+        """Returns every parameter. 7 and 7.0 are the same guidance scale. Files count by digest."""
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
         drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)
         drawn += (self.prompt, self.negative_prompt)
-        # Only if they are given, so that the keys of others stay as they are.
+        # Only if they are set, so that the keys of other requests stay the same.
         if self.clip_skip or self.guidance_rescale:
             drawn += (self.clip_skip or 0, float(self.guidance_rescale))
         if (chosen := self.adapter) is not None:
@@ -174,7 +173,7 @@ class ImageInput(TaskInput, tag="image"):
 
 
 class ImagesInput(TaskInput, tag="images"):
-    """The images of a request that has steps after each image: `first` with several seeds.
+    """The images of a request with steps after each image: `first` with several seeds.
 
     Large sources are in the object store. `is_repeatable`: True if equal requests produce equal
     images, which may be cached. `upscale`: factor by which they are enlarged.
@@ -209,20 +208,20 @@ class ImageResult(TaskResult, tag="image"):
     seed: int
     pixel_steps: int
     truncated_tokens: int | None = None
-    """Tokens that were left out, because a prompt was too long for the model. None: not known."""
+    """Tokens that were cut off because a prompt was too long for the model. None: unknown."""
     adapter: str | None = None
-    """The name of the adapter that it was drawn with. None: it was drawn without one."""
+    """Name of the adapter with which it was drawn. None: it was drawn without one."""
 
     @property
     def blobs(self) -> Sequence[Blob]:
         return (self.image,)
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
-        """The same result with the image in another place."""
+        """Returns the same result with its image replaced."""
         return msgspec.structs.replace(self, image=blobs[0])
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
-        """A `data:` URI of a small image that needs no other format, otherwise a URL."""
+        """Returns a `data:` URI for a small image that needs no conversion, otherwise a URL."""
         if self.image.data is not None and media_type == self.image.media_type:
             return f"data:{media_type};base64,{base64.b64encode(self.image.data).decode()}"
         return link_to(self.image.object_key)
@@ -232,13 +231,16 @@ class ImageResult(TaskResult, tag="image"):
 
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool = True) -> int | None:
-        """Tokens that the prompts lost. All images of a request have the same prompts."""
+        """Returns the tokens lost from the prompts.
+
+        All of a request's images have the same prompts.
+        """
         counts = [result.truncated_tokens for result in results if isinstance(result, ImageResult)]
         return max((count for count in counts if count is not None), default=None)
 
 
 class ImagesResult(TaskResult, tag="images"):
-    """The images of a request with steps after each image (see after_image.py), in its order."""
+    """Images of a request with steps after each image (see after_image.py), in request order."""
 
     images: list[ImageResult | None]
     """None: it is withheld."""
@@ -256,7 +258,7 @@ class ImagesResult(TaskResult, tag="images"):
         return [image.image for image in self.delivered]
 
     def with_blobs(self, blobs: Sequence[Blob]) -> Self:
-        """The same images in other places."""
+        """Returns the same images with their data replaced."""
         remaining_blobs = iter(blobs)
         images = [image and image.with_blobs([next(remaining_blobs)]) for image in self.images]
         return msgspec.structs.replace(self, images=images)
@@ -272,14 +274,15 @@ class ImagesResult(TaskResult, tag="images"):
 def choose_adapter(
     entry: CatalogEntry, name: str | None, scale: float | None, *, takes_urls: bool = False
 ) -> ChosenAdapter | None:
-    """Returns what a request has chosen by `lora_weights` and `lora_scale`. None: no adapter.
+    """Returns the adapter selected by `lora_weights` and `lora_scale`. None: no adapter.
 
     Args:
-        scale: how strongly it counts. None: the default in the catalog.
-        takes_urls: True if `name` may be the URL of its file, which the caller of this fetches.
+        scale: strength of the adapter. None: the catalog's default.
+        takes_urls: True if `name` may be the URL of a file, which this function's caller then
+            fetches.
 
     Raises:
-        BadInput: the model has no such adapter, or there is a scale without one.
+        BadInput: the model doesn't have the adapter, or a scale is set without one.
     """
     if name is None:
         if scale is not None:
@@ -317,7 +320,7 @@ def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
 
 
 def step_fields(entry: CatalogEntry) -> dict[str, Any]:
-    """Returns the inputs of an image model in a flow step, as JSON Schema without a start image."""
+    """Returns an image model's flow step inputs as JSON Schema, without a start image."""
     prompt = {"type": "string", "maxLength": MAX_PROMPT_CHARS}
     adapters: dict[str, Any] = {}
     if entry.image.adapters:
@@ -353,11 +356,11 @@ class ImageTask(Task):
     is_compiled = True
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Torch is the only backend. An item takes seconds, which is what slots are for."""
+        """Sets torch as the only backend, and slots for replies, because an item takes seconds."""
         return {"backend": "torch", "replies": "slots"}
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """A model needs a budget of pixel-steps."""
+        """Requires the entry to set a pixel-step budget."""
         if entry.backend != "torch":
             raise ValueError(f"{self.noun} requires backend torch")
         if entry.batch.max_pixel_steps is None:
@@ -378,7 +381,7 @@ class ImageTask(Task):
         return StepSchema(fields, {"type": "string", "format": FILE_FORMAT})
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """A prompt. Or `drawing`: an image from ImagesInput."""
+        """Accepts a prompt, or `drawing`: an image from ImagesInput."""
         if isinstance(drawing := values.get("drawing"), StepInput):
             return drawing
         limits, prompt = entry.image, values.get("prompt")
@@ -417,7 +420,7 @@ class ImageTask(Task):
         return WorkBound(entry.image.largest_pixels * entry.image.longest_steps)
 
     def least_work(self, entry: CatalogEntry) -> int:
-        """One step of the smallest image."""
+        """Returns one step of the smallest image."""
         return entry.image.multiple**2
 
 
