@@ -294,10 +294,8 @@ async def _open(
         idempotency,
         predictions,
         follower,
-        PredictionProgress(
-            WaitingLines(pipeline.redis), PreviewStore(pipeline.redis), tokens, pipeline.flow_runs
-        ),
         await enter(GenerationStreams(predictions, tokens)),
+        tokens,
         webhooks,
         webhook_log,
         codec,
@@ -333,8 +331,8 @@ def _dependencies(
     idempotency: IdempotencyService,
     predictions: Predictions,
     follower: PredictionFollower,
-    progress: PredictionProgress,
     generation_streams: GenerationStreams,
+    tokens: TokenStreams,
     webhooks: WebhookPublisher,
     webhook_log: WebhookLog,
     image_codec: ImageCodec,
@@ -344,6 +342,9 @@ def _dependencies(
     inference = Inference(pipeline.dispatcher, limiter, pipeline.admission)
     sources = Files(configuration.objects, storage)
     batch_files = BatchFiles(configuration.objects, storage)
+    progress = PredictionProgress(
+        WaitingLines(pipeline.redis), PreviewStore(pipeline.redis), pipeline.flow_runs
+    )
     result_fetcher = ResultFetcher(
         configuration.objects, pipeline.records, pipeline.flow_runs, image_codec
     )
@@ -371,6 +372,7 @@ def _dependencies(
         progress=progress,
         event_streams=EventStreams(predictions, progress, configuration.url_signer),
         generation_streams=generation_streams,
+        tokens=tokens,
         webhooks=webhooks,
         webhook_log=webhook_log,
         storage=storage,

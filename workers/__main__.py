@@ -207,8 +207,7 @@ async def _open(
     cache, redis, transport, objects, withdrawals = await _open_stores(stack, settings)
     parts = await _canary_parts(stack, settings, hosted, transport, objects)
     device = pool.device_name
-    records, tokens = Records(redis), TokenStreams(redis)
-    previews = PreviewStore(redis)
+    records, tokens, previews = Records(redis), TokenStreams(redis), PreviewStore(redis)
     flows = FlowEngine(catalog, records, FlowRuns(redis), transport, cache, withdrawals.purges)
     facts = WorkerInfo(name, settings.region, device, gpu_type_of(device), settings.spot)
     reports.info = facts

@@ -36,6 +36,7 @@ from api.usage.service import ReportService, UsageService
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.stores.objects import ObjectStore, UrlSigner
+from shared.stores.token_streams import TokenStreams
 from shared.stores.webhook_log import WebhookLog
 from shared.webhooks.publisher import WebhookPublisher
 
@@ -68,6 +69,7 @@ class Dependencies:
     progress: PredictionProgress
     event_streams: EventStreams
     generation_streams: GenerationStreams
+    tokens: TokenStreams
     webhooks: WebhookPublisher
     webhook_log: WebhookLog
     storage: Storage

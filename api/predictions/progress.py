@@ -1,32 +1,25 @@
-"""Reads the progress of running predictions: queue positions, previews and outputs so far."""
+"""Reads the progress of running predictions: queue positions, previews and finished steps."""
 
 from __future__ import annotations
 
 from contextlib import suppress
-from typing import Any
 
 from api.predictions.creation import PredictionSnapshot
 from shared.errors import Unavailable
 from shared.flows.engine import plan_of
 from shared.flows.run import outcomes_after
 from shared.messages import ItemOutcome
-from shared.predictions import read_partial
 from shared.stores.flow_runs import FlowRuns
-from shared.stores.objects import UrlSigner
 from shared.stores.previews import Preview, PreviewStore
-from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_lines import QueuePosition, WaitingLines
 
 
 class PredictionProgress:
     """The progress of all predictions. It may be incomplete while Redis does not answer."""
 
-    def __init__(
-        self, lines: WaitingLines, previews: PreviewStore, tokens: TokenStreams, runs: FlowRuns
-    ) -> None:
+    def __init__(self, lines: WaitingLines, previews: PreviewStore, runs: FlowRuns) -> None:
         self._lines = lines
         self._previews = previews
-        self._tokens = tokens
         self._runs = runs
 
     async def position(self, snapshot: PredictionSnapshot) -> QueuePosition | None:
@@ -38,12 +31,6 @@ class PredictionProgress:
                     prediction.record, prediction.tenant, prediction.model, prediction.deadline_s
                 )
         return None
-
-    async def partial_output(
-        self, snapshot: PredictionSnapshot, url_signer: UrlSigner
-    ) -> list[Any] | None:
-        """Returns the output that a running class has yielded so far. It counts as delivered."""
-        return await read_partial(*snapshot, self._tokens, url_signer)
 
     async def step_outcomes(
         self, snapshot: PredictionSnapshot, seen: int

@@ -12,12 +12,12 @@ from api.http.encode_json import encode_json
 from api.http.idempotency import REPLAYED
 from api.http.injection import injectable
 from api.predictions.creation import PredictionSnapshot
-from api.predictions.progress import PredictionProgress
 from shared.errors import BadInput
 from shared.models.blob import Blob
 from shared.models.tasks.custom import CustomResult
-from shared.predictions import body_of
+from shared.predictions import body_of, read_partial
 from shared.stores.objects import ObjectStore, UrlSigner
+from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_lines import QueuePosition
 
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
@@ -28,10 +28,8 @@ MAX_OUTPUT_BYTES = 64 * 1024 * 1024
 class PredictionReplies:
     """Shows predictions to callers."""
 
-    def __init__(
-        self, progress: PredictionProgress, objects: ObjectStore, url_signer: UrlSigner
-    ) -> None:
-        self._progress = progress
+    def __init__(self, tokens: TokenStreams, objects: ObjectStore, url_signer: UrlSigner) -> None:
+        self._tokens = tokens
         self._objects = objects
         self._url_signer = url_signer
 
@@ -39,7 +37,7 @@ class PredictionReplies:
         self, snapshot: PredictionSnapshot, queue: QueuePosition | None = None
     ) -> dict[str, Any]:
         """Returns the prediction as shown to callers, with all of its output so far."""
-        partial = await self._progress.partial_output(snapshot, self._url_signer)
+        partial = await read_partial(*snapshot, self._tokens, self._url_signer)
         snapshot = await _with_output(snapshot, self._objects)
         return body_of(*snapshot, self._url_signer, queue, partial=partial)
 

@@ -47,7 +47,7 @@ class PredictionStore:
     """The stored predictions of all tenants.
 
     Args:
-        max_bytes: budget of all tenants together, enforced by `create`.
+        max_bytes: budget of all tenants together, in bytes.
     """
 
     def __init__(self, redis: RecordsRedis, *, max_bytes: int = BUDGET_BYTES) -> None:
