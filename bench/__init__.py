@@ -1,4 +1,4 @@
-"""The benchmarks: the cost of the pipeline in addition to the model, on this machine.
+"""Benchmarks: what the pipeline costs in addition to the model, on this machine.
 
 `python -m bench` lists them.
 """

@@ -1,4 +1,4 @@
-"""`python -m bench [NAME ...]`: lists the benchmarks, or runs those named and stores figures."""
+"""`python -m bench [NAME ...]`: lists the benchmarks, or runs some and stores the figures."""
 
 from __future__ import annotations
 
@@ -35,18 +35,18 @@ MODULES = {
     "row_outage": "row_outage",
     "reports": "reports",
 }
-"""Modules here whose `run()` returns an Outcome, by the name of the benchmark."""
+"""Modules here whose `run()` returns an Outcome, by benchmark name."""
 PROGRAMS = ("peers", "gpu")
 """Packages here that are programs with their own options, such as `python -m bench.peers`."""
 HAVE_SHORT_FORM = frozenset({"bad_neighbor", "far_broker", "generation_load"})
-"""Benchmarks whose `run` takes `quick`."""
+"""Benchmarks whose `run` accepts `quick`."""
 LINE_WIDTH, NAME_WIDTH = 100, 17
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Lists the benchmarks if none is named, and otherwise runs those named.
+    """Lists the benchmarks if none is named; otherwise runs the named ones.
 
-    Returns 1 if one failed, or if `--check` was given and a figure misses its limit.
+    Returns 1 if one failed, or if `--check` was passed and a figure misses its limit.
     """
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(
@@ -73,7 +73,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def listing() -> str:
-    """Returns one sentence for each benchmark and for each program."""
+    """Returns one sentence for each benchmark and program."""
     named = (f"{name:<{NAME_WIDTH}} {find_summary(module)}" for name, module in MODULES.items())
     programs = (find_summary(f"{name}.__main__") for name in PROGRAMS)
     return "\n".join(
@@ -87,7 +87,7 @@ def listing() -> str:
 
 
 def find_summary(module: str) -> str:
-    """Returns the first sentence of a module's docstring, which is read without an import."""
+    """Returns the first sentence of a module's docstring, without importing the module."""
     spec = find_spec(f"bench.{module}")
     assert spec is not None
     assert spec.origin is not None

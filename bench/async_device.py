@@ -1,10 +1,11 @@
-"""A model process whose embedding model computes on a stand-in for an asynchronous device.
+"""A model process whose embedding model runs on a stand-in for an asynchronous device.
 
     python -m bench.async_device CALL_S BATCHES [options of workers.runtime.server]
 
-Like a GPU, the device accepts a call at once, computes one call after another, and works without
-the interpreter. Unlike a GPU, each call takes CALL_S seconds, and vectors are ones. BATCHES: `one`
-or `two` at a time. Only benchmarks and tests start it: workers start workers.runtime.server.
+Like a GPU, the device accepts calls immediately, computes one call after another, and works without
+the interpreter. Unlike on a GPU, each call takes CALL_S seconds, and the vectors contain only ones.
+BATCHES: `one` or `two` at a time. Only benchmarks and tests start it: workers start
+workers.runtime.server.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from workers.runtime import server
 
 
 class AsyncDevice:
-    """Computes calls in the order in which they are queued. Each takes `call_s`."""
+    """Computes calls in the order in which they are queued. Each takes `call_s` seconds."""
 
     def __init__(self, call_s: float) -> None:
         self._call_s = call_s
@@ -60,7 +61,7 @@ class AsyncEncoder:
 
 
 def command(call_s: float, *, overlaps: bool) -> tuple[str, ...]:
-    """The command of a model process for ModelPool."""
+    """Returns the command of a model process for ModelPool."""
     return sys.executable, "-m", __name__, str(call_s), "two" if overlaps else "one"
 
 

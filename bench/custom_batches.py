@@ -1,8 +1,8 @@
 """A class with `predict_batch` through the whole stack, and the same class alone in one process.
 
-The model takes 5 ms for each item of a batch, as a device does: its process sleeps. So the CPU time
-that its processes use is the pipeline's own. Callers keep 128 predictions in flight, and the queue
-forms batches of 64. Both run in turns, so that other load on the machine falls on both.
+The model takes 5 ms per item in a batch, like a device: its process sleeps. The CPU time used is
+therefore the pipeline's own. Callers keep 128 predictions in flight, and the queue forms batches of
+64. The two are measured alternately, so that other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def _round(stack: Stack, source: Path, number: int) -> dict[str, Any]:
 
 
 def _predict(stack: Stack, count: int, word: str) -> LoadReport:
-    """Asks for predictions whose callers wait.
+    """Requests predictions whose callers wait.
 
     Raises:
-        RuntimeError: one did not succeed, or its output differs from the class's output.
+        RuntimeError: one did not succeed, or its output differs from the class's.
     """
     bodies = [
         msgspec.json.encode({"version": NAME, "input": {"text": f"{word} {number}"}}).decode()

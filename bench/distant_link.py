@@ -1,8 +1,8 @@
 """`python -m bench.distant_link PORT TARGET_PORT DELAY_MS JITTER CUT_EVERY_S`: a far TCP server.
 
-Each direction delays what passes by DELAY_MS. JITTER is the sigma of log-normal delays, whose
-median is DELAY_MS. Every CUT_EVERY_S seconds, all connections are lost with the bytes on their way.
-A value of 0 turns either off. Bytes keep their order, as TCP does. The proxy is a separate
+Data in each direction is delayed by DELAY_MS. JITTER is the sigma of log-normal delays, whose
+median is DELAY_MS. Every CUT_EVERY_S seconds, all connections are lost along with the bytes in
+transit. A value of 0 turns either off. Bytes keep their order, as in TCP. The proxy is a separate
 process and shares no interpreter with the measured programs.
 """
 
@@ -22,14 +22,14 @@ from infra.local.process import Process, free_port, listens
 
 CHUNK_BYTES = 256 * 1024
 MAX_CHUNKS = 1024
-"""On their way in one direction of a connection. Then it is read no further."""
+"""Maximum chunks in transit in one direction of a connection. At this limit, reading pauses."""
 PUBSUB_SIGMA = 0.44
 """Sigma of the log-normal time from publish to receipt over Pub/Sub: ln(46.8 / 26.6) / 1.28.
 
 Its quantiles 0.5, 0.9 and 0.99 are 26.6, 46.8 and 470.7 ms with Google's Go client and 100
-messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). Up to 0.9 they fit
-a log-normal time. The last hundredth is later than that, one message at a time. This proxy can't
-show it: it would hold up a whole connection, which Pub/Sub does not do.
+messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). Up to 0.9, they fit
+a log-normal distribution. The slowest hundredth is later than that, one message at a time. This
+proxy can't reproduce it: it would hold up a whole connection, which Pub/Sub does not do.
 """
 READY_LIMIT_S = 30.0
 
@@ -43,13 +43,13 @@ def distant(
     jitter: float = 0.0,
     cut_every_s: float = 0.0,
 ) -> Iterator[int]:
-    """Yields the port of a proxy in front of this machine's `target_port`.
+    """Yields the port of a proxy in front of `target_port` on this machine.
 
     Args:
-        delay_ms: delay in each direction. If it is 0 and nothing else is set, there is no proxy.
-        log_dir: the folder of its log.
-        jitter: sigma of the log-normal delay. 0: it is always the same.
-        cut_every_s: all connections are lost after each such time, in seconds. 0: never.
+        delay_ms: delay in each direction. If it is 0 and nothing else is set, no proxy is used.
+        log_dir: folder for the proxy's log.
+        jitter: sigma of the log-normal delay. 0: the delay is constant.
+        cut_every_s: interval in seconds at which all connections are lost. 0: never.
     """
     if not delay_ms and not cut_every_s:
         yield target_port
@@ -65,7 +65,7 @@ def distant(
 async def delayed(
     source: asyncio.StreamReader, pause_s: Callable[[], float]
 ) -> AsyncGenerator[bytes, None]:
-    """Yields what `source` sends, each piece after its pause, in order, until the end.
+    """Yields what `source` sends, each piece after its delay, in order, until the end.
 
     Args:
         source: one direction of a connection.
@@ -129,7 +129,7 @@ def log_normal(median_s: float, sigma: float) -> Callable[[], float]:
 
 
 def main() -> None:
-    """Reads the arguments and proxies until it is killed."""
+    """Parses the arguments and proxies until it is killed."""
     port, target_port = map(int, sys.argv[1:3])
     delay_ms, jitter, cut_every_s = map(float, sys.argv[3:])
     uvloop.run(serve(port, target_port, log_normal(delay_ms / 1000, jitter), cut_every_s))

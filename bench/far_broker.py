@@ -1,7 +1,7 @@
-"""The share of time that a model is busy, by the distance to the broker.
+"""The share of time that a model is busy, by distance to the broker.
 
-A worker and callers behind a proxy (bench/far_worker.py). "As before" is a worker that holds two
-batches at any distance.
+A worker and callers are behind a proxy (bench/far_worker.py). "As before" is a worker that holds
+two batches at any distance.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ DELAYS_MS = (0, 5, 10, 25, 50, 100)
 QUICK_DELAYS_MS = (0, 25)
 LEAD_S, SECONDS = 5.0, 8.0
 KEPT = {5: 0.95, 10: 0.95, 25: 0.95, 50: 0.9, 100: 0.85}
-"""At least this share of the rate without delay, by the delay in ms (50 ms a batch)."""
+"""Minimum share of the rate without delay, by the delay in ms (50 ms per batch)."""
 MIN_SLOW, MIN_FAST = 0.99, 0.9
 FAST_DELAY_MS = 25
 TWO_BATCHES = 2 * FULL
 USUAL = FarLoad("50 ms a batch, 1 item", 0.05, 1, 1000)
 FAST = FarLoad("5 ms a batch, 16 items", 0.005, JOB_ITEMS, 1000)
 LOADS = (USUAL, FarLoad("500 ms a batch, 1 item", 0.5, 1, 300), FAST)
-"""More jobs are in flight than a worker holds and than travel at the largest distance."""
+"""More jobs are in flight than a worker holds plus those in transit at the largest distance."""
 QUICK_LOADS = (USUAL, FAST)
 ROUGH = {
     "log-normal delays": Link(25, PUBSUB_SIGMA),
@@ -54,7 +54,7 @@ WORK_REPEATED_S = 1.0
 
 
 def run(*, quick: bool = False) -> Outcome:
-    """Measures both brokers for about 20 minutes, or with `quick` a part of it in 6 minutes."""
+    """Measures both brokers in about 20 minutes, or with `quick`, part of that in 6 minutes."""
     figures, details = list[Figure](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as name, ExitStack() as stack:
         folder = Path(name)
@@ -76,7 +76,7 @@ OpenSite = Callable[[Link], AbstractContextManager[BrokerSite]]
 
 
 class _Broker:
-    """The measurements with one broker."""
+    """The measurements for one broker."""
 
     def __init__(self, name: Broker, site: OpenSite, details: dict[str, Any]) -> None:
         self._name = name

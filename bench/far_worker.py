@@ -1,9 +1,9 @@
 """One worker and its callers at a distance from their broker, each in a separate process.
 
-A real worker with a model that takes a fixed time for a batch (bench/timed_worker.py), and
-callers that keep a number of jobs in flight, both behind a proxy (bench/distant_link.py). Redis is
-near. As the model computes nothing, a difference to no delay is time in which it waited for the
-broker.
+A real worker with a model that takes a fixed time per batch (bench/timed_worker.py), and callers
+that keep a number of jobs in flight, are both behind a proxy (bench/distant_link.py). Redis is
+nearby. Because the model computes nothing, any difference from no delay is time spent waiting for
+the broker.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Broker = Literal["pubsub", "rabbitmq"]
 FULL = MODEL.batch.max_items
 START_LIMIT_S = 60.0
 SAMPLES = 10
-"""Of the messages held, in one measurement."""
+"""Number of times per measurement that the held messages are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +54,7 @@ class FarLoad:
 
 @dataclass(frozen=True, slots=True)
 class Link:
-    """The way to the broker. See bench/distant_link.py."""
+    """The link to the broker. See bench/distant_link.py."""
 
     delay_ms: float = 0.0
     jitter: float = 0.0
@@ -63,39 +63,39 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """Results of one run."""
+    """The results of one run."""
 
     items_per_s: float
     busy: float
-    """Share of the time in which the model ran, 0 to 1."""
+    """Fraction of the time in which the model ran, 0 to 1."""
     fill: float
-    """Items of a batch, as a share of the most."""
+    """Items per batch, as a fraction of the maximum."""
     p50_ms: float
     p99_ms: float
     cpu: float
-    """Cores that the worker's process used."""
+    """Cores used by the worker's process."""
     held: float
-    """Messages that the worker held, on average."""
+    """Average number of messages held by the worker."""
     redelivered: int
-    """Messages that came again."""
+    """Number of messages that were redelivered."""
     failed: int
-    """Publishes that failed, and were tried again."""
+    """Number of publishes that failed and were retried."""
 
 
 @dataclass(frozen=True, slots=True)
 class Killed:
-    """Delay and repeated work caused by a worker's death."""
+    """The delay and repeated work caused by a worker's death."""
 
     items_per_s: float
-    """Before the kill."""
+    """Items per second before the kill."""
     held: int
-    """Messages that it held when it was killed."""
+    """Number of messages it held when it was killed."""
     redelivered: int
-    """Messages that the next worker got again."""
+    """Number of messages that the next worker received again."""
     redelivered_s: float
-    """The time that their computation takes in full batches."""
+    """The time it takes to compute them in full batches."""
     asked: int
-    """Requests in all. Each was answered."""
+    """Total number of requests. Each was answered."""
     healed_s: float
     """Time from the kill to the last answer among the jobs in flight."""
 
@@ -104,7 +104,7 @@ class Killed:
 def far_site(
     broker: Broker, address: str, redis_url: str, link: Link, folder: Path
 ) -> Iterator[BrokerSite]:
-    """The broker at a distance. `address`: its endpoint (Pub/Sub), or its URL (RabbitMQ)."""
+    """Yields the broker at a distance. `address`: its endpoint (Pub/Sub) or URL (RabbitMQ)."""
     port = urlsplit(address if broker == "rabbitmq" else f"//{address}").port or 0
     with distant(
         port, link.delay_ms, folder, jitter=link.jitter, cut_every_s=link.cut_every_s
@@ -117,10 +117,10 @@ def far_site(
 
 
 class WorkerProcess:
-    """A worker in a separate process. A context manager that starts and ends it.
+    """A worker in a separate process, which this context manager starts and ends.
 
     Args:
-        hand: how many messages of a priority it holds. 0: as usual.
+        hand: how many messages of each priority it holds. 0: the usual number.
         rows_dir: folder to which it writes rows. Empty: it writes none.
     """
 
@@ -154,7 +154,7 @@ class WorkerProcess:
 
 
 class _Taken(RowSender):
-    """A table that takes every row."""
+    """A table that accepts every row."""
 
     linger_s = 1.0
 
@@ -216,16 +216,16 @@ class _Calling:
         while True:
             try:
                 await self._callers.ask(self._load.job_items)
-            except PenstockError:  # the link was cut, and the job may have been sent or not
+            except PenstockError:  # the link was cut, and the job may or may not have been sent
                 self.failed += 1
             else:
                 return
 
     async def finish(self, limit_s: float) -> None:
-        """Asks no more, and waits for the last answers.
+        """Stops sending requests, and waits for the last answers.
 
         Raises:
-            TimeoutError: some did not come.
+            TimeoutError: some did not arrive.
         """
         self._is_over = True
         async with asyncio.timeout(limit_s):
@@ -252,7 +252,7 @@ async def _calling(site: BrokerSite, project: str, load: FarLoad) -> AsyncIterat
 
 
 def provisioned(site: BrokerSite) -> str:
-    """Makes a separate project, and returns its name."""
+    """Creates a separate project and returns its name."""
     project = f"far-{time.time_ns()}"
     uvloop.run(site.provision(project))
     return project
@@ -267,7 +267,7 @@ def measure(
     hand: int = 0,
     rows_dir: str = "",
 ) -> Seen:
-    """Runs one worker for `lead_s` and `seconds`. `hand` and `rows_dir`: as of WorkerProcess."""
+    """Runs one worker for `lead_s` and `seconds`. `hand` and `rows_dir`: see WorkerProcess."""
     project = provisioned(site)
     with WorkerProcess(site, project, load, hand, rows_dir) as worker:
         return uvloop.run(_measure(site, project, load, lead_s, seconds, worker))
@@ -312,7 +312,7 @@ def kill_with_full_hand(
     """Kills a worker after `lead_s` of a load that fills it. Another worker continues.
 
     Raises:
-        TimeoutError: some answers did not come within `limit_s`.
+        TimeoutError: some answers did not arrive within `limit_s`.
     """
     project = provisioned(site)
     with (
@@ -323,7 +323,7 @@ def kill_with_full_hand(
 
 
 async def _full_hand(worker: WorkerProcess, load: FarLoad, limit_s: float) -> WorkerCounts:
-    """Waits until a worker holds more than two batches: a broker that stalls leaves it empty."""
+    """Waits until a worker holds more than two batches: a stalled broker leaves it empty."""
     async with asyncio.timeout(limit_s):
         while True:
             counts = await worker.counts()

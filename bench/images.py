@@ -1,8 +1,8 @@
-"""Answers from the cache while images are decoded, and edits whose deadline passes.
+"""Answers from the cache while images are being decoded, and edits whose deadline passes.
 
-16 callers send a PNG of 25 megapixels, RGBA in 16 bit, again and again. No image worker runs: the
-edits ask for less than one step, which is refused right after the image was decoded. Quiet and
-busy are measured in turn on one API.
+16 callers repeatedly send a 25-megapixel PNG, RGBA with 16 bits. No image worker is running: the
+edits request less than one step, which is rejected right after the image is decoded. Quiet and busy
+periods are measured alternately on one API.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONNECTIONS = 1000
 SECONDS = 10.0
 ROUNDS = 3
 RATE = 50.0
-"""Requests a second that the cache answers."""
+"""Requests per second that the cache answers."""
 DEADLINE_S = 2.0
 TEXTS = 50
 TOO_FEW_STEPS = {"prompt": "a circle", "num_inference_steps": "1", "strength": "0.5"}
@@ -85,7 +85,7 @@ def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
 
 @contextmanager
 def _editing(port: int, png: bytes) -> Iterator[list[int]]:
-    """16 callers for as long as the block runs. Yields the statuses of the answers."""
+    """Runs 16 callers as long as the block runs. Yields the statuses of the answers."""
     stop, statuses = threading.Event(), list[int]()
 
     def call() -> None:
@@ -113,7 +113,7 @@ def _edit(client: httpx.Client, png: bytes, **headers: str) -> int:
 
 
 def _with_deadline(port: int, png: bytes) -> list[float]:
-    """Seconds until each of 16 edits with a deadline was answered."""
+    """Returns the seconds until each of 16 edits with a deadline was answered."""
 
     def call() -> float:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:
@@ -129,7 +129,7 @@ def _with_deadline(port: int, png: bytes) -> list[float]:
 
 @contextmanager
 def _memory(api: Part, peak: list[int]) -> Iterator[None]:
-    """Samples the memory of the API and its children. The maximum goes into `peak`."""
+    """Samples the memory of the API and its children. The maximum is stored in `peak`."""
     stop = threading.Event()
 
     def look() -> None:
@@ -150,7 +150,7 @@ def _memory(api: Part, peak: list[int]) -> Iterator[None]:
 
 
 def _png() -> bytes:
-    """25 megapixels, RGBA in 16 bit, in 194 kB."""
+    """Returns 25 megapixels, RGBA with 16 bits, in 194 kB."""
     row = b"\0" + bytes(8 * SIDE)
     deflate = zlib.compressobj()
     pixels = b"".join([*(deflate.compress(row) for _ in range(SIDE)), deflate.flush()])

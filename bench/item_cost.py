@@ -1,9 +1,9 @@
-"""CPU of an item in a worker's I/O process, with a model that takes no time and one item per job.
+"""CPU cost per item in a worker's I/O process, with an instantaneous model and one item per job.
 
-A worker with a model that computes nothing (bench/timed_worker.py), in a separate process, and
-callers in this one that keep a number of jobs in flight. Broker and Redis are near. On two cores
-they share what the worker leaves, so what counts is items per CPU second of the worker: it has one
-core. Rows are written to the disk, as a worker does.
+A worker with a model that computes nothing (bench/timed_worker.py) runs in a separate process, and
+callers in this one keep a number of jobs in flight. The broker and Redis are nearby. On two cores,
+they share what the worker leaves, so the figure that counts is items per CPU second of the worker:
+it has one core. Rows are written to disk, as a worker does.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MIN_PER_S = 6000.0
 
 
 def run() -> Outcome:
-    """Measures with rows and without. The best round counts: other load only adds."""
+    """Measures with and without rows. The best round counts: other load only adds time."""
     figures, details = list[Figure](), dict[str, Any]()
     for name, has_rows in (("without rows", False), ("with rows", True)):
         rounds = [_measure(has_rows=has_rows) for _ in range(ROUNDS)]

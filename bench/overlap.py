@@ -1,8 +1,9 @@
 """Batches per second of a device that computes asynchronously, through a whole worker.
 
-The device takes 5 ms a batch, so it can compute 200 batches/s (bench/async_device.py). A worker
-with a real model process, an embedded Pub/Sub, a Redis and callers keep it supplied. *One at a
-time* sends a batch when the last one was distributed, as on a CPU. *Overlapping* has two in flight.
+The device takes 5 ms per batch, so it can compute 200 batches/s (bench/async_device.py). A worker
+with a real model process, an embedded Pub/Sub, a Redis and callers keeps it supplied. *One at a
+time* sends a batch once the last one has been distributed, as on a CPU. *Overlapping* has two in
+flight.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ MIN_PER_S = 190.0
 
 
 def run() -> Outcome:
-    """Measures both ways. The best round counts: other load only subtracts."""
+    """Measures both ways. The best round counts: other load only reduces the rate."""
     figures, details = list[Figure](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as name, servers(Path(name)) as (endpoint, redis_url):
         site = BrokerSite(redis_url, endpoint)

@@ -1,4 +1,4 @@
-"""The pipeline under measurement: the stack of `penstock up`, and its processes' costs."""
+"""The measured pipeline: the stack of `penstock up`, and its processes' costs."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ POLL_S = 0.25
 
 
 class Part:
-    """One process of the pipeline, known by the port of 127.0.0.1 on which it listens."""
+    """One process of the pipeline, identified by the port it listens on at 127.0.0.1."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -73,7 +73,7 @@ class Part:
         return int(self._process.memory_info().rss)
 
     def image_rss_bytes(self) -> list[int]:
-        """Resident memory of each of an API's image processes, which are its only children."""
+        """Returns the resident memory of each of an API's children, which are image processes."""
         return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]
 
 
@@ -85,7 +85,7 @@ def samples_of(port: int) -> Iterator[Sample]:
 
 
 class Parts:
-    """The processes of a stack."""
+    """A stack's processes."""
 
     def __init__(self, stack: Stack) -> None:
         self.stack = stack
@@ -108,7 +108,7 @@ class Parts:
 
 
 class Pipeline(Parts):
-    """The running pipeline, its parts, and texts that it has not seen."""
+    """The running pipeline, its parts, and texts it has not seen."""
 
     def __init__(self, stack: Stack, texts: Texts, model_folder: Path) -> None:
         super().__init__(stack)
@@ -116,7 +116,7 @@ class Pipeline(Parts):
         self.model_folder = model_folder
 
     def ask(self, texts: list[str], in_flight: int) -> LoadReport:
-        """Sends a request per text to the API.
+        """Sends one request per text to the API.
 
         Raises:
             RuntimeError: not every request was answered by the model.
@@ -130,7 +130,7 @@ class Pipeline(Parts):
     def usage_rows(
         self, columns: Sequence[str], request_ids: set[str], limit_s: float
     ) -> list[dict[str, Any]]:
-        """The rows of the requests, once BigQuery has one each, or after `limit_s`."""
+        """Returns the requests' rows, once BigQuery has one for each, or after `limit_s`."""
         settings = self.stack.settings
         client = bigquery.Client(
             project=settings.project,
@@ -156,9 +156,9 @@ class Pipeline(Parts):
         return values[real], values[padded]
 
     def backend(self) -> Backend:
-        """The worker's backend, from its metrics.
+        """Returns the worker's backend, from its metrics.
 
-        An ONNX graph is looked up where the worker found it.
+        An ONNX graph is looked up in the same place as by the worker.
         """
         samples = samples_of(self.worker.port)
         labels = next(
@@ -187,7 +187,7 @@ class Pipeline(Parts):
     @contextmanager
     def another_api(self) -> Iterator[Part]:
         port = free_port()
-        # The port of the stack's own metrics is taken.
+        # The stack's own metrics port is taken.
         variables = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
         with another(self.stack, "another-api", "api", port, variables) as part:
             yield part
@@ -197,7 +197,7 @@ class Pipeline(Parts):
 def another(
     stack: Stack, name: str, module: str, port: int, variables: Mapping[str, str]
 ) -> Iterator[Part]:
-    """One more process of `stack`, ready. `variables` overrides the stack's settings."""
+    """Yields one more process of `stack`, ready. `variables` overrides the stack's settings."""
     environment = environment_with({**stack.environment, **variables})
     command = [sys.executable, "-m", module]
     with Process(name, command, stack.log_dir, environment=environment) as process:
@@ -209,7 +209,7 @@ def another(
 def running(
     changes: Mapping[str, object] | None = None, *, is_alone: bool = False
 ) -> Iterator[Pipeline]:
-    """A warm pipeline in a temporary folder, with a catalog as in `catalog_with`."""
+    """Yields a warm pipeline in a temporary folder, with a catalog from `catalog_with`."""
     with tempfile.TemporaryDirectory() as folder:
         state_dir = Path(folder)
         models_file = catalog_with(state_dir, changes or {}, is_alone=is_alone)
@@ -224,7 +224,7 @@ def running(
 
 
 def catalog_with(state_dir: Path, changes: Mapping[str, object], *, is_alone: bool = False) -> Path:
-    """The shipped catalog with the entry of MODEL changed. `is_alone`: without other models."""
+    """Writes the shipped catalog with MODEL's entry changed. `is_alone`: without other models."""
     catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
     catalog["models"] = [
         entry | changes if entry["name"] == MODEL else entry
@@ -237,4 +237,4 @@ def catalog_with(state_dir: Path, changes: Mapping[str, object], *, is_alone: bo
 
 
 def say_nothing(line: str) -> None:
-    """The figures are what a benchmark prints."""
+    """Prints nothing: a benchmark prints only its figures."""

@@ -1,8 +1,8 @@
-"""The baseline of `throughput`: the model without a server, on tokenized and sorted texts.
+"""The baseline for `throughput`: the model without a server, on tokenized and sorted texts.
 
-The parent half starts child processes and sends them ways to batch. The child half (`python -m
-bench.raw_model THREADS FOLDER BACKEND`) loads the model with the library alone, none of our code,
-and reports when it has run its batches.
+The parent part starts child processes and sends them ways to batch. The child part (`python -m
+bench.raw_model THREADS FOLDER BACKEND`) loads the model using only the library, without any of our
+code, and reports when it has run its batches.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ CALL_TOKENS = 20
 
 
 Batch = list[list[int]]
-"""Token ids of several texts, of lengths as near as the way to batch brings them."""
+"""Token IDs of several texts, with lengths as similar as the way of batching allows."""
 
 
 class RawModel:
-    """The model in child processes, `threads` each, while the context is open.
+    """The model in child processes, with `threads` threads each, while the context is open.
 
-    They idle when not asked.
+    They idle unless asked.
     """
 
     def __init__(self, folder: Path, processes: int, threads: int, backend: Backend) -> None:
@@ -73,7 +73,7 @@ class RawModel:
         return float(sum(process_times.user + process_times.system for process_times in times))
 
     def seconds(self, ids: list[list[int]], way: str) -> float:
-        """Wall seconds to embed all `ids`, sorted by length and distributed over the processes."""
+        """Returns the wall-clock seconds to embed `ids`, sorted by length, over all processes."""
         ordered = sorted(ids, key=len)
         for number, child in enumerate(self._children):
             batches = cut(ordered[number :: self._count], way)
@@ -89,7 +89,7 @@ class RawModel:
 
 
 def cut(ordered: list[list[int]], way: str) -> list[list[list[int]]]:
-    """Cuts texts that are sorted by length into batches, in one of WAYS."""
+    """Splits texts sorted by length into batches, in one of WAYS."""
     if way == "least padding":
         return [
             [ordered[place] for place in group]
@@ -120,7 +120,7 @@ def _answer(child: subprocess.Popen[str]) -> None:
 
 
 def _serve(threads: int, folder: str, backend: Backend) -> None:
-    """The child: holds batches, and embeds them on request."""
+    """Runs the child: holds batches, and embeds them on request."""
     prepare = (
         _onnx(threads, backend.graph)
         if backend.backend == "onnx"
@@ -143,7 +143,7 @@ def _questions() -> Iterator[dict[str, Any]]:
 
 
 def _padded(batch: Batch) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and mask, both int64 [texts, longest]."""
+    """Returns token IDs and mask, both int64 [texts, longest]."""
     lengths = np.array([len(ids) for ids in batch])
     longest = int(lengths.max())
     ids = np.array([ids + [0] * (longest - len(ids)) for ids in batch], np.int64)
@@ -160,7 +160,7 @@ def _torch(threads: int, folder: str, precision: str) -> Callable[[Batch], Calla
 
     def prepare(batch: Batch) -> Callable[[], object]:
         ids, mask = (torch.from_numpy(array) for array in _padded(batch))
-        # Without a mask attention takes a shorter way.
+        # Without a mask, attention takes a faster path.
         attention_mask = None if bool(mask.all()) else mask
         return partial(embed, ids, attention_mask)
 

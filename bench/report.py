@@ -1,4 +1,4 @@
-"""The result of a benchmark: named figures, some with a limit, as a table and as JSON."""
+"""A benchmark's result: named figures, some with a limit, as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Figure(msgspec.Struct, omit_defaults=True):
 
 
 def expect_none(name: str, count: float) -> Figure:
-    """A count that must be 0."""
+    """Returns a figure for a count that must be 0."""
     return Figure(name, count, "", "<=", 0)
 
 
 class Outcome(msgspec.Struct):
-    """The result of one benchmark: its figures, and details that explain them."""
+    """One benchmark's result: its figures, and details that explain them."""
 
     figures: list[Figure]
     details: dict[str, Any] = {}
@@ -64,7 +64,7 @@ def machine() -> dict[str, Any]:
 
 
 def _cpu_model() -> str:
-    """The CPU's model is here on Linux. Other systems have it in `platform`."""
+    """Returns the CPU's model name. Linux has it in this file, other systems in `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -85,7 +85,7 @@ def _git(*words: str) -> str:
 
 
 def keep(name: str, outcome: Outcome, where: dict[str, Any], began_s: float) -> Path:
-    """Writes bench/results/<name>.json, completely or not at all. Returns its path."""
+    """Writes bench/results/<name>.json atomically. Returns its path."""
     RESULTS.mkdir(exist_ok=True)
     document = {
         "name": name,

@@ -1,6 +1,6 @@
-"""CPU of a request with one short text, without model and broker, with 128 in flight.
+"""CPU per request with one short text, excluding model and broker, with 128 in flight.
 
-The CPU of the API, the worker's I/O process and Redis is what a deployment pays per request on
+The CPU time of the API, the worker's I/O process and Redis is what a deployment pays per request on
 machines without a GPU. Load generator, broker and model share the cores, so other load raises it
 through the caches: the median of the rounds counts.
 """
@@ -38,7 +38,7 @@ def run() -> Outcome:
 
 
 def _round(pipeline: Pipeline) -> dict[str, float]:
-    """CPU milliseconds per request by part, and requests per second."""
+    """Returns the CPU milliseconds per request by part, and requests per second."""
     texts = pipeline.texts.short(TEXTS)
     before = pipeline.cpu_s()
     report = pipeline.ask(texts, IN_FLIGHT)

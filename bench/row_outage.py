@@ -1,9 +1,9 @@
-"""The writer of usage rows through an outage of an embedded BigQuery, in real time.
+"""The usage row writer during an outage of an embedded BigQuery, in real time.
 
-The writer has one core and writes 5,000 rows a second all the time. BigQuery, a process on the
+The writer has one core and writes 5,000 rows per second throughout. BigQuery, a process on the
 other core, hangs (SIGSTOP) for the first half of the outage, is then killed (SIGKILL), and is
-started again at its end. BENCH_OUTAGE_S is its length. `python -m bench rows` compresses ten
-minutes into one.
+restarted at its end. BENCH_OUTAGE_S sets its length. `python -m bench rows` compresses ten minutes
+into one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tests.limits import START_LIMIT_S
 OUTAGE_S = float(os.environ.get("BENCH_OUTAGE_S", "60"))
 BEFORE_S = 20.0
 AFTER_S = 60.0
-"""Seconds for which rows continue at the rate after the outage, while the backlog is sent."""
+"""How long rows continue at the same rate after the outage, while the backlog is being sent."""
 LOOK_S = 5.0
 PROJECT, DATASET = "outage", "penstock"
 FOUND = f"""

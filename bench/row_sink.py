@@ -1,7 +1,7 @@
-"""Takes rows as BigQuery does and counts them: `python -m bench.row_sink PORT LATENCY_MS MOST`.
+"""Accepts rows like BigQuery and counts them: `python -m bench.row_sink PORT LATENCY_MS MOST`.
 
-A separate process that never limits the writer. `GET /away` makes it hang up on every
-call until `GET /back`. `GET /counts` returns its totals: rows, different rows, and their tokens.
+A separate process that never limits the writer. `GET /away` makes it close the connection on every
+call until `GET /back`. `GET /counts` returns its totals: rows, distinct rows, and their tokens.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class _Insert(msgspec.Struct):
 
 
 class RowCounts(msgspec.Struct):
-    """The received rows. `tokens` count each distinct row once."""
+    """The received rows. `tokens` counts each distinct row once."""
 
     rows: int = 0
     different: int = 0
@@ -50,7 +50,7 @@ class _Sink:
         rows = _decoder.decode(body).rows
         with self._lock:
             for row in rows:
-                # The number of the row, which the benchmark puts at the end of its request.
+                # The row's number, which the benchmark puts at the end of its request.
                 number = int(row.insert_id.partition(":")[0][-8:], 16)
                 self.counts.rows += 1
                 if not self._seen[number]:

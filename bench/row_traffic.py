@@ -1,4 +1,4 @@
-"""Rows as a worker writes them, at a rate or one by one, and what was in them."""
+"""Rows as a worker writes them, at a fixed rate or one by one, and what they contained."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from shared.usage.writer import RowWriter
 
 RATE_PER_S = 5000
 BURST = 50
-"""Rows that are written in one turn of the event loop."""
+"""Rows written in one turn of the event loop."""
 MODEL = Model(
     name="mini",
     task="embedding",
@@ -25,7 +25,7 @@ MODEL = Model(
 
 
 class RowTraffic:
-    """Makes rows, each with a unique number at the end of its request."""
+    """Creates rows, each with a unique number at the end of its request."""
 
     def __init__(self) -> None:
         self.written = 0
@@ -35,7 +35,7 @@ class RowTraffic:
         """Writes at RATE_PER_S.
 
         Returns:
-            The part of the core that it takes, the making of the rows left out.
+            The fraction of the core it takes, excluding the creation of the rows.
         """
         lasts_s = seconds
         began_s, began_cpu_s, made_cpu_s = time.monotonic(), time.process_time(), 0.0

@@ -1,9 +1,9 @@
-"""The writer of usage rows on one core: its rate, an outage of BigQuery, and the recovery.
+"""The usage row writer on one core: its rate, an outage of BigQuery, and the recovery.
 
-The writer has a dedicated core. The stand-in for BigQuery has another one, if there is one,
-and answers after as long as the service (bench/row_sink.py). An outage of ten minutes is
-compressed: its rows come as fast as they can be made. Then BigQuery is back, while rows continue
-for a while at the usual rate.
+The writer has a dedicated core. The stand-in for BigQuery has another one, if available, and
+answers as slowly as the service (bench/row_sink.py). An outage of ten minutes is compressed: its
+rows are written as fast as they can be created. Then BigQuery is back, while rows continue for a
+while at the usual rate.
 """
 
 from __future__ import annotations
@@ -34,12 +34,13 @@ OUTAGE_S = 600
 BACKLOG = RATE_PER_S * OUTAGE_S
 STEADY_S = 20.0
 ANSWER_MS = 100
-"""Duration of an insertAll at the service."""
+"""Duration of an insertAll call at the service."""
 MAX_BESIDE = 20_000_000
-"""Room for rows before and after the outage."""
+"""Room for rows before and after the outage, in rows."""
 CHUNK = 100_000
 MAX_UNSAFE = 5000
-"""Rows that are not on disk yet. A worker takes no more jobs then, and neither does this."""
+"""Maximum rows not yet on disk. At this point a worker accepts no more jobs, and neither does this.
+"""
 DRAIN_LIMIT_S = 1200.0
 MIB = 2**20
 
@@ -110,10 +111,10 @@ class _Run:
         return msgspec.json.decode(answer.content, type=RowCounts)
 
     async def _as_fast_as_possible(self, writer: RowWriter) -> float:
-        """The seconds that the rows of the outage take, compressing them included.
+        """Returns the seconds that the outage's rows take, including compression.
 
-        The writer's thread has an outage of seconds to do what it has ten minutes for. So the rows
-        wait for it now and then.
+        The writer's thread has an outage of only seconds for work that would normally have ten
+        minutes. So the rows occasionally wait for it.
         """
         began_s, until = time.monotonic(), self._traffic.written + BACKLOG
         while self._traffic.written < until:
@@ -134,7 +135,7 @@ class _Run:
             time.sleep(0.05)
 
     async def _drain(self, writer: RowWriter) -> tuple[float, float]:
-        """Seconds until nothing waits, at first with new rows as well, and the part of the core."""
+        """Returns seconds until nothing is pending, at first with new rows, and the core share."""
         began_s, began_cpu_s = time.monotonic(), time.process_time()
         await self._traffic.at_rate(writer, STEADY_S)
         await writer.flush(DRAIN_LIMIT_S)
@@ -143,7 +144,7 @@ class _Run:
 
 
 def folder_bytes(folder: Path) -> int:
-    """Returns the size of its files, without files deleted during the count."""
+    """Returns the total size of a folder's files, except files deleted during the count."""
     total_bytes = 0
     for path in folder.iterdir():
         with suppress(FileNotFoundError):

@@ -1,7 +1,7 @@
 """1,000 streams of greedy text, while API instances and workers are killed in turn every 10 s.
 
-Readers continue after their last event, by `Last-Event-ID` and by `starting_after`. Each text must
-be complete, with each event once and in order, and equal to an undisturbed run's text, in fp32.
+Readers resume after their last event, using `Last-Event-ID` and `starting_after`. Each text must be
+complete, have each event once and in order, and equal an undisturbed run's text, in fp32.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ TOKENS = 48
 IN_FLIGHT = 24
 KILL_EVERY_S = 10.0
 SECONDS_A_STREAM = 0.5
-"""Assumed time of a stream, which sets the number of kills. Streams continue until all are done."""
+"""Assumed duration of a stream, which determines the number of kills. Streams run to completion."""
 BATCH = {"max_tokens": 16384, "max_items": 32}
 GENERATION = {
     "context_tokens": 512,

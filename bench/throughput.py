@@ -1,9 +1,9 @@
 """The pipeline's share of the raw model's rate, with 128 in flight on the same cores.
 
 Load generator, API, broker, Redis and worker share the cores with the model. Each round times the
-raw model and the pipeline on the same texts, one after the other, so that other load
-on the machine weighs on both. It is done for torch fp32, for ONNX Runtime fp32, and for the
-worker's own choice if that is something else.
+raw model and the pipeline on the same texts, one after the other, so that other load on the machine
+affects both. This is done for torch fp32, for ONNX Runtime fp32, and for the worker's own choice if
+that is something else.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CHOICE_TEXTS = 240
 ROUNDS = 3
 Layout = tuple[int, int]
 LAYOUTS: tuple[Layout, ...] = ((2, 1), (1, 2))
-"""Processes and threads of each: the ways to put the model on two cores."""
+"""Processes and threads of each layout: the ways to run the model on two cores."""
 LIMITS_PERCENT = {"torch-fp32": 75.0, "onnx-fp32": 65.0}
-"""The required share of the raw model's rate. A faster model leaves more to the pipeline."""
+"""Minimum share of the raw model's rate. The faster the model, the more the pipeline matters."""
 
 
 def run() -> Outcome:
@@ -42,7 +42,7 @@ def run() -> Outcome:
 
 
 def _measure(changes: dict[str, object], figures: list[Figure], details: dict[str, Any]) -> str:
-    """Finds the raw model's best batching, then measures it and the pipeline.
+    """Finds the raw model's best way of batching, then measures it and the pipeline.
 
     Returns the backend.
     """
@@ -89,7 +89,7 @@ def _figures(backend: Backend, rounds: list[dict[str, Any]]) -> list[Figure]:
 
 
 def _rates(raw: dict[Layout, RawModel], pipeline: Pipeline) -> dict[tuple[Layout, str], float]:
-    """Texts per second of each layout in each way, after one for warming up."""
+    """Returns texts per second for each layout and way, after a warm-up run."""
     ids = pipeline.texts.token_ids(pipeline.texts.mixed(CHOICE_TEXTS))
     for model in raw.values():
         model.seconds(ids[: CHOICE_TEXTS // 4], WAYS[0])
@@ -109,7 +109,7 @@ def _round(
     cpu_before, work_before = pipeline.cpu_s(), pipeline.work()
     report = pipeline.ask(texts, IN_FLIGHT)
     cpu_after, work_after = pipeline.cpu_s(), pipeline.work()
-    # Again: a machine that slows down in the meantime must not count for the pipeline.
+    # Again: if a machine slows down in the meantime, that must not favor the pipeline.
     alone += [_raw(model, ids, ways[layout]) for layout, model in raw.items()]
     raw_rate, raw_cpu_ms = max(rate for rate, _ in alone), min(cpu_ms for _, cpu_ms in alone)
     round_trip = report.round_trip()
@@ -132,6 +132,6 @@ def _round(
 
 
 def _raw(model: RawModel, ids: list[list[int]], way: str) -> tuple[float, float]:
-    """Texts per second, and CPU milliseconds per text."""
+    """Returns texts per second, and CPU milliseconds per text."""
     before_s, took_s = model.cpu_s(), model.seconds(ids, way)
     return len(ids) / took_s, 1000 * (model.cpu_s() - before_s) / len(ids)

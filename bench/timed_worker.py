@@ -80,8 +80,8 @@ MODEL = Model(
     cache=Cache(ttl_s=0),
 )
 DeviceKind = Literal["none", "one", "two"]
-"""`none`: a timer in the worker's I/O process takes the time of a batch. `one`, `two`: a model
-process does, whose asynchronous device (bench/async_device.py) has one or two batches at a time.
+"""`none`: a timer in the worker's I/O process takes as long as a batch. `one`, `two`: a model
+process does, whose asynchronous device (bench/async_device.py) runs one or two batches at a time.
 """
 DEADLINE_S = 600.0
 INBOX = "timed"
@@ -90,7 +90,7 @@ JOB_ITEMS = 16
 
 @contextmanager
 def servers(folder: Path) -> Iterator[tuple[str, str]]:
-    """The endpoint of an embedded Pub/Sub and the URL of a Redis."""
+    """Yields the endpoint of an embedded Pub/Sub and the URL of a Redis."""
     port = free_port()
     command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
     with (
@@ -102,7 +102,7 @@ def servers(folder: Path) -> Iterator[tuple[str, str]]:
 
 
 class _Preparer:
-    """Each text is one token."""
+    """Prepares each text as a single token."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText]:
         return [PreparedText(key="", length=1, ids=bytes(4)) for _ in inputs]
@@ -143,7 +143,7 @@ class _TimedProcess:
 
 
 def _do_nothing(*_: object) -> None:
-    """It can't be interrupted, and has nothing to show."""
+    """Does nothing: it can't be interrupted, and has nothing to show."""
 
 
 class _TimedPool:
@@ -172,7 +172,7 @@ class _NoRows:
 
 
 class _Counted:
-    """A subscription that counts what was delivered before."""
+    """A subscription that counts redelivered messages."""
 
     def __init__(self, subscription: Subscription, *, is_fixed: bool) -> None:
         self._subscription = subscription
@@ -193,9 +193,9 @@ class _Counted:
 
 
 class _OtherHand:
-    """A transport whose subscriptions hold another number of messages.
+    """A transport whose subscriptions hold a different number of messages.
 
-    `opened` are its subscriptions.
+    `opened` are the subscriptions opened so far.
     """
 
     def __init__(self, transport: Transport, messages: int) -> None:
@@ -214,17 +214,17 @@ class _OtherHand:
 
 
 class Callers:
-    """All callers of the workers."""
+    """All of the workers' callers."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
-        # Runs may share a Redis, which knows the jobs of the ones before.
+        # Runs may share a Redis, which remembers the jobs of earlier ones.
         self._name = uuid4().hex[:8]
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def ask(self, count: int) -> None:
-        """Sends a request of `count` items in one job, and waits for the answer."""
+        """Sends a request for `count` items in one job, and waits for the answer."""
         self._sent += 1
         now_s, request_id = time.time(), f"{self._name}-{self._sent}"
         envelope = Envelope(
@@ -259,9 +259,9 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class BrokerSite:
-    """The servers of a run: a Redis, and a Pub/Sub or a RabbitMQ.
+    """A run's servers: a Redis, and either a Pub/Sub or a RabbitMQ.
 
-    `near` is the broker's own address, if the other one leads through a proxy.
+    `near` is the broker's own address if the other one leads through a proxy.
     """
 
     redis_url: str
@@ -283,7 +283,7 @@ class BrokerSite:
 
 
 class WorkerCounts(NamedTuple):
-    """Totals of a worker since its start."""
+    """A worker's totals since it started."""
 
     at_s: float
     busy_s: float
@@ -293,13 +293,13 @@ class WorkerCounts(NamedTuple):
     batches: int
     items: int
     held: int
-    """Messages that it holds now."""
+    """Number of messages it holds now."""
     redelivered: int
-    """Messages that had been delivered before, to this worker or another."""
+    """Messages that had already been delivered before, to this worker or another."""
 
 
 class TimedWorker:
-    """A worker with the timed model. `hand`: number of messages that it holds. 0: as usual."""
+    """A worker with the timed model. `hand`: number of messages it holds. 0: the usual number."""
 
     def __init__(
         self,
@@ -363,7 +363,7 @@ def _metric(name: str) -> float:
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancels all tasks. Raises the error of a task that had failed before."""
+    """Cancels all tasks. Raises the error of a task that had already failed."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

@@ -1,1 +1,1 @@
-"""A bad tenant that does its worst on each surface, and its effect on a quiet tenant."""
+"""A noisy tenant that does its worst on each surface, and its effect on a quiet tenant."""

@@ -1,8 +1,8 @@
-"""The bad tenant: on each surface the worst that a caller with a valid key can do.
+"""The noisy tenant: on each surface, the worst that a caller with a valid key can do.
 
-It is a separate process with a lower priority, because it would call from a different machine. It
-reads an order (a line on stdin), prepares its requests, and reports that it is ready (a line on
-stdout). The next line on stdin lets it begin, and at the end it writes its results.
+It is a separate process with a lower priority, because in reality it would call from another
+machine. It reads an order (a line on stdin), prepares its requests, and reports that it is ready (a
+line on stdout). The next line on stdin starts it, and at the end it writes its results.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from bench.bad_neighbor.ordered import await_start, read_order, write_report
 from tests.keys import bearer
 
 AFTER_REFUSAL_S = 0.1
-"""How long each of its connections waits after a refusal, instead of the time in `Retry-After`."""
+"""How long each of its connections waits after a refusal, in place of the time in `Retry-After`."""
 TIDY_LIMIT_S = 20.0
 KEY = bearer(BAD)
 SPENT_KEY = bearer(SPENT)
 DAYS = 400
-"""The largest range that a question about usage may have."""
+"""The largest range that a usage query may have."""
 MAX_COST_DAYS = 180
 DAY_S = 86_400
 MIB = 1024 * 1024
 PATIENT = {"x-penstock-deadline-ms": "300000"}
-"""The longest deadline, so that much may wait."""
+"""The longest deadline, so that much work may be waiting."""
 BATCH_PRIORITY = PATIENT | {"x-penstock-lane": "batch"}
 MAX_REASONS = 6
 REFUSALS = {400, 413, 422, 429, 503, 504}
 
 AuditEvent = Callable[[], Coroutine[Any, Any, int]]
-"""One request. Returns the status of its answer."""
+"""Sends one request. Returns the status of its answer."""
 _ZONES = sorted(zone for zone in available_timezones() if zone.startswith("America/"))
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
@@ -73,17 +73,17 @@ class BadOrder(msgspec.Struct):
 
 
 class BadReport(msgspec.Struct):
-    """The outcome. Times are medians."""
+    """The results. Times are medians."""
 
     sent: int
     refused: int
     """Number of answers with 4xx, 503 or 504."""
     statuses: dict[int, int]
-    """0: no answer, or it hung up."""
+    """0: no answer, or the connection was closed."""
     reasons: dict[str, int]
     batch_ms: float
     step_ms: float
-    """Time for one token of a text."""
+    """Time per token of a text."""
 
 
 class Bad:
@@ -103,7 +103,7 @@ class Bad:
         self.step_ms: list[float] = []
 
     async def time_alone(self) -> None:
-        """Asks once for each kind of work, so that its time is known if no answer comes later."""
+        """Requests each kind of work once, so its time is known even if no answer comes later."""
         kinds: dict[str, AuditEvent] = {
             "texts": self._pages,
             "images": self._images,
@@ -117,7 +117,7 @@ class Bad:
                 await act()
 
     async def run(self) -> None:
-        """Does its worst for the order's duration, and then abandons unfinished requests."""
+        """Does its worst for the order's duration, then abandons unfinished requests."""
         async with AsyncExitStack() as undo:
             if "webhooks" in self._order.surfaces:
                 self._receivers = await undo.enter_async_context(_hanging(self._order.receivers))
@@ -134,7 +134,7 @@ class Bad:
                 await self._tidy()
 
     def _worst(self, name: str) -> Sequence[AuditEvent]:
-        """Returns the calls that run concurrently on a surface, again and again."""
+        """Returns the calls that run concurrently on a surface, over and over."""
         worst: dict[str, list[AuditEvent]] = {
             "texts": [self._pages] * 28 + [self._hang_up] * 2,
             "images": [self._late_edit] * 16 + [self._images] * 2 + [self._image] * 4,
@@ -183,12 +183,15 @@ class Bad:
         return await self._post("/v1/embeddings", body, PATIENT, limit_s=300.0)
 
     async def _patient_page(self) -> int:
-        """Work with the priority of batches, whose answer shows how long a batch of it takes."""
+        """Requests work at batch priority, whose answer shows how long a batch of it takes."""
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
         return await self._post("/v1/embeddings", body, BATCH_PRIORITY, limit_s=300.0)
 
     async def _short_text(self) -> int:
-        """A text like the ones in its predictions. Its answer shows how long their batches take."""
+        """Requests a text like those in its predictions.
+
+        The answer shows how long their batches take.
+        """
         status = await self._post("/v1/embeddings", {"model": EMBEDDER, "input": text(4)}, PATIENT)
         await asyncio.sleep(AFTER_REFUSAL_S)
         return status
@@ -198,7 +201,7 @@ class Bad:
         return await self._post("/v1/embeddings", body, limit_s=0.2)
 
     async def _late_edit(self) -> int:
-        """Large sources whose deadline often passes while they wait to be decoded."""
+        """Sends large source images whose deadline often passes while they wait to be decoded."""
         deadline = {"x-penstock-deadline-ms": str(random.randrange(150, 1500))}
         body = edit(self._large, "256x256", 20, model=PAINTER)
         return await self._post("/v1/images/edits", body, deadline)
@@ -248,7 +251,10 @@ class Bad:
         return await self._send_form(form)
 
     async def _send_form(self, form: aiohttp.FormData) -> int:
-        """Once the quota is full, deletes something now and then to be able to continue."""
+        """Uploads a form.
+
+        Once the quota is full, occasionally deletes something so it can continue.
+        """
         async with self._http.post(f"{self._order.url}/v1/files", data=form) as answer:
             await self._note(answer)
         if answer.status >= 400 and random.random() < 0.1:
@@ -256,7 +262,7 @@ class Bad:
         return answer.status
 
     async def _trickle(self) -> int:
-        """An upload whose bytes come slowly."""
+        """Uploads a file whose bytes arrive slowly."""
 
         async def slowly() -> AsyncIterator[bytes]:
             for _ in range(100):
@@ -294,7 +300,7 @@ class Bad:
             return answer.status
 
     async def _slow_reader(self) -> int:
-        """A stream that is read a few bytes at a time."""
+        """Reads a stream a few bytes at a time."""
         body = chat(WRITER, 4, MAX_TOKENS, stream=True)
         url = f"{self._order.url}/v1/chat/completions"
         async with (
@@ -308,7 +314,7 @@ class Bad:
             return answer.status
 
     async def _unheard(self) -> int:
-        """A prediction whose webhook goes to a receiver that does not answer."""
+        """Creates a prediction whose webhook goes to a receiver that doesn't answer."""
         body = {
             "version": EMBEDDER,
             "input": {"text": text(4)},
@@ -320,7 +326,7 @@ class Bad:
         return status
 
     async def _tidy(self) -> None:
-        """Cancels its batches and deletes its files: the next drive begins like the first."""
+        """Cancels its batches and deletes its files, so the next drive starts like the first."""
         if "batches" in self._order.surfaces:
             await self._cancel_batches()
         if {"batches", "uploads"} & {*self._order.surfaces}:
@@ -348,7 +354,7 @@ class Bad:
 
 
 class _Usage(msgspec.Struct):
-    """Returns the token usage of an answer."""
+    """The token usage reported in an answer."""
 
     usage: dict[str, Any] = {}
 
@@ -362,7 +368,7 @@ def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
 
 
 def _message(said: bytes) -> str:
-    """Returns an error's text with 0 for each number, so similar errors are counted together."""
+    """Returns an error's text with 0 for every number, so similar errors are counted together."""
     with suppress(msgspec.DecodeError, AttributeError):
         reply = msgspec.json.decode(said)
         said = str(reply.get("detail") or reply["error"]["message"]).encode()
@@ -370,7 +376,7 @@ def _message(said: bytes) -> str:
 
 
 def _largest_range() -> tuple[int, int]:
-    """Returns a time range that no cached answer has."""
+    """Returns a time range that is in no cached answer."""
     end_s = int(time.time()) - random.randrange(DAY_S)
     return end_s - (DAYS - 2) * DAY_S + random.randrange(DAY_S), end_s
 

@@ -1,13 +1,13 @@
-"""The bad tenant's effect on a quiet tenant per surface, the bound on it, and a table of all.
+"""The noisy tenant's effect on a quiet tenant per surface, its limit, and a table of all surfaces.
 
-The p99 next to the bad tenant is at most `RATIO * max(alone, same CPU) + unit`:
+The p99 alongside the noisy tenant is at most `RATIO * max(alone, same CPU) + unit`:
 
-- `alone` is the p99 of the quiet tenant alone, and `same CPU` its p99 next to the same CPU load
-  without requests (cpu_load.py). With enough cores they are equal.
-- `unit` is what can't be interrupted of the bad tenant's work, or is computed together with it. A
-  text, an image, a line of a batch or a prediction waits for the batch that runs, and is computed
-  in one that the other fills. A text that is written has one step for its prompt and one for each
-  token, which also compute a token of each of the other's texts.
+- `alone` is the quiet tenant's p99 alone, and `same CPU` its p99 alongside the same CPU load
+without requests (cpu_load.py). With enough cores, the two are equal.
+- `unit` is the part of the noisy tenant's work that can't be interrupted or is computed together
+with the quiet tenant's. A text, an image, a batch line or a prediction waits for the running batch,
+and is computed in one that the other tenant fills. A generated text has one step for its prompt and
+one for each token, and those steps also compute a token of each of the other's texts.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ EVERYTHING = "all at once"
 
 @dataclass
 class Beside:
-    """One line of the table."""
+    """One row of the table."""
 
     surface: str
     is_of_all: bool = False
     """True if both tenants were on all surfaces at once."""
     alone: Noticed = field(default_factory=Noticed)
     same_cpu: Noticed = field(default_factory=Noticed)
-    """Latencies next to the same CPU load without requests."""
+    """Latencies alongside the same CPU load without requests."""
     beside: Noticed = field(default_factory=Noticed)
     sent: int = 0
-    """Requests of the bad tenant."""
+    """Number of requests sent by the noisy tenant."""
     refused: int = 0
     statuses: Counter[int] = field(default_factory=Counter)
     reasons: Counter[str] = field(default_factory=Counter)
     batch_ms: float = 0.0
     step_ms: float = 0.0
     cores: list[float] = field(default_factory=list)
-    """Cores that the bad tenant used in each round, including the work it caused in the stack."""
+    """Cores used by the noisy tenant in each round, including the work it caused in the stack."""
     burned_cores: list[float] = field(default_factory=list)
-    """Cores that the same load without requests used in each."""
+    """Cores used by the same load without requests in each round."""
 
     @property
     def name(self) -> str:
@@ -61,14 +61,15 @@ class Beside:
 
     @property
     def ratio(self) -> float:
-        """The p99 next to the bad tenant, divided by the p99 alone."""
+        """The p99 alongside the noisy tenant, divided by the p99 alone."""
         return percentile(self.beside, 99) / percentile(self.alone, 99)
 
     @property
     def unit_ms(self) -> float:
-        """The bad tenant's work that can't be interrupted, or is computed together with ours.
+        """The noisy tenant's work that can't be interrupted or is computed together with ours.
 
-        A batch that runs, and the one that the quiet tenant's item is in, which the others fill.
+        This is the running batch, plus the batch with the quiet tenant's item, which the other
+        fills.
         """
         if self.surface in WAITS_FOR_A_BATCH:
             return 2 * self.batch_ms
@@ -76,12 +77,12 @@ class Beside:
 
     @property
     def limit_ms(self) -> float:
-        """Maximum p99 next to the bad tenant."""
+        """Maximum p99 alongside the noisy tenant."""
         return RATIO * _slower(self.alone, self.same_cpu) + self.unit_ms
 
     @property
     def verdict(self) -> str:
-        """The p99's share of the bound."""
+        """The p99 as a share of its limit."""
         beside_ms = percentile(self.beside, 99)
         if beside_ms <= RATIO * percentile(self.alone, 99):
             return f"{RATIO:g} x alone"
@@ -91,12 +92,12 @@ class Beside:
 
     @property
     def quiet_refused(self) -> int:
-        """Requests of the quiet tenant without the expected answer."""
+        """The quiet tenant's requests that did not get the expected answer."""
         return sum(drive.refused.total() for drive in self._drives)
 
     @property
     def lost(self) -> int:
-        """Requests of the quiet tenant that have neither a time nor a refusal."""
+        """The quiet tenant's requests that have neither a time nor a refusal."""
         return sum(
             drive.sent - len(drive.took_ms) - drive.refused.total() for drive in self._drives
         )
@@ -115,14 +116,14 @@ class Beside:
 
 
 def percentile(noticed: Noticed, which: float) -> float:
-    """Returns the percentile `which`, in ms. NaN: nothing was answered."""
+    """Returns the percentile `which`, in ms. NaN if nothing was answered."""
     if not noticed.took_ms:
         return math.nan
     return float(np.percentile(noticed.took_ms, which, method="inverted_cdf"))
 
 
 def _slower(one: Noticed, other: Noticed) -> float:
-    """The higher of two p99, in ms."""
+    """Returns the higher of two p99 values, in ms."""
     return float(np.fmax(percentile(one, 99), percentile(other, 99)))
 
 
@@ -171,9 +172,9 @@ def cells(line: Beside) -> tuple[str, ...]:
 
 
 def outcome_of(lines: Sequence[Beside]) -> Outcome:
-    """Returns the stored figures of the measurement.
+    """Returns the measurement's figures for storage.
 
-    It fails if a request of the quiet tenant was refused anywhere, or was not counted.
+    The measurement fails if any of the quiet tenant's requests was rejected or not counted.
     """
     refused, lost = sum(line.quiet_refused for line in lines), sum(line.lost for line in lines)
     failure = ""
@@ -191,7 +192,7 @@ def outcome_of(lines: Sequence[Beside]) -> Outcome:
 
 def _figures(line: Beside) -> list[Figure]:
     alone, beside = percentile(line.alone, 99), percentile(line.beside, 99)
-    # Eight surfaces at once on one machine share its cores: that is not the pipeline's to divide.
+    # Eight surfaces at once on one machine share its cores, which the pipeline can't divide.
     bound = () if line.is_of_all else ("<=", line.limit_ms)
     return [
         Figure(f"{line.name}: quiet alone, p99", alone, "ms"),

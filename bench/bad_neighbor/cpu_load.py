@@ -1,11 +1,11 @@
-"""The control of the measurement: the same CPU load as a bad tenant's, but without its requests.
+"""The measurement's control: the same CPU load as a noisy tenant's, but without its requests.
 
 Both tenants share the cores with the whole stack. The pipeline can't divide the cores' time, and
-with more cores a quiet tenant would not notice. So the CPU time that each process spends on the bad
-tenant is measured. Then the same number of processes burn the same CPU time, in bursts of the same
-length, while the quiet tenant has the pipeline to itself.
+with more cores a quiet tenant would notice nothing. So the CPU time that each process spends on the
+noisy tenant is measured. Then the same number of processes burn the same CPU time, in bursts of the
+same length, while the quiet tenant has the pipeline to itself.
 
-Run as a process, it burns: an order on stdin, the cores that it got on stdout.
+Run as a process, it burns CPU: it reads an order on stdin, and writes the cores it got to stdout.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import psutil
 
 NICENESS = 10
 MIN_CORES = 0.005
-"""CPU load of a process below this is not burned."""
+"""A process's CPU load below this is not reproduced."""
 MIN_BURST_S, MAX_BURST_S = 0.0001, 0.1
 END_LIMIT_S = 30.0
 
@@ -36,24 +36,24 @@ END_LIMIT_S = 30.0
 def step_back() -> None:
     """Lowers the priority of this process and its session."""
     os.nice(NICENESS)
-    # Linux divides a core among sessions first, regardless of nice values in them (sched(7)).
+    # Linux divides a core among sessions first, regardless of nice values within them (sched(7)).
     with suppress(OSError):
         Path("/proc/self/autogroup").write_text(f"{NICENESS}\n", encoding="ascii")
 
 
 class CpuTime(NamedTuple):
-    """Totals of a process so far: CPU seconds and voluntary context switches."""
+    """A process's totals so far: CPU seconds and voluntary context switches."""
 
     cpu_s: float
     waits: int
 
 
 Parts = dict[str, dict[int, CpuTime]]
-"""The processes of each part by their id. A part is a session of the operating system."""
+"""Each part's processes by ID. A part is an operating system session."""
 
 
 def cpu_times(leaders: Mapping[str, int]) -> Parts:
-    """Returns the totals so far, by part and process, of the sessions that `leaders` lead."""
+    """Returns the totals so far, by part and process, of the sessions led by `leaders`."""
     return {name: _family(pid) for name, pid in leaders.items()}
 
 
@@ -70,18 +70,18 @@ def _family(pid: int) -> dict[int, CpuTime]:
 
 
 class CpuBurst(msgspec.Struct):
-    """Load of one process: CPU seconds per second, in bursts of `burst_s` CPU seconds."""
+    """One process's load: CPU seconds per second, in bursts of `burst_s` CPU seconds."""
 
     cores: float
     burst_s: float
 
 
 Load = dict[str, list[CpuBurst]]
-"""By part."""
+"""Loads by part."""
 
 
 class CpuDrive(NamedTuple):
-    """A stretch of time with the CPU times at both ends."""
+    """A time period, with the CPU times at both ends."""
 
     seconds: float
     before: Parts
@@ -115,12 +115,12 @@ def _added(alone: CpuDrive, beside: CpuDrive, part: str, pid: int) -> CpuBurst |
 
 
 def cores_of(load: Load) -> float:
-    """CPU seconds per second of all parts together."""
+    """Returns the CPU seconds per second of all parts together."""
     return sum(burst.cores for bursts in load.values() for burst in bursts)
 
 
 class BurnOrder(msgspec.Struct):
-    """CPU load to burn for one part, how long, and whether its priority is lower."""
+    """CPU load to burn for one part, for how long, and whether at a lower priority."""
 
     bursts: list[CpuBurst]
     seconds: float
@@ -131,7 +131,7 @@ class BurnOrder(msgspec.Struct):
 async def burning(
     load: Load, seconds: float, low_parts: Sequence[str]
 ) -> AsyncIterator[list[float]]:
-    """Burns the load while the block runs. Afterwards the list has the cores that it got."""
+    """Burns the load while the block runs. Afterwards, the list has the cores it got."""
     orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]
     cores_got: list[float] = []
     async with asyncio.TaskGroup() as tasks:
@@ -156,7 +156,7 @@ async def _burn_part(order: BurnOrder) -> float:
 
 
 def burn(burst: CpuBurst, seconds: float) -> float:
-    """Burns on this thread. Returns the CPU seconds that it took."""
+    """Burns CPU on this thread. Returns the CPU seconds used."""
     began_s, began_cpu_s = time.monotonic(), time.thread_time()
     due_s, period_s = began_s, burst.burst_s / burst.cores
     while (now_s := time.monotonic()) < began_s + seconds:
@@ -166,7 +166,7 @@ def burn(burst: CpuBurst, seconds: float) -> float:
         until_cpu_s = time.thread_time() + burst.burst_s
         while time.thread_time() < until_cpu_s:
             pass
-        # Late bursts are not made up for, just like requests in a closed loop.
+        # Late bursts are not made up for, just as requests in a closed loop aren't.
         due_s = max(due_s, now_s - period_s) + random.expovariate(1 / period_s)
     return time.thread_time() - began_cpu_s
 
@@ -175,8 +175,8 @@ def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=BurnOrder)
     if order.steps_back:
         step_back()
-    context = multiprocessing.get_context("fork")  # one session, as the processes of a part
-    # A pipe for each, as a queue takes semaphores in /dev/shm, which a machine may lack.
+    context = multiprocessing.get_context("fork")  # one session, like a part's processes
+    # A pipe for each, because a queue needs semaphores in /dev/shm, which a machine may lack.
     pipes = [context.Pipe(duplex=False) for _ in order.bursts]
     for burst, (_, sender) in zip(order.bursts, pipes, strict=True):
         context.Process(target=_burn_one, args=(burst, order.seconds, sender)).start()

@@ -1,6 +1,6 @@
-"""Inputs of both tenants: words, images and batch lines that are not in any cache.
+"""Both tenants' inputs: words, images and batch lines that are in no cache.
 
-It imports little: the bad tenant's process does, and its start must not be what is measured.
+It imports little, because the noisy tenant's process imports it, and its startup should be quick.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from PIL import Image
 
 EMBEDDER, PAINTER, WRITER = "all-MiniLM-L6-v2", "stable-diffusion-tiny", "tiny-text"
 QUIET, BAD, SPENT = "quiet", "bad", "bad-spent"
-"""Names of keys. The last one is of the bad tenant too, with a budget that is spent."""
+"""Key names. The last one also belongs to the noisy tenant, but its budget is used up."""
 MAX_TOKENS = 192
-"""The longest text that WRITER writes."""
+"""The longest text that WRITER generates."""
 _WORDS = [
     "river", "engine", "violin", "glacier", "market", "comet", "harbor", "orchard", "mill",
     "lantern", "copper", "window", "forest", "signal", "bridge", "winter",
@@ -26,19 +26,19 @@ _WORDS = [
 
 
 def text(words: int) -> str:
-    """Returns a text with this number of words. It begins with a number, so all texts differ."""
+    """Returns a text with this many words. It starts with a number, so all texts differ."""
     chosen = random.choices(_WORDS, k=max(1, words - 1))
     return " ".join([str(random.randrange(2**48)), *chosen])
 
 
 def noise_image(side: int) -> str:
-    """A PNG of noise as a data: URI, `side` pixels wide and high."""
+    """Returns a PNG of noise as a data: URI, `side` pixels wide and high."""
     noise = np.random.default_rng().integers(0, 255, (side, side, 3), dtype=np.uint8)
     return _png(Image.fromarray(noise))
 
 
 def plain_image(side: int) -> str:
-    """The same of one color: few bytes, but as many pixels."""
+    """Same in a single color: few bytes, but just as many pixels."""
     return _png(Image.new("RGB", (side, side), "navy"))
 
 
@@ -60,7 +60,7 @@ def edit(source: str, size: str, steps: int, **changes: object) -> dict[str, Any
 
 
 def chat(model: str, words: int, tokens: int, **changes: object) -> dict[str, Any]:
-    """Returns a chat request, by number of words in the prompt and maximum tokens to write."""
+    """Returns a chat request with this many prompt words and at most this many output tokens."""
     message = {"role": "user", "content": text(words)}
     return {"model": model, "messages": [message], "max_tokens": tokens, **changes}
 

@@ -1,6 +1,6 @@
-"""A separate process that prepares the work in its order and waits for the signal to begin.
+"""A separate process that prepares its ordered work and waits for the signal to start.
 
-It reads its order from stdin, a line of JSON, and writes READY once it is prepared. It begins with
+It reads its order from stdin, a line of JSON, and writes READY once it is prepared. It starts on
 the next line, and writes a report when it is done. Both sides are here.
 """
 
@@ -20,7 +20,7 @@ S = TypeVar("S", bound=msgspec.Struct)
 
 
 class OrderedProcess:
-    """A process that is ready to begin."""
+    """A process that is ready to start."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -34,7 +34,7 @@ class OrderedProcess:
         self._process.stdin.write(b"\n")
 
     async def report(self, kind: type[S], limit_s: float) -> S:
-        """Waits for its end, at most `limit_s`. Returns its report."""
+        """Waits up to `limit_s` for it to end. Returns its report."""
         async with asyncio.timeout(limit_s):
             output, _ = await self._process.communicate()
         return msgspec.json.decode(output, type=kind)
@@ -47,11 +47,11 @@ async def ordered(
     """Starts a process with an order, and waits until it is ready. It is killed after the block.
 
     Args:
-        words: module to run, and its arguments.
+        words: the module to run and its arguments.
         limit_s: time limit for getting ready.
 
     Raises:
-        RuntimeError: it ended before.
+        RuntimeError: it ended before it was ready.
         TimeoutError: it was not ready in time.
     """
     pipe = subprocess.PIPE
@@ -77,7 +77,7 @@ def read_order(kind: type[S]) -> S:
 
 
 def await_start() -> None:
-    """Reports that this process is ready, and waits until it may begin."""
+    """Reports that this process is ready, and waits until it may start."""
     sys.stdout.buffer.write(READY)
     sys.stdout.buffer.flush()
     sys.stdin.buffer.readline()

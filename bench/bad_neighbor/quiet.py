@@ -1,4 +1,4 @@
-"""The quiet tenant: on each surface a small steady rate of small requests, each timed."""
+"""The quiet tenant: on each surface, a low, steady rate of small requests, each timed."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ from bench.bad_neighbor.inputs import (
 from tests.keys import bearer
 
 LIMIT_S = 60.0
-"""After this a request counts as one without an answer."""
+"""Time after which a request counts as unanswered."""
 BATCH_LINES, POLL_S = 4, 0.1
 TOKENS = 16
-"""The longest text that it asks for."""
+"""The longest text it requests."""
 UPLOAD_LINES = 200
 DAY_S = 86_400
 RANGE_DAYS = 30
@@ -42,13 +42,13 @@ class RefusedError(Exception):
 
 @dataclass
 class Noticed:
-    """Results of the quiet tenant on one surface."""
+    """The quiet tenant's results on one surface."""
 
     sent: int = 0
-    """Requests that were begun. Each has a time or a refusal."""
+    """Number of requests started. Each ends with a time or a refusal."""
     took_ms: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    """Requests without the expected answer, by status and reason."""
+    """Requests that did not get the expected answer, by status and reason."""
 
     def add(self, other: Noticed) -> None:
         self.sent += other.sent
@@ -57,7 +57,7 @@ class Noticed:
 
 
 class Quiet:
-    """The tenant's client, and its receiver of webhooks."""
+    """The tenant's client and its webhook receiver."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
@@ -77,7 +77,7 @@ class Quiet:
         await self.post("/v1/chat/completions", chat(WRITER, 4, TOKENS))
 
     async def batches(self) -> None:
-        """A file of a few lines, a batch of it, and its end."""
+        """Uploads a file of a few lines, creates a batch from it, and waits for it to end."""
         file = await self._upload(batch_file(BATCH_LINES, 12))
         body = {
             "input_file_id": file["id"],
@@ -94,17 +94,17 @@ class Quiet:
             raise RefusedError("lines of a batch failed")
 
     async def uploads(self) -> None:
-        """A file of some 30 KB, which is deleted afterwards."""
+        """Uploads a file of about 30 KB, which is deleted afterwards."""
         await self._upload(batch_file(UPLOAD_LINES, 4))
 
     async def reports(self) -> None:
-        """Its usage of a month. A range that begins at another second is in no cache."""
+        """Queries a month of usage. A range that starts at a different second is in no cache."""
         now_s = int(time.time())
         start_s = now_s - RANGE_DAYS * DAY_S - time.monotonic_ns() % DAY_S
         await self._get(f"/v1/usage?from={start_s}&to={now_s}")
 
     async def webhooks(self) -> None:
-        """A prediction, until its webhook has come."""
+        """Creates a prediction, and waits until its webhook arrives."""
         name = text(1)
         arrived = self._told[name] = asyncio.Event()
         body = {
@@ -117,7 +117,7 @@ class Quiet:
         await arrived.wait()
 
     async def streams(self) -> None:
-        """A chat that comes token by token, to its end."""
+        """Reads a chat that is streamed token by token, to the end."""
         body = chat(WRITER, 4, TOKENS, stream=True)
         async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as answer:
             await _check(answer)
@@ -143,10 +143,10 @@ class Quiet:
     async def post(
         self, path: str, body: object = None, form: aiohttp.FormData | None = None
     ) -> dict[str, Any]:
-        """Sends a request, and returns the body of its answer.
+        """Sends a request and returns the body of its answer.
 
         Raises:
-            RefusedError: it is not what was asked for.
+            RefusedError: the answer is not the expected one.
         """
         async with self._http.post(f"{self._url}{path}", json=body, data=form) as answer:
             return await _json(answer)
@@ -185,16 +185,17 @@ SURFACES = (
     Surface("streams", 0.1, Quiet.streams),
     Surface("webhooks", 0.2, Quiet.webhooks),
 )
-"""In this order: the bad tenant's remaining webhooks are redelivered later, so they are last.
+"""In this order: the noisy tenant's remaining webhooks are redelivered later, so they come last.
 
-Each often enough for MIN_SAMPLES in all rounds of a full measurement."""
+Each is frequent enough for MIN_SAMPLES over all rounds of a full measurement.
+"""
 MIN_SAMPLES = 100
-"""With fewer requests, the 99th percentile is just the slowest one."""
+"""With fewer requests, the 99th percentile is simply the slowest one."""
 
 
 @asynccontextmanager
 async def quiet_tenant(url: str) -> AsyncIterator[Quiet]:
-    """The tenant with its receiver of webhooks on this machine."""
+    """Yields the tenant with its webhook receiver on this machine."""
     timeout = aiohttp.ClientTimeout(total=LIMIT_S)
     async with aiohttp.ClientSession(
         headers=bearer(QUIET), timeout=timeout, connector=aiohttp.TCPConnector(limit=0)
@@ -213,10 +214,10 @@ async def quiet_tenant(url: str) -> AsyncIterator[Quiet]:
 
 
 async def notice(quiet: Quiet, surfaces: Sequence[Surface], seconds: float) -> dict[str, Noticed]:
-    """Acts on each surface at its rate for `seconds`, and waits for what was begun.
+    """Acts on each surface at its rate for `seconds`, and waits for all started requests.
 
     Returns:
-        By the name of the surface. A request is timed from when it was due.
+        Results by surface name. A request is timed from when it was due.
     """
     noticed = {surface.name: Noticed() for surface in surfaces}
     async with asyncio.TaskGroup() as drives:

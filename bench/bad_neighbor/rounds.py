@@ -1,7 +1,7 @@
-"""A quiet tenant on each surface: alone, next to a bad tenant, and next to the same CPU load.
+"""A quiet tenant on each surface: alone, alongside a noisy one, and alongside the same CPU load.
 
-That CPU load (cpu_load.py) comes from no request, so it shows how much the shared cores of this
-machine explain. The bound is in comparison.py. All surfaces at once have no bound.
+That CPU load (cpu_load.py) comes from no requests, so it shows how much of the effect is due to
+this machine's shared cores. The limit is in comparison.py. All surfaces at once have no limit.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ from infra.local.stack import Stack
 SECONDS, ROUNDS = 20.0, 3
 QUICK_SECONDS, QUICK_ROUNDS = 4.0, 2
 LEAD_S = 1.5
-"""The bad tenant, and the same CPU load, begin so much earlier."""
+"""How much earlier the noisy tenant, or the same CPU load, starts."""
 RECEIVERS, QUICK_RECEIVERS = 200, 40
 STREAMS = 100
 WARM_UP_S = 4.0
 PROCESS_LIMIT_S = 180.0
-"""That the bad tenant's process has to start, and to report, on a machine that does much else."""
+"""Time limit for the noisy tenant's process to start, and to report, on a busy machine."""
 CLIENT = "client"
-"""The part of the CPU load that is the bad tenant's own process."""
+"""The part of the CPU load that is the noisy tenant's own process."""
 
 
 def run(*, quick: bool = False) -> Outcome:
-    """Measures each surface and all at once: for half an hour or so.
+    """Measures each surface, then all at once. Takes about half an hour.
 
-    With `quick` it takes six minutes, and leaves out all at once.
+    With `quick`, it takes six minutes and skips all surfaces at once.
     """
     seconds, rounds = (QUICK_SECONDS, QUICK_ROUNDS) if quick else (SECONDS, ROUNDS)
     receivers = QUICK_RECEIVERS if quick else RECEIVERS
@@ -72,12 +72,12 @@ async def measure(
     streams: int = STREAMS,
     burns: bool = True,
 ) -> list[Beside]:
-    """Measures surfaces one after the other, or several at once.
+    """Measures surfaces one after another, or several at once.
 
     Args:
-        drives: each contains the surfaces to measure at once.
+        drives: each entry contains the surfaces to measure at once.
         seconds: how long the quiet tenant sends in each drive.
-        burns: False skips the drives with the same CPU load. Only the verdict needs them.
+        burns: False skips the drives with the same CPU load, which only the verdict needs.
     """
     results: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:
@@ -105,7 +105,7 @@ async def _round(
     order: BadOrder,
     lines: dict[str, Beside],
 ) -> Load:
-    """Measures the quiet tenant alone and next to the bad one, and returns the added CPU load."""
+    """Measures the quiet tenant alone and alongside the noisy one. Returns the added CPU load."""
     seconds = order.seconds - LEAD_S
     leaders = {name: process.pid for name, process in stack.processes.items()}
     async with ordered(["bench.bad_neighbor.bad"], order, PROCESS_LIMIT_S) as bad:

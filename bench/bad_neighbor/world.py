@@ -1,7 +1,7 @@
-"""The stack that both tenants use: `penstock up` with keys and a small model for each task.
+"""The stack used by both tenants: `penstock up` with keys and a small model for each task.
 
-The text model has random weights, so nothing has to be downloaded. It writes as fast as a small
-machine lets it, which makes the rest of the pipeline the thing that is measured.
+The text model has random weights, so nothing needs to be downloaded. It generates text as fast as a
+small machine allows, so the measurement is about the rest of the pipeline.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ from tests.keys import keys_url, stored
 
 CONTEXT_TOKENS = 256
 FILES_MAX_BYTES = 256 * 1024 * 1024
-"""The quota on files of a tenant. The shipped one takes minutes to fill."""
+"""A tenant's file quota. The shipped one would take minutes to fill."""
 PLANS = {
     "quiet": Plan(requests_per_min=100_000, budget_usd_per_month=1e6),
     "bad": Plan(requests_per_min=1_000_000, budget_usd_per_month=1e6),
 }
-"""Both are counted, and neither is stopped by its own limits."""
+"""Plans of both tenants: they are counted, but neither is stopped by its own limits."""
 IDLE_LIMIT_S = 30.0
 IDLE_CPU_S = 0.25
-"""CPU seconds a second of a stack that has nothing to do."""
+"""CPU seconds per second of a stack that has nothing to do."""
 LOOK_S = 0.5
 
 
 @contextmanager
 def serving() -> Iterator[Stack]:
-    """The running stack, in a temporary folder."""
+    """Yields the running stack, in a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="penstock-neighbors-") as name:
         folder = Path(name)
         settings = {
@@ -91,7 +91,10 @@ def _catalog(folder: Path) -> Path:
 
 
 def await_idle(stack: Stack) -> float:
-    """Waits until the stack's processes have nothing to do. Returns the seconds, limited."""
+    """Waits until the stack's processes have nothing to do.
+
+    Returns the seconds waited, up to a limit.
+    """
     began_s = time.monotonic()
     before_s = _cpu_s(stack)
     while time.monotonic() - began_s < IDLE_LIMIT_S:

@@ -1,1 +1,1 @@
-"""Text generation: the engine compared with others that compute the same weights."""
+"""Text generation: the engine compared with others that run the same weights."""

@@ -1,9 +1,9 @@
-"""CPU of the pipeline for each token of streamed texts, at several speeds of the model.
+"""The pipeline's CPU time per token of streamed text, at several model speeds.
 
-The cost of a token depends on how many come at a time, so models of three sizes are measured, with
-16 texts in flight. Two of them have random weights and write nonsense. The third is SmolLM2-135M,
+A token's cost depends on how many arrive at a time, so models of three sizes are measured, with 16
+texts in flight. Two of them have random weights and generate nonsense. The third is SmolLM2-135M,
 if the `text` extra is installed. The stack is `penstock up`. The CPU time covers the API, the
-worker without its model process, and Redis, minus their use when idle.
+worker without its model process, and Redis, minus their idle usage.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ IN_FLIGHT = 16
 TOKENS = 64
 MEASURED_S = 15.0
 SETTLED_S = 3.0
-"""After the last text, until rows and leases of it are done."""
+"""Time after the last text until its rows and leases are done."""
 IDLE_S = 10.0
 LAST_ID = 399
-"""Ends a text of random weights. A token that is likely would end most at once."""
+"""Ends a text from random weights. A likely token would end most texts at once."""
 SIZES = {"2 layers of 64": (64, 2), "12 layers of 384": (384, 12)}
 
 
@@ -84,9 +84,9 @@ def _config(width: int, layers: int) -> LlamaConfig:
 
 
 def _silence_bytes(folder: Path) -> None:
-    """Has the model write whole characters only, as one with real weights does.
+    """Makes the model generate only whole characters, as a model with real weights does.
 
-    The token with the largest logit is written. That of a silenced one is 0.
+    The token with the largest logit is generated. A silenced token's logit is 0.
     """
     vocabulary = Vocabulary(folder)
     weights = load_file(folder / "model.safetensors")
@@ -134,7 +134,7 @@ def _parts(stack: Stack) -> dict[str, Part]:
 
 
 def _spent(parts: dict[str, Part], work: Callable[[], object]) -> dict[str, float]:
-    """CPU seconds of each part while `work` runs."""
+    """Returns the CPU seconds of each part while `work` runs."""
     before = {name: part.cpu_s() for name, part in parts.items()}
     work()
     return {name: part.cpu_s() - before[name] for name, part in parts.items()}

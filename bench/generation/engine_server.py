@@ -1,8 +1,7 @@
-"""The server of an engine alone: prompts go straight to its socket, without API, queue and worker.
+"""An engine's server alone: prompts go straight to its socket, without API, queue or worker.
 
-It reads each prompt as a whole, in the order of arrival, because nothing divides it. Like the
-stack, it caches prompt beginnings: 24 mixed prompts share up to 58 % of their tokens with earlier
-prompts.
+It reads each prompt as a whole, in order of arrival, because nothing splits it up. Like the stack,
+it caches prompt prefixes: 24 mixed prompts share up to 58 % of their tokens with earlier prompts.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from workers.models.generation.writing import IDS
 
 START_LIMIT_S = 180.0
 ANY_SLOT = -1
-"""The server chooses the free slot that has read most of the prompt."""
+"""The server chooses the free slot that already has the longest part of the prompt."""
 
 
 def ask_server(
@@ -38,10 +37,10 @@ def ask_server(
     """Starts a server and streams a text for each prompt.
 
     Args:
-        entry: catalog entry of the model.
-        folder: folder of its GGUF file.
-        first: prompts to warm up with.
-        rounds: prompts by how many are in flight at a time.
+        entry: the catalog entry of the model.
+        folder: folder of the model's GGUF file.
+        first: prompts for warming up the server.
+        rounds: prompts by the number in flight.
     """
     return asyncio.run(_ask(entry, folder, first, rounds))
 
@@ -75,7 +74,7 @@ async def _ask_round(
 
 
 async def _call(server: EngineProcess, waiting: Iterator[PreparedPrompt]) -> list[TimedGeneration]:
-    """Asks for one text after the other."""
+    """Requests texts one after another, until none is waiting."""
     texts = []
     for prompt in waiting:
         timed = TimedGeneration(time.monotonic())

@@ -1,13 +1,13 @@
 """Mixed prompts at 1, 8, 16 and 32 in flight: the engine, the whole stack, and other servers.
 
-All compute SmolLM2-135M-Instruct in fp32 on this CPU, but llama.cpp, whose weights have 4 bits. The
-stack is measured with our engine in fp32, in the fastest precision of this CPU, and in int4, and
-with llama.cpp's server, which is measured alone too, with the same prompts.
-The stack is `penstock up`, with everything on the same cores. A text is streamed, and its
-reader notes when each piece comes. Tokens are counted from the text, for all alike.
+All of them run SmolLM2-135M-Instruct in fp32 on this CPU, except llama.cpp, whose weights have 4
+bits. The stack is measured with our engine in fp32, in this CPU's fastest precision and in int4,
+and with llama.cpp's server, which is also measured alone with the same prompts. The stack is
+`penstock up`, with everything on the same cores. Texts are streamed, and their readers record when
+each piece arrives. Tokens are counted from the text, in the same way for all.
 
 The short form measures what decision 139 compares: our engine in the fastest precision, llama.cpp,
-two workers of each, and each next to a worker that draws images.
+two workers of each, and each alongside a worker that draws images.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ from workers.models.source import resolve
 
 IN_FLIGHT = (1, 8, 16, 32)
 PER_CALLER = {1: 4.0, 8: 1.5, 16: 1.5, 32: 1.25}
-"""Texts of each level, divided by those in flight."""
+"""Texts per level, divided by the number in flight."""
 SLOTS = 32
 MODELS_FILE = Path("models.yaml")
 MODEL = "smollm2"
 CPU_LIMIT_MS = 0.3
-"""Maximum CPU time of API and worker without the model process, per token at 16 in flight."""
+"""Maximum CPU time of the API and the worker without the model process, per token at 16 in flight.
+"""
 LLAMA_CPP: Mapping[str, str] = {"engine": "llama.cpp", "source": SOURCE}
 SERVED: Mapping[str, Mapping[str, str]] = {
     "fp32": {"precision": "fp32"},
@@ -66,12 +67,13 @@ SERVED: Mapping[str, Mapping[str, str]] = {
     "int4": {"precision": "int4"},
     "llama.cpp Q4_1": LLAMA_CPP,
 }
-"""Fields of the catalog entry for each measured variant of the stack."""
+"""Catalog entry fields for each measured variant of the stack."""
 SHORT = ("auto", "llama.cpp Q4_1")
-"""Variants of the short form."""
+"""Variants measured in the short form."""
 MIN_RATIO = {1: 0.7, 16: 0.85}
-"""Minimum speed by level if an engine computes, as a fraction of its server's speed alone.
-The server is measured before and after the stack."""
+"""Minimum speed by level if an engine computes, as a fraction of its server's speed alone. The
+server is measured before and after the stack.
+"""
 SECOND = "smollm2-second"
 IN_EACH = 4
 """Texts in flight in each of two workers."""
@@ -80,7 +82,7 @@ SETTLED_S, IDLE_S = 3.0, 5.0
 
 
 def run(levels: Sequence[int] = IN_FLIGHT, *, quick: bool = False) -> Outcome:
-    """Measures everything that is installed here, at the given numbers in flight.
+    """Measures everything that is installed here, at these numbers in flight.
 
     Args:
         quick: True for the short form.
@@ -121,14 +123,14 @@ def run(levels: Sequence[int] = IN_FLIGHT, *, quick: bool = False) -> Outcome:
 
 
 def measure_variant(folder: Path, name: str, levels: Sequence[int]) -> Iterator[Figure]:
-    """Measures the stack, and the server of its engine alone if it has one.
+    """Measures the stack, and its engine's server alone if it has one.
 
     Args:
-        folder: folder of SmolLM2.
-        name: key of the variant in SERVED.
+        folder: SmolLM2's folder.
+        name: the variant's key in SERVED.
     """
     changes = SERVED[name]
-    # All levels up to the last compared level, because earlier prompts fill the cache.
+    # All levels up to the last compared one, because earlier prompts fill the cache.
     alone = [level for level in levels if "engine" in changes and level <= max(MIN_RATIO)]
     entry = Model.model_validate(entry_of(folder, changes))
     before = yield from _alone(f"{name} alone", entry, alone)
@@ -142,7 +144,7 @@ def measure_variant(folder: Path, name: str, levels: Sequence[int]) -> Iterator[
 
 
 def measure_two_workers(folder: Path, name: str) -> Iterator[Figure]:
-    """Measures two models of a variant at a time, each with a worker, on the same cores."""
+    """Measures two models of a variant at once, each with its own worker, on the same cores."""
     changes, tokenizer = SERVED[name], _tokenizer(folder)
     with (
         running_stack(folder, changes, {**changes, "name": SECOND}) as stack,
@@ -161,7 +163,7 @@ def measure_two_workers(folder: Path, name: str) -> Iterator[Figure]:
 
 
 def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
-    """Measures texts alone, images alone, and both at a time, each with its worker."""
+    """Measures texts alone, images alone, and both at once, each with its own worker."""
     changes, tokenizer = SERVED[name], _tokenizer(folder)
     entries = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))["models"]
     image_model = next(entry for entry in entries if entry["task"] == "image")
@@ -176,7 +178,7 @@ def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
         with _drawing(url, image_model["name"]) as alone:
             time.sleep(IMAGES_ALONE_S)
         yield Figure("images alone", alone.rate, "/s")
-        # Other words, because the cache of the engine has read the ones above.
+        # Different words, because the engine's cache has read the ones above.
         others = mixed(len(prompts), seed=IN_EACH + 1)
         with _drawing(url, image_model["name"]) as images:
             timed = drive(url, MODEL, others, IN_EACH, tokenizer)
@@ -186,14 +188,14 @@ def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
 
 @dataclass
 class _Images:
-    """Images per second, once the block has ended."""
+    """Images per second, available once the block has ended."""
 
     rate: float = 0.0
 
 
 @contextmanager
 def _drawing(url: str, model: str) -> Iterator[_Images]:
-    """Keeps IMAGES_IN_FLIGHT requests for an image each in flight while the block runs."""
+    """Keeps IMAGES_IN_FLIGHT requests, one image each, in flight while the block runs."""
     images, stop = _Images(), threading.Event()
 
     def call() -> int:
@@ -216,7 +218,7 @@ def _drawing(url: str, model: str) -> Iterator[_Images]:
 
 
 def smollm2_folder() -> Path:
-    """SmolLM2-135M.
+    """Returns SmolLM2-135M's folder.
 
     Raises:
         ConfigurationError: the `text` extra is not installed.
@@ -233,7 +235,7 @@ def _prompts(level: int) -> list[MixedPrompt]:
 
 
 def entry_of(folder: Path, changes: Mapping[str, str] = SERVED["fp32"]) -> dict[str, Any]:
-    """The catalog's entry of the model in `folder`, as MODEL."""
+    """Returns the catalog entry for the model in `folder`, named MODEL."""
     entry: dict[str, Any] = {
         "name": MODEL,
         "task": "text",
@@ -251,7 +253,7 @@ def entry_of(folder: Path, changes: Mapping[str, str] = SERVED["fp32"]) -> dict[
 
 
 class _Pieces(BaseStreamer):  # type: ignore[misc]
-    """Notes when each token comes. The first call has the prompt."""
+    """Records when each token arrives. The first call has the prompt."""
 
     def __init__(self, timed: TimedGeneration) -> None:
         self._timed = timed
@@ -267,7 +269,7 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]
 
 
 def _plain(folder: Path, prompts: Sequence[MixedPrompt]) -> list[TimedGeneration]:
-    """Times each prompt alone with `generate()` of transformers and greedy decoding."""
+    """Times each prompt alone with transformers' `generate()` and greedy decoding."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True
     ).eval()
@@ -308,7 +310,7 @@ class _Engine:
         self._model.warmup()
 
     def write(self, level: int) -> list[TimedGeneration]:
-        """Texts with `level` in the model at a time."""
+        """Generates texts, with `level` in the model at a time."""
         waiting = list(enumerate(_prepared(self._folder, _prompts(level))))
         inside: dict[int, TimedGeneration] = {}
         done: list[TimedGeneration] = []
@@ -334,7 +336,7 @@ def running_stack(
     changes: Mapping[str, str] = SERVED["fp32"],
     *others: Mapping[str, Any],
 ) -> Iterator[Stack]:
-    """The stack of `penstock up` with the model in `folder` as MODEL.
+    """Yields the stack of `penstock up` with the model in `folder` as MODEL.
 
     Args:
         changes: catalog entry fields that differ from `entry_of`.

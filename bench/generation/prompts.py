@@ -1,4 +1,4 @@
-"""Conversations, all different: short ones, and a mix of lengths."""
+"""Conversations, all different: short ones, and ones of mixed lengths."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ _WORDS = "the old mill stands by a quiet river where boats carry grain and salt 
 
 
 class MixedPrompt(NamedTuple):
-    """A conversation, and how many tokens to write."""
+    """A conversation, and how many tokens to generate."""
 
     messages: list[dict[str, Any]]
     tokens: int
 
 
 def mixed(count: int, seed: int) -> list[MixedPrompt]:
-    """`count` prompts of 20 to 400 tokens with the template, for 16 to 128 tokens of text.
+    """Returns `count` prompts of 20 to 400 tokens with the template, for 16 to 128 output tokens.
 
-    A word of these texts is about one token of SmolLM2. Template and question take about 45.
+    A word in these texts is about one SmolLM2 token. The template and question take about 45.
     """
     drawn = random.Random(seed)
     return [
@@ -33,11 +33,11 @@ def mixed(count: int, seed: int) -> list[MixedPrompt]:
 
 
 def conversations(count: int, words: int = 0, first: int = 0) -> list[list[dict[str, Any]]]:
-    """`count` conversations of one message each.
+    """Returns `count` conversations with one message each.
 
     Args:
         words: number of words before the question.
-        first: the number of the first one.
+        first: number of the first conversation.
     """
     prompts = []
     for number in range(first, first + count):

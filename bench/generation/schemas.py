@@ -1,7 +1,7 @@
 """200 prompts with JSON schemas of different kinds, through the stack: are all outputs valid?
 
-`jsonschema` checks each, with the formats that it knows. Schemas are bounded, so that a text ends
-before `max_tokens`.
+Each is checked by `jsonschema`, including the formats it supports. Schemas are bounded, so that a
+text ends before `max_tokens`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _COLORS = ["red", "green", "blue", "deep violet", "é-bleu", 'quo"ted']
 
 
 class SchemaCase(NamedTuple):
-    """A prompt and the schema of its answer."""
+    """A prompt and its answer's schema."""
 
     kind: str
     prompt: str
@@ -109,7 +109,7 @@ def _tuple(drawn: random.Random) -> Schema:
 
 
 def _map(drawn: random.Random) -> Schema:
-    # The keys are bounded too.
+    # The keys are bounded as well.
     named = {f"k{number}": _integer(drawn) for number in range(drawn.randint(1, 5))}
     return _object(named)
 

@@ -1,4 +1,4 @@
-"""Streamed chats over HTTP, from any server that speaks OpenAI's API."""
+"""Streamed chats over HTTP, from any server that supports OpenAI's API."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ def drive(
 
     Args:
         url: URL of the server, without a path.
-        tokenizer: counts received tokens, in the same way for all servers. None: the server does.
+        tokenizer: counts received tokens the same way for all servers. None: the server counts.
 
     Raises:
-        RuntimeError: a text did not come.
+        RuntimeError: a text did not arrive.
     """
     return asyncio.run(_drive(url, model, prompts, in_flight, tokenizer))
 

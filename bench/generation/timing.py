@@ -23,12 +23,12 @@ class TimedGeneration:
 
     @property
     def between_s(self) -> float:
-        """Seconds from a token to the next, on average over the text."""
+        """Seconds from one token to the next, averaged over the text."""
         return (self.pieces_s[-1] - self.pieces_s[0]) / max(1, self.tokens - 1)
 
 
 def figures_of(name: str, texts: Sequence[TimedGeneration]) -> list[Figure]:
-    """Tokens per second, and percentiles of both times."""
+    """Returns tokens per second, and percentiles of both times."""
     wall_s = max(text.pieces_s[-1] for text in texts) - min(text.asked_s for text in texts)
     figures = [Figure(f"{name}, speed", sum(text.tokens for text in texts) / wall_s, "tokens/s")]
     for label, values_s in (

@@ -1,1 +1,1 @@
-"""Benchmarks on a GPU: texts, images, sharing, scale."""
+"""GPU benchmarks: texts, images, sharing, and scale."""

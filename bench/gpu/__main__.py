@@ -1,7 +1,7 @@
 """`python -m bench.gpu`: images, texts, a served stack and time-sharing with CUDA.
 
-Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in a minute or two, as a
-check that it runs: its figures say nothing about a GPU.
+Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in a minute or two, to
+check that it works: its figures say nothing about a GPU.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _WHO = ("plain", "ours")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs it. Returns 1 without a GPU, unless `--tiny` was given."""
+    """Runs the benchmark. Returns 1 without a GPU, unless `--tiny` was passed."""
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=__doc__)
     parser.add_argument("--tiny", action="store_true", help="small models on the CPU")
@@ -85,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     outcome = run(scale, options.parts)
     print(f"{where['card']}, torch {where['torch']}, diffusers {where['diffusers']}\n")
     print(table({"gpu": outcome}))
-    if not options.tiny:  # figures of small models on a CPU are not results
+    if not options.tiny:  # small models on a CPU don't produce meaningful figures
         print(f"\nkept in {keep('gpu', outcome, where, began_s)}")
     return 1 if outcome.failure else 0
 
@@ -93,7 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(scale: Scale, parts: Sequence[str] = PARTS) -> Outcome:
     """Measures `parts` at one scale, with the models in a temporary folder.
 
-    A part that fails does not take the others' figures with it.
+    If one part fails, the others' figures are kept.
     """
     rate = matrix_tflops(scale.device, scale.precision, scale.matrix)
     figures = [Figure(f"matrix product of {scale.matrix}, {scale.precision}", rate, "TFLOP/s")]

@@ -1,4 +1,4 @@
-"""Images that join a running batch on a GPU: the distance of their pixels from each image alone."""
+"""Images that join a running batch on a GPU: how far their pixels differ from each image alone."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from workers.models.base import PreparedImage
 from workers.models.image.model import ImageModel
 
 JOIN_EVERY = 2
-"""Steps between two images that join."""
+"""Number of steps between two joining images."""
 MAX_STEPS = 10_000
 
 
 def drawn(
     model: ImageModel, items: Sequence[PreparedImage], *, join_every: int = 0
 ) -> list[np.ndarray]:
-    """Draws images in one running batch. Returns the pixels of each, [height, width, 3].
+    """Draws images in one running batch. Returns each one's pixels, [height, width, 3].
 
     Args:
-        items: in the order in which they are admitted.
-        join_every: how many steps after the one before an item is admitted.
+        items: images in the order in which they are admitted.
+        join_every: number of steps after the previous item at which an item is admitted.
 
     Raises:
         RuntimeError: one of them was not drawn.
@@ -47,11 +47,11 @@ def drawn(
 
 
 def distances(model: ImageModel, items: Mapping[str, PreparedImage]) -> dict[str, dict[str, float]]:
-    """How far each image of a mixed batch is from the same one alone, in levels of 255.
+    """Returns how far each image in a mixed batch is from the same one alone, in levels of 255.
 
-    `again` is the largest difference between two runs of an image alone, which shows how well the
-    device itself repeats. `contrast` is the standard deviation of its pixels. `outside_kept` is 1
-    if each pixel outside of its mask is unchanged from the source.
+    `again` is the largest difference between two runs of an image alone, which shows how
+    reproducible the device itself is. `contrast` is the standard deviation of the pixels.
+    `outside_kept` is 1 if every pixel outside the mask is unchanged from the source.
     """
     alone = {name: drawn(model, [item])[0] for name, item in items.items()}
     again = {name: drawn(model, [item])[0] for name, item in items.items()}
@@ -86,7 +86,7 @@ def text_image(side: int, steps: int, guidance: float, *, scheduler: str = "ddim
 
 
 def masked(item: PreparedImage) -> PreparedImage:
-    """The same image from a source, with a mask of its middle."""
+    """Returns the same image drawn from a source, with a mask over its center."""
     mask = np.zeros((item.height, item.width), np.uint8)
     mask[item.height // 4 : -item.height // 4, item.width // 4 : -item.width // 4] = 255
     source = gradient(item.width, item.height)
@@ -94,14 +94,14 @@ def masked(item: PreparedImage) -> PreparedImage:
 
 
 def gradient(width: int, height: int) -> bytes:
-    """RGB pixels, each color of which grows in another direction."""
+    """Returns RGB pixels whose colors each increase in a different direction."""
     across = np.linspace(0, 255, width)[None, :].repeat(height, 0)
     down = np.linspace(0, 255, height)[:, None].repeat(width, 1)
     return np.stack([across, down, 255 - across], -1).astype(np.uint8).tobytes()
 
 
 def outline(width: int, height: int) -> bytes:
-    """The edges of a square, white on black, as a ControlNet of edges takes them."""
+    """Returns the edges of a square, white on black, as an edge ControlNet expects them."""
     edges = np.zeros((height, width, 3), np.uint8)
     top, left = height // 4, width // 4
     edges[top : height - top, left : width - left] = 255

@@ -1,8 +1,8 @@
 """FLUX.1 with random weights: eager diffusers compared with our model.
 
-It has the published shapes, but 5 and 10 of the 19 and 38 blocks and 4 of T5's 24 layers, which
-would only take time to write. Ours ends in PNG files, and is compiled for the batches that are
-timed.
+It has the published shapes, but only 5 and 10 of the 19 and 38 blocks and 4 of T5's 24 layers,
+because more would only take longer to write. Ours produces PNG files, and is compiled for the timed
+batches.
 """
 
 from __future__ import annotations
@@ -42,14 +42,15 @@ FAMILY = "flux.1"
 GUIDANCE = 4.5
 LATENT_CHANNELS = 16
 CONTRAST = 20.0
-"""Factor on the last layer of a VAE with random weights. Without it, all pixels are nearly gray."""
+"""Factor for the last layer of a VAE with random weights. Without it, all pixels are nearly gray.
+"""
 FULL = {
     "transformer": (5, 10, 24, 128, 4096, 768, (16, 56, 56)),
     "clip": (768, 12, 12),
     "t5": (4096, 10240, 4, 64),
     "vae": (128, 256, 512, 512),
 }
-"""Numbers of blocks, layers and heads, and widths: see `write_pipeline`."""
+"""Numbers of blocks, layers and heads, and their widths: see `write_pipeline`."""
 TINY = {
     "transformer": (1, 1, 2, 16, 32, 16, (4, 4, 8)),
     "clip": (16, 2, 2),
@@ -59,17 +60,17 @@ TINY = {
 
 
 def measure(scale: Scale, folder: Path) -> dict[str, Any]:
-    """`rates`: images/s plain and ours by batch. `distances`: see bench.gpu.company.
+    """Returns `rates`: images/s plain and ours by batch. `distances`: see bench.gpu.company.
 
-    The latter without compiling, as batches of other sizes are computed.
+    The latter are measured without compiling, because batches of other sizes are computed.
 
     Args:
-        folder: new. It gets the pipeline.
+        folder: a new folder for the pipeline.
     """
     write_pipeline(folder, scale)
     eager = _model(folder, scale, compile="never")
     apart = distances(eager, _kinds(scale))
-    print(f"{FAMILY}: {json.dumps(apart)}", file=sys.stderr)  # what follows may take minutes
+    print(f"{FAMILY}: {json.dumps(apart)}", file=sys.stderr)  # the rest may take minutes
     del eager
     return {"family": FAMILY, "distances": apart, "rates": _rates(folder, scale)}
 
@@ -132,7 +133,7 @@ def _kinds(scale: Scale) -> dict[str, PreparedImage]:
 
 
 def _dtype(scale: Scale) -> torch.dtype:
-    """The precision in which a worker computes images by default."""
+    """Returns the precision in which a worker computes images by default."""
     return DTYPES["fp32" if scale.device == "cpu" else "bf16"]
 
 

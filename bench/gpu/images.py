@@ -1,7 +1,7 @@
 """Stable Diffusion 1.5 with random weights: eager diffusers compared with our ImageModel.
 
-Nothing is downloaded: speed does not depend on what the weights are. Ours ends in PNG files, plain
-diffusers in PIL images, so the comparison is in its favor by the time that encoding takes.
+Nothing is downloaded: speed doesn't depend on the values of the weights. Ours produces PNG files,
+plain diffusers PIL images, so the comparison favors diffusers by the encoding time.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ GUIDANCE = 7.5
 SEED = 20240501
 PROMPT_TOKENS = 77
 WARMUP_LIMIT_S = 3600.0
-"""A worker compiles every size within a few starts. Here it must take one."""
+"""A worker compiles all sizes over a few starts. Here it must do so in one."""
 
 
 def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
-    """A row per task and batch size: seconds per image, images/s and TFLOP/s, plain and ours."""
+    """Returns a row per task and batch size: s per image, images/s and TFLOP/s, plain and ours."""
     plain = _Plain(folder, scale)
     device = Device(scale.device, threads=1, memory_fraction=1.0)
     ours = ImageModel(image_entry(folder, scale), folder, device, warmup_limit_s=WARMUP_LIMIT_S)
@@ -71,7 +71,7 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
 
 
 def draw(model: ImageModel, batch: list[PreparedImage]) -> None:
-    """Draws a batch as a model process does, and sees that images came of it."""
+    """Draws a batch the way a model process does, and checks that it produced images."""
     for group in model.groups(batch):
         for result in model.predict([batch[index] for index in group], lambda step, steps: None):
             if not isinstance(result, ImageResult):
@@ -79,7 +79,7 @@ def draw(model: ImageModel, batch: list[PreparedImage]) -> None:
 
 
 class _Plain:
-    """The pipelines as diffusers' documentation loads them."""
+    """The pipelines, loaded as in diffusers' documentation."""
 
     def __init__(self, folder: Path, scale: Scale) -> None:
         dtype = DTYPES[scale.precision]
@@ -97,7 +97,7 @@ class _Plain:
         return draw_plain(self._text if batch[0].source is None else self._image, batch)
 
     def operations(self, item: PreparedImage) -> float:
-        """Floating-point operations of one image. A multiplication and an addition are two."""
+        """Returns the floating-point operations of one image. A multiply-add counts as two."""
         with FlopCounterMode(display=False) as counter:
             self.draw([item])
         return float(counter.get_total_flops())
@@ -148,7 +148,7 @@ def image_entry(folder: Path, scale: Scale) -> Model:
 
 
 def write_pipeline(folder: Path, scale: Scale) -> None:
-    """Writes a pipeline of full width with random 16-bit weights, some 2 GB, or the shipped one."""
+    """Writes a full-width pipeline with random 16-bit weights, about 2 GB, or the shipped one."""
     if not scale.is_full_width:
         shutil.copytree(PIPELINE, folder)
         return
@@ -175,7 +175,7 @@ def write_pipeline(folder: Path, scale: Scale) -> None:
 
 
 def full_width_parts(start_token: int, end_token: int) -> dict[str, torch.nn.Module]:
-    """The networks of Stable Diffusion 1.5, in the shapes of its config.json files."""
+    """Returns the networks of Stable Diffusion 1.5, with the shapes in its config.json files."""
     text = CLIPTextConfig(
         hidden_size=768,
         intermediate_size=3072,

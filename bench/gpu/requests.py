@@ -1,8 +1,8 @@
-"""Images as customers ask for them: with masks, adapters (LoRA) and ControlNets.
+"""Images as customers request them: with masks, adapters (LoRA) and ControlNets.
 
-First what each costs: four images of Stable Diffusion 1.5's size with it, and the same four without
-it, in turn. Then the shipped model draws all kinds in one running batch, which images join and
-leave, and their pixels are compared with the pixels of each image alone.
+First the cost of each: four images of Stable Diffusion 1.5's size with and without it, alternately.
+Then the shipped model draws all kinds in one running batch, which images join and leave, and their
+pixels are compared with each image's pixels when drawn alone.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ CONTROL_STD = 0.01
 
 
 def measure(scale: Scale, pipeline: Path, folder: Path) -> dict[str, Any]:
-    """`costs`: seconds per batch of each kind, and its rate over the plain one's.
+    """Returns `costs`: seconds per batch of each kind, and its rate relative to the plain one's.
 
     `distances`: by precision and kind of image, see bench.gpu.company. In both, images are not
     compiled: an entry with adapters never is.
@@ -102,11 +102,11 @@ def load_model(entry: Model, pipeline: Path, scale: Scale) -> ImageModel:
 
 
 def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -> dict[str, Any]:
-    """Writes adapters and a ControlNet for a pipeline. Returns the fields of its entry for them.
+    """Writes adapters and a ControlNet for a pipeline. Returns the entry fields for them.
 
     Args:
-        folder: new.
-        trained: a ControlNet for it. None: one with random weights is written.
+        folder: a new folder for the files.
+        trained: a ControlNet for the pipeline. None: one with random weights is written.
     """
     folder.mkdir(parents=True)
     unet: Any = diffusers.UNet2DConditionModel.from_pretrained(pipeline / "unet")
@@ -130,7 +130,7 @@ def _with(entry: Model, extras: Mapping[str, Any]) -> Any:
 
 
 def write_adapters(unet: torch.nn.Module, folder: Path, count: int, rank: int) -> dict[str, Path]:
-    """Writes adapters with random weights in each attention layer of a UNet.
+    """Writes adapters with random weights for each attention layer of a UNet.
 
     Returns their files by name: a0, a1 and so on.
     """

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Scale:
-    """Sizes of one run. `precision` applies to the plain models."""
+    """The sizes of one run. `precision` applies to the plain models."""
 
     device: str = "cuda"
     precision: str = "fp16"

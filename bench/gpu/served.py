@@ -1,8 +1,8 @@
 """The whole stack on a GPU: texts/s and images/s of `penstock up`, and of the models alone.
 
-Callers send one text a request. The plain model of texts gets them all at once, tokenized and
-sorted by length, so it has no server, no queue and no padding to speak of. Images are drawn without
-compiling by both, alone in batches as large as the worker's.
+Callers send one text per request. The plain text model gets all of them at once, tokenized and
+sorted by length, so it has no server, no queue and hardly any padding. Images are drawn without
+compiling by both; alone, in batches as large as the worker's.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ OF_A_BATCH = 64
 
 
 def measure(scale: Scale) -> list[dict[str, Any]]:
-    """A row for each number of requests in flight: texts/s plain and served, CPU, latencies."""
+    """Returns a row per number of requests in flight: texts/s plain and served, CPU, latencies."""
     changes = {"backend": "torch", "precision": scale.precision, "tolerance": {"cosine": 0.999}}
     with running(changes, is_alone=True) as pipeline:
         plain = _Plain(pipeline.model_folder, scale)
@@ -76,9 +76,9 @@ IMAGES_LIMIT_S = 300.0
 
 
 def measure_images(scale: Scale, folder: Path) -> dict[str, Any]:
-    """Images/s of a worker behind the API, and of its model alone.
+    """Returns the images/s of a worker behind the API, and of its model alone.
 
-    `is_forked`: whether the model process is a fork of the template.
+    `is_forked`: True if the model process is a fork of the template.
     """
     largest = max(scale.batches)
     entry = image_entry(folder, scale)
@@ -123,12 +123,12 @@ def _image_stack(folder: Path, entry: Model) -> Iterator[Stack]:
 
 
 def _is_forked(worker_port: int) -> bool:
-    """True if the model process is a fork that did not have to run its program again."""
+    """True if the model process is a fork that did not have to re-execute its program."""
     worker = Part(worker_port).pid
     children = psutil.Process(worker).children(recursive=True)
     model = next(one for one in children if one.name() == MODEL_PROCESS_NAME)
     template = next(one for one in children if one.name() == TEMPLATE_NAME)
-    # A fork that had to run its program again has the template's command line no longer.
+    # A fork that re-executed its program no longer has the template's command line.
     return model.ppid() == template.pid and model.cmdline() == template.cmdline()
 
 

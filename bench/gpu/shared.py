@@ -1,4 +1,4 @@
-"""Two models that time-share a card, in a process each: rates alone and together."""
+"""Two models that time-share a GPU, each in its own process: rates alone and together."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ BATCH_TIMEOUT_S = 120.0
 
 
 def measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
-    """Batches/s of the image model and MiniLM: `alone`, `together`, and the share `kept`."""
+    """Returns batches/s for the image model and MiniLM: `alone`, `together`, and share `kept`."""
     return asyncio.run(_measure(scale, images))
 
 
@@ -60,7 +60,7 @@ async def _measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
 
 
 async def _rate(load: tuple[PooledProcess, Sequence[Prepared]], scale: Scale) -> float:
-    """Batches per second, one after the other. The first one is not counted."""
+    """Returns batches per second, one after another. The first one is not counted."""
     process, batch = load
     await process.run(batch, timeout_s=BATCH_TIMEOUT_S)
     began_s, count = time.perf_counter(), 0

@@ -27,7 +27,7 @@ _CATALOG = Path(__file__).resolve().parents[2] / "models.yaml"
 
 
 def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
-    """A row per model and length: tokens per second, plain and ours in each precision, in turns."""
+    """Returns a row per model and length: tokens/s, plain and ours in each precision."""
     rows = []
     for name, model_folder, dimensions in (
         ("BERT-large", write_bert(folder, scale), 1024 if scale.is_full_width else 32),
@@ -69,7 +69,7 @@ def _embed(runner: Any, batch: list[PreparedText]) -> None:
 
 
 def _plain(folder: Path, scale: Scale) -> Any:
-    """Transformers as its documentation runs it, mean-pooled, vectors fetched."""
+    """Returns transformers as its documentation runs it, mean-pooled, with vectors fetched."""
     model = AutoModel.from_pretrained(
         read_sentence_folder(folder).transformer, dtype=DTYPES[scale.precision]
     )
@@ -117,7 +117,7 @@ def minilm_folder() -> Path:
 
 
 def write_bert(folder: Path, scale: Scale) -> Path:
-    """BERT-large with random weights (tiny: two narrow layers), with MiniLM's tokenizer."""
+    """Writes BERT-large with random weights (tiny: two narrow layers), with MiniLM's tokenizer."""
     folder.mkdir(parents=True, exist_ok=True)
     torch.manual_seed(1)
     shape = (1024, 24, 16, 4096) if scale.is_full_width else (32, 2, 4, 64)

@@ -1,1 +1,1 @@
-"""Load: the generator, and the texts that it sends."""
+"""Load: the generator and the texts it sends."""

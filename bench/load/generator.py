@@ -1,7 +1,7 @@
-"""The load generator of all benchmarks: closed or open loop, over kept connections.
+"""The load generator for all benchmarks: closed or open loop, over persistent connections.
 
 It is a separate process (`python -m bench.load.generator`: an order on stdin, the report on
-stdout), so that its cost is not counted as the API's.
+stdout), so that its cost is not attributed to the API.
 """
 
 from __future__ import annotations
@@ -30,12 +30,11 @@ class LoadOrder(msgspec.Struct):
     """The requests to send, and their target.
 
     Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop
-    (`rate_per_s` above 0): the arrivals of a Poisson process, on as many connections as they need,
-    up to `in_flight`. An arrival that finds none free waits, and its wait counts.
+    (`rate_per_s` above 0): the arrivals of a Poisson process, on as many connections as needed, up
+    to `in_flight`. An arrival that finds none free waits, and its waiting time counts.
 
-    Sending ends after `send_s` seconds (0: no such limit) or when all bodies are sent. With
-    `is_cycled` they are sent again and again. Requests without an answer `limit_s` after that are
-    given up.
+    Sending ends after `send_s` seconds (0: no limit) or once all bodies are sent. With `is_cycled`,
+    they are sent again and again. Requests still unanswered `limit_s` after that are abandoned.
     """
 
     port: int
@@ -49,11 +48,11 @@ class LoadOrder(msgspec.Struct):
     seed: int = 0
     limit_s: float = 300.0
     sample_every: int = 0
-    """Every n-th answer that is a success is kept. 0: none."""
+    """Every n-th successful answer is kept. 0: none."""
 
 
 class LoadReport(msgspec.Struct):
-    """The exchanges in order of their end, and what they cost.
+    """The exchanges in the order they ended, and their cost.
 
     `lag_ms` is each request's delay in an open loop. `samples` has body numbers and their answers.
     `wall_s` ends with the last answer. CPU seconds are the generator's own.
@@ -72,7 +71,7 @@ class LoadReport(msgspec.Struct):
 
     @property
     def round_trip_ms(self) -> list[float]:
-        """Round trips of the requests that were answered with 200."""
+        """Round trips of the requests answered with 200."""
         return [exchange.round_trip_ms for exchange in self.exchanges if exchange.status == 200]
 
     @property
@@ -87,16 +86,16 @@ class LoadReport(msgspec.Struct):
         return dict(sorted(Counter(exchange.cache for exchange in self.exchanges).items()))
 
     def round_trip(self) -> dict[str, float]:
-        """p50, p95 and p99 of the round trip, in ms."""
+        """The round trip's p50, p95 and p99, in ms."""
         return percentiles([exchange.round_trip_ms for exchange in self.exchanges])
 
     def overhead(self) -> dict[str, float]:
-        """p50, p95 and p99 of the round trip without the model's time, in ms."""
+        """p50, p95 and p99 of the round trip minus the model's time, in ms."""
         return percentiles([exchange.overhead_ms for exchange in self.exchanges])
 
 
 def percentiles(values: list[float]) -> dict[str, float]:
-    """p50, p95 and p99 of `values`, rounded to microseconds if they are milliseconds."""
+    """Returns p50, p95 and p99 of `values`, rounded to microseconds if they are in milliseconds."""
     p50, p95, p99 = np.percentile(values, (50, 95, 99))
     return {"p50": round(float(p50), 3), "p95": round(float(p95), 3), "p99": round(float(p99), 3)}
 
@@ -107,15 +106,15 @@ def embedding_bodies(model: str, texts: list[str]) -> list[str]:
 
 
 def drive(order: LoadOrder) -> LoadReport:
-    """Executes `order` in a separate process.
+    """Carries out `order` in a separate process.
 
     Raises:
-        subprocess.CalledProcessError: the generator failed. Its reason is on stderr.
+        subprocess.CalledProcessError: the generator failed. The reason is on stderr.
     """
     words = [sys.executable, "-m", "bench.load.generator"]
     limit_s = (order.send_s or order.limit_s) + order.limit_s + START_LIMIT_S
     sent = msgspec.json.encode(order)
-    # A file: a report of half a megabyte came through a pipe cut short once in a hundred runs.
+    # A file: a half-megabyte report sent through a pipe was truncated once in a hundred runs.
     with tempfile.TemporaryFile() as report:
         subprocess.run(words, input=sent, stdout=report, timeout=limit_s, check=True)
         report.seek(0)
@@ -141,7 +140,7 @@ async def send(order: LoadOrder) -> LoadReport:
 
 
 class _Generator:
-    """The state of one order: the requests, and their outcomes."""
+    """The state of one order: its requests and their outcomes."""
 
     def __init__(self, order: LoadOrder) -> None:
         self._order = order
@@ -151,7 +150,7 @@ class _Generator:
         ]
         self.pool = ConnectionPool(Server("127.0.0.1", order.port), order.in_flight, self._ended)
         self._callers = 0 if order.rate_per_s else order.in_flight
-        """Callers of a closed loop that still send."""
+        """Callers in a closed loop that are still sending."""
         self._is_sending = False
         self._settled = asyncio.Event()
         self._until_s = 0.0
@@ -183,7 +182,7 @@ class _Generator:
                 await self._settled.wait()
 
     async def _arrive(self) -> None:
-        """The open loop: each request is timed from when it was due."""
+        """Runs the open loop: each request is timed from when it was due."""
         gaps, due_s = random.Random(self._order.seed), self._began_s
         while not self._is_over():
             due_s += gaps.expovariate(self._order.rate_per_s)
@@ -201,13 +200,13 @@ class _Generator:
         self.pool.send(number, self._requests[number % len(self._requests)], due_s)
 
     def _send_next(self) -> None:
-        """The closed loop: a caller sends its next request."""
+        """In a closed loop, makes a caller send its next request."""
         if self._is_sending and not self._is_over():
             self._send(time.perf_counter())
         self._settle()
 
     def _ended(self, exchange: Exchange, body: list[bytes]) -> None:
-        """Keeps the outcome of a request. In a closed loop its caller continues."""
+        """Stores a request's outcome. In a closed loop, its caller continues."""
         exchange.ended_s = time.perf_counter() - self._began_s
         self.exchanges.append(exchange)
         every = self._order.sample_every

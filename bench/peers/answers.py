@@ -1,4 +1,4 @@
-"""The bodies that contenders take, and the vectors in their answers."""
+"""The request bodies that contenders accept, and the vectors in their answers."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ PLACE = "$TEXT"
 
 
 def bodies_of(body: Any, texts: Iterable[str]) -> list[str]:
-    """One body per text, which takes the place of PLACE."""
+    """Returns one body per text, which replaces PLACE."""
     before, after = msgspec.json.encode(body).split(msgspec.json.encode(PLACE))
     return [(before + msgspec.json.encode(text) + after).decode() for text in texts]
 
 
 def vector_of(body: bytes | str, answer: Sequence[str | int]) -> list[float]:
-    """The vector in an answer, found by following keys and places.
+    """Returns the vector in an answer, found by following keys and indices.
 
     Base64 of little-endian float32 is unpacked.
 
     Raises:
-        ValueError: no JSON, or no list of numbers there.
-        LookupError: no such key or place.
+        ValueError: not JSON, or no list of numbers there.
+        LookupError: no such key or index.
         TypeError: a key for a list, or an index for an object.
     """
     value = msgspec.json.decode(body)

@@ -15,10 +15,10 @@ INSTALL_LIMIT_S = 1800.0
 
 
 def programs_of(requirements: Path) -> Path:
-    """The `bin` folder of an environment with exactly `requirements`, created if missing.
+    """Returns the `bin` folder of an environment with exactly `requirements`, created if missing.
 
     Raises:
-        Unavailable: it can't be created. The message has the end of pip's output.
+        Unavailable: it can't be created. The message includes the end of pip's output.
     """
     environment = (FOLDER / requirements.parent.name).resolve()
     wanted = hashlib.sha256(requirements.read_bytes()).hexdigest()
@@ -31,7 +31,7 @@ def programs_of(requirements: Path) -> Path:
 
 def _make(environment: Path, requirements: Path) -> None:
     shutil.rmtree(environment, ignore_errors=True)
-    # The list is complete, so pip need not resolve it: some peers ask for more than an index may
+    # The list is complete, so pip need not resolve it: some peers request more than an index has.
     # have.
     install = [
         str(environment / "bin" / "pip"),

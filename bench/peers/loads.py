@@ -1,4 +1,4 @@
-"""The loads of every contender: in flight or rate, texts, seconds, repetitions."""
+"""The loads for every contender: in flight or rate, texts, seconds, repetitions."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
-"""Seconds for which new requests are sent, by requests in flight. Then open ones are awaited.
+"""How long new requests are sent, by requests in flight. Then open ones are awaited.
 
-512 are all sent at once, and answering them takes the slower peers 20 s more.
+All 512 are sent at once, and answering them takes the slower peers 20 s more.
 """
 OTHER_SEND_S = 3.0
 ONCE = (8, 512)
-"""Measured in the first round only, as is the open loop: they show a trend and cost much time."""
+"""Measured only in the first round, like the open loop: they show a trend and take much time."""
 REPEATS_AT = 32
 OPEN_SEND_S = 4.0
 OPEN_CONNECTIONS = 1024
 MAX_PER_S = 1200
-"""Texts that are drawn per second of sending. No contender answers more."""
+"""Texts drawn per second of sending. No contender answers more than this."""
 BLOCK = 20
-"""So many texts in a row have exactly bench.load.texts.MIX: slow and fast see the same mix."""
+"""Each run of this many texts has exactly bench.load.texts.MIX: fast and slow see the same mix."""
 
 
 @dataclass(frozen=True)
 class Load:
-    """One load. `repeats` is the share of requests whose text was sent before.
+    """One load. `repeats` is the fraction of requests whose text has been sent before.
 
     `rate_per_s` above 0: open loop.
     """
@@ -54,14 +54,14 @@ class Load:
         return round_number == 0 or not (self.rate_per_s or self.in_flight in ONCE)
 
     def texts(self, source: Texts, seed: int) -> list[str]:
-        """New texts at each call, enough for the fastest contender."""
+        """Returns new texts on each call, enough for the fastest contender."""
         count = self.in_flight + int(self.send_s * (self.rate_per_s * 2 or MAX_PER_S))
         fresh = (text for _ in range(count) for text in source.mixed(BLOCK))
         return list(_with_repeats(fresh, count, self.repeats, random.Random(seed)))
 
 
 def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) -> list[Load]:
-    """The loads in order. Those with repeats have the number in flight that is nearest to 32."""
+    """Returns the loads in order. Those with repeats have the number in flight closest to 32."""
     loads = [Load(number) for number in in_flight if 0 in repeats]
     nearest = min(in_flight, key=lambda number: abs(number - REPEATS_AT))
     loads += [Load(nearest, share) for share in repeats if share]
@@ -71,7 +71,7 @@ def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) 
 def _with_repeats(
     fresh: Iterator[str], count: int, share: float, draw: random.Random
 ) -> Iterator[str]:
-    """`count` texts, of which `share` are repeats of earlier ones, all equally likely."""
+    """Returns `count` texts, `share` of which repeat earlier ones, all equally likely."""
     seen: list[str] = []
     for _ in range(count):
         if seen and draw.random() < share:

@@ -1,4 +1,4 @@
-"""The contenders: peers as documented, two tuned manually, and Penstock in three ways."""
+"""The contenders: peers as documented, two tuned manually, and three variants of Penstock."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OFFLINE = {
     "BENTOML_DO_NOT_TRACK": "True",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Environment of all peers: nothing is fetched or sent while they are measured."""
+"""Environment for all peers: nothing is fetched or sent while they are measured."""
 TEXT = {"text": PLACE}
 
 
@@ -26,17 +26,17 @@ class Contender:
     """One way to serve the model.
 
     Args:
-        key: names it on the command line and in the results.
-        name: names it in the tables.
+        key: name on the command line and in the results.
+        name: name shown in the tables.
         group: `peer` as documented, `tuned` manually, or `ours`.
-        body: the JSON of one, with PLACE where the text goes.
-        answer: keys and places that lead to the vector in its answer.
-        commands: started in this order. `{port}` is where it must listen, `{spare}`
-            another free port (as `{spare2}`), `{bin}` the environment's programs, `{home}` its
-            folder, `{model}` the model's.
-        environment: variables to add to this process's. The same places are filled in.
-        entry: what Penstock's catalog entry of the model has different from the shipped one.
-        broker: `rabbitmq` for a RabbitMQ of this machine. Commands and environment of a peer get
+        body: a request's JSON, with PLACE where the text goes.
+        answer: keys and indices that lead to the vector in its answer.
+        commands: programs started in this order. `{port}` is the port to listen on, `{spare}`
+            another free port (as is `{spare2}`), `{bin}` the environment's programs, `{home}` its
+            folder, `{model}` the model's folder.
+        environment: variables to add to this process's. The same placeholders are filled in.
+        entry: fields of Penstock's catalog entry for the model that differ from the shipped one.
+        broker: `rabbitmq` uses a RabbitMQ on this machine. A peer's commands and environment get
             its port as `{broker}`.
     """
 
@@ -54,7 +54,7 @@ class Contender:
 
     @property
     def folder(self) -> str:
-        """The peer's folder next to this file, with its server and its requirements."""
+        """The peer's folder next to this file, with its server and requirements."""
         return "" if self.group == "ours" else self.key.partition("-")[0]
 
 
@@ -67,7 +67,7 @@ MOSEC_OPTIONS = (
     *("--address", "127.0.0.1", "--port", "{port}"),
     *("--timeout", "300000", "--log-level", "warning"),
 )
-"""Mosec's default timeout is 3 s. With that it answers 408 from 128 in flight on."""
+"""Mosec's default timeout is 3 s. With it, Mosec answers 408 from 128 in flight on."""
 TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
 TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
 INFINITY = (
@@ -215,9 +215,9 @@ PEERS = (
 
 
 def penstock(key: str, name: str, note: str, broker: Broker = "pubsub", **entry: Any) -> Contender:
-    """Penstock with `entry` changed in the catalog.
+    """Returns Penstock with `entry` changed in the catalog.
 
-    It answers JSON lists of floats, as the peers do.
+    It answers with JSON lists of floats, as the peers do.
     """
     body = {"model": MODEL, "input": PLACE, "encoding_format": "float"}
     return Contender(

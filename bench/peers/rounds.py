@@ -1,4 +1,4 @@
-"""The measurement: all contenders are up, one is awake at a time, with the same texts."""
+"""The measurement: all contenders are up, only one is awake at a time, with the same texts."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ Say = Callable[[str], None]
 class Measured(msgspec.Struct):
     """One contender under one load in one round.
 
-    CPU is of all its processes, per request answered, by program. Of the answers, `vectors` were
-    compared with the reference.
+    CPU covers all its processes, per answered request, by program. `vectors` is the number of
+    answers that were compared with the reference.
     """
 
     contender: str
@@ -51,7 +51,7 @@ class Measured(msgspec.Struct):
 
 
 class Started(msgspec.Struct):
-    """The start of a contender: seconds to its first vector, memory, or why it is missing."""
+    """A contender's startup: seconds to its first vector, memory, or why it is missing."""
 
     contender: str
     ready_s: float = 0.0
@@ -61,7 +61,7 @@ class Started(msgspec.Struct):
 
 @dataclass
 class Findings:
-    """All that was measured."""
+    """All measurements."""
 
     started: dict[str, Started] = field(default_factory=dict)
     measured: list[Measured] = field(default_factory=list)
@@ -74,9 +74,9 @@ def measure(
     model_folder: Path,
     say: Say,
 ) -> Findings:
-    """Starts every contender, measures in `rounds` rounds, stops them, compares sampled vectors.
+    """Starts all contenders, measures in `rounds` rounds, stops them, and compares sampled vectors.
 
-    A contender that can't be started, or dies, is left out from then on, with its reason in
+    A contender that can't be started, or that dies, is left out from then on, with the reason in
     `started`.
     """
     findings = Findings()
@@ -106,7 +106,7 @@ def _start(
     findings: Findings,
     say: Say,
 ) -> list[Serving]:
-    """Starts each while the others are frozen, warms it up and freezes it."""
+    """Starts each one while the others are frozen, warms it up and freezes it."""
     awake = []
     for contender in contenders:
         started = findings.started[contender.key] = Started(contender.key)
@@ -125,7 +125,7 @@ def _start(
 
 
 def _rotate(awake: list[Serving], number: int) -> list[Serving]:
-    """The order of a round: each begins with another contender."""
+    """Returns a round's order: each round starts with a different contender."""
     at = number % len(awake) if awake else 0
     return awake[at:] + awake[:at]
 
@@ -135,7 +135,7 @@ def _one(
 ) -> list[tuple[Measured, list[tuple[str, list[float]]]]]:
     """Measures one contender under one load.
 
-    Returns what was measured with its sampled texts and vectors.
+    Returns the measurement with its sampled texts and vectors.
     """
     one.tree.thaw()
     before_s, began_s = one.tree.cpu_s(), time.monotonic()
@@ -171,9 +171,9 @@ def _one(
 def _vectors(
     report: LoadReport, contender: Contender
 ) -> tuple[list[tuple[int, list[float]]], dict[str, int]]:
-    """The sampled vectors by number of the text, and the failures.
+    """Returns the sampled vectors by text number, and the failures.
 
-    An answer without a vector is one.
+    An answer without a vector counts as a failure.
     """
     vectors, failures = [], dict(report.failures)
     for number, body in report.samples:

@@ -37,7 +37,7 @@ SAMPLE_EVERY = 16
 
 @dataclass(frozen=True)
 class Serving:
-    """A contender that answers: its port, seconds to its first vector, its processes."""
+    """A contender that is answering: its port, seconds to its first vector, its processes."""
 
     contender: Contender
     port: int
@@ -62,10 +62,10 @@ class Serving:
 
 @contextmanager
 def serving(contender: Contender, model_folder: Path) -> Iterator[Serving]:
-    """The contender while it serves.
+    """Yields the contender while it serves.
 
     Raises:
-        PenstockError: it can't be installed or started, with the reason.
+        PenstockError: it can't be installed or started. The message has the reason.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         before = set(psutil.Process().children())
@@ -86,7 +86,7 @@ def serving(contender: Contender, model_folder: Path) -> Iterator[Serving]:
 
 
 def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitStack) -> int:
-    """Starts a peer's programs and returns its port once it answers with a vector."""
+    """Starts a peer's programs, and returns its port once it answers with a vector."""
     home = HERE / contender.folder
     port = free_port()
     places: dict[str, object] = {
@@ -112,7 +112,7 @@ def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitSt
 
 
 def _gives_vector(contender: Contender, port: int) -> bool:
-    """Some listen before their model is loaded, and refuse until then."""
+    """Some peers listen before their model is loaded, and reject requests until then."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=FIRST_ANSWER_LIMIT_S)
     body = msgspec.json.encode(contender.body).replace(PLACE.encode(), b"ready")
     try:
@@ -125,7 +125,7 @@ def _gives_vector(contender: Contender, port: int) -> bool:
 
 
 def stack_of(contender: Contender, state_dir: Path) -> Stack:
-    """The stack of `penstock up`, not started, with the catalog entry changed by `contender`."""
+    """Returns the stack of `penstock up`, not started, with the contender's catalog entry."""
     settings = {}
     if contender.entry:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))

@@ -1,4 +1,4 @@
-"""Medians, ratios and tables of the measurements, for terminal, results and docs."""
+"""Medians, ratios and tables of the measurements, for the terminal, results and docs."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from bench.report import Figure
 BEGIN = "<!-- peers: begin, written by `make bench-peers` -->"
 END = "<!-- peers: end -->"
 ENOUGH = 0.99
-"""A rate is compared only if this share of the requests was answered."""
+"""A rate is compared only if at least this fraction of the requests was answered."""
 Rows = list[list[str]]
 
 
 class Medians:
-    """Returns the median over rounds of each figure, by contender and load."""
+    """Medians of each figure over the rounds, by contender and load."""
 
     def __init__(
         self, contenders: Sequence[Contender], loads: Sequence[Load], findings: Findings
@@ -33,11 +33,11 @@ class Medians:
             self._measured.setdefault((measured.contender, measured.load), []).append(measured)
 
     def rounds(self, key: str, load: str) -> list[Measured]:
-        """The rounds of one contender under one load. Empty if it was not measured."""
+        """Returns one contender's rounds under one load. Empty if it was not measured."""
         return self._measured.get((key, load), [])
 
     def of(self, key: str, load: str, figure: Callable[[Measured], float]) -> float | None:
-        """The median of one figure. None without a value."""
+        """Returns one figure's median. None without a value."""
         rounds = [measured for measured in self.rounds(key, load) if measured.round_trip_ms]
         return statistics.median(figure(measured) for measured in rounds) if rounds else None
 
@@ -45,22 +45,25 @@ class Medians:
         return self.of(key, load, lambda one: one.rate)
 
     def percentile(self, key: str, load: str, name: str) -> float | None:
-        """A percentile (`p50`, `p95`, `p99`) of the round trip, in ms."""
+        """Returns a percentile (`p50`, `p95`, `p99`) of the round trip, in ms."""
         return self.of(key, load, lambda one: one.round_trip_ms[name])
 
     def cpu_ms(self, key: str, load: str) -> float | None:
-        """CPU milliseconds of all its processes per request answered."""
+        """Returns the CPU milliseconds of all its processes per answered request."""
         return self.of(key, load, lambda one: sum(one.cpu_ms.values()))
 
     def busiest_cpu_ms(self, key: str, load: str) -> float | None:
-        """The CPU of the program that uses most: the one that runs the model."""
+        """Returns the CPU of the program that uses the most: the one that runs the model."""
         return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
 
     def failed(self, key: str, load: str) -> int:
         return sum(sum(measured.failures.values()) for measured in self.rounds(key, load))
 
     def cosines(self, key: str) -> tuple[float, float] | None:
-        """Mean and minimum cosine of all sampled vectors to the reference. None without any."""
+        """Returns the mean and minimum cosine of all sampled vectors to the reference.
+
+        None without any.
+        """
         rounds = [
             measured
             for load in self.loads
@@ -88,7 +91,7 @@ class Medians:
 
 
 def figures(medians: Medians) -> list[Figure]:
-    """Every median, our ratios to the best peer, and the bounds of these ratios."""
+    """Returns every median, our ratios to the best peer, and these ratios' limits."""
     rows = [
         Figure(f"{key}, {load}, {name}", value, unit)
         for key, load, name, value, unit in _values(medians)
@@ -109,7 +112,7 @@ def figures(medians: Medians) -> list[Figure]:
 
 
 def _must(key: str, load: str) -> float:
-    """The project's goals at 32 and 128 in flight, distinct texts, against documented peers."""
+    """Returns the goal at 32 or 128 in flight, for distinct texts, against documented peers."""
     if load not in ("32 in flight", "128 in flight"):
         return 0.0
     return {"penstock": 3.0, "penstock-int8": 4.0}.get(key, 0.0)
@@ -148,7 +151,7 @@ def _values(medians: Medians) -> Iterable[tuple[str, str, str, float, str]]:
 
 
 def rate_rows(medians: Medians) -> Rows:
-    """Requests per second, p50 and p99: a row per contender, a column per load."""
+    """Returns requests per second, p50 and p99: a row per contender, a column per load."""
     rows = [["requests/s (p50, p99 ms)", *medians.loads]]
     for contender in medians.contenders:
         started = medians.started[contender.key]
@@ -174,7 +177,7 @@ def _cell(medians: Medians, key: str, load: str) -> str:
 
 
 def ratio_rows(medians: Medians) -> Rows:
-    """A row per load: the best documented peer, and our ratios to it and to the tuned ones."""
+    """Returns a row per load: the best documented peer, and our ratios to it and to tuned ones."""
     ours = [contender for contender in medians.contenders if contender.group == "ours"]
     others = [
         ("best peer", None),
@@ -203,7 +206,7 @@ def ratio_rows(medians: Medians) -> Rows:
 
 
 def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | None:
-    """The median over rounds of the quotients: what disturbs a round weighs on both."""
+    """Returns the median over rounds of the quotients: disturbances in a round affect both."""
     if other is None:
         return None
     theirs = {
@@ -221,7 +224,7 @@ def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | 
 
 
 def cost_rows(medians: Medians) -> Rows:
-    """A row per contender: start, memory, CPU near 32 in flight, cosine to the reference."""
+    """Returns a row per contender: start, memory, CPU near 32 in flight, reference cosine."""
     load = "32 in flight" if "32 in flight" in medians.loads else medians.loads[0]
     rows = [
         [
@@ -282,7 +285,7 @@ def markdown(summary: str, tables: Sequence[Rows]) -> str:
 
 
 def write_between_markers(path: Path, section: str) -> None:
-    """Puts `section` between the markers of a page, or at its end if there are no markers."""
+    """Replaces the text between a page's markers with `section`, or appends it without markers."""
     page = path.read_text(encoding="utf-8") if path.is_file() else ""
     if BEGIN not in page or END not in page:
         page = f"{page.rstrip()}\n\n{BEGIN}\n{END}\n".lstrip()

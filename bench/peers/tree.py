@@ -1,4 +1,4 @@
-"""The processes of one contender: what they cost, and their rest while others are measured."""
+"""One contender's processes: their cost, and pausing them while others are measured."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ _END_LIMIT_S = 5.0
 
 
 class Tree:
-    """The processes in `roots` and all their descendants, while they start and end."""
+    """The processes in `roots` and all their descendants, whenever they start and end."""
 
     def __init__(self, roots: list[psutil.Process]) -> None:
         self._roots = roots
 
     def cpu_s(self) -> dict[str, float]:
-        """CPU seconds so far, by program, with ended processes that their parent waited for."""
+        """Returns CPU seconds so far, by program, including ended processes that were reaped."""
         totals: defaultdict[str, float] = defaultdict(float)
 
         def add(process: psutil.Process) -> None:
@@ -31,7 +31,7 @@ class Tree:
         return totals
 
     def memory_bytes(self) -> int:
-        """Resident memory of all, shared pages counted once (Linux: proportional set size)."""
+        """Returns their total resident memory, counting shared pages once (Linux: PSS)."""
         sizes: list[int] = []
         self._for_each(lambda process: sizes.append(process.memory_full_info().pss))
         return sum(sizes)
@@ -76,7 +76,7 @@ class Tree:
 
 
 def label(command: list[str]) -> str:
-    """A short name for a program, or for the module or script that Python runs."""
+    """Returns a short name for a program, or for the module or script that Python runs."""
     if not command:
         return "ended"
     program = Path(command[0]).name

@@ -66,8 +66,7 @@ Others remain as exported.
 
 _JUDGED_TOGETHER = 8
 _TIMED_EVERY = 4
-"""Every n-th text is timed, in a worker's batches: a tenth of a second per round.
-"""
+"""Every n-th text is timed, in a worker's batches: a tenth of a second per round."""
 _ROUNDS = 3
 
 _Precision = Literal["fp32", "fp16", "int8"]

@@ -24,8 +24,7 @@ from workers.models.reports import BatchResult, Previews, Ready, StepDone, StepM
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
 IN_FLIGHT = 2
-"""An overlapping model's batches in a process: one is computed while the other is prepared.
-"""
+"""An overlapping model's batches in a process: one is computed while the other is prepared."""
 
 
 class RunBatch(msgspec.Struct, tag="run"):

@@ -1,4 +1,4 @@
-"""Celery, worker side: prefork, a process per core, no batching (Celery does not support it)."""
+"""Celery, worker side: prefork, one process per core, no batching (Celery doesn't support it)."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc,untyped-decorator"
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ loaded: dict[str, Any] = {}
 
 @worker_process_init.connect
 def load(**_: object) -> None:
-    """Loads the model once per process, with one thread, because there is a process per core."""
+    """Loads the model once per process, with one thread, because there is one process per core."""
     torch.set_num_threads(1)
     loaded["model"] = SentenceTransformer(str(get_model_path()), device="cpu")
 

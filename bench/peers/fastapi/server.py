@@ -25,7 +25,7 @@ def embed(params: Text) -> list[float]:
 
 @app.post("/embed-async")
 async def embed_on_loop(params: Text) -> list[float]:
-    """Embeds on the event loop. Nothing else runs at the same time."""
+    """Embeds on the event loop. Nothing else runs in the meantime."""
     return _encode(params.text)
 
 

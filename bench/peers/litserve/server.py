@@ -1,4 +1,4 @@
-"""LitServe with its dynamic batching: setup, decode, predict over a batch of at most 32, encode."""
+"""LitServe with dynamic batching: setup, decode, predict over a batch of at most 32, encode."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""MLServer with its adaptive batching: a custom runtime over the Open Inference Protocol."""
+"""MLServer with adaptive batching: a custom runtime over the Open Inference Protocol."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 
 from __future__ import annotations

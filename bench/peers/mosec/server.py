@@ -1,4 +1,4 @@
-"""Mosec with its dynamic batching: one worker, batches of at most 32."""
+"""Mosec with dynamic batching: one worker, batches of at most 32."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ BATCH_WAIT_MS = 10
 
 
 class MosecEmbedding(Worker):
-    """MiniLM in a worker process. JSON in and out is Mosec's own."""
+    """MiniLM in a worker process. JSON input and output are Mosec's own."""
 
     def __init__(self) -> None:
         self.model = SentenceTransformer(str(get_model_path()), device="cpu")

@@ -1,7 +1,6 @@
-"""Mosec tuned manually: two workers of one thread, batches sorted by length, run by four.
+"""Manually tuned Mosec: two workers with one thread each, batches sorted by length, run by four.
 
-The precision is in MINILM_DTYPE (float32 or bfloat16). Texts are tokenized once for the whole
-batch.
+The precision is in MINILM_DTYPE (float32 or bfloat16). The whole batch's texts are tokenized once.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 
@@ -32,7 +31,7 @@ class TunedMosecEmbedding(Worker):
         self.model = AutoModel.from_pretrained(folder, dtype=dtype).eval()
 
     def forward(self, data: list[dict[str, str]]) -> list[list[float]]:
-        """Vectors of a batch, 384 numbers each, in the batch's order."""
+        """Returns a batch's vectors, 384 numbers each, in the batch's order."""
         ids = self.tokenizer(
             [request["text"] for request in data], truncation=True, max_length=LONGEST
         )["input_ids"]

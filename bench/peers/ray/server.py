@@ -1,4 +1,4 @@
-"""Ray Serve with `@serve.batch`: one replica, batches of at most 32, the proxy's HTTP in front."""
+"""Ray Serve with `@serve.batch`: one replica, batches of at most 32, behind the HTTP proxy."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc,untyped-decorator,attr-defined"
 
 from __future__ import annotations

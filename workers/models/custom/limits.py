@@ -34,8 +34,7 @@ MAX_ENTRIES = 500_000
 MAX_OUTSIDE = 10_000
 """Maximum files outside of it that are remembered."""
 MIN_DISK_BYTES = 16 * 1024 * 1024
-"""Lowest limit on a full disk, so that a class that writes nothing can still be served.
-"""
+"""Lowest limit on a full disk, so that a class that writes nothing can still be served."""
 COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
 """Maximum share of the time spent counting files: when the disk is filling up, and otherwise."""
 MAX_REST_S = 30.0

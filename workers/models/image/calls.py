@@ -124,8 +124,7 @@ class Call:
         self._fixed: set[int] = set()
         """Ids of tensors that are constant, even though their length equals the row count."""
         self.is_halved = False
-        """True if the negative prompt's row is omitted and gets the other row's result.
-        """
+        """True if the negative prompt's row is omitted and gets the other row's result."""
         self.added: Sequence[torch.Tensor] = ()
         """ControlNet residuals for its rows: one per down block, then one for the middle block."""
         self.values = part.values(args, kwargs)
@@ -134,8 +133,7 @@ class Call:
             None,
         )
         self.is_listed = isinstance(first, list)
-        """True if the denoiser takes lists with one tensor per row, as Z-Image's does.
-        """
+        """True if the denoiser takes lists with one tensor per row, as Z-Image's does."""
         is_scalar = isinstance(first, torch.Tensor) and not first.dim()
         self.rows = 1 if first is None or is_scalar else len(first)
         for name in _TIMES & self.values.keys():

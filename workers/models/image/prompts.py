@@ -28,8 +28,7 @@ class LostTokens:
 
     def __init__(self) -> None:
         self.by_text: dict[str, tuple[int, int]] = {}
-        """For each text: that encoder's maximum tokens, and the number of lost tokens, negated.
-        """
+        """For each text: that encoder's maximum tokens, and the number of lost tokens, negated."""
 
     @property
     def count(self) -> int | None:
