@@ -43,7 +43,7 @@ Row = tuple[Client, list[Outcome], float]
 
 
 def main() -> int:
-    """Runs the clients; 0 where no check failed."""
+    """Runs the clients. Returns 0 if no check failed."""
     exempt_loopback_from_proxies()
     given = _arguments()
     chosen = [one for one in CLIENTS if not given.client or one.name in given.client]
@@ -105,7 +105,9 @@ def _has_text() -> bool:
 
 
 def _catalog_settings(folder: Path, classes: list[dict[str, Any]], engine: str) -> dict[str, str]:
-    """The catalog with these classes, and with a language model where `text` is installed."""
+    """Settings for the catalog with these classes, and with a language model if `text` is
+    installed.
+    """
     catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
     names = [entry["name"] for entry in catalog["models"]]
     if _has_text() and TEXT_ENTRY["name"] not in names:

@@ -1,6 +1,6 @@
 """Small classes that serve OpenAI's audio endpoints, and the results that clients must get.
 
-A recording is a text here. Each line takes a second and a half, so the exact results are known and
+Here, a recording is a text. Each line takes a second and a half, so the exact results are known and
 no weights are needed. examples/transcribe/test_transcribe.py runs the same checks against the
 shipped models.
 """
@@ -137,7 +137,7 @@ FLOW: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Audio:
-    """The input of the client checks, and the expected results.
+    """Input for the client checks, and the expected results.
 
     Args:
         hearer, speaker: models for transcription and for speech.
@@ -158,13 +158,13 @@ class Audio:
     voice: str
 
     def write(self, path: Path) -> str:
-        """Writes it for scripts. Returns the path."""
+        """Writes this as JSON for the client scripts. Returns the path."""
         path.write_text(json.dumps(asdict(self)))
         return str(path)
 
 
 def write_audio_classes(folder: Path) -> list[dict[str, Any]]:
-    """Writes the classes into a folder. Returns their entries."""
+    """Writes the classes to a folder. Returns their entries."""
     entries = []
     for name, api, code in (("hears", "transcription", HEARS), ("speaks", "speech", SPEAKS)):
         (folder / name).mkdir(parents=True)
@@ -183,7 +183,7 @@ def write_audio_classes(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_steps(folder: Path) -> list[dict[str, Any]]:
-    """Writes the other classes of FLOW. Returns their entries."""
+    """Writes FLOW's other classes. Returns their entries."""
     (folder / "cuts").mkdir(parents=True)
     (folder / "cuts" / "predict.py").write_text(CUTS)
     sources = {"client-cuts": folder / "cuts", "client-joins": EXAMPLES / "transcript"}
@@ -194,8 +194,9 @@ def write_steps(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_audio(folder: Path) -> str:
-    """Writes a recording for the classes and a JSON file with the expected results. Returns the
-    path of the JSON file.
+    """Writes a recording for the classes and a JSON file with the expected results.
+
+    Returns the JSON file's path.
     """
     folder.mkdir(parents=True, exist_ok=True)
     recording = folder / "day.wav"

@@ -1,4 +1,4 @@
-"""The clients that are run, and what is pinned of each.
+"""The clients to run, and their pinned versions.
 
 Requirements with hashes for pip, a package-lock for npm.
 """
@@ -18,13 +18,13 @@ NODE = FOLDER / "node"
 
 @dataclass(frozen=True)
 class Client:
-    """One client, which runs in its own environment.
+    """A client, which runs in its own environment.
 
     Args:
-        name: names the environment, and the file or folder of pinned versions.
+        name: names the environment, and the file or folder with the pinned versions.
         package: the package whose version is shown.
         script: the module or file with the checks, without its suffix.
-        class_script: the module or file with checks of custom classes. Empty: there are none.
+        class_script: the module or file with checks for custom classes. Empty: there are none.
         needs_documents: True if its checks read documents. examples/ocr/test_ocr.py runs those
             checks against the shipped document model.
     """
@@ -42,12 +42,12 @@ class Client:
 
     @property
     def with_classes(self) -> Client:
-        """The same client with the checks of custom classes."""
+        """The same client with the checks for custom classes."""
         return replace(self, script=self.class_script)
 
     @property
     def pinned(self) -> Path:
-        """The file that pins this client and all that it needs."""
+        """The file that pins this client and everything it needs."""
         if self.language == "node":
             return NODE / self.name / "package-lock.json"
         return REQUIREMENTS / f"{self.name}.txt"

@@ -1,6 +1,6 @@
 """An environment for each client, below var/clients.
 
-It is made once, and again when what is pinned changes.
+It is created once, and recreated when the pinned versions change.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tests.clients.clients import NODE, REQUIREMENTS, Client
 ROOT = Path("var/clients").absolute()
 INSTALL_LIMIT_S = 900.0
 PYTHON_FLOOR = "3.11"
-"""The oldest Python that the locks are for."""
+"""The oldest Python supported by the locks."""
 
 
 class CannotInstall(Exception):
@@ -32,13 +32,13 @@ def folder_of(client: Client) -> Path:
 
 
 def is_ready(client: Client) -> bool:
-    """True if the environment is there and has what is pinned."""
+    """True if the environment exists and matches the pinned versions."""
     stamp = folder_of(client) / "installed"
     return stamp.exists() and stamp.read_text() == _stamp(client)
 
 
 def install(client: Client) -> None:
-    """Makes the environment of a client, unless it is ready.
+    """Creates a client's environment unless it is ready.
 
     Raises:
         CannotInstall: node is missing or too old, or the installer failed.
@@ -77,12 +77,12 @@ def command_of(client: Client) -> list[str]:
 
 
 def module_of(client: Client) -> list[str]:
-    """The arguments of Python that run the checks of a client."""
+    """The Python arguments that run a client's checks."""
     return ["-m", f"tests.clients.python.{client.script}"]
 
 
 def lock(client: Client) -> None:
-    """Updates the pinned versions of a client.
+    """Updates a client's pinned versions.
 
     Raises:
         CannotInstall: no set of versions satisfies the requirements, or the tool failed.
@@ -99,7 +99,9 @@ def lock(client: Client) -> None:
 
 
 def _node_of(client: Client) -> str:
-    """The node that is pinned with a client, if there is one for this machine, or the machine's."""
+    """The node pinned with a client, if there is one for this machine, otherwise the machine's
+    own.
+    """
     pinned = sorted(folder_of(client).glob("node_modules/node-*/bin/node"))
     return str(pinned[0]) if pinned else "node"
 

@@ -1,8 +1,8 @@
 """`python -m tests.clients.go_suite`: the integration tests of Google's Go client for Pub/Sub.
 
 The tests are Google's, as packaged by Debian in golang-google-cloud-dev, and are built with the
-system's Go. They run against the embedded Pub/Sub, and against Google's emulator too if it is
-installed. Fails if the embedded Pub/Sub fails a test that needs nothing but a server.
+system's Go. They run against the embedded Pub/Sub, and also against Google's emulator if it is
+installed. Fails if the embedded Pub/Sub fails a test that needs only a server.
 """
 
 from __future__ import annotations
@@ -40,14 +40,17 @@ NEED_GOOGLE = {
     "UpdateSubscription_ExpirationPolicy": "the same attribute",
     "UpdateTopicLabels": "a project with a policy of regions",
 }
-"""Tests that no server but Google's can pass, and what they look for."""
+"""Tests that only Google's servers can pass, and the feature they need."""
 _RESULT = re.compile(r"^--- (PASS|FAIL|SKIP): TestIntegration_(\w+) \(([\d.]+)s\)", re.M)
 Results = dict[str, tuple[str, float]]
 """Outcome and seconds by test."""
 
 
 def main() -> int:
-    """Runs the tests; 0 where the embedded server passes what it can, or Go is not here."""
+    """Runs the tests.
+
+    Returns 0 if the embedded server passes every test it can, or if Go is not installed.
+    """
     exempt_loopback_from_proxies()
     source = GOPATH / "src" / PACKAGE
     if shutil.which("go") is None or not (source / "integration_test.go").is_file():
@@ -75,7 +78,7 @@ def main() -> int:
 
 
 def _build() -> Path:
-    """The test program. Go keeps what it compiled."""
+    """Builds the test program. Go reuses earlier build results."""
     program = CACHE / "pubsub.test"
     CACHE.mkdir(parents=True, exist_ok=True)
     environment = os.environ | {
@@ -89,7 +92,7 @@ def _build() -> Path:
 
 
 def _made_up_key(folder: Path) -> Path:
-    """A service account that nobody has: the tests are skipped without one."""
+    """A made-up service account: the tests are skipped without one."""
     key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
     pem = key.private_bytes(
         serialization.Encoding.PEM,
@@ -117,7 +120,7 @@ def _run(program: Path, source: Path, key: Path, host: str) -> Results:
     options = ["-test.v", "-test.run=Integration", f"-test.timeout={RUN_LIMIT_S:.0f}s"]
     done = subprocess.run(
         [str(program), *options],
-        cwd=source,  # it reads files from there
+        cwd=source,  # it reads files from this folder
         env=environment,
         capture_output=True,
         text=True,

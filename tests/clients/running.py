@@ -1,4 +1,4 @@
-"""Runs the checks of one client against a service, and reads what came of them."""
+"""Runs one client's checks against a service and parses the outcomes."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Service:
     """The service under test.
 
     Args:
-        url: without a path, as http://127.0.0.1:8080.
-        key: what they send as API key.
-        embedder: an embedding model with 64 dimensions at least.
+        url: without a path, for example http://127.0.0.1:8080.
+        key: the API key that clients send.
+        embedder: an embedding model with at least 64 dimensions.
         writer: a text model. Empty: the service does not have one.
         bigquery: URL of its embedded BigQuery. Empty if it uses Google's.
         pubsub: host and port of its embedded Pub/Sub. Empty if it uses Google's.
-        expected: path of a JSON file with the outputs of custom classes, for the checks of classes.
-        audio: path of a JSON file with inputs and outputs of speech models, for the speech checks.
+        expected: path of a JSON file with custom classes' outputs, for the class checks.
+        audio: path of a JSON file with speech models' inputs and outputs, for the speech checks.
     """
 
     url: str
@@ -48,7 +48,7 @@ class Service:
 
     @property
     def environment(self) -> dict[str, str]:
-        """Environment variables of a script: this service, plus everything in our environment that
+        """A script's environment variables: this service, plus everything in our environment that
         does not configure Penstock or a client.
         """
         given = {name: value for name, value in os.environ.items() if not _is_ours(name)}
@@ -69,7 +69,7 @@ class Service:
 def run_checks(command: Sequence[str], service: Service) -> tuple[list[Outcome], float]:
     """The outcomes of all checks in a script, and how many seconds it took.
 
-    If the script ends early, one more outcome describes how it ended.
+    If the script ends early, an additional outcome describes how it ended.
     """
     began_s = time.monotonic()
     try:

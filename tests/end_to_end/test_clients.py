@@ -1,4 +1,4 @@
-"""The clients of tests/clients against the stack of these tests, which has keys.
+"""The clients in tests/clients against these tests' stack, which has keys.
 
 Clients pinned with our own tools always run. The others run if `make clients` has installed them.
 """
@@ -42,6 +42,6 @@ def test_no_check_fails(stack: Stack, tried: Client) -> None:
     )
     outcomes, _ = run_checks(command, service)
     assert [one for one in outcomes if one.outcome == "failed"] == []
-    # With keys there is nothing to skip but what needs the network.
+    # With keys, only checks that need the network may be skipped.
     skipped = {one.check for one in outcomes if one.outcome == "skipped"}
     assert skipped <= {"token ids are refused with a reason"}

@@ -1,5 +1,5 @@
-"""The console in a real browser, against the whole pipeline: what a person does, and what strangers
-try.
+"""The console in a real browser, against the whole pipeline: normal use, and attacks by
+strangers.
 """
 
 import re
@@ -45,7 +45,7 @@ def browser() -> Iterator[Browser]:
 
 @pytest.fixture
 def page(browser: Browser, stack: Stack, seen: Told) -> Iterator[Page]:
-    """The console's login. At the end the browser must have had nothing to complain about."""
+    """The console's login page. At the end, the browser must not have reported any errors."""
     context = browser.new_context(viewport={"width": 360, "height": 740})
     context.set_default_timeout(WAIT_LIMIT_S * 1000)
     expect.set_options(timeout=WAIT_LIMIT_S * 1000)
@@ -60,7 +60,7 @@ def page(browser: Browser, stack: Stack, seen: Told) -> Iterator[Page]:
     yield page
     foreign = [url for url in seen.urls if not url.startswith(("data:", "blob:", stack.api_url))]
     assert not foreign, {urlsplit(url).netloc for url in foreign}
-    # Chromium logs each refused API call. A missing key or a missing scope may cause refusals.
+    # Chromium logs each refused API call. A missing key or scope may cause refusals.
     assert [text for text in seen.errors if not REFUSED.search(text)] == []
     context.close()
 
@@ -80,7 +80,7 @@ def choose(page: Page, model: str) -> None:
 
 
 def fits(page: Page) -> bool:
-    """True if nothing is wider than the screen of a phone."""
+    """True if nothing is wider than a phone's screen."""
     return bool(page.evaluate("document.documentElement.scrollWidth <= innerWidth"))
 
 
@@ -243,7 +243,7 @@ def test_the_keyboard_is_enough(page: Page) -> None:
 def test_no_view_has_serious_barriers(
     browser: Browser, stack: Stack, width: int, scheme: Literal["light", "dark"]
 ) -> None:
-    """axe-core checks contrast, names, roles and focus of each view."""
+    """axe-core checks each view's contrast, names, roles and focus."""
     context = browser.new_context(
         viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
     )

@@ -1,4 +1,4 @@
-"""Embeddings through the whole pipeline, as the openai client sees them: right, cached, computed
+"""Embeddings through the whole pipeline, as the openai client sees them: correct, cached, computed
 once, billed once.
 """
 
@@ -31,11 +31,11 @@ TEXTS = [
     "Short again, after one that is longer than the model takes.",
 ]
 CUT = {"truncate": "end"}
-"""As the reference does without being asked."""
+"""The reference truncates like this by default."""
 
 
 def vectors(answer: openai.types.CreateEmbeddingResponse) -> NDArray[np.float32]:
-    """Their vectors, [items, dimensions], in the order of the inputs."""
+    """The answer's vectors, [items, dimensions], in input order."""
     assert [item.index for item in answer.data] == list(range(len(answer.data)))
     return np.array([item.embedding for item in answer.data], np.float32)
 

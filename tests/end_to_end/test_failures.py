@@ -1,5 +1,5 @@
-"""The whole pipeline when something is late, wrong or gone: answers are clear, the rest lives on,
-and it heals.
+"""The whole pipeline when something is late, wrong or gone: errors are clear, everything else keeps
+working, and it recovers.
 """
 
 import asyncio
@@ -166,7 +166,7 @@ async def test_killed_model_process_costs_no_answer(stack: Stack, rows: Rows, te
             asyncio.ensure_future(asking.create(model=EMBEDDER, input=f"{text} {number}"))
             for number in range(120)
         ]
-        # Some are done, so the model is at work on others.
+        # Some are done, so the model is working on others.
         done, _ = await asyncio.wait(
             pending, timeout=WAIT_LIMIT_S, return_when=asyncio.FIRST_COMPLETED
         )
@@ -194,7 +194,7 @@ def test_readiness_fails_without_its_broker_and_heals(
 
 
 async def _first(transport: Subscriber, subscription_id: str, is_it: object) -> ReceivedMessage:
-    """The first message of a subscription that `is_it` accepts; the others are acked too."""
+    """A subscription's first message that `is_it` accepts; the others are acked too."""
     assert callable(is_it)
     async with (
         asyncio.timeout(WAIT_LIMIT_S),

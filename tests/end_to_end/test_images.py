@@ -1,4 +1,4 @@
-"""Images through the whole pipeline, asked for with the openai client: seeded, several, redrawn."""
+"""Images through the whole pipeline, requested with the openai client: seeded, several, redrawn."""
 
 import base64
 import io
@@ -30,7 +30,7 @@ def pngs(answer: ImagesResponse) -> list[bytes]:
 
 
 def pixels(png: bytes) -> NDArray[np.int16]:
-    """RGB of every pixel, [height, width, 3]."""
+    """Every pixel's RGB values, [height, width, 3]."""
     with Image.open(io.BytesIO(png)) as image:
         return np.asarray(image.convert("RGB"), np.int16)
 
@@ -41,7 +41,7 @@ def seen_in(png: bytes) -> list[DetectedShape]:
 
 
 def test_images_show_what_was_asked_for(client: openai.OpenAI) -> None:
-    """Six seeds each: a red circle, and one of these images with the circle in blue, at its
+    """Six seeds each: a red circle, and one of these images with the circle in blue, at the same
     place.
     """
     asked: dict[str, Any] = {"model": MODEL, "n": 6, "size": "64x64", "extra_body": {"seed": 11}}
@@ -91,7 +91,7 @@ def test_seed_gives_the_same_bytes_again(client: openai.OpenAI, rows: Rows, text
 def test_image_stops_at_its_deadline_and_costs_nothing(
     client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """It takes a minute on two cores; the next image does not wait for it."""
+    """It would take a minute on two cores; the next image does not wait for it."""
     limit_ms = int(3000 * PATIENCE)
     with pytest.raises(openai.APIStatusError) as caught:
         client.images.generate(
@@ -107,7 +107,7 @@ def test_image_stops_at_its_deadline_and_costs_nothing(
         model=MODEL, prompt=text, size="64x64", extra_body={"num_inference_steps": 2}
     )
     asked = [one.headers["x-request-id"] for one in (caught.value.response, small)]
-    # The worker's row, which comes when it has stopped, counts before the API's.
+    # The worker's row, which arrives once the worker has stopped, takes precedence over the API's.
     eventually(lambda: rows.of(asked)[0]["steps_saved"])
     late, after = rows.of(asked)
     assert after["status"] == "succeeded"
@@ -133,7 +133,7 @@ def test_n_images_have_seeds_that_count_up(client: openai.OpenAI, rows: Rows, te
 
 
 def circle_at(x: float) -> bytes:
-    """A red circle so many pixels from the left, as PNG."""
+    """A red circle this many pixels from the left, as PNG."""
     png = io.BytesIO()
     draw(Scene("white", (DrawnShape("circle", "red", "medium", x, 32.0, 12.0),))).save(png, "PNG")
     return png.getvalue()
@@ -156,7 +156,7 @@ def test_edit_keeps_less_of_its_source_with_strength(client: openai.OpenAI, rows
         for drawn, source in zip(edited, sources, strict=True):
             assert drawn.shape == (64, 64, 3)
             assert np.abs(drawn - pixels(source)).mean() > 1
-        # The difference between the two edits is what remains of their sources.
+        # The two edits differ only in the remains of their sources.
         left.append(float(np.abs(edited[0] - edited[1]).mean()))
         found = rows.of([answer.headers["x-request-id"] for answer in answers])
         assert [row["pixel_steps"] for row in found] == [64 * 64 * steps] * 2

@@ -1,4 +1,6 @@
-"""`penstock load` against the whole pipeline: ledger and BigQuery agree until a row is spoiled."""
+"""`penstock load` against the whole pipeline: ledger and BigQuery agree until a row is
+corrupted.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ REQUESTS = 60
 
 
 def load(stack: Stack, *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit status, and the JSON output."""
+    """The exit status and the JSON output."""
     command = [sys.executable, "-m", "infra.cli.main", "load", "--json", *words]
     environment = environment_with(stack.environment)
     done = subprocess.run(
@@ -62,7 +64,7 @@ def test_ledger_and_bigquery_agree_until_a_row_is_spoiled(stack: Stack, tmp_path
 
 
 def spoil(stack: Stack, verb: str, change: str, client_request_id: str) -> None:
-    """Changes what BigQuery has of one request."""
+    """Changes one request's data in BigQuery."""
     settings = stack.settings
     one = "received_at > '2020-01-01' AND client_request_id = @id"
     sql = f"{verb} `{settings.dataset}.rows` {change} {one}"

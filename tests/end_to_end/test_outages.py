@@ -1,5 +1,5 @@
-"""Parts that die, hang or fail while requests come in: each request has one clear answer and one
-row, and it heals.
+"""Parts that die, hang or fail while requests arrive: each request has one clear answer and one
+row, and the pipeline recovers.
 """
 
 import asyncio
@@ -35,7 +35,7 @@ WORKER = f"worker-{EMBEDDER}"
 
 
 def ask(client: openai.OpenAI, text: str, deadline_ms: int | None = None) -> tuple[int, str, str]:
-    """Status, request id and Retry-After of the one answer that a request for an embedding gets."""
+    """Status, request id and Retry-After of the single answer to an embedding request."""
     headers = {} if deadline_ms is None else {"X-Penstock-Deadline-Ms": str(deadline_ms)}
     try:
         given = client.embeddings.with_raw_response.create(
@@ -47,7 +47,7 @@ def ask(client: openai.OpenAI, text: str, deadline_ms: int | None = None) -> tup
 
 
 def ask_all(client: openai.OpenAI, texts: Sequence[str]) -> list[str]:
-    """The request ids of as many requests at once, each answered with a vector."""
+    """The ids of concurrent requests, one for each text, each answered with a vector."""
     with ThreadPoolExecutor(16) as threads:
         given = list(threads.map(partial(ask, client), texts))
     assert [status for status, _, _ in given] == [200] * len(texts)
@@ -62,7 +62,7 @@ def assert_one_row_each(rows: Rows, request_ids: Sequence[str]) -> None:
 
 
 def metric(port: int, name: str) -> float:
-    """A sample of a process's metrics; 0 where it has not been counted yet."""
+    """A sample from a process's metrics; 0 if it has not been counted yet."""
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=WAIT_LIMIT_S) as answer:
         found = re.findall(rf"^{re.escape(name)} (\S+)$", answer.read().decode(), re.MULTILINE)
     return float(found[0]) if found else 0.0
@@ -70,8 +70,8 @@ def metric(port: int, name: str) -> float:
 
 @contextmanager
 def replaced_by_a_file(folder: Path) -> Iterator[None]:
-    """Replaces the folder with a file, so nobody, not even root, can read or write
-    anything in it.
+    """Replaces the folder with a file, so that no user, not even root, can read or write anything
+    in it.
     """
     kept = folder.with_name(f"{folder.name}.kept")
     was_there = folder.exists()
@@ -112,14 +112,14 @@ def test_bigquery_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: s
 def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
     stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """Rows of the worker (computed) and of the API (hits) outlive SIGKILL of both, on disk."""
+    """Rows from the worker (computed) and from the API (hits) survive SIGKILL of both, on disk."""
     bigquery, worker, api = (stack.processes[name] for name in ("bigquery", WORKER, "api"))
     bigquery.kill()
     texts = [f"{text} {number}" for number in range(25)]
     request_ids = ask_all(client, texts) + ask_all(client, texts)
     api.kill()
-    # The last replies went out just before their rows; a job whose rows are not written yet comes
-    # again.
+    # The last replies were sent just before their rows; a job whose rows are not written yet is
+    # redelivered.
     worker.kill()
     bigquery.start()
     worker.start()
@@ -132,8 +132,9 @@ def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
 
 
 def test_broker_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
-    """Requests that can't wait are refused and may be retried. Patient ones are answered once the
-    broker is back.
+    """Requests that can't wait are refused and may be retried.
+
+    Patient requests are answered once the broker is back.
     """
     stack.processes[stack.broker].pause()
     try:
@@ -154,8 +155,8 @@ def test_broker_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 
 @pytest.mark.anyio
 async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
-    """With a data directory: what it accepted is delivered, and a publish that waits goes through
-    when it is back.
+    """With a data directory, everything it accepted is delivered, and a waiting publish goes
+    through once it is back.
     """
     port, wanted = free_port(), {f"job {number}".encode() for number in range(20)}
     command = [
@@ -202,7 +203,7 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
 def test_objects_cannot_be_stored_by_the_api(
     stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """A source image above the inline limit needs the store; texts do not."""
+    """A source image above the inline limit needs the store, but texts don't."""
     noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
     png = io.BytesIO()
     Image.fromarray(noise).save(png, "PNG")
@@ -230,7 +231,7 @@ def test_objects_cannot_be_stored_by_the_api(
 def test_objects_cannot_be_stored_by_a_worker(
     stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """A result above the inline limit is kept in hand until the store takes it; its caller only
+    """The worker holds a result above the inline limit until the store accepts it; its caller only
     waits longer.
     """
     port = stack.ports.health[1]

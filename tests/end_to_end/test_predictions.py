@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow
 
 PAINTER = "stable-diffusion-tiny"
 SLOW = {"width": 256, "height": 256, "num_inference_steps": 100}
-"""Far more work than it takes to cancel it."""
+"""Takes far longer than canceling it does."""
 
 
 @pytest.fixture(scope="module")
 def replicating(stack: Stack) -> Iterator[Any]:
-    """Untyped, so that tests can look at what comes."""
+    """Untyped, so that tests can inspect any response."""
     made = Client(api_token=KEY, base_url=stack.api_url)
     yield made
     made._client.close()

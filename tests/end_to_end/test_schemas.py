@@ -1,4 +1,4 @@
-"""Outputs of the real small language model match their schemas: `bench schemas` asks for 200."""
+"""The real small language model's outputs match their schemas; `bench schemas` requests 200."""
 
 from importlib.util import find_spec
 

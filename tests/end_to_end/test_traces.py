@@ -1,5 +1,5 @@
-"""One trace from the caller through API, broker and worker and back, as a collector gets it from
-the real processes.
+"""One trace from the caller through API, broker and worker and back, as a collector receives it
+from the real processes.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 PAINTER = "stable-diffusion-tiny"
 STAGES = {"receive", "cache", "publish", "queue", "batch", "infer", "reply"}
 MARKER = "marmalade-and-thistle"
-"""In every text of this file. It may show up nowhere."""
+"""In every text in this file. It must not show up anywhere."""
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "embedding": (
         "/v1/embeddings",
@@ -85,7 +85,7 @@ def test_seven_spans_of_one_trace(stack: Stack, collector: Collector, asked: str
 
 
 def check_times(spans: dict[str, ReceivedSpan]) -> None:
-    """One machine has one clock, so each span lies where it belongs."""
+    """One machine has one clock, so each span falls where it belongs."""
     receive = spans["receive"]
     assert all(span.start_ns <= span.end_ns for span in spans.values())
     for stage in ("cache", "publish", "queue", "batch", "infer"):
@@ -143,7 +143,7 @@ def test_trace_that_its_caller_does_not_keep_is_not_exported(
 async def test_dead_letter_belongs_to_the_trace_of_its_job(
     stack: Stack, collector: Collector
 ) -> None:
-    """The worker can't read it, and the function answers it."""
+    """The worker can't read it, so the function answers it."""
     caller = Caller()
     attributes = {
         "schema": "0",
@@ -161,7 +161,7 @@ async def test_dead_letter_belongs_to_the_trace_of_its_job(
 
 
 def test_neither_texts_nor_keys_leave_in_spans_or_logs(stack: Stack, collector: Collector) -> None:
-    """Also where callers put them by mistake, and in requests that fail."""
+    """Even if callers put them there by mistake, and in requests that fail."""
     url, key = stack.api_url, f"sk-{MARKER}-key"
     caller = Caller()
     for request in (

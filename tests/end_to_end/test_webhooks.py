@@ -45,7 +45,7 @@ def test_webhook_continues_the_trace_of_its_prediction(
     headers = caller.attributes() | {"authorization": f"Bearer {KEY}"}
     created = httpx.post(f"{stack.api_url}/v1/predictions", json=body, headers=headers)
     assert created.status_code == 201, created.text
-    # Nobody waits for it, so there is no reply.
+    # No caller is waiting for it, so there is no reply.
     stages = {"receive", "publish", "queue", "batch", "infer", "webhook"}
     spans = collector.stages(caller.trace_id, stages)
     webhook, publish = spans["webhook"], spans["publish"]

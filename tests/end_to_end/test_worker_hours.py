@@ -1,4 +1,4 @@
-"""The time of a worker is in BigQuery when it has ended, and adds up to its life."""
+"""A worker's time is in BigQuery once it has ended, and adds up to its lifetime."""
 
 import openai
 import pytest

@@ -1,4 +1,4 @@
-"""A receiver of webhooks on this machine."""
+"""A webhook receiver on this machine."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 
 class Told:
-    """A receiver of webhooks: headers and body of each delivery."""
+    """A webhook receiver: each delivery's headers and body."""
 
     def __init__(self) -> None:
         self.deliveries: list[tuple[dict[str, str], str]] = []

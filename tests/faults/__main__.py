@@ -1,5 +1,6 @@
-"""`python -m tests.faults`: the fault suite in full; prints every fault and the table, and fails on
-any flaw.
+"""`python -m tests.faults`: the full fault suite.
+
+Prints every fault and the table, and fails on any flaw.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ FLAWS_SHOWN = 20
 
 
 def main() -> int:
-    """Runs the suite; 0 where nothing was lost, doubled or wrong."""
+    """Runs the suite. Returns 0 if nothing was lost, duplicated or wrong."""
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(prog="python -m tests.faults", description=__doc__)
     parser.add_argument("--requests", type=int, default=20_000)

@@ -1,10 +1,10 @@
 """Readers of a custom model's streams, while API instances and workers are killed in turn.
 
 A class whose process is killed starts over. If it yields the same pieces again, each reader gets
-only the pieces it lacks; otherwise its stream ends with `stream_lost`. Readers also hang up midway,
+only the pieces it lacks; otherwise its stream ends with `stream_lost`. Readers also hang up midway
 and resume after their last event at the other instance.
 
-In full: `python -m tests.faults.custom_streams`.
+For the full run: `python -m tests.faults.custom_streams`.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ from workers.models.custom.checking import inspect_folder, write_interface
 
 MODEL = "counts"
 AT_A_TIME = 16
-"""Predictions that a worker computes at a time."""
+"""Number of predictions that a worker computes at once."""
 HANG_UP_SHARE = 0.05
-"""Share of events after which the reader hangs up."""
+"""Fraction of events after which the reader hangs up."""
 OTHER_SHARE = 0.2
-"""Share of streams whose class yields different pieces when it starts over."""
+"""Fraction of streams whose class yields different pieces when it starts over."""
 BURST = 3
-"""Elements that come at once, so that one event carries several."""
+"""Number of elements that come at once, so that one event carries several."""
 FLAWS_SHOWN = 20
 TURNS = (
     APIS[0],
@@ -87,7 +87,7 @@ def write_model(folder: Path) -> str:
 
 @dataclass
 class CustomStream:
-    """One stream as its reader got it."""
+    """A stream as its reader received it."""
 
     number: int
     kind: str
@@ -98,11 +98,11 @@ class CustomStream:
     ended: str = ""
     """`complete`, or the reason why it failed."""
     output: list[Any] | None = None
-    """Of the prediction, when it is over."""
+    """The prediction's output, once it has ended."""
     status: str = ""
 
     def flaw(self, items: int) -> str:
-        """The flaw of the stream. Empty if there is none."""
+        """The stream's flaw. Empty if there is none."""
         numbers = [one["item"] for one in self.items]
         if numbers != list(range(len(numbers))):
             return f"items {numbers}: twice, out of order or missing"
@@ -167,7 +167,7 @@ class CustomReaders:
         self.read: list[CustomStream] = []
 
     async def run(self, streams: int, goes_on: Callable[[], bool]) -> None:
-        """Reads until `streams` were read, and while `goes_on`."""
+        """Reads until `streams` have been read, and as long as `goes_on` returns true."""
         timeout = aiohttp.ClientTimeout(sock_connect=5.0, sock_read=SILENCE_LIMIT_S)
         connector = aiohttp.TCPConnector(limit=2 * self._in_flight)
         async with (
@@ -189,7 +189,7 @@ class CustomReaders:
                         await self._read(stream)
                     await self._look(stream)
             except TimeoutError:
-                continue  # it has no end, which is a flaw
+                continue  # it never ended, which is a flaw
 
     def _url(self) -> str:
         return self._urls[next(self._next) % len(self._urls)]
@@ -207,7 +207,7 @@ class CustomReaders:
         stream.prediction = found["id"]
 
     async def _look(self, stream: CustomStream) -> None:
-        """Reads the prediction when it is over, which an error of the stream may precede."""
+        """Reads the prediction once it has ended, which an error in the stream may precede."""
         while True:
             found = await self._insist("GET", f"/v1/predictions/{stream.prediction}")
             if found["status"] in ("succeeded", "failed", "canceled"):
@@ -226,7 +226,7 @@ class CustomReaders:
             await asyncio.sleep(PAUSE_S)
 
     async def _read(self, stream: CustomStream) -> None:
-        """Reads on behind the last event, until the end or a connection's."""
+        """Resumes after the last event and reads until the stream or the connection ends."""
         stream.connections += 1
         headers = {"last-event-id": stream.event_ids[-1]} if stream.event_ids else {}
         url = f"{self._url()}/v1/predictions/{stream.prediction}/stream"
@@ -248,7 +248,7 @@ class CustomReaders:
     async def _events(
         self, url: str, headers: dict[str, str]
     ) -> AsyncGenerator[tuple[str, str, str]]:
-        """Yields name, id and data of events, until the connection ends."""
+        """Yields each event's name, id and data until the connection ends."""
         try:
             async with self._http.get(url, headers=headers) as answer:
                 if answer.status != 200:
@@ -280,11 +280,11 @@ def run(
     """Reads streams while parts are killed.
 
     Args:
-        folder: gets the state and the logs of all parts.
+        folder: receives the state and the logs of all parts.
         streams: minimum number of streams; readers continue until all kills are done.
-        kills: number of kills, in turn from TURNS. 0: kills until all streams end.
+        kills: number of kills, in the order of TURNS. 0: kills until all streams end.
         pause_s: average seconds between two items.
-        say: gets a line for each kill.
+        say: called with a line for each kill.
     """
     began_s = time.monotonic()
     with World(folder, served=(MODEL, write_model(folder / "model"))) as world:
@@ -313,7 +313,7 @@ async def _read_while_killing(
 
 
 def main() -> int:
-    """Runs it in full; 0 if nothing was lost, doubled or without a reason."""
+    """Does the full run. Returns 0 if nothing was lost, duplicated or unexplained."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.custom_streams")
     parser.add_argument("--streams", type=int, default=1000)
     parser.add_argument("--every-s", type=float, default=10.0)

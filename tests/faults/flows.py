@@ -1,7 +1,7 @@
 """Runs of a three-step flow over a hundred items, while each process is killed once.
 
 Each item must appear in the result once and have one row, and the rows must add up to the cost in
-the answer. In full: `python -m tests.faults.flows`.
+the answer. For the full run: `python -m tests.faults.flows`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLOW = "spell"
 TURNS = (WORKERS[0], APIS[0], "redis", WORKERS[1], "broker", APIS[1])
 """The processes to kill, in this order: all except the one that stores rows."""
 DEADLINE_S = 2 * START_LIMIT_S
-"""Deadline of a run. On a machine with other work, one run may outlast several kills."""
+"""A run's deadline. On a machine with other work, one run may outlast several kills."""
 RUN_LIMIT_S = DEADLINE_S + WAIT_LIMIT_S
 _HEAD = """
 import time
@@ -91,18 +91,18 @@ def write_models(folder: Path) -> str:
 
 @dataclass
 class FlowRun:
-    """One run as its caller got it."""
+    """A run as its caller received it."""
 
     number: int
     prediction: dict[str, Any] = field(default_factory=dict)
     rows: list[dict[str, Any]] = field(default_factory=list)
-    """Each counts."""
+    """The rows that count."""
 
     def words(self, items: int) -> list[str]:
         return [f"w{self.number}x{item}" for item in range(items)]
 
     def flaw(self, items: int) -> str:
-        """The flaw of the run. Empty if there is none."""
+        """The run's flaw. Empty if there is none."""
         shown, words = self.prediction, [one.upper() for one in self.words(items)]
         if shown.get("status") != "succeeded":
             return f"{shown.get('status')}: {shown.get('error')}"
@@ -130,7 +130,7 @@ class FlowFindings:
 
 
 class FlowCallers:
-    """Callers who create runs and wait for their ends, whatever dies."""
+    """Callers who create runs and wait for them to end, whatever dies."""
 
     def __init__(self, world: World, *, items: int, in_flight: int) -> None:
         self._urls = [world.url(api) for api in APIS]
@@ -140,7 +140,7 @@ class FlowCallers:
         self.runs: list[FlowRun] = []
 
     async def run(self, goes_on: Callable[[], bool]) -> None:
-        """Creates runs while `goes_on`, and returns when all are over."""
+        """Creates runs as long as `goes_on` returns true, and returns when all have ended."""
         timeout = aiohttp.ClientTimeout(total=20.0)
         async with (
             aiohttp.ClientSession(timeout=timeout) as self._http,
@@ -187,13 +187,13 @@ def run(
     every_s: float,
     say: Callable[[str], None],
 ) -> FlowFindings:
-    """Creates runs until each process was killed once.
+    """Creates runs until each process has been killed once.
 
     Args:
-        folder: gets the state and the logs of all parts.
-        broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
+        folder: receives the state and the logs of all parts.
+        broker: the embedded Pub/Sub, or a RabbitMQ on this machine.
         items: number of items in the second step of each run.
-        say: gets a line for each kill.
+        say: called with a line for each kill.
     """
     served = (",".join(CLASSES), write_models(folder / "models"))
     with World(folder, served=served, broker=broker) as world:
@@ -212,7 +212,7 @@ async def _call_while_killing(
 
 
 def _read_rows(world: World, runs: list[FlowRun], items: int) -> None:
-    """Reads the rows that count, until all are there that must be."""
+    """Reads the rows that count, until all expected rows exist."""
     settings, until_s = world.settings, time.monotonic() + START_LIMIT_S
     client = bigquery.Client(
         project=settings.project,
@@ -234,7 +234,7 @@ def _read_rows(world: World, runs: list[FlowRun], items: int) -> None:
 
 
 def main() -> int:
-    """Runs it; 0 if nothing was lost or doubled."""
+    """Runs the suite. Returns 0 if nothing was lost or duplicated."""
     parser = argparse.ArgumentParser(prog="python -m tests.faults.flows")
     parser.add_argument("--broker", choices=("pubsub", "rabbitmq"), default="pubsub")
     parser.add_argument("--items", type=int, default=100)

@@ -1,4 +1,4 @@
-"""The catalog of one model that writes, for a whole pipeline."""
+"""The catalog of one text model, for a whole pipeline."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 def generation_catalog(
     name: str, folder: Path, engine: str = "auto", **changes: dict[str, Any]
 ) -> str:
-    """A catalog, as a file has it.
+    """A catalog as file content.
 
     Args:
-        changes: fields of `batch`, `generation`, `deadline`, `price` or `cache`.
+        changes: fields for `batch`, `generation`, `deadline`, `price` or `cache`.
     """
     parts: dict[str, dict[str, Any]] = {
         "batch": {"max_tokens": 8192, "max_items": 16},
@@ -31,4 +31,4 @@ def generation_catalog(
     entry = {"name": name, "task": "text", "source": f"local:{folder}", "precision": precision}
     if engine != "auto":  # which releases without engines would refuse
         entry["engine"] = engine
-    return json.dumps({"models": [entry | parts]})  # which is YAML, too
+    return json.dumps({"models": [entry | parts]})  # which is also valid YAML

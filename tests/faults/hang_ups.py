@@ -1,7 +1,7 @@
-"""Callers that hang up at random moments, on all tasks, with a broker that is near or far.
+"""Callers that hang up at random moments, on all tasks, with a nearby or distant broker.
 
-Each abandoned job must end within LIMIT_S, and what callers are charged must stay equal to the
-rows. In full: `python -m tests.faults.hang_ups`.
+Each abandoned job must end within LIMIT_S, and callers' charges must stay equal to the rows. For
+the full run: `python -m tests.faults.hang_ups`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,14 @@ from tests.workers.models.generation import tiny
 from workers.models.custom.checking import inspect_folder, write_interface
 
 LIMIT_S = 2.0
-"""From a hang-up to the end of its job on the worker."""
+"""Maximum time from a hang-up to the end of its job on the worker."""
 FAR_S = 0.03
-"""Each way to a broker that is far."""
+"""Delay in each direction to a distant broker."""
 IN_FLIGHT = 10
 SOON_S, LATE_S = 0.2, 3.0
-"""Half of the callers hang up within SOON_S, while jobs are published, the others within LATE_S."""
+"""Half of the callers hang up within SOON_S, while jobs are being published, the others within
+LATE_S.
+"""
 VOCABULARY, CONTEXT_TOKENS, MAX_TOKENS = 400, 2048, 1500
 ENCODER, PAIRS, WRITER, PAINTER, SPEAKER = "encoder", "pairs", "writer", "painter", "speaker"
 MODELS_OF = dict(zip(WORKERS, (f"{ENCODER},{PAIRS}", f"{WRITER},{PAINTER},{SPEAKER}"), strict=True))
@@ -77,7 +79,7 @@ class Request(NamedTuple):
 
 
 def requests_of(number: int) -> Mapping[str, Request]:
-    """The requests of all kinds, by name. `number` makes their inputs unique."""
+    """Requests of all kinds, by name. `number` makes their inputs unique."""
     texts = [f"{number} {index} " + "a mill on a river " * 8 for index in range(48)]
     chat = {
         "model": WRITER,
@@ -103,7 +105,7 @@ def requests_of(number: int) -> Mapping[str, Request]:
 
 
 def write_catalog(folder: Path) -> str:
-    """Writes the models. Returns the catalog that serves them."""
+    """Writes the models. Returns a catalog that serves them."""
     (folder / "writer").mkdir()
     config = LlamaConfig(
         vocab_size=VOCABULARY,
@@ -129,7 +131,7 @@ def _entries(folder: Path) -> Iterator[dict[str, Any]]:
         "backend": "torch",
         "precision": "fp32",
         "dimensions": 384,
-        # A batch of an encoder does not stop in its middle.
+        # An encoder batch can't be stopped midway.
         "batch": {"max_tokens": 256, "max_items": 8},
         "price": {"per_million_tokens_usd": 1000},
         "deadline": deadline,
@@ -174,24 +176,24 @@ def _entries(folder: Path) -> Iterator[dict[str, Any]]:
 
 @dataclass
 class Call:
-    """One caller."""
+    """A single caller."""
 
     kind: str
     left_at_s: float = 0.0
     """Unix time at which it hung up. 0: it was answered before."""
     status: int = 0
-    """Of its answer, if there was one."""
+    """The answer's status, if there was an answer."""
 
 
 @dataclass
 class HangUps:
-    """The results of all callers with one broker at one distance."""
+    """All callers' results with one broker at one distance."""
 
     where: str
     calls: dict[str, Call] = field(default_factory=dict)
-    """By the id that each caller sent."""
+    """Calls by the id that each caller sent."""
     canceled_at_s: dict[str, float] = field(default_factory=dict)
-    """When Redis received a cancel, by the (first) record of the request."""
+    """When Redis received each cancel, by the request's first record."""
     worker_rows: list[dict[str, Any]] = field(default_factory=list)
     counters_off: list[str] = field(default_factory=list)
     took_s: float = 0.0
@@ -201,7 +203,7 @@ class HangUps:
         return {name: call for name, call in self.calls.items() if call.left_at_s}
 
     def ends_s(self) -> list[float]:
-        """Seconds from each hang-up to the end of its job, for jobs that a model had begun."""
+        """Seconds from each hang-up to the end of its job, for jobs that a model had started."""
         left = self.left
         begun = [row for row in self.worker_rows if row["started_at"] is not None]
         return sorted(
@@ -211,7 +213,7 @@ class HangUps:
         )
 
     def cancels_s(self) -> list[float]:
-        """Seconds from hang-ups to the cancels of jobs that a worker had."""
+        """Seconds from each hang-up to the cancel, for jobs that a worker had."""
         left, ids = self.left, {row["request_id"]: row for row in self.worker_rows}
         return sorted(
             at_s - left[ids[record]["client_request_id"]].left_at_s
@@ -220,7 +222,7 @@ class HangUps:
         )
 
     def flaws(self, limit_s: float = LIMIT_S) -> list[str]:
-        """Everything that must not be. `limit_s`: from a hang-up to the end of its job."""
+        """Returns every flaw. `limit_s`: maximum time from a hang-up to the end of its job."""
         left = self.left
         late = [
             f"{self.where}: {left[row['client_request_id']].kind} {row['request_id']} "
@@ -258,7 +260,7 @@ def _quantiles(values: Sequence[float]) -> str:
 
 
 class Callers:
-    """Sends requests of all kinds in turn until so many have hung up."""
+    """Sends requests of all kinds in turn until this many callers have hung up."""
 
     def __init__(self, world: World, hang_ups: int, seed: int, found: HangUps) -> None:
         self._urls = itertools.cycle([world.url(api) for api in APIS])
@@ -269,7 +271,7 @@ class Callers:
         self._seed = seed
 
     async def run(self) -> None:
-        """Returns when all have hung up, or were answered."""
+        """Returns when all have hung up or been answered."""
         async with (
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
             asyncio.TaskGroup() as callers,
@@ -348,14 +350,14 @@ def run(
     say: Callable[[str], None],
     seed: int = 1,
 ) -> HangUps:
-    """Lets callers hang up on all tasks, and counts the outcomes.
+    """Lets callers hang up on all tasks and counts the outcomes.
 
     Args:
-        folder: gets the state and the logs of all parts.
+        folder: receives the state and the logs of all parts.
         hang_ups: how many callers hang up.
-        broker: the one that carries the jobs.
+        broker: the broker that carries the jobs.
         broker_delay_s: delay in each direction between the broker and other parts.
-        say: gets lines about the run.
+        say: called with lines about the run.
         seed: determines when callers hang up.
     """
     found = HangUps(f"{broker}, {1000 * broker_delay_s:.0f} ms each way")
@@ -376,7 +378,7 @@ def run(
 
 
 def main() -> int:
-    """Runs both brokers at both distances. Returns 1 if a job went on or the ledger is off."""
+    """Runs both brokers at both distances. Returns 1 if a job continued or the ledger is wrong."""
     parser = argparse.ArgumentParser(description=main.__doc__)
     parser.add_argument("--hang-ups", type=int, default=2000, help="in all (default: 2000)")
     options = parser.parse_args()

@@ -1,4 +1,4 @@
-"""Links that can be slow, cut or frozen: a TCP proxy for each pair of parts, all in their own
+"""Links that can be slow, cut or frozen: a TCP proxy between each pair of parts, all in one
 thread.
 """
 
@@ -16,7 +16,10 @@ LIMIT_S = 5.0
 
 
 class Link:
-    """One proxied port; its state changes in the loop of Links only. `delay_s` of each way."""
+    """A proxied port.
+
+    Its state changes only in the loop of Links. `delay_s` applies in each direction.
+    """
 
     def __init__(self, target_port: int, delay_s: float = 0.0) -> None:
         self.target_port = target_port
@@ -29,7 +32,7 @@ class Link:
         self.writers: set[asyncio.StreamWriter] = set()
 
     async def serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carries one connection, both ways, until either end closes it."""
+        """Forwards one connection in both directions until either end closes it."""
         self.writers.add(writer)
         onward: asyncio.StreamWriter | None = None
         try:
@@ -71,13 +74,13 @@ class Link:
                     await sink.drain()
 
     def cut(self) -> None:
-        """Closes what is open, and closes at once what is opened."""
+        """Closes open connections, and closes new ones immediately."""
         self.is_cut = True
         for writer in self.writers:
             writer.transport.abort()
 
     def lose_answers(self) -> None:
-        """Lets requests pass, and closes a connection at the first answer to one."""
+        """Lets requests pass, and closes each connection at the first answer."""
         self.loses_answers = True
 
     def heal(self) -> None:
@@ -134,11 +137,11 @@ class Links:
         return self._links[name].port
 
     def cut(self, name: str) -> None:
-        """Cuts a link: connections end, new ones end at once."""
+        """Cuts a link: connections end, and new ones end immediately."""
         self._loop.call_soon_threadsafe(self._links[name].cut)
 
     def freeze(self, name: str) -> None:
-        """Freezes a link: connections stay open, nothing passes."""
+        """Freezes a link: connections stay open, but nothing passes."""
         self._loop.call_soon_threadsafe(self._links[name].flowing.clear)
 
     def lose_answers(self, name: str) -> None:

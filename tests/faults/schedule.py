@@ -1,5 +1,6 @@
-"""Injects faults while traffic runs. They are drawn from a seed, so that each kind comes up before
-any is repeated.
+"""Injects faults while traffic runs.
+
+They are drawn from a seed, so that each kind occurs before any is repeated.
 """
 
 from __future__ import annotations
@@ -17,12 +18,12 @@ from tests.faults.world import APIS, ARCHIVE, INSTANCE_LINKS, SERVERS, WORKERS, 
 MIN_S, MAX_S = 0.3, 3.0
 """How long a fault lasts before it is healed."""
 CALM_S = 1.0
-"""Between the end of a fault and the next, at least."""
+"""Minimum time between the end of one fault and the next."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """One thing that goes wrong: `kind` of `target`, for `lasts_s` seconds."""
+    """A fault: `kind` on `target`, for `lasts_s` seconds."""
 
     kind: str
     target: str
@@ -30,7 +31,7 @@ class Fault:
 
 
 def kinds(*, has_archive: bool = False) -> list[tuple[str, str]]:
-    """Every kind of fault with every part it may befall."""
+    """Every kind of fault, with every part it may affect."""
     archive = (ARCHIVE,) if has_archive else ()
     parts = (*APIS, *WORKERS, *SERVERS, *archive)
     links = [f"{one}.{server}" for one in (*APIS, *WORKERS) for server in INSTANCE_LINKS]
@@ -46,7 +47,7 @@ def kinds(*, has_archive: bool = False) -> list[tuple[str, str]]:
 
 
 def faults(seed: int, count: int, *, has_archive: bool = False) -> Iterator[Fault]:
-    """`count` faults; all kinds come before any comes again."""
+    """Returns `count` faults; all kinds occur before any is repeated."""
     drawn = random.Random(seed)
     bag: list[tuple[str, str]] = []
     for _ in range(count):
@@ -57,7 +58,7 @@ def faults(seed: int, count: int, *, has_archive: bool = False) -> Iterator[Faul
 
 
 async def inject(world: World, plan: Iterator[Fault], say: Callable[[str], None]) -> Counter[str]:
-    """Injects one fault after the other and heals each; returns how many of each kind."""
+    """Injects one fault after another and heals each. Returns the number of each kind."""
     done: Counter[str] = Counter()
     for fault in plan:
         began_s = time.monotonic()
@@ -72,7 +73,7 @@ async def inject(world: World, plan: Iterator[Fault], say: Callable[[str], None]
 
 
 def _ways(world: World, fault: Fault) -> tuple[Callable[[], object], Callable[[], object]]:
-    """How to begin the fault, and how to heal it; healed means that the part serves again."""
+    """How to start the fault, and how to heal it; healed means that the part serves again."""
     target, links = fault.target, world.links
     if fault.kind == "cut off":
         return partial(links.cut, target), partial(links.heal, target)

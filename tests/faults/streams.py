@@ -1,7 +1,7 @@
-"""Readers of streamed texts, each of whom resumes after the last event it received.
+"""Readers of streamed texts, each of whom resumes after the last event received.
 
-Meanwhile, API instances and workers are killed in turn. Then each text is compared with the same
-text written while nothing was wrong.
+Meanwhile, API instances and workers are killed in turn. Afterward, each text is compared with the
+same text generated without faults.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from workers.runtime.template import MODEL_PROCESS_NAME
 
 PROMPTS = 32
 STREAM_LIMIT_S = 240.0
-"""A stream without an end after this is lost."""
+"""A stream that has not ended after this time is lost."""
 SILENCE_LIMIT_S = 25.0
-"""Comments keep a stream open, so one without any is dead."""
+"""Comments keep a stream open, so a stream without any is dead."""
 PAUSE_S = 0.1
-"""Between two tries to reach an instance."""
+"""Pause between two attempts to reach an instance."""
 TURNS = (APIS[0], WORKERS[0], APIS[1], WORKERS[1])
 """The processes to kill, in this order."""
 PROCESS_NAMES = {
@@ -42,19 +42,19 @@ PROCESS_NAMES = {
 
 @dataclass
 class Stream:
-    """One text as a reader got it."""
+    """A text as a reader received it."""
 
     number: int
     text: str = ""
     events: list[tuple[float, str]] = field(default_factory=list)
-    """When each came (monotonic seconds), and from which instance."""
+    """When each event arrived (monotonic seconds), and from which instance."""
     places: list[tuple[int, ...]] = field(default_factory=list)
-    """The place of each event in the text, which must rise."""
+    """Each event's position in the text; positions must increase."""
     resumes: int = 0
     flaw: str = ""
 
     def gap_s(self, kill: Kill) -> float | None:
-        """How long the reader waited for the next event behind a kill. None: it was not hit."""
+        """How long the reader waited for the next event after a kill. None: it was not affected."""
         before = [one for one in self.events if one[0] <= kill.at_s]
         after = [at_s for at_s, _ in self.events if at_s > kill.at_s]
         if not before or not after or (kill.target in APIS and before[-1][1] != kill.target):
@@ -86,7 +86,7 @@ class StreamFindings:
         return found + self.differing
 
     def resumes_s(self, targets: Sequence[str]) -> list[float]:
-        """The longest wait behind each kill of `targets` that hit somebody."""
+        """The longest wait after each kill of `targets` that affected a reader."""
         found = []
         for kill in self.kills:
             gaps = [gap for one in self.streams if (gap := one.gap_s(kill)) is not None]
@@ -96,7 +96,7 @@ class StreamFindings:
 
 
 class StreamReaders:
-    """Callers who read texts of one model."""
+    """Callers who read one model's texts."""
 
     def __init__(self, world: World, model: str, *, tokens: int, in_flight: int) -> None:
         self._urls = {api: world.url(api) for api in APIS}
@@ -109,7 +109,7 @@ class StreamReaders:
         self.read: list[Stream] = []
 
     async def run(self, streams: int, goes_on: Callable[[], bool]) -> list[str]:
-        """Reads at least `streams` texts, and more while `goes_on`.
+        """Reads at least `streams` texts, and more as long as `goes_on` returns true.
 
         Returns a message for each text that differs from the expected one.
         """
@@ -129,7 +129,7 @@ class StreamReaders:
 
     async def _undisturbed(self, number: int) -> str:
         url = f"{self._urls[APIS[0]]}/v1/chat/completions"
-        # Nothing comes before its end, unlike in a stream.
+        # Unlike a stream, it returns nothing before its end.
         limit = aiohttp.ClientTimeout(STREAM_LIMIT_S)
         body = self._chat(number, stream=False)
         async with self._http.post(url, json=body, timeout=limit) as answer:
@@ -157,7 +157,7 @@ class StreamReaders:
                 stream.flaw = f"no end after {STREAM_LIMIT_S:g} s and {len(stream.events)} events"
 
     async def _read_chat(self, stream: Stream) -> None:
-        """The same request again, with the same key and the id of the last event."""
+        """Repeats the request, with the same key and the last event's id."""
         key, last_id, body = str(uuid4()), "", self._chat(stream.number, stream=True)
         while True:
             headers = {"idempotency-key": key, "cache-control": "no-store"}
@@ -177,7 +177,7 @@ class StreamReaders:
                     stream.text += told["choices"][0]["delta"].get("content") or ""
 
     async def _read_response(self, stream: Stream) -> None:
-        """The stored response, behind the sequence number of the last event."""
+        """Reads the stored response, after the last event's sequence number."""
         body = {
             "model": self._model,
             "input": _question(stream.number),
@@ -208,7 +208,7 @@ class StreamReaders:
     async def _events(
         self, stream: Stream, request: Callable[[str], Any], path: str
     ) -> AsyncGenerator[tuple[str, str]]:
-        """Yields the id and the data of events, until the connection ends."""
+        """Yields each event's id and data until the connection ends."""
         api = APIS[next(self._next) % len(APIS)]
         try:
             async with request(self._urls[api] + path) as answer:
@@ -237,9 +237,9 @@ async def kill_in_turn(
     turns: Sequence[str] = TURNS,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> list[Kill]:
-    """Kills API instances and workers in turn, and starts each again, while `goes_on`.
+    """Kills API instances and workers in turn and restarts each, as long as `goes_on` returns true.
 
-    `model of`, `class of` and `engine of` a worker are processes below it, which it starts again
+    A worker's `model of`, `class of` and `engine of` are its child processes, which it restarts
     itself.
     """
     done: list[Kill] = []
@@ -270,7 +270,7 @@ def _question(number: int) -> str:
 
 
 def _place(event_id: str) -> tuple[int, ...]:
-    """Tokens, and pieces of the end: `-`, `7`, `7f2`."""
+    """Tokens, and parts of the end: `-`, `7`, `7f2`."""
     tokens, _, ended = event_id.partition("f")
     return (-1, 0) if tokens == "-" else (int(tokens), int(ended or 0))
 
@@ -290,10 +290,10 @@ async def read_while_killing(
     Args:
         world: the pipeline under test, whose parts are killed.
         streams: minimum number of texts to read.
-        kills: number of kills, in turn from `turns`.
-        say: gets a line for each kill.
+        kills: number of kills, in the order of `turns`.
+        say: called with a line for each kill.
     """
-    await readers.run(0, lambda: False)  # the texts as they must be
+    await readers.run(0, lambda: False)  # the expected texts
     killing = asyncio.create_task(kill_in_turn(world, kills, every_s, say, turns))
     differing = await readers.run(streams, lambda: not killing.done())
     return StreamFindings(readers.read, await killing, differing)

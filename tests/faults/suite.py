@@ -1,7 +1,7 @@
 """The fault suite: traffic runs while parts die, hang and are cut off; then everything is counted.
 
 `python -m tests.faults` runs it in full (`make faults`); tests/faults/test_faults.py in a short
-form.
+version.
 """
 
 from __future__ import annotations
@@ -43,11 +43,12 @@ class Findings:
     costs_wrong: list[str]
     """Requests whose rows charge a different amount than their answers reported."""
     counters_off: list[str]
-    """Budgets of tenants and keys that are below their rows, or above them by more than kills
-    explain."""
+    """Tenants' and keys' budgets that are below their rows, or above them by more than kills
+    explain.
+    """
     took_s: float
     pairs: set[tuple[str, str]]
-    """The API instances and the workers that did items together."""
+    """The pairs of API instances and workers that handled items together."""
 
     def table(self) -> list[tuple[str, int]]:
         """First the counts of traffic and faults, then the counts that must be zero, by name."""
@@ -67,7 +68,7 @@ class Findings:
         ]
 
     def flaws(self) -> list[str]:
-        """Everything that must not be, by name."""
+        """Returns every flaw found, by name."""
         flaws = {
             "lost": self.tally.lost,
             "answered twice": self.tally.answered_twice,
@@ -96,14 +97,14 @@ def run(
     pause_s: float = 0.0,
     environments: Mapping[str, Mapping[str, str]] | None = None,
 ) -> Findings:
-    """Runs traffic and faults side by side and counts the outcomes.
+    """Runs traffic and faults concurrently and counts the outcomes.
 
     Args:
-        folder: gets the state and the logs of all parts.
+        folder: receives the state and the logs of all parts.
         requests: minimum number of requests; more are sent until all faults are done.
-        faults_count: how many faults are injected.
-        in_flight: callers at the same time.
-        say: gets a line for each fault.
+        faults_count: number of faults to inject.
+        in_flight: number of callers at the same time.
+        say: called with a line for each fault.
         broker_delay_s: delay in each direction between the broker and other parts.
         pause_s: average seconds that each caller waits between two requests.
     """
@@ -148,7 +149,7 @@ async def _run(
 
 
 def read_rows(world: World, expected: Collection[str]) -> tuple[Rows, list[str]]:
-    """All rows, each once, by request, and the ids of requests that lack theirs."""
+    """All rows, each once, by request, and the ids of requests that lack rows."""
     settings = world.settings
     client = bigquery.Client(
         project=settings.project,
@@ -195,14 +196,16 @@ def _check_costs(found: Rows, tally: Tally) -> list[str]:
 def check_counters(
     world: World, expected: Collection[str], say: Callable[[str], None]
 ) -> list[str]:
-    """Compares what Redis counts of each budget with its rows.
+    """Compares Redis's count for each budget with its rows.
 
-    They are equal but for what API instances that were killed could have given back: what their
-    open requests had reserved, and what they had taken ahead. So a counter is never below its rows.
+    They are equal except for the amounts that killed API instances could have returned:
+    reservations for their open requests, and amounts taken in advance. So a counter is never below
+    its rows.
 
     Args:
-        expected: ids of requests that have rows. Others have some too, which may come later.
-        say: gets the three numbers of each budget.
+        expected: ids of requests that have rows. Other requests have some too, which may arrive
+            later.
+        say: called with each budget's three numbers.
     """
     until_s = time.monotonic() + SETTLE_LIMIT_S
     with redis.Redis.from_url(world.settings.redis_url) as client:
@@ -235,6 +238,6 @@ def _charged(found: Rows) -> dict[str, float]:
 
 
 def _budgets() -> list[str]:
-    """Those of the tenants and keys, as Redis names them."""
+    """The tenants' and keys' budgets, as named in Redis."""
     keys = [f"k:{tenant}:{stored(key, tenant).id}" for key, tenant in TENANTS.items()]
     return [*(f"t:{tenant}" for tenant in set(TENANTS.values())), *keys]

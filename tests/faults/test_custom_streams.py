@@ -1,4 +1,4 @@
-"""Streams of a custom model while an API instance and a worker are killed, in short."""
+"""A custom model's streams while an API instance and a worker are killed: the short version."""
 
 from pathlib import Path
 

@@ -1,5 +1,5 @@
-"""The fault suite in its short form: every kind of fault once, while traffic runs; `make faults`
-runs it in full.
+"""The fault suite's short version: every kind of fault once, while traffic runs; `make faults` runs
+it in full.
 """
 
 from pathlib import Path
@@ -18,15 +18,15 @@ REQUESTS = 500
 PAUSE_S = 0.5
 """Leaves some of the cores to other tests. If anything hangs, all callers soon wait for it."""
 SEED = 752
-"""Its first faults are one of each kind; among them are a killed API, a Pub/Sub that hangs, a
-restarted worker.
+"""Its first faults are one of each kind, including a killed API, a hanging Pub/Sub and a restarted
+worker.
 """
 SEED_WITH_ARCHIVE = 16480
 """The same with a row archive that is killed and a BigQuery that hangs."""
 
 
 FAR_S = 0.025
-"""Each way to a broker that is far."""
+"""Delay in each direction to a distant broker."""
 
 
 @pytest.mark.parametrize(

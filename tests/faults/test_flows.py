@@ -1,4 +1,4 @@
-"""A flow of three steps over a hundred items, while each process is killed once."""
+"""A three-step flow over a hundred items, while each process is killed once."""
 
 from pathlib import Path
 
@@ -22,5 +22,5 @@ def test_each_item_counts_once_whoever_dies(tmp_path: Path, broker: BrokerKind) 
     )
     assert findings.flaws() == []
     assert [one.target for one in findings.kills] == list(TURNS)
-    # Some were under way at each kill. How many begin meanwhile depends on the machine.
+    # Some were in progress at each kill. How many start in the meantime depends on the machine.
     assert len(findings.runs) >= IN_FLIGHT

@@ -1,4 +1,4 @@
-"""Runs of a flow that are canceled, or late, in the middle: on whole stacks over both brokers."""
+"""Flow runs that are canceled or late midway, on whole stacks over both brokers."""
 
 from __future__ import annotations
 
@@ -21,14 +21,17 @@ from tests.rabbitmq import needs_rabbitmq
 pytestmark = pytest.mark.slow(about_s=120)
 
 ITEMS = 900
-"""Of the second step: 45 s of one process, which no machine does in DEADLINE_S."""
+"""Items in the second step: 45 s for one process, more than any machine can do in DEADLINE_S."""
 DEADLINE_S = 8.0
 STOPS_WITHIN_S = 10.0
-"""On a busy machine. Two workers would begin items of a run that nobody stops for longer."""
+"""On a busy machine.
+
+If the run were not stopped, two workers would keep starting items for longer.
+"""
 PRICE_USD = 0.25
 LIMIT_S = 90.0
 QUIET_S = 4.0
-"""Rows that did not come within this time of the last ones do not come."""
+"""If no more rows arrive for this long, none will."""
 
 
 @pytest.fixture(scope="module", params=["pubsub", "rabbitmq"])
@@ -42,7 +45,7 @@ def stack(request: pytest.FixtureRequest, tmp_path_factory: Any) -> Iterator[Wor
 
 
 class Delivered(NamedTuple):
-    """An item that the stream of a run shows."""
+    """An item shown in a run's stream."""
 
     step: str
     item: int
@@ -68,7 +71,7 @@ def until_over(world: World, run: dict[str, Any]) -> dict[str, Any]:
 
 
 def events(run: dict[str, Any], *, until_step: str = "") -> list[dict[str, Any]]:
-    """The outputs of a run's stream, to its end, or to the first of a step."""
+    """The outputs in a run's stream, up to its end or to a step's first output."""
     outputs, kind = list[dict[str, Any]](), ""
     headers = {"accept": "text/event-stream"}
     with httpx.stream("GET", run["urls"]["stream"], headers=headers, timeout=LIMIT_S) as stream:
@@ -91,7 +94,7 @@ def delivered(run: dict[str, Any]) -> set[Delivered]:
 
 
 def rows_of(world: World, run: dict[str, Any], least: int) -> list[dict[str, Any]]:
-    """The rows of a run that count, once no more come."""
+    """A run's rows that count, once no more arrive."""
     settings, until_s = world.settings, time.monotonic() + LIMIT_S
     client = bigquery.Client(
         project=settings.project,
@@ -116,7 +119,7 @@ def rows_of(world: World, run: dict[str, Any], least: int) -> list[dict[str, Any
 
 
 def check_charges(world: World, shown: dict[str, Any]) -> list[dict[str, Any]]:
-    """Checks that what was delivered is charged, and nothing else. Returns the rows."""
+    """Checks that exactly the delivered items are charged. Returns the rows."""
     given = delivered(shown)
     rows = rows_of(world, shown, len(given))
     charged = {Delivered(row["step"], row["item"] % 1000) for row in rows if row["cost_usd"]}

@@ -1,4 +1,4 @@
-"""Callers that hang up at random moments, on all tasks, in short."""
+"""Callers that hang up at random moments, on all tasks: the short version."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow(about_s=60)
 
 HANG_UPS = 60
 LIMIT_S = 10.0
-"""A busy machine is slow. Jobs that were not canceled went on for 20 to 35 s."""
+"""A busy machine is slow. Jobs that were not canceled continued for 20 to 35 s."""
 
 
 @pytest.mark.parametrize(("broker", "delay_s"), [("pubsub", FAR_S), ("rabbitmq", 0.0)])

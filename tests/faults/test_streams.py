@@ -1,5 +1,6 @@
-"""Streams of texts while an API instance and a worker are killed: `python -m bench streams` runs it
-in full, with a real model.
+"""Text streams while an API instance and a worker are killed.
+
+`python -m bench streams` runs it in full, with a real model.
 """
 
 import asyncio

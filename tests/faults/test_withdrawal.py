@@ -1,6 +1,6 @@
 """A model is withdrawn under traffic, with the operator's command, and served again.
 
-Two API instances and two workers. Redis is killed while the model is withdrawn.
+Uses two API instances and two workers. Redis is killed while the model is withdrawn.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ KEY = bearer("one")
 
 
 def penstock(world: World, *words: str) -> str:
-    """Types a command of the operator."""
+    """Runs one of the operator's commands."""
     settings = world.settings
     given = {
         "PENSTOCK_REDIS_URL": settings.redis_url,
@@ -52,12 +52,12 @@ def penstock(world: World, *words: str) -> str:
 
 @dataclass
 class Callers:
-    """Ask for new texts all the time, and for one constant text, which is therefore cached."""
+    """Send new texts all the time, plus one constant text, which is therefore cached."""
 
     world: World
     http: aiohttp.ClientSession
     answers: Counter[str] = field(default_factory=Counter)
-    """Answers since the last look, by kind."""
+    """Answers since the last check, by kind."""
     wrong: list[str] = field(default_factory=list)
     """Answers and errors that no caller should get while everything runs."""
     predictions: list[str] = field(default_factory=list)
@@ -136,7 +136,7 @@ async def withdrawn_and_served_again(world: World) -> Callers:
             world.processes[name].resume()
         ends = [await over(callers, name) for name in waiting]
         refused = [read for read in ends if read["status"] == "failed"]
-        assert refused  # a worker may begin others before it hears of it: it has 3 s
+        assert refused  # a worker may start others before it learns of it: it has 3 s
         assert all(WORDS in read["error"] for read in refused), refused
         assert {read["status"] for read in ends} <= {"failed", "succeeded"}
         assert callers.wrong == []

@@ -1,5 +1,5 @@
-"""Callers who want an answer: each request is repeated under its Idempotency-Key until it has one,
-and then checked.
+"""Callers who need an answer: each request is repeated under its Idempotency-Key until it gets one,
+which is then checked.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from tests.faults.world import MODEL, TENANTS
 from tests.keys import bearer
 
 ANSWER_LIMIT_S = 150.0
-"""A request without an answer after this is lost."""
+"""A request that is unanswered after this time is lost."""
 TRY_LIMIT_S = 45.0
 DEADLINE_MS = "30000"
 COSINE = 0.9999
 TEXTS = 64
 ALONE = 4
-"""Requests at the end, one at a time. A job that is stuck until the next message arrives shows
-here, because no message follows.
+"""Requests at the end, one at a time.
+
+A job that is stuck until the next message arrives shows up here, because no message follows.
 """
 PREDICTION_SHARE, CANCEL_SHARE, REPEAT_SHARE, HANG_UP_SHARE = 0.1, 0.1, 0.02, 0.05
 PATIENCE_S = 0.2
-"""Of those who hang up, at most."""
+"""Maximum patience of callers that hang up."""
 TRANSIENT = frozenset({409, 429, 500, 502, 503, 504})
 
 Vector = NDArray[np.float32]
@@ -43,7 +44,7 @@ Vector = NDArray[np.float32]
 
 @dataclass
 class Tally:
-    """The outcomes of all requests."""
+    """All requests' outcomes."""
 
     sent: int = 0
     answered: Counter[str] = field(default_factory=Counter)
@@ -55,29 +56,29 @@ class Tally:
     not_healed: list[str] = field(default_factory=list)
     """Requests after the last fault that waited for their deadline."""
     expected_rows: dict[str, str] = field(default_factory=dict)
-    """By request id: the status that its row must have; `any` for canceled ones."""
+    """The status that each request's row must have, by request id; `any` for canceled requests."""
     told_usd: dict[str, float] = field(default_factory=dict)
     """Cost in each answer, by request id. Replays and lost answers do not report a cost."""
     longest_s: float = 0.0
 
     @property
     def ended(self) -> int:
-        """Requests that have a terminal answer."""
+        """Number of requests that have a final answer."""
         return self.answered.total()
 
 
 def text_of(number: int) -> str:
-    """One of TEXTS texts, none like another."""
+    """One of TEXTS texts, all different."""
     words = ["river", "engine", "violin", "glacier", "market", "comet", "harbour", "orchard"]
     first, second = words[number % 8], words[number // 8 % 8]
     return f"The {first} of number {number} met a {second} on its way to town {number * 7 % 13}."
 
 
 class Traffic:
-    """A number of callers at once, over several API instances.
+    """A number of concurrent callers, over several API instances.
 
     Args:
-        urls: one per API instance; a caller moves to the next when one fails.
+        urls: one per API instance; a caller switches to the next one when one fails.
         seed: determines the requests and their order.
         pause_s: average seconds that each caller waits between two requests.
     """
@@ -101,7 +102,7 @@ class Traffic:
         self.tally = Tally()
 
     async def __aenter__(self) -> Self:
-        """Asks for every text once, while nothing is wrong yet."""
+        """Requests every text once, before any fault."""
         timeout = aiohttp.ClientTimeout(total=TRY_LIMIT_S, sock_connect=5.0)
         connector = aiohttp.TCPConnector(limit=2 * self._in_flight)
         self._session = aiohttp.ClientSession(timeout=timeout, connector=connector)
@@ -112,16 +113,17 @@ class Traffic:
         await self._session.close()
 
     async def run(self, goes_on: Callable[[], bool]) -> None:
-        """Sends requests until all are sent and `goes_on` returns False. Waits for every request in
-        flight to finish.
+        """Sends requests until all are sent and `goes_on` returns False.
+
+        Waits for all requests in flight.
         """
         async with asyncio.TaskGroup() as callers:
             for _ in range(self._in_flight):
                 callers.create_task(self._call(goes_on))
 
     async def alone(self) -> None:
-        """Sends requests one after the other, with nothing wrong any more; none of them may wait
-        for its deadline.
+        """Sends requests one after another, with all faults healed; none of them may wait for its
+        deadline.
         """
         for number in range(ALONE):
             late = self.tally.tries["504"]
@@ -235,8 +237,9 @@ class Traffic:
         key: str | None,
         headers: dict[str, str],
     ) -> tuple[Any, str, bool] | None:
-        """The answer, its request id, and True if it was replayed. If no answer came in time, None,
-        and the request counts as lost.
+        """The answer, its request id, and True if it was replayed.
+
+        None if no answer came in time; the request then counts as lost.
 
         A permanent refusal does not count as an answer either, because these requests are valid.
         """
@@ -284,7 +287,7 @@ def _body(number: int) -> dict[str, Any]:
 
 
 def _key_of(number: int) -> dict[str, str]:
-    """The header of the key that always asks for this text."""
+    """The header with the key that always requests this text."""
     names = list(TENANTS)
     return bearer(names[number % len(names)])
 

@@ -48,10 +48,10 @@ CATALOG = """models:
     price: {{per_million_tokens_usd: 1000, cached_share: 0.25}}
 """
 TENANTS = {"one": "acme", "two": "acme", "other": "globex"}
-"""The tenants of the keys that callers have, by the name of the key. All have budgets."""
+"""Each caller key's tenant, by the key's name. All have budgets."""
 BUDGET_USD = 10_000.0
 BUDGET_KEY = "penstock:limits:month:"
-"""Starts the names of budgets in Redis."""
+"""Prefix of budget names in Redis."""
 APIS = ("api-0", "api-1")
 WORKERS = ("worker-0", "worker-1")
 SERVERS = ("broker", "redis", "bigquery")
@@ -66,16 +66,16 @@ class World:
     them.
 
     Args:
-        folder: gets logs, state and spools.
-        processes: model processes of each worker.
+        folder: for logs, state and spools.
+        processes: number of model processes per worker.
         backend: `onnx` or `torch`, both in fp32.
-        served: name and catalog of a model to serve instead of the embedding model.
-        broker: the embedded Pub/Sub, or a RabbitMQ of this machine.
+        served: name and catalog of the model to serve instead of the embedding model.
+        broker: the embedded Pub/Sub, or a RabbitMQ on this machine.
         rows: first destination of rows: BigQuery or the object store.
         has_keys: True if callers need a key, and have budgets.
         broker_delay_s: delay in each direction between the broker and an API instance or a worker.
-        environments: extra environment variables of an API instance or a worker, by its name, for
-            example to run the code of another release.
+        environments: extra environment variables for an API instance or a worker, by its name, for
+            example to run another release's code.
     """
 
     def __init__(
@@ -113,7 +113,9 @@ class World:
         self.links = Links(targets, dict.fromkeys(far, broker_delay_s))
         self.processes: dict[str, Process] = {}
         self.held_usd: dict[str, float] = defaultdict(float)
-        """By budget, how much API instances could have refunded when one of them was killed."""
+        """By budget, the amount that API instances could have refunded when one of them was
+        killed.
+        """
         # Processes it starts die with its thread, so it lives as long as the world.
         self.healer = ThreadPoolExecutor(1)
         self._undo = ExitStack()
@@ -144,7 +146,7 @@ class World:
         self._undo.close()
 
     def _make_graph(self) -> None:
-        """The ONNX graph that the workers load, once on this machine."""
+        """Creates the ONNX graph that the workers load, once per machine."""
         words = ["optimize", MODEL, "--variants", "fp32"]
         command = [sys.executable, "-m", "infra.cli.main", *words]
         with Process(
@@ -174,7 +176,7 @@ class World:
 
     @property
     def settings(self) -> ApiSettings:
-        """How to reach the servers, past all links."""
+        """Settings for reaching the servers directly, bypassing all links."""
         fields = {
             name.removeprefix("PENSTOCK_").lower(): value
             for name, value in self._variables().items()
@@ -247,8 +249,9 @@ class World:
         return f"http://127.0.0.1:{self._ports[api]}"
 
     def restart(self, name: str) -> None:
-        """Starts a part that was killed or stopped. It writes a new log file; the old one is
-        renamed.
+        """Starts a part that was killed or stopped.
+
+        It writes a new log file; the old one is renamed.
         """
         process = self.processes[name]
         process.stop()
@@ -258,7 +261,7 @@ class World:
         process.start()
 
     def wait_ready(self, name: str) -> None:
-        """Returns when a part serves (again)."""
+        """Returns when a part serves, or serves again."""
         port = self._ports[name]
         is_ready: Callable[[], bool] = (
             partial(listens, port) if name in SERVERS else partial(answers, port, "/readyz")
@@ -266,7 +269,10 @@ class World:
         self.processes[name].wait_ready(is_ready, START_LIMIT_S)
 
     def note_held(self) -> None:
-        """Notes what API instances hold of budgets. The killed one's is known for 30 s."""
+        """Records the budget amounts that API instances hold.
+
+        A killed instance's amounts are known for 30 s.
+        """
         with redis.Redis.from_url(self.settings.redis_url, decode_responses=True) as client:
             for key in client.keys(f"{BUDGET_KEY}*"):
                 for field, value in client.hgetall(key).items():
@@ -278,7 +284,10 @@ class World:
         return self.kill_below(worker, MODEL_PROCESS_NAME)
 
     def kill_below(self, worker: str, name: str) -> bool:
-        """Kills the first process of this name below a worker. Returns False if there was none."""
+        """Kills a worker's first descendant process with this name.
+
+        Returns False if there was none.
+        """
         pids = processes_below(self.processes[worker].pid, name)
         if pids:
             os.kill(pids[0], signal.SIGKILL)
@@ -286,7 +295,7 @@ class World:
 
 
 def _written_keys(folder: Path) -> str:
-    """Budgets that nobody knows of stay open, so that a fault of Redis refuses nothing."""
+    """The budgets fail open, so that a Redis fault refuses nothing."""
     limits = Limits(budget_usd_per_month=BUDGET_USD)
     plan = Plan(budget_usd_per_month=BUDGET_USD, on_limit_store_outage="allow")
     return keys_url(
@@ -298,12 +307,12 @@ def _written_keys(folder: Path) -> str:
 
 
 def model_processes(worker: int) -> list[int]:
-    """The processes that run the models of a worker."""
+    """The processes that run a worker's models."""
     return processes_below(worker, MODEL_PROCESS_NAME)
 
 
 def processes_below(worker: int, name: str) -> list[int]:
-    """The processes of this name below a worker."""
+    """A worker's descendant processes with this name."""
     below = psutil.Process(worker).children(recursive=True)
     return [process.pid for process in below if process.name() == name]
 

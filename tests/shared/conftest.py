@@ -13,7 +13,7 @@ from tests.shared.scripted_pubsub import Opened, scripted_pubsub
 
 @pytest.fixture(scope="session")
 def google_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """HOST:PORT of Google's Pub/Sub emulator, if this machine has it."""
+    """HOST:PORT of Google's Pub/Sub emulator, if it is installed."""
     command = find_emulator()
     if command is None:
         pytest.skip("Google's emulator or a Java is not on this machine")
@@ -23,13 +23,13 @@ def google_emulator(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture
 def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
-    """A Redis that a test may stop; it keeps its data when it starts again."""
+    """A Redis that a test may stop; it keeps its data across restarts."""
     with RedisServer(tmp_path, tmp_path, persist=True) as server:
         yield server
 
 
 @pytest.fixture
 async def opened() -> AsyncIterator[Opened]:
-    """A scripted Pub/Sub, and a transport that is connected to it."""
+    """A scripted Pub/Sub and a transport that is connected to it."""
     async with scripted_pubsub() as script, PubSubTransport("p", script.endpoint) as transport:
         yield script, transport

@@ -1,4 +1,4 @@
-"""An embedded BigQuery as a process that tests of rows can stop, and helpers that write to it."""
+"""An embedded BigQuery as a process that row tests can stop, and helpers that write to it."""
 
 from __future__ import annotations
 

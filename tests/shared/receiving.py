@@ -1,4 +1,4 @@
-"""Helpers that take messages, for tests of brokers."""
+"""Helpers that receive messages, for broker tests."""
 
 import asyncio
 

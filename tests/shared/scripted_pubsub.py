@@ -26,7 +26,7 @@ UNARY = {"Publish": "Publisher", "Acknowledge": "Subscriber", "ModifyAckDeadline
 class ScriptedPubSub:
     """The server's next actions and the requests it has seen.
 
-    `failures[method]` are statuses for the next calls of that method; `gate`, while cleared, holds
+    `failures[method]` are statuses for the next calls of that method; `gate`, while cleared, blocks
     every unary call. `refuses` returns True for messages that make a publish invalid. Streams send
     the items of `deliveries`: a list of message bodies, or a status that ends the stream.
     """
@@ -46,7 +46,7 @@ class ScriptedPubSub:
     _ids: Any = field(default_factory=lambda: itertools.count(1))
 
     async def seen(self, method: str, count: int) -> list[Any]:
-        """The requests of `method`, once there are `count` of them."""
+        """The requests for `method`, once there are `count` of them."""
         async with asyncio.timeout(WAIT_LIMIT_S), self._arrived:
             await self._arrived.wait_for(lambda: len(self.requests[method]) >= count)
         return self.requests[method]
@@ -105,7 +105,7 @@ class ScriptedPubSub:
 
 
 Opened = tuple[ScriptedPubSub, PubSubTransport]
-"""A server, and a transport that is connected to it."""
+"""A server and a transport that is connected to it."""
 
 
 @asynccontextmanager

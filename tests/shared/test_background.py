@@ -1,4 +1,7 @@
-"""A task that runs next to requests until it is stopped. An end by itself is logged as a bug."""
+"""A task that runs alongside requests until it is stopped.
+
+If it ends by itself, that is logged as a bug.
+"""
 
 import asyncio
 import logging

@@ -1,5 +1,5 @@
-"""The contract of the transport: the same tests over the in-memory broker, the embedded Pub/Sub,
-RabbitMQ and Google's emulator.
+"""The transport's contract: the same tests on the in-memory broker, the embedded Pub/Sub, RabbitMQ
+and Google's emulator.
 """
 
 import asyncio
@@ -264,7 +264,7 @@ async def test_message_that_comes_again_comes_before_those_of_its_key(broker: Br
         first = await take(subscription, 2)
         subscription.nack(first[0])
         seen = [b""]
-        while seen[-3:] != [b"0", b"1", b"2"]:  # messages under way may arrive first
+        while seen[-3:] != [b"0", b"1", b"2"]:  # messages in flight may arrive first
             [message] = await take(subscription, 1)
             seen.append(message.data)
     assert [message.data for message in first] == [b"0", b"1"]

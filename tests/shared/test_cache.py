@@ -26,7 +26,7 @@ def vector(fill: bytes = b"v", tokens: int = 3) -> EmbeddingResult:
 
 
 async def written(redis_url: str, kind: str) -> str:
-    """Waits until there is a key of this kind, and returns it."""
+    """Waits until there is a key of this kind and returns it."""
     async with redis.asyncio.Redis.from_url(redis_url) as client:
         with anyio.fail_after(WAIT_LIMIT_S):
             while not (names := await client.keys(f"penstock:{kind}:*")):
@@ -40,7 +40,7 @@ async def test_get_many_names_the_level(redis_url: str) -> None:
         ResultCache(redis_url, BIG_MEMORY) as reader,
     ):
         await writer.put_many({"a": vector(b"a"), "b": vector(b"b")}, ttl_s=60)
-        # A worker asks Redis whether its results have been paid for.
+        # A worker checks in Redis whether its results have been paid for.
         assert await writer.get_many(["a"]) == {"a": Hit(vector(b"a"), "redis")}
         assert await writer.get_many(["a"]) == {"a": Hit(vector(b"a"), "memory")}
         assert await reader.get_many(["a", "b", "c", "a"]) == {
@@ -173,7 +173,7 @@ async def test_unpaid_result_is_paid_before_the_worker_has_stored_it(redis_url: 
 
 
 async def test_mark_says_nothing_about_a_later_result(redis_url: str) -> None:
-    """The later request has paid for it, or has left a mark."""
+    """The later request has paid for it or has left a mark."""
     mark, key = Owed(finished_at_s=10.0), "a"
     async with (
         ResultCache(redis_url, BIG_MEMORY) as api,
@@ -193,7 +193,7 @@ async def test_mark_says_nothing_about_a_later_result(redis_url: str) -> None:
 
 @pytest.mark.parametrize("times_s", [(10.0, 20.0), (20.0, 10.0)])
 async def test_mark_of_the_later_result_stays(redis_url: str, times_s: tuple[float, float]) -> None:
-    """Requests may end in a different order than their results were computed."""
+    """Requests may end in a different order than that in which their results were computed."""
     async with ResultCache(redis_url, 0) as cache:
         await cache.put_many({"a": vector()}, 60, {"a": 20.0})
         for finished_at_s in times_s:

@@ -1,4 +1,6 @@
-"""Cache keys of results: they depend on everything that changes the result, and nothing else."""
+"""Cache keys for results: they depend on everything that changes the result, and on nothing
+else.
+"""
 
 from typing import Any
 

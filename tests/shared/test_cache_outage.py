@@ -40,7 +40,7 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 async def wait_for(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Asks until it holds; each call does the work that makes it hold."""
+    """Retries until the condition holds; each call does the work that makes it hold."""
     with anyio.fail_after(WAIT_LIMIT_S):
         while not await condition():
             pass
@@ -59,7 +59,7 @@ async def trip(cache: ResultCache) -> None:
 
 
 async def test_unpaid_result_is_computed_again_without_redis() -> None:
-    """It is unknown whether another caller has paid for it. Unmarked results are hits."""
+    """Another caller may have paid for it; that is unknown. Unmarked results are hits."""
     async with ResultCache(NO_REDIS, BIG_MEMORY) as cache:
         await trip(cache)
         await cache.put_many({"a": vector(), "b": vector()}, ttl_s=60)
@@ -102,7 +102,8 @@ async def test_hanging_redis_costs_a_bounded_wait_then_none(own_redis: RedisServ
         own_redis.pause()
         with anyio.fail_after(WAIT_LIMIT_S):
             await trip(cache)
-            # With the breaker open nothing waits: it takes far less time than one limit per call.
+            # With the breaker open, nothing waits: this takes far less time than one limit per
+            # call.
             for _ in range(1000):
                 assert await cache.get_many(["a"]) == {}
                 await cache.put_many({"b": vector()}, ttl_s=60)
@@ -175,8 +176,8 @@ async def test_answer_that_came_while_the_process_was_held_up_counts(
             for _ in range(20):
                 await anyio.lowlevel.checkpoint()
             own_redis.resume()
-            # No task runs from here on: answer and timer both become due while this process is
-            # blocked.
+            # No task runs from here on: both the answer and the timer become due while this process
+            # is blocked.
             while "cmdstat_mget" not in client.info("commandstats"):
                 pass
             time.sleep(1.2 * timeout_s)  # noqa: ASYNC251

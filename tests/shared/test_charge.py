@@ -1,4 +1,4 @@
-"""Prices that change: every process charges a request at the prices in force when it arrived."""
+"""Changing prices: every process charges a request at the prices in force when it arrived."""
 
 import datetime as dt
 from pathlib import Path
@@ -59,7 +59,7 @@ MODEL = Model(
 
 
 def row_at(received_at_s: float, cache: str = "miss", status: str = "succeeded") -> Row:
-    """The row for a million tokens, from a job that went over the wire."""
+    """The row for a million tokens, from a job that was sent over the wire."""
     sent = Envelope(
         request_id="r",
         part=0,

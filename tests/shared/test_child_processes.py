@@ -1,4 +1,4 @@
-"""Processes that the API and the workers start while gRPC calls run."""
+"""Processes that the API and the workers start while gRPC calls are running."""
 
 import asyncio
 import importlib
@@ -16,8 +16,8 @@ FORK_SUPPORT = "GRPC_ENABLE_FORK_SUPPORT"
 
 
 async def start_beside_calls() -> None:
-    """Starts processes while gRPC calls run, and prints the output of each."""
-    importlib.import_module("shared")  # before gRPC, as in all of our processes
+    """Starts processes while gRPC calls are running and prints each one's output."""
+    importlib.import_module("shared")  # before gRPC, as in all our processes
     import grpc
 
     server = grpc.aio.server()
@@ -47,7 +47,7 @@ async def start_beside_calls() -> None:
 
 
 async def test_processes_start_while_calls_run() -> None:
-    """In a separate process, because gRPC reads its settings once."""
+    """In a separate process, because gRPC reads its settings only once."""
     environment = {name: value for name, value in os.environ.items() if name != FORK_SUPPORT}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.shared.test_child_processes"),

@@ -1,5 +1,5 @@
-"""Turns at places: nobody holds all, nobody is forgotten, and a request that leaves takes no
-place.
+"""Taking turns for places: no caller holds all, none is forgotten, and a request that leaves takes
+no place.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _steps = st.lists(
 
 
 class Line:
-    """Tasks that wait for a place or have one."""
+    """Tasks that are waiting for a place or have one."""
 
     def __init__(self) -> None:
         self._turns = FairPermits(PLACES)

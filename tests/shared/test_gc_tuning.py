@@ -1,4 +1,4 @@
-"""A settled heap is excluded from collections, and later objects are still collected."""
+"""A settled heap is excluded from collections, but later objects are still collected."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A subscription holds more or fewer messages while it is open, and the round trip is measured."""
+"""A subscription holds more or fewer messages while open, and the round trip is measured."""
 
 import asyncio
 
@@ -35,7 +35,7 @@ async def test_more_is_held_at_once(broker: Broker) -> None:
         first = await take(subscription, 4)
         subscription.hold(16)
         more = await take(subscription, 12)
-        # The others are for other subscriptions: this one has its maximum.
+        # The rest are for other subscriptions: this one has its maximum.
         async with broker.transport.subscribe(jobs, max_messages=20) as other:
             rest = await take(other, 4)
     data = {message.data for message in (*first, *more, *rest)}
@@ -63,8 +63,8 @@ async def test_fewer_are_held_when_the_first_are_acked(broker: Broker) -> None:
 
 
 async def shared_out(count: int, *subscriptions: Subscription) -> int:
-    """Takes `count` messages, acks them when all are there, and returns the number from the first
-    subscription.
+    """Receives `count` messages, acks them once all have arrived, and returns how many came from
+    the first subscription.
     """
     held: list[tuple[Subscription, ReceivedMessage]] = []
 
@@ -106,7 +106,7 @@ async def test_nothing_is_lost_or_double_while_it_changes(broker: Broker) -> Non
 async def test_round_trips_are_measured(broker: Broker) -> None:
     topic, jobs = await jobs_of(broker)
     async with broker.transport.subscribe(jobs, max_messages=10) as subscription:
-        for _ in range(3):  # the ack of one is answered before the next is sent
+        for _ in range(3):  # each ack is answered before the next is sent
             await publish(broker, topic, 1)
             [message] = await take(subscription, 1)
             subscription.ack(message)

@@ -37,7 +37,7 @@ async def test_message_whose_lease_ran_out_comes_again_elsewhere() -> None:
         [message] = await take(stuck, 1)
         async with broker.subscribe("jobs", max_messages=1) as other:
             await stuck.stop()
-            broker.expire_leases("jobs")  # ends only the leases of open subscribers
+            broker.expire_leases("jobs")  # ends only open subscribers' leases
             assert not message.lost
             stuck.nack(message)
             [again] = await take(other, 1)
@@ -105,7 +105,7 @@ async def test_bytes_bound_what_a_subscriber_holds() -> None:
 
 
 async def test_order_of_keys_is_kept_beside_other_keys() -> None:
-    """A key that waits for its holder holds up no other key."""
+    """A key that waits for its holder does not hold up other keys."""
     broker = await broker_with(is_ordered=True)
     async with broker.subscribe("jobs", max_messages=1) as first:
         await broker.publish("jobs", b"a1", {}, ordering_key="a")
@@ -116,7 +116,7 @@ async def test_order_of_keys_is_kept_beside_other_keys() -> None:
             assert [message.data for message in await take(second, 1)] == [b"b1"]
             assert broker.backlog("jobs") == 1
             first.ack(held)
-            # It is free now, and goes to the next subscriber in turn.
+            # It is now free and goes to the next subscriber in turn.
             assert broker.backlog("jobs") == 0
 
 

@@ -167,7 +167,7 @@ async def test_store_that_hangs_holds_up_nobody_else(
 ) -> None:
     monkeypatch.setattr("shared.stores.objects.TIMEOUT_S", 1.5)
     errors = REGISTRY.get_sample_value("penstock_objects_errors_total", {"operation": "get"}) or 0
-    os.mkfifo(tmp_path / "hangs")  # opening it blocks until a writer comes
+    os.mkfifo(tmp_path / "hangs")  # opening it blocks until a writer opens it
     objects = ObjectStore(f"file://{tmp_path}")
     asked = [asyncio.create_task(objects.get("hangs", max_bytes=5)) for _ in range(50)]
     for _ in range(10):
@@ -185,7 +185,7 @@ async def test_store_that_hangs_holds_up_nobody_else(
 
 async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path: Path) -> None:
     (tmp_path / "files/kept/busy").mkdir(parents=True)
-    os.mkfifo(tmp_path / "files/kept/busy/slow")  # opening it blocks until a writer comes
+    os.mkfifo(tmp_path / "files/kept/busy/slow")  # opening it blocks until a writer opens it
     objects = ObjectStore(f"file://{tmp_path}")
     slow = [
         asyncio.create_task(objects.get("files/kept/busy/slow", max_bytes=5)) for _ in range(50)
@@ -214,12 +214,12 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
     slow = []
     for folder in folders:
         (tmp_path / folder / busy).mkdir(parents=True)
-        os.mkfifo(tmp_path / folder / busy / "slow")  # opening it blocks until a writer comes
+        os.mkfifo(tmp_path / folder / busy / "slow")  # opening it blocks until a writer opens it
         slow += [objects.get(f"{folder}/{busy}/slow", max_bytes=5) for _ in range(8)]
     asked = [asyncio.create_task(one) for one in slow]
     await asyncio.sleep(0)
     try:
-        # A reservation and two lists at once, as at the beginning of an upload.
+        # A reservation and two lists at once, as when an upload starts.
         keys = [f"{folder}/{quiet}/{place}" for place, folder in enumerate(folders)]
         async with asyncio.timeout(TIMEOUT_S / 2):
             await asyncio.gather(*(objects.put(key, b"x", "image/png") for key in keys))
@@ -232,7 +232,7 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
 
 
 def _let_go(pipes: Sequence[Path]) -> None:
-    """Ends the calls that are waiting to read them. If nobody reads a pipe, it does not wait."""
+    """Ends the calls waiting to read the pipes. Does not wait for a pipe without readers."""
     for pipe in pipes:
         with suppress(OSError):
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))

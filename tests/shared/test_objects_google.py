@@ -1,5 +1,5 @@
-"""A bucket, with credentials from workload identity federation: one of the cluster's tokens,
-exchanged for one of Google's.
+"""A bucket, with credentials from workload identity federation: a token from the cluster, exchanged
+for one from Google.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ AUDIENCE = (
 
 
 class Google(ThreadingHTTPServer):
-    """Exchanges one known token, and serves objects to callers with the resulting token."""
+    """Exchanges one known token and serves objects to callers that present the resulting token."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), _Handler)

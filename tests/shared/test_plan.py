@@ -1,4 +1,4 @@
-"""Plans in a file, or set by an administrator."""
+"""Plans in a file or set by an administrator."""
 
 import msgspec
 import pytest

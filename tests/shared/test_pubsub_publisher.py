@@ -1,4 +1,6 @@
-"""Messages leave at once, together, in order, again after failures, and never without a bound."""
+"""Messages are sent at once, batched, in order, retried after failures, and never without a
+bound.
+"""
 
 import asyncio
 from collections import deque

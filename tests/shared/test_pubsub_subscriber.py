@@ -1,4 +1,4 @@
-"""Messages come over streams that end, with leases kept or lost, and acks in batches."""
+"""Messages arrive over streams that may end, with leases kept or lost, and acks in batches."""
 
 import asyncio
 import itertools
@@ -22,7 +22,7 @@ from tests.shared.scripted_pubsub import Opened
 pytestmark = pytest.mark.anyio
 
 SHORT_LEASE_S, LEASE_S = 1, 3
-"""Shorter than the service allows, so that a test sees leases expire, or be extended beyond one
+"""Shorter than the service allows, so that a test sees leases expire or be extended beyond one
 lease.
 """
 

@@ -1,4 +1,4 @@
-"""Features specific to RabbitMQ: connections that end, immediate redelivery, delays, routing."""
+"""RabbitMQ features: connections that end, immediate redelivery, delays, routing."""
 
 import asyncio
 import sys
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow(about_s=10)
 
 JOBS = 100
 MANY = 256
-"""Enough acks that the broker does not pass all of them on at once."""
+"""Enough acks that the broker does not forward all of them at once."""
 ROUNDS = 4
 
 Pair = tuple[RabbitTransport, RabbitAdmin]
@@ -59,10 +59,10 @@ async def make(admin: RabbitAdmin, name: str = "jobs", **settings: object) -> No
 
 @pytest.fixture
 async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
-    """A server to kill, with the queue "jobs" of the project "kills".
+    """A server that tests may kill, with the queue "jobs" of the project "kills".
 
-    It has been restarted: RabbitMQ 3.10 elects no leader for a queue after a kill in the queue's
-    first seconds.
+    It has been restarted once: RabbitMQ 3.10 elects no leader for a queue after a kill in the
+    queue's first seconds.
     """
     needs_rabbitmq()
     with RabbitServer(tmp_path / "data", tmp_path) as server:
@@ -75,7 +75,7 @@ async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
 
 @pytest.mark.anyio
 async def test_node_killed_while_messages_pass_loses_none(own_server: RabbitServer) -> None:
-    """Confirmed messages arrive, and unconfirmed ones are published when the node is back."""
+    """Confirmed messages arrive, and unconfirmed ones are published once the node is back."""
     server, wanted = own_server, {b"%d" % number for number in range(JOBS)}
     async with RabbitTransport("kills", server.url) as transport:
         confirmed = sorted(wanted)[: JOBS // 2]
@@ -145,7 +145,7 @@ async def test_messages_of_a_killed_process_come_again_at_once(
 
 @pytest.mark.anyio
 async def test_acks_just_before_the_close_are_not_forgotten(rabbit: Pair) -> None:
-    """The broker drops acks of a channel that it has not passed on when the channel closes."""
+    """When a channel closes, the broker drops acks on it that it has not forwarded yet."""
     transport, admin = rabbit
     for number in range(ROUNDS):
         name = f"jobs-{number}"
@@ -322,7 +322,7 @@ async def test_wrong_password_says_so(rabbitmq_server: RabbitServer) -> None:
 
 @pytest.mark.anyio
 async def test_broker_that_hangs_up_is_unavailable() -> None:
-    """A proxy does this if its broker is down."""
+    """A proxy hangs up like this if its broker is down."""
 
     async def hang_up(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.close()

@@ -1,4 +1,6 @@
-"""RabbitMQ when answers are lost: each wait has a limit, and the operation is then repeated."""
+"""RabbitMQ when responses are lost: each wait has a limit, after which the operation is
+repeated.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -31,11 +33,11 @@ from tests.shared.receiving import take
 pytestmark = [pytest.mark.slow(about_s=15), pytest.mark.anyio]
 
 SOON_S = 0.2
-"""Limit until the first repetition. It doubles, so a slow machine only repeats more often."""
+"""Time before the first repetition. It doubles, so a slow machine only repeats more often."""
 MANY = 1000
 """Enough that the connection breaks before all are written."""
 LARGE_BYTES = 9_000_000
-"""Three of them do not fit into a socket's buffers."""
+"""Three of these do not fit into a socket's buffers."""
 
 
 @dataclass
@@ -104,7 +106,7 @@ async def test_publishing_goes_on_when_the_exchange_was_not_confirmed(linked: Li
 async def test_publishes_that_wait_for_room_are_sent_after_the_connection_broke(
     linked: Linked,
 ) -> None:
-    """Nothing empties the queue to the socket any more, but the channel is not closed yet."""
+    """Nothing drains the queue to the socket any more, but the channel is not closed yet."""
     async with linked.transport(answer_limit_s=WAIT_LIMIT_S) as transport:
         await transport.publish("jobs", b"first", {})
         linked.link.hang_up_unread()
@@ -179,7 +181,7 @@ async def test_acks_go_on_after_the_connection_broke_while_they_waited_for_room(
                 subscription.ack(message)
             for message in await take(subscription, MANY):
                 subscription.ack(message)
-            # Only as many arrive as are acked.
+            # Only as many arrive as have been acked.
             await transport.publish("jobs", b"last", {})
             [message] = await take(subscription, 1)
     assert message.data == b"last"

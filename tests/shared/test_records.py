@@ -1,5 +1,5 @@
-"""Records over a real Redis: every sequence of calls matches a model of a few lines, also during
-outages of Redis.
+"""Records in a real Redis: every sequence of calls matches a model of a few lines, including during
+Redis outages.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ def encoded(worker: str) -> bytes:
 
 @dataclass
 class Expected:
-    """Expected state of a record; `state` is None if there is none."""
+    """A record's expected state; `state` is None if there is no record."""
 
     state: State | None = None
     attempts: int = 0

@@ -1,4 +1,4 @@
-"""Scripts run by their digest, and keep working after a Redis that restarted has forgotten them.
+"""Scripts run by their digest, and keep working after a restarted Redis has forgotten them.
 
 A canceled round trip leaves nothing behind.
 """
@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def commands(server: RedisServer) -> dict[str, int]:
-    """The number of times the server ran EVAL and EVALSHA."""
+    """How many times the server ran EVAL and EVALSHA."""
     with redis.Redis.from_url(server.url) as client:
         stats: Any = client.info("commandstats")
     return {
@@ -79,10 +79,10 @@ async def test_error_of_a_canceled_round_trip_is_not_reported_as_lost() -> None:
 
     try:
         asking = asyncio.ensure_future(within(60, ping()))
-        await asyncio.sleep(0)  # it asks
-        await asyncio.sleep(0)  # it is asked
+        await asyncio.sleep(0)  # It starts the round trip.
+        await asyncio.sleep(0)  # Redis receives it.
         refused.set()
-        await asyncio.sleep(0)  # it has failed, and its caller does not know it yet
+        await asyncio.sleep(0)  # it has failed, and its caller does not know yet
         asking.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asking

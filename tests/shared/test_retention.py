@@ -1,4 +1,4 @@
-"""Budgets for data that Redis must not evict, over a real Redis: any sequence of calls keeps counts
+"""Budgets for data that Redis must not evict, in a real Redis: any sequence of calls keeps counts
 and promises.
 """
 
@@ -24,7 +24,7 @@ from tests.tiers import examples
 pytestmark = pytest.mark.anyio
 BUDGET_BYTES = 64 * 1024
 ENTRY_BYTES = 1024
-"""Same as in retention.lua."""
+"""The same as in retention.lua."""
 SHARE_BYTES = BUDGET_BYTES // 16
 LARGE, QUIET = ["acme", "globex"], "quiet"
 REPLY = b'{"outcomes":[],"worker":"%s"}'
@@ -33,7 +33,7 @@ SIZES = st.integers(0, 12 * 1024)
 
 @dataclass
 class Entry:
-    """An admitted prediction, with its expected counts."""
+    """An admitted prediction and its expected counts."""
 
     tenant: str
     bytes: int
@@ -58,7 +58,7 @@ class Counts:
         return self
 
     def check(self) -> None:
-        """Checks that the sums match the entries, and that every index has them."""
+        """Checks that the sums match the entries and that every index contains them."""
         by_tenant: dict[str, int] = {}
         for tenant, size in self.entries.values():
             by_tenant[tenant] = by_tenant.get(tenant, 0) + size
@@ -73,7 +73,7 @@ class Counts:
 
 
 class Predictions(RuleBasedStateMachine):
-    """API keys that take everything they can, and a quiet one that stays below its share."""
+    """API keys that take everything they can, and a quiet key that stays below its share."""
 
     url = ""
     number = itertools.count()
@@ -295,8 +295,8 @@ NAMES = [
 
 
 class Answers(RuleBasedStateMachine):
-    """Answers of tenants that send many requests and of a quiet one; a claim may remain without an
-    answer.
+    """Answers for tenants that send many requests and for a quiet tenant; a claim may remain
+    without an answer.
     """
 
     url = ""

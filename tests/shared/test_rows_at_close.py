@@ -1,4 +1,4 @@
-"""Rows that a writer still has when it closes, while its thread is at work."""
+"""Rows that a writer still holds when it closes, while its thread is working."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ async def test_each_row_is_on_disk_once_if_the_writer_closes_while_rows_are_save
 
 
 class KeptRows:
-    """A sender that keeps the rows it gets."""
+    """A sender that keeps the rows it receives."""
 
     linger_s = WAIT_LIMIT_S
 
@@ -88,7 +88,7 @@ class KeptRows:
 async def test_rows_are_sent_that_come_while_the_last_look_finds_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The folder of a pod that ends disappears with it, so the rows would be lost."""
+    """When a pod ends, its folder disappears with it, so the rows would be lost."""
     looks, go, adopt = threading.Event(), threading.Event(), Spool.adopt
 
     def slow_adopt(spool: Spool) -> tuple[Segment, list[Fields]] | None:
@@ -103,5 +103,5 @@ async def test_rows_are_sent_that_come_while_the_last_look_finds_none(
     async with RowWriter(sender, spool_dir=tmp_path / "spool") as rows:
         assert await asyncio.to_thread(looks.wait, WAIT_LIMIT_S)
         rows.write(row(1))
-        asyncio.get_running_loop().call_soon(go.set)  # once the writer has begun to close
+        asyncio.get_running_loop().call_soon(go.set)  # once the writer has started to close
     assert [one["row_id"] for one in sender.rows] == [row(1).row_id]

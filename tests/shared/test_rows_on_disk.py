@@ -228,14 +228,14 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
             assert rows.pending == 65 - (metric("penstock_rows_lost_total") - before)
             assert metric("penstock_rows_lost_total") > before
             spool_dir.unlink()
-    # The close found the disk in order, and wrote the rows in memory to it.
+    # On close the disk worked again, so the rows in memory were written to it.
     kept = sum(len(path.read_text().splitlines()) for path in spool_dir.glob("*.segment"))
     assert kept == 65 - (metric("penstock_rows_lost_total") - before)
 
 
 async def test_full_disk_costs_no_row(server: Server, tmp_path: Path) -> None:
     """A process that may write 2,000 bytes to a file: the write that crosses the limit is torn, and
-    later ones fail.
+    later writes fail.
     """
     wanted = [unused() for _ in range(40)]
     program = WRITES_UNTIL_KILLED.replace(

@@ -1,4 +1,6 @@
-"""Rows of a long outage: compressed on disk, within limits, and each delivered once at the end."""
+"""Rows during a long outage: compressed on disk, within limits, and each delivered once at the
+end.
+"""
 
 from __future__ import annotations
 
@@ -16,11 +18,11 @@ from tests.shared.embedded_bigquery import DATASET, Server, row, writer
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 ROWS, BATCH = 10_000, 100
-"""Twenty times what stays in memory here. Rows sent side by side stay there too."""
+"""Twenty times what stays in memory here, not counting rows that are being sent."""
 
 
 def spool_with(folder: Path, *counts: int) -> Spool:
-    """A folder with released segments, with this number of rows in each."""
+    """A folder with released segments, each with this number of rows."""
     spool = Spool(folder, max_bytes=10**9)
     for number, count in enumerate(counts):
         segment = spool.create()
@@ -84,7 +86,7 @@ def test_death_while_packing_doubles_no_row(tmp_path: Path) -> None:
 def test_rows_are_counted_while_they_are_looked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The caller waiting for the last row asks from another thread."""
+    """The caller waiting for the last row polls from another thread."""
     spool, counts = spool_with(tmp_path / "spool", 5, 6), list[int]()
 
     def look(folder: Path) -> None:
@@ -129,7 +131,7 @@ def test_anybody_can_read_a_packed_segment(tmp_path: Path) -> None:
 async def test_outage_under_load_costs_no_row_and_little_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BigQuery is killed in the middle of its work, and comes back while rows keep coming."""
+    """BigQuery is killed in the middle of its work and comes back while rows keep arriving."""
     monkeypatch.setattr("shared.usage.writer.MEMORY_ROWS", 500)
     server, spool_dir, number = Server(tmp_path), tmp_path / "spool", 0
 

@@ -1,4 +1,4 @@
-"""A backlog is sent by several requests at a time, because BigQuery takes a while to answer
+"""A backlog is sent in several requests at a time, because BigQuery takes a while to answer
 each.
 """
 
@@ -22,8 +22,9 @@ pytestmark = pytest.mark.anyio
 
 
 class Slow:
-    """Answers the first requests once all of them have arrived. The one with the row `failing`
-    fails.
+    """Answers the first requests once all of them have arrived.
+
+    The request with the row `failing` fails.
     """
 
     def __init__(self, together: int, failing: str) -> None:
@@ -34,7 +35,7 @@ class Slow:
         self._lock = threading.Lock()
 
     def answer(self, ids: list[str]) -> int:
-        """The status of a request with these rows."""
+        """The status for a request with these rows."""
         with self._lock:
             self._asked += 1
             is_first = self._asked <= self.barrier.parties

@@ -1,4 +1,4 @@
-"""The journal of rows as a state machine: written, sent, kept, killed, with a disk that fails, in
+"""The row journal as a state machine: rows are written, sent, kept, killed, with a failing disk, in
 any order.
 """
 
@@ -27,11 +27,11 @@ from shared.usage.writer import Journal, RowBatch
 from tests.tiers import examples
 
 SMALL = {"BATCH_ROWS": 3, "MEMORY_ROWS": 6, "FIRST_PAUSE_S": 0.0, "MAX_PAUSE_S": 0.0}
-"""Limits that a few rows reach, and a disk that is retried at once."""
+"""Limits that a few rows reach, and a disk that is retried immediately."""
 
 
 class Mortal(Spool):
-    """A spool that can die: its locks are released as the kernel does for a killed process."""
+    """A spool that can die: its locks are released, as the kernel does for a killed process."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, max_bytes=SPOOL_MAX_BYTES)
@@ -53,8 +53,8 @@ class Mortal(Spool):
 
 
 class Rows(RuleBasedStateMachine):
-    """Rows by number, next to a model: rows that the living process wrote, rows confirmed to their
-    writers, and rows sent.
+    """Rows by number, compared with a model: rows that the live process wrote, rows confirmed to
+    their writers, and rows sent.
     """
 
     def __init__(self) -> None:
@@ -75,7 +75,7 @@ class Rows(RuleBasedStateMachine):
         self._journal.open()
 
     def _turn(self) -> None:
-        """Lets the event loop call the writers that are waiting for confirmation."""
+        """Lets the event loop resume the writers that are waiting for confirmation."""
         self._loop.run_until_complete(asyncio.sleep(0))
 
     @property
@@ -137,7 +137,7 @@ class Rows(RuleBasedStateMachine):
     @precondition(lambda self: not self._is_broken)
     @rule()
     def is_killed_while_it_packs(self) -> None:
-        """Both exist: the segment that could not be removed any more, and the packed one."""
+        """Both exist: the segment that could no longer be removed, and the packed one."""
         segments = {path: path.read_bytes() for path in self._folder.glob("*.segment")}
         self._journal.pack()
         for path, data in segments.items():
@@ -175,14 +175,16 @@ class Rows(RuleBasedStateMachine):
             self._place.cleanup()
 
     def _send_all(self) -> None:
-        """In the end, every row that is alive, or that was confirmed to its writer, can be sent."""
+        """In the end, every row that is still held, or that was confirmed to its writer, can be
+        sent.
+        """
         if self._is_broken:
             self.disk_heals()
         while self._in_flight:
             self.end(is_sent=False, which=0)
         self._drain()
         assert self.alive - self.sent == set()
-        self.is_killed()  # leftovers of this process are removed by another
+        self.is_killed()  # another process removes what this one leaves behind
         self._drain()
         assert self.safe - self.sent == set()
         assert self._journal.rows == 0

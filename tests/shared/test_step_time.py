@@ -1,4 +1,4 @@
-"""The spare share of a step, checked against steps with a known fixed time.
+"""A step's spare share, checked against steps with a known fixed time.
 
 docs/reference/generation.md describes it.
 """
@@ -15,9 +15,10 @@ from shared.models.service_rate import StepTime
 
 PLACES = 16
 TEXTS_MS = {1: 21.8, 2: 26.5, 4: 24.8, 8: 29.8, 16: 43.6}
-"""Milliseconds of a decoding step with this number of texts in bf16 (docs/reference/generation.md).
+"""Duration in milliseconds of a decoding step with this number of texts in bf16
+(docs/reference/generation.md).
 
-A prompt of 256 tokens took 213.
+A prompt of 256 tokens took 213 ms.
 """
 PROMPT_TOKENS, PROMPT_MS = 256, 213.0
 

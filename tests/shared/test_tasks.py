@@ -1,4 +1,4 @@
-"""Each task has its file in every layer, and no other code checks which task a model serves."""
+"""Each task has its own file in every layer, and no other code checks which task a model serves."""
 
 import ast
 from collections.abc import Iterator

@@ -1,4 +1,4 @@
-"""Tokens of texts over a real Redis: each is there once, with any number of writers and readers."""
+"""Text tokens in a real Redis: each is there once, with any number of writers and readers."""
 
 import itertools
 import zlib
@@ -32,7 +32,7 @@ def test_release_0_1_0_reads_pieces_as_tokens() -> None:
     tokens = msgspec.msgpack.decode(data, type=TokenChunk)
     assert tokens == TokenChunk(2, [zlib.crc32(b"a "), zlib.crc32(b"cat")], "a cat")
     assert decode_chunk(data) == pieces
-    stored = TokenChunk(0, [7, 8], "I see ")  # pieces, as 0.1.0 stored them
+    stored = TokenChunk(0, [7, 8], "I see ")  # pieces as 0.1.0 stored them
     assert merge_chunks([stored, pieces], 0) == TokenChunk(0, [7, 8, *tokens.ids], "I see a cat")
 
 

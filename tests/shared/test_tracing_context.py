@@ -1,4 +1,6 @@
-"""W3C Trace Context as callers send it: values that are read or ignored, without any failure."""
+"""W3C Trace Context as callers send it: values are either read or ignored, and none causes a
+failure.
+"""
 
 from __future__ import annotations
 
@@ -45,7 +47,7 @@ def test_one_bit_says_whether_spans_are_kept(flags: str, is_sampled: bool) -> No
         "",
         "nonsense",
         PARENT[:-1],
-        f"{PARENT}-more",  # only later versions may have more
+        f"{PARENT}-more",  # only later versions may have more fields
         f"{PARENT} ",
         PARENT.upper(),
         f"ff-{TRACE_ID}-{SPAN_ID}-01",
@@ -103,7 +105,7 @@ def test_no_header_raises(traceparent: str, tracestate: str) -> None:
     context = read_context(PARENT, tracestate)
     assert context is not None
     assert len(context.tracestate) <= MAX_TRACESTATE_CHARS
-    # Attributes that are passed on are read again unchanged, so the next process sees the same.
+    # Attributes that are forwarded are read back unchanged, so the next process sees the same.
     assert read_attributes(context.attributes()) == context
 
 

@@ -1,4 +1,4 @@
-"""A collector that is down, slow or refusing costs spans, and never delays anything else."""
+"""A collector that is down, slow or refusing costs spans, but never delays anything else."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FACTS = {"service.name": "test"}
 
 
 class StuckExporter(SpanExporter):
-    """Takes nothing until it is released."""
+    """Accepts nothing until it is released."""
 
     def __init__(self, result: SpanExportResult = SpanExportResult.SUCCESS) -> None:
         self.go, self.entered = threading.Event(), threading.Event()
@@ -82,7 +82,7 @@ def test_spans_that_the_collector_refuses_are_counted() -> None:
 def test_stuck_collector_ends_the_process_in_time() -> None:
     exporter = StuckExporter()
     with exporting(exporter) as tracer:
-        make(600)  # more than a batch, so that it is being exported
+        make(600)  # more than a batch, so that an export is in progress
         assert exporter.entered.wait(WAIT_LIMIT_S)
         began_s = time.monotonic()
         tracer.close()
@@ -130,7 +130,7 @@ def test_span_arrives_as_it_was_made(monkeypatch: pytest.MonkeyPatch) -> None:
     (span,) = collector.spans
     assert (span.name, span.kind, span.is_error) == ("late", "consumer", True)
     assert (span.trace_id, span.parent_id) == (parent.trace_id, parent.span_id)
-    # Clocks of two machines may disagree, but no span ends before it starts.
+    # Two machines' clocks may disagree, but no span ends before it starts.
     assert (span.start_ns, span.end_ns) == (2_250_000_000, 2_250_000_000)
     assert span.attributes == {**facts, "error.type": "bad"}
     assert span.links == [(one.trace_id, one.span_id) for one in linked[:MAX_LINKS]]

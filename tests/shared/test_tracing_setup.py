@@ -1,4 +1,4 @@
-"""Variables that turn tracing on, values that end the start, and decisions about which traces are
+"""Variables that turn tracing on, values that abort startup, and decisions about which traces are
 kept.
 """
 
@@ -36,22 +36,22 @@ def tracing(*, decides: bool = True) -> AbstractContextManager[None]:
 
 
 def kept_share() -> float:
-    """Returns the share of traces begun in this process that are kept."""
+    """Returns the fraction of traces started in this process that are kept."""
     spans = [begin("asked", "server", 1.0, None) for _ in range(TRACES)]
-    # A trace that begins here and is not kept needs no id.
+    # A trace that starts here and is not kept needs no id.
     assert all((span.context is not None) == span.is_recorded for span in spans)
     return sum(span.is_recorded for span in spans) / TRACES
 
 
 def exported(collector: Collector, trace: TraceContext, name: str = "done") -> ReceivedSpan:
-    """A span of `trace`, created now, as the collector gets it."""
+    """A span of `trace`, created now, as the collector receives it."""
     record(name, "internal", (1.0, 2.0), {}, parent=trace)
     collector.until(lambda: bool(collector.of_trace(trace.trace_id)))
     return collector.of_trace(trace.trace_id)[0]
 
 
 def test_without_an_endpoint_nothing_of_the_sdk_is_imported() -> None:
-    # redis imports the SDK's metrics by itself, if the SDK is installed.
+    # redis imports the SDK's metrics by itself if the SDK is installed.
     code = (
         "import sys, api.__main__, workers.__main__, workers.functions.dependencies;"
         "from shared.tracing.setup import traced\n"
@@ -92,7 +92,7 @@ def test_standard_switches_turn_it_off(
         ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "http/json"),
         ("OTEL_TRACES_EXPORTER", "zipkin"),
         ("OTEL_TRACES_SAMPLER", "sometimes"),
-        ("OTEL_TRACES_SAMPLER", "traceidratio"),  # without a ratio the SDK uses 1
+        ("OTEL_TRACES_SAMPLER", "traceidratio"),  # without a ratio, the SDK uses 1
         ("OTEL_TRACES_SAMPLER_ARG", "1%"),
         ("OTEL_TRACES_SAMPLER_ARG", "2"),
         ("OTEL_TRACES_SAMPLER_ARG", "nan"),

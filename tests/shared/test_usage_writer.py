@@ -1,4 +1,4 @@
-"""Rows reach BigQuery whatever happens to it; tested with a real embedded server, as a process that
+"""Rows reach BigQuery whatever happens to it; tested with a real embedded server as a process that
 can be stopped.
 """
 
@@ -178,14 +178,14 @@ OF_REPORTS = {
     *("cached_tokens", "gpu_type", "spot", "priority", "user_agent_family", "batch_id"),
     *("cold_start", "batch_capacity", "padded_tokens"),
 }
-"""Columns that were added together."""
+"""Columns that were added at the same time."""
 
 
 @pytest.mark.parametrize("lacking", [{"charged_share"}, {"charged_share"} | OF_REPORTS])
 async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
     server: Server, tmp_path: Path, lacking: set[str]
 ) -> None:
-    """And the other way round: rows of an older writer, and a wrong row along with all of them."""
+    """And vice versa: rows from an older writer, and an invalid row together with all of them."""
     with server.running():
         with server.client() as client:
             client.delete_table(f"{DATASET}.rows")
@@ -223,7 +223,7 @@ async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
 async def test_table_that_is_missing_keeps_no_other_rows_waiting(
     server: Server, tmp_path: Path
 ) -> None:
-    """A worker of a new release starts before the table of hours exists."""
+    """A worker from a new release starts before the hours table exists."""
     hours = writer_to(server.endpoint, tmp_path / "hours", "worker_hours")
     with server.running():
         with server.client() as client:
@@ -267,8 +267,9 @@ def test_row_and_schema_agree() -> None:
 
 
 def test_rows_of_one_item_that_differ_are_no_repeats(tmp_path: Path) -> None:
-    """BigQuery drops rows with the same insertId. A row that corrects another one must not be
-    dropped with it.
+    """BigQuery drops rows with the same insertId.
+
+    A row that corrects another must not be dropped along with it.
     """
     server, first = Server(tmp_path), row(1, attempt=1)
     second = msgspec.structs.replace(first, status="canceled", attempt=None)

@@ -1,6 +1,4 @@
-"""Events and signatures of webhooks; the tests of the function that delivers them cover how clients
-read them.
-"""
+"""Webhook events and signatures; the delivery function's tests cover how clients read them."""
 
 from __future__ import annotations
 
@@ -23,7 +21,7 @@ from shared.webhooks.event import (
 from shared.webhooks.publisher import WebhookPublisher
 
 WEBHOOKS = SubscriptionSettings(WEBHOOKS_TOPIC_ID)
-# The example of
+# The example from
 # https://github.com/standard-webhooks/standard-webhooks/blob/main/spec/standard-webhooks.md
 SECRET = "whsec_MfKQ9r8GKYqrTwjUPD8ILPZIo2LaLaSw"
 SIGNED = ("msg_p5jXN8AQM9LWM0D4loKWxJek", 1614265330, b'{"test": 2432232314}')

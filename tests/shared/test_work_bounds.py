@@ -1,4 +1,4 @@
-"""Maximum work per item: no tokenizer makes more tokens than the bound."""
+"""Maximum work per item: no tokenizer produces more tokens than the bound."""
 
 import sys
 import unicodedata
@@ -94,7 +94,7 @@ def test_no_image_has_more_steps_than_the_bound(rounds_up: bool) -> None:
     for steps in range(1, 61):
         for percent in range(1, 101):
             strength = percent / 100
-            with suppress(BadInput):  # no step is left
+            with suppress(BadInput):  # no steps are left
                 run = image_to_image_steps(steps, strength, rounds_up=rounds_up)
                 given = ImageInput(
                     "a", 8, 8, steps, 1.0, 1, "default", image=source, strength=strength

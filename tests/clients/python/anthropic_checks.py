@@ -54,7 +54,7 @@ def message() -> None:
 
 @check
 def stream_is_the_message() -> None:
-    # A text that is cached comes in one piece, so it is one that nobody has asked for.
+    # A cached text arrives in one piece, so use a text that has not been requested before.
     given = asked(messages=[{"role": "user", "content": fresh(1)[0]}])
     with client().messages.stream(**given) as stream:
         pieces = list(stream.text_stream)

@@ -1,4 +1,4 @@
-"""OpenAI's client against speech models: each form, streams, times, batches and errors.
+"""OpenAI's client against speech models: each format, streams, times, batches and errors.
 
 Inputs and expected results are in the file PENSTOCK_CLIENTS_AUDIO (tests/clients/audio_classes.py).
 """
@@ -17,7 +17,7 @@ import openai
 from tests.clients.python.checks import AUDIO, KEY, LIMIT_S, URL, check, main, raises
 
 client: Any = openai.OpenAI(base_url=f"{URL}/v1", api_key=KEY, timeout=LIMIT_S, max_retries=0)
-"""Untyped, so that checks can look at what comes."""
+"""Untyped, so that checks can inspect any response."""
 given: dict[str, Any] = json.loads(Path(AUDIO).read_text()) if AUDIO else {}
 HEARER: str = given.get("hearer", "")
 POLL_S = 0.25

@@ -1,5 +1,6 @@
-"""Shared code for all Python client scripts: URLs, plain HTTP requests for comparison, and reports
-of each check's outcome.
+"""Shared code for all Python client scripts:
+
+URLs, plain HTTP requests for comparison, and reports of each check's outcome.
 
 A script runs in its client's environment, so this module may import only the standard library.
 """
@@ -34,9 +35,13 @@ EXPECTED = os.environ["PENSTOCK_CLIENTS_EXPECTED"]
 AUDIO = os.environ["PENSTOCK_CLIENTS_AUDIO"]
 WRONG_KEY = "wrong-" + "0" * 40
 LIMIT_S = float(os.environ["PENSTOCK_CLIENTS_LIMIT_S"])
-"""For one answer: usually well under a second, a few where images are drawn or texts written."""
+"""Limit for one answer: usually well under a second, a few seconds if images are drawn or texts
+generated.
+"""
 MIN_COSINE = 0.9999
-"""Of two vectors of one text, perhaps from batches of different lengths, in bf16."""
+"""Minimum cosine between two vectors of the same text, perhaps from batches of different lengths,
+in bf16.
+"""
 PNG = b"\x89PNG\r\n"
 PROMPT = "a large red circle on a white background"
 
@@ -100,12 +105,12 @@ def raises(kind: type[E]) -> Iterator[Raised[E]]:
 
 
 def post(path: str, body: dict[str, Any]) -> Any:
-    """The decoded answer of the service, requested without any client."""
+    """The service's decoded answer, requested without any client."""
     return json.loads(_answer(path, KEY, json.dumps(body).encode()))
 
 
 def needs_keys() -> None:
-    """Skips a check about keys where the service takes any.
+    """Skips a check about keys if the service accepts any key.
 
     Raises:
         Skip: the service takes any key.
@@ -118,7 +123,7 @@ def needs_keys() -> None:
 
 
 def needs_text() -> str:
-    """The text model.
+    """Returns the text model.
 
     Raises:
         Skip: the service does not have one.
@@ -129,7 +134,7 @@ def needs_text() -> str:
 
 
 def bigquery_url() -> str:
-    """URL of BigQuery, for the clients of a reporting team.
+    """URL of BigQuery, for a reporting team's clients.
 
     Raises:
         Skip: the service runs elsewhere, with Google's BigQuery.
@@ -140,7 +145,7 @@ def bigquery_url() -> str:
 
 
 def needs_same_machine() -> None:
-    """Skips a check that receives calls from the service.
+    """Skips a check that receives calls from the service, unless both are on this machine.
 
     Raises:
         Skip: the service is on another machine, which can't call this one.
@@ -159,7 +164,7 @@ def _answer(path: str, key: str, body: bytes | None) -> bytes:
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
-    """Runs a server on this machine while the block runs, and yields its URL."""
+    """Runs a server on this machine during the block, and yields its URL."""
     with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever)
         thread.start()
@@ -172,7 +177,9 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 @contextmanager
 def relay_that_loses_the_first_answer() -> Iterator[str]:
-    """Yields the URL of a relay to the service. It hangs up instead of sending the first answer."""
+    """Yields the URL of a relay to the service that hangs up instead of sending the first
+    answer.
+    """
     received: list[str] = []
 
     class Relay(BaseHTTPRequestHandler):
@@ -202,13 +209,13 @@ def relay_that_loses_the_first_answer() -> Iterator[str]:
 
 
 def vectors(texts: Sequence[str], **options: Any) -> list[list[float]]:
-    """The vectors of texts, asked for without a client."""
+    """The vectors of texts, requested without a client."""
     answer = post("/v1/embeddings", {"model": EMBEDDER, "input": list(texts), **options})
     return [item["embedding"] for item in answer["data"]]
 
 
 def decoded(embedding: str) -> list[float]:
-    """The floats of an embedding in base64."""
+    """The floats in a base64 embedding."""
     data = base64.b64decode(embedding)
     return list(struct.unpack(f"<{len(data) // 4}f", data))
 
@@ -224,7 +231,7 @@ def assert_same(got: Sequence[Sequence[float]], expected: Sequence[Sequence[floa
 
 
 def fresh(count: int = 3) -> list[str]:
-    """Texts that no cache has seen, of different lengths."""
+    """Texts of different lengths that are not in any cache."""
     return [f"{uuid4().hex} {'flows to the sea ' * (n % 5 + 1)}" for n in range(count)]
 
 
@@ -234,7 +241,9 @@ def assert_png(data: bytes) -> None:
 
 
 def half_png(side: int = 64) -> bytes:
-    """A square PNG of `side` pixels. Its left half is black, the right one white and transparent.
+    """A square PNG with `side` pixels per side.
+
+    Its left half is black, and its right half white and transparent.
 
     As a mask, it selects the right half, whether the API reads brightness or transparency.
     """

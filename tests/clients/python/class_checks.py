@@ -36,7 +36,7 @@ from tests.clients.python.checks import (
 Form = dict[str, Any]
 FORMS: list[Form] = json.loads(Path(EXPECTED).read_text()) if EXPECTED else []
 client: Any = Client(api_token=KEY, base_url=URL)
-"""Untyped, so that checks can look at what comes."""
+"""Untyped, so that checks can inspect any response."""
 
 
 def given(form: Form) -> dict[str, Any]:
@@ -54,13 +54,13 @@ def _opened(text: str) -> io.BytesIO:
 
 
 def plain(value: Any) -> Any:
-    """An output with files as their texts."""
+    """An output with files replaced by their text."""
     if isinstance(value, dict):
         return {name: plain(one) for name, one in value.items()}
     if isinstance(value, list):
         return [plain(one) for one in value]
     if isinstance(value, str):
-        # The client makes files of https: and data: URIs only, and this API speaks plain HTTP.
+        # The client only creates files from https: and data: URIs, but this API speaks plain HTTP.
         is_file = value.startswith(("data:", f"{URL}/"))
         return {"file": _loaded(value)} if is_file else value
     return {"file": bytes(value.read()).decode()} if hasattr(value, "read") else value
@@ -82,7 +82,7 @@ def run(form: Form) -> None:
 
 
 def streamed(form: Form) -> None:
-    """The events, one for each element of a list, and what was printed."""
+    """The events, one per list element, and the printed output."""
     created = client.predictions.create(version=form["model"], input=given(form))
     events = [(event.event.value, event.data) for event in created.stream()]
     outputs = [data for kind, data in events if kind == "output"]
@@ -94,8 +94,8 @@ def streamed(form: Form) -> None:
 def same_events(outputs: list[Any], expected: Any) -> None:
     """Fails unless the events have this output.
 
-    A list that was returned is one event, and elements of a generator are one each. Texts may come
-    several in an event. The API ends a line at U+2028 too, since clients in use do.
+    A returned list is one event, and each generator element is one event. An event may contain
+    several texts. The API also ends a line at U+2028, because clients in use do.
     """
     if isinstance(expected, str):
         expected = expected.replace("\u2028", "\n")
@@ -139,7 +139,7 @@ def called_back(form: Form) -> None:
 
 @contextmanager
 def receiving() -> Iterator[tuple[str, queue.Queue[tuple[dict[str, str], str]]]]:
-    """A receiver of webhooks: its URL, and the headers and bodies that it got."""
+    """A webhook receiver: its URL, and the headers and bodies that it received."""
     calls: queue.Queue[tuple[dict[str, str], str]] = queue.Queue()
 
     class Receiver(BaseHTTPRequestHandler):
@@ -157,7 +157,7 @@ def receiving() -> Iterator[tuple[str, queue.Queue[tuple[dict[str, str], str]]]]
 
 
 def canceled(form: Form) -> None:
-    """One that runs is canceled, and the next one computes."""
+    """A running prediction is canceled, and the next one is computed."""
     running = client.predictions.create(
         version=form["model"], input=given(form) | {"forever": True}
     )
@@ -175,7 +175,7 @@ def canceled(form: Form) -> None:
 
 
 def add(title: str, body: Callable[[], None]) -> None:
-    """Adds a check of this title."""
+    """Adds a check with this title."""
 
     def one() -> None:
         body()

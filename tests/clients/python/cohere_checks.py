@@ -37,7 +37,7 @@ def scores(texts: list[str]) -> list[float]:
 
 
 def assert_ranked(results: list[tuple[int, float]], texts: list[str]) -> None:
-    """Asserts that `results` are the best of the texts, by their cosines."""
+    """Asserts that `results` are the best texts by their cosines."""
     wanted = scores(texts)
     order = sorted(range(len(texts)), key=wanted.__getitem__, reverse=True)[: len(results)]
     assert [index for index, _ in results] == order, (results, wanted)

@@ -1,4 +1,4 @@
-"""dbt: seeds, views, tables, incremental models, snapshots and tests of data in BigQuery."""
+"""dbt: seeds, views, tables, incremental models, snapshots and data tests in BigQuery."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FOLDER = Path(tempfile.mkdtemp(prefix="penstock-dbt-")) / "project"
 
 
 def dbt(*arguments: str) -> str:
-    """The output of dbt. Fails if dbt fails."""
+    """Runs dbt and returns its output. Fails if dbt fails."""
     command = [str(Path(sys.executable).parent / "dbt"), "--no-use-colors", *arguments]
     environment = {**os.environ, "BIGQUERY_PROJECT": PROJECT, "HOME": str(FOLDER.parent)}
     ended = subprocess.run(
@@ -39,7 +39,7 @@ def dbt(*arguments: str) -> str:
 
 
 def rows(sql: str) -> list[Sequence[Any]]:
-    """The rows of a query, asked without dbt."""
+    """A query's rows, read without dbt."""
     client = bigquery.Client(
         project=PROJECT,
         credentials=AnonymousCredentials(),
@@ -70,7 +70,7 @@ def incremental_models_merge_and_replace_partitions() -> None:
         ("sd",),
         ("sdxl",),
     ]
-    # Of the first day's partition nothing was selected, so it keeps its price.
+    # Nothing was selected from the first day's partition, so it keeps its price.
     replaced = "SELECT model, CAST(price AS FLOAT64) FROM reporting.overwritten ORDER BY model"
     assert rows(replaced) == [("minilm", 0.5), ("sd", 3.0), ("sdxl", 4.0)]
     static = "SELECT model, CAST(price AS FLOAT64) FROM reporting.static ORDER BY model"

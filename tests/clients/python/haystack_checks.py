@@ -1,4 +1,4 @@
-"""Haystack: texts, responses, tools, agents and embeddings through its components for OpenAI."""
+"""Haystack: texts, responses, tools, agents and embeddings through its OpenAI components."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""instructor: objects of a schema, in each of its modes that OpenAI's and Anthropic's clients have.
+"""instructor: objects that follow a schema, in each mode that it has for OpenAI's and Anthropic's
+clients.
 
-A small model can't be asked for JSON in prose. If a mode does not force the form by itself, the
-check adds what does: a grammar, or a tool that must be called.
+A small model does not reliably return JSON from a prose request. If a mode does not force the
+format itself, the check adds something that does: a grammar, or a tool that must be called.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.clients.python.checks import KEY, LIMIT_S, URL, check, main, needs_text
 
-warnings.simplefilter("ignore")  # about older names of modes, and what asks for JSON in prose
+warnings.simplefilter("ignore")  # about older mode names, and modes that ask for JSON in prose
 Mode = instructor.Mode
 ASKED = [{"role": "user", "content": "A city in Spain?"}]
 
@@ -34,7 +35,7 @@ class City(BaseModel):
 
 
 class AnyObject(BaseModel):
-    """Whatever a JSON object may say: `json_object` promises no more than one."""
+    """Any JSON object: `json_object` promises no more than that."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -126,8 +127,9 @@ for one, more in ANTHROPIC_MODES.items():
 
 @check
 def json_mode_with_what_it_sends_itself() -> None:
-    """A small model may never close its object. The client must then raise an error with the
-    reason.
+    """A small model may never close its object.
+
+    The client must then raise an error with the reason.
     """
     given = asked(Mode.JSON, response_model=AnyObject, temperature=0, max_tokens=250)
     try:
@@ -152,7 +154,7 @@ def object_grows_while_it_is_streamed() -> None:
 def objects_are_streamed_one_by_one() -> None:
     given = asked(Mode.TOOLS, response_model=City)
     del given["max_retries"]
-    sampled = {"max_tokens": 200, "temperature": 0}  # its tool takes no list at all, too
+    sampled = {"max_tokens": 200, "temperature": 0}  # its tool does not accept a list either
     made = through_openai(Mode.TOOLS).create_iterable(**given | sampled)
     assert isinstance(next(iter(made)), City)
 

@@ -27,7 +27,9 @@ from tests.clients.python.checks import (
 
 
 def embeddings(**options: Any) -> OpenAIEmbeddings:
-    """Set up as in docs/how-to/clients.md: with this option, it sends texts, not token ids."""
+    """Set up as in docs/how-to/clients.md: with this option, it sends texts rather than token
+    ids.
+    """
     given = {"check_embedding_ctx_length": False, "api_key": SecretStr(KEY), **options}
     return OpenAIEmbeddings(model=EMBEDDER, base_url=f"{URL}/v1", **given)
 
@@ -80,7 +82,7 @@ def too_long_text_is_cut_on_request() -> None:
 
 @check
 def token_ids_are_refused_with_a_reason() -> None:
-    """The default, `check_embedding_ctx_length=True`, sends ids of OpenAI's tokenizer."""
+    """By default (`check_embedding_ctx_length=True`), it sends ids from OpenAI's tokenizer."""
     try:
         import tiktoken
 
@@ -99,7 +101,7 @@ class Paint(BaseModel):
 
 
 class City(BaseModel):
-    """A city. A small model does not stop by itself where more fields are allowed."""
+    """A city. A small model does not stop by itself if more fields are allowed."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=24)
@@ -162,7 +164,7 @@ def chat_through_responses() -> None:
 
 @check
 def responses_follow_one_another() -> None:
-    """By `previous_response_id`: only what is new is sent."""
+    """With `previous_response_id`, only the new part is sent."""
     model = chat(use_responses_api=True, use_previous_response_id=True)
     first = model.invoke("What is a mill?")
     second = model.invoke([("user", "What is a mill?"), first, ("user", "And a river?")])

@@ -1,4 +1,4 @@
-"""LiteLLM: embeddings, images and chats of an OpenAI-compatible service; its router."""
+"""LiteLLM: embeddings, images and chats from an OpenAI-compatible service, and its router."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import base64
 import os
 from typing import Any
 
-# Prices come with the package, not from the network.
+# Prices come with the package rather than from the network.
 os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
 
 import litellm

@@ -1,4 +1,7 @@
-"""LiteLLM as a proxy in front: clients of OpenAI and Anthropic that ask it, and it asks us."""
+"""LiteLLM as a proxy in front of the service:
+
+OpenAI's and Anthropic's clients call it, and it calls the service.
+"""
 
 from __future__ import annotations
 
@@ -57,12 +60,12 @@ MODELS = {
 PROXY_KEY = "sk-of-the-proxy"
 FORCED: Any = {"tool_choice": "required", "max_tokens": 64}
 at: str
-"""URL of the proxy."""
+"""The proxy's URL."""
 
 
 @contextmanager
 def proxy() -> Iterator[str]:
-    """Runs LiteLLM's proxy, started as described in its docs, and yields its URL."""
+    """Runs LiteLLM's proxy, started as its docs describe, and yields its URL."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
@@ -70,13 +73,13 @@ def proxy() -> Iterator[str]:
     with tempfile.TemporaryDirectory(prefix="penstock-litellm-") as folder:
         config = Path(folder) / "config.yaml"
         settings = {"model_list": models, "general_settings": {"master_key": PROXY_KEY}}
-        config.write_text(json.dumps(settings))  # YAML, too
+        config.write_text(json.dumps(settings))  # also valid YAML
         command = [str(Path(sys.executable).parent / "litellm"), "--config", str(config)]
         log = Path(folder) / "log"
         with log.open("w") as output:
             running = subprocess.Popen(
                 [*command, "--host", "127.0.0.1", "--port", str(port)],
-                # Prices come with the package, not from the network.
+                # Prices come with the package rather than from the network.
                 env=os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "HOME": folder},
                 cwd=folder,
                 stdout=output,
@@ -193,7 +196,7 @@ def errors_pass_with_their_status() -> None:
         for stream in (False, True):
             with raises(openai.BadRequestError) as caught:
                 client().chat.completions.create(**asked(model, messages=long, stream=stream))
-            # By this name it falls back on a model with a longer context.
+            # This name falls back to a model with a longer context.
             assert "ContextWindowExceededError" in str(caught.error), (
                 model,
                 stream,

@@ -68,7 +68,7 @@ async def asynchronously() -> None:
 
 @check
 def class_of_openai_itself() -> None:
-    """Takes other models than OpenAI's by `model_name`."""
+    """Accepts models other than OpenAI's through `model_name`."""
     (text,) = fresh(1)
     made = OpenAIEmbedding(model_name=EMBEDDER, api_base=f"{URL}/v1", api_key=KEY)
     assert_same([made.get_text_embedding(text)], vectors([text]))
@@ -139,7 +139,7 @@ async def chat_asynchronously() -> None:
 
 @check
 def completion_streamed_is_the_completion() -> None:
-    """Its default, `is_chat_model=False`, asks for completions."""
+    """By default (`is_chat_model=False`), it requests completions."""
     made = writer(is_chat_model=False, temperature=0)
     pieces = [one.delta or "" for one in made.stream_complete("A mill is")]
     assert len(pieces) > 1
@@ -191,7 +191,7 @@ def text_and_tool_through_responses() -> None:
 
 @check
 def responses_follow_one_another() -> None:
-    """Its option `track_previous_responses` stores each and names the one before."""
+    """Its option `track_previous_responses` stores each response and refers to the one before."""
     made = responses(track_previous_responses=True)
     assert made.chat([ChatMessage(content="What is a mill?")]).message.content
     second = made.chat([ChatMessage(content="And a river?")])

@@ -1,4 +1,4 @@
-"""Mistral's client against a document model: a report, a scan of it, and errors.
+"""Mistral's client against a document model: a report, a scan of the report, and errors.
 
 The documents are in the same folder as the file PENSTOCK_CLIENTS_EXPECTED, which describes their
 contents (examples/ocr/test_ocr.py).
@@ -30,13 +30,13 @@ from tests.clients.python.checks import (
 )
 
 MIN_RIGHT = 0.98
-"""Minimum share of a scan's characters that must be read correctly."""
+"""Minimum fraction of a scan's characters that must be read correctly."""
 GIVEN: dict[str, Any] = json.loads(Path(EXPECTED).read_text()) if EXPECTED else {}
 FOLDER = Path(EXPECTED).parent
 MODEL = GIVEN.get("model", "ocr")
-"""The class alone, or a flow that reads each page for itself."""
+"""The class alone, or a flow that reads each page separately."""
 headers: dict[str, str] = {}
-"""Headers of the last answer."""
+"""The last answer's headers."""
 
 
 def _remember(answer: Any) -> None:
@@ -45,7 +45,7 @@ def _remember(answer: Any) -> None:
 
 
 def client_of(key: str) -> Any:
-    """The client. Untyped, so that checks can look at what comes."""
+    """The client. Untyped, so that checks can inspect any response."""
     http = httpx2.Client(event_hooks={"response": [_remember]}, timeout=LIMIT_S)
     return Mistral(api_key=key, server_url=URL, client=http)
 
@@ -54,13 +54,13 @@ client = client_of(KEY)
 
 
 def document(name: str) -> dict[str, str]:
-    """A document of the folder, inside the request."""
+    """One of the folder's documents, embedded in the request."""
     data = base64.b64encode((FOLDER / name).read_bytes()).decode()
     return {"type": "document_url", "document_url": f"data:application/pdf;base64,{data}"}
 
 
 def process(name: str, **fields: Any) -> tuple[Any, float]:
-    """The answer for a document, and the seconds that it took."""
+    """The answer for a document, and the seconds it took."""
     sent = document(name)
     began_s = time.perf_counter()
     reply = client.ocr.process(model=MODEL, document=sent, **fields)
@@ -68,19 +68,19 @@ def process(name: str, **fields: Any) -> tuple[Any, float]:
 
 
 def plain(text: str) -> str:
-    """The words of a text, with a space between two."""
+    """A text's words, separated by single spaces."""
     # A line that ends with a hyphen continues in the next one.
     return " ".join(re.sub(r"^#+ ", "", text, flags=re.M).split()).replace("- ", "-")
 
 
 def right_share(read: str, written: str) -> float:
-    """The share of the characters that were read correctly and in order."""
+    """The fraction of characters that were read correctly and in order."""
     blocks = difflib.SequenceMatcher(None, written, read, autojunk=False).get_matching_blocks()
     return sum(block.size for block in blocks) / max(len(written), len(read))
 
 
 def say(text: str) -> None:
-    """Adds a figure to figures.txt in the folder of the documents."""
+    """Adds a figure to figures.txt in the documents' folder."""
     with (FOLDER / "figures.txt").open("a") as file:
         file.write(f"{text}\n")
 

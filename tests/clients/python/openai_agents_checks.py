@@ -32,7 +32,7 @@ paint = function_tool(_paint, name_override="paint")
 
 
 class Greeting(BaseModel):
-    """What an agent says."""
+    """An agent's greeting."""
 
     word: Literal["hello", "goodbye"]
 
@@ -87,7 +87,7 @@ async def streamed_agent_chains_responses() -> None:
 
 @check
 async def agent_hands_off_to_another() -> None:
-    # A small model writes on and on, and this client treats a truncated answer as an error.
+    # A small model keeps writing, and this client treats a truncated answer as an error.
     other = agent("plain", instructions="Be brief.", output_type=Greeting)
     first = agent("first", handoffs=[handoff(other)], choice="required")
     result = await Runner.run(first, "Say hello.", max_turns=4)

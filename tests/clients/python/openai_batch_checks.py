@@ -1,4 +1,4 @@
-"""OpenAI's own client: files, batches and what an organization used."""
+"""OpenAI's own client: files, batches and an organization's usage."""
 
 from __future__ import annotations
 

@@ -211,7 +211,9 @@ def timeout_of_the_client() -> None:
 
 @check
 def deadline_is_told_at_once_or_when_it_passed() -> None:
-    """Refused where the API knows that it would be late, else stopped; and then not sent again."""
+    """Refused if the API knows that it would be late, otherwise stopped; not retried in either
+    case.
+    """
     with raises(openai.APIStatusError) as caught:
         client.with_options(max_retries=0).images.generate(
             **SLOW, extra_body=MANY_STEPS, extra_headers={"X-Penstock-Deadline-Ms": "300"}

@@ -1,4 +1,4 @@
-"""pydantic-ai: agents through chats, through responses and through Anthropic's messages."""
+"""pydantic-ai: agents using chats, responses and Anthropic's messages."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Replicate's own client: runs, predictions, streams, files, webhooks, asynchronously too."""
+"""Replicate's own client: runs, predictions, streams, files, webhooks, also async."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from tests.clients.python.checks import (
     vectors,
 )
 
-# Settings of the module's own functions, such as replicate.run.
+# Settings for the module's own functions, such as replicate.run.
 os.environ |= {"REPLICATE_BASE_URL": URL, "REPLICATE_API_TOKEN": KEY}
 
 import replicate
@@ -42,9 +42,9 @@ from replicate.webhook import Webhooks
 TEXT_REF, IMAGE_REF = f"any/{EMBEDDER}", f"any/{PAINTER}"
 SMALL = {"prompt": PROMPT, "width": 64, "height": 64}
 SLOW = {"prompt": PROMPT, "width": 256, "height": 256, "num_inference_steps": 100}
-"""Takes far longer than it takes to cancel it."""
+"""Takes far longer than canceling it does."""
 client: Any = Client(api_token=KEY, base_url=URL)
-"""Untyped, so that checks can look at what comes."""
+"""Untyped, so that checks can inspect any response."""
 
 
 @check

@@ -1,7 +1,7 @@
 """The shipped image model with a LoRA and an IP-Adapter, through the API.
 
-The judge, which does not know of the shipped LoRA, calls its images ink. The IP-Adapter has random
-weights.
+The judge, which does not know the shipped LoRA, classifies its images as ink. The IP-Adapter has
+random weights.
 """
 
 import base64
@@ -35,7 +35,7 @@ CAPTIONS = 20
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[openai.OpenAI]:
-    """A client of a stack with the shipped image model."""
+    """A client for a stack with the shipped image model."""
     folder = tmp_path_factory.mktemp("adapters")
     catalog = yaml.safe_load(Path("models.yaml").read_text(encoding="utf-8"))
     (entry,) = (one for one in catalog["models"] if one["name"] == MODEL)
@@ -74,7 +74,7 @@ def test_a_style_is_recognized_with_its_adapter_and_not_without(client: openai.O
 
 
 class Drawn(NamedTuple):
-    """An answer: a PNG file, what was paid, and what the cache had."""
+    """An answer: a PNG file, its cost, and its cache result."""
 
     png: bytes
     cost_usd: float
@@ -107,7 +107,7 @@ def test_an_image_is_drawn_after_another(client: openai.OpenAI) -> None:
     assert (after_light.cache, again.cache) == ("miss", "hit")
     assert again.png == after_light.png
     assert again.cost_usd < after_light.cost_usd
-    # Another scale is another key, and nothing of an image is nothing.
+    # A different scale is a different key, and a scale of 0 has no effect.
     unscaled = after(light, 0)
     assert (unscaled.png, unscaled.cache) == (alone.png, "miss")
     with pytest.raises(

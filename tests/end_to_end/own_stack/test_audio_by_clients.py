@@ -1,5 +1,5 @@
-"""OpenAI's audio endpoints through the whole pipeline, by OpenAI's clients for Python and Node, and
-predictions of the same models by Replicate's.
+"""OpenAI's audio endpoints through the whole pipeline, called with OpenAI's clients for Python and
+Node, and the same models' predictions with Replicate's.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow(about_s=60)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A stack that serves the classes, all by one worker."""
+    """A stack that serves all classes with one worker."""
     folder = tmp_path_factory.mktemp("stack")
     models = folder / "models.yaml"
     classes = write_audio_classes(folder / "classes") + write_steps(folder / "steps")
@@ -144,7 +144,7 @@ def test_a_stream_of_a_flow_goes_on_behind_an_id(service: Service) -> None:
     url = f"{service.url}/v1/audio/transcriptions"
 
     def blocks(**headers: str) -> list[list[str]]:
-        """The lines of each event, without the comments that keep a slow stream alive."""
+        """Each event's lines, without the comments that keep a slow stream alive."""
         files = {"file": ("a.wav", Path(given["recording"]).read_bytes())}
         answer = httpx.post(
             url, data=form, files=files, headers=keyed | headers, timeout=WAIT_LIMIT_S

@@ -1,4 +1,6 @@
-"""Two revisions of a model as real processes: the one with other weights is taken back."""
+"""Two revisions of a model as real processes: the revision with different weights is rolled
+back.
+"""
 
 import random
 import re
@@ -75,7 +77,8 @@ def test_other_weights_are_taken_back_and_no_request_fails(pair: Stack) -> None:
 
         eventually(lambda: ask() == "2")
         until_s = time.monotonic() + WAIT_LIMIT_S
-        while "2" in revisions[-40:]:  # at a half, 40 in a row are of one revision once in 10^12
+        # With a share of one half, 40 in a row come from one revision once in 10^12.
+        while "2" in revisions[-40:]:
             assert time.monotonic() < until_s, f"not taken back: {Counter(revisions)}"
             ask()
         log = "\n".join(path.read_text() for path in pair.log_dir.iterdir())

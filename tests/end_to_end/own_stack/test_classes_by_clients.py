@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow(about_s=180)
 
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
-    """A stack that serves the classes, all by one worker."""
+    """A stack that serves all classes with one worker."""
     folder = tmp_path_factory.mktemp("stack")
     models = folder / "models.yaml"
     entries = write_forms(folder / "classes")

@@ -1,6 +1,6 @@
 """Two tenants share an engine, through the whole pipeline. Neither learns from or delays the other.
 
-Work is counted in CPU seconds of the engine's process, which other programs do not change much.
+Work is measured in the engine process's CPU seconds, which other programs hardly affect.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ pytestmark = [
 
 MODEL = "tiny-text"
 CONTEXT, CHUNK, LONG = 2048, 64, 1500
-"""In tokens. A long prompt has 24 parts."""
+"""Token counts. A long prompt has 24 parts."""
 NOISY = 4
-"""Long prompts of one tenant at a time."""
+"""Number of one tenant's concurrent long prompts."""
 BEGUN_S = 0.05
 QUIET, LOUD = bearer("one"), bearer("other")
 """Two tenants."""
@@ -66,7 +66,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
 
 
 class Caller:
-    """Asks the pipeline, and counts what the engine does meanwhile."""
+    """Sends requests to the pipeline and measures the engine's work in the meantime."""
 
     def __init__(self, world: World, http: aiohttp.ClientSession) -> None:
         self._url = f"{world.url(APIS[0])}/v1/completions"
@@ -76,7 +76,7 @@ class Caller:
 
     @property
     def engine_s(self) -> float:
-        """CPU seconds of the engine so far."""
+        """The engine's CPU seconds so far."""
         times = self._engine.cpu_times()
         return float(times.user + times.system)
 
@@ -123,7 +123,7 @@ async def test_a_prompt_of_another_tenant_takes_as_long_as_a_new_one(
 async def test_a_short_prompt_overtakes_the_long_ones_of_another_tenant(
     world: World, http: aiohttp.ClientSession
 ) -> None:
-    """In order of arrival it would be the last."""
+    """In order of arrival, it would be the last."""
     caller = Caller(world, http)
     loud = [asyncio.create_task(caller.ask(LOUD, [20 + number] * LONG)) for number in range(NOISY)]
     await caller.until_engine_works()

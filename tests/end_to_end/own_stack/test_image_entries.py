@@ -1,4 +1,6 @@
-"""A family of pipelines that no code names: an entry alone serves it, at every door."""
+"""A pipeline family that no code mentions: a catalog entry alone is enough to serve it on every
+endpoint.
+"""
 
 import base64
 import io
@@ -36,7 +38,7 @@ ENTRY: dict[str, Any] = {
 
 @pytest.fixture(scope="module")
 def stack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Stack]:
-    """Serves the entry, whose interface `penstock models check` has written."""
+    """Serves the entry, whose interface was written by `penstock models check`."""
     folder = tmp_path_factory.mktemp("entries")
     source = tiny_chroma.write_folder(folder / "chroma", folder)
     catalog = {"models": [ENTRY | {"source": f"local:{source}"}]}

@@ -1,4 +1,4 @@
-"""`penstock load` with a model that writes: the ledger has each token that the rows have."""
+"""`penstock load` with a text model: the ledger has every token that the rows have."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ TRACE = """at_s,input,size,group,items
 
 
 def load(world: World, *words: str) -> tuple[int, dict[str, Any]]:
-    """The exit status, and the JSON output."""
+    """The exit status and the JSON output."""
     settings = world.settings
     environment = environment_with(
         {

@@ -1,4 +1,4 @@
-"""One stack: classes with two versions of numpy, one that does what none should, a neighbor."""
+"""One stack: classes with two versions of numpy, a misbehaving class, and its neighbor."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The format of keys: which strings are keys, and which part of them may be shown."""
+"""The key format: which strings are keys, and which part of a key may be shown."""
 
 import re
 import zlib

@@ -1,4 +1,4 @@
-"""Behavior common to every store for the directory of keys, in a file and in Redis, and changes to
+"""Behavior that all stores for the key directory share, in a file and in Redis, and changes to
 it.
 """
 
