@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
-from api.batches.documents import WINDOW_S, BatchCreated, BatchState
+from api.batches.documents import WINDOW_S, BatchCreated, BatchState, Status
 from api.batches.files import KEEP_S, BatchFile, BatchFiles, is_of
-from api.batches.names import new_batch_id, owner_of
+from api.batches.names import created_at_s, new_batch_id, owner_of
 from api.batches.store import BatchStore
 from shared.errors import BadInput, Overloaded
 from shared.tenants.plan import Caller
@@ -32,6 +33,34 @@ class NewBatch:
     output_keep_s: int | None = None
     webhook: str = ""
     base_url: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class BatchFilter:
+    """Selects the batches of a list. By default, all of them."""
+
+    model: str = ""
+    """Model name in the catalog. Empty: all models."""
+    status: Status | None = None
+    """None: all statuses."""
+    key_id: str = ""
+    """Public part of the API key that created them. Empty: all keys."""
+    after_s: float = -math.inf
+    """Start of their creation times (inclusive), in Unix seconds."""
+    before_s: float = math.inf
+    """End of their creation times (exclusive), in Unix seconds."""
+    models: Collection[str] | None = None
+    """Only batches of these models, and batches whose model is not known yet. None: all."""
+
+    def matches(self, state: BatchState) -> bool:
+        """Returns whether the list has this batch."""
+        return (
+            self.model in ("", state.model)
+            and self.status in (None, state.status)
+            and self.key_id in ("", state.created.key_id)
+            and self.after_s <= state.created.created_at_s < self.before_s
+            and is_of(self.models, state.model)
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,27 +137,29 @@ class Batches:
         """
         return await self._store.find(tenant, batch_id)
 
-    async def page(
-        self, tenant: str, *, after: str, limit: int, models: Collection[str] | None = None
-    ) -> BatchPage:
+    async def page(self, tenant: str, *, after: str, limit: int, wanted: BatchFilter) -> BatchPage:
         """Returns a page of a tenant's batches, the newest first.
 
         Args:
             after: ID of the last batch on the previous page. Empty: start at the beginning.
             limit: maximum number of batches, up to PAGE.
-            models: only batches of these models, and batches whose model is not known yet. None:
-                all.
 
         Raises:
             Unavailable: the object store is unreachable.
         """
-        ids = [batch_id for batch_id in await self._store.ids(tenant) if batch_id > after]
+        # IDs have milliseconds.
+        ids = [
+            batch_id
+            for batch_id in await self._store.ids(tenant)
+            if batch_id > after
+            and wanted.after_s - 0.001 <= created_at_s(batch_id) < wanted.before_s
+        ]
         owner, batches = owner_of(tenant), list[BatchState]()
         window = limit + 1
         while ids and len(batches) <= limit:
             some, ids, window = ids[:window], ids[window:], max(window, PAGE)
             read = await asyncio.gather(*(self._store.state(owner, batch_id) for batch_id in some))
-            batches += [state for state in read if state is not None and is_of(models, state.model)]
+            batches += [state for state in read if state is not None and wanted.matches(state)]
         return BatchPage(batches[:limit], len(batches) > limit)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchState:

@@ -6,6 +6,7 @@ Source: https://platform.openai.com/docs/api-reference/batch
 
 from __future__ import annotations
 
+import math
 from typing import Annotated, Literal
 
 import msgspec
@@ -13,12 +14,13 @@ from fastapi import Query
 from pydantic import ConfigDict, Field
 from starlette.responses import Response
 
-from api.batches.documents import BatchEnded, BatchState, Counts
-from api.batches.service import PAGE, Batches, NewBatch
+from api.batches.documents import BatchEnded, BatchState, Counts, Status
+from api.batches.service import PAGE, Batches, BatchFilter, NewBatch
 from api.bodies import MAX_URL_CHARS, Body, Metadata
 from api.http.auth import check_model
 from api.http.call import Call
 from api.http.encode_json import encode_json
+from api.http.list_query import CreatedAfter, CreatedBefore, Include, KeyId, OfModel, unix_s
 from api.http.router import Router
 from shared.errors import BadInput
 from shared.settings import ApiSettings
@@ -113,16 +115,7 @@ class BatchObject(msgspec.Struct, kw_only=True):
     id: str
     endpoint: str
     input_file_id: str
-    status: Literal[
-        "validating",
-        "failed",
-        "in_progress",
-        "finalizing",
-        "completed",
-        "expired",
-        "cancelling",
-        "cancelled",
-    ]
+    status: Status
     created_at: int
     expires_at: int
     request_counts: BatchRequestCounts
@@ -141,6 +134,11 @@ class BatchObject(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] | None = None
     completion_window: Literal["24h"] = "24h"
     object: Literal["batch"] = "batch"
+    api_key_id: str | msgspec.UnsetType | None = msgspec.UNSET
+    """Extension: the public ID of the API key that created it.
+
+    Only in lists with `include=api_key_id`.
+    """
 
 
 class BatchesPage(msgspec.Struct):
@@ -252,10 +250,27 @@ async def list_batches(
     batches: Batches,
     after: str = "",
     limit: Annotated[int, Query(ge=1, le=PAGE)] = 20,
+    created_after: CreatedAfter = None,
+    created_before: CreatedBefore = None,
+    model: OfModel = "",
+    status: Annotated[Status | None, Query(description="Only batches with this status.")] = None,
+    api_key_id: KeyId = "",
+    include: Include = None,
 ) -> Response:
     """Lists the batches of the tenant, newest first."""
-    page = await batches.page(call.tenant, after=after, limit=limit, models=call.caller.models)
+    wanted = BatchFilter(
+        model,
+        status,
+        api_key_id,
+        unix_s(created_after, -math.inf),
+        unix_s(created_before, math.inf),
+        call.caller.models,
+    )
+    page = await batches.page(call.tenant, after=after, limit=limit, wanted=wanted)
     data = [shown_batch(state) for state in page.batches]
+    if include:
+        for batch, state in zip(data, page.batches, strict=True):
+            batch.api_key_id = state.created.key_id or None
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     return encode_json(BatchesPage(data, page.has_more, first_id, last_id))
 

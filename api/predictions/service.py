@@ -15,7 +15,7 @@ import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from contextlib import ExitStack, asynccontextmanager, contextmanager, suppress
 from http import HTTPStatus
-from typing import Any, Self
+from typing import Any, NamedTuple, Self
 
 import msgspec
 
@@ -28,6 +28,7 @@ from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
 from api.limits.limited_request import Hold
 from api.predictions.creation import Creation, PredictionSnapshot, version_of
+from api.predictions.filter import PredictionFilter
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -60,6 +61,10 @@ CREATOR_PUBLISHES_S = 2.0
 """Seconds for the creator of a record to publish its job before a repeated request does."""
 CREATOR_POLL_S = 0.05
 PAGE = 20
+SCAN_WINDOW = 100
+"""Number of predictions to check at once for a match, after the first PAGE."""
+PAGE_READS = 10
+"""Maximum number of reads per page: up to 920 predictions are checked for a match."""
 READ_BYTES = 4 * 1024 * 1024
 """Maximum bytes that a page reads at once, if it has more than one prediction.
 
@@ -84,6 +89,15 @@ class PredictionNotOver(PenstockError):
 
     code = "prediction_not_over"
     public_by_default = None
+
+
+class PredictionsRead(NamedTuple):
+    """Predictions read at once, with their total size."""
+
+    snapshots: list[PredictionSnapshot]
+    remaining: list[str]
+    """Record IDs of the predictions that did not fit."""
+    size_bytes: int
 
 
 class Predictions:
@@ -266,19 +280,39 @@ class Predictions:
         return PredictionSnapshot(decode_document(record.document), record)
 
     async def page(
-        self, tenant: str, before_s: float | None
+        self, tenant: str, wanted: PredictionFilter
     ) -> tuple[list[PredictionSnapshot], float | None]:
         """Returns up to PAGE predictions, newest first, and the `before_s` of the next page.
 
         Large predictions reduce this number: a page has at most READ_BYTES in total, but at least
-        one prediction.
+        one prediction. If few predictions match, the page ends after PAGE_READS reads: it may be
+        short or even empty, and has a next page.
         """
-        remaining = ids = await self._store.latest(tenant, PAGE, before_s)
-        snapshots: list[PredictionSnapshot] = []
-        while remaining and not snapshots:
-            snapshots, remaining = await self._read_some(remaining)
-        has_more = bool(snapshots) and (bool(remaining) or len(ids) == PAGE)
-        return snapshots, snapshots[-1].record.created_at_s if has_more else None
+        page: list[PredictionSnapshot] = []
+        before_s, window, room_bytes = wanted.before_s, PAGE, READ_BYTES
+        for _ in range(PAGE_READS):
+            listed = await self._store.latest(
+                tenant, window, before_s=before_s, since_s=wanted.after_s
+            )
+            if not listed:
+                return page, None
+            ids = [entry.record for entry in listed]
+            read = await self._read_some(ids, room_bytes, least=0 if page else 1)
+            matching = [snapshot for snapshot in read.snapshots if wanted.matches(snapshot)]
+            page += matching
+            if len(page) >= PAGE and (page[PAGE:] or read.remaining or len(listed) == window):
+                return page[:PAGE], page[PAGE - 1].record.created_at_s
+            if len(listed) < window and not read.remaining:
+                return page[:PAGE], None
+            count = len(ids) - len(read.remaining)
+            if count:
+                before_s = listed[count - 1].created_at_s
+            if page and read.remaining:
+                break
+            if matching:
+                room_bytes -= read.size_bytes
+            window = SCAN_WINDOW
+        return page, before_s
 
     async def all(
         self, tenant: str, *, after: str, is_ascending: bool
@@ -294,7 +328,7 @@ class Predictions:
         Raises:
             NotFound: the record `after` does not exist or can't be listed.
         """
-        ids = await self._store.latest(tenant, LISTED)
+        ids = [entry.record for entry in await self._store.latest(tenant, LISTED)]
         if is_ascending:
             ids.reverse()
         if after:
@@ -302,22 +336,29 @@ class Predictions:
                 raise _not_found(after)
             ids = ids[ids.index(after) + 1 :]
         while ids:
-            snapshots, remaining = await self._read_some(ids[:PAGE])
-            ids = [*remaining, *ids[PAGE:]]
-            for snapshot in snapshots:
+            read = await self._read_some(ids[:PAGE])
+            ids = [*read.remaining, *ids[PAGE:]]
+            for snapshot in read.snapshots:
                 yield snapshot
 
-    async def _read_some(self, ids: list[str]) -> tuple[list[PredictionSnapshot], list[str]]:
-        """Reads the first few predictions, and returns the IDs of the others."""
-        sizes = itertools.accumulate(await self._store.sizes(ids))
-        count = max(1, sum(size <= READ_BYTES for size in sizes))
+    async def _read_some(
+        self, ids: list[str], max_bytes: int = READ_BYTES, *, least: int = 1
+    ) -> PredictionsRead:
+        """Reads the first few predictions.
+
+        Args:
+            least: minimum number of predictions, even if they exceed `max_bytes`.
+        """
+        sizes = list(itertools.accumulate(await self._store.sizes(ids)))
+        count = max(least, sum(size <= max_bytes for size in sizes))
         records = await asyncio.gather(*map(self._records.read, ids[:count]))
         snapshots = [
             PredictionSnapshot(decode_document(record.document), record)
             for record in records
             if record is not None and record.document
         ]
-        return [await self._end_if_late(snapshot) for snapshot in snapshots], ids[count:]
+        ended = [await self._end_if_late(snapshot) for snapshot in snapshots]
+        return PredictionsRead(ended, ids[count:], sizes[count - 1] if count else 0)
 
     async def replace_input(
         self, snapshot: PredictionSnapshot, stored_input: dict[str, Any]

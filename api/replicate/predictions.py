@@ -12,9 +12,11 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import re
 import time
 from typing import Annotated, Any, Literal
+from urllib.parse import urlencode
 
 from fastapi import Path, Query
 from pydantic import ConfigDict, Field, model_validator
@@ -27,12 +29,14 @@ from api.http.encode_json import encode_json
 from api.http.fast_route import FastProblemRoute
 from api.http.inference import Inference
 from api.http.injection import injectable
+from api.http.list_query import CreatedAfter, CreatedBefore, Include, KeyId, OfModel, unix_s
 from api.http.openapi import NOT_OVER, OF_LIMITS, Responses, empty, problems, references, success
 from api.http.recording import Recording
 from api.http.router import Router
 from api.inputs.source_images import SourceImages
 from api.inputs.storage import Storage
 from api.predictions.creation import OWNER, digest_of, find_version
+from api.predictions.filter import PredictionFilter
 from api.predictions.progress import PredictionProgress
 from api.predictions.results import ResultFetcher
 from api.predictions.service import CALLER_ID, Predictions
@@ -49,6 +53,7 @@ from shared.models.tasks.custom import CustomInput
 from shared.predictions import body_of
 from shared.settings import ApiSettings
 from shared.stores.objects import UrlSigner
+from shared.stores.record_state import State
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import IS_A_KEY
 from shared.webhooks.event import WebhookUrlForbidden, parse_webhook_url
@@ -68,6 +73,9 @@ EARLY_S = 0.25
 
 The answer is sent this long before n.
 """
+_FILTERS = frozenset(
+    ("created_after", "created_before", "model", "status", "api_key_id", "include")
+)
 _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
 
 # Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
@@ -389,21 +397,42 @@ async def list_all(
     predictions: Predictions,
     url_signer: UrlSigner,
     cursor: Cursor = "",
+    created_after: CreatedAfter = None,
+    created_before: CreatedBefore = None,
+    model: OfModel = "",
+    status: Annotated[State | None, Query(description="Only predictions in this state.")] = None,
+    api_key_id: KeyId = "",
+    include: Include = None,
 ) -> Response:
     """Lists predictions in pages, newest first. `next` is the URL of the next page.
 
-    Predictions that the key may not read are left out, so some pages may be shorter.
+    Predictions that the key may not read are left out, so some pages may be shorter. If few
+    predictions match the filters, a page may even be empty and have a `next` page.
     """
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
-    snapshots, next_s = await predictions.page(call.tenant, float(cursor) if cursor else None)
-    following = None if next_s is None else f"{call.base_url}/v1/predictions?cursor={next_s!r}"
+    wanted = PredictionFilter(
+        model.rpartition("/")[2],
+        status,
+        api_key_id,
+        unix_s(created_after, -math.inf),
+        min(unix_s(created_before, math.inf), float(cursor or "inf")),
+    )
+    snapshots, next_s = await predictions.page(call.tenant, wanted)
     bodies = [
         body_of(*snapshot, url_signer)
+        | ({"api_key_id": snapshot.prediction.key_id or None} if include else {})
         for snapshot in snapshots
         if recording.is_visible(call, snapshot)
     ]
+    following = None if next_s is None else _next_page(call, next_s)
     return encode_json({"previous": None, "next": following, "results": bodies})
+
+
+def _next_page(call: Call, before_s: float) -> str:
+    """Returns the URL of the next page, with the same filters."""
+    query = {name: text for name, text in call.http.query_params.items() if name in _FILTERS}
+    return f"{call.base_url}/v1/predictions?{urlencode({'cursor': repr(before_s), **query})}"
 
 
 @router.get(

@@ -99,6 +99,8 @@ class PredictionReply(msgspec.Struct):
     completed_at: Moment | None
     deadline: Moment
     urls: PredictionUrls
+    api_key_id: str | msgspec.UnsetType | None = msgspec.UNSET
+    """The public ID of the API key that created it. Only in lists with `include=api_key_id`."""
 
 
 class PredictionsPage(msgspec.Struct):

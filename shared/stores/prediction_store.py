@@ -10,8 +10,10 @@ not stored.
 from __future__ import annotations
 
 import hashlib
+import math
 import time
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from prometheus_client import Counter
 
@@ -28,7 +30,7 @@ from shared.stores.webhook_log import webhook_keys
 
 FULL_RETRY_S = 5.0
 """Retry-After for a prediction without room."""
-LISTED = 1000
+LISTED = 10_000
 """Maximum number of predictions listed per tenant."""
 
 DROPPED = Counter(
@@ -41,6 +43,13 @@ CREATE = load_script(*_BUDGET, "shared/stores/record_create.lua")
 KEEP = load_script(*_BUDGET, "shared/stores/record_keep.lua")
 PUT_DOCUMENT = load_script(*_BUDGET, "shared/stores/document_put.lua")
 DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
+
+
+class ListedRecord(NamedTuple):
+    """A prediction in its tenant's list: record ID, and creation time in Unix seconds."""
+
+    record: str
+    created_at_s: float
 
 
 class PredictionStore:
@@ -191,15 +200,24 @@ class PredictionStore:
         answer = await self._commands.run_script(DELETE, keys, kept_s, receipts, known.state)
         return {1: True, -1: False}.get(answer)
 
-    async def latest(self, tenant: str, limit: int, before_s: float | None = None) -> list[str]:
-        """Returns the IDs of a tenant's predictions, newest first.
+    async def latest(
+        self,
+        tenant: str,
+        limit: int,
+        *,
+        before_s: float = math.inf,
+        since_s: float = -math.inf,
+    ) -> list[ListedRecord]:
+        """Returns a tenant's predictions, newest first.
 
-        With `before_s` (Unix seconds), only older ones.
+        Args:
+            before_s: only predictions created before this Unix time.
+            since_s: only predictions created at or after this Unix time.
         """
-        newest = "+inf" if before_s is None else f"({before_s!r}"
-        words = ("ZREVRANGEBYSCORE", self._tenant_key(tenant), newest, "-inf", "LIMIT", 0, limit)
-        reply = await self._commands.run(*words)
-        return [record.decode() for record in reply]
+        newest, oldest = f"({before_s!r}", f"{since_s!r}"
+        words = ("ZREVRANGEBYSCORE", self._tenant_key(tenant), newest, oldest, "WITHSCORES")
+        reply = await self._commands.run(*words, "LIMIT", 0, limit)
+        return [ListedRecord(record.decode(), float(score)) for record, score in reply]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
         """Returns the sizes of predictions in bytes, as counted by their budget. 0: deleted."""

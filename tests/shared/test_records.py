@@ -251,10 +251,15 @@ async def test_predictions_of_a_tenant_are_listed_newest_first(stores: RecordSto
             f"req_{number}", "acme", b"{}", deadline_s=time.time(), keep_s=60
         )
     await stores.predictions.create("req_other", "other", b"{}", deadline_s=time.time(), keep_s=60)
-    assert await stores.predictions.latest("acme", 2) == ["req_2", "req_1"]
-    oldest = await stores.records.read("req_1")
-    assert oldest is not None
-    assert await stores.predictions.latest("acme", 5, before_s=oldest.created_at_s) == ["req_0"]
+    newest, middle = await stores.predictions.latest("acme", 2)
+    assert (newest.record, middle.record) == ("req_2", "req_1")
+    stored = await stores.records.read("req_1")
+    assert stored is not None
+    assert stored.created_at_s == middle.created_at_s
+    (oldest,) = await stores.predictions.latest("acme", 5, before_s=middle.created_at_s)
+    assert oldest.record == "req_0"
+    since = await stores.predictions.latest("acme", 5, since_s=middle.created_at_s)
+    assert since == [newest, middle]
 
 
 async def test_workers_are_told_of_cancellations(stores: RecordStores) -> None:

@@ -218,7 +218,8 @@ async def test_oldest_of_the_largest_go_and_a_tenant_that_finds_no_room_replaces
             False,
         ]
         assert await stores.records.read("m1") is not None
-        assert await stores.predictions.latest("middle", 10) == ["m4", "m3", "m2", "m1"]
+        listed = await stores.predictions.latest("middle", 10)
+        assert [entry.record for entry in listed] == ["m4", "m3", "m2", "m1"]
 
 
 async def test_prediction_that_can_never_fit_drops_nothing(redis_url: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +38,43 @@ async def test_lists_are_in_pages(api: ApiUnderTest) -> None:
     for wrong in (0, 101):
         with pytest.raises(openai.BadRequestError):
             await client.batches.list(limit=wrong)
+
+
+async def test_filtered_lists_are_in_pages(tmp_path: Path, redis_url: str) -> None:
+    url = keys_url(tmp_path, a="alice", b="alice")
+    async with batching(tmp_path, redis_url, keys_url=url) as (api, _):
+        clients = {key: api.openai(api_key=key_for(key)) for key in "ab"}
+        made = list[tuple[Any, str]]()
+        for number in range(6):
+            key = "b" if number % 2 else "a"
+            lines = [line("1")] if number % 3 else [line("1"), line("1")]
+            batch = await created(clients[key], jsonl(lines))
+            made.append((await until(clients[key], batch), key))
+        keys = dict[str, str]()
+        for batch in (await clients["a"].batches.list(extra_query={"include": "api_key_id"})).data:
+            keys |= {key: batch.api_key_id for other, key in made if other.id == batch.id}
+        assert len(set(keys.values())) == 2
+        middle = datetime.fromtimestamp(made[3][0].created_at, UTC)
+        cases: list[tuple[dict[str, Any], Any]] = [
+            ({}, lambda _batch, _key: True),
+            ({"status": "failed"}, lambda batch, _key: batch.status == "failed"),
+            ({"status": "expired"}, lambda _batch, _key: False),
+            ({"model": TEXT_MODEL.name}, lambda batch, _key: batch.model == TEXT_MODEL.name),
+            ({"api_key_id": keys["b"]}, lambda _batch, key: key == "b"),
+            (
+                {"created_after": middle.isoformat()},
+                lambda batch, _key: batch.created_at >= middle.timestamp(),
+            ),
+            (
+                {"created_before": middle.isoformat()},
+                lambda batch, _key: batch.created_at < middle.timestamp(),
+            ),
+        ]
+        for query, is_wanted in cases:
+            listed = clients["a"].batches.list(limit=1, extra_query=query)
+            expected = [batch.id for batch, key in reversed(made) if is_wanted(batch, key)]
+            assert [batch.id async for batch in listed] == expected, query
+        assert "api_key_id" not in (await clients["a"].batches.list()).data[0].model_dump()
 
 
 async def test_key_of_other_models_reads_no_batch_and_no_output(

@@ -1,0 +1,47 @@
+"""Query parameters that lists share: filters by creation time, model and key."""
+
+from __future__ import annotations
+
+from datetime import UTC, datetime
+from typing import Annotated, Literal
+
+from fastapi import Query
+from pydantic import BeforeValidator
+
+
+def _read_time(text: str | None) -> datetime | None:
+    if text is None:
+        return None
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError:
+        raise ValueError(
+            f"must be a time in ISO 8601, such as 2026-10-01T12:00Z, got {text[:40]!r}"
+        ) from None
+
+
+CreatedAfter = Annotated[
+    datetime | None,
+    BeforeValidator(_read_time),
+    Query(description="Only entries created at or after this time, in ISO 8601."),
+]
+CreatedBefore = Annotated[
+    datetime | None,
+    BeforeValidator(_read_time),
+    Query(description="Only entries created before this time, in ISO 8601."),
+]
+OfModel = Annotated[str, Query(description="Only entries with this model.")]
+KeyId = Annotated[
+    str, Query(description="Only entries created by the API key with this public ID.")
+]
+Include = Annotated[
+    Literal["api_key_id"] | None,
+    Query(description="Adds the public ID of the API key that created each entry."),
+]
+
+
+def unix_s(moment: datetime | None, default_s: float) -> float:
+    """Returns a time in Unix seconds. Without a time zone, it is in UTC."""
+    if moment is None:
+        return default_s
+    return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

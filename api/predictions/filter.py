@@ -1,0 +1,33 @@
+"""A filter for lists of predictions."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+from api.predictions.creation import PredictionSnapshot
+from shared.stores.record_state import State
+
+
+class PredictionFilter(NamedTuple):
+    """Selects the predictions of a list. By default, all of them."""
+
+    model: str = ""
+    """Model name in the catalog. Empty: all models."""
+    status: State | None = None
+    """None: all states."""
+    key_id: str = ""
+    """Public part of the API key that created them. Empty: all keys."""
+    after_s: float = -math.inf
+    """Start of their creation times (inclusive), in Unix seconds."""
+    before_s: float = math.inf
+    """End of their creation times (exclusive), in Unix seconds."""
+
+    def matches(self, snapshot: PredictionSnapshot) -> bool:
+        """Returns whether the list has this prediction, which was created in the time range."""
+        prediction, record = snapshot
+        return (
+            self.model in ("", prediction.model)
+            and self.status in (None, record.state)
+            and self.key_id in ("", prediction.key_id)
+        )
