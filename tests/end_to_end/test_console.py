@@ -2,12 +2,14 @@
 strangers.
 """
 
+import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Any, Literal
 from urllib.parse import urlsplit
 
+import httpx
 import openai
 import pytest
 from axe_playwright_python.sync_playwright import Axe
@@ -135,7 +137,7 @@ def test_an_image_is_previewed_and_its_drawing_canceled(page: Page) -> None:
     expect(preview).to_be_visible()
     assert preview.get_attribute("src").startswith("data:image/webp;base64,")  # type: ignore[union-attr]
     page.get_by_role("link", name="Predictions", exact=True).click()
-    page.get_by_role("row").filter(has_text="a blue square").first.get_by_role("link").click()
+    page.get_by_role("row").filter(has_text="a blue square").first.get_by_role("link").first.click()
     expect(preview).to_be_visible()
     page.get_by_role("button", name="Cancel").click()
     expect(page.get_by_text("The prediction was canceled.")).to_be_visible()
@@ -209,6 +211,176 @@ def test_batches_and_their_files_are_listed(page: Page, client: openai.OpenAI) -
     assert fits(page)
 
 
+def create(stack: Stack, body: dict[str, Any], wait: str = "wait=60") -> dict[str, Any]:
+    """A prediction, created outside the console."""
+    answer = httpx.post(
+        f"{stack.api_url}/v1/predictions",
+        json=body,
+        headers={"authorization": f"Bearer {KEY}", "prefer": wait},
+        timeout=WAIT_LIMIT_S,
+    )
+    assert answer.status_code == 201, answer.text
+    made: dict[str, Any] = answer.json()
+    return made
+
+
+def embed(stack: Stack, text: str) -> dict[str, Any]:
+    return create(stack, {"version": EMBEDDER, "input": {"text": text}})
+
+
+def slow_image(stack: Stack) -> dict[str, Any]:
+    given = {"prompt": "a slow circle", "num_inference_steps": 100, "width": 512, "height": 512}
+    return create(stack, {"version": IMAGES, "input": given}, "respond-async")
+
+
+def lines(texts: list[str]) -> bytes:
+    each = [
+        {
+            "custom_id": f"line-{number}",
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": {"model": EMBEDDER, "input": text},
+        }
+        for number, text in enumerate(texts)
+    ]
+    return "\n".join(map(json.dumps, each)).encode()
+
+
+@pytest.fixture(scope="module")
+def failed_batch(client: openai.OpenAI) -> str:
+    """A batch of 40 lines, 30 of which fail: more than one page of errors."""
+    data = lines(["word " * 1000] * 30 + ["a river"] * 10)
+    file = client.files.create(file=("in.jsonl", data), purpose="batch")
+    return client.batches.create(
+        input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
+    ).id
+
+
+def test_filters_of_predictions_are_in_the_address(page: Page, stack: Stack, text: str) -> None:
+    mine = embed(stack, text)
+    other = create(stack, {"version": IMAGES, "input": {"prompt": f"a circle {text}"}})
+    log_in(page)
+    page.get_by_role("link", name="Predictions", exact=True).click()
+    listed = page.get_by_role("region", name="Predictions")
+    expect(listed.get_by_text(mine["id"])).to_be_visible()
+    expect(listed.get_by_text(other["id"])).to_be_visible()
+    page.get_by_label("Model").select_option(IMAGES)
+    page.get_by_label("State").select_option("succeeded")
+    page.get_by_role("button", name="Filter").click()
+    expect(page).to_have_url(re.compile(f"#predictions.model={IMAGES}&status=succeeded$"))
+    expect(listed.get_by_text(other["id"])).to_be_visible()
+    expect(listed.get_by_text(mine["id"])).to_have_count(0)
+    page.reload()
+    expect(listed.get_by_text(other["id"])).to_be_visible()
+    expect(page.get_by_label("State")).to_have_value("succeeded")
+    row = listed.get_by_role("row").filter(has_text=other["id"])
+    expect(row.get_by_text(re.compile(r"\$0\.\d+"))).to_be_visible()
+    row.get_by_role("link").nth(1).click()
+    expect(page.get_by_label("Key")).not_to_have_value("")
+    expect(listed.get_by_text(other["id"])).to_be_visible()
+    page.get_by_label("From").fill("2036-01-01T12:00")
+    page.get_by_role("button", name="Filter").click()
+    expect(page.get_by_text("No prediction matches these filters.")).to_be_visible()
+    expect(page).to_have_url(re.compile("created_after=2036-01-0"))
+    page.get_by_role("link", name="Clear").click()
+    expect(listed.get_by_text(mine["id"])).to_be_visible()
+    page.get_by_label("Prediction ID").fill(mine["id"])
+    page.get_by_role("button", name="Find").click()
+    expect(page.get_by_role("heading", name=mine["id"])).to_be_visible()
+    assert fits(page)
+
+
+def test_pages_of_predictions_are_of_the_server(page: Page, stack: Stack, text: str) -> None:
+    made = [embed(stack, f"{text} {number}")["id"] for number in range(25)]
+    log_in(page)
+    page.goto(f"{stack.api_url}/console#predictions?model={EMBEDDER}")
+    rows = page.get_by_role("region", name="Predictions").locator("tbody tr")
+    expect(rows).to_have_count(20)
+    expect(rows.first).to_contain_text(made[-1])
+    page.get_by_role("link", name="Older").click()
+    expect(page.get_by_text(made[4], exact=True)).to_be_visible()
+    expect(page.get_by_text(made[5], exact=True)).to_have_count(0)
+    page.get_by_role("link", name="Newest").click()
+    expect(rows.first).to_contain_text(made[-1])
+
+
+def test_a_prediction_is_retried_under_a_new_id(page: Page, stack: Stack, text: str) -> None:
+    done = embed(stack, text)
+    log_in(page)
+    page.goto(f"{stack.api_url}/console#predictions")
+    page.get_by_role("button", name=f"Retry {done['id']}").click()
+    expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    again = page.get_by_role("heading", level=1).inner_text()
+    assert again.startswith("pred_")
+    assert again != done["id"]
+    expect(page.get_by_text(text).first).to_be_visible()
+
+
+def test_a_listed_prediction_is_canceled(page: Page, stack: Stack) -> None:
+    running = slow_image(stack)
+    log_in(page)
+    page.goto(f"{stack.api_url}/console#predictions")
+    page.get_by_role("button", name=f"Cancel {running['id']}").click()
+    expect(page.get_by_role("status")).to_have_text("The prediction was canceled.")
+    expect(page.get_by_role("button", name=f"Retry {running['id']}")).to_be_visible()
+
+
+def test_an_unknown_prediction_is_not_found(page: Page, stack: Stack, seen: Told) -> None:
+    log_in(page)
+    page.goto(f"{stack.api_url}/console#predictions/pred_unknown")
+    expect(page.get_by_role("alert")).to_have_text("prediction 'pred_unknown' does not exist")
+    expect(page.get_by_role("link", name="All predictions")).to_be_visible()
+    seen.errors[:] = [text for text in seen.errors if "404" not in text]
+
+
+def test_a_batch_is_created_from_a_file_and_canceled(page: Page, stack: Stack, text: str) -> None:
+    log_in(page)
+    page.goto(f"{stack.api_url}/console#batches")
+    page.get_by_text("New batch").click()
+    data = lines([f"{text} {number}" for number in range(4000)])
+    page.get_by_label("JSONL file").set_input_files(
+        {"name": "in.jsonl", "mimeType": "application/jsonl", "buffer": data}
+    )
+    page.get_by_role("button", name="Create batch").click()
+    heading = page.get_by_role("heading", level=1)
+    expect(heading).to_have_text(re.compile("^batch_"))
+    page.get_by_role("button", name="Cancel").click()
+    expect(page.get_by_text("cancelled", exact=True)).to_be_visible()
+    assert fits(page)
+
+
+def test_a_file_without_lines_creates_no_batch(page: Page, stack: Stack) -> None:
+    log_in(page)
+    page.goto(f"{stack.api_url}/console#batches")
+    page.get_by_text("New batch").click()
+    page.get_by_label("JSONL file").set_input_files(
+        {"name": "in.jsonl", "mimeType": "application/jsonl", "buffer": b"a river"}
+    )
+    page.get_by_role("button", name="Create batch").click()
+    expect(page.get_by_role("alert")).to_have_text("line 1 of the file is not valid JSON")
+
+
+def test_all_errors_of_a_batch_are_shown_and_retried(
+    page: Page, stack: Stack, failed_batch: str
+) -> None:
+    log_in(page)
+    page.goto(f"{stack.api_url}/console#batches/{failed_batch}")
+    failed = page.get_by_role("region", name="Failed lines")
+    expect(failed.locator("tbody tr")).to_have_count(25)
+    expect(page.get_by_text("30 context_length_exceeded")).to_be_visible()
+    page.get_by_role("button", name="Next").click()
+    expect(failed.locator("tbody tr")).to_have_count(5)
+    assert fits(page)
+    page.get_by_role("button", name="Retry failed lines").click()
+    expect(page.get_by_role("heading", level=1)).not_to_have_text(failed_batch)
+    expect(page.get_by_text("30 of 30, 30 failed")).to_be_visible()
+    page.get_by_role("link", name="All batches").click()
+    page.get_by_label("State").select_option("completed")
+    page.get_by_role("button", name="Filter").click()
+    expect(page).to_have_url(re.compile("#batches.status=completed$"))
+    expect(page.get_by_role("link", name=failed_batch)).to_be_visible()
+
+
 def test_every_view_opens_by_its_address(page: Page, stack: Stack) -> None:
     log_in(page)
     expect(page.get_by_role("heading", name="Try a model")).to_be_visible()
@@ -241,7 +413,11 @@ def test_the_keyboard_is_enough(page: Page) -> None:
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1440])
 def test_no_view_has_serious_barriers(
-    browser: Browser, stack: Stack, width: int, scheme: Literal["light", "dark"]
+    browser: Browser,
+    stack: Stack,
+    failed_batch: str,
+    width: int,
+    scheme: Literal["light", "dark"],
 ) -> None:
     """axe-core checks each view's contrast, names, roles and focus."""
     context = browser.new_context(
@@ -255,7 +431,24 @@ def test_no_view_has_serious_barriers(
         name = "Try a model" if view == "Try" else view
         expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
         page.wait_for_load_state("networkidle")
-        violations = Axe().run(page).response["violations"]
-        serious = [rule["id"] for rule in violations if rule["impact"] in ("serious", "critical")]
-        assert serious == [], view
+        assert serious_barriers(page) == [], view
+    prediction = embed(stack, "a river")["id"]
+    for address, text in (
+        (f"predictions?model={EMBEDDER}&status=succeeded", prediction),
+        (f"predictions/{prediction}", "Result"),
+        (f"batches/{failed_batch}", "Failed lines"),
+    ):
+        page.goto(f"{stack.api_url}/console#{address}")
+        expect(page.get_by_text(text).first).to_be_visible()
+        page.wait_for_load_state("networkidle")
+        assert fits(page), address
+        assert serious_barriers(page) == [], address
+    page.goto(f"{stack.api_url}/console#batches")
+    page.get_by_text("New batch").click()
+    assert serious_barriers(page) == []
     context.close()
+
+
+def serious_barriers(page: Page) -> list[str]:
+    violations = Axe().run(page).response["violations"]
+    return [rule["id"] for rule in violations if rule["impact"] in ("serious", "critical")]

@@ -84,7 +84,8 @@ function logOut(reason = null) {
 
 async function show() {
   if (!isIn) return;
-  const [name, ...rest] = location.hash.slice(1).split("/").map(decoded);
+  const [path, query] = location.hash.slice(1).split(/\?(.*)/s);
+  const [name, ...rest] = path.split("/").map(decoded);
   if (name === "main") return;
   const view = Object.hasOwn(VIEWS, name) ? name : "try";
   for (const link of tabs.querySelectorAll("a")) {
@@ -102,7 +103,7 @@ async function show() {
   put(main, place);
   window.scrollTo(0, 0);
   try {
-    await VIEWS[view].show(place, rest, signal);
+    await VIEWS[view].show(place, rest, signal, new URLSearchParams(query));
   } catch (error) {
     for (const waiting of place.querySelectorAll(".loading")) waiting.remove();
     if (!signal.aborted) place.append(failure(error));

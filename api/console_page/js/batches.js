@@ -1,101 +1,124 @@
-// The view "Batches": their progress, and their files.
+// The view "Batches": a list with filters, and a form that creates a batch from a file.
+// `#batches?status=failed&after=ID` is the address of a page, and `#batches/ID` that of a batch.
 
-import { call, send } from "./api.js";
-import { badge, button, download, h, put, say, table } from "./dom.js";
+import { call } from "./api.js";
+import { badge, button, failure, h, put, say, table } from "./dom.js";
+import { cancelButton, fileButtons, isOpen, linkTo, progress, showBatch } from "./batch.js";
+import { filtersOf, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { moment } from "./timing.js";
 
+const VIEW = "batches";
 const PAGE = 20;
-const ENDS = ["failed", "completed", "expired", "cancelled", "cancelling"];
+const STATES = ["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"];
+const FIRST_LINE_BYTES = 4 * 1024 * 1024;
+const HEADS = ["Created", "Batch", "State", "Lines", "Model", "Key", "Files", ""];
 
 /** Shows the view. */
-export async function show(place, _, signal) {
-  const rows = h("div", { class: "stack" });
-  const reload = button("Reload", () => show(place, _, signal));
-  put(place, h("div", { class: "row between" }, h("h1", {}, "Batches"), reload), rows);
-  let after = "";
-  const more = button("Show more", () => page());
-  async function page() {
-    const query = after ? `&after=${encodeURIComponent(after)}` : "";
-    const found = await call(`v1/batches?limit=${PAGE}${query}`, { signal });
-    after = found.last_id;
-    const heads = ["Created", "Batch", "State", "Lines", "Files", ""];
-    const lines = found.data.map((batch) => row(batch, () => show(place, _, signal), signal));
-    if (lines.length) rows.append(table("Batches", heads, lines));
-    else if (!rows.children.length)
-      rows.append(h("p", { class: "note" }, "There are no batches yet."));
-    more.hidden = !found.has_more;
-  }
-  await page();
-  place.append(more);
+export async function show(place, [id], signal, params) {
+  await (id ? showBatch(place, id, signal) : list(place, signal, params));
 }
 
-function row(batch, again, signal) {
-  const files = {
-    Input: batch.input_file_id,
-    Output: batch.output_file_id,
-    Errors: batch.error_file_id,
-  };
-  const links = Object.entries(files)
-    .filter(([, id]) => id)
-    .map(([name, id]) =>
-      button(name, () => save(id, signal), {
-        class: "quiet",
-        "aria-label": `Download ${name.toLowerCase()} of ${batch.id}`,
-      }),
-    );
-  const cancel =
-    !ENDS.includes(batch.status) &&
-    button("Cancel", async () => {
-      await call(`v1/batches/${encodeURIComponent(batch.id)}/cancel`, { method: "POST", signal });
-      say("The batch is being canceled.");
-      await again();
-    });
+async function list(place, signal, params) {
+  const again = () => list(place, signal, params);
+  const rows = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
+  put(
+    place,
+    h("div", { class: "row between" }, h("h1", {}, "Batches"), button("Reload", again)),
+    creation(signal),
+    await listControls(VIEW, "Batch", params, STATES, signal),
+    rows,
+  );
+  const after = params.get("after");
+  const query = queryOf(params, { limit: PAGE, ...(after && { after }) });
+  const { data, has_more: hasMore, last_id: last } = await call(`v1/batches?${query}`, { signal });
+  put(
+    rows,
+    data.length ? table("Batches", HEADS, data.map((batch) => row(batch, params, again, signal))) : none(params),
+    pageLinks(VIEW, params, "after", hasMore && last),
+  );
+}
+
+const none = (params) =>
+  h("p", { class: "note" }, Object.keys(filtersOf(params)).length ? "No batch matches these filters." : "There are no batches yet.");
+
+function row(batch, params, again, signal) {
+  const [first, ...more] = batch.errors?.data ?? [];
   const name = h(
     "div",
     {},
-    h("code", {}, batch.id),
+    h("a", { href: linkTo(batch.id) }, batch.id),
     h("div", { class: "muted" }, batch.endpoint),
-    reasons(batch),
+    first && h("div", { class: "error" }, first.line ? `Line ${first.line}: ${first.message}` : first.message),
+    more.length > 0 && h("div", { class: "hint" }, `${more.length} more`),
   );
   return [
     moment(batch.created_at),
     name,
     badge(batch.status),
     progress(batch),
-    h("div", { class: "row" }, links),
-    cancel || "",
+    batch.model ?? "–",
+    keyLink(VIEW, params, batch.api_key_id),
+    fileButtons(batch, signal),
+    isOpen(batch) ? cancelButton(batch, again, signal) : "",
   ];
 }
 
-function reasons({ errors }) {
-  const [first] = errors?.data ?? [];
-  return (
-    first &&
-    h(
-      "div",
-      { class: "error" },
-      first.line ? `Line ${first.line}: ${first.message}` : first.message,
-    )
-  );
-}
-
-function progress({ request_counts: { total, completed, failed }, id }) {
-  const words = `${completed + failed} of ${total}` + (failed ? `, ${failed} failed` : "");
+/** Uploads a file, and creates a batch of its lines. Its first line names the endpoint. */
+function creation(signal) {
+  const file = h("input", { id: "batch-file", type: "file", accept: ".jsonl,application/jsonl", required: true });
+  const told = h("div");
+  const start = h("button", { class: "main" }, "Create batch");
+  const submit = async (event) => {
+    event.preventDefault();
+    start.disabled = true;
+    try {
+      put(told, h("p", { class: "muted" }, "Uploading …"));
+      const endpoint = await endpointOf(file.files[0]);
+      const batch = await createBatch(file.files[0], endpoint, signal);
+      say("The batch was created.");
+      location.hash = linkTo(batch.id);
+    } catch (error) {
+      if (!signal.aborted) put(told, failure(error));
+    } finally {
+      start.disabled = false;
+    }
+  };
   return h(
-    "div",
-    { class: "counts" },
-    h("progress", {
-      max: Math.max(1, total),
-      value: completed + failed,
-      "aria-label": `Progress of ${id}`,
-    }),
-    h("span", {}, words),
+    "details",
+    { class: "card no-print" },
+    h("summary", {}, "New batch"),
+    h(
+      "form",
+      { class: "fields", on: { submit } },
+      h(
+        "div",
+        { class: "field" },
+        h("label", { for: file.id }, "JSONL file"),
+        file,
+        h("p", { class: "hint" }, "One request per line, with custom_id, method, url and body. All lines must have the same url and model."),
+      ),
+      told,
+      h("div", {}, start),
+    ),
   );
 }
 
-async function save(id, signal) {
-  const path = `v1/files/${encodeURIComponent(id)}`;
-  const { filename } = await call(path, { signal });
-  const response = await send(`${path}/content`, { signal });
-  download(await response.blob(), filename);
+async function endpointOf(file) {
+  const [line] = (await file.slice(0, FIRST_LINE_BYTES).text()).split("\n");
+  let url;
+  try {
+    ({ url } = JSON.parse(line));
+  } catch {
+    throw new Error("line 1 of the file is not valid JSON");
+  }
+  if (typeof url !== "string") throw new Error("line 1 of the file has no url, such as /v1/embeddings");
+  return url;
+}
+
+async function createBatch(file, endpoint, signal) {
+  const body = new FormData();
+  body.append("purpose", "batch");
+  body.append("file", file, file.name);
+  const { id } = await call("v1/files", { method: "POST", body, signal });
+  return call("v1/batches", { method: "POST", body: { input_file_id: id, endpoint, completion_window: "24h" }, signal });
 }

@@ -1,60 +1,100 @@
-// The view "Predictions": a list, and one prediction.
+// The view "Predictions": a list with filters, and one prediction.
+// `#predictions?model=NAME&cursor=CURSOR` is the address of a page, and `#predictions/ID` that of a prediction.
 
 import { call } from "./api.js";
 import { badge, button, h, put, say, table } from "./dom.js";
 import { follow } from "./follow.js";
+import { filtersOf, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
+import { aligned, dollars } from "./money.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
 import { moment, timeBar } from "./timing.js";
 
+const VIEW = "predictions";
 const OPEN = ["starting", "processing"];
+const STATES = [...OPEN, "succeeded", "failed", "canceled"];
 const LONGEST_SUMMARY = 80;
+const FULL_PAGE = 10;
+const HEADS = ["Created", "State", "Model", "Input", "Time", "Cost", "Key", ""];
 
-/** Shows the view. `#predictions/ID` opens one. */
-export async function show(place, [id], signal) {
-  await (id ? one(place, id, signal) : list(place, signal));
+/** Shows the view. */
+export async function show(place, [id], signal, params) {
+  await (id ? one(place, id, signal) : list(place, signal, params));
 }
 
-async function list(place, signal) {
-  const rows = h("div", { class: "stack" });
-  const reload = button("Reload", () => show(place, [], signal));
-  put(place, h("div", { class: "row between" }, h("h1", {}, "Predictions"), reload), rows);
-  let cursor = "";
-  const more = button("Show more", () => page());
-  async function page() {
-    const query = cursor ? `?cursor=${encodeURIComponent(cursor)}` : "";
-    const { results, next } = await call(`v1/predictions${query}`, { signal });
+async function list(place, signal, params) {
+  const again = () => list(place, signal, params);
+  const rows = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
+  put(
+    place,
+    h("div", { class: "row between" }, h("h1", {}, "Predictions"), button("Reload", again)),
+    await listControls(VIEW, "Prediction", params, STATES, signal),
+    rows,
+  );
+  const { found, next } = await search(params, rows, signal);
+  const cost = aligned(found.map((prediction) => prediction.metrics.cost_usd));
+  put(
+    rows,
+    found.length
+      ? table("Predictions", HEADS, found.map((prediction) => row(prediction, cost, params, again, signal)))
+      : none(params),
+    pageLinks(VIEW, params, "cursor", next),
+  );
+}
+
+/** Reads a page. If few predictions match the filters, pages of the API are short, so it reads several. */
+async function search(params, rows, signal) {
+  const found = [];
+  let cursor = params.get("cursor") ?? "";
+  do {
+    const { results, next } = await call(`v1/predictions?${queryOf(params, cursor && { cursor })}`, { signal });
+    found.push(...results);
     cursor = next ? new URL(next).searchParams.get("cursor") : "";
-    if (results.length) {
-      rows.append(
-        table("Predictions", ["Created", "State", "Input", "Time", "Model"], results.map(row)),
-      );
-    } else if (!rows.children.length) {
-      rows.append(
-        h(
-          "p",
-          { class: "note" },
-          "There are no predictions yet. ",
-          h("a", { href: "#try" }, "Try a model."),
-        ),
-      );
-    }
-    more.hidden = !cursor;
-  }
-  await page();
-  place.append(more);
+    if (results.length) continue;
+    put(rows, h("p", { class: "muted loading" }, "Searching older predictions …"));
+  } while (cursor && found.length < FULL_PAGE);
+  return { found, next: cursor };
 }
 
-function row(prediction) {
-  const link = h("a", { href: linkTo(prediction) }, moment(prediction.created_at));
-  const words = h("span", { class: "clip" }, summary(prediction.input));
+function none(params) {
+  if (Object.keys(filtersOf(params)).length) return h("p", { class: "note" }, "No prediction matches these filters.");
+  return h("p", { class: "note" }, "There are no predictions yet. ", h("a", { href: "#try" }, "Try a model."));
+}
+
+function row(prediction, cost, params, again, signal) {
+  const { id, metrics } = prediction;
+  const usd = metrics.cost_usd;
   return [
-    link,
+    h("div", {}, h("a", { href: linkTo(prediction) }, moment(prediction.created_at)), h("div", { class: "hint" }, id)),
     badge(prediction.status),
-    words,
-    timeBar(prediction.metrics, { isSmall: true }),
-    prediction.model,
+    prediction.model.split("/").pop(),
+    h("span", { class: "clip" }, summary(prediction.input)),
+    timeBar(metrics, { isSmall: true }),
+    usd === undefined ? "–" : h("span", { title: dollars(usd) }, cost(usd)),
+    keyLink(VIEW, params, prediction.api_key_id),
+    action(prediction, again, signal),
   ];
+}
+
+/** Cancels an open prediction, or creates a finished one again. */
+function action(prediction, again, signal) {
+  const { id, status } = prediction;
+  const path = `v1/predictions/${encodeURIComponent(id)}`;
+  if (!OPEN.includes(status)) {
+    return button("Retry", () => retry(prediction, signal), { class: "quiet", "aria-label": `Retry ${id}` });
+  }
+  const cancel = async () => {
+    const { status: ended } = await call(`${path}/cancel`, { method: "POST", signal });
+    await again();
+    say(ended === "canceled" ? "The prediction was canceled." : `The prediction has already ${ended}.`);
+  };
+  return button("Cancel", cancel, { class: "quiet", "aria-label": `Cancel ${id}` });
+}
+
+/** Creates the same prediction with a new ID, and opens it. */
+async function retry({ model, input }, signal) {
+  const created = await call("v1/predictions", { method: "POST", body: { version: model, input }, signal });
+  location.hash = linkTo(created);
 }
 
 const linkTo = ({ id }) => `#predictions/${encodeURIComponent(id)}`;
@@ -67,6 +107,8 @@ function summary(input) {
 
 async function one(place, id, signal) {
   const path = `v1/predictions/${encodeURIComponent(id)}`;
+  const back = h("p", {}, h("a", { href: `#${VIEW}` }, "All predictions"));
+  put(place, back, h("h1", { class: "long" }, id));
   const prediction = await call(path, { signal });
   const isOpen = OPEN.includes(prediction.status);
   const outcome = h("div", { class: "stack" });
@@ -75,12 +117,12 @@ async function one(place, id, signal) {
   }
   put(
     place,
-    h("p", {}, h("a", { href: "#predictions" }, "All predictions")),
+    back,
     h(
       "div",
       { class: "row between" },
       h("h1", { class: "long" }, prediction.id),
-      badge(prediction.status),
+      h("div", { class: "row" }, badge(prediction.status), !isOpen && action(prediction, null, signal)),
     ),
     h(
       "div",
@@ -113,6 +155,7 @@ function facts(prediction) {
     Started: moment(prediction.started_at),
     Completed: moment(prediction.completed_at),
     Deadline: moment(prediction.deadline),
+    Cost: prediction.metrics.cost_usd === undefined ? "–" : dollars(prediction.metrics.cost_usd),
   };
   return h(
     "dl",
