@@ -99,7 +99,7 @@ def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
 
 
 def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
-    """Returns vectors, float32 [texts, dimensions], computed `together` at a time by length."""
+    """Returns vectors, float32 [texts, dimensions], `together` texts at a time, by length."""
     model = _loaded(target).model
     order = sorted(range(len(texts)), key=lambda index: texts[index].length)
     rows: dict[int, np.ndarray] = {}

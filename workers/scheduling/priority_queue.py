@@ -65,23 +65,23 @@ item.
 An interactive item may have to wait for it.
 """
 RECENT_S = 60.0
-"""The time after an interactive item for which there counts as interactive traffic."""
+"""How long after an interactive item there is considered to be interactive traffic."""
 BATCH_SHARE = 1 / 16
-"""The share of the work that `batch` priority gets while interactive items wait all the time.
+"""Share of the work that `batch` priority gets while interactive items are always waiting.
 
-Enough that it never stops. Each turn is one of TURN_S, so an interactive item waits for one more
-short batch at most.
+It is enough to keep `batch` work from stopping. Each turn lasts TURN_S, so an interactive item
+waits for at most one additional short batch.
 """
 URGENT_TURN = 4
-"""At most one batch in this number is for the deadline of a batch job while interactive items wait.
+"""While interactive items are waiting, at most one batch in this many runs for a batch deadline.
 
 Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
 """
 
 DEATHS_MAX = 3
-"""Deaths of its model process after which an item can fail."""
+"""Number of model process deaths after which an item can be given up."""
 DEATHS_ALONE_MAX = 2
-"""Of those deaths, the number that must have happened while the item was alone."""
+"""How many of those deaths must have happened while the item was alone."""
 BUDGET_GROWTH = 1.1
 """Growth factor of a budget with each batch that fits in memory."""
 BESIDE_OVERSIZED = 1 / 4

@@ -269,7 +269,7 @@ def _install(
         new = [uv, "venv", "--quiet", "--no-project", "--relocatable", "--no-python-downloads"]
         python = str(partial / "bin" / "python")
         packages = [*asked.lines, *(["--requirement", str(asked.file)] if asked.file else [])]
-        if (overrides := folder / OVERRIDES).is_file():  # requirements of packages to replace
+        if (overrides := folder / OVERRIDES).is_file():  # replaces packages' requirements
             packages += ["--overrides", str(overrides)]
         ours = Path(scratch, "cog.txt")  # even if its requirements or a package pin another version
         ours.write_text(f"cog=={version('cog')}\n")

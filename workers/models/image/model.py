@@ -392,8 +392,7 @@ class ImageModel:
             outcomes = self._advance()
         end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
         for slot, outcome in outcomes.items():
-            # Now that others are gone, there may be room for it. If even the oldest doesn't fit, it
-            # fails.
+            # Once others have left, there may be room for it. If the oldest doesn't fit, it fails.
             if isinstance(outcome, OutOfMemory) and (slot != oldest or self._end_aside()):
                 end.preempted.append(slot)
             else:

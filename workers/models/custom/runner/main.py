@@ -67,7 +67,7 @@ INVALID_INPUT = "InvalidInput"
 """Name of an exception class, in any module, that blames the caller's input."""
 DISK_SETTING = "resources.disk_bytes"
 MAX_WORK = 2**53
-"""Larger values are capped here: a value far above any limit is just as wrong."""
+"""Larger values are capped at this: it is already far above any limit."""
 
 
 class WrongInput(Exception):

@@ -74,7 +74,7 @@ class Node:
         self.places = places
         self.is_spot = is_spot
         self.is_ready = self.has_failed = self.is_cordoned = False
-        """True if pods could start on it, had its GPU not failed and had it not been cordoned."""
+        """Pods can start on it; its GPU has failed; it was cordoned because of that."""
         self.workers: list[SimulatedWorker] = []
         self.busy = 0
         """Number of workers that are computing now."""
