@@ -1,4 +1,4 @@
-"""Requests from a malicious caller: mostly valid, with something invalid in them."""
+"""Requests from a malicious caller: mostly valid, but with something invalid in them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Headers = list[tuple[str, str]]
 
 
 class Asked(NamedTuple):
-    """One request: the input that becomes a job, and the route it is sent to."""
+    """A request: the input that becomes a job, and the route it is sent to."""
 
     method: str
     path: str
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 def mostly(good: st.SearchStrategy[T], bad: st.SearchStrategy[T]) -> st.SearchStrategy[T]:
-    """One in six is bad: with several parts, most requests have one or none."""
+    """One in six is bad: with several parts, most requests have at most one bad part."""
     return st.integers(0, 5).flatmap(lambda draw: bad if draw == 5 else good)
 
 
@@ -98,7 +98,7 @@ HEADERS = {
 }
 headers: st.SearchStrategy[Headers] = st.lists(
     st.one_of(*(st.tuples(st.just(name), values) for name, values in HEADERS.items())), max_size=4
-)  # two of one name among them
+)  # including two with the same name
 
 integers = st.sampled_from([0, -1, 2**31, 2**53, 2**63, 2**64, 10**30, 10**4000, True])
 floats = st.sampled_from([100.5, -0.5, 1e308, float("nan"), float("inf"), float("-inf")])
@@ -187,7 +187,7 @@ owners = chosen("", "owner/", bad=latin.map(lambda name: f"{name}/") | st.just("
 
 
 def predictions(model: str) -> st.SearchStrategy[Asked]:
-    """Predictions of one model, by every route that creates them."""
+    """Predictions with one model, by every route that creates them."""
     versions = st.builds(lambda owner, name: owner + name, owners, chosen(model, bad=models))
     given = st.builds(
         lambda about, more: {"input": about, **more}, mostly(inputs[model], drawn(FIELDS)), told
@@ -209,8 +209,9 @@ def predictions(model: str) -> st.SearchStrategy[Asked]:
 
 
 def as_json(path: str, body: object, method: str = "POST") -> Asked:
-    """Includes values that Python's encoder accepts and JSON does not have: NaN, Infinity; lone
-    surrogates are escaped.
+    """Includes values that Python's encoder accepts but JSON does not have:
+
+    NaN, Infinity; lone surrogates are escaped.
     """
     return Asked(method, path, json.dumps(body).encode(), [("content-type", "application/json")])
 
@@ -234,9 +235,7 @@ charsets = chosen(
 
 
 def as_form(fields: dict[str, Any], charset: str) -> Asked:
-    """A form with an image, with texts in the charset that its header names, if that makes
-    sense.
-    """
+    """A form with an image, with texts in the charset named in its header, if that is possible."""
     parts = []
     for name, value in fields.items():
         text = str(value).encode("utf-7" if charset == "utf-7" else "utf-8", "surrogatepass")

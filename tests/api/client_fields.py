@@ -1,4 +1,4 @@
-"""The fields of requests according to the types of the installed `openai` client."""
+"""Request fields according to the types in the installed `openai` client."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_DEPTH = 6
 
 
 class Field(NamedTuple):
-    """A field of a request type: its nullability and a typical value."""
+    """A field of a request type: whether it may be null, and a typical value."""
 
     name: str
     is_required: bool
@@ -32,7 +32,7 @@ def fields_of(kind: Any) -> list[Field]:
 
 
 def params_of(*kinds: Any) -> list[Field]:
-    """The fields of several request types that form one request, without duplicates."""
+    """The fields of several request types that together form one request, without duplicates."""
     found = {field.name: field for kind in reversed(kinds) for field in fields_of(kind)}
     return list(found.values())
 
@@ -68,7 +68,7 @@ def _is_nullable(hint: Any) -> bool:
 
 
 def usual_value(hint: Any, depth: int = 0) -> Any:
-    """A value of a type that a caller might send: the first of several possible forms."""
+    """A value that a caller might send for a type: the first of several possible forms."""
     hint = next((one for one in _members(hint) if one is not type(None)), type(None))
     origin = get_origin(hint)
     if origin is Literal:

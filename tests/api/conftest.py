@@ -1,4 +1,4 @@
-"""An API over a broker in memory, for tests that need nothing else; without Redis unless a test
+"""An API over an in-memory broker, for tests that need nothing else; without Redis unless a test
 provides one.
 """
 

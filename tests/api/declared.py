@@ -1,4 +1,4 @@
-"""Compares each answer that a test gets with its route's declaration in the OpenAPI document."""
+"""Compares each answer in a test with its route's declaration in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -24,19 +24,19 @@ NOT_OF_ROUTES = frozenset({405})
 
 @cache
 def _pattern(place: str) -> re.Pattern[str]:
-    """Matches the paths of an operation. The key of an object may contain slashes."""
+    """Matches an operation's paths. An object's key may contain slashes."""
     any_text = ".+" if place.endswith("/{key}") else "[^/]+"
     return re.compile(re.sub(r"\\{[^}]*\\}", lambda _: any_text, re.escape(place)))
 
 
 class Declared:
-    """The routes and answers that the OpenAPI document of an app declares."""
+    """The routes and answers that an app's OpenAPI document declares."""
 
     _document: ClassVar[dict[str, Any]] = {}
-    """Document of the first app that was asked.
+    """The document of the first app that was asked.
 
     Building it takes a third of a second, and it is the same for all apps: it depends on no setting
-    and no model (tests/api/test_openapi.py).
+    or model (tests/api/test_openapi.py).
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -50,14 +50,14 @@ class Declared:
         return Declared._document
 
     async def check(self, response: httpx.Response) -> None:
-        """Records answers missing from the document. An httpx event hook."""
+        """Records answers that are missing from the document. An httpx event hook."""
         request = response.request
         self.undeclared += self.missing(
             request.method, request.url.path, response.status_code, response.headers
         )
 
     def missing(self, method: str, path: str, status: int, headers: Mapping[str, str]) -> list[str]:
-        """Returns the parts of one answer that the document does not declare."""
+        """Returns the parts of an answer that the document does not declare."""
         operation = self._operation(method, path)
         if operation is None or status in NOT_OF_ROUTES:
             return []
@@ -80,7 +80,7 @@ class Declared:
         return found
 
     def _operation(self, method: str, path: str) -> dict[str, Any] | None:
-        """The operation of a request. None if the document does not have it."""
+        """The operation for a request. None if it is not in the document."""
         verb = "get" if method == "HEAD" else method.lower()
         # Paths without parameters come before paths with parameters.
         for place in sorted(self.document["paths"], key=lambda one: one.count("{")):

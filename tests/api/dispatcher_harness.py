@@ -1,4 +1,4 @@
-"""A dispatcher without HTTP around it, over a broker in memory with a fake worker."""
+"""A dispatcher without HTTP, over an in-memory broker with a fake worker."""
 
 import asyncio
 import random
@@ -39,7 +39,7 @@ from tests.record_stores import RecordStores
 
 
 class HeldCache(ResultCache):
-    """A cache whose answers can be held back."""
+    """A cache whose responses can be held back."""
 
     def __init__(self, redis_url: str) -> None:
         super().__init__(redis_url, memory_bytes=1 << 20)
@@ -66,7 +66,7 @@ class DispatcherHarness:
     def ask(
         self, *texts: str, deadline_in_s: float = 30.0, **flags: Any
     ) -> asyncio.Task[InferenceResponse]:
-        """A request in progress; it has joined its items after one turn of the event loop."""
+        """A request in progress; it joins its items after one turn of the event loop."""
         now_s, inputs = time.time(), [TextInput(text) for text in texts]
         request_id = f"req_{random.getrandbits(64):x}"
         given = {name: flags.pop(name) for name in RequestFacts.__struct_fields__ if name in flags}

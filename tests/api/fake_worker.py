@@ -1,4 +1,4 @@
-"""A worker without a model: it takes jobs from a broker, in memory or real, and answers them
+"""A worker without a model: it takes jobs from an in-memory or real broker and answers them
 deterministically.
 """
 
@@ -73,9 +73,9 @@ from workers.models.base import PreparedText, Preparer
 
 
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
-    """The vector of a text or token list: unit length, and different for every other input."""
+    """A text's or token list's vector: unit length, and different for every other input."""
     if not isinstance(given, ImageInput):
-        given = msgspec.structs.replace(given, truncate="end")  # changes nothing for short texts
+        given = msgspec.structs.replace(given, truncate="end")  # has no effect on short texts
     seed = zlib.crc32(repr(given).encode())
     vector = np.random.default_rng(seed).standard_normal(dimensions).astype("<f4")
     unit: np.ndarray = (vector / np.linalg.norm(vector)).astype("<f4")
@@ -83,7 +83,7 @@ def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
 
 
 def png_of(given: ImageInput) -> bytes:
-    """An image of one color, derived from the seed, or halfway between it and the source's mean."""
+    """A single-color image, derived from the seed, or halfway between it and the source's mean."""
     color = (given.seed % 256, given.seed // 256 % 256, given.steps % 256)
     buffer = io.BytesIO()
     Image.new("RGB", (given.width, given.height), color).save(buffer, "png")
@@ -93,22 +93,22 @@ def png_of(given: ImageInput) -> bytes:
 LAST_WORD = "END"
 """The last word of a text that stops by itself."""
 MAX_PROMPT_WORDS = 10
-"""Further words of an image prompt are reported as lost, as a real worker reports lost tokens."""
+"""Further words in an image prompt are reported as lost, as a real worker reports lost tokens."""
 
 
 PROMPT_TOKENS, CACHED_TOKENS = 7, 3
-"""Token counts of every prompt."""
+"""Token counts for every prompt."""
 
 
 class FakeWorker:
     """Serves all of `models`.
 
     While `go` is cleared, every answer is held back. `broken` texts and prompts fail. With a cache,
-    results are stored as by a real worker. `jobs` lists jobs in order of arrival. `is_silent` takes
-    jobs and never answers. `stores_results_in` receives all images. Jobs of the requests in
-    `unreadable` are answered as invalid. With a `preparer`, a text is checked and cut as in a real
-    worker, and its vector consists of its token ids. `jitter` makes answers come out of order. With
-    records, predictions are claimed and ended as by a real worker.
+    results are stored as a real worker does. `jobs` lists jobs in order of arrival. `is_silent`
+    takes jobs and never answers. `stores_results_in` receives all images. Jobs from the requests in
+    `unreadable` are answered as invalid. With a `preparer`, a text is checked and truncated as in a
+    real worker, and its vector consists of its token ids. `jitter` makes answers arrive out of
+    order. With records, predictions are claimed and ended as in a real worker.
     """
 
     def __init__(
@@ -130,14 +130,14 @@ class FakeWorker:
         self.claimed = asyncio.Event()
         self.broken = {"broken"}
         self.refusal: PenstockError | None = None
-        """Error for every item, as if the worker had rejected it."""
+        """The error for every item, as if the worker had rejected it."""
         self.is_silent = False
         self.unreadable: set[str] = set()
         self.stores_results_in: ObjectStore | None = None
         self.jitter: random.Random | None = None
         self.preparer: Preparer | None = None
         self.written = asyncio.Semaphore(10**6)
-        """Tokens that texts may still write."""
+        """Tokens that texts may still generate."""
 
     @property
     def items(self) -> list[Item]:
@@ -159,7 +159,7 @@ class FakeWorker:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def until_taken(self, jobs: int) -> None:
-        """Waits until so many jobs have arrived in all."""
+        """Waits until this many jobs have arrived in total."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while len(self.jobs) < jobs:
                 self.taken.clear()
@@ -220,12 +220,12 @@ class FakeWorker:
         data, attributes = encode_reply(
             Reply(envelope.request_id, envelope.part, envelope.slot, body)
         )
-        with suppress(BadInput):  # the inbox is gone with its instance
+        with suppress(BadInput):  # the inbox disappeared with its instance
             await self._transport.publish(envelope.inbox, data, attributes)
         subscription.ack(message)  # type: ignore[arg-type]
 
     async def _write(self, job: Job, item: Item) -> None:
-        """Writes the tokens of a text that has a reader, one by one, until it is complete."""
+        """Writes a text's tokens one by one if it has a reader, until the text is complete."""
         if not getattr(item.input, "is_streamed", False):
             return
         assert self.stores is not None
@@ -271,7 +271,7 @@ class FakeWorker:
             return failure(item.index, DeadlineExceeded(), receipt)
         if self.refusal is not None:
             return failure(item.index, self.refusal, receipt)
-        # A prompt may be a list of tokens, which no set looks up.
+        # A prompt may be a list of tokens, which can't be looked up in a set.
         if getattr(item.input, "text", getattr(item.input, "prompt", "")) in [*self.broken]:
             return failure(item.index, ModelFailed("this input breaks the model"), receipt)
         if self.preparer is None:
@@ -296,7 +296,7 @@ def until_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 
 def words_of(given: GenerationInput) -> list[str]:
-    """The tokens of a text: the words that follow `say ` in the prompt, or numbers."""
+    """The text's tokens: the words after `say ` in the prompt, or numbers."""
     prompt = given.messages[-1]["content"] if given.messages else given.prompt
     if isinstance(prompt, str) and prompt.startswith("say "):
         text, _ = until_stop(prompt.removeprefix("say "), given.stop)
@@ -361,7 +361,7 @@ def _is_document(given: CustomInput) -> bool:
 
 def _pages_of(document: CustomInput) -> CustomResult:
     """Pages read from a "document": a text with one page per line. "image" contains an image, and
-    "crowded" has many references and words as well.
+    "crowded" also has many references and words.
     """
     (file,) = document.files
     assert file.data is not None, "a small one"

@@ -17,8 +17,9 @@ NAME = "files.example"
 
 
 class FileServer:
-    """Answers by path. `asked` counts requests per path, and `headers` has the headers of the
-    latest request.
+    """Responds by path.
+
+    `asked` counts requests per path, and `headers` has the latest request's headers.
 
     `go` releases the bodies that wait for it.
     """
@@ -38,7 +39,7 @@ class FileServer:
 
     @property
     def settings(self) -> dict[str, str]:
-        """The settings of an API that may fetch from this server."""
+        """Settings for an API that may fetch from this server."""
         return {
             "fetch_hosts": f"127.0.0.1:{self.port}, {NAME}:{self.port}",
             "fetch_networks": "127.0.0.1/32",
@@ -80,8 +81,8 @@ class FileServer:
     async def _endless(self, request: web.Request) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "image/png"})
         await response.prepare(request)
-        # Writing to a TLS connection that was reset neither waits nor raises, and its transport
-        # reports that it is closing only after the event loop has had a chance to run.
+        # Writing to a reset TLS connection neither waits nor raises, and its transport reports that
+        # it is closing only after the event loop has had a chance to run.
         with suppress(ConnectionError):
             while request.transport is not None and not request.transport.is_closing():
                 await response.write(bytes(1 << 20))
@@ -91,7 +92,7 @@ class FileServer:
 
 @asynccontextmanager
 async def serving_files(folder: Path) -> AsyncIterator[FileServer]:
-    """A server on this machine, whose certificate is also valid for NAME."""
+    """A server on this machine whose certificate is also valid for NAME."""
     certificate = make_certificate(folder, names=[NAME])
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate.cert, certificate.key)

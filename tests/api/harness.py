@@ -1,4 +1,4 @@
-"""The API as callers meet it: a real uvicorn on its own port, over a broker in memory with a fake
+"""The API as callers see it: a real uvicorn on its own port, over an in-memory broker with a fake
 worker.
 """
 
@@ -54,10 +54,10 @@ CATALOG = Catalog(
         for model in (*SERVED.models, PAIRS_MODEL, WRITER)
     )
 )
-"""The shipped models plus models for similarity and for text, each under a second name too."""
+"""The shipped models plus models for similarity and text, each also under a second name."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 TICK_S = 0.1
-"""Time between two checks of uvicorn's server."""
+"""Time between two checks by uvicorn's server."""
 ACCEPT_TURNS = 5
 """Turns of the event loop until an accepted socket becomes a connection. asyncio takes three."""
 T = TypeVar("T")
@@ -71,7 +71,7 @@ class ApiUnderTest:
     app: FastAPI
     worker: FakeWorker
     broker: InMemoryBroker
-    """Default unless the test provides another."""
+    """The default, unless the test provides another."""
     rows: list[Row]
     http: httpx.AsyncClient
     clients: list[openai.AsyncOpenAI] = field(default_factory=list)
@@ -83,7 +83,7 @@ class ApiUnderTest:
         return dependencies
 
     def openai(self, **options: Any) -> Any:
-        """OpenAI's client, untyped so that tests can look at raw answers; it does not retry by
+        """OpenAI's client, untyped so that tests can inspect raw answers; it does not retry by
         default.
         """
         given: dict[str, Any] = {"api_key": "any", "max_retries": 0, **options}
@@ -102,7 +102,7 @@ def settings_for(tmp_path: Path, **settings: object) -> ApiSettings:
         "redis_url": NO_REDIS,
         "reply_slots": 4,
         "port": 0,
-        "fetch_hosts": "",  # no test asks a name server by default
+        "fetch_hosts": "",  # by default, tests do not query a name server
     }
     return read_settings(ApiSettings, **{**usual, **settings})
 
@@ -120,7 +120,7 @@ async def running_api(
 ) -> AsyncIterator[ApiUnderTest]:
     """An API and a worker; `worker` replaces the worker with one that the caller keeps running.
 
-    `written` gets its rows. `spent` adds up rows; by default, the rows that this API wrote.
+    `written` receives its rows. `spent` adds up rows; by default, the rows that this API wrote.
     """
     in_memory = InMemoryBroker()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList(written)
@@ -154,7 +154,7 @@ async def running_api(
 
 
 def api_with_redis(**settings: object) -> Any:
-    """A fixture: an API with these settings, and with an empty Redis."""
+    """A fixture: an API with these settings and an empty Redis."""
 
     @pytest.fixture
     async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
@@ -165,10 +165,10 @@ def api_with_redis(**settings: object) -> Any:
 
 
 class PromptServer(uvicorn.Server):
-    """Shuts down as soon as it is asked to, in the same steps as uvicorn.
+    """Shuts down as soon as it is asked to, with the same steps as uvicorn.
 
-    Uvicorn checks ten times a second whether to exit, and then pauses for a tenth of a second. It
-    would do so in each test that starts an API.
+    Uvicorn checks ten times a second whether to exit, and then pauses for a tenth of a second, in
+    each test that starts an API.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:
@@ -188,8 +188,8 @@ class PromptServer(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket] | None = None) -> None:
         state = self.server_state
-        # A connection accepted a moment ago is not in the list yet, and nobody would close it.
-        # Python 3.12 and 3.13.0 lose it if the server is closed before.
+        # A connection that was just accepted is not in the list yet and would not be closed. Python
+        # 3.12 and 3.13.0 lose it if the server is closed first.
         for _ in range(ACCEPT_TURNS):
             await asyncio.sleep(0)
         for server in self.servers:

@@ -1,4 +1,4 @@
-"""A base for tests of reply inboxes: a broker, instances at it, and a worker's replies."""
+"""A base for reply inbox tests: a broker, instances connected to it, and a worker's replies."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable
@@ -29,7 +29,7 @@ class Broker:
     admin: Admin
 
     def instance(self, name: str = "api-1", **given: Any) -> ReplyInbox:
-        """The inbox of an instance that has not started yet."""
+        """The inbox for an instance that has not started yet."""
         return ReplyInbox(inbox_settings(**given), self.transport, self.admin, name)
 
     async def reply_to(
@@ -41,7 +41,7 @@ class Broker:
         await self.transport.publish(waiter.inbox, data, attributes)
 
     async def is_answered(self, inbox: ReplyInbox, request_id: str, replies: Replies) -> bool:
-        """True if a request to this instance gets its own reply."""
+        """True if a request to this instance receives its own reply."""
         with inbox.waiter(request_id, 0, replies) as waiter:
             await self.reply_to(waiter, request_id, worker=request_id)
             return (await waiter.reply(WAIT_LIMIT_S)).body.worker == request_id
@@ -67,7 +67,7 @@ def inbox_settings(**given: Any) -> ApiSettings:
 
 
 async def next_inbox(inbox: ReplyInbox, replies: Replies = "slots") -> str:
-    """The topic of this instance's inbox, as soon as it has one."""
+    """The topic of this instance's inbox, once it has one."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             try:

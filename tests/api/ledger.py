@@ -1,7 +1,7 @@
 """Charges to tenants and keys according to three books: the answers, the rows, and the counters.
 
 A test sends requests through a `Ledger` and lets them end in any way. `check` waits until nothing
-is in flight, and compares the books of each key and each tenant.
+is in flight, and compares each key's and tenant's books.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ BUDGET_USD = 1000.0
 EXACT_USD = 1e-9
 SETTLE_LIMIT_S = 5.0 * PATIENCE
 KEYS = {"one": "acme", "two": "acme", "other": "globex", "poor": "initech"}
-"""The tenants of the keys, by the keys' names in tests."""
+"""Each key's tenant, by the key's name in tests."""
 POOR_USD = 0.001
 PRICED = MODEL.model_copy(
     update={
@@ -56,7 +56,7 @@ PRICED = MODEL.model_copy(
 
 @dataclass
 class Ledger:
-    """The three books of a deployment.
+    """A deployment's three books.
 
     `apis` and `row_lists` may grow. `until_idle` waits until no worker will write any more rows.
     """
@@ -69,7 +69,7 @@ class Ledger:
     limiters: list[Limiter] = field(default_factory=list)
     """Limiters of processes other than the APIs."""
     told_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Costs reported in answers, by key; answers that nobody received don't count."""
+    """Costs reported in answers, by key; answers that were not received don't count."""
     uncounted: set[str] = field(default_factory=set)
     """Counter names of tenants or keys without a budget."""
 
@@ -79,7 +79,7 @@ class Ledger:
     async def post(
         self, key: str, path: str, body: object, *, at: int = 0, **headers: str
     ) -> httpx.Response:
-        """Sends a request to an API, and records the cost in the answer's header."""
+        """Sends a request to an API and records the cost in the response header."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         http = self.apis[at].http
         answer = await http.post(path, json=body, headers=bearer(key) | named)
@@ -93,7 +93,7 @@ class Ledger:
         return await self.post(key, "/v1/embeddings", body, **given)
 
     def row_of(self, request: httpx.Response, item: int = 0) -> Row:
-        """The row that counts for an item of an answered request."""
+        """The row that counts for an item in an answered request."""
         wanted = f"{request.headers['x-request-id']}:{item}"
         [row] = [row for row in self.rows() if row.row_id == wanted]
         return row
@@ -102,12 +102,12 @@ class Ledger:
         return once(row for rows in self.row_lists for row in rows)
 
     def charged_usd(self, key: str) -> float:
-        """Returns the sum that the rows charge a key."""
+        """Returns the sum that the rows charge to a key."""
         key_id = stored(key, self.tenant_of[key]).id
         return sum(row.cost_usd or 0.0 for row in self.rows() if row.key_id == key_id)
 
     async def check(self, spare_usd: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Compares the three books of each key and tenant, and returns the charges by key.
+        """Compares each key's and tenant's three books, and returns the charges by key.
 
         Args:
             spare_usd: amount by which each counter may exceed its rows, by counter name.
@@ -120,7 +120,7 @@ class Ledger:
             until_s = time.monotonic() + SETTLE_LIMIT_S
             apart = await self._apart(spare_usd or {})
             while apart and time.monotonic() < until_s:
-                await asyncio.sleep(0.02)  # a prediction is settled when someone reads its record
+                await asyncio.sleep(0.02)  # a prediction is settled when its record is read
                 apart = await self._apart(spare_usd or {})
         told = {key: self.told_usd[key] for key in self.tenant_of}
         assert told == pytest.approx(charged, abs=EXACT_USD), f"answers {told}, rows {charged}"
@@ -128,7 +128,7 @@ class Ledger:
         return charged
 
     def charged_by_month(self) -> dict[str, dict[float, float]]:
-        """Charges in the rows, by the names of counters and the month in which requests came."""
+        """Charges in the rows, by counter name and the month in which the request arrived."""
         names = {stored(key, tenant).id: tenant for key, tenant in self.tenant_of.items()}
         sums: dict[str, dict[float, float]] = {}
         for key_id, tenant in names.items():
@@ -157,7 +157,7 @@ class Ledger:
         """Returns Redis's counts by month, after every instance has returned its unused leases."""
         limiters = [*(api.dependencies.limiter for api in self.apis), *self.limiters]
         for limiter in limiters:
-            with suppress(Unavailable):  # it has lost Redis a moment ago
+            with suppress(Unavailable):  # it lost Redis a moment ago
                 await limiter.give_back(math.inf)
         counted = {}
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
@@ -169,7 +169,7 @@ class Ledger:
         return counted
 
     async def held_usd(self, instance: str) -> dict[str, float]:
-        """Amounts that Redis still leases to an instance, by the names of counters."""
+        """Amounts that Redis still leases to an instance, by counter name."""
         held: dict[str, float] = defaultdict(float)
         client: Any
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
@@ -202,7 +202,7 @@ class LedgerWorld:
     async def hang_up(
         self, key: str, texts: Sequence[str], when: Callable[[], bool], **headers: str
     ) -> None:
-        """Sends a request, and hangs up as soon as `when` holds."""
+        """Sends a request and hangs up as soon as `when` holds."""
         asked = asyncio.create_task(self.ledger.embed(key, texts, **headers))
         await self.harness.until(lambda: asked.done() or when())
         assert not asked.done(), "it was answered before it could hang up"
@@ -211,7 +211,7 @@ class LedgerWorld:
 
 
 def ledger_keys(folder: Path, tenant_of: Mapping[str, str] = KEYS, **plan: Any) -> str:
-    """Writes keys and tenants that have budgets. Returns the URL."""
+    """Writes keys and tenants with budgets. Returns the URL."""
     own = Limits(budget_usd_per_month=BUDGET_USD)
     rich, poor = (Plan(budget_usd_per_month=usd, **plan) for usd in (BUDGET_USD, POOR_USD))
     return keys_url(
@@ -232,11 +232,12 @@ async def ledger_world(
     worker: AbstractAsyncContextManager[WorkerHarness] | None = None,
     spent: SpentReader | None = None,
 ) -> AsyncIterator[LedgerWorld]:
-    """A deployment for embeddings whose vector is their text (tests/workers/worker_harness.py).
+    """A deployment for embeddings in which each vector is its text
+    (tests/workers/worker_harness.py).
 
     Args:
         worker: another worker that serves the model.
-        spent: the rows that have arrived. None uses all rows of the ledger.
+        spent: the rows that have arrived. None uses all of the ledger's rows.
     """
     settings = settings_for(folder, redis_url=redis_url, keys_url=ledger_keys(folder))
     catalog = Catalog((model,))

@@ -1,4 +1,4 @@
-"""Keys for one mix of requests, with budgets that change while requests run."""
+"""Keys for one mix of requests, with budgets that change while requests are running."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PLANS = {
 class MixedBudgets:
     """Tenants, keys and their budgets, in a file that processes read.
 
-    Every name contains the number of its example, so examples share no tenants.
+    Every name contains its example's number, so examples share no tenants.
     """
 
     folder: Path
@@ -38,7 +38,7 @@ class MixedBudgets:
         default_factory=lambda: {name: OWN_USD if name == "two" else RICH_USD for name in NAMES}
     )
     highest_usd: dict[str, float] = field(default_factory=dict)
-    """The highest budget so far, by counter name. Infinite if a budget was ever missing."""
+    """The highest budget so far, by counter name. Infinite if there was ever no budget."""
 
     @property
     def tenant_of(self) -> dict[str, str]:
@@ -68,7 +68,7 @@ class MixedBudgets:
         )
 
     def change(self, new: NewBudget) -> None:
-        """Changes the budget of a key or tenant. A tenant may move to another plan for it."""
+        """Changes a key's or tenant's budget. A tenant may have to move to another plan."""
         if new.holder == "two":
             self.own_usd[new.holder] = new.usd
         else:
@@ -92,5 +92,5 @@ class MixedBudgets:
         return found
 
     def counted(self) -> set[str]:
-        """Returns the names of the counters that have a budget now."""
+        """Returns the names of the counters that currently have a budget."""
         return {name for name, usd in self.budgets().items() if usd is not None}

@@ -1,4 +1,6 @@
-"""Mixtures of requests, ways in which callers end them, and failures that happen meanwhile."""
+"""Mixtures of requests, ways in which callers end them, and failures that happen in the
+meantime.
+"""
 
 from __future__ import annotations
 
@@ -9,9 +11,9 @@ from hypothesis import strategies as st
 
 INSTANCES = 2
 RUNNER = 2
-"""The number of the process that runs batches. Lower numbers are instances of the API."""
+"""The number of the process that runs batches. Lower numbers are API instances."""
 NAMES = ("one", "two", "poor", "open")
-"""Names of keys."""
+"""Key names."""
 
 Kind = Literal[
     "texts", "revised", "image", "write", "stream", "prediction", "drawing", "flow", "batch"
@@ -33,8 +35,8 @@ PREDICTIONS = ("prediction", "drawing", "stream", "flow")
 class Ask:
     """A request, and how its caller ends it.
 
-    `items` are chosen from a few texts, so that some are found in the cache, and some are joined. 7
-    is refused by the worker, 8 fails. `repeats` chooses an Idempotency-Key; 0 means none.
+    `items` are chosen from a few texts, so that some are found in the cache and some are joined.
+    The worker refuses 7, and 8 fails. `repeats` chooses an Idempotency-Key; 0 means none.
     """
 
     kind: Kind
@@ -45,7 +47,7 @@ class Ask:
     instance: int = 0
     waits: bool = False
     is_put: bool = False
-    """True if a prediction is created under an id chosen by the caller through `repeats`."""
+    """True if a prediction is created under an id that the caller chose through `repeats`."""
 
     @property
     def ends_early(self) -> bool:
@@ -58,8 +60,8 @@ class Ask:
 class NewBudget:
     """A new budget for a tenant, or for the key "two".
 
-    The plan of a tenant changes, or the tenant `moves` to another plan. If `usd` is None, there is
-    no budget.
+    Either the tenant's plan changes, or the tenant `moves` to another plan. If `usd` is None, there
+    is no budget.
     """
 
     holder: Literal["rich", "poor", "open", "two"]
@@ -69,11 +71,11 @@ class NewBudget:
 
 @dataclass(frozen=True)
 class Wave:
-    """Requests in flight together.
+    """Requests that are in flight together.
 
-    `outage`: the instances do not reach Redis, or do not get its answers. `dies`: the process that
-    is killed meanwhile. `model_dies`: the model process dies, once. `budgets` change meanwhile: the
-    first instance learns of them immediately, the second one at the end of the wave.
+    `outage`: the instances do not reach Redis, or do not get its responses. `dies`: the process
+    that is killed in the meantime. `model_dies`: the model process dies once. `budgets` change in
+    the meantime: the first instance learns of them immediately, the second at the end of the wave.
     """
 
     asks: tuple[Ask, ...]

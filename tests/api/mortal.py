@@ -1,8 +1,8 @@
-"""Processes inside the test's own process that die as if they were killed.
+"""Processes inside the test's own process that die as if they had been killed.
 
-After its death, nothing a process does counts. It does not reach Redis, the broker drops its
-messages and redelivers the ones it held, and only the rows that it had already written remain. Then
-it is closed unnoticed.
+After a process dies, nothing it does counts. It does not reach Redis, the broker drops its messages
+and redelivers the ones it held, and only the rows that it had already written remain. Later it is
+closed without any effect.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Door:
-    """One process's access to a broker in memory: a Transport and Admin that can be shut."""
+    """A process's access to an in-memory broker: a Transport and Admin that can be shut."""
 
     def __init__(self, broker: InMemoryBroker) -> None:
         self._broker = broker
@@ -61,7 +61,7 @@ class Door:
 
 
 class Mortal(Generic[T]):
-    """A process that can be killed and started again.
+    """A process that can be killed and restarted.
 
     Args:
         name: name of its link to Redis.
@@ -107,13 +107,16 @@ class Mortal(Generic[T]):
 
     async def _close(self) -> None:
         self._stop.set()
-        # Not canceled if it is late: a CancelledError would end the loop of all tests.
+        # Not canceled if it is late: a CancelledError would end the event loop that all tests
+        # share.
         await asyncio.wait([self._life], timeout=WAIT_LIMIT_S)
         assert self._life.done(), f"{self._name} did not stop within {WAIT_LIMIT_S:g} s"
         self._life.result()
 
     async def die(self, asked: Sequence[asyncio.Task[Any]]) -> None:
-        """Kills it, with the requests whose callers wait for it, and starts the next one."""
+        """Kills it, along with the requests whose callers are waiting for it, and starts the next
+        one.
+        """
         self._links.cut(self._name)
         await self._door.shut()
         lists = self._ledger.row_lists

@@ -23,7 +23,7 @@ CLOCKED = (ApiKeys, BudgetMarks, ResultCache, Storage, UrlSigner)
 
 
 class MovedClock:
-    """Moves `time.time`, and the time of the limits in one Redis, until `patch` is undone."""
+    """Moves `time.time`, and the limit time in one Redis, until `patch` is undone."""
 
     def __init__(self, redis_url: str, patch: pytest.MonkeyPatch) -> None:
         self._client = redis.Redis.from_url(redis_url)
@@ -36,7 +36,7 @@ class MovedClock:
         patch.setitem(LimitStore.__init__.__kwdefaults__ or {}, "clock", SCRIPT)
 
     def move(self, ahead_s: float) -> None:
-        """Sets how far it is ahead."""
+        """Sets how far ahead it is."""
         self._ahead_s = ahead_s
         self._client.set("test:ahead_ms", round(ahead_s * 1000))
 
@@ -45,8 +45,9 @@ class MovedClock:
         self.move(self._ahead_s + seconds)
 
     def move_to_turn(self, left_s: float) -> None:
-        """Moves it to the given time before the end of this month (UTC). Negative values are after
-        it.
+        """Moves it to this long before the end of the current month (UTC).
+
+        Negative values are after it.
         """
         now = datetime.fromtimestamp(self._usual(), UTC)
         turn = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)

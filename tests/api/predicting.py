@@ -11,12 +11,12 @@ from tests.limits import WAIT_LIMIT_S
 
 TEXT = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 WAIT = {"prefer": "wait=60"}
-"""The longest possible wait: an image decodes slowly while the machine does other work."""
+"""The longest possible wait: decoding an image is slow while the machine does other work."""
 OVER = {"succeeded", "failed", "canceled"}
 
 
 async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str, Any]:
-    """The prediction once it is over, as returned by GET."""
+    """The prediction once it has ended, as returned by GET."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (

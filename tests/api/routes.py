@@ -1,4 +1,4 @@
-"""All routes of an app, including routes that its OpenAPI document leaves out."""
+"""All of an app's routes, including routes that its OpenAPI document leaves out."""
 
 from collections.abc import Iterable, Iterator
 

@@ -11,7 +11,7 @@ from shared.usage.row import Row
 
 
 def once(rows: Iterable[Row]) -> list[Row]:
-    """Each row_id once, as in reports (infra/bigquery/views/rows_deduplicated.sql)."""
+    """Returns each row_id once, as in reports (infra/bigquery/views/rows_deduplicated.sql)."""
 
     def order(row: Row) -> tuple[bool, float, float]:
         attempt = -math.inf if row.attempt is None else row.attempt
@@ -24,7 +24,7 @@ def once(rows: Iterable[Row]) -> list[Row]:
 
 
 class RowSums:
-    """A SpentReader for lists of rows, which may grow.
+    """A SpentReader for lists of rows that may grow.
 
     Args:
         row_lists: the rows that have arrived.

@@ -28,7 +28,7 @@ from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
 DATA = bytes(range(256)) * 400
-"""Larger than the files kept in messages. Only workers read it."""
+"""Larger than the files sent inside messages. Only workers read it."""
 SHA256 = hashlib.sha256(DATA).hexdigest()
 MAX_BYTES = 200_000
 
@@ -87,7 +87,7 @@ async def test_every_door_takes_a_url(api: ApiUnderTest, server: FileServer) -> 
 
 
 async def test_many_requests_load_a_file_once(api: ApiUnderTest, server: FileServer) -> None:
-    """Simultaneous requests share the download. Later ones ask whether it has changed."""
+    """Simultaneous requests share the download. Later requests check whether it has changed."""
     path = "/bucket/ink.safetensors"
     url = f"{server.url}{path}"
 
@@ -101,7 +101,7 @@ async def test_many_requests_load_a_file_once(api: ApiUnderTest, server: FileSer
         await ask(seed)
     asked = server.asked[path]
     assert server.headers[path]["if-none-match"] == '"1"', "it is asked for by its tag only"
-    # With the digest, there is no need to ask.
+    # With the digest, there is no need to check.
     await ask_with_digest(api, url)
     assert server.asked[path] == asked
     assert len(drawn(api)) == 9
@@ -210,7 +210,10 @@ async def test_schema_of_a_model_has_the_bucket(api: ApiUnderTest, server: FileS
 async def test_what_a_tenant_has_fetched_is_of_no_use_to_others(
     server: FileServer, tmp_path: Path, redis_url: str
 ) -> None:
-    """Its URL is closed meanwhile. The digest, which is not secret, does not open anything."""
+    """The URL is closed in the meantime.
+
+    The digest, which is not secret, does not unlock anything.
+    """
     keys = keys_url(tmp_path, one="acme", two="globex")
     settings = settings_for(
         tmp_path, redis_url=redis_url, secret="s", keys_url=keys, **server.settings

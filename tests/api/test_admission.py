@@ -1,4 +1,4 @@
-"""Admission alone, with the test's own clock and, if useful, a worker of a few lines."""
+"""Admission by itself, with the test's own clock and, where useful, a worker of a few lines."""
 
 import heapq
 import math
@@ -20,7 +20,7 @@ from shared.models.tasks.base import FirstGuesses
 from shared.tenants.plan import PRIORITIES, Priority
 from tests.clock import Clock
 
-# Unique names: gauges of this process include items that other tests left in flight.
+# Unique names: this process's gauges include items that other tests left in flight.
 TEXT, IMAGE = (
     model.model_copy(update={"name": f"admitted {model.name}"})
     for model in read_catalog(Path("models.yaml")).models
@@ -36,7 +36,7 @@ def bounded(model: Model, items: int) -> Model:
 def refused(
     admission: Admission, model: str, items: int, remaining_s: float = math.inf, **more: Any
 ) -> float:
-    """Seconds to wait, from the refusal that must come."""
+    """The wait in seconds from the refusal, which must occur."""
     with pytest.raises(Overloaded) as caught:
         admission.admit(Demand(model, items, **more), remaining_s=remaining_s)
     return caught.value.retry_after_s
@@ -90,7 +90,9 @@ def test_batch_priority_leaves_room_for_interactive_requests() -> None:
 def measured(
     item_s: float, *, max_in_flight: int = 10_000, service_s: float = 0.05
 ) -> tuple[Admission, Clock]:
-    """An admission that saw an item leave every `item_s` while others waited; 100 are in flight."""
+    """An admission that has seen an item leave every `item_s` while others waited; 100 are in
+    flight.
+    """
     clock = Clock(100.0)
     admission = Admission(max_in_flight, [bounded(TEXT, max_in_flight)], clock)
     admission.admit(Demand(TEXT.name, 1100))
@@ -124,7 +126,7 @@ def test_interactive_requests_do_not_wait_for_batch_priority() -> None:
 
 
 def test_time_is_counted_in_fair_order() -> None:
-    """100 items of a busy tenant take a second. Nobody else has to wait for all of them."""
+    """A busy tenant's 100 items take a second. Other tenants don't have to wait for all of them."""
     admission, _ = measured(0.01, service_s=0.05)
     admission.admit(Demand(TEXT.name, 1, "quiet"), remaining_s=0.2)
     admission.admit(Demand(TEXT.name, 9, "quiet"), remaining_s=0.4)
@@ -140,8 +142,9 @@ def test_batch_that_runs_is_waited_for_in_any_order() -> None:
 
 
 def test_time_until_a_large_request_of_a_newcomer_fits() -> None:
-    """30 items of a newcomer and 30 of the 100 others would leave in 0.8 s. The count shrinks only
-    when fewer than 30 of the others are left.
+    """30 of a newcomer's items and 30 of the 100 others would leave in 0.8 s.
+
+    The count shrinks only when fewer than 30 of the others are left.
     """
     admission, clock = measured(0.01)
     retry_s = refused(admission, TEXT.name, 30, remaining_s=0.75, tenant="new")
@@ -183,8 +186,8 @@ def test_bursts_of_replies_are_no_measure_of_a_single_one() -> None:
 
 
 def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
-    """Ten workers, one request a second at first; then ten at once, which the ten workers do in
-    parallel.
+    """Ten workers, with one request a second at first, then ten at once, which the workers process
+    in parallel.
     """
     clock = Clock(100.0)
     admission = Admission(1000, [IMAGE], clock)
@@ -295,7 +298,7 @@ def test_overload_leaves_the_workers_busy_and_answers_in_time(
     deadline_s, capacity = deadline_turns * batch_s, servers * batch / batch_s
     gap_s, until_s = 1 / (load * capacity), clock.now_s + 16 * deadline_s
     waiting: list[float] = []  # when each item that waits is due
-    ends: list[tuple[float, list[float]]] = []  # batches under way
+    ends: list[tuple[float, list[float]]] = []  # batches in progress
     next_s, in_time, late = clock.now_s, 0, 0
     warm_s = clock.now_s + 8 * deadline_s
     while clock.now_s < until_s:

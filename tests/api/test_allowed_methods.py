@@ -1,5 +1,6 @@
-"""Other requests that browsers, proxies and link checkers send: HEAD, OPTIONS, preflights, and
-methods that a path does not take.
+"""Other requests that browsers, proxies and link checkers send:
+
+HEAD, OPTIONS, preflights, and methods that a path does not support.
 """
 
 from collections.abc import AsyncIterator

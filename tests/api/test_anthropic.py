@@ -1,4 +1,4 @@
-"""/v1/messages in Anthropic's shape. `make clients` reads it with Anthropic's own client."""
+"""/v1/messages in Anthropic's format. `make clients` reads it with Anthropic's own client."""
 
 import json
 from collections.abc import AsyncIterator
@@ -67,7 +67,7 @@ async def test_a_stream_has_the_events_of_anthropics(api: ApiUnderTest) -> None:
     assert events[-2]["delta"]["stop_reason"] == "max_tokens"
     usage = events[-2]["usage"]
     assert usage["output_tokens"] == 5
-    # The size of the prompt is known when the message starts, and clients read it there.
+    # The prompt's size is known when the message starts, and clients read it there.
     assert usage["input_tokens"] > 0
     assert events[0]["message"]["usage"] == usage | {"output_tokens": 0}
 
@@ -113,7 +113,7 @@ async def test_calls_of_tools_are_blocks_whole_and_streamed(api: ApiUnderTest) -
 async def test_arguments_that_are_no_sound_json_are_left_out(
     api: ApiUnderTest, arguments: str
 ) -> None:
-    """The second one is cut off: a model that repeats itself writes such text."""
+    """The second one is cut off: a model that repeats itself generates such text."""
     said = f'say <tool_call>{{"name":"weather","arguments":{arguments}'
     said += "" if "[" in arguments else "}</tool_call>"
     body = asked(said, tools=[TOOL], max_tokens=1)

@@ -223,7 +223,7 @@ async def test_a_stream_has_a_delta_for_each_segment_as_it_is_written(api: ApiUn
 
 
 def split_events(stream: str) -> list[str]:
-    """Its events, without the comments that keep a slow stream alive."""
+    """The stream's events, without the comments that keep a slow stream alive."""
     lines = [line for line in stream.splitlines() if not line.startswith(":")]
     return "\n".join(lines).strip().split("\n\n")
 

@@ -1,4 +1,4 @@
-"""Costs for recordings and spoken texts, in three books that agree."""
+"""Costs of recordings and spoken texts, in three books that agree."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ async def transcribe(world: LedgerWorld, said: str, **form: str) -> httpx.Respon
 
 
 async def told_by_the_prediction(world: LedgerWorld, location: str) -> float:
-    """Returns the cost of a stream, once it is over."""
+    """Returns a stream's cost once it has ended."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             prediction = (await world.api.http.get(location, headers=bearer("one"))).json()

@@ -183,7 +183,9 @@ async def test_machine_itself_needs_no_key(tmp_path: Path, host: str) -> None:
 async def test_pages_of_strangers_reach_no_open_api(
     tmp_path: Path, headers: dict[str, str], status: int
 ) -> None:
-    """Their hostname may resolve to this machine (DNS rebinding), and their forms need no name."""
+    """Their host name may resolve to this machine (DNS rebinding), and their forms need no host
+    name.
+    """
     settings = settings_for(tmp_path, cors_origins="https://app.example.com")
     async with running_api(settings) as api:
         assert (await api.http.get("/v1/models", headers=headers)).status_code == status

@@ -1,4 +1,6 @@
-"""Pieces of large bodies: a tenant with many uploads does not take all turns of the event loop."""
+"""Pieces of large bodies: a tenant with many uploads does not take up every turn of the event
+loop.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ PIECE = bytes(SMALL_BODY_BYTES)
 
 
 class Uploads:
-    """An app that records whose piece it handles, behind the middleware."""
+    """An app behind the middleware that records whose piece it handles."""
 
     def __init__(self) -> None:
         budget = BodyBudget(2**30, 2**30, FairRoom(1000))
@@ -83,7 +85,7 @@ async def test_quiet_tenant_waits_for_one_piece_of_a_tenant_with_many_uploads() 
     assert uploads.handled.count("busy") == UPLOADS * PIECES, "none is lost"
     at = [place for place, tenant in enumerate(uploads.handled) if tenant == "quiet"]
     assert len(at) == PIECES
-    # The first piece is small, and the first pieces arrive together.
+    # The first piece is small, and all first pieces arrive together.
     between = [after - before - 1 for before, after in pairwise(at[1:])]
     assert max(between) <= 2, f"pieces of the other between two of its own: {between}"
 
@@ -100,4 +102,4 @@ async def test_pieces_of_a_tenant_keep_their_order_and_who_leaves_is_passed_over
     tasks[2].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert came == [0, 1, 3, 4, 5]
-    await turns.take("a")  # all of them left nothing behind
+    await turns.take("a")  # nothing is left over from any of them

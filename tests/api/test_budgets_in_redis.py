@@ -24,7 +24,8 @@ UNCACHED = {"cache-control": "no-store"}
 CAT = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
 ONE = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 ROUNDS = 130
-"""Each leaves some 50 kB of answers and as much of predictions, three times Redis's capacity.
+"""Each leaves about 50 kB of answers and as much of predictions, in total three times Redis's
+capacity.
 """
 
 
@@ -79,8 +80,8 @@ async def test_tenant_that_fills_redis_takes_nothing_from_another(tmp_path: Path
             assert (answered.status_code, answered.json().get("status")) == (201, "succeeded")
         assert all(_dropped(what) > before[what] for what in before)
 
-        # Stored answers are still there, new ones are stored, and so is the noisy tenant's own
-        # newest answer.
+        # Stored answers still exist, and new ones are stored, including the noisy tenant's newest
+        # answer.
         again = await _keyed(api, QUIET, "mine", "a cat")
         assert (again.content, again.headers.get("idempotent-replayed")) == (kept.content, "true")
         found = await api.http.get(f"/v1/predictions/{mine['id']}", headers=QUIET)

@@ -1,4 +1,6 @@
-"""JSON after a byte order mark, which some editors and clients write, is read as without one."""
+"""JSON after a byte order mark, which some editors and clients write, is read as if there were no
+mark.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def json_routes(api: ApiUnderTest) -> list[tuple[str, str]]:
 
 
 async def test_every_route_reads_json_behind_a_mark(api: ApiUnderTest) -> None:
-    """`{}` lacks required fields nearly everywhere. The error lists them, so the body was read."""
+    """`{}` lacks required fields almost everywhere. The error lists them, so the body was read."""
     for method, path in json_routes(api):
         answers = [
             await api.http.request(method, path, content=mark + b"{}", headers=JSON)

@@ -22,7 +22,7 @@ PRICED = MODEL.model_copy(
 
 
 async def _ask(one: Deployment, key: str, *texts: str) -> tuple[str, float, float]:
-    """The id, the cost and the device time of a request, from its answer."""
+    """A request's id, cost and device time, from its answer."""
     answer = await one.here.http.post(
         "/v1/embeddings",
         json={"model": MODEL.name, "input": list(texts), "encoding_format": "base64"},

@@ -1,8 +1,8 @@
-"""Every field of every request type in the installed `openai` client: null, absent and a usual
+"""Every field of every request type in the installed `openai` client: null, absent, and a typical
 value.
 
-Fields that are optional in the client's types may be null. Any other value is accepted, or refused
-with the name of the field and a reason.
+Fields that are optional in the client's types may be null. Any other value is either accepted, or
+refused with the field's name and a reason.
 """
 
 import json
@@ -71,7 +71,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
 
 
 class Case(NamedTuple):
-    """A request type: a body that is accepted, and the place in it where the type's fields are."""
+    """A request type: a body that is accepted, and the location of the type's fields in it."""
 
     path: str
     body: dict[str, Any]
@@ -294,7 +294,7 @@ async def api(
 
 
 async def _prepared(api: ApiUnderTest, case: Case) -> tuple[str, dict[str, Any]]:
-    """The path and the body of a case, with ids of existing objects."""
+    """A case's path and body, with ids of existing objects."""
     text = json.dumps([case.path, case.body])
     if "{conversation}" in text:
         made = await api.http.post("/v1/conversations", json={})

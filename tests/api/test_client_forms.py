@@ -1,7 +1,7 @@
-"""Every field of every form in the installed `openai` client: empty, absent and a usual value.
+"""Every field of every form in the installed `openai` client: empty, absent, and a typical value.
 
-The client leaves null out of a form. Written by hand it is an empty value, which is treated as null
-or refused. Any other value is accepted, or refused with the name of the field.
+The client leaves null out of a form. Written by hand, it is an empty value, which is either treated
+as null or refused. Any other value is accepted, or refused with the field's name.
 """
 
 import base64
@@ -24,7 +24,7 @@ PNG = base64.b64decode(WHITE.partition(",")[2])
 
 
 class Case(NamedTuple):
-    """A route that takes a form: its files, its fields, and the types of the client."""
+    """A route that accepts a form: its files, its fields, and the client's types."""
 
     path: str
     files: list[tuple[str, tuple[str, bytes]]]
@@ -126,7 +126,7 @@ async def test_a_file_in_another_field_is_refused_for_what_it_is(
 
 
 async def test_what_the_client_sends_as_null_is_left_out(api: ApiUnderTest) -> None:
-    """Calls the client itself, with each optional field null."""
+    """Calls the client itself, with each optional field set to null."""
     client = api.openai()
     nulls: dict[str, Any] = {
         field.name: None

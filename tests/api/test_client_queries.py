@@ -1,7 +1,8 @@
-"""Every parameter of every query in the installed `openai` client: empty, absent and a usual value.
+"""Every parameter of every query in the installed `openai` client: empty, absent, and a typical
+value.
 
-The client leaves null out of a query. Written by hand it is an empty value, which is treated as
-absent or refused. Any other value is accepted, or refused with the name of the parameter.
+The client leaves null out of a query. Written by hand, it is an empty value, which is either
+treated as absent or refused. Any other value is accepted, or refused with the parameter's name.
 """
 
 import time
@@ -33,14 +34,14 @@ USAGE = "/v1/organization/usage"
 
 
 class Case(NamedTuple):
-    """A route with a query, and the types of the client that describe it."""
+    """A route with a query, and the client's types that describe it."""
 
     path: str
     kinds: tuple[Any, ...]
     needed: str = ""
     """Query parameters that are always required."""
     body: dict[str, Any] | None = None
-    """With a body, the request is a POST."""
+    """If there is a body, the request is a POST."""
 
 
 CASES = [
@@ -75,7 +76,7 @@ CASES = [
     ),
 ]
 BODY_OR_PATH = {"items", "conversation_id"}
-"""Fields of the client's types that are not query parameters."""
+"""Fields in the client's types that are not query parameters."""
 USAGES = [
     Case(f"{USAGE}/embeddings", (usage_embeddings_params.UsageEmbeddingsParams,)),
     Case(f"{USAGE}/images", (usage_images_params.UsageImagesParams,)),

@@ -1,6 +1,6 @@
-"""The pool of image processes, seen from outside: bounded, in order, and without wasted work.
+"""The pool of image processes, seen from outside: bounded, ordered, and without wasted work.
 
-Nothing here takes time on purpose: processes are stopped and continued by signals.
+Nothing here depends on elapsed time: signals stop and continue the processes.
 """
 
 import asyncio
@@ -29,12 +29,12 @@ from tests.metrics import metric
 pytestmark = pytest.mark.anyio
 WAITING = "penstock_api_pictures_waiting"
 LAST_NICENESS = 19
-"""The highest niceness of Linux."""
+"""Linux's highest niceness."""
 
 
 @pytest.fixture
 async def api(tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
-    """An API with a single image process, which has had its first image."""
+    """An API with a single image process, which has already processed an image."""
     async with running_api(settings_for(tmp_path, picture_processes=1)) as running:
         assert not _processes()
         assert (await _edit(running, "first")).status_code == 200
@@ -81,7 +81,7 @@ async def _until(is_so: object) -> None:
 
 
 async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[httpx.Response]"]:
-    """A suspended image process with an image in hand, and the request that the image came from."""
+    """A suspended image process that holds an image, and the request that the image came from."""
     (process,) = _processes()
     process.suspend()
     sent = asyncio.create_task(_edit(api, "in hand"))
@@ -93,7 +93,7 @@ async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[htt
 async def _in_line(
     api: ApiUnderTest, prompt: str, **headers: str
 ) -> "asyncio.Task[httpx.Response]":
-    """A request whose image waits for its turn."""
+    """A request whose image is waiting for its turn."""
     before = metric(WAITING)
     sent = asyncio.create_task(_edit(api, prompt, **headers))
     await _until(lambda: metric(WAITING) == before + 1 or sent.done())
@@ -115,7 +115,7 @@ async def _next_prompt(api: ApiUnderTest, process: psutil.Process) -> str:
     """Lets a suspended process finish one image, and returns its prompt once the worker has it.
 
     After decoding, images overtake each other on their way to the worker. So the process runs only
-    while the API's event loop is blocked: it then gets no further than its next read.
+    while the API's event loop is blocked: this way it gets no further than its next read.
     """
     decoded, received = _ends("done"), len(_prompts(api))
     async with asyncio.timeout(WAIT_LIMIT_S):
@@ -323,7 +323,7 @@ async def test_tenants_take_turns(tmp_path: Path) -> None:
 async def _held(
     api: ApiUnderTest, key: dict[str, str]
 ) -> tuple[psutil.Process, "asyncio.Task[httpx.Response]"]:
-    """A suspended image process, and the request of the tenant whose image it has."""
+    """A suspended image process, and the request from the tenant whose image it holds."""
     pool, before = api.dependencies.image_codec._pool, set(_processes())
     (idle,) = (one for one in before if one.status() != psutil.STATUS_STOPPED)
     idle.suspend()

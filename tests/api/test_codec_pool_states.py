@@ -1,6 +1,6 @@
-"""Any order of commands, cancellations, deadlines, ends and deaths, against the pool of processes.
+"""Commands, cancellations, deadlines, ends and deaths in any order, against the process pool.
 
-The clock of the loop is moved, and the order of events in one turn of the loop is random: a command
+The loop's clock is moved, and the order of events within a turn of the loop is random: a command
 may be canceled, expire and get its process in the same turn.
 """
 
@@ -28,12 +28,12 @@ PROCESSES = 2
 """Processes per tenant."""
 ALL_PROCESSES = PROCESSES + SPARE_PROCESSES
 TURNS = 30
-"""Turns of the event loop, after which nothing continues by itself."""
+"""Turns of the event loop after which nothing continues by itself."""
 EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
 
 
 class MovedLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock is stopped until it is moved."""
+    """A loop whose clock stands still until it is moved."""
 
     now_s = 0.0
 
@@ -42,7 +42,7 @@ class MovedLoop(asyncio.SelectorEventLoop):
 
 
 class FakeProcess(CodecClient):
-    """A process that ends a command when the test asks it to."""
+    """A process that ends a command when the test triggers it."""
 
     def __init__(self, running: list[FakeProcess]) -> None:
         self._running = running
@@ -168,7 +168,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def nobody_waits_beside_a_free_process(self) -> None:
-        """And no tenant has all processes, regardless of how many commands it has."""
+        """Also, no tenant has all processes, however many commands it has."""
         self.settle()
         open_commands = [command for command in self.commands if not command.done()]
         by_tenant = Counter(self.tenants[command] for command in open_commands)

@@ -50,7 +50,9 @@ except ConnectionError:
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Processes whose cost is the image's width, and that notice when another one decodes."""
+    """Processes whose cost is the image's width, and that notice when another process is
+    decoding.
+    """
     script = tmp_path / "fake.py"
     root = str(Path(__file__).parents[2])
     script.write_text(FAKE.format(root=root, folder=str(tmp_path), too_long=int(signal.SIGXCPU)))
@@ -85,7 +87,7 @@ async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
 
 
 async def test_small_image_does_not_wait_for_memory_of_another_tenant() -> None:
-    """Not even while one image has the entire budget, and the next one waits for all of it."""
+    """Not even while one image uses the entire budget and the next waits for all of it."""
     running: list[FakeProcess] = []
 
     async def start() -> CodecClient:

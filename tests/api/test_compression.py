@@ -1,4 +1,6 @@
-"""Large answers of floats are compressed for clients that ask; other answers stay as they were."""
+"""Large answers with floats are compressed for clients that request it; other answers stay
+unchanged.
+"""
 
 from pathlib import Path
 
@@ -60,7 +62,7 @@ async def test_repeated_answer_is_for_whoever_repeats_it(tmp_path: Path, redis_u
 
 
 async def test_both_clients_read_it(api: ApiUnderTest) -> None:
-    """OpenAI's clients ask for gzip with every request."""
+    """OpenAI's clients request gzip with every request."""
     as_floats = await api.openai().embeddings.create(**MANY, encoding_format="float")
     by_default = await api.openai().embeddings.create(**MANY)
     for one, other in zip(as_floats.data, by_default.data, strict=True):

@@ -1,4 +1,6 @@
-"""The chat of the console in a browser: the text streams, can be stopped, and stays text."""
+"""The console's chat in a browser: the text streams, can be stopped, and is never treated as
+markup.
+"""
 
 import asyncio
 import shutil

@@ -1,4 +1,4 @@
-"""The console's form for a class, generated from its schema, and the output it shows."""
+"""The console's form for a class, generated from its schema, and the output it displays."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ async def api(tmp_path: Path, redis_url: str, files: FileServer) -> AsyncIterato
 
 @pytest.fixture
 async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
-    """The form. At the end the browser must not have reported any problem."""
+    """The form. At the end, the browser must not have reported any problem."""
     told: list[str] = []
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(

@@ -36,7 +36,7 @@ class Predictor(BasePredictor):
 
 
 async def all_of(api: Any, given: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The predictions for inputs that arrived while another batch ran."""
+    """The predictions for inputs that arrived while another batch was running."""
     holding = asyncio.create_task(predict(api, text="first", mode="hold"))
     await until_processing(api)
     found = await asyncio.gather(*(predict(api, **one) for one in given))

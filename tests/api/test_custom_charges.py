@@ -1,4 +1,4 @@
-"""Costs of predictions that custom classes make: by item, by work, by second. Three books agree."""
+"""Costs of custom class predictions: by item, by work, by second. Three books agree."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ PRICE = {"per_item_usd": 0.25, "per_work_usd": 0.01, "per_second_usd": 0.5, "cac
 async def charged(
     redis_url: str, tmp_path: Path, body: str, **fields: Any
 ) -> AsyncIterator[LedgerWorld]:
-    """A deployment of a class with its books, and tenants with budgets."""
+    """Deploys a class with its books, and tenants with budgets."""
     (tmp_path / "class").mkdir()
     folder = write_class(tmp_path / "class", body)
     entry = entry_of(folder, **{"price": PRICE, "work": {"max": MOST}, **fields})
@@ -140,7 +140,8 @@ async def test_an_equal_result_costs_its_share_of_its_work(redis_url: str, tmp_p
         await predict(world, text="abcd")
         await world.ledger.check()
         first, again = sorted(world.ledger.rows(), key=lambda row: row.received_at_s)
-        # The first hit of a worker's own result asks Redis whether anyone has paid (decision 131).
+        # The first hit on a worker's own result checks in Redis whether it has been paid for
+        # (decision 131).
         assert (first.cache, again.cache) == ("miss", "redis")
         assert again.work == 4
         assert again.cost_usd == pytest.approx(0.5 * (0.25 + 4 * 0.01))
@@ -280,7 +281,7 @@ class Predictor(BasePredictor):
 async def test_lines_of_batches_are_charged_alike_in_answer_counter_and_row(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """A prediction that was computed, but whose file is too large for a line, costs nothing."""
+    """A prediction that was computed but whose file is too large for a line costs nothing."""
     price = {"per_item_usd": 0.25}
     async with charged(redis_url, tmp_path, GIVES_A_FILE, price=price, work={}) as world:
         client = world.api.openai(api_key=key_for("one"))

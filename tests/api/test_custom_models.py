@@ -1,4 +1,4 @@
-"""Custom models behind the API, with a real worker and the process of the class."""
+"""Custom models behind the API, with a real worker and the class's process."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Predictor(BasePredictor):
 
 
 async def test_a_caller_never_reads_what_a_process_printed_before_it_died(serve: Any) -> None:
-    """Its last output may belong to another tenant, and contains paths of the machine."""
+    """Its last output may belong to another tenant and contains the machine's paths."""
     api = await serve(KILLED)
     killed = await predict(api, text="a")
     assert (killed["status"], killed["logs"]) == ("failed", "")
@@ -210,7 +210,7 @@ async def test_wrong_inputs_are_refused_by_the_api(serve: Any) -> None:
 
 
 async def test_null_is_the_same_as_leaving_an_input_out(serve: Any) -> None:
-    """Replicate's clients send it. Cog either refuses it, or passes it to the class."""
+    """Replicate's clients send null. Cog either refuses it or passes it to the class."""
     api = await serve(CLASS)
     found = await predict(api, text="a", times=None, mode=None, image=None)
     assert (found["status"], found["output"]) == ("succeeded", ["a 0", "a 1"])
@@ -272,7 +272,7 @@ class Predictor(BasePredictor):
 
 
 async def test_readers_go_on_behind_each_element_of_a_burst(serve: Any) -> None:
-    """They come in one chunk, and a connection may break between any two of them."""
+    """They arrive in one chunk, and a connection may break between any two of them."""
     api = await serve(BURSTS)
     body = {"version": "mine", "input": {"last": "\u2029"}}
     created = (await api.http.post("/v1/predictions", json=body)).json()
@@ -368,7 +368,7 @@ async def test_what_a_class_prints_is_shown_while_it_runs(
                     if f"line {number}" in said:
                         break
         (tmp_path / "class" / str(number)).touch()
-    # Readers of events treat this character as the end of a line.
+    # Event stream readers treat this character as the end of a line.
     assert said == "".join(map(line.format, range(3))).replace("\u2028", "\n")
     over = await until_over(api, created)
     assert (over["status"], over["logs"]) == ("succeeded", "".join(map(line.format, range(3))))
@@ -399,7 +399,7 @@ async def until_printed(api: ApiUnderTest, created: dict[str, Any]) -> dict[str,
 
 
 async def blocks_of(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, str]]:
-    """The events of a stream as they come."""
+    """A stream's events as they arrive."""
     held: list[str] = []
     async for line in lines:
         if line:
@@ -453,7 +453,7 @@ async def test_replicates_client_gets_what_the_class_gives(serve: Any) -> None:
 
 
 async def test_replicates_client_gets_a_file_object_as_the_page_says(serve: Any) -> None:
-    """The client sends either of `https:` and `data:` only: docs/how-to/clients.md."""
+    """The client sends only `https:` or `data:` URIs: docs/how-to/clients.md."""
     api = await serve(FILES)
     client = Client(api_token="any", base_url=api.url)
     small: Any = await client.async_run("me/mine", input={"size": 3})

@@ -1,5 +1,5 @@
-"""The dispatcher without HTTP around it: sharing of computed results, waiting, and the rows that
-get written.
+"""The dispatcher without HTTP: sharing of computed results, waiting, and the rows that get
+written.
 """
 
 import asyncio
@@ -132,7 +132,10 @@ async def test_who_joined_a_job_that_no_worker_can_read_asks_anew(
 async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
     harness: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One item is computed. The other one must be requested again, and there is no room for it."""
+    """One item is computed.
+
+    The other would have to be requested again, and there is no room for it.
+    """
 
     def refuse(*_: object, **__: object) -> None:
         raise Overloaded("no room")
@@ -147,7 +150,7 @@ async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
     assert ends(answer) == ["succeeded", "overloaded"]
     with pytest.raises(Overloaded, match="no room"):
         answer.raise_failed()
-    answer.is_delivered = False  # as a block that raises
+    answer.is_delivered = False  # like a block that raises
     assert answer.cost_usd == 0
 
 
@@ -163,10 +166,10 @@ async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHar
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert harness.is_idle()
-    # The worker answers all the same: nobody waits, and the replies are dropped.
+    # The worker answers anyway: nothing waits for the replies, so they are dropped.
     harness.worker.go.set()
     await until(lambda: unknown._value.get() == before + 2)
-    # The worker writes rows of results all the same; they don't count here.
+    # The worker writes rows for results anyway; they don't count here.
     assert [(row.cache, row.error_code) for row in harness.rows] == [("none", "canceled")] * 3
     assert {(row.attempt, row.charged_share) for row in harness.rows} == {(None, 0.0)}
 
@@ -267,7 +270,7 @@ async def test_broker_out_of_reach_is_recorded_by_the_api(harness: DispatcherHar
 async def test_publish_that_ends_with_the_deadline_has_expired(
     harness: DispatcherHarness, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A timer may fire up to a millisecond early, and the caller still gets an error about its
+    """A timer may fire up to a millisecond early; the caller must still get an error about its
     deadline, not about an outage.
     """
 
@@ -431,7 +434,7 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
 async def test_recall_cancels_a_job_that_no_worker_has_claimed(
     start_harness: StartHarness, redis_url: str
 ) -> None:
-    """A worker that gets it later must not compute it, because nobody would pay for it."""
+    """A worker that gets it later must not compute it, because it would not be paid for."""
     async with start_harness(redis_url=redis_url) as harness:
         now_s = time.time()
         facts = RequestFacts(request_id="batch_1-1", tenant="t", received_at_s=now_s)

@@ -1,4 +1,4 @@
-"""/docs works without the internet, and does not run any third-party scripts."""
+"""/docs works without internet access and does not run any third-party scripts."""
 
 import re
 from urllib.parse import urljoin

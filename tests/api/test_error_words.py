@@ -1,5 +1,5 @@
-"""Every validation error of every request uses the caller's words: it names a field as it was sent,
-states which values are accepted, and reveals no internals.
+"""Every validation error for every request uses the caller's terms: it names a field as it was
+sent, states which values are accepted, and reveals no internals.
 """
 
 import json
@@ -22,7 +22,7 @@ OURS = re.compile(
     r"|\bNone\b|\bTrue\b|\bFalse\b|function-|constrained|literal\[|hex escape|discriminator"
     r"|after validation|\b[A-Z][a-z]+[A-Z]\w*\b"
 )
-"""Names of Python, of pydantic, and of classes."""
+"""Names from Python, pydantic, and classes."""
 PLACE = re.compile(r"[a-z_][a-z0-9_]*(\[\w+\]|\.[A-Za-z0-9_-]+)*")
 TYPES = {"str", "int", "float", "bool", "list", "dict"}
 ACCEPTED = re.compile(
@@ -30,7 +30,7 @@ ACCEPTED = re.compile(
     r"|\bname\b|one of|either|not allowed|must|longer than"
     r"|needed|is not .+ or |expected an? "
 )
-"""Words that come before an accepted form."""
+"""Words that precede an accepted form."""
 VALUES: list[Any] = [
     *(None, True, 5, -1, 10**12, 1.5, "x", "", "x" * 70_000),
     *([], [5], ["x"], [[]], [{}], ["x"] * 3000, {}, {"x": 1}, {"type": "x"}, {"type": 5}),
@@ -42,14 +42,14 @@ VALUES: list[Any] = [
 
 
 def bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
-    """All request bodies, and their parts."""
+    """All request bodies and their parts."""
     for one in kind.__subclasses__():
         yield one
         yield from bodies(one)
 
 
 def flaw(where: str, reason: str) -> str:
-    """The fault of an error message. Empty if the message is fine."""
+    """An error message's flaw. Empty if the message is fine."""
     if found := OURS.search(f"{where} {reason}"):
         return f"it has a word of ours: {found[0]!r}"
     if where and (not PLACE.fullmatch(where) or TYPES & set(re.split(r"[.\[\]]", where))):
@@ -118,7 +118,8 @@ def _flaw_of_answer(answer: Any) -> str:
     if "error" in body:
         message, field = body["error"]["message"], body["error"].get("param")
         where, _, reason = message.partition(": ")
-        if body.get("type") == "error":  # Anthropic's shape, in which only the message names it
+        # Anthropic's format, in which only the message names the field.
+        if body.get("type") == "error":
             field = where
         if field is None:
             return "" if message.startswith("the body") else "no field is named"

@@ -1,6 +1,4 @@
-"""Regardless of headers and bodies, every published job can be read, and no request is answered
-with 500.
-"""
+"""For any headers and bodies, every published job can be read, and no request gets a 500."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The room that tenants share: nobody fills it alone, and no part of it stays idle."""
+"""The room that tenants share: no tenant fills it alone, and no part of it stays idle."""
 
 from collections import Counter
 
@@ -54,7 +54,7 @@ def test_many_that_fill_it_leave_room_for_one_more() -> None:
 
 
 def test_freed_room_goes_to_whoever_is_below_its_share() -> None:
-    """Two tenants that both always send more end up with equal parts, whichever came first."""
+    """Two tenants that both keep sending more end up with equal parts, whichever came first."""
     room = FairRoom(BOUND)
     fill(room, "a")
     for _ in range(20 * BOUND):
@@ -109,7 +109,7 @@ def test_there_is_an_end_however_many_tenants_come() -> None:
 def test_ahead_is_what_leaves_in_fair_order(
     held: dict[str, int], tenant: str, items: int, enough: float
 ) -> None:
-    """Compared with a fluid that drains every tenant at the rate of its weight."""
+    """Compared with a fluid model that drains every tenant at a rate equal to its weight."""
     room = FairRoom(BOUND)
     for other, count in held.items():
         room.take(demand(other, count))
@@ -124,7 +124,7 @@ def test_ahead_is_what_leaves_in_fair_order(
 
 
 class SharedRoom(RuleBasedStateMachine):
-    """Requests of several tenants come and go."""
+    """Requests from several tenants come and go."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -25,7 +25,9 @@ def texts_of(tenant: str, connection: int, count: int) -> dict[str, object]:
 
 
 async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: Path) -> None:
-    """The worker does not answer until it may, so every refusal is caused by requests in flight."""
+    """The worker does not answer until it is allowed to, so every refusal is caused by requests in
+    flight.
+    """
     settings = settings_for(tmp_path, keys_url=keys_url(tmp_path, b="busy", q="quiet"))
     limits = httpx.Limits(max_connections=None)
     async with (

@@ -124,7 +124,7 @@ async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], 
 
 
 FAR_ABOVE = 20_000
-"""Number of words: many times the model's context."""
+"""Word count: many times the model's context."""
 
 
 @pytest.mark.parametrize(
@@ -145,7 +145,7 @@ FAR_ABOVE = 20_000
 async def test_prompt_far_above_the_context_is_refused_in_openais_words(
     api: ApiUnderTest, path: str, given: dict[str, Any], field: str
 ) -> None:
-    """Proxies match the sentence, regardless of the prompt's length. No worker sees it."""
+    """Proxies match the sentence, whatever the prompt's length. No worker sees the prompt."""
     model: dict[str, Any] = {"model": "writer", "stream": True}
     model = {} if path == "predictions" else model
     answer = await api.http.post(f"/v1/{path}", json=model | given)
@@ -282,7 +282,7 @@ ECHOED = {"model": "writer", "max_tokens": 1, "temperature": 0, "echo": True, "l
 
 
 async def test_an_echo_is_what_lm_eval_reads(api: ApiUnderTest) -> None:
-    """Its client sends token ids, and skips the ids of the context and the one generated token."""
+    """Its client sends token ids, and skips the context's ids and the single generated token."""
     prompts = [[1, 2, 3], [4, 5]]
     given = {**ECHOED, "prompt": prompts, "seed": 1234}
     reply = (await api.http.post("/v1/completions", json=given)).json()
@@ -456,7 +456,7 @@ def text_of(chunks: list[Any]) -> str:
 async def events_of(
     api: ApiUnderTest, method: str, path: str, **given: Any
 ) -> list[dict[str, str]]:
-    """All events of a stream, each with its id and data."""
+    """All of a stream's events, each with its id and data."""
     async with api.http.stream(method, path, **given) as answer:
         text = (await answer.aread()).decode()
         assert answer.status_code == 200, text
@@ -572,7 +572,7 @@ async def test_a_client_reads_on_after_a_pause(
             got.append(chunk)
             if text_of(got).split() == TEXT.split()[:2]:
                 break
-        # The client reads heartbeats meanwhile, and then the events that follow.
+        # In the meantime, the client reads heartbeats, and then the events that follow.
         later = asyncio.get_running_loop()
         for _ in range(3):
             later.call_later(0.1, api.worker.written.release)

@@ -1,4 +1,4 @@
-"""The cost of a streamed text that ends early: the tokens that went out, through API and worker."""
+"""The cost of a streamed text that ends early: the delivered tokens, through API and worker."""
 
 import asyncio
 import json
@@ -43,7 +43,7 @@ ACME = bearer("a")
 
 @asynccontextmanager
 async def served(redis_url: str, folder: Path) -> AsyncIterator[tuple[ApiUnderTest, WorkerHarness]]:
-    """An API with a worker that spells. The tenant has limits, and one text at a time."""
+    """An API with a worker that spells. The tenant has limits, and may run one text at a time."""
     plan = Plan(tokens_per_min=LIMIT, max_in_flight=1)
     keys = keys_url(folder, plans={"p": plan}, tenants={"acme": "p"}, a="acme")
     settings = settings_for(folder, redis_url=redis_url, keys_url=keys)
@@ -56,7 +56,7 @@ async def served(redis_url: str, folder: Path) -> AsyncIterator[tuple[ApiUnderTe
 
 
 async def pieces(answer: httpx.Response) -> AsyncGenerator[tuple[str, str]]:
-    """The id of each event and its text."""
+    """Each event's id and its text."""
     place = ""
     async for line in answer.aiter_lines():
         if line.startswith("id: "):
@@ -66,7 +66,7 @@ async def pieces(answer: httpx.Response) -> AsyncGenerator[tuple[str, str]]:
 
 
 async def read_and_leave(api: ApiUnderTest, letters: int) -> str:
-    """Reads the beginning of a resumable text, and hangs up."""
+    """Reads the start of a resumable text and hangs up."""
     text, headers = "", ACME | {"x-penstock-event-ids": "true"}
     async with api.http.stream("POST", "/v1/completions", json=BODY, headers=headers) as answer:
         assert answer.status_code == 200
@@ -79,7 +79,7 @@ async def read_and_leave(api: ApiUnderTest, letters: int) -> str:
 
 
 async def check_counted(api: ApiUnderTest, row: Row) -> None:
-    """Checks that a text counts the part that was written, which is at least the delivered part."""
+    """Checks that a text counts the generated part, which is at least the delivered part."""
     assert row.tokens is not None
     assert row.tokens <= await used_tokens(api) <= row.tokens + BODY_TOKENS
 
@@ -114,7 +114,7 @@ async def test_a_stream_that_is_canceled_costs_what_went_out(
         [row] = harness.rows
         assert row.status == "canceled"
         assert row.input_tokens == 3
-        # May be slightly more, because its instance had read ahead when it hung up.
+        # May be slightly more, because its instance had read ahead when the caller hung up.
         assert row.output_tokens is not None
         assert row.output_tokens >= len(text)
         assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
@@ -174,7 +174,7 @@ async def test_a_text_that_its_own_schema_fails_costs_what_was_read(
             assert text, "it was read before it failed"
             row = [one for one in harness.rows if one.status == "failed"][before]
             assert row.cost_usd == pytest.approx((3 * 2 + len(text) * 6) / 1e6 if code else 0)
-            counted += 3 + len(text) if code else 1  # our fault costs nothing, and counts
+            counted += 3 + len(text) if code else 1  # our fault, so it costs nothing but counts
             used = await used_tokens(api)
             assert counted + 2 * before <= used <= 1003 * (before + 1) + 2 * before
 

@@ -16,12 +16,12 @@ def told(data: bytes, logprob: float, *top: TokenLogprob) -> TokenLogprob:
         ([], {"a": -3.0}),
         ([told(b"b", -1.0)], {"b": -1.0, "a": -3.0}),
         ([told(b"a", -3.0), told(b"b", -4.0)], {"a": -3.0, "b": -4.0}),
-        # Parts of characters, which all look the same as text
+        # Partial characters, which all look the same as text
         (
             [told(b"\xe2", -1.0), told(b"\xe3", -2.0)],
             {"bytes:\\xe2": -1.0, "bytes:\\xe3": -2.0, "a": -3.0},
         ),
-        # Two tokens of one text
+        # Two tokens with the same text
         ([told(b"a", -1.0), told(b"b", -2.0)], {"bytes:\\x61": -1.0, "b": -2.0, "a": -3.0}),
         (
             [told(b"c", -1.0), told(b"c", -2.0), told(b"c", -2.5)],

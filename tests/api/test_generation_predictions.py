@@ -1,4 +1,4 @@
-"""Predictions of text models as Replicate's client streams them."""
+"""Predictions with text models, as Replicate's client streams them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -22,7 +22,7 @@ api = api_with_redis(secret="s")
 
 @pytest.fixture
 async def client(api: ApiUnderTest) -> AsyncIterator[Any]:
-    """Untyped, so that tests can look at raw output."""
+    """Untyped, so that tests can inspect raw output."""
     made = Client(api_token="any", base_url=api.url)
     yield made
     await made._async_client.aclose()

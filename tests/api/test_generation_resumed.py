@@ -1,4 +1,4 @@
-"""Text streams that resume after any event: each piece comes once."""
+"""Text streams that resume after any event: each piece arrives once."""
 
 import asyncio
 import json
@@ -50,7 +50,7 @@ async def test_the_end_of_a_text_comes_behind_its_last_token_and_once(
 
 
 async def test_several_texts_go_on_behind_any_event(api: ApiUnderTest) -> None:
-    """Each choice begins, is written and ends once, in whatever order the choices came."""
+    """Each choice begins, is generated and ends once, in whatever order the choices come."""
     tool = {"type": "function", "function": {"name": "f"}}
     calls = '<tool_call>[{"name": "f"}, {"name": "f", "arguments": {}}]</tool_call> so'
     body = chat(
@@ -77,7 +77,7 @@ async def test_several_texts_go_on_behind_any_event(api: ApiUnderTest) -> None:
 async def test_a_stream_waits_for_redis_and_ends_whole(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis does not answer after two tokens have been read. The end is in the record."""
+    """Redis stops responding after two tokens have been read. The end is in the record."""
     read, asked = TokenStreams.read, asyncio.Event()
 
     async def away(self: TokenStreams, wanted: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Other requests of text model clients: stored chats, counts of tokens, many prompts, facts."""
+"""Text model clients' other requests: stored chats, token counts, multiple prompts, facts."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -55,7 +55,7 @@ async def test_stored_chats_are_listed_changed_and_deleted(api: ApiUnderTest) ->
 async def test_a_page_of_chats_reads_no_more_than_it_shows(
     api: ApiUnderTest, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a thousand long chats, listing all of them blocked the event loop for seconds."""
+    """With a thousand long chats, listing all of them blocked the event loop for seconds."""
     monkeypatch.setattr(service, "PAGE", 2)
     made = [(await api.http.post(CHATS, json=chat(store=True))).json()["id"] for _ in range(9)]
 
@@ -66,7 +66,7 @@ async def test_a_page_of_chats_reads_no_more_than_it_shows(
     before = reads()
     page = (await api.http.get(f"{CHATS}?limit=1")).json()
     assert ([one["id"] for one in page["data"]], page["has_more"]) == (made[:1], True)
-    # Services of the API may read in the meantime, but not all nine may.
+    # The API's services may read in the meantime, but all nine must not.
     assert 2 <= reads() - before < len(made)
 
 

@@ -1,4 +1,4 @@
-"""Behavior that requests with ControlNets share with requests that use IP-Adapters."""
+"""Behavior that requests with ControlNets and requests with IP-Adapters share."""
 
 import json
 from dataclasses import dataclass
@@ -28,8 +28,9 @@ BODIES = ("GenerationBody", "EditForm", "EditBody", "VariationForm")
 
 @dataclass(frozen=True)
 class Guide:
-    """A kind of guide. `field` is one of `names`, and the names of its other fields start with
-    it.
+    """A kind of guide.
+
+    `field` is one of `names`, and the names of its other fields start with it.
     """
 
     field: str
@@ -91,7 +92,7 @@ async def test_catalog_without_any_documents_none(
 
 
 async def test_lines_of_batches_have_guides(guide: Guide, tmp_path: Path, redis_url: str) -> None:
-    """One with a broken image fails alone."""
+    """A line with a broken image fails alone."""
     wish = {"model": guide.model.name, "prompt": "a", "seed": 1, guide.field: guide.names[0]}
     images = {"a": uri(PICTURE), "b": uri(b"no image"), "c": uri(SOURCE)}
     lines = [
@@ -113,7 +114,7 @@ async def test_lines_of_batches_have_guides(guide: Guide, tmp_path: Path, redis_
         assert error["response"]["body"]["error"]["param"] == f"{guide.field}_image"
         sizes = {(one.height, one.width, 3) for one in drawn(api)}
         shapes = {pixels(image.data).shape for image in guide.images(api)}
-    # The control image decides the size of the output.
+    # The control image determines the output size.
     assert shapes == (sizes if guide.field == "control" else {(71, 130, 3), (64, 64, 3)})
     assert len(shapes) == 2
 

@@ -1,4 +1,4 @@
-"""Callers that hang up while their job is sent to the broker: workers are notified all the same."""
+"""Callers that hang up while their job is being sent to the broker: workers are still notified."""
 
 from __future__ import annotations
 
@@ -38,9 +38,7 @@ RESPONSE = ("/v1/responses", {"input": "say it", "stream": True})
 
 
 class UnconfirmingBroker(InMemoryBroker):
-    """Delivers jobs, but confirms none to its publisher. If `error` is set, publishing raises
-    it.
-    """
+    """Delivers jobs but confirms none to its publisher. If `error` is set, publishing raises it."""
 
     def __init__(self, error: PenstockError | None = None) -> None:
         super().__init__()

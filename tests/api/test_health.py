@@ -72,7 +72,7 @@ async def test_not_ready_without_one_of_the_reply_topics(
     tmp_path: Path, *, is_direct: bool
 ) -> None:
     class OneIsGone(InMemoryBroker):
-        """One of each inbox's two topics was deleted."""
+        """One of each inbox's two topics has been deleted."""
 
         async def publish(self, topic_id: str, *args: Any, **kwargs: Any) -> str:
             if topic_id.startswith("inbox.") and topic_id.endswith(".direct") is is_direct:

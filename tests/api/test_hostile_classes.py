@@ -1,4 +1,4 @@
-"""Classes that misbehave: their callers get a clear error, and others are served."""
+"""Misbehaving classes: their callers get a clear error, and other classes keep being served."""
 
 from __future__ import annotations
 

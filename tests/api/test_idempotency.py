@@ -1,4 +1,4 @@
-"""Idempotency-Key over a real Redis, real uvicorns and OpenAI's own client, checked by counting
+"""Idempotency-Key with a real Redis, real uvicorns and OpenAI's own client, checked by counting
 published jobs.
 """
 
@@ -58,8 +58,8 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 async def two_apis(
     tmp_path: Path, redis_url: str, *, way: str = "", **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, str]]:
-    """One API with the worker of both, and the URL of another, over one Redis; `way` is the first
-    one's link to it.
+    """One API with a worker for both, and the URL of another, sharing one Redis; `way` is the first
+    API's link to it.
     """
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with running_api(given.model_copy(update={"redis_url": way or redis_url})) as first:
@@ -233,7 +233,7 @@ async def test_openai_client_that_gives_up_and_retries_costs_one_inference(
         )
     )
     await api.worker.until_taken(1)
-    await _until_seen(api, 2)  # the client hung up, and asks again
+    await _until_seen(api, 2)  # the client hung up and tries again
     api.worker.go.set()
     reply = await running
     assert len(reply.data) == 1
@@ -408,7 +408,7 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
         assert refused.status_code == 503
         assert int(refused.headers["retry-after"]) >= 1
         api.worker.go.set()
-        assert (await running).status_code == 200  # computed, although it can't be kept
+        assert (await running).status_code == 200  # computed, although it can't be stored
         assert (
             await api.http.post("/v1/embeddings", json=TEXTS, headers=UNCACHED)
         ).status_code == 200
@@ -416,7 +416,7 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
 
 
 class Crowd:
-    """Requests of tenants that each repeat one key, and whose answers wait for `done`."""
+    """Requests from tenants that each repeat one key, and whose answers wait for `done`."""
 
     def __init__(self, idempotency: IdempotencyService) -> None:
         self.idempotency = idempotency

@@ -1,4 +1,4 @@
-"""Images from untrusted callers: whole, odd, and broken in every way."""
+"""Images from untrusted callers: intact, unusual, and broken in every way."""
 
 import base64
 import io
@@ -86,7 +86,7 @@ async def test_every_kind_of_image_is_taken(api: ApiUnderTest, data: bytes) -> N
         assert (image.format, image.mode, image.size) == ("PNG", "RGB", (48, 32))
 
 
-# Pillow warns about broken EXIF data and continues without it, which is what we want.
+# Pillow warns about broken EXIF data and continues without it, as intended.
 @pytest.mark.filterwarnings("ignore::UserWarning:PIL")
 @settings(max_examples=examples(150), deadline=None)
 @given(
@@ -143,7 +143,7 @@ def test_jpeg_with_many_scans_is_refused_before_it_is_decoded() -> None:
 
 
 def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
-    """A decoder reads all of them: its time grows with their number."""
+    """A decoder reads all of them, so its time grows with their number."""
 
     def reserve(cost_bytes: int) -> None:
         raise AssertionError("nothing is decoded")
@@ -161,7 +161,7 @@ def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
 
 
 def test_scans_are_counted_in_linear_time() -> None:
-    """A byte 0xFF may have any number of fill bytes before it. Each is looked at once."""
+    """A 0xFF byte may be preceded by any number of fill bytes. Each is looked at once."""
     whole = _encoded("jpeg", "RGB", comment=b"\xff\xda" * (MAX_SCANS + 1))
     filled = whole.removesuffix(b"\xff\xd9") + b"\xff" * 150_000 + b"\x00\xff\xd9"
     begun_s = time.process_time()
@@ -172,7 +172,7 @@ def test_scans_are_counted_in_linear_time() -> None:
 
 @pytest.mark.parametrize("kind", ["many scans", "thumbnail", "video behind it"])
 def test_jpeg_within_the_limit_of_scans_is_drawn(kind: str) -> None:
-    """Bytes that look like a scan in metadata, or after the image, don't count as a scan."""
+    """Bytes that look like a scan in metadata or after the image don't count as a scan."""
     scan = b"\xff\xda" * 5000
     data = {
         "many scans": repeat_scans(64, MAX_SCANS - 6),
@@ -207,7 +207,8 @@ def _blown_up() -> bytes:
     return zlib.compress(bytes(60_000_000), 9)
 
 
-# Made by their tests: otherwise each process of a run would make them during collection.
+# Created by the tests themselves: otherwise each process in a run would create them during
+# collection.
 @pytest.mark.parametrize(
     ("make", "is_taken"),
     [
@@ -259,7 +260,7 @@ def test_large_image_is_drawn_as_if_resampled_whole(kind: str, mode: str, turn: 
     assert answer == SourcePrepared(64, 40, file_size=(700, 900) if turn == 6 else (900, 700))
     assert drawn is not None
     expected = np.asarray(flat.resize((64, 40), Image.Resampling.LANCZOS), dtype=int)
-    # Two filters ring a little differently at the ends of the gradients.
+    # The two filters ring slightly differently at the ends of the gradients.
     off = np.abs(np.asarray(drawn, dtype=int) - expected)
     assert off.mean() < 1
     assert off.max() < 24

@@ -1,5 +1,5 @@
-"""Image models with a known interface: which inputs the API accepts and refuses, and how it
-describes them.
+"""Image models with a known interface: inputs that the API accepts and refuses, and its
+descriptions of them.
 """
 
 from collections.abc import AsyncIterator

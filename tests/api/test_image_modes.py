@@ -1,6 +1,7 @@
-"""Every mode, depth and container of images: drawn as numpy computes it, or refused by name.
+"""Every image mode, depth and container: drawn as numpy computes it, or refused by name.
 
-The expected pixels come from the data that the image was made of. The test never reads the file.
+The expected pixels come from the data from which the image was created. The test never reads the
+file.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def gray(values: Pixels) -> Pixels:
 
 
 def ycbcr(given: Pixels) -> Pixels:
-    """ITU-T T.871, section 7."""
+    """According to ITU-T T.871, section 7."""
     y, blue, red = (given[..., place].astype(float) for place in range(3))
     blue, red = blue - 128, red - 128
     rgb = [y + 1.402 * red, y - 0.344136 * blue - 0.714136 * red, y + 1.772 * blue]
@@ -70,7 +71,7 @@ def ycbcr(given: Pixels) -> Pixels:
 
 
 def made(mode: str) -> tuple[Image.Image, Pixels] | None:
-    """An image of a mode, and its RGB. None if images of the mode can't be made from an array."""
+    """An image in a mode, and its RGB. None if such images can't be created from an array."""
     if mode == "1":
         bits = slopes(1, 255)[..., 0] > 127
         return Image.fromarray(bits), gray(bits * 255)
@@ -127,8 +128,8 @@ def saved(mode: str, container: str) -> tuple[bytes, Pixels] | None:
 
 MODES = ["1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX", "CMYK", "YCbCr", "LAB"]
 MODES += ["HSV", "I", "F", "I;16", "I;16B", "I;16L", "I;16N"]
-# Pillow decides how to convert these modes before it writes them: WebP and AVIF have RGB and RGBA
-# only, GIF has palettes, and BMP has no alpha.
+# Pillow decides how to convert these modes before it writes them: WebP and AVIF have only RGB and
+# RGBA, GIF has palettes, and BMP has no alpha.
 _SIXTEEN = {"I", "F", "I;16", "I;16B", "I;16L", "I;16N"}
 REWRITTEN = {
     "WEBP": {"RGBa", "YCbCr", "LAB", "HSV", *_SIXTEEN},
@@ -165,7 +166,7 @@ def test_other_containers_are_refused_by_name(container: str) -> None:
 
 
 CHANNELS = {0: 1, 2: 3, 3: 1, 4: 2, 6: 4}
-"""Channels per color type of PNG: https://www.w3.org/TR/png-3/#table111"""
+"""Channels per PNG color type: https://www.w3.org/TR/png-3/#table111"""
 PNGS = [
     *((0, depth) for depth in (1, 2, 4, 8, 16)),
     *((3, depth) for depth in (1, 2, 4, 8)),
@@ -173,7 +174,7 @@ PNGS = [
 ]
 ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2)]
 ADAM7 += [(0, 1, 1, 2)]
-"""First column and row, and the steps to the next ones: https://www.w3.org/TR/png-3/#8Interlace"""
+"""First column and row, and the steps to the next: https://www.w3.org/TR/png-3/#8Interlace"""
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -181,7 +182,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def lines(values: Pixels, depth: int) -> bytes:
-    """The rows of an image, each preceded by its filter type, which is none."""
+    """An image's rows, each preceded by its filter type, which is none."""
     rows = values.reshape(values.shape[0], -1)
     if depth == 16:
         return b"".join(b"\0" + row.astype(">u2").tobytes() for row in rows)
@@ -200,7 +201,7 @@ def png(values: Pixels, kind: int, depth: int, *chunks: bytes, is_interlaced: bo
 
 
 def content(kind: int, depth: int) -> tuple[Pixels, Pixels, list[bytes]]:
-    """The samples of a PNG, its RGB over white, and its palette."""
+    """A PNG's samples, its RGB over white, and its palette."""
     highest = 2**depth - 1
     if kind == 3:
         places = np.round(slopes(1, 255) * (highest / 255)).astype(np.uint8)
@@ -366,7 +367,7 @@ def test_of_several_pictures_the_first_is_taken() -> None:
 
 def wide_gamut() -> ImageCms.ImageCmsProfile:
     """A profile that swaps colors, with sRGB's green as its red: an image that ignores it is
-    plainly wrong.
+    obviously wrong.
     """
     data = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
     names = {data[at : at + 4].decode("latin1"): at for at in range(132, 132 + 12 * 20, 12)}

@@ -21,13 +21,13 @@ DEFAULTS = IMAGE_MODEL.image
 
 
 def drawn(api: ApiUnderTest) -> list[ImageInput]:
-    """Image inputs that the worker got, sorted by seed."""
+    """Image inputs that the worker received, sorted by seed."""
     inputs = [item.input for item in api.worker.items if isinstance(item.input, ImageInput)]
     return sorted(inputs, key=lambda given: given.seed)
 
 
 def source_of(given: ImageInput) -> Image.Image:
-    """The source image that traveled with the job."""
+    """The source image that was sent with the job."""
     assert given.image is not None
     assert given.image.data is not None
     return Image.open(io.BytesIO(given.image.data))
@@ -223,7 +223,7 @@ async def test_source_is_turned_upright_and_laid_on_white(api: ApiUnderTest) -> 
     image = Image.new("RGBA", (64, 32), (0, 0, 0, 0))
     image.paste((255, 0, 0, 255), (0, 0, 32, 32))
     exif = Image.Exif()
-    exif[0x0112] = 6  # displayed turned by 90 degrees clockwise
+    exif[0x0112] = 6  # displayed rotated by 90 degrees clockwise
     await api.openai().images.edit(image=encoded(image, exif=exif), prompt="b", size="32x64")
     upright = source_of(drawn(api)[0])
     assert upright.getpixel((16, 8)) == (255, 0, 0)

@@ -1,5 +1,5 @@
-"""Inputs named by https URLs are fetched before a request is accepted, and only from allowed
-places.
+"""Inputs specified by https URLs are fetched before a request is accepted, and only from allowed
+locations.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ async def edited(api: ApiUnderTest, url: str, **headers: str) -> Any:
 
 
 async def refusal(api: ApiUnderTest, url: str) -> str:
-    """The reason why an image is refused. Also checks that nothing was created."""
+    """The reason an image is refused. Also checks that nothing was created."""
     response = await edited(api, url)
     assert response.status_code == 422, response.text
     (wrong,) = response.json()["invalid_fields"]
@@ -102,7 +102,7 @@ async def refusal(api: ApiUnderTest, url: str) -> str:
 
 
 async def given_to_class(api: ApiUnderTest, **given: Any) -> CustomInput:
-    """The input that the worker gets for a prediction with the class."""
+    """The input that the worker receives for a prediction with the class."""
     api.worker.is_silent = True
     body = {"version": "mine", "input": given}
     response = await api.http.post("/v1/predictions", json=body)
@@ -186,7 +186,7 @@ async def test_a_name_that_can_not_be_read_is_that_of_the_path_or_readable(
     "kind", ["text", "t" * 65 + "/plain", "text/plain\r\nx: y", "テキスト/plain"]
 )
 async def test_a_media_type_that_is_none_goes_no_further(api: ApiUnderTest, kind: str) -> None:
-    """It would become a header in the object store, and part of the message."""
+    """It would become a header in the object store and part of the message."""
     api.worker.is_silent = True
     uri = f"data:{kind};base64,{base64.b64encode(b'a').decode()}"
     body = {"version": "mine", "input": {"file": uri}}
@@ -201,7 +201,7 @@ async def test_a_media_type_that_is_none_goes_no_further(api: ApiUnderTest, kind
 async def test_a_name_server_that_is_silent_holds_up_no_other_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor does anything else that needs the event loop's threads."""
+    """Nor does it hold up anything else that needs the event loop's threads."""
     look_up, released = socket.getaddrinfo, threading.Event()
 
     def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
@@ -223,7 +223,7 @@ async def test_a_name_server_that_is_silent_holds_up_no_other_name(
 async def test_a_large_file_goes_to_the_object_store(
     api: ApiUnderTest, files: FileServer, tmp_path: Path
 ) -> None:
-    """Stored by digest, as uploads and data: URIs are: equal files have one key."""
+    """Stored by digest, like uploads and data: URIs: equal files share one key."""
     data = PNG + bytes(LARGE)
     url = files.add("/large.png", data)
     blob = (await given_to_class(api, file=url)).files[0]
@@ -349,7 +349,7 @@ async def test_a_slow_body_is_cut(tmp_path: Path, redis_url: str, files: FileSer
 async def test_file_that_was_fetched_under_other_rules_is_checked_again(
     api: ApiUnderTest, files: FileServer
 ) -> None:
-    """A class accepts any media type; an edit does not."""
+    """A class accepts any media type, but an edit does not."""
     page = files.add("/page", bytes(200_000), "text/html", etag='"1"')
     await given_to_class(api, file=page)
     api.worker.jobs.clear()
@@ -399,7 +399,7 @@ async def fetch(
 async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
     tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    """A name server whose second answer differs is asked once for each hop."""
+    """A name server whose second answer differs is queried only once per hop."""
     answers = iter([["127.0.0.1"], ["127.0.0.1"], ["127.0.0.2"]])
     asked = []
 
@@ -501,7 +501,7 @@ async def test_a_tenant_leaves_room_for_others(
 
 
 async def asked_for_slow(files: FileServer) -> None:
-    """Waits until an unfinished body has begun."""
+    """Waits until an unfinished body has started."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not files.asked["/slow"]:
             files.is_asked.clear()
@@ -511,7 +511,7 @@ async def asked_for_slow(files: FileServer) -> None:
 async def test_requests_at_the_same_time_share_a_download(
     tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    """All of one tenant, in any number: those waiting hold no permit."""
+    """All from one tenant, in any number: waiting requests hold no permit."""
     one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     slow, small = f"{files.url}/slow", files.add("/small", b"a")
     async with asyncio.TaskGroup() as group:

@@ -1,4 +1,4 @@
-"""IP-Adapters in requests: what callers may send, and what workers get."""
+"""IP-Adapters in requests: what callers may send, and the input that workers receive."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

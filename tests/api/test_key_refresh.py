@@ -1,4 +1,4 @@
-"""Keys change while the API runs; a broken or missing file changes nothing."""
+"""Keys change while the API is running; a broken or missing file changes nothing."""
 
 import asyncio
 import json
@@ -84,7 +84,7 @@ async def test_broken_file_replaces_nothing(
         assert failures("invalid") == before + 2
         assert REGISTRY.get_sample_value("penstock_keys_up") == 0
         told = [record for record in caplog.records if "could not be read" in record.message]
-        assert len(told) == 1  # once, not every two seconds
+        assert len(told) == 1  # once, rather than every two seconds
         keys_url(tmp_path, b="acme")
         await directory.refresh()
         assert gets_in(keys, "b")
@@ -177,7 +177,7 @@ async def test_file_with_what_cannot_work_is_refused_with_its_line(
     (field,) = plan or key
     assert f'"{field}"' in "".join(file.read_text().splitlines()[: int(found[1])][-5:])
     assert key_for("b")[21:] not in refused.value.message
-    # Expired keys may name deleted entries, and a running instance keeps its directory.
+    # Expired keys may refer to deleted entries, and a running instance keeps its directory.
     file.write_text(json.dumps(good))
     directory = LiveDirectory(key_store(file.as_uri()), refresh_s=1e6, served=served)
     async with ApiKeys(directory) as keys:
@@ -230,7 +230,7 @@ async def test_keys_outlive_their_source_for_a_day(
         with pytest.raises(Unavailable, match="can't be checked right now"):
             gets_in(keys, "a")
         assert "unreachable" in keys.keys_status()
-        # A caller that asks for the state must not learn where the keys are.
+        # A caller that requests the state must not learn where the keys are.
         assert str(tmp_path) not in keys.keys_status()
         assert "No such file" in caplog.records[-1].__dict__["reason"]
 
@@ -303,7 +303,7 @@ async def test_wrong_keys_are_looked_for_once_a_second(
 
 
 class Broken(KeyFile):
-    """A store with a bug, starting with its second read."""
+    """A store with a bug that starts with its second read."""
 
     reads = 0
 

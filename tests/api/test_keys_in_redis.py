@@ -1,4 +1,6 @@
-"""Keys in Redis: several processes share them, and an outage of Redis lets nobody in or out."""
+"""Keys in Redis: several processes share them, and a Redis outage neither admits nor locks out any
+caller.
+"""
 
 import asyncio
 import time
@@ -36,7 +38,7 @@ async def first_key(url: str) -> IssuedKey:
 
 
 async def until_status(http: httpx.AsyncClient, url: str, key: str, status: int) -> float:
-    """Waits until the key gets this answer, and returns when."""
+    """Waits until the key gets this status, and returns the time."""
     async with asyncio.timeout(EVERYWHERE_WITHIN_S):
         while True:
             answer = await http.get(f"{url}/v1/models", headers={"x-api-key": key})
@@ -66,7 +68,7 @@ async def test_revoked_key_is_refused_by_all_processes_within_seconds(
 
 
 async def test_key_works_in_the_next_line_of_a_script(tmp_path: Path, redis_url: str) -> None:
-    """Created by the command line, or at another instance, and used immediately."""
+    """Created by the command line or at another instance, and used immediately."""
     await first_key(redis_url)
     async with (
         running_api(settings_for(tmp_path, keys_url=redis_url)) as api,
@@ -126,7 +128,7 @@ async def test_keys_outlive_redis_and_a_redis_that_lost_its_data(tmp_path: Path)
 async def test_instance_that_starts_while_keys_are_out_of_reach_has_its_neighbors(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """Simulates a region whose home region, with the Redis of the records, is down."""
+    """Simulates a region whose home region, which has the Redis with the records, is down."""
     with RedisServer(tmp_path / "records", tmp_path) as records:
         issued = await first_key(records.url)
         settings = settings_for(tmp_path, keys_url=records.url, redis_url=redis_url)
@@ -168,4 +170,4 @@ async def test_last_use_is_noted_once_a_minute(redis_url: str) -> None:
             assert await store.uses() == {issued.key.id: 1_003}
             now_s += 1
             keys.caller_of([(b"x-api-key", issued.key.text.encode())])
-        assert await store.uses() == {issued.key.id: 1_004}  # written when the API stops
+        assert await store.uses() == {issued.key.id: 1_004}  # written when the API shuts down

@@ -1,4 +1,4 @@
-"""A key that a caller puts in the wrong place is in no log, metric, row, error or store."""
+"""A key that a caller puts in the wrong place appears in no log, metric, row, error or store."""
 
 import asyncio
 from pathlib import Path
@@ -56,7 +56,7 @@ async def test_key_in_wrong_places_is_nowhere_else(
     assert spooled(api), "refused requests leave rows"
     secret = issued.key.text[21:]
     for text in seen:
-        # Even eight of its characters in a row are too many.
+        # Even eight consecutive characters of it are too many.
         for at in range(len(secret) - 8):
             assert secret[at : at + 8].encode() not in text
 
@@ -66,7 +66,7 @@ def spooled(api: ApiProcess) -> list[Path]:
 
 
 def misplaced(key: str) -> list[dict[str, Any]]:
-    """Requests with the key where it does not belong, none of which can succeed."""
+    """Requests with the key in a place where it does not belong, none of which can succeed."""
     text, drawing = {"model": TEXT_MODEL.name, "input": "a"}, {"model": IMAGE_MODEL.name}
     post = {"method": "POST", "url": "/v1/embeddings"}
     return [
@@ -78,7 +78,7 @@ def misplaced(key: str) -> list[dict[str, Any]]:
         {"method": "DELETE", "url": f"/v1/files/{key}"},
         {"method": "PUT", "url": f"/v1/predictions/{key}", "json": {"version": key, "input": {}}},
         {"method": "GET", "url": f"/v1/predictions?cursor={key}"},
-        # Their names would be kept with the prediction.
+        # Their names would be stored with the prediction.
         {"method": "PUT", "url": f"/v1/predictions/{key[:60]}", "json": PREDICTION},
         {"method": "POST", "url": f"/v1/models/{key}/{TEXT_MODEL.name}/predictions", "json": INPUT},
         {
@@ -143,7 +143,7 @@ async def raw(api: ApiProcess, text: str) -> bytes:
 
 
 def dump(redis_url: str) -> list[bytes]:
-    """Everything in Redis, names and values, in its on-disk form."""
+    """Everything in Redis, names and values, in its on-disk format."""
     with redis.Redis.from_url(redis_url) as client:
         names: Any = client.keys("*")
         values: list[bytes] = []

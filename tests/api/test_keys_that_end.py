@@ -1,6 +1,7 @@
-"""A key that ends while its caller reads or waits: open requests end within seconds.
+"""A key that expires or is revoked while its caller reads or waits: open requests end within
+seconds.
 
-Keys are in a file that others change, so each instance learns of the end as usual.
+Keys are in a file that others change, so each instance learns of it as usual.
 """
 
 import asyncio
@@ -62,7 +63,7 @@ async def freeze(api: ApiUnderTest, folder: Path) -> None:
 
 
 async def revoke(api: ApiUnderTest, folder: Path) -> None:
-    """Ends the key `a`, as another process would. The instance reads about it as usual."""
+    """Revokes the key `a`, as another process would. The instance learns of it as usual."""
     keys_url(folder, b="acme", keys=[stored("a", "acme", revoked_s=5)])
     access = api.dependencies.access
     assert isinstance(access, ApiKeys)
@@ -146,7 +147,7 @@ async def test_events_of_a_prediction_end_with_the_error(
         events = parsed("".join([piece async for piece in answer.aiter_text()]))
     assert [one["event"] for one in events] == ["error", "done"]
     assert json.loads(events[0]["data"]) == {"detail": ENDED}
-    # It was asked for while the key was valid, and another key of the tenant reads it.
+    # It was requested while the key was valid, and another of the tenant's keys reads it.
     found = await api.http.get(f"/v1/predictions/{made['id']}", headers=bearer("b"))
     assert found.json()["status"] in ("starting", "processing")
     # Anyone can use the link in it.

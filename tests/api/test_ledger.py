@@ -1,6 +1,6 @@
-"""However a request ends, its answer, its rows and the counters of its key and tenant agree.
+"""However a request ends, its answer, its rows, and the counters of its key and tenant agree.
 
-One test for each end. Each compares the three books and checks which key pays how much.
+One test for each ending. Each compares the three books and checks which key pays how much.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ WORD_USD = 4 * LETTER_USD
 LATE_MS = str(int(500 * PATIENCE))
 """A deadline that passes in the test."""
 DEADLINES_MS = tuple(str(int(LATE_MS) * 4**attempt) for attempt in range(5))
-"""Deadlines to try one after the other, if the worker has to meet a deadline that the caller
+"""Deadlines to try one after another, if the worker has to meet a deadline that the caller
 misses.
 """
 End = Callable[[LedgerWorld], Awaitable[dict[str, float]]]
@@ -52,7 +52,10 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[LedgerWorld]:
 
 
 def words(count: int, start: int = 0) -> list[str]:
-    """Different texts of four letters each. A message has 16 items, a batch of the model four."""
+    """Different texts of four letters each.
+
+    A message has 16 items; the model's batch size is four.
+    """
     digits = "abcdefghij"
     return ["".join(digits[int(one)] for one in f"{start + at:04d}") for at in range(count)]
 
@@ -110,7 +113,7 @@ async def caller_hangs_up_at_once(world: LedgerWorld) -> dict[str, float]:
 
 
 async def caller_hangs_up_with_a_part_done(world: LedgerWorld) -> dict[str, float]:
-    """The first message has its reply; only a batch of the second does."""
+    """The first message has its reply; only one batch of the second does."""
     texts = words(32)
     world.harness.process.holds = texts[20]
     await world.hang_up("one", texts, replies(world, 16))
@@ -156,7 +159,7 @@ async def deadline_passes_with_a_part_done(world: LedgerWorld) -> dict[str, floa
 
 
 async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
-    """The worker has answered in time, and written its row. The caller got nothing."""
+    """The worker answered in time and wrote its row, but the caller got nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
         patch.setattr(Records, "read", _away)
@@ -171,7 +174,7 @@ async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
 
 
 async def broker_confirms_a_reply_late(world: LedgerWorld) -> dict[str, float]:
-    """It delivered the reply in time, but the worker hears of it after the deadline."""
+    """It delivered the reply in time, but the worker learns of it after the deadline."""
     publish = world.harness.broker.publish
     for attempt, deadline_ms in enumerate(DEADLINES_MS):
         answered, before = asyncio.Event(), len(world.harness.rows)
@@ -228,7 +231,7 @@ async def answer_is_replayed(world: LedgerWorld) -> dict[str, float]:
     world.harness.process.gate.set()
     answer = await world.ledger.embed("one", texts, idempotency_key="b")
     assert answer.headers["idempotent-replayed"] == "true"
-    world.ledger.tell("one", 5 * WORD_USD)  # the cost in the answer that nobody received
+    world.ledger.tell("one", 5 * WORD_USD)  # the cost in the answer that was not received
     return {"one": 8 * WORD_USD}
 
 
@@ -242,7 +245,7 @@ async def items_are_joined(world: LedgerWorld) -> dict[str, float]:
 
 
 async def who_was_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
-    """The first of the others pays for all of it, because it was computed for nobody else."""
+    """The first of the others pays for all of it, because it was computed only for them."""
     world.harness.process.gate.clear()
     first, *others = [await _begun(world, key) for key in ("one", "two", "other", "two")]
     first.cancel()
@@ -264,7 +267,7 @@ async def who_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
 
 
 async def who_was_joined_gets_an_error(world: LedgerWorld) -> dict[str, float]:
-    """Its request fails as a whole, so the request that joined pays for all of it."""
+    """That caller's request fails as a whole, so the request that joined pays for all of it."""
     world.harness.process.gate.clear()
     first = await _begun(world, "one", "0")
     second = await _begun(world, "two")
@@ -287,7 +290,7 @@ async def unpaid_results_of_a_bad_request_are_asked_for_again(
 
 
 async def unpaid_results_are_asked_for_together(world: LedgerWorld) -> dict[str, float]:
-    """If several requests ask at the same time, one pays, also if one request has equal texts."""
+    """If several requests ask at the same time, one pays, even if a request has equal texts."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     asked = (world.ledger.embed("one", [*texts, *texts]) for _ in range(4))
@@ -297,7 +300,7 @@ async def unpaid_results_are_asked_for_together(world: LedgerWorld) -> dict[str,
 
 
 async def unpaid_results_fail_again(world: LedgerWorld) -> dict[str, float]:
-    """They stay unpaid until some request gets them."""
+    """They stay unpaid until some request receives them."""
     texts = words(3)
     for more in ("0", "0", "!"):
         assert not (await world.ledger.embed("one", [*texts, more])).is_success
@@ -333,7 +336,7 @@ async def results_of_a_hang_up_are_asked_for_again(world: LedgerWorld) -> dict[s
 
 
 async def results_are_on_their_way_at_a_hang_up(world: LedgerWorld) -> dict[str, float]:
-    """The worker has replied, but the API has not received it yet."""
+    """The worker has replied, but the API has not received the reply yet."""
     texts = words(3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
@@ -343,7 +346,7 @@ async def results_are_on_their_way_at_a_hang_up(world: LedgerWorld) -> dict[str,
 
 
 async def answer_that_cant_be_made_is_asked_for_again(world: LedgerWorld) -> dict[str, float]:
-    """This time in a form that it can use."""
+    """This time in a format that it can use."""
     for encoding, status in (("float", 500), ("base64", 200), ("base64", 200)):
         answer = await world.ledger.embed("one", ["abc"], encoding=encoding)
         assert answer.status_code == status
@@ -361,14 +364,14 @@ async def prediction_gets_unpaid_results(world: LedgerWorld) -> dict[str, float]
 
 
 async def results_computed_again_are_not_delivered(world: LedgerWorld) -> dict[str, float]:
-    """`no-cache` computes again and replaces the cached result, so the new one is unpaid."""
+    """`no-cache` recomputes and replaces the cached result, so the new result is unpaid."""
     texts = words(3)
     await _leave_unpaid(world, texts, cache_control="no-cache")
     return await _pay_once(world, texts)
 
 
 async def results_computed_again_meet_a_hang_up(world: LedgerWorld) -> dict[str, float]:
-    """The worker has replied, but the API has not received it yet."""
+    """The worker has replied, but the API has not received the reply yet."""
     texts = words(3)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
@@ -435,7 +438,7 @@ async def prediction_is_canceled_as_its_hit_is_found(world: LedgerWorld) -> dict
 
 
 async def _leave_unpaid(world: LedgerWorld, texts: Sequence[str], **options: Any) -> None:
-    """Computes texts for a request that fails, so that nobody has paid for them."""
+    """Computes texts for a request that fails, so that they remain unpaid."""
     answer = await world.ledger.embed("one", [*texts, "0"], **options)
     assert (answer.status_code, code_of(answer)) == (400, "invalid_input")
     await world.ledger.until_idle()
@@ -443,7 +446,7 @@ async def _leave_unpaid(world: LedgerWorld, texts: Sequence[str], **options: Any
 
 
 async def _until_marked(world: LedgerWorld) -> None:
-    """Waits until Redis has a mark of an unpaid result. They are written in the background."""
+    """Waits until Redis has a mark for an unpaid result. Marks are written in the background."""
     async with (
         redis.asyncio.Redis.from_url(world.ledger.redis_url) as client,
         asyncio.timeout(WAIT_LIMIT_S),
@@ -453,7 +456,9 @@ async def _until_marked(world: LedgerWorld) -> None:
 
 
 async def _pay_once(world: LedgerWorld, texts: Sequence[str]) -> dict[str, float]:
-    """Requests unpaid results twice: the first hit pays for all of it, the second its share."""
+    """Requests unpaid results twice: the first hit pays for all of it, the second only its
+    share.
+    """
     for _ in range(2):
         assert (await world.ledger.embed("one", texts)).status_code == 200
     assert _computed_once(world)
@@ -470,7 +475,7 @@ def _full(*_: object, **__: object) -> None:
 
 
 async def predictions_end(world: LedgerWorld) -> dict[str, float]:
-    """Succeeded, found again, failed, and canceled during computation."""
+    """Predictions that succeeded, were found again, failed, or were canceled during computation."""
     for text in ("abcd", "!"):
         for _ in range(2):
             await _prediction(world, text, idempotency_key=f"key-{len(text)}")
@@ -484,7 +489,7 @@ async def predictions_end(world: LedgerWorld) -> dict[str, float]:
 
 
 async def prediction_is_published_by_who_asks_again(world: LedgerWorld) -> dict[str, float]:
-    """The first could not be, and got that answer."""
+    """The first prediction could not be published, and its caller was notified."""
     world.harness.broker.outage = Unavailable("the broker is away")
     put: Any = {"version": MODEL.name, "input": {"text": "abcd"}}
     first = await _put(world, put)
@@ -523,7 +528,9 @@ async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
 
 
 async def batch_is_canceled_after_its_process_died(world: LedgerWorld) -> dict[str, float]:
-    """Computed and charged results are delivered, though no segment of them was written."""
+    """Results that were computed and charged are delivered, though none of their segments were
+    written.
+    """
     client = world.api.openai(api_key=key_for("one"))
     batch = await _left_by_its_process(world, client)
     await client.batches.cancel(batch.id)
@@ -566,7 +573,7 @@ async def _left_by_its_process(world: LedgerWorld, client: Any) -> Any:
 
 
 async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
-    """The next process sends the same ids, and gets the results already computed."""
+    """The next process sends the same ids and gets the results already computed."""
     client = world.api.openai(api_key=key_for("one"))
     texts = words(32)
     world.harness.process.holds = texts[20]
@@ -575,7 +582,8 @@ async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
         await world.harness.until(replies(world, 16))
     world.harness.process.holds = ""
     world.harness.process.gate.set()
-    await world.ledger.until_idle()  # the first one's lease would keep the next one waiting longer
+    # The first process's lease would keep the next one waiting longer.
+    await world.ledger.until_idle()
     async with running_batches(world):
         batch = await until(client, batch)
     assert batch.request_counts.completed == 1
@@ -602,7 +610,7 @@ async def batch_process_ends_within_a_segment(world: LedgerWorld) -> dict[str, f
         batch = await until(client, batch)
     assert batch.request_counts.completed == 4
     await world.ledger.until_idle()
-    cost_usd = world.ledger.charged_usd("one")  # earlier results are in the cache now
+    cost_usd = world.ledger.charged_usd("one")  # earlier results are in the cache by now
     world.ledger.tell("one", cost_usd)
     assert 0 < cost_usd <= 40 * WORD_USD / 2 + EXACT_USD, "each is charged once at most"
     return {"one": cost_usd}
@@ -659,7 +667,7 @@ async def test_three_books_agree(world: LedgerWorld, end: End) -> None:
 
 
 async def test_unpaid_results_are_paid_at_any_instance(redis_url: str, tmp_path: Path) -> None:
-    """Charged once, to the first that asks, wherever the undelivered request was."""
+    """Charged once, to the first request that asks, wherever the undelivered request was."""
     async with ledger_world(redis_url, tmp_path, instances=3) as world:
         texts = words(3)
         assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
@@ -671,7 +679,7 @@ async def test_unpaid_results_are_paid_at_any_instance(redis_url: str, tmp_path:
 
 
 async def test_three_books_agree_on_streams(redis_url: str, tmp_path: Path) -> None:
-    """One is read to its end; of the other, some letters are read before it is canceled."""
+    """One is read to its end; some of the other's letters are read before it is canceled."""
     worker = spelling(redis_url, tmp_path, model=LONG)
     async with ledger_world(redis_url, tmp_path, LONG, worker=worker) as world:
         http, key, rows = world.api.http, bearer("one"), world.harness.rows
@@ -735,7 +743,7 @@ async def _begun(world: LedgerWorld, key: str, *more: str) -> asyncio.Task[httpx
 
 
 def _waiters(world: LedgerWorld) -> int:
-    """The number of the three texts that are waiting in the API."""
+    """How many of the three texts are waiting in the API."""
     flights = world.api.dependencies.dispatcher._single_flight._by_key.values()
     return sum(one.waiters for one in flights if getattr(one.item.input, "text", "") in words(3))
 
@@ -779,7 +787,7 @@ async def _create(world: LedgerWorld, text: str, **headers: Any) -> dict[str, An
 
 
 async def _prediction(world: LedgerWorld, text: str, **headers: Any) -> None:
-    """Creates a batch, and waits for its end."""
+    """Creates a prediction and waits for it to end."""
     created_one = await _create(world, text, **headers)
     http, key = world.api.http, bearer("one")
     async with asyncio.timeout(WAIT_LIMIT_S):

@@ -1,9 +1,9 @@
-"""Any mix of requests, ending in any way: afterwards the three books agree, and no budget is
+"""Any mix of requests, ending in any way: afterward, the three books agree, and no budget is
 exceeded.
 
 Answers, rows and counters are compared per key and tenant (tests/api/ledger.py). An example is a
-list of waves. The requests of a wave are in flight together: model processes are held until
-requests that hang up, are late or are canceled have ended. Then a process may die, budgets may
+list of waves. A wave's requests are in flight together: model processes are held until requests
+that hang up, are late or are canceled have ended. After that, a process may die, budgets may
 change, or the month may turn. No example waits for a clock.
 """
 
@@ -107,7 +107,7 @@ REVISED = LETTERS.model_copy(
     update={
         "name": "revised",
         "revision": "1",
-        # The canary keeps its share, however it does here.
+        # The canary keeps its share, however it performs here.
         "canary": Canary(
             revision="2", share=0.5, compare_share=0.5, error_ratio=0.99, p95_ratio=1e6
         ),
@@ -138,7 +138,7 @@ TWICE = FlowEntry.model_validate(
         "output": {"words": "$second"},
     }
 )
-"""Most items of its second step were computed by the first step, or by another run."""
+"""The first step or another run has computed most items of its second step."""
 MODELS = (LETTERS, PAINTER, SPELLER, REVISED, CAPITALS)
 CATALOG = Catalog(MODELS, (flow_of(TWICE, Catalog(MODELS)),))
 CANARY = CATALOG.canaries[REVISED.name]
@@ -146,18 +146,16 @@ PROCESSES = ("api-0", "api-1", "batches")
 BEFORE_TURN_S, AFTER_TURN_S = 5.0, 1.0
 LATE_MS = "40"
 PATIENT = "wait=2"
-"""`Prefer` header for predictions. A late one waits in vain, as long as its model is held."""
+"""`Prefer` header for predictions. A late prediction waits in vain as long as its model is held."""
 NEVER_S = 1e9
 LEASE_S = 1.0
-"""Until then, nobody takes over the work of a process that died."""
+"""How long a dead process's work stays with it."""
 LINES_WAIT_S = 2.0
-"""Time for which the lines of a batch may wait for room in their budget after all other
-requests.
-"""
+"""How long a batch's lines may wait for room in their budget after all other requests."""
 RIVALS = 8
-"""Deletions sent together with a cancel. They arrive at different moments of it."""
+"""Deletions sent together with a cancel. They arrive at different stages of it."""
 ENDLESS = 10**6
-"""Tokens that nobody waits for."""
+"""More tokens than any test waits for."""
 SMALL = {"size": "64x64", "num_inference_steps": 4}
 Asked: TypeAlias = tuple[Ask, str, asyncio.Task[None]]
 """A request, its ID, and the task that sends it."""
@@ -165,7 +163,7 @@ Asked: TypeAlias = tuple[Ask, str, asyncio.Task[None]]
 
 @dataclass(repr=False)
 class Mixed:
-    """API instances, each with its own connection to Redis, a runner of batches, and workers."""
+    """API instances, each with its own connection to Redis, a batch runner, and workers."""
 
     links: Links
     settings: ApiSettings
@@ -187,7 +185,7 @@ class Mixed:
 
     @property
     def workers(self) -> list[WorkerHarness]:
-        """The canary's worker comes first: it leaves to the other revision what it can't do."""
+        """The canary's worker comes first: it leaves to the other revision anything it can't do."""
         return [*self.held, self.speller]
 
     @property
@@ -294,7 +292,7 @@ async def _workers(
     broker: InMemoryBroker,
     canary_store: CanaryStore,
 ) -> dict[str, WorkerHarness]:
-    """Opens a worker of each model."""
+    """Starts a worker for each model."""
 
     def running(model: Model, **given: Any) -> AbstractAsyncContextManager[WorkerHarness]:
         return running_worker(redis_url, folder, model=model, broker=broker, **given)
@@ -344,30 +342,30 @@ async def _runner(settings: ApiSettings, door: Any, rows: list[Row]) -> AsyncIte
 
 @dataclass(repr=False)
 class Mix:
-    """One example: its own tenants, its requests, and the costs in the answers."""
+    """An example: its own tenants, its requests, and the costs in the answers."""
 
     world: Mixed
     budgets: MixedBudgets
     ledger: Ledger
     fresh: itertools.count[int] = field(default_factory=itertools.count)
     noted: dict[tuple[str, str], float] = field(default_factory=dict)
-    """Costs of predictions before they were deleted, by ID and time of creation.
+    """Predictions' costs before they were deleted, by id and creation time.
 
-    A caller's own ID may be used again after the deletion.
+    A caller's own id may be reused after the deletion.
     """
     untold: set[str] = field(default_factory=set)
-    """Predictions that were deleted before anybody could read what they cost."""
+    """Predictions that were deleted before their cost could be read."""
     own_ids: dict[str, str] = field(default_factory=dict)
-    """Ids of predictions named by their callers, by the id of the request that created them."""
+    """Ids that callers chose for predictions, by the id of the request that created them."""
     silent: set[str] = field(default_factory=set)
-    """Requests whose callers got no report of the cost, by the ID they sent.
+    """Requests whose callers got no report of the cost, by the id they sent.
 
-    Either their answer was kept although the caller hung up, or their process died.
+    Either their answer was stored although the caller hung up, or their process died.
     """
     answered: set[str] = field(default_factory=set)
-    """Requests that reported their cost to their callers, by the ID they sent."""
+    """Requests that reported their cost to their callers, by the id they sent."""
     spare_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Amounts that dead processes could have returned, by the names of counters."""
+    """Amounts that dead processes could have returned, by counter name."""
     has_died: bool = False
     """True if a process has."""
 
@@ -412,7 +410,7 @@ class Mix:
             await self._know_budgets()
 
     async def _begin(self, wave: Wave) -> list[Asked]:
-        """Sends the requests of a wave, and waits for the requests that end early."""
+        """Sends a wave's requests, and waits for the requests that end early."""
         names = [f"{self.budgets.number}-{one.key}-{next(self.fresh)}" for one in wave.asks]
         asked = [
             (one, name, asyncio.create_task(self._ask(one, name)))
@@ -423,7 +421,7 @@ class Mix:
         return asked
 
     async def _tell_redis(self, numbers: Iterable[int] = range(len(PROCESSES))) -> None:
-        """Lets processes report to Redis what they did while it was unreachable."""
+        """Lets processes report to Redis anything they did while it was unreachable."""
         for limiter in map(self.world.limiter, numbers):
             async with asyncio.timeout(WAIT_LIMIT_S):
                 is_told = False
@@ -434,13 +432,13 @@ class Mix:
                         is_told = True
 
     async def _change_budgets(self, new: Sequence[NewBudget]) -> None:
-        """Changes budgets, and refreshes them on the first instance."""
+        """Changes budgets and refreshes them on the first instance."""
         for one in new:
             self.budgets.change(one)
         await self.ledger.apis[0].dependencies.access.refresh()
 
     async def _know_budgets(self) -> None:
-        """Waits until all instances know the budgets, and Redis has marked them."""
+        """Waits until all instances know the budgets and Redis has marked them."""
         for api in self.ledger.apis:
             await api.dependencies.access.refresh()
         store, marked = self.ledger.apis[0].dependencies.limiter.store, set[str]()
@@ -451,11 +449,11 @@ class Mix:
                     marked = set(await store.marks())
 
     async def _kill(self, number: int, asked: Sequence[Asked]) -> None:
-        """Kills a process after it has reported to Redis its work during an outage."""
+        """Kills a process after it has reported its work during an outage to Redis."""
         limiter = self.world.limiter(number)
         await self._tell_redis([number])
         waiting = [one for one in asked if one[0].instance == number and not one[2].done()]
-        # The lock of the marks would outlive an instance by minutes. The runner never has it.
+        # The lock on the marks would outlive an instance by minutes. The runner never holds it.
         async with nullcontext() if number == RUNNER else self._fixed_marks():
             await self.world.processes[number].die([task for _, _, task in waiting])
         self.has_died = True
@@ -467,7 +465,7 @@ class Mix:
 
     @asynccontextmanager
     async def _fixed_marks(self) -> AsyncIterator[None]:
-        """A block in which no instance moves the mark of a budget.
+        """A block in which no instance moves a budget's mark.
 
         Amounts that an instance spends without Redis while a mark moves count twice
         (docs/decisions/0124-budgets-from-their-rows.md).
@@ -480,7 +478,7 @@ class Mix:
         await store.unlock_marks()
 
     def _body(self, one: Ask) -> tuple[str, dict[str, Any]]:
-        """The path and the body. A request that must not be answered gets a unique item."""
+        """Returns the path and the body. A request that must not be answered gets a unique item."""
         own = one.ends_early
         number = next(self.fresh) if own and not one.repeats else 0
         texts = [_text(item) for item in one.items] + ([_own(number)] if own else [])
@@ -502,7 +500,7 @@ class Mix:
             drawn: dict[str, Any] = {"prompt": "a circle", "seed": seed, "width": 64, "height": 64}
             return "/v1/predictions", {"version": PAINTER.name, "input": drawn}
         tokens = ENDLESS if own else 3
-        # A text whose step fails is computed alone afterwards, and would wait for the endless ones.
+        # A text whose step fails is then computed alone, and would wait for the endless ones.
         prompt = texts[-1].replace("!", "?") + "a"
         text = {"model": SPELLER.name, "prompt": prompt, "max_tokens": tokens}
         return "/v1/completions", {**text, "temperature": 0, "stream": one.kind == "stream"}
@@ -597,7 +595,10 @@ class Mix:
         return batch
 
     async def _end_batch(self, one: Ask, batch: str) -> None:
-        """Waits for the end of a batch. Cancels it if its lines wait for room in a full budget."""
+        """Waits for a batch to end.
+
+        Cancels it if its lines are waiting for room in a full budget.
+        """
         with suppress(TimeoutError):
             async with asyncio.timeout(LINES_WAIT_S):
                 return await self._until_over(one, batch)
@@ -615,7 +616,9 @@ class Mix:
                 await asyncio.sleep(0.02)
 
     async def settle(self) -> None:
-        """Ends requests that nobody waits for any more, and records costs from predictions."""
+        """Ends requests that no caller is waiting for any more, and records costs from
+        predictions.
+        """
         for name in NAMES:
             for one in await self._listed(name):
                 if one["status"] not in OVER:
@@ -640,10 +643,10 @@ class Mix:
         self.ledger.uncounted = self.budgets.budgets().keys() - self.budgets.counted()
 
     def _tell(self, said: defaultdict[str, float]) -> None:
-        """Reports costs from predictions to the ledger. Rows know whose they are.
+        """Reports costs from predictions to the ledger. Rows identify the keys they belong to.
 
-        Answers that were kept after their callers hung up, and lines of a batch, report no cost to
-        anyone.
+        Answers that were stored after their callers hung up, and batch lines, report no cost to any
+        caller.
         """
         keys = {stored(key, tenant).id: key for key, tenant in self.ledger.tenant_of.items()}
         for row in self.ledger.rows():
@@ -682,7 +685,7 @@ class Mix:
 async def _cancel_beside_delete(
     http: httpx.AsyncClient, other: httpx.AsyncClient, made: str, key: Mapping[str, str]
 ) -> None:
-    """Cancels a prediction while it is deleted several times, of which one may succeed."""
+    """Cancels a prediction while it is deleted several times; one of the deletions may succeed."""
     url = f"/v1/predictions/{made}"
     canceling = http.post(f"{url}/cancel", headers=key)
     deleting = [other.delete(url, headers=key) for _ in range(RIVALS)]
@@ -692,10 +695,11 @@ async def _cancel_beside_delete(
 
 
 def check_bounds(ledger: Ledger, highest_usd: Mapping[str, float], times: int) -> None:
-    """No budget is exceeded. Without Redis, each instance spends its part of the remaining amount
-    that it knows of.
+    """No budget is exceeded.
 
-    An instance that does not know the amount spent uses its part of the whole budget. So together
+    Without Redis, each instance spends its part of the remaining amount that it knows about.
+
+    An instance that does not know the amount spent uses its part of the whole budget, so together
     they overspend by at most one budget (docs/reference/limits.md).
     """
     for name, months in ledger.charged_by_month().items():
@@ -707,17 +711,17 @@ def check_bounds(ledger: Ledger, highest_usd: Mapping[str, float], times: int) -
 def check_paid_once(
     ledger: Ledger, texts: Sequence[str], words: Sequence[str], *, is_whole: bool
 ) -> None:
-    """Each text or word that was computed and delivered is paid for in full, and once.
+    """Each text or word that was computed and delivered is paid for in full, exactly once.
 
-    Rows do not have the texts, but each text has a different length. A process that finds a result
-    before it is marked as unpaid pays a share of it. Then the mark is still there, for the next
-    request (docs/decisions/0131-unpaid-results.md).
+    Rows do not contain the texts, but each text has a different length. A process that finds a
+    result before it is marked as unpaid pays only a share of it. In that case the mark is still
+    there for the next request (docs/decisions/0131-unpaid-results.md).
 
     Args:
         ledger: the books of one example.
         texts: texts sent to the embedding model.
-        words: words sent to the steps of flows.
-        is_whole: True if all processes lived and reached Redis, which has the marks.
+        words: words sent to flow steps.
+        is_whole: True if no process died and all reached Redis, which has the marks.
     """
     tenants = set(ledger.tenant_of.values())
     paid = [row for row in ledger.rows() if row.tenant in tenants and row.cost_usd]
@@ -789,7 +793,7 @@ async def test_three_books_agree_on_any_mix(world: Mixed, mixture: Mixture) -> N
     await mix.run(mixture)
     await mix.settle()
     with pytest.MonkeyPatch.context() as patch:
-        # Doesn't wait for workers to report on canceled predictions, because they are idle.
+        # Doesn't wait for workers to report on canceled predictions, because the workers are idle.
         patch.setattr("api.predictions.follower.ENDING_S", 0.0)
         # Budgets are compared with their rows until they agree.
         patch.setattr("api.limits.budget_marks.PASS_S", 0.0)

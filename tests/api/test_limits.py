@@ -1,4 +1,4 @@
-"""Limits of plans and keys, as callers see them."""
+"""Plans' and keys' limits, as callers see them."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -139,7 +139,7 @@ async def test_key_has_less_than_its_tenant(tmp_path: Path, redis_url: str) -> N
 
 
 async def test_work_is_settled_by_what_is_charged(tmp_path: Path, redis_url: str) -> None:
-    """A hit is free here, so it does not count. A failed text does not count either."""
+    """A hit is free here, so it does not count. Neither does a failed text."""
     async with limited_api(tmp_path, redis_url, Plan(tokens_per_min=1000)) as api:
         text = "w " * 100
         left = [
@@ -209,7 +209,9 @@ async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str
 
 
 async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_url: str) -> None:
-    """Each text reserves 42 tokens, and spends 3. So the third fits once the first two are over."""
+    """Each text reserves 42 tokens and spends 3, so the third fits once the first two have
+    ended.
+    """
     texts = [f"{letter * 40}" for letter in "abcdefghijklmnopq"]
     async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.087)) as api:
         api.worker.go.clear()
@@ -232,7 +234,7 @@ async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_u
 
 
 async def test_texts_at_once_stay_within_the_budget(tmp_path: Path, redis_url: str) -> None:
-    """Each writes 60 tokens at the output price, and has a prompt of punctuation."""
+    """Each generates 60 tokens at the output price and has a prompt of punctuation."""
     body = {"model": "writer", "prompt": "{}[]()" * 20, "max_tokens": 60}
     async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.5)) as api:
         path, headers = "/v1/completions", bearer("a")
@@ -282,8 +284,9 @@ async def test_prediction_is_settled_if_its_end_is_waited_for(
 
 
 async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str) -> None:
-    """Nobody waits for it. A failed prediction costs nothing, and its item is no longer in
-    flight.
+    """No caller waits for it.
+
+    A failed prediction costs nothing, and its item is no longer in flight.
     """
     plan = Plan(tokens_per_min=1000, max_in_flight=1, budget_usd_per_month=0.258)
     async with limited_api(tmp_path, redis_url, plan) as api:
@@ -309,7 +312,7 @@ async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str
 
 
 async def until_spent(redis_url: str, usd: float) -> None:
-    """Waits until the counter of the budget shows the amount."""
+    """Waits until the budget's counter shows the amount."""
     async with redis.asyncio.Redis.from_url(redis_url) as client, asyncio.timeout(WAIT_LIMIT_S):
         used = None
         while used != pytest.approx(usd, abs=1e-9):
@@ -323,7 +326,7 @@ async def test_predictions_of_an_instance_that_died_are_settled(
     body, plan = {"version": MODEL, "input": {"text": "x" * 200}}, Plan(budget_usd_per_month=0.25)
     (tmp_path / "other").mkdir()
     async with limited_api(tmp_path, redis_url, plan) as api:
-        api.dependencies.follower._sweeping.cancel()  # as if it had died
+        api.dependencies.follower._sweeping.cancel()  # as if the instance had died
         created = await api.http.post("/v1/predictions", json=body, headers=bearer("a"))
         assert created.status_code == 201
         assert (await embed(api, "y" * 230)).status_code == 429
@@ -384,7 +387,7 @@ async def test_limits_hold_without_redis(tmp_path: Path) -> None:
 
 
 async def test_budget_that_can_not_be_checked_is_not_spent(tmp_path: Path) -> None:
-    """It is refused with 503, unless the plan allows requests during outages."""
+    """It is refused with 503 unless the plan allows requests during outages."""
     statuses = []
     for on_outage in ("deny", "allow"):
         plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)

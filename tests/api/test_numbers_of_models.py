@@ -1,4 +1,4 @@
-"""Invalid numbers in an answer (NaN, infinity, a vector of zeros) are never returned, charged or
+"""Invalid numbers in an answer (NaN, infinity, an all-zero vector) are never returned, charged or
 cached, and fail only their own item.
 """
 
@@ -45,11 +45,11 @@ VECTORS = Model(
 SCORES = Model.model_validate(VECTORS.model_dump() | {"name": "scores", "task": "similarity"})
 CLASS = JOIN.model_copy(update={"cache": Cache(ttl_s=60), "price": Price(per_item_usd=1.0)})
 NUMBERS = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "zero": 0.0}
-"""Number that a model makes from a text with this name."""
+"""The number that a model produces from a text with this name."""
 
 
 class Words:
-    """A text is one token, and the second text of a pair is not read."""
+    """A text is one token, and a pair's second text is not read."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText]:
         texts = [one.text for one in inputs if isinstance(one, TextInput | SimilarityInput)]
@@ -58,7 +58,7 @@ class Words:
 
 @dataclass
 class Numbers:
-    """Makes invalid numbers from the names in NUMBERS, and valid numbers from other texts."""
+    """Produces invalid numbers from the names in NUMBERS, and valid numbers from other texts."""
 
     make: Callable[[str], Result]
     computed: list[str] = field(default_factory=list)
@@ -101,7 +101,7 @@ def score_of(text: str) -> SimilarityResult:
 
 @dataclass
 class World:
-    """An API and a worker of one model."""
+    """An API and a worker for one model."""
 
     http: httpx.AsyncClient
     written: list[list[Row]]

@@ -1,4 +1,4 @@
-"""Documents that are read, in the format of Mistral's OCR API."""
+"""OCR of documents, in the format of Mistral's API."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2), KINDS), max_siz
 
 
 async def run(steps: list[tuple[int, int, Replies]]) -> None:
-    """A step begins a job of a request, or ends it if it exists already."""
+    """Each step starts a request's job, or ends it if it already exists."""
     inbox = OpenInbox("7", SLOTS)
     kind_of: dict[int, Replies] = {}
     jobs: dict[int, dict[int, tuple[str, str]]] = {}
@@ -37,7 +37,7 @@ async def run(steps: list[tuple[int, int, Replies]]) -> None:
             next(iter(parts.values()))[1] for one, parts in jobs.items() if kind_of[one] == "slots"
         )
         if is_new:
-            kind_of[request] = kind  # a request has one model, so its jobs have one kind
+            kind_of[request] = kind  # a request has one model, so all its jobs are of one kind
         waiting = inbox.register(str(request), part, kind_of[request])
         place = (waiting.inbox, waiting.slot)
         if not is_new:

@@ -1,4 +1,4 @@
-"""The OpenAPI document is whole: every route, every status that it can return, and examples that
+"""The OpenAPI document is complete: every route, every status that it can return, and examples that
 are accepted unchanged.
 """
 
@@ -21,7 +21,7 @@ from tests.keys import bearer, keys_url
 pytestmark = pytest.mark.anyio
 NOT_KEYED = {"/health", "/healthz", "/livez", "/readyz", "/v1/objects/{key}"}
 NEVER_OF_A_ROUTE = {405}
-"""Statuses that no documented method has."""
+"""Statuses that no documented method returns."""
 OUR_SHAPES = (
     ("application/json", "ErrorReply"),
     ("application/problem+json", "Problem"),
@@ -125,7 +125,7 @@ def _references(node: object) -> set[str]:
 async def test_no_setting_and_no_model_is_in_it(
     page: dict[str, Any], tmp_path: Path, redis_url: str
 ) -> None:
-    """So all tests of a process compare answers with the same document (tests/api/declared.py)."""
+    """So all tests in a process compare answers with the same document (tests/api/declared.py)."""
     keys = keys_url(tmp_path, a="acme")
     other = settings_for(tmp_path, redis_url=redis_url, secret="s", keys_url=keys)
     async with running_api(other, catalog=Catalog((TEXT_MODEL,))) as api:

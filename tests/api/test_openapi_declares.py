@@ -1,6 +1,6 @@
 """Each route declares the answers that shared code can return on it.
 
-Answers of routes in all other tests are compared with the document too (tests/api/declared.py).
+All other tests also compare routes' answers with the document (tests/api/declared.py).
 """
 
 from __future__ import annotations

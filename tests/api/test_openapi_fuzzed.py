@@ -1,8 +1,8 @@
 """The OpenAPI document covers every answer to any request: schemathesis sends requests, the same
 ones each time.
 
-Its phases: the document's examples, each bound of each schema, random requests, and requests made
-of earlier answers.
+Its phases: the document's examples, each bound of each schema, random requests, and requests built
+from earlier answers.
 """
 
 import asyncio
@@ -23,8 +23,9 @@ pytestmark = [pytest.mark.slow(about_s=95), pytest.mark.anyio]
 ROOT = Path(__file__).parents[2]
 CONFIG = "tests/api/openapi/schemathesis.toml"
 CASES_OF_A_ROUTE = int(os.environ.get("FUZZ_CASES_OF_A_ROUTE", "5"))
-"""Random cases of each kind per route, in addition to boundary cases. FUZZ_CASES_OF_A_ROUTE=50
-tries more, which takes ten times as long.
+"""Random cases of each kind per route, in addition to boundary cases.
+
+FUZZ_CASES_OF_A_ROUTE=50 tries more, which takes ten times as long.
 """
 LIMIT_S = 500 * PATIENCE
 HOW_TO_MEND = """

@@ -1,4 +1,4 @@
-"""The output of a class that yields, as GET and webhooks show it while the class runs."""
+"""The output of a class that yields, as GET and webhooks show it while the class is running."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ async def until_shown(api: ApiUnderTest, created: dict[str, Any], count: int) ->
 
 
 async def start(api: ApiUnderTest, tmp_path: Path, **more: Any) -> dict[str, Any]:
-    """Creates a prediction, which yields one piece for each file that is made."""
+    """Creates a prediction that yields one piece for each file that is created."""
     body = {"version": "mine", "input": {"folder": str(tmp_path / "class")}, **more}
     created: dict[str, Any] = (await api.http.post("/v1/predictions", json=body)).json()
     return created
@@ -60,7 +60,7 @@ async def test_output_grows_in_get_while_the_class_yields(
     api = await serve(YIELDS.format(kind=kind, pieces=repr(pieces)))
     created = await start(api, tmp_path)
     assert (await api.http.get(created["urls"]["get"])).json()["output"] is None
-    for number in (0, 1, 2):  # the last two come together
+    for number in (0, 1, 2):  # the last two arrive together
         (tmp_path / "class" / str(number)).touch()
     shown = await until_shown(api, created, 3)
     assert (shown["status"], shown["output"]) == ("processing", pieces[:3])
@@ -92,7 +92,7 @@ async def test_files_are_there_before_the_end(serve: Any, tmp_path: Path) -> Non
 
 
 async def test_replicates_client_iterates_over_the_output(serve: Any, tmp_path: Path) -> None:
-    """It uses the part of each answer that follows the previous one, so no piece may change."""
+    """It uses the part of each answer that comes after the previous one, so no piece may change."""
     words = [f"{number} " for number in range(30)]
     api = await serve(YIELDS.format(kind="ConcatenateIterator[str]", pieces=repr(words)))
     client = Client(api_token="any", base_url=api.url)
@@ -184,7 +184,7 @@ async def test_files_before_a_failure_stay_until_it_is_deleted(serve: Any, tmp_p
 
 
 async def test_output_of_an_asynchronous_class_stays_when_it_fails(serve: Any) -> None:
-    """Cog keeps output only if the class is synchronous."""
+    """Cog keeps output only for synchronous classes."""
     body = """
     class Predictor(BasePredictor):
         async def predict(self) -> AsyncIterator[str]:
@@ -231,7 +231,7 @@ async def test_a_webhook_is_notified_of_growth_and_once_of_the_end(
 
 
 async def told(api: ApiUnderTest, messages: Any) -> AsyncIterator[WebhookEvent]:
-    """Yields the published events, each of them once."""
+    """Yields the published events, each once."""
     async for message in messages:
         messages.ack(message)
         yield decode_webhook_event(message.data)

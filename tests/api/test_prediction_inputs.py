@@ -1,5 +1,5 @@
-"""Inputs and outputs of predictions: texts, images, files, links, models, and errors in Replicate's
-shape.
+"""Prediction inputs and outputs: texts, images, files, links, models, and errors in Replicate's
+format.
 """
 
 import asyncio
@@ -102,7 +102,7 @@ async def url_of_image(api: ApiUnderTest, output_format: str) -> str:
 
 
 async def test_url_of_a_file_is_bounded(api: ApiUnderTest) -> None:
-    """Parts of a URL that are never looked at are kept in the record all the same."""
+    """Even the parts of a URL that are never looked at are stored in the record."""
     png = png_of(ImageInput("a", 64, 64, 1, 1.0, 1, "ddim"))
     sent = (await api.http.post("/v1/files", files={"content": ("a.png", png, "image/png")})).json()
     wish = {"prompt": "a", "image": f"{sent['urls']['get']}?{'x' * 3000}"}

@@ -47,7 +47,7 @@ async def test_another_instance_answers_for_one_that_is_gone(
                 first.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=2"})
             )
             await second.worker.until_taken(1)
-            # Known, awaited and canceled through a different instance than the one that created it.
+            # Found, awaited and canceled through a different instance than the one that created it.
             (listed,) = (await second.http.get("/v1/predictions")).json()["results"]
             canceled = (await second.http.post(f"/v1/predictions/{listed['id']}/cancel")).json()
             assert canceled["status"] == "canceled"
@@ -138,7 +138,7 @@ async def test_hanging_redis_does_not_hold_an_answer_back(tmp_path: Path) -> Non
             finally:
                 server.resume()
             assert created["status"] == "starting"
-            # Its own wait, not Redis's limit for each call.
+            # Its own wait, rather than Redis's limit per call.
             assert time.monotonic() - began_s < REDIS_LIMIT_S
             api.worker.go.set()
             assert (await until_over(api, created))["status"] == "succeeded"
@@ -160,7 +160,7 @@ async def test_prediction_that_nobody_ends_is_ended_by_who_reads_it(
         "failed",
         "deadline exceeded: the prediction did not finish within 0.6 s",
     )
-    assert api.broker.published == before + 2  # the job, and the webhook's event
+    assert api.broker.published == before + 2  # the job and the webhook's event
     assert api.worker.jobs[0].envelope.webhook == "start,output,logs,completed"
 
 

@@ -1,4 +1,4 @@
-"""The Predictions API over a real Redis, by plain HTTP: create, wait, list, cancel, follow."""
+"""The Predictions API with a real Redis, over plain HTTP: create, wait, list, cancel, follow."""
 
 import asyncio
 import itertools
@@ -75,7 +75,9 @@ async def test_waiting_answers_when_it_is_over(api: ApiUnderTest) -> None:
 async def test_wait_that_ends_early_answers_starting_and_get_says_processing(
     api: ApiUnderTest,
 ) -> None:
-    """Replicate's clients take `processing` in the answer to a wait as its end, without output."""
+    """If a wait returns `processing`, Replicate's clients take the prediction as ended, without
+    output.
+    """
     api.worker.go.clear()
     response = await api.http.post("/v1/predictions", json=TEXT, headers={"prefer": "wait=1"})
     created = response.json()
@@ -154,7 +156,8 @@ async def test_streams_are_bounded_and_end_with_their_readers(
         await stores.records.progress(created["id"], 1, 2)
     url = created["urls"]["stream"]
     async with api.http.stream("GET", url) as following:
-        lines = following.aiter_lines()  # a reader that nobody holds would close its stream
+        # Otherwise the reader would be garbage-collected, which closes its stream.
+        lines = following.aiter_lines()
         assert await anext(lines) == "event: logs"
         assert (await api.http.get(url)).status_code == 429
     api.worker.go.set()
@@ -202,7 +205,7 @@ async def test_streams_of_one_tenant_leave_room_for_another(
             following = await stack.enter_async_context(api.http.stream("GET", url, headers=acme))
             followed.append(
                 following.aiter_lines()
-            )  # a reader that nobody holds would close its stream
+            )  # otherwise the reader would be garbage-collected, which closes its stream
             assert await anext(followed[-1]) == "event: logs"
         assert (await api.http.head(url, headers=acme)).status_code == 429
         theirs = (await api.http.post("/v1/predictions", json=TEXT, headers=umbrella)).json()
@@ -212,8 +215,8 @@ async def test_streams_of_one_tenant_leave_room_for_another(
 async def test_many_predictions_of_one_tenant_do_not_stand_before_requests(
     api: ApiUnderTest,
 ) -> None:
-    """`interactive` priority gets as much as a model process takes at once, `batch` priority the
-    rest.
+    """`interactive` priority gets as many as a model process takes at once, and `batch` priority
+    the rest.
     """
     api.worker.go.clear()
     most = 2 * IMAGE_MODEL.batch.max_items
@@ -264,7 +267,7 @@ async def test_list_goes_back_page_by_page(api: ApiUnderTest) -> None:
 
 
 async def test_a_page_of_large_predictions_has_fewer_of_them(api: ApiUnderTest) -> None:
-    """Together they may exceed an instance's memory, if several ask at the same time."""
+    """If several callers list them at the same time, they could exceed an instance's memory."""
     large = TEXT | {"input": {"texts": ["a " * 3500] * 128}}
     made = [(await api.http.post("/v1/predictions", json=large)).json()["id"] for _ in range(8)]
     found, url = list[str](), "/v1/predictions"

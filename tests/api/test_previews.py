@@ -1,4 +1,4 @@
-"""Previews reach readers who ask for them, from any instance, and nobody else pays for them."""
+"""Previews reach readers who request them, from any instance, at no cost to others."""
 
 import asyncio
 import base64

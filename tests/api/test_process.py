@@ -1,4 +1,6 @@
-"""`penstock api` as a separate process, over the embedded Pub/Sub, with a worker across from it."""
+"""`penstock api` as a separate process, on the embedded Pub/Sub, with a worker on the other
+side.
+"""
 
 import asyncio
 import os
@@ -126,7 +128,7 @@ async def test_finishes_what_is_in_hand_when_told_to_stop(
         request = asyncio.create_task(api.http.post("/v1/embeddings", json=BODY))
         await api.worker.until_taken(1)
         api.process.terminate()
-        # It accepts no new connections from now on, but still waits for the reply.
+        # From now on it accepts no new connections, but still waits for the reply.
         await _until_refused(api.http.base_url)
         api.worker.go.set()
         assert (await request).status_code == 200
@@ -208,7 +210,7 @@ transport_of(settings), admin_of(settings)
 
 
 async def _imported(code: str) -> set[str]:
-    """The packages loaded in a new process after running `code`."""
+    """The packages loaded in a new process by running `code`."""
     code += "\nimport sys; print(*{name.partition('.')[0] for name in sys.modules})"
     process = await asyncio.create_subprocess_exec(
         sys.executable, "-c", code, cwd=ROOT, stdout=asyncio.subprocess.PIPE

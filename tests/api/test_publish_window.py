@@ -1,4 +1,4 @@
-"""A tenant's share of a topic, and the order in which jobs leave when a reply comes."""
+"""A tenant's share of a topic, and the order in which jobs leave when a reply arrives."""
 
 import asyncio
 import time
@@ -35,13 +35,13 @@ def demand(tenant: str, items: int = 1) -> Demand:
 
 
 def window_of(items_per_s: float = 1.0, floor: int = FLOOR) -> ModelWindow:
-    """A window with at least `floor`, and more if the workers are faster."""
+    """A window of at least `floor`, or more if the workers are faster."""
     guesses = FirstGuesses(gap_s=1 / items_per_s, batch_s=0.1)
     return ModelWindow(ServiceRate(guesses), floor, broker_wait_s=0.3)
 
 
 class Senders:
-    """Jobs under way in one window, without publishing any."""
+    """Jobs in flight in one window, without publishing any."""
 
     def __init__(self, window: ModelWindow) -> None:
         self.window = window
@@ -123,7 +123,7 @@ async def test_tenant_alone_fills_the_window_and_goes_on_as_replies_come() -> No
 
 @pytest.mark.anyio
 async def test_window_holds_what_workers_do_in_time() -> None:
-    """100 items/s spend 0.3 s at the broker and 0.2 s in two batches."""
+    """At 100 items/s, items spend 0.3 s at the broker and 0.2 s in two batches."""
     with ended(Senders(window_of(items_per_s=100))) as senders:
         for _ in range(80):
             await senders.send(demand("a"))
@@ -246,7 +246,7 @@ async def test_room_goes_to_the_tenant_that_has_least_for_its_weight() -> None:
 
 @pytest.mark.anyio
 async def test_part_of_a_tenant_is_divided_among_instances() -> None:
-    """Both tenants are everywhere, and this instance has a quarter of tenant `a`'s items."""
+    """Both tenants are on all instances, and this instance has a quarter of tenant `a`'s items."""
     tenants = {digest_of("a"): (1.0, 60), digest_of("b"): (1.0, 80)}
     with ended(Senders(window_of(floor=1))) as senders:
         senders.window.update(Elsewhere(3, size=80.0, published=80, tenants=tenants))
@@ -271,7 +271,7 @@ async def test_weights_add_up_whatever_comes_and_goes() -> None:
 
 
 class Publishing(RuleBasedStateMachine):
-    """Tenants publish, get answers and give up."""
+    """Tenants publish, receive answers and give up."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -333,7 +333,7 @@ TestPublishing.settings = settings(deadline=None, stateful_step_count=40, max_ex
 
 @pytest.mark.anyio
 async def test_job_that_is_late_or_unwanted_in_the_window_is_not_published(tmp_path: Path) -> None:
-    """The API then writes the rows, because no worker saw the items."""
+    """In that case the API writes the rows, because no worker saw the items."""
     async with running_dispatcher(tmp_path, window_floor=1) as harness:
         harness.worker.go.clear()
         first = harness.ask("first")

@@ -1,4 +1,4 @@
-"""Predictions show their place in the queue, also to Replicate's client."""
+"""Predictions show their place in the queue, including to Replicate's client."""
 
 import json
 from pathlib import Path
@@ -20,7 +20,7 @@ api = api_with_redis(secret="s")
 
 
 async def waiting(api: ApiUnderTest, stores: RecordStores, count: int) -> list[dict[str, Any]]:
-    """`count` predictions that no worker has taken, in the order of their deadlines."""
+    """Creates `count` predictions that no worker has taken, in the order of their deadlines."""
     made = []
     for _ in range(count):
         api.worker.go.clear()

@@ -1,8 +1,7 @@
-"""The number of times that a request waits for Redis: if Redis is far away, each is another round
-trip.
+"""How many times a request waits for Redis: if Redis is far away, each wait is a round trip.
 
-Redis is behind a proxy that forwards nothing until the test lets it. All commands that the API has
-sent by then pass together, as one round trip.
+Redis is behind a proxy that forwards nothing until the test allows it. All commands that the API
+has sent by then are forwarded together, as one round trip.
 """
 
 from collections.abc import AsyncIterator
@@ -25,7 +24,7 @@ from tests.record_stores import RecordStores
 pytestmark = pytest.mark.anyio
 
 REQUESTS = 8
-"""Reports to other instances pass too now and then, so the lowest count is used."""
+"""Reports to other instances occasionally pass too, so the lowest count is used."""
 
 
 @asynccontextmanager
@@ -47,7 +46,7 @@ async def gated_api(
 
 
 async def fewest(api: ApiUnderTest, link: GatedLink, cache: str, *texts: str) -> int:
-    """The minimum number of round trips that requests for these texts take, one text each."""
+    """The minimum number of round trips for requests with these texts, one text each."""
     found = list[str]()
 
     async def embed(text: str) -> httpx.Response:
@@ -91,7 +90,7 @@ async def test_a_prediction_waits_for_redis_twice_at_most(tmp_path: Path, redis_
                 for number in range(REQUESTS)
             ]
     assert {answer.json()["status"] for _, answer in counted} == {"succeeded"}
-    assert 1 <= min(trips for trips, _ in counted) <= 2  # it is created, and read at its end
+    assert 1 <= min(trips for trips, _ in counted) <= 2  # it is created, and read when it has ended
 
 
 async def test_a_hit_waits_for_redis_once(tmp_path: Path, redis_url: str) -> None:

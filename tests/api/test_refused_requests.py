@@ -1,4 +1,4 @@
-"""A refused request leaves a count, and one row if its sender is known, without its content."""
+"""A refused request leaves a count, and one row if its sender is known, but not its content."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -186,7 +186,7 @@ async def test_refusals_for_want_of_room_or_of_another_body_leave_rows(
         assert [(row.status, row.error_code) for row in api.rows] == [
             ("refused", "overloaded"),
             *[("refused", "idempotency_key_reused")] * 2,
-            *[("refused", "invalid_input")] * 2,  # computed, and repeated for the key
+            *[("refused", "invalid_input")] * 2,  # computed, then replayed for the key
         ]
 
 
@@ -214,7 +214,9 @@ async def test_who_only_looks_leaves_no_row(api: ApiUnderTest) -> None:
 
 
 async def test_what_a_worker_refuses_has_its_own_row(api: ApiUnderTest) -> None:
-    """Items of an accepted request leave rows where they end, so there is no second row here."""
+    """Items of an accepted request leave their rows where they end, so there is no second row
+    here.
+    """
     before = count(EMBEDDINGS, 500, "model_failed")
     assert (
         await api.http.post(EMBEDDINGS, json=TEXT | {"input": "broken"}, headers=ACME)

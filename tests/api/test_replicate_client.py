@@ -50,7 +50,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 async def client(api: ApiUnderTest) -> AsyncIterator[Any]:
-    """Untyped, so that tests can look at raw output."""
+    """Untyped, so that tests can inspect raw output."""
     made = Client(api_token=KEY, base_url=api.url)
     yield made
     await made._async_client.aclose()
@@ -63,7 +63,7 @@ async def test_run_gives_the_vector(client: Any) -> None:
 
 
 async def test_run_of_a_version_gives_images(api: ApiUnderTest, client: Any) -> None:
-    """It also looks at the version for the schema of its output."""
+    """It also checks the version for its output schema."""
     model = await client.models.async_get(IMAGE_REF)
     version = model.latest_version
     images = await client.async_run(
@@ -150,7 +150,7 @@ async def test_models_are_listed_for_each_client_in_its_shape(
     assert page[0].latest_version.id == (await client.models.async_get(TEXT_REF)).latest_version.id
     openai = api.openai(api_key=KEY)
     assert [model.id async for model in openai.models.list()] == names
-    # Clients with another name get OpenAI's shape under /v1; outside it there is only Replicate's.
+    # Clients with another name get OpenAI's format under /v1; elsewhere there is only Replicate's.
     keyed = {"authorization": f"Bearer {KEY}"}
     assert (await api.http.get("/v1/models", headers=keyed)).json()["object"] == "list"
     assert len((await api.http.get("/models", headers=keyed)).json()["results"]) == len(names)

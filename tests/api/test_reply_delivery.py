@@ -1,5 +1,5 @@
-"""Guarantees about replies, on both topics of an inbox, over the broker in memory and over the
-embedded Pub/Sub, with a real Redis.
+"""Guarantees about replies, on both of an inbox's topics, with the in-memory broker and the
+embedded Pub/Sub, and a real Redis.
 """
 
 import asyncio
@@ -89,7 +89,7 @@ async def test_news_of_the_record_end_one_wait(replies: Replies) -> None:
     broker = in_memory()
     async with broker.instance() as inbox:
         with inbox.waiter("r1", 0, replies) as waiter:
-            waiter.look()  # before anybody waits, so the next wait ends at once
+            waiter.look()  # before anything waits, so the next wait ends immediately
             with pytest.raises(DeadlineExceeded):
                 await waiter.reply(WAIT_LIMIT_S)
             waiting = asyncio.create_task(waiter.reply(WAIT_LIMIT_S))
@@ -202,7 +202,7 @@ async def test_used_up_pool_refuses_and_the_next_free_inbox_is_taken(
     replies: Replies, redis_url: str
 ) -> None:
     class Cloud(InMemoryBroker):
-        """A project in which instances create nothing."""
+        """A project in which instances create no resources."""
 
         async def ensure_topic(self, topic_id: str) -> bool:
             raise ConfigurationError("PERMISSION_DENIED")

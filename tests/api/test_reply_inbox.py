@@ -1,5 +1,5 @@
-"""An instance gets its inbox and returns it, over the broker in memory and over the embedded
-Pub/Sub, with a real Redis. Guarantees for callers are in test_reply_delivery.py.
+"""An instance obtains and returns its inbox, with the in-memory broker and the embedded Pub/Sub,
+and a real Redis. Guarantees for callers are in test_reply_delivery.py.
 """
 
 import asyncio

@@ -203,7 +203,7 @@ def _bodies(kind: type[Body] = Body) -> Iterator[type[Body]]:
 
 
 def _lists_in(schema: Any) -> Iterator[dict[str, Any]]:
-    """The lists in one of pydantic's core schemas whose elements may be wrong."""
+    """The lists in one of pydantic's core schemas whose elements may be invalid."""
     if isinstance(schema, dict):
         if schema.get("type") == "list" and schema.get("items_schema", {}).get("type") != "any":
             yield schema
@@ -214,7 +214,9 @@ def _lists_in(schema: Any) -> Iterator[dict[str, Any]]:
 
 
 def test_a_list_ends_at_its_first_wrong_element_or_has_few() -> None:
-    """pydantic reports each wrong element, and 300,000 would fit: 3 s of the event loop."""
+    """pydantic reports each invalid element, and 300,000 would fit, blocking the event loop for 3
+    s.
+    """
     kinds = [*_bodies(), validator_of(CLASS)]
     lists = [
         (kind.__name__, one) for kind in kinds for one in _lists_in(kind.__pydantic_core_schema__)
@@ -234,5 +236,5 @@ async def test_the_first_wrong_element_of_many_is_named(api: ApiUnderTest) -> No
 
 
 def test_bodies_are_within_what_is_received(tmp_path: Path) -> None:
-    """The bounds here are reached before the bound of a body."""
+    """The limits here are reached before the limit on the body."""
     assert settings_for(tmp_path).request_max_bytes > 2 * DOCUMENT_MAX_BYTES

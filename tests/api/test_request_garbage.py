@@ -1,7 +1,7 @@
-"""A request leaves nothing behind that only the garbage collector could remove.
+"""A request leaves nothing behind that only the garbage collector could free.
 
-Cycles keep all objects of a request alive until a collection. If that collection has thousands of
-requests to look at, it stops the event loop, and with it every request, for a fifth of a second.
+Cycles keep all of a request's objects alive until a collection. If that collection has to look at
+thousands of requests, it blocks the event loop, and with it every request, for a fifth of a second.
 """
 
 import gc
@@ -33,7 +33,7 @@ def garbage_kept() -> Iterator[list[object]]:
 
 
 def ours(garbage: list[object]) -> set[str]:
-    """The names of the functions and types in it that belong to the API."""
+    """The names of the garbage's functions and types that belong to the API."""
     kinds = (one if isinstance(one, types.FunctionType) else type(one) for one in garbage)
     return {
         f"{kind.__module__}.{kind.__qualname__}"

@@ -1,5 +1,5 @@
-"""Options in headers: valid ones are on the job within their bounds, others are refused by name and
-range.
+"""Options in headers: valid options are on the job within their limits, others are refused by name
+and range.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ async def test_wait_of_any_length_is_at_most_a_minute(api: ApiUnderTest, prefere
 async def test_preference_that_makes_no_sense_is_ignored(
     api: ApiUnderTest, preference: str
 ) -> None:
-    """As RFC 7240 requires."""
+    """As required by RFC 7240."""
     api.worker.go.clear()
     headers = {b"prefer": preference.encode(), b"cache-control": b"no-store"}
     answer = await api.http.post("/v1/predictions", json=ROUTES["/v1/predictions"], headers=headers)
@@ -178,8 +178,8 @@ async def test_preference_that_makes_no_sense_is_ignored(
 
 @pytest.mark.parametrize("charset", ["utf-7", "undefined", "idna", "unicode_escape", "x" * 300])
 async def test_form_in_another_charset_is_refused(api: ApiUnderTest, charset: str) -> None:
-    """Some of Python's codecs fail in unusual ways, and some make lone surrogates, which no message
-    can carry.
+    """Some of Python's codecs fail in unusual ways, and some produce lone surrogates, which no
+    message can carry.
     """
     body = b'--b\r\nContent-Disposition: form-data; name="prompt"\r\n\r\n+2AA-\r\n'
     body += (

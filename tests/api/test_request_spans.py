@@ -1,4 +1,4 @@
-"""Spans of the API: of a request, its cache lookup, and its jobs."""
+"""The API's spans: of a request, its cache lookup, and its jobs."""
 
 from __future__ import annotations
 

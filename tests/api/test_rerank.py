@@ -58,7 +58,7 @@ async def test_equal_documents_stay_in_their_order(api: ApiUnderTest) -> None:
 
 async def test_tokens_are_those_of_the_rows(api: ApiUnderTest) -> None:
     first = await ranked(api)
-    reply = await ranked(api)  # the API writes the rows of hits
+    reply = await ranked(api)  # the API writes the rows for hits
     await api.until_idle()
     tokens = sum(row.tokens or 0 for row in api.rows)
     assert len(api.rows) == len(DOCUMENTS) + 1

@@ -1,5 +1,5 @@
-"""Rows are identified by ids of ours: no caller chooses one, BigQuery takes all of them, and the
-caller's own id is kept as well.
+"""Rows are identified by our own ids: callers can't choose them, BigQuery accepts all of them, and
+the caller's id is stored as well.
 """
 
 import re
@@ -90,7 +90,7 @@ async def test_id_of_the_caller_stands_in_its_rows_and_names_none(
     shown = {answer.headers["x-request-id"] for answer in answers}
     if kept is not None and kept is not HASHED:
         assert shown == {given}
-    else:  # the ids in answers are found in the rows
+    else:  # answers' ids are found in the rows
         assert shown <= {row.request_id for row in rows}
 
 

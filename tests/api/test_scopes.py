@@ -1,4 +1,4 @@
-"""Permissions of a key: 401 and 403 in the shape of each API, scopes and models of keys."""
+"""A key's permissions: 401 and 403 in each API's format, key scopes and models."""
 
 import re
 from collections.abc import AsyncIterator
@@ -289,7 +289,7 @@ EXPECTED: dict[tuple[str, str], KeyScope] = {
 
 
 async def test_each_route_requires_the_scope_in_the_documentation(api: ApiUnderTest) -> None:
-    """An endpoint without a scope accepts only unrestricted keys, and nobody would notice."""
+    """An endpoint without a scope accepts only unrestricted keys, which could go unnoticed."""
     routes = {
         (method, path)
         for method, path in routes_of(api.app)
@@ -325,7 +325,7 @@ async def test_each_scope_opens_its_routes_and_no_others(api: ApiUnderTest) -> N
 
 
 async def stored_work(api: ApiUnderTest) -> dict[str, str]:
-    """Ids of the objects each endpoint keeps, by the scope that they belong to."""
+    """Ids of the objects that each endpoint stores, by the scope they belong to."""
     writer = {"model": "writer", "stream": True}
     predicted = (await ask(api, "a", PREDICTIONS)).json()["id"]
     drawing = ("POST", "/v1/predictions", {"version": IMAGE_MODEL.name, "input": {"prompt": "a"}})
@@ -344,7 +344,7 @@ PREFIXES = {"completion_id": "chatcmpl-", "response_id": "resp_"}
 
 
 def place_of(template: str, stored_id: str) -> str:
-    """The path of stored work, with the id in the form that the route expects."""
+    """The path of a stored object, with the id in the form that the route expects."""
     digits = re.split("[-_]", stored_id)[1]
     return "/v1" + re.sub(
         r"\{([^}]*)\}", lambda name: PREFIXES.get(name[1], "pred_") + digits, template
@@ -431,7 +431,7 @@ FORMS = {
     "/audio/transcriptions": "file",
     "/audio/translations": "file",
 }
-"""The routes that take a form, with the name of its file field."""
+"""The routes that take a form, with the name of their file field."""
 
 
 async def test_no_route_runs_a_model_of_another_key(api: ApiUnderTest) -> None:

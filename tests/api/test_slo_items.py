@@ -1,4 +1,6 @@
-"""Items that the objective on deadlines counts, and their labels. Read as Prometheus reads them."""
+"""Items that the deadline objective counts, and their labels, read the way Prometheus reads
+them.
+"""
 
 import asyncio
 from collections.abc import Iterator
@@ -31,7 +33,9 @@ def counted() -> dict[str, float]:
 
 @contextmanager
 def counts(**expected: int) -> Iterator[None]:
-    """Checks the increase of each counter during the block; unnamed counters must not change."""
+    """Checks each counter's increase during the block; counters that are not named must not
+    change.
+    """
     before = counted()
     yield
     after = counted()

@@ -1,5 +1,5 @@
-"""Readers of streamed texts that stop reading, or leave: they hold nobody up, and leave nothing
-behind.
+"""Readers of streamed texts that stop reading or leave: they hold up no other reader and leave
+nothing behind.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ TOKENS = 64
 COUNT = [{"role": "user", "content": "count"}]
 COUNTED = "".join(f"3-{number} " for number in range(TOKENS))
 ROOM_BYTES = 64 * 1024
-"""A segment of the loopback interface. With less room, the kernel sends in bursts 0.2 s apart."""
+"""A segment on the loopback interface. With less room, the kernel sends in bursts 0.2 s apart."""
 LONG_TOKENS, STEP_TOKENS = 1000, 50
-"""Several times the room between an API and a reader, including log-probabilities."""
+"""Several times the room between the API and a reader, including log probabilities."""
 LEAVING, PATIENT = 200, 20
-"""Readers that leave at once, and the number of them that wait for a token first."""
+"""Number of readers that leave at once, and how many of them wait for a token first."""
 KEY_S = 600
 """Longer than the test takes, so that no key expires before it is checked."""
 
@@ -49,14 +49,14 @@ api = api_with_redis()
 
 
 class RoomlessServer(PromptServer):
-    """Makes the kernel buffer few bytes for a caller that does not read: otherwise it is a few
-    megabytes.
+    """Makes the kernel buffer only a few bytes for a caller that does not read; by default it
+    buffers a few megabytes.
     """
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         for server in self.servers:
-            for listening in server.sockets:  # a connection inherits it
+            for listening in server.sockets:  # connections inherit it
                 listening.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, ROOM_BYTES)
 
 
@@ -64,9 +64,9 @@ class RoomlessServer(PromptServer):
 async def roomy(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API with room for all readers that leave at once, and for long texts.
+    """An API with room for all the readers that leave at once, and for long texts.
 
-    Its answers begin before there are tokens.
+    Its answers start before there are tokens.
     """
     monkeypatch.setattr("api.predictions.generation_stream.FIRST_EVENT_S", 0.0)
     monkeypatch.setattr("api.predictions.generation_stream.HEARTBEAT_S", 0.05)
@@ -124,7 +124,7 @@ def _scope() -> dict[str, Any]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """By record: the position after each read that brought tokens."""
+    """By record: the position after each read that returned tokens."""
     found: dict[str, list[int]] = defaultdict(list)
     read = TokenStreams.read
 
@@ -205,7 +205,9 @@ async def test_what_a_socket_does_not_take_is_not_read_for_it(
 
 
 async def write_until_unread(api: ApiUnderTest, reads: dict[str, list[int]]) -> None:
-    """Lets the worker write, each part once the previous one was read, until an answer is stuck."""
+    """Lets the worker generate, each part once the previous one was read, until an answer is
+    stuck.
+    """
     for written in range(STEP_TOKENS, LONG_TOKENS, STEP_TOKENS):
         for _ in range(STEP_TOKENS):
             api.worker.written.release()
@@ -218,13 +220,13 @@ async def write_until_unread(api: ApiUnderTest, reads: dict[str, list[int]]) -> 
 async def test_readers_that_leave_leave_nothing_behind(
     roomy: ApiUnderTest, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each text is canceled, because nobody comes back to read it, and every key expires."""
+    """Each text is canceled, because no reader will return, and every key expires."""
 
     async def nobody(self: TokenStreams, record: str) -> bool:
         return False
 
     monkeypatch.setattr("api.predictions.generation_stream.LEFT_S", 0.0)
-    # Tokens are written only once the answer has begun.
+    # Tokens are generated only once the answer has started.
     monkeypatch.setattr("api.predictions.generation_stream.FIRST_EVENT_S", 0.05)
     monkeypatch.setattr(TokenStreams, "is_read", nobody)
     monkeypatch.setattr("shared.stores.token_streams.READER_S", KEY_S)
@@ -241,7 +243,7 @@ async def test_readers_that_leave_leave_nothing_behind(
                 if not is_patient or "data:" in text:
                     return
                 # It goes to the text that has waited longest. With each heartbeat another text gets
-                # one, until it is the turn of this one.
+                # one, until this text's turn comes.
                 api.worker.written.release()
 
     all_at_once = httpx.Limits(max_connections=LEAVING)
@@ -261,13 +263,14 @@ async def test_readers_that_leave_leave_nothing_behind(
             await asyncio.sleep(0.01)
     with redis.Redis.from_url(redis_url) as client:
         keys = {kind: [*client.scan_iter(match=f"*{kind}:*")] for kind in ("tokens", "reader")}
-        # Some clients that left at a heartbeat had tokens and were marked as readers, some did not.
+        # Of the clients that left at a heartbeat, some had tokens and were marked as readers, and
+        # some did not.
         assert all(PATIENT <= len(found) <= LEAVING for found in keys.values()), keys
         assert [key for found in keys.values() for key in found if client.ttl(key) == -1] == []
 
 
 def unread() -> float:
-    """The number of this process's connections with an answer that the caller does not read."""
+    """How many of this process's connections have an answer that the caller does not read."""
     return REGISTRY.get_sample_value("penstock_api_connections_unread") or 0.0
 
 

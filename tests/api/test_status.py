@@ -75,14 +75,14 @@ async def test_a_key_sees_only_its_models(api: ApiUnderTest) -> None:
 
 
 def measured(api: ApiUnderTest, name: str) -> None:
-    """Lets an item of a model complete."""
+    """Completes one of a model's items."""
     admission, demand = api.dependencies.admission, Demand(name, 1, "acme")
     admission.admit(demand)
     admission.release(demand, answered=True, took_s=0.01)
 
 
 async def test_what_was_not_measured_is_not_told(api: ApiUnderTest) -> None:
-    """A wait derived from a guess looks the same as a measured one."""
+    """A wait derived from a guess would look the same as a measured one."""
     name = IMAGE_MODEL.name
     api.dependencies.admission.admit(Demand(name, 6, "globex"))
     one = (await status_for(api, "acme"))[name]

@@ -1,4 +1,4 @@
-"""Objects that tenants store, counted and removed: over a folder, with a clock that is moved."""
+"""Objects that tenants store, counted and removed: in a folder, with a clock that is moved."""
 
 from __future__ import annotations
 
@@ -142,7 +142,7 @@ async def test_expired_files_make_room_at_once(
 
 
 class CountingStore(ObjectStore):
-    """An object store that counts the calls it gets."""
+    """An object store that counts the calls it receives."""
 
     listed = 0
     read = 0
@@ -161,7 +161,8 @@ async def test_uploads_of_a_tenant_at_the_same_time_share_their_counts(tmp_path:
     storage = Storage(objects)
     reservations = [StorageReservation(storage, quota()) for _ in range(32)]
     await asyncio.gather(*(one.take(1) for one in reservations))
-    # A count lists four folders. On a busy machine, several begin before the others have reserved.
+    # A count lists four folders. On a busy machine, several counts start before the others have
+    # reserved.
     assert objects.listed < 32, f"{objects.listed} listings for 32 uploads"
     assert await storage.use("alice") == StorageUse(32, 32)
 

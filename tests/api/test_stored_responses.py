@@ -1,4 +1,6 @@
-"""Responses are kept unless `store` is false: they can be read again, continued and referred to."""
+"""Responses are stored unless `store` is false: they can be read again, continued and referred
+to.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -26,7 +28,7 @@ async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 
 def prompt_of(api: ApiUnderTest) -> list[dict[str, Any]]:
-    """The messages that the model got last."""
+    """The messages that the model received last."""
     item = api.worker.items[-1].input
     assert isinstance(item, GenerationInput)
     return item.messages
@@ -63,7 +65,7 @@ async def test_a_response_that_is_not_stored_is_not_there(api: ApiUnderTest, str
 
 
 async def test_a_tool_loop_of_three_steps_refers_to_earlier_items(api: ApiUnderTest) -> None:
-    """The AI SDK's default provider sends it this way."""
+    """The AI SDK's default provider sends them like this."""
     client, given = api.openai(), {"tools": [weather_tool()], "max_output_tokens": 40}
     items: list[Any] = [{"role": "user", "content": CALLS}]
     for step in range(3):
@@ -170,7 +172,7 @@ async def test_the_oldest_responses_of_a_tenant_make_room(redis_url: str, tmp_pa
     async with running_api(settings) as api:
         made = []
         for number in range(8):
-            # Annotated tools are kept with the request, but are not sent to any model.
+            # Annotated tools are stored with the request but not sent to any model.
             tool = weather_tool() | {"description": "x" * 200_000}
             body = asked(f"say {number}", tools=[tool], tool_choice="none")
             made.append((await api.http.post(RESPONSES, json=body)).json()["id"])

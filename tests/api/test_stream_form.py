@@ -1,4 +1,4 @@
-"""The form of streams, as OpenAI's clients expect it: data only, one form of id, and errors found
+"""The format of streams that OpenAI's clients expect: data only, one kind of id, and errors found
 before the first event reported as request errors.
 """
 

@@ -26,7 +26,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 
 async def created(api: ApiUnderTest, own_id: str, keyed: dict[str, str] = ACME) -> dict[str, Any]:
-    """A finished prediction, with an id chosen by its caller."""
+    """A finished prediction whose id was chosen by its caller."""
     answer = await api.http.put(
         f"/v1/predictions/{own_id}",
         json={"version": TEXT_MODEL.name, "input": {"text": "a"}},
@@ -104,7 +104,7 @@ async def test_link_is_in_no_log(api: ApiUnderTest, caplog: pytest.LogCaptureFix
     with caplog.at_level("DEBUG"):
         for one in (link, link.update_query(expires="5")):
             await api.http.get(str(one))
-    # The logs of the client, and uvicorn's access log, which api/server.py disables in a process.
+    # The client's logs, and uvicorn's access log, which api/server.py disables in a process.
     others = ("httpx", "httpcore", "uvicorn.access")
     ours = [entry for entry in caplog.records if not entry.name.startswith(others)]
     assert not [entry for entry in ours if link.query["signature"] in str(vars(entry))]

@@ -1,4 +1,4 @@
-"""Every task as the API serves it: its example, its schemas, and predictions for similarity."""
+"""Every task as the API serves it: its example, its schemas, and similarity predictions."""
 
 from typing import Any
 

@@ -1,5 +1,5 @@
-"""Input from one tenant reveals nothing to another: over HTTP, through API, broker, Redis and the
-inside of a real worker.
+"""One tenant's input reveals nothing to another: over HTTP, through API, broker, Redis and a real
+worker's internals.
 """
 
 import asyncio
@@ -27,14 +27,14 @@ ACME, OTHER = "a", "o"
 
 @dataclass
 class Deployment:
-    """Two instances of the API, one Redis, one worker."""
+    """Two API instances, one Redis, one worker."""
 
     here: ApiUnderTest
     there: ApiUnderTest
     harness: WorkerHarness
 
     async def embed(self, key: str, api: ApiUnderTest | None = None, *more: str) -> str:
-        """Sends SECRET and returns the cache header of the answer."""
+        """Sends SECRET and returns the answer's cache header."""
         body = {"model": MODEL.name, "input": [SECRET, *more], "encoding_format": "base64"}
         answer = await (api or self.here).http.post(
             "/v1/embeddings", json=body, headers=bearer(key)
@@ -55,7 +55,7 @@ class Deployment:
         return asked
 
     async def rows(self, count: int) -> list[Row]:
-        """The rows of SECRET, the API's and the worker's, once there are `count` of them."""
+        """SECRET's rows, from the API and the worker, once there are `count` of them."""
 
         def found() -> list[Row]:
             return [
@@ -94,7 +94,7 @@ async def deployed(
 async def test_text_of_another_tenant_is_a_miss(redis_url: str, tmp_path: Path) -> None:
     async with deployed(redis_url, tmp_path) as one:
         assert await one.embed(ACME) == "miss"
-        await one.rows(1)  # so Redis has it, and the memory of API and worker
+        await one.rows(1)  # so that Redis, the API's memory and the worker's have it
         assert await one.embed(OTHER) == "miss"
         assert one.computed == 2
         await one.rows(2)

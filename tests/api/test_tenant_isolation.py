@@ -1,4 +1,6 @@
-"""No route shows or changes another tenant's objects: tries all routes, with the other's ids."""
+"""No route shows or changes another tenant's objects: tries all routes with the other tenant's
+ids.
+"""
 
 import re
 from collections.abc import AsyncIterator
@@ -21,11 +23,11 @@ OF_EVERYBODY = {
     "/v1/objects/{key:path}",  # anyone with the signed link
 }
 SHOWN_TO_ALL = {"model": TEXT_MODEL.name, "name": TEXT_MODEL.name, "owner": "any", "version": "x"}
-"""Parts of paths that belong to no tenant."""
+"""Parts of paths that do not belong to any tenant."""
 
 
 class Belongings(NamedTuple):
-    """One tenant's ids, by the names in paths."""
+    """A tenant's ids, by their names in paths."""
 
     ids: dict[str, list[str]]
 
@@ -49,7 +51,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 async def acmes(api: ApiUnderTest) -> Belongings:
-    """Acme's belongings: predictions, files of both APIs, a batch."""
+    """Acme's belongings: predictions, files from both APIs, a batch."""
     text = {"version": TEXT_MODEL.name, "input": {"text": "a"}}
     http: Any = api.http
     made = (await http.post("/v1/predictions", json=text, headers=ACME)).json()

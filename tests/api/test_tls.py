@@ -1,4 +1,4 @@
-"""The API with its own certificate, and the certificates that it refuses at the start."""
+"""The API with its own certificate, and certificates that it refuses at startup."""
 
 import ssl
 from contextlib import AsyncExitStack

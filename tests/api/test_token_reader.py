@@ -1,4 +1,4 @@
-"""Times at which an API instance looks for the next tokens of a text."""
+"""When an API instance looks for a text's next tokens."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from shared.stores.token_streams import FIRST_SHARE, MAX_GAP_S, READ_EVERY_S, Re
 
 
 def looks(pace: ReadPace, tokens_s: Sequence[float], skipped_s: float = 0.0) -> tuple[int, float]:
-    """The number of reads until a reader has all tokens, and its maximum delay for a token.
+    """The number of reads until a reader has all tokens, and a token's maximum delay.
 
     Args:
-        pace: pace of the reader, which wakes up every READ_EVERY_S.
-        skipped_s: start of the count, when the reader has all earlier tokens.
+        pace: the reader's pace; it wakes up every READ_EVERY_S.
+        skipped_s: when counting starts; the reader has all earlier tokens by then.
     """
     count, latest_s, turn = 0, 0.0, round(skipped_s / READ_EVERY_S)
     waiting = list(tokens_s)

@@ -95,7 +95,7 @@ def test_the_schema_of_a_forced_call_takes_parts_of_schemas_along(others: list[A
 
 
 def takes(schema: str, arguments: Any) -> bool:
-    """True if a call of `f` with these arguments matches."""
+    """True if a call to `f` with these arguments matches."""
     given = {"name": "f", "arguments": arguments}
     return bool(jsonschema_rs.validator_for(json.loads(schema), offline=True).is_valid(given))
 
@@ -135,7 +135,7 @@ def takes(schema: str, arguments: Any) -> bool:
             {"a": 1, "b": 2},
             {"b": 2},
         ),
-        # Data that looks like a schema, and names of resources
+        # Data that looks like a schema, and resource names
         ({"properties": {"a": {"const": {"$ref": "#/b"}}}}, {"a": {"$ref": "#/b"}}, {"a": {}}),
         (
             {"properties": {"a": {"enum": [{"properties": {}}]}}},
@@ -275,7 +275,7 @@ async def test_a_call_that_can_not_be_forced_is_refused(
 
 @pytest.mark.anyio
 async def test_a_forced_call_may_come_with_a_response_format(api: ApiUnderTest) -> None:
-    """OpenAI takes it. A call is not a message, so it has the form of the tool."""
+    """OpenAI accepts it. A call is not a message, so it follows the tool's schema."""
     wanted = {"tool_choice": "required", "response_format": {"type": "json_object"}}
     reply = await api.openai().chat.completions.create(**asked(WRITTEN_CALL, **wanted))
     assert reply.choices[0].message.tool_calls[0].function.name == "Weather"

@@ -1,4 +1,4 @@
-"""Error details of BigQuery, Redis, the broker and the object store never reach a caller."""
+"""Error details from BigQuery, Redis, the broker and the object store never reach a caller."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ QUERIES = {"/v1/organization/costs": {"start_time": "2026-01-01"}}
 
 
 async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """Redis that refuses every command with its own message."""
+    """A Redis that refuses every command with its own message."""
     try:
         while head := await reader.readline():
             for _ in range(int(head[1:])):
@@ -88,7 +88,7 @@ async def refusing_bigquery(status: int) -> AsyncIterator[str]:
 
 @asynccontextmanager
 async def broken_world(tmp_path: Path, status: int) -> AsyncIterator[ApiUnderTest]:
-    """An API whose upstreams all fail, with detailed errors."""
+    """An API whose upstreams all fail with detailed errors."""
     redis = await asyncio.start_server(refuse, "127.0.0.1", 0)
     async with redis, refusing_bigquery(status) as endpoint:
         settings = settings_for(
@@ -107,7 +107,7 @@ async def broken_world(tmp_path: Path, status: int) -> AsyncIterator[ApiUnderTes
 
 
 def refusals() -> list[PenstockError]:
-    """Exceptions that the clients of both brokers raise."""
+    """Exceptions that both brokers' clients raise."""
     codes = [code for code in StatusCode if code is not StatusCode.OK]
     found = [
         translate(

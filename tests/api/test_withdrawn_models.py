@@ -33,7 +33,7 @@ CODE = "model_withdrawn"
 
 
 class Operator:
-    """Types commands of `penstock models`."""
+    """Runs `penstock models` commands."""
 
     def types(self, *words: str, status: int = 0) -> str:
         done = CliRunner().invoke(app, ["models", *words])
@@ -63,7 +63,7 @@ async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 
 async def looked(api: ApiUnderTest) -> None:
-    """Makes the instance look immediately. Otherwise it does so within REFRESH_S."""
+    """Makes the instance check immediately. Otherwise it does so within REFRESH_S."""
     await api.dependencies.dispatcher.canaries.withdrawals.refresh()
 
 

@@ -48,7 +48,7 @@ async def created(client: Any, data: bytes, endpoint: str = ENDPOINT, **given: A
 
 
 async def until(client: Any, batch: Any, *statuses: str) -> Any:
-    """The batch once it has one of these statuses, or is over."""
+    """The batch once it has one of these statuses or has ended."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found = await client.batches.retrieve(batch.id)
@@ -69,7 +69,7 @@ async def until_completed(client: Any, batch: Any, lines: int) -> None:
 
 
 async def answers(client: Any, file_id: str | None) -> list[dict[str, Any]]:
-    """The lines of an output file or an error file."""
+    """The lines in an output or error file."""
     if file_id is None:
         return []
     text = (await client.files.content(file_id)).text
@@ -78,7 +78,7 @@ async def answers(client: Any, file_id: str | None) -> list[dict[str, Any]]:
 
 @dataclass
 class Running:
-    """A runner, and its own rows."""
+    """A runner and its own rows."""
 
     runner: BatchRunner
     task: asyncio.Task[None]
@@ -89,7 +89,7 @@ class Running:
 async def running_runner(
     api: ApiUnderTest, settings: ApiSettings, lease_s: float = 15.0, catalog: Catalog = CATALOG
 ) -> AsyncIterator[Running]:
-    """A runner next to an API, sharing its broker and its object store."""
+    """A runner next to an API, sharing its broker and object store."""
     rows = RowList()
     async with opened_runner(
         settings,

@@ -1,4 +1,4 @@
-"""Fixtures for the tests of batches."""
+"""Fixtures for batch tests."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def small_segments(monkeypatch: pytest.MonkeyPatch) -> None:
 def held_lines(
     monkeypatch: pytest.MonkeyPatch,
 ) -> Callable[[Callable[[int], bool]], asyncio.Event]:
-    """Makes lines with chosen numbers wait for the event."""
+    """Makes lines with the chosen numbers wait for the event."""
 
     def hold(is_held: Callable[[int], bool]) -> asyncio.Event:
         go, run_line = asyncio.Event(), LineExecutor.run
@@ -75,5 +75,5 @@ def held_lines(
 def held_after(
     held_lines: Callable[[Callable[[int], bool]], asyncio.Event],
 ) -> Callable[[int], asyncio.Event]:
-    """Makes lines above a number wait for the event."""
+    """Makes lines above this number wait for the event."""
     return lambda number: held_lines(lambda one: one > number)

@@ -28,7 +28,7 @@ OWNER = owner_of("acme")
 
 
 class Slow(ObjectStore):
-    """A store that answers in any order."""
+    """A store that responds in any order."""
 
     def __init__(self, url: str, seed: int) -> None:
         super().__init__(url)
@@ -44,7 +44,7 @@ class Slow(ObjectStore):
 
 
 class Forgetful(Slow):
-    """Writes, but sometimes reports that the object already existed, as after a lost answer."""
+    """Writes, but sometimes reports that the object already existed, as after a lost response."""
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
         is_new = await super().create(key, data, media_type)
@@ -87,7 +87,7 @@ def _instances(objects: ObjectStore, many: int) -> list[Batches]:
 
 
 async def test_no_more_batches_are_open_than_the_bound(tmp_path: Path) -> None:
-    """Uses a folder, where the operating system provides the conditional put."""
+    """Uses a folder, so the operating system provides the conditional put."""
     objects = ObjectStore(f"file://{tmp_path}")
     instances, file = _instances(objects, 3), await _file(objects)
     store = BatchStore(objects)

@@ -46,9 +46,7 @@ PRICED = Catalog(
     )
 )
 RESERVED_USD, SPENT_USD = 21.0, 1.5
-"""Half the list price of the 42 tokens that each line of `_lines` may use, and of the 3 it does
-use.
-"""
+"""Half the list price of the 42 tokens that each of `_lines` may use, and of the 3 it does use."""
 
 
 @pytest.fixture(autouse=True)
@@ -74,7 +72,7 @@ def _keys(folder: Path, *, plan_usd: float = 1000.0, poor_usd: float | None = No
 
 
 def _computed(api: ApiUnderTest, batch: Any) -> Counter[str]:
-    """How often each line of a batch was computed, by request id."""
+    """How often each of a batch's lines was computed, by request id."""
     ids = (job.envelope.request_id for job in api.worker.jobs)
     return Counter(one for one in ids if one.startswith(batch.id))
 
@@ -124,7 +122,7 @@ async def test_batch_of_a_spent_budget_steps_aside_and_goes_on_when_it_is_raised
 async def test_line_larger_than_its_budget_is_refused_at_once(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """Other lines of the batch run. Nothing waits until the batch expires."""
+    """The batch's other lines run. Nothing waits until the batch expires."""
     url = _keys(tmp_path, poor_usd=RESERVED_USD)
     async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
         poor = api.openai(api_key=key_for("poor"))
@@ -188,7 +186,7 @@ async def test_batch_of_a_frozen_tenant_waits_until_it_is_thawed(
 
 
 async def _until_let_in(client: Any) -> None:
-    """Waits until the API knows that a tenant is no longer frozen."""
+    """Waits until the API has learned that a tenant is no longer frozen."""
     while True:
         with suppress(openai.AuthenticationError):
             await client.batches.list()
@@ -231,7 +229,7 @@ async def test_spent_budgets_of_many_tenants_leave_hands_to_others(
 async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, error: PenstockError
 ) -> None:
-    """The worker of one model seems lost: the failure lasts, and is not caused by a budget."""
+    """The worker for one model seems lost: the failure persists and is not caused by a budget."""
     monkeypatch.setattr(execution, "STALLED_S", 0.2)
     monkeypatch.setattr(execution, "MAX_PAUSE_S", 0.05)
     real, is_back, late = Dispatcher.dispatch, asyncio.Event(), list[str]()

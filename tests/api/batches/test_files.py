@@ -1,5 +1,5 @@
-"""/v1/files as OpenAI's client calls it: streamed uploads, and files that only their own tenant
-sees.
+"""/v1/files as OpenAI's client calls it: streamed uploads, and files visible only to their own
+tenant.
 """
 
 import asyncio
@@ -99,7 +99,7 @@ async def test_pages_are_complete_and_in_order(
     client, made = api.openai(), []
     for _ in range(5):
         made.append((await uploaded(client)).id)
-        await asyncio.sleep(0.002)  # ids are in the order of their milliseconds
+        await asyncio.sleep(0.002)  # ids sort by millisecond
     assert [one.id async for one in client.files.list(limit=2)] == made[::-1]
     assert [one.id async for one in client.files.list(limit=2, order="asc")] == made
     page = await client.files.list(limit=2)
@@ -114,7 +114,7 @@ async def test_pages_are_complete_and_in_order(
 
 
 class CountingStore(ObjectStore):
-    """Counts the documents that are read, and the rounds of reading."""
+    """Counts the documents that are read, and the rounds of reads."""
 
     reads = rounds = open = 0
 
@@ -159,7 +159,7 @@ async def test_a_listing_reads_what_it_leaves_out_in_few_rounds_and_once() -> No
     store.reads = 0
     assert await listed() == [first.id]
     assert store.reads == 1
-    # A file that was written again is read again.
+    # A file that has been rewritten is read again.
     changed = msgspec.structs.replace(others[0], purpose="batch", filename="b")
     await files.add(changed)
     assert await listed() == [changed.id]

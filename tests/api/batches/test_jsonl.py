@@ -1,4 +1,4 @@
-"""The lines of a file are the same, regardless of how its bytes are cut into pieces."""
+"""A file's lines are the same however its bytes are split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = st.lists(PIECES, max_size=40).map(b"".join)
 
 
 def expected(data: bytes) -> list[Line]:
-    """The same, reading the whole file at once."""
+    """The same, but reading the whole file at once."""
     lines, offset = [], 0
     for number, raw in enumerate(data.split(b"\n"), 1):
         text = raw.removesuffix(b"\r")

@@ -1,4 +1,4 @@
-"""Lines that transcribe recordings, with file names as used by Groq's and OpenAI's users."""
+"""Lines that transcribe recordings, with file names as Groq's and OpenAI's users write them."""
 
 from __future__ import annotations
 

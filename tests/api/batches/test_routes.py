@@ -1,4 +1,4 @@
-"""/v1/batches: what callers can create, list and see, and which of them."""
+"""/v1/batches: which batches callers can create, list and see."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ async def test_lists_are_in_pages(api: ApiUnderTest) -> None:
     client, made = api.openai(), []
     for _ in range(5):
         made.append((await created(client, jsonl([line("1")]))).id)
-        await asyncio.sleep(0.002)  # ids are in the order of their milliseconds
+        await asyncio.sleep(0.002)  # ids sort by millisecond
     assert [one.id async for one in client.batches.list(limit=2)] == made[::-1]
     page = await client.batches.list(limit=2)
     assert ([one.id for one in page.data], page.has_more) == (made[:2:-1], True)

@@ -1,4 +1,4 @@
-"""A slow line holds up no other, and no answer that follows it is lost."""
+"""A slow line does not hold up any other line, and no answer after it is lost."""
 
 from __future__ import annotations
 

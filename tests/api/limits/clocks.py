@@ -1,4 +1,4 @@
-"""Redis and instances on one clock, which the test controls."""
+"""Redis and instances on one clock that the test controls."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ T0_MS = calendar.timegm((2026, 11, 22, 12, 0, 0)) * 1000
 
 
 class Clock:
-    """Redis's time, as the test sets it. Calling it returns the same time in seconds."""
+    """Redis's time, as set by the test. Calling it returns the same time in seconds."""
 
     def __init__(self, url: str) -> None:
         self._client = redis.Redis.from_url(url)
@@ -39,7 +39,7 @@ class Clock:
 
 @asynccontextmanager
 async def limiters(url: str, clock: Clock, instances: int) -> AsyncIterator[list[Limiter]]:
-    """Limiters, each with its own connection, and without background tasks."""
+    """Limiters, each with its own connection and without background tasks."""
     async with AsyncExitStack() as opened:
         made = []
         for number in range(instances):

@@ -1,5 +1,5 @@
-"""Fixtures for tests of limits: a clock that Redis reads, and a Redis that keeps its data from one
-example of a property test to the next.
+"""Fixtures for limit tests: a clock that Redis reads, and a Redis that keeps its data between the
+examples of a property test.
 """
 
 from collections.abc import AsyncIterator, Iterator

@@ -64,7 +64,7 @@ class Deployment:
     folder: Path
 
     async def set_keys(self, **given: Any) -> None:
-        """Replaces the file of keys. `other` is a key of globex, and `one` a key of acme."""
+        """Replaces the key file. `other` is one of globex's keys, and `one` is one of acme's."""
         own = given.pop("limits", None)
         tenant_of = {"other": TENANT, "one": "acme", "two": "acme", "poor": "initech"}
         keys = [
@@ -77,7 +77,7 @@ class Deployment:
         await self._end_passes()
 
     async def _end_passes(self) -> None:
-        """Waits for the end of a pass over budgets that began with the previous keys."""
+        """Waits for the end of a budget pass that began with the previous keys."""
         async with (
             asyncio.timeout(WAIT_LIMIT_S),
             LimitStore(self.world.ledger.redis_url, "test", timeout_s=REDIS_LIMIT_S) as store,
@@ -119,7 +119,7 @@ class Deployment:
                 await asyncio.sleep(0.02)
 
     async def refusal(self, at: int = 0) -> str:
-        """The error code of a request that costs a tenth of a budget. Empty if it is accepted."""
+        """The error code for a request that costs a tenth of a budget. Empty if it is accepted."""
         answer = await self.world.ledger.embed("other", ["zzzz"], at=at)
         return "" if answer.is_success else str(answer.json()["error"]["code"])
 
@@ -239,7 +239,7 @@ async def test_budgets_come_back_by_themselves_after_redis_lost_them(deployed: D
 
 
 async def test_what_is_in_flight_while_rows_are_added_counts_once(deployed: Deployment) -> None:
-    """Its row is there before its request has settled its reservation, and the other way round."""
+    """Its row exists before its request has settled its reservation, and vice versa."""
     await deployed.spend(words(3))
     deployed.arrive()
     deployed.world.harness.process.gate.clear()
@@ -256,7 +256,7 @@ async def test_what_is_in_flight_while_rows_are_added_counts_once(deployed: Depl
 
 
 class RowSumsOf:
-    """Rows of one sum in this month."""
+    """This month's rows that belong to one sum."""
 
     def __init__(self, usd: float) -> None:
         self._usd = usd
@@ -266,7 +266,9 @@ class RowSumsOf:
 
 
 class MeetingRows:
-    """Rows of $5 that several readers get at the same time, before anyone has added them."""
+    """Rows for $5 that several readers receive at the same time, before any of them has added the
+    rows.
+    """
 
     def __init__(self, readers: int) -> None:
         self._met = threading.Barrier(readers, timeout=WAIT_LIMIT_S)
@@ -301,7 +303,7 @@ async def test_lock_whose_answer_was_lost_is_taken_again(redis_url: str) -> None
         LimitStore(redis_url, "a", timeout_s=REDIS_LIMIT_S) as store,
         LimitStore(redis_url, "b", timeout_s=REDIS_LIMIT_S) as other,
     ):
-        assert await store.lock_marks()  # imagine that this answer never arrived
+        assert await store.lock_marks()  # pretend that this response never arrived
         assert await store.lock_marks()
         assert not await other.lock_marks()
         await store.unlock_marks()

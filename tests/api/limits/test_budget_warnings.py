@@ -1,4 +1,6 @@
-"""Tenants are warned once a month about each share of their budget, whichever instances notice."""
+"""Tenants are warned once a month about each threshold of their budget, whichever instances
+notice.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ PLAN = Plan(budget_usd_per_month=1.0, budget_webhook="https://acme.example/hook"
 
 
 class Topic:
-    """Keeps published messages. `is_away`: refuses them."""
+    """Stores published messages. While `is_away`, it refuses them."""
 
     def __init__(self) -> None:
         self.events: list[BudgetEvent] = []

@@ -1,4 +1,4 @@
-"""Reservations of predictions are settled by any instance, when and however the predictions end."""
+"""Any instance settles predictions' reservations, whenever and however the predictions end."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ CALLER = Caller(
     plan=Plan(budget_usd_per_month=100.0, max_in_flight=1000, on_limit_store_outage="allow"),
 )
 RESERVED_USD = 0.022
-"""Twenty bytes and two special tokens."""
+"""The cost of twenty bytes and two special tokens."""
 REPLY = encode_reply_body(ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss", tokens=3))]))
 
 
 class LatePredictions:
-    """Ends a prediction as late when it is asked to read it."""
+    """Marks a prediction as late when asked to read it."""
 
     def __init__(self, stores: RecordStores) -> None:
         self._stores = stores
@@ -96,7 +96,7 @@ class Setup:
         hold.is_stored = True
 
     async def spent_usd(self) -> float:
-        """Value of the spent counter after all leases have been returned."""
+        """The spent counter's value after all leases have been returned."""
         await self.limiter.give_back(self.limiter._clock() + 1)
         return float(await self.client.hget("penstock:limits:month:t:acme:usd", "used"))
 
@@ -178,7 +178,7 @@ async def test_one_that_was_settled_before_its_creation_is_known_is_settled_once
 
 
 async def test_creation_that_comes_late_does_not_come_to_be(setup: Setup) -> None:
-    """Its reservation has already been returned, so nobody would pay for it."""
+    """Its reservation has already been returned, so its cost would not be paid."""
 
     class Late(Setup):
         async def store(self, hold: Hold) -> None:
@@ -219,7 +219,7 @@ async def test_one_that_reserved_without_redis_is_settled_before_redis_knows_of_
 ) -> None:
     """Redis comes back between the reservation and the record. Any instance may settle it first.
 
-    The reservation of another request may come back in between.
+    Another request's reservation may be returned in between.
     """
     with monkeypatch.context() as away:
         away.setattr(LimitStore, "take", _out_of_reach)

@@ -1,6 +1,6 @@
-"""Any mix of requests, ending in any way: afterwards a budget's counter is the sum of its rows.
+"""Any mix of requests, ending in any way: afterward, a budget's counter is the sum of its rows.
 
-And no request is let in whose highest cost does not fit on top of the amounts already spent and
+No request is admitted whose maximum cost does not fit on top of the amounts already spent and
 reserved.
 """
 
@@ -119,7 +119,7 @@ class Open:
 
 
 class NoPredictions:
-    """None of the predictions here is late."""
+    """No prediction here is late."""
 
     async def read_linked(self, record_id: str, prediction_id: str) -> None:
         raise AssertionError
@@ -191,7 +191,7 @@ class Ledger(RuleBasedStateMachine):
         others = [one for one in (*self.open, *self.predictions) if one.month == asked.month]
         reserved = sum(one.highest_usd for one in (*others, asked))
         budget = self.plan.budget_usd_per_month or 0.0
-        if asked.month in self.lost:  # an instance spends only the remainder that it knows of
+        if asked.month in self.lost:  # an instance spends only the remainder that it knows about
             budget *= 1 + INSTANCES
         assert self.rows[asked.month] + reserved <= budget + 1e-8
         return asked
@@ -204,7 +204,7 @@ class Ledger(RuleBasedStateMachine):
         price_share=st.sampled_from([1.0, 0.5]),
     )
     def ask(self, kind: int, items: int, instance: int, age_s: float, price_share: float) -> None:
-        """A request, or the line of a batch that was created some time ago."""
+        """A request, or a line of a batch that was created some time ago."""
         at_s = self.clock() - age_s
         if (asked := self.let_in(kind, items, instance, at_s, price_share)) is not None:
             self.open.append(asked)
@@ -239,7 +239,7 @@ class Ledger(RuleBasedStateMachine):
         stored=st.sampled_from(["yes", "yes", "found", "lost", "lost answer"]),
     )
     def predict(self, kind: int, items: int, instance: int, stored: str) -> None:
-        """A prediction. The call to Redis may be lost, or its answer may be."""
+        """A prediction. Either the call to Redis or its response may be lost."""
         asked = self.let_in(kind, items, instance, self.clock(), 1.0)
         if asked is None:
             return
@@ -289,7 +289,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(instance=st.integers(0, INSTANCES - 1))
     def die(self, instance: int) -> None:
-        """An instance dies, with no request in flight. Its predictions continue."""
+        """An instance dies with no request in flight. Its predictions continue."""
         if not any(one.instance == instance for one in self.open):
             for _ in range(4):
                 with suppress(Unavailable):
@@ -298,9 +298,9 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(instance=st.integers(0, INSTANCES - 1), calls=st.integers(1, 2), is_counted=st.booleans())
     def lose_answers(self, instance: int, calls: int, is_counted: bool) -> None:
-        """The next calls of an instance may or may not count, and it gets no answer.
+        """An instance's next calls may or may not count, and it gets no response.
 
-        If the settlement of a prediction fails, another instance does it (test_holds.py).
+        If settling a prediction fails, another instance settles it (test_holds.py).
         """
         commands = self.instances[instance][0].store._commands
         left, run_script = itertools.count(-calls + 1), type(commands).run_script
@@ -340,7 +340,9 @@ class Ledger(RuleBasedStateMachine):
 
     @rule()
     def turn_the_month(self) -> None:
-        """Requests still open may be from the previous month, but never from an earlier one."""
+        """Requests that are still open may be from the previous month, but never from an earlier
+        one.
+        """
         now = month_of(self.clock())
         if any(one.month < now for one in (*self.open, *self.predictions)):
             self.all_end()
@@ -349,7 +351,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(budget=st.sampled_from([0.2, 0.5, 1.0, 2.0]))
     def change_the_plan(self, budget: float) -> None:
-        """Leases of the old budget end within a quarter of a second."""
+        """Leases on the old budget end within a quarter of a second."""
         self.plan = Plan(budget_usd_per_month=budget)
         self.wait(0.3)
 

@@ -1,4 +1,4 @@
-"""Ten instances over one real Redis let through exactly as many requests as the limit allows."""
+"""Ten instances on one real Redis admit exactly as many requests as the limit allows."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ async def is_let_in(limiter: Limiter, caller: Caller, wanted: RequestDemand | No
 
 
 async def let_in(ten: list[Limiter], caller: Caller, wanted: RequestDemand, tries: int) -> int:
-    """The number of `count` requests that get in, sent to all instances at once."""
+    """The number of `count` requests that are admitted, sent to all instances at once."""
     asked = (is_let_in(ten[number % len(ten)], caller, wanted) for number in range(tries))
     return sum(await asyncio.gather(*asked))
 
@@ -226,7 +226,7 @@ async def test_spent_budget_says_when_it_starts_anew(ten: list[Limiter], clock: 
 async def test_budget_that_is_only_reserved_is_refused_for_a_moment(
     ten: list[Limiter], clock: Clock
 ) -> None:
-    """It does not matter whether this instance or another one holds the reservation."""
+    """It does not matter whether this instance or another holds the reservation."""
     caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
     spent = await ask(ten[2], caller, demand(usd=0.4))
     spent.settle(demand(usd=0.4))
@@ -440,7 +440,7 @@ async def test_budget_without_redis_is_what_was_left(tmp_path: Path) -> None:
 
 
 async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clock) -> None:
-    """This includes an instance that never served the tenant: it learns of it when it registers."""
+    """Including an instance that never served the tenant: it learns of it when it registers."""
     async with limiters(redis_url, clock, 3) as three:
         for limiter in three:
             await limiter.register()
@@ -453,7 +453,7 @@ async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clo
         for limiter in three:
             with pytest.raises(BudgetExceeded):
                 await ask(limiter, caller, demand(usd=0.1))
-        # Nobody has spent anything of this budget, which is known too.
+        # None of this budget has been spent, which is also known.
         other = Caller(tenant="other", plan=Plan(budget_usd_per_month=0.9))
         assert await let_in(three, other, demand(usd=0.1), 30) == 9
         assert await is_let_in(three[1], caller, demand(usd=0.0)), "what is free"

@@ -1,4 +1,4 @@
-"""Redis counts a call once, even if its answer is lost and it is repeated or arrives again
+"""Redis counts a call once, even if its response is lost and it is repeated or arrives again
 later.
 """
 
@@ -41,7 +41,7 @@ WINDOW = "penstock:limits:window:t:acme:tokens"
 
 @dataclass
 class Setup:
-    """An instance whose link to Redis can lose answers."""
+    """An instance whose link to Redis can lose responses."""
 
     limiter: Limiter
     links: Links
@@ -58,7 +58,7 @@ class Setup:
             await self.limiter.give_back(math.inf)
 
     async def until_given_back(self) -> None:
-        """Retries until Redis has everything: a lost connection is opened again."""
+        """Retries until Redis has everything: a lost connection is reopened."""
         for _ in range(20):
             await self.give_back()
             await self.limiter.store.wait_up(REDIS_LIMIT_S)
@@ -174,7 +174,7 @@ async def test_copy_that_comes_late_counts_nothing(setup: Setup, first: str) -> 
 
 
 async def test_redis_remembers_few_calls(setup: Setup) -> None:
-    """Calls without an answer, and the calls after them until it has come."""
+    """Calls without a response, and the calls after them until it has arrived."""
     for _ in range(20):
         (await setup.reserve(0.9)).cancel()
         await setup.until_given_back()

@@ -1,4 +1,4 @@
-"""Lines of a batch that another process had computed count once, even in a full budget."""
+"""Batch lines that another process had computed count once, even if a budget is full."""
 
 from __future__ import annotations
 

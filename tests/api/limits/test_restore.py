@@ -31,7 +31,7 @@ RICH = ("one", "two", "other")
 
 @dataclass
 class Books:
-    """A deployment with its counters and the rows in BigQuery."""
+    """A deployment with its counters and its rows in BigQuery."""
 
     world: LedgerWorld
     client: bigquery.Client
@@ -49,9 +49,7 @@ class Books:
         return self.capsys.readouterr().out
 
     async def until_rests(self) -> None:
-        """Waits until no request is in flight, and each instance has returned its unused
-        amounts.
-        """
+        """Waits until no request is in flight and each instance has returned its unused amounts."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             for api in self.world.ledger.apis:
                 await api.until_idle()
@@ -69,7 +67,7 @@ class Books:
             return await client.hmget(f"penstock:limits:month:{name}:usd", list(fields))
 
     async def ask(self, key: str, count: int, start: int) -> None:
-        """Sends texts under that key, one after the other. All are answered."""
+        """Sends texts under this key, one after another. All are answered."""
         for at in range(start, start + count):
             answer = await self.world.ledger.embed(key, [key[0] + words(1, at)[0]])
             assert answer.status_code == 200, answer.text

@@ -173,7 +173,7 @@ async def test_instances_know_how_many_they_are(redis_url: str, clock: Clock) ->
 async def test_late_requests_count_in_the_month_they_arrived_in(
     store: LimitStore, clock: Clock
 ) -> None:
-    """For example, a line of a batch. Its row is of that month too."""
+    """For example, a batch line. Its row belongs to that month too."""
     november = 2026 * 12 + 10
 
     async def take(

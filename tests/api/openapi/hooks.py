@@ -1,4 +1,4 @@
-"""Hooks that teach schemathesis facts about this API that an OpenAPI document can't express."""
+"""Hooks that teach schemathesis facts about this API that OpenAPI can't express."""
 
 from typing import Any
 
@@ -13,8 +13,9 @@ def filter_case(context: schemathesis.HookContext, case: Any) -> bool:
 
 @schemathesis.hook
 def map_body(context: schemathesis.HookContext, body: Any) -> Any:
-    """In JSON Schema, 1.0 is an integer. This API and its clients don't treat it as one: they write
-    1.
+    """In JSON Schema, 1.0 is an integer.
+
+    This API and its clients don't treat it as an integer: they write 1.
     """
     return _whole(body)
 

@@ -1,4 +1,4 @@
-"""Rows of several models, keys and days, compared with sums of fractions and with the report."""
+"""Rows for several models, keys and days, compared with sums of fractions and with the report."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ async def test_models_of_all_units_are_told_apart(world: World) -> None:
 
 
 async def _read(world: World, start_s: int) -> dict[Group, list[float]]:
-    """Delivered work, charged work and dollars of each group, as the API reports them."""
+    """Each group's delivered work, charged work and dollars, as the API reports them."""
     query: dict[str, Any] = {"start_time": start_s, "limit": DAYS}
     found: dict[Group, list[float]] = {}
     by_model = query | {"group_by[]": ["model", "api_key_id"]}

@@ -1,4 +1,4 @@
-"""The console's views "Reports" and "Usage" in a browser, for a tenant and an administrator."""
+"""The console's "Reports" and "Usage" views in a browser, for a tenant and an administrator."""
 
 import csv
 import io
@@ -29,7 +29,7 @@ DOLLARS = re.compile(r"\$[\d,]+\.\d+")
 async def page(world: World) -> AsyncIterator[Page]:
     told: list[str] = []
     async with async_playwright() as playwright:
-        # The sandbox needs rights that containers lack. Only our own pages are opened.
+        # The sandbox needs permissions that containers lack. Only our own pages are opened.
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(viewport={"width": 360, "height": 740}, timezone_id="UTC")
         page.on("pageerror", lambda error: told.append(str(error)))

@@ -1,4 +1,4 @@
-"""Few usage questions run at a time, and they are answered from memory for a while."""
+"""Few usage queries run at a time, and for a while they are answered from memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Rows(UsageRows):
-    """Answers when `go` is set, and counts."""
+    """Answers once `go` is set, and counts the queries."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

@@ -1,6 +1,6 @@
-"""Usage that callers read matches the report, and their actual requests.
+"""The usage that callers read matches the report and their actual requests.
 
-Traffic goes through two API instances and the inside of a real worker. Their rows go into the
+Traffic goes through two API instances and a real worker's internals. Their rows go into the
 embedded BigQuery, some of them twice, as redeliveries would write them.
 """
 
@@ -24,8 +24,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 async def _traffic(world: World) -> int:
-    """Misses, hits, joined items, failures, wrong and refused requests. Returns the number of
-    rows.
+    """Misses, hits, joined items, failures, invalid and refused requests.
+
+    Returns the number of rows.
     """
     acme, other, limited = (world.sent[name] for name in ("acme", "other", "limited"))
     rows = 0
@@ -39,7 +40,8 @@ async def _traffic(world: World) -> int:
         sent.charged_tokens += tokens + 0.25 * len(text)
         sent.by_header_usd += sum(float(one.headers["x-penstock-cost-usd"]) for one in answers)
         rows += 3
-    # The same text three times at once: one is computed, the others join it, here or in the worker.
+    # The same text three times at once: one is computed, and the others join it, here or in the
+    # worker.
     world.harness.process.gate.clear()
     waiting = [asyncio.create_task(world.embed("a", "together", api=api)) for api in (0, 0, 1)]
     await world.harness.until(lambda: bool(world.harness.process.batches[-1:] == [["together"]]))

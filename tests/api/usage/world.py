@@ -1,4 +1,4 @@
-"""Two API instances, the inside of a real worker, and the embedded BigQuery that gets their
+"""Two API instances, a real worker's internals, and the embedded BigQuery that receives their
 rows.
 """
 
@@ -55,7 +55,7 @@ class Sent:
 
 @dataclass
 class World:
-    """The pipeline, and the sums of the requests sent."""
+    """The pipeline, and the totals of the requests sent."""
 
     apis: list[ApiUnderTest]
     harness: WorkerHarness
@@ -77,7 +77,7 @@ class World:
         return [row for api in self.apis for row in api.rows] + list(self.harness.rows)
 
     async def store_rows(self, count: int) -> None:
-        """Waits for the rows of `count` items, and stores them. Every third one is stored twice."""
+        """Waits for `count` items' rows and stores them. Every third row is stored twice."""
         await self.harness.until(lambda: len({row.row_id for row in self.rows()}) >= count)
         rows = [fields_of(row) for row in self.rows()]
         assert len({row["row_id"] for row in rows}) == count
@@ -87,9 +87,9 @@ class World:
 
 
 _EMPTY: dict[str, list[str]] = defaultdict(list)
-"""Projects with empty tables and views that nobody uses, by their BigQuery.
+"""Projects with empty tables and views that are not in use, by their BigQuery.
 
-Making them takes a second of CPU time, more than most tests here.
+Creating them takes a second of CPU time, more than most tests here.
 """
 
 
