@@ -68,7 +68,7 @@ class MixedBudgets:
         )
 
     def change(self, new: NewBudget) -> None:
-        """Changes a key's or tenant's budget. A tenant may have to move to another plan."""
+        """Changes a key's or tenant's budget. To change it, a tenant may move to another plan."""
         if new.holder == "two":
             self.own_usd[new.holder] = new.usd
         else:

@@ -1,5 +1,5 @@
-"""`python -m tests.clients`: real clients, unmodified, each in an environment of its own, against
-the whole pipeline or a service that runs already. Prints a table and fails if any check did.
+"""`python -m tests.clients`: real clients, unmodified, each in its own environment, against
+the whole pipeline or a running service. Prints a table and fails if any check failed.
 """
 
 from __future__ import annotations

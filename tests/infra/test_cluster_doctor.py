@@ -583,5 +583,5 @@ def test_gcloud_itself_knows_the_command(tmp_path: Path) -> None:
         timeout=WAIT_LIMIT_S,
         check=False,
     )
-    assert done.returncode == 1  # 2 is for unknown words
+    assert done.returncode == 1  # 2 would mean unknown arguments
     assert "unrecognized arguments" not in done.stderr

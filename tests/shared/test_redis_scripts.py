@@ -79,8 +79,8 @@ async def test_error_of_a_canceled_round_trip_is_not_reported_as_lost() -> None:
 
     try:
         asking = asyncio.ensure_future(within(60, ping()))
-        await asyncio.sleep(0)  # It starts the round trip.
-        await asyncio.sleep(0)  # Redis receives it.
+        await asyncio.sleep(0)  # `within` starts the round trip
+        await asyncio.sleep(0)  # the round trip waits for `refused`
         refused.set()
         await asyncio.sleep(0)  # it has failed, and its caller does not know yet
         asking.cancel()

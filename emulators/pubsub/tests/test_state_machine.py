@@ -200,8 +200,8 @@ class Deliveries(RuleBasedStateMachine):
 
 
 class KeptDeliveries(Deliveries):
-    """The same in a directory, with restarts at any time: they end every lease and change nothing
-    else.
+    """The same in a directory, restarted at any time: that ends every lease and changes
+    nothing else.
     """
 
     world: KeptWorld

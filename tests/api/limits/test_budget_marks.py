@@ -256,7 +256,7 @@ async def test_what_is_in_flight_while_rows_are_added_counts_once(deployed: Depl
 
 
 class RowSumsOf:
-    """This month's rows that belong to one sum."""
+    """Rows that add up to the same amount for every question."""
 
     def __init__(self, usd: float) -> None:
         self._usd = usd

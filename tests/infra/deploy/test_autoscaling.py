@@ -165,7 +165,8 @@ def _rolling(update: dict[str, Any], count: int) -> tuple[int, int]:
     """A Deployment's surge and unavailable pods (k8s.io/kubernetes deployment util,
     ResolveFenceposts).
 
-    The surge is rounded up, the unavailable pods are rounded down, and both can't be 0.
+    A surge percentage is rounded up, an unavailable percentage is rounded down, and at least one
+    of them is above 0.
     """
     surge, unavailable = (
         value if isinstance(value, int) else rounded(_share(value) * count)

@@ -211,7 +211,8 @@ class World:
 
     def _comparable(self, rows: list[tuple[Any, ...]], sql: str) -> list[tuple[Any, ...]]:
         """Returns the rows in the query's order if it has one, else in a fixed order."""
-        if len(rows) < 2:  # most results have fewer, and analyzing takes a third of the tests' time
+        # Most queries return one row, and analyzing would take a third of their time.
+        if len(rows) < 2:
             return rows
         tree = self._translator.analyzer.analyze(sql, self._named, ParameterTypes())
         return rows if tree.query.is_ordered else sorted(rows, key=repr)

@@ -48,8 +48,9 @@ class Target:
 
 @contextmanager
 def embedded(name: str, folder: Path) -> Iterator[Target]:
-    """Run the embedded server in a separate process, in memory or with its data in the folder,
-    where its log goes too.
+    """Run the embedded server in a separate process, in memory or with its data in the folder.
+
+    Its log is in the folder too.
     """
     port, rest_port = free_port(), free_port()
     command = [sys.executable, "-m", "pubsub_emulator", f"--port={port}"]
