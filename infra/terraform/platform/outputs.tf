@@ -22,7 +22,7 @@ output "attestor" {
 }
 
 output "attestor_key" {
-  description = "The key version that it signs with."
+  description = "The key version with which it signs."
   value       = one([for key in data.google_kms_crypto_key_version.release : key.name])
 }
 
@@ -32,7 +32,7 @@ output "clusters" {
 }
 
 output "deployments" {
-  description = "What the manifests of each region's workers are made from: infra/kubernetes/overlay.py reads it."
+  description = "Input for rendering the manifests of each region's workers; infra/kubernetes/overlay.py reads it."
   value = {
     for name, region in module.options.regions : name => {
       compute_classes = module.options.nodes.compute_classes

@@ -1,5 +1,5 @@
 variable "alert_tokens" {
-  description = "Tokens for alerts.slack and alerts.pagerduty: Slack's OAuth token, and the integration key of each PagerDuty service. Never stored in a plan or state: an apply that creates a channel, or raises alerts.tokens_version, needs them."
+  description = "Tokens for alerts.slack and alerts.pagerduty: Slack's OAuth token, and the integration key of each PagerDuty service. Never stored in a plan or state: pass them to any apply that creates a channel or raises alerts.tokens_version."
   type        = any
   default     = {}
   ephemeral   = true
@@ -17,48 +17,48 @@ variable "alert_tokens" {
 }
 
 variable "alerts" {
-  description = "Recipients: emails and Slack channels get all alerts, PagerDuty services only critical ones. And where the runbook can be read (a URL of docs/how-to/troubleshoot.md; null: notifications name its part only). oldest_job_s: the age at which a waiting job is told of."
+  description = "Recipients: emails and Slack channels get all alerts, PagerDuty services only critical ones. runbook_url: where the runbook can be read (a URL of docs/how-to/troubleshoot.md; null: notifications only name its section). oldest_job_s: the age at which a waiting job raises an alert."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "analysts" {
-  description = "Members who may read a tenant's rows in BigQuery, by tenant name, such as group:analysts@example.com. Each tenant has a data set of views, DATASET_tenant_NAME."
+  description = "Members who may read a tenant's rows in BigQuery, by tenant name, such as group:analysts@example.com. Each tenant gets a dataset of views, DATASET_tenant_NAME."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "api" {
-  description = "The API on Cloud Run, and for how long it keeps predictions and answers to Idempotency-Keys. With keys_in_redis API keys are in the Redis of the records, where the admin API can change them. Without an image there is none yet: the first apply makes the registry that it is pushed to."
+  description = "The API on Cloud Run, and how long it keeps predictions and responses to Idempotency-Keys. With keys_in_redis, API keys are in the records' Redis, where the admin API can change them. Without an image, the API is not created: the first apply creates the registry to which the image is pushed."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "armor" {
-  description = "Requests a minute from one address: above the first they are refused, above the second it is banned for a minute."
+  description = "Requests per minute from one address: above the first limit they are rejected, above the second the address is banned for a minute."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "batches" {
-  description = "Batch runners (/v1/batches): instances of a Cloud Run worker pool. With none, batches wait until they expire, unless a runner is elsewhere. Each has an inbox of the home region."
+  description = "Batch runners (/v1/batches): instances of a Cloud Run worker pool. With none, batches wait until they expire, unless a runner exists elsewhere. Each runner has an inbox in the home region."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "budget" {
-  description = "Monthly budget of the project, in units of the currency; null: none. The caller needs rights on the billing account."
+  description = "Monthly budget of the project, in units of the currency; null: none. The caller needs permissions on the billing account."
   type        = any
   default     = null
 }
 
 variable "cache" {
-  description = "Memorystore for Valkey in each region: size, version and copies."
+  description = "Memorystore for Valkey in each region: size, version and replicas."
   type        = any
   default     = {}
   nullable    = false
@@ -103,7 +103,7 @@ variable "delivery" {
 }
 
 variable "domain" {
-  description = "Domain of the API; its A record has to point to the output `address`. Null: no load balancer, each region answers on its run.app address."
+  description = "Domain of the API; its A record must point to the output `address`. Null: no load balancer, and each region answers on its run.app address."
   type        = string
   default     = null
 
@@ -114,14 +114,14 @@ variable "domain" {
 }
 
 variable "functions" {
-  description = "Images of the functions; each exists as soon as it has one. reports: also when its daily run begins (schedule, of cron) and the billing zone (time_zone)."
+  description = "Images of the functions; each function exists once its image is set. reports: also the time of its daily run (schedule, in cron format) and the billing time zone (time_zone)."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "gpu_hour_usd" {
-  description = "Dollars per hour of a machine with one GPU, by type, for the dashboard's costs. Without one: on demand in the home region, from infra/terraform/prices.yaml."
+  description = "Dollars per hour for a machine with one GPU, by type, for the dashboard's costs. Default: on-demand prices in the home region, from infra/terraform/prices.yaml."
   type        = map(number)
   default     = {}
   nullable    = false
@@ -133,7 +133,7 @@ variable "gpu_hour_usd" {
 }
 
 variable "inboxes" {
-  description = "The pool of reply inboxes: how many for each region, and slots of each. Twice the API's instances, so that a new revision can start beside the old one. `kept_slots`: slots that stay while revisions with more of them serve; only to lower `slots`."
+  description = "The pool of reply inboxes: how many per region, and slots per inbox. Use twice the number of API instances, so that a new revision can start alongside the old one. `kept_slots`: slots that stay while revisions with more of them are serving; only needed to lower `slots`."
   type        = any
   default     = {}
   nullable    = false
@@ -147,7 +147,7 @@ variable "keep_messages_in_regions" {
 }
 
 variable "labels" {
-  description = "Labels of every resource that takes them."
+  description = "Labels for every resource that supports them."
   type        = map(string)
   default     = {}
   nullable    = false
@@ -202,7 +202,7 @@ variable "models_file" {
 }
 
 variable "namespace" {
-  description = "Kubernetes namespace of the workers; their rights name it."
+  description = "Kubernetes namespace of the workers; it is part of their permissions."
   type        = string
   default     = "penstock"
   nullable    = false
@@ -219,7 +219,7 @@ variable "namespace" {
 }
 
 variable "network_cidr" {
-  description = "Addresses of all regions, a /10; each region takes a sixteenth."
+  description = "Addresses of all regions, a /10; each region gets a sixteenth."
   type        = string
   default     = "10.64.0.0/10"
   nullable    = false
@@ -238,21 +238,21 @@ variable "network_cidr" {
 }
 
 variable "nodes" {
-  description = "Nodes of the clusters. `compute_classes` takes nodes from ComputeClasses instead of node pools; `overflow` is the GPU type that takes over where another is out of stock."
+  description = "Nodes of the clusters. `compute_classes` uses ComputeClasses instead of node pools; `overflow` is the GPU type that takes over when another is out of stock."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "objects_days" {
-  description = "Days after which the objects of each folder are deleted: answers to Idempotency-Keys, batches with their files, files of predictions, inputs (those of dead letters too), results."
+  description = "Days after which the objects in each folder are deleted: responses to Idempotency-Keys, batches with their files, files of predictions, inputs (including those of dead letters), results."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "outside" {
-  description = "Clusters outside Google whose workers pull the same jobs: issuer of their tokens (and its keys, where Google can't reach it), which models (null: all), and a Redis of theirs for the cache (null: the home region's). All need a way to the records' Redis, see docs/how-to/deploy.md."
+  description = "Clusters outside Google whose workers pull the same jobs: issuer of their tokens (and its keys, if Google can't reach it), their models (null: all), and a separate Redis for the cache (null: the home region's). All of them must be able to reach the records' Redis, see docs/how-to/deploy.md."
   type        = any
   default     = {}
   nullable    = false
@@ -287,21 +287,21 @@ variable "project_id" {
 }
 
 variable "records" {
-  description = "Redis of the records. `apart`: an instance of its own, which several regions need and one does without; null: as they need."
+  description = "Redis for the records. `apart`: a separate instance, which several regions need and a single one does not; null: as needed."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "regions" {
-  description = "Regions that serve. `index` fixes a region's addresses and inbox numbers: never change it, never give it to another. `drained`: the balancer sends it nothing. `overflow`: instead of nodes.overflow, or none. `reservations`: of machines with a GPU, by its type; they are used up first. `zones`: of the nodes; those with a GPU are in the zones of them that have it (infra/kubernetes/gpus.yaml)."
+  description = "Regions that serve. `index` determines a region's addresses and inbox numbers: never change it, and never assign it to another region. `drained`: the load balancer sends no requests there. `overflow`: replaces nodes.overflow; may be none. `reservations`: reserved machines with a GPU, by GPU type; they are used up first. `zones`: zones of the nodes; GPU nodes are in those zones that have the GPU (infra/kubernetes/gpus.yaml)."
   type        = any
   default     = { "europe-west4" = {} }
   nullable    = false
 }
 
 variable "registry_location" {
-  description = "Location of the registry: asia, europe or us, so that nodes get images while a region is out, or a region. It has to be said: another location is another registry, and the images of the one before are deleted with it."
+  description = "Location of the registry: asia, europe or us, so that nodes can pull images while a region is down, or a single region. Required: changing the location creates another registry, and deletes the previous one with its images."
   type        = string
   default     = null
 
@@ -318,14 +318,14 @@ variable "registry_location" {
 }
 
 variable "rows" {
-  description = "Rows are put into a bucket, from which the row archive takes them every every_s seconds, into Parquet files and BigQuery; memory: of its process. archive = false: they go straight to BigQuery, and are lost with their pod while that is away."
+  description = "Rows are written to a bucket, from which the row archive collects them every every_s seconds, into Parquet files and BigQuery; memory: memory of the archive's process. archive = false: rows go directly to BigQuery, and are lost with their pod while BigQuery is unreachable."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "secrets_version" {
-  description = "Raise it to have new secrets made up."
+  description = "Increment it to generate new secrets."
   type        = number
   default     = 1
   nullable    = false
@@ -337,7 +337,7 @@ variable "secrets_version" {
 }
 
 variable "slos" {
-  description = "Objectives over 28 days: the share of requests that must not fail, and of items that must be answered in time. An alert on a burning budget needs least_bad_events in its window."
+  description = "Objectives over 28 days: the share of requests that must not fail, and the share of items that must be answered in time. An alert about a burning budget requires least_bad_events in its window."
   type        = any
   default     = {}
   nullable    = false
@@ -356,14 +356,14 @@ variable "storage_location" {
 }
 
 variable "traces" {
-  description = "Where spans go, by OTLP over HTTP: https://telemetry.googleapis.com, or the URL of a collector that API and functions reach; null: nowhere. workers_endpoint: a collector in the workers' cluster, if not the same. ratio: the share of traces that is kept; sampler: of OTEL_TRACES_SAMPLER, whether it holds for callers that trace too."
+  description = "Where spans are sent, by OTLP over HTTP: https://telemetry.googleapis.com, or the URL of a collector that the API and functions can reach; null: nowhere. workers_endpoint: a collector in the workers' cluster, if it is different. ratio: the share of traces to keep; sampler: value of OTEL_TRACES_SAMPLER, which determines whether the ratio also applies to callers that send their own trace."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "weights" {
-  description = "Where workers of hub models get weights. prefetched: from the weights bucket, which `penstock weights prefetch` fills. hub_token: a secret for a token of the Hugging Face hub, for gated models that are not prefetched."
+  description = "Where workers of Hub models get their weights. prefetched: from the weights bucket, which `penstock weights prefetch` fills. hub_token: a secret for a Hugging Face Hub token, for gated models that are not prefetched."
   type        = any
   default     = {}
   nullable    = false
