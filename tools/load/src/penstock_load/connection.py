@@ -53,11 +53,9 @@ class Connection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         exchange = self._exchange
-        if exchange is None or not name.startswith((b"x-", b"retry-")):
+        if exchange is None or not name.startswith(b"x-"):
             return
         match name:
-            case b"retry-after-ms":
-                exchange.retry_after_s = float(value) / 1000
             case b"x-penstock-cost-usd":
                 exchange.cost_usd = float(value)
             case b"x-request-id":

@@ -31,8 +31,6 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     """Index of the request in its order."""
     lag_ms: float = 0.0
     """Time spent waiting for a connection."""
-    retry_after_s: float = 0.0
-    """The retry-after header of a refusal."""
     cost_usd: float | None = None
     """Charge for the request. None if the answer does not contain it."""
 
