@@ -126,16 +126,26 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
         slo.show(model.public_name for model in (*models, *flows))
         prepared = [await _prepare(settings, model, is_alone=len(models) == 1) for model in models]
         hosted = [model for model, _ in prepared]
-        layout = prepared[0][1]
-        if len(prepared) > 1 and not settings.threads:
-            layout = shared_layout(layout, this_machine())
-        if wanted := [model.processes for model in models if model.processes]:
-            layout = Layout(min(wanted), layout.threads)
+        layout = _choose_layout(settings, models, prepared[0][1])
         worker = await _open(stack, settings, hosted, layout, name, times, catalog)
         running.append(worker)
         settle_heap()
         log.info("worker ready", extra={"models": [model.name for model in models], "worker": name})
         await worker.run(stop)
+
+
+def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: Layout) -> Layout:
+    """Returns the processes and threads of a worker.
+
+    Args:
+        of_first: the layout chosen for the first model alone.
+    """
+    layout = of_first
+    if len(models) > 1 and not settings.threads:
+        layout = shared_layout(layout, this_machine())
+    if wanted := [model.processes for model in models if model.processes]:
+        layout = Layout(min(wanted), layout.threads)
+    return layout
 
 
 async def _prepare(

@@ -26,6 +26,7 @@ from typing import Any
 
 from shared.broker.transport import (
     Subscriber,
+    Subscription,
     batch_subscription_id,
     workers_subscription_id,
 )
@@ -143,7 +144,6 @@ class Worker:
     async def _start(
         self, stack: AsyncExitStack, consumer: JobConsumer
     ) -> list[asyncio.Task[None]]:
-        subscriptions = []
         processes = len(self._pool.processes)
         number = self._consumers.index(consumer)
         overlaps = any(process.overlaps(number) for process in self._pool.processes)
@@ -153,19 +153,7 @@ class Worker:
             in_steps=consumer.computes_steps,
             in_flight=IN_FLIGHT if overlaps else 1,
         )
-        for subscription_id in (
-            workers_subscription_id(consumer.model.name),
-            batch_subscription_id(consumer.model.name),
-        ):
-            subscribing = self._subscriber.subscribe(
-                subscription_id,
-                max_messages=held,
-                # Half for what is held near the broker, and half for the distance.
-                max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers) // 2),
-                ack_deadline_s=self._ack_deadline_s,
-                ack_linger_s=ACK_LINGER_S,
-            )
-            subscriptions.append(await stack.enter_async_context(subscribing))
+        subscriptions = await self._subscribe(stack, consumer.model.name, held)
         completion = consumer.registry.completion
         self._flow_controls[consumer] = [
             FlowControl(
@@ -184,6 +172,23 @@ class Worker:
             running = consumer.canary.run(self._subscriber, lambda: consumer.is_connected)
             tasks.append(asyncio.create_task(running))
         return tasks
+
+    async def _subscribe(
+        self, stack: AsyncExitStack, model: str, max_messages: int
+    ) -> list[Subscription]:
+        """Opens the subscriptions of a model, in the order of PRIORITIES."""
+        subscriptions = []
+        for subscription_id in (workers_subscription_id(model), batch_subscription_id(model)):
+            subscribing = self._subscriber.subscribe(
+                subscription_id,
+                max_messages=max_messages,
+                # Half for what is held near the broker, and half for the distance.
+                max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers) // 2),
+                ack_deadline_s=self._ack_deadline_s,
+                ack_linger_s=ACK_LINGER_S,
+            )
+            subscriptions.append(await stack.enter_async_context(subscribing))
+        return subscriptions
 
     def _has_queued(self) -> None:
         self._woken.set()

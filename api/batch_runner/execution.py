@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import AsyncGenerator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 
 from prometheus_client import Counter
@@ -182,11 +182,9 @@ class LineExecutor:
         while time.time() < batch.expires_at_s:
             attempt, this = progress.attempts.get(line.number, 0), _Try()
             try:
-                inputs = await self._inputs(batch, caller, line)
-                request = _request(batch, line, inputs, attempt, is_run_again)
-                operation = _operation(batch, line, segment, request, attempt)
-                limits = self._limits(LimitedRequest, batch, caller, request, operation)
-                async with limits as limited:
+                async with self._open_attempt(
+                    LimitedRequest, batch, caller, line, segment, attempt, is_run_again
+                ) as (request, limited):
                     limited.wake_next()
                     body = await self._computed(batch, line, request, limited, this)
             except PenstockError as error:
@@ -305,11 +303,9 @@ class LineExecutor:
         """
         this = _Try()
         try:
-            inputs = await self._inputs(batch, caller, line)
-            request = _request(batch, line, inputs, attempt, lambda: False)
-            operation = _operation(batch, line, segment, request, attempt)
-            limits = self._limits(RecoveredRequest, batch, caller, request, operation)
-            async with limits as limited:
+            async with self._open_attempt(
+                RecoveredRequest, batch, caller, line, segment, attempt, lambda: False
+            ) as (request, limited):
                 body = await self._found(batch, line, request, limited, this)
         except Unavailable:
             raise
@@ -366,15 +362,21 @@ class LineExecutor:
         await asyncio.sleep(min(_pause_s(error, drawn_s), left_s))
         return False
 
-    def _limits(
+    @asynccontextmanager
+    async def _open_attempt(
         self,
         kind: type[LimitedRequest],
         batch: BatchCreated,
         caller: Caller,
-        request: InferenceRequest,
-        operation: str,
-    ) -> LimitedRequest:
-        return kind(
+        line: BatchLine,
+        segment: int,
+        attempt: int,
+        is_run_again: Callable[[], bool],
+    ) -> AsyncGenerator[tuple[InferenceRequest, LimitedRequest]]:
+        """Yields the request of one attempt at a line, within the caller's limits."""
+        inputs = await self._inputs(batch, caller, line)
+        request = _request(batch, line, inputs, attempt, is_run_again)
+        async with kind(
             self.limiter,
             caller,
             request.model,
@@ -383,8 +385,9 @@ class LineExecutor:
             received_at_s=batch.created_at_s,
             longest_s=max(0.0, request.deadline_s - time.time()),
             price_share=batch.price_share,
-            operation=operation,
-        )
+            operation=_operation(batch, line, segment, request, attempt),
+        ) as limited:
+            yield request, limited
 
     async def _dispatch(
         self, request: InferenceRequest, limited: LimitedRequest

@@ -274,17 +274,7 @@ class _Exchange:
         largest_bytes = streamed or self._bodies.largest_bytes
         if self._declared_bytes > largest_bytes:
             raise _too_large(largest_bytes)
-        left_s = BODY_GRACE_S + self._body_bytes / MIN_BYTES_PER_S - self.context.total_ms / 1000
-        try:
-            message = await self._receive_within(min(BODY_IDLE_S, left_s))
-        except TimeoutError as error:
-            if left_s < BODY_IDLE_S:
-                raise TooSlow(
-                    f"the body arrives slower than the minimum of {MIN_BYTES_PER_S} bytes/s"
-                ) from error
-            raise TooSlow(
-                f"the rest of the body did not arrive within {BODY_IDLE_S:g} s"
-            ) from error
+        message = await self._receive_in_time()
         size = len(message.get("body", b""))
         if size and self._encoding not in ("", "identity"):
             raise BadInput(
@@ -308,6 +298,19 @@ class _Exchange:
         if self._body_bytes > SMALL_BODY_BYTES:
             await self._bodies.turns.take(self._holder)
         return message
+
+    async def _receive_in_time(self) -> Message:
+        left_s = BODY_GRACE_S + self._body_bytes / MIN_BYTES_PER_S - self.context.total_ms / 1000
+        try:
+            return await self._receive_within(min(BODY_IDLE_S, left_s))
+        except TimeoutError as error:
+            if left_s < BODY_IDLE_S:
+                raise TooSlow(
+                    f"the body arrives slower than the minimum of {MIN_BYTES_PER_S} bytes/s"
+                ) from error
+            raise TooSlow(
+                f"the rest of the body did not arrive within {BODY_IDLE_S:g} s"
+            ) from error
 
     async def _receive_within(self, limit_s: float) -> Message:
         """Does the same as asyncio.timeout in a fifth of the time.

@@ -124,12 +124,7 @@ class Files:
             created_at_s=now_s,
             expires_at_s=now_s + min(keep_s, KEEP_S),
         )
-        encoded = msgspec.json.encode(file)
-        if len(encoded) > _METADATA_LIMIT_BYTES:
-            raise BadInput(
-                "metadata: name and metadata together must have at most "
-                f"{_METADATA_LIMIT_BYTES} bytes"
-            )
+        encoded = _encode_within_limit(file)
         size_bytes = len(data) + len(encoded)
         if reservation is None:
             async with self._storage.reserved(quota, size_bytes):
@@ -196,6 +191,20 @@ class Files:
 
     async def read(self, file: File) -> bytes:
         return await self._objects.get(file.key, MAX_BYTES)
+
+
+def _encode_within_limit(file: File) -> bytes:
+    """Returns the document of a file.
+
+    Raises:
+        BadInput: it is too large.
+    """
+    encoded = msgspec.json.encode(file)
+    if len(encoded) > _METADATA_LIMIT_BYTES:
+        raise BadInput(
+            f"metadata: name and metadata together must have at most {_METADATA_LIMIT_BYTES} bytes"
+        )
+    return encoded
 
 
 def _folder_of(tenant: str) -> str:

@@ -88,25 +88,17 @@ def text_inputs(
         )
     if tokenizer is not None or not isinstance(listed[0], str):
         _check_tokenizer(tokenizer, model)
+    most_bytes = model.text.max_input_bytes
     inputs: list[TextInput | TokensInput] = []
     for index, text_or_tokens in enumerate(listed):
-        is_text = isinstance(text_or_tokens, str)
-        size_bytes = (
-            len(text_or_tokens.encode())
-            if isinstance(text_or_tokens, str)
-            else TOKEN_BYTES * len(text_or_tokens)
-        )
-        if size_bytes > model.text.max_input_bytes:
-            limit = (
-                model.text.max_input_bytes if is_text else model.text.max_input_bytes // TOKEN_BYTES
-            )
-            unit = "bytes" if is_text else "tokens"
-            raise InputTooLarge(f"input[{index}]: must have at most {limit} {unit}", field="input")
-        inputs.append(
-            TextInput(text_or_tokens, truncate)
-            if isinstance(text_or_tokens, str)
-            else TokensInput(text_or_tokens, truncate)
-        )
+        if isinstance(text_or_tokens, str):
+            size, most, unit = len(text_or_tokens.encode()), most_bytes, "bytes"
+            inputs.append(TextInput(text_or_tokens, truncate))
+        else:
+            size, most, unit = len(text_or_tokens), most_bytes // TOKEN_BYTES, "tokens"
+            inputs.append(TokensInput(text_or_tokens, truncate))
+        if size > most:
+            raise InputTooLarge(f"input[{index}]: must have at most {most} {unit}", field="input")
     return inputs
 
 

@@ -196,16 +196,21 @@ class ClassBatch:
             raise self._failed(slots, self._error)
         self._note_logs(slots, process.runner.printed.take())
         try:
-            answers = [self._answers[number] for number in self._numbers]
-            for slot, frame in zip(slots, answers, strict=True):
-                self._note_traceback(slot, frame)
-            return [
-                outcome_of(frame, self._interface, item.length, process.paths)
-                for frame, item in zip(answers, inputs, strict=True)
-            ]
+            return self._outcomes(slots, inputs)
         except MALFORMED as error:
             await process.end(NO_ANSWER)
             raise ModelFailed(f"the process of the model was killed: {NO_ANSWER}") from error
+
+    def _outcomes(
+        self, slots: Sequence[int], inputs: Sequence[PreparedCustom]
+    ) -> list[CustomResult | PenstockError]:
+        answers = [self._answers[number] for number in self._numbers]
+        for slot, frame in zip(slots, answers, strict=True):
+            self._note_traceback(slot, frame)
+        return [
+            outcome_of(frame, self._interface, item.length, self._process.paths)
+            for frame, item in zip(answers, inputs, strict=True)
+        ]
 
     async def _wait_answers(self, slots: Sequence[int]) -> None:
         process, is_stopping = self._process, False

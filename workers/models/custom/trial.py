@@ -37,6 +37,33 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     """
     folder = folder.expanduser().resolve()
     interface = show_inspection(folder)
+    frame, count = _run(folder, interface, assignments, out)
+    print(frame.message.get("log", ""), end="", file=sys.stderr)
+    if "batch_error" in frame.message:
+        raise ModelFailed(frame.message["batch_error"])
+    if "error" in frame.message:
+        kind = BadInput if frame.message["kind"] == "input" else ModelFailed
+        raise kind(frame.message["error"])
+    if interface.streams:
+        print()
+    else:
+        _show_output(frame, out)
+    if not out.is_dir() and not frame.message["files"] and not count:
+        _write(out, _text_of(frame.message["output"], interface).encode())
+
+
+def _run(
+    folder: Path, interface: ModelInterface, assignments: Sequence[str], out: Path
+) -> tuple[Frame, int]:
+    """Runs a class once, and shows its pieces.
+
+    Returns:
+        Its last frame, and the number of files in the pieces.
+
+    Raises:
+        ConfigurationError: the class can't be loaded or set up.
+        ModelFailed: its process ended.
+    """
     values, files, blobs = read_assignments(interface, assignments)
     variables = variables_of(folder, entry_variables(folder))
     runner = RunnerProcess(
@@ -65,18 +92,7 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     if frame.message.get("is_packed"):
         written, *blobs = frame.blobs
         frame = Frame(frame.message | {"output": json.loads(written)}, blobs)
-    print(frame.message.get("log", ""), end="", file=sys.stderr)
-    if "batch_error" in frame.message:
-        raise ModelFailed(frame.message["batch_error"])
-    if "error" in frame.message:
-        kind = BadInput if frame.message["kind"] == "input" else ModelFailed
-        raise kind(frame.message["error"])
-    if interface.streams:
-        print()
-    else:
-        _show_output(frame, out)
-    if not out.is_dir() and not frame.message["files"] and not count:
-        _write(out, _text_of(frame.message["output"], interface).encode())
+    return frame, count
 
 
 def _frames(runner: RunnerProcess) -> Iterator[Frame]:

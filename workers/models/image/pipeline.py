@@ -88,6 +88,31 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         # By default, both libraries print a lot about parts that aren't needed here.
         library.set_verbosity_error()
         library.disable_progress_bar()
+    pipeline, config = _load_pipeline(folder, device, plan.dtype)
+    if needs_fp32(pipeline):
+        pipeline.vae.to(torch.float32)
+    apply_plan(pipeline, folder, plan)
+    by_mode = _pipelines_of(pipeline, refines=bool(config.get("requires_aesthetics_score")))
+    if not by_mode:
+        name = type(pipeline).__name__
+        reason = f"{folder}: {name} draws neither from a prompt nor from an image"
+        raise ConfigurationError(reason, field="source")
+    for loaded in (pipeline, *by_mode.values()):
+        loaded.set_progress_bar_config(disable=True)
+        # Stable Diffusion XL pipelines watermark their images if a certain package is installed.
+        if getattr(loaded, "watermark", None) is not None:
+            loaded.watermark = None
+    return LoadedPipelines(pipeline, by_mode)
+
+
+def _load_pipeline(
+    folder: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the pipeline in `folder`, on `device`, and its config.
+
+    Raises:
+        ConfigurationError: the folder is not an image pipeline.
+    """
     try:
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
         kind = _class_of(folder, config)
@@ -98,7 +123,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         if "safety_checker" in config:
             without |= {"safety_checker": None, "requires_safety_checker": False}
         pipeline = kind.from_pretrained(
-            folder, dtype=plan.dtype, local_files_only=True, use_safetensors=True, **without
+            folder, dtype=dtype, local_files_only=True, use_safetensors=True, **without
         ).to(device)
     except (ConfigurationError, torch.OutOfMemoryError):
         raise
@@ -106,19 +131,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         # The boundary to both libraries: each invalid or missing part raises a different error.
         reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
         raise ConfigurationError(f"{folder}: {reason}", field="source") from error
-    if needs_fp32(pipeline):
-        pipeline.vae.to(torch.float32)
-    apply_plan(pipeline, folder, plan)
-    by_mode = _pipelines_of(pipeline, refines=bool(config.get("requires_aesthetics_score")))
-    if not by_mode:
-        reason = f"{folder}: {kind.__name__} draws neither from a prompt nor from an image"
-        raise ConfigurationError(reason, field="source")
-    for loaded in (pipeline, *by_mode.values()):
-        loaded.set_progress_bar_config(disable=True)
-        # Stable Diffusion XL pipelines watermark their images if a certain package is installed.
-        if getattr(loaded, "watermark", None) is not None:
-            loaded.watermark = None
-    return LoadedPipelines(pipeline, by_mode)
+    return pipeline, config
 
 
 def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
