@@ -5,6 +5,7 @@ strangers.
 import json
 import re
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 from urllib.parse import urlsplit
@@ -228,9 +229,9 @@ def embed(stack: Stack, text: str) -> dict[str, Any]:
     return create(stack, {"version": EMBEDDER, "input": {"text": text}})
 
 
-def slow_image(stack: Stack) -> dict[str, Any]:
+def slow_image(stack: Stack, wait: str = "respond-async") -> dict[str, Any]:
     given = {"prompt": "a slow circle", "num_inference_steps": 100, "width": 512, "height": 512}
-    return create(stack, {"version": IMAGES, "input": given}, "respond-async")
+    return create(stack, {"version": IMAGES, "input": given}, wait)
 
 
 def lines(texts: list[str]) -> bytes:
@@ -384,6 +385,9 @@ def test_all_errors_of_a_batch_are_shown_and_retried(
 def test_every_view_opens_by_its_address(page: Page, stack: Stack) -> None:
     log_in(page)
     expect(page.get_by_role("heading", name="Try a model")).to_be_visible()
+    page.goto(f"{stack.api_url}/console#overview")
+    expect(page.get_by_role("heading", name="By model")).to_be_visible()
+    assert fits(page)
     for name in ("Predictions", "Batches", "Usage", "Reports", "Invoices", "Keys", "Live"):
         page.goto(f"{stack.api_url}/console#{name.lower()}")
         expect(page.get_by_role("heading", name=name, exact=True)).to_be_visible()
@@ -392,6 +396,20 @@ def test_every_view_opens_by_its_address(page: Page, stack: Stack) -> None:
         )
         assert fits(page)
     expect(page.get_by_text("Throughput of the workers").first).to_be_visible()
+
+
+def test_the_queue_in_the_overview_updates_by_itself(page: Page, stack: Stack) -> None:
+    log_in(page)
+    page.goto(f"{stack.api_url}/console#overview")
+    now = page.get_by_role("region", name="Queue and workers now")
+    cell = now.get_by_role("row").filter(has_text=IMAGES).get_by_role("cell").nth(2)
+    expect(cell).to_have_text("0")
+    with ThreadPoolExecutor(1) as waiting:
+        made = waiting.submit(slow_image, stack, "wait=60")
+        expect(cell).to_have_text("1")
+        made.result(WAIT_LIMIT_S)
+    expect(cell).to_have_text("0")
+    assert fits(page)
 
 
 def test_the_keyboard_is_enough(page: Page) -> None:
@@ -445,6 +463,10 @@ def test_no_view_has_serious_barriers(
         assert serious_barriers(page) == [], address
     page.goto(f"{stack.api_url}/console#batches")
     page.get_by_text("New batch").click()
+    assert serious_barriers(page) == []
+    page.goto(f"{stack.api_url}/console#overview")
+    expect(page.get_by_role("heading", name="By model")).to_be_visible()
+    assert fits(page)
     assert serious_barriers(page) == []
     context.close()
 

@@ -54,6 +54,12 @@ export async function call(path, options) {
   return (await send(path, options)).json();
 }
 
+/** The rows of a report as objects, by the names of its columns. */
+export async function reportRows(name, query, signal) {
+  const { columns, rows } = await call(`v1/reports/${encodeURIComponent(name)}?${new URLSearchParams(query)}`, { signal });
+  return rows.map((row) => Object.fromEntries(columns.map((column, at) => [column.name, row[at]])));
+}
+
 /** Uploads a file. Returns its URL, for inputs. */
 export async function upload(file) {
   const body = new FormData();

@@ -6,12 +6,13 @@ import * as batches from "./batches.js";
 import * as invoices from "./invoices.js";
 import * as keys from "./keys.js";
 import * as live from "./live.js";
+import * as overview from "./overview.js";
 import * as predictions from "./predictions.js";
 import * as reports from "./reports.js";
 import * as trial from "./trial.js";
 import * as usage from "./usage.js";
 
-const VIEWS = { try: trial, predictions, batches, usage, reports, invoices, keys, live };
+const VIEWS = { overview, try: trial, predictions, batches, usage, reports, invoices, keys, live };
 const main = document.getElementById("main");
 const tabs = document.getElementById("tabs");
 let leaving = new AbortController();

@@ -5,7 +5,8 @@ import { badge, failure, h, put } from "./dom.js";
 import { sparkline } from "./sparkline.js";
 import { duration } from "./timing.js";
 
-const POLL_MS = 2000;
+/** How often the page asks. */
+export const POLL_MS = 2000;
 const KEPT = 60;
 
 /** Shows the view. */
@@ -80,12 +81,14 @@ function card(status, history) {
   );
 }
 
-function pace(itemsPerS) {
+/** A throughput in words. */
+export function pace(itemsPerS) {
   if (itemsPerS === null) return "not measured lately";
   return itemsPerS < 0.1 ? `one item in ${duration(1000 / itemsPerS)}` : `${itemsPerS} items/s`;
 }
 
-function wait(seconds) {
+/** An estimated wait in words. */
+export function wait(seconds) {
   if (seconds === null) return "not known yet";
   return seconds ? duration(seconds * 1000) : "none";
 }

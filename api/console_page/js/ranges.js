@@ -1,6 +1,7 @@
 // Ranges of days: presets, and the two dates that a form or an address has.
 
-const DAY_MS = 86_400_000;
+export const DAY_MS = 86_400_000;
+const MOST_DAYS = 400;
 const RANGE = /^(\d{4}-\d{2}-\d{2})\.\.(\d{4}-\d{2}-\d{2})$/;
 
 /** Presets by their name in addresses. */
@@ -46,6 +47,13 @@ export function rangeOf(name, tz = zone()) {
 
 /** The same for the API, whose end is the first day that is not included. */
 export const asked = ({ first, last }, tz) => ({ from: first, to: plusDays(last, 1), tz });
+
+/** Every day of a range, at most 400. */
+export function daysBetween(first, last) {
+  const days = [];
+  for (let day = first; day <= last && days.length < MOST_DAYS; day = plusDays(day, 1)) days.push(day);
+  return days;
+}
 
 /** Days in words, such as `Nov 1 – Nov 29, 2026`. */
 export function daysInWords(first, last) {

@@ -1,13 +1,13 @@
 // The view "Usage": what a tenant used and was charged, for any range, by model, key, tenant and day.
 // `#usage/RANGE/SPLIT/TENANT` is its address. All numbers come from the rows of one report.
 
-import { ApiError, call } from "./api.js";
+import { ApiError, call, reportRows } from "./api.js";
 import { chart } from "./chart.js";
 import { saveCsv } from "./csv.js";
 import { button, failure, h, put } from "./dom.js";
 import { choice, rangeChoice, selection } from "./filters.js";
 import { dollars } from "./money.js";
-import { asked, daysInWords, plusDays, rangeOf, zone } from "./ranges.js";
+import { asked, daysBetween, daysInWords, rangeOf, zone } from "./ranges.js";
 import { dataTable } from "./tables.js";
 import { count } from "./wording.js";
 
@@ -40,7 +40,7 @@ const addressOf = ({ range, split, tenant }) => `#usage/${[range.name, split, te
 
 async function page({ chosen, summary, isAdmin, tz, signal }) {
   const { rows, error } = await rowsOf(chosen, isAdmin, tz, signal);
-  const days = daysOf(chosen.range);
+  const days = daysBetween(chosen.range.first, chosen.range.last);
   const isAll = chosen.tenant === ALL;
   const split = chosen.split === "tenant" && !isAll ? "model" : chosen.split;
   const go = (change) => {
@@ -90,8 +90,7 @@ async function rowsOf({ range, tenant }, isAdmin, tz, signal) {
   const query = new URLSearchParams(asked(range, tz));
   if (isAdmin && tenant !== ALL) query.set("tenant", tenant);
   try {
-    const { columns, rows } = await call(`v1/reports/usage_keys?${query}`, { signal });
-    return { rows: rows.map((row) => Object.fromEntries(columns.map(({ name }, at) => [name, row[at]]))) };
+    return { rows: await reportRows("usage_keys", query, signal) };
   } catch (error) {
     // The controls stay, so that another range can be chosen.
     if (error instanceof ApiError && error.status < 500) return { rows: [], error };
@@ -107,12 +106,6 @@ async function tenantsOf({ range, tenant }, summary, rows, isAll, tz, signal) {
   }
   const known = [...new Set([summary.tenant, tenant, ...names])].filter((name) => name && name !== ALL).sort();
   return { [ALL]: "All tenants", ...Object.fromEntries(known.map((name) => [name, name])) };
-}
-
-function daysOf({ first, last }) {
-  const days = [];
-  for (let day = first; day <= last && days.length < 400; day = plusDays(day, 1)) days.push(day);
-  return days;
 }
 
 const sum = (rows, measure) => rows.reduce((total, row) => total + (row[measure] ?? 0), 0);

@@ -1,0 +1,346 @@
+// The view "Overview": requests, errors, latency, spend and budgets of a range next to the one before it, and the queue now.
+// `#overview/RANGE` is its address.
+
+import { call, hasKey, reportRows } from "./api.js";
+import { chart } from "./chart.js";
+import { badge, failure, h, put, table } from "./dom.js";
+import { rangeChoice } from "./filters.js";
+import { POLL_MS, pace, wait } from "./live.js";
+import { dollars } from "./money.js";
+import { DAY_MS, asked, daysBetween, daysInWords, plusDays, rangeOf, today, zone } from "./ranges.js";
+import { dataTable } from "./tables.js";
+import { duration } from "./timing.js";
+import { count } from "./wording.js";
+
+const VIEW = "overview";
+const USUAL = "7-days";
+const REFRESH_MS = 60_000;
+const HOUR_MS = 3_600_000;
+const FAILED = ["failed", "expired", "refused"];
+const NO_MODEL = "(none)";
+const MOST_QUEUES = 15;
+const MOST_TRIES = 10;
+const PAUSE_MS = 1000;
+
+/** Shows the view. */
+export async function show(place, [rangeName], signal) {
+  const tz = zone();
+  const range = rangeOf(rangeName || USUAL, tz);
+  const scope = h("p", { class: "scope" });
+  const figures = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
+  const now = h("div", { class: "stack" });
+  put(
+    place,
+    h("div", {}, h("h1", {}, "Overview"), scope),
+    h(
+      "div",
+      { class: "card filters no-print" },
+      rangeChoice(
+        range,
+        (name) => `#${VIEW}/${encodeURIComponent(name)}`,
+        (name) => {
+          location.hash = `#${VIEW}/${encodeURIComponent(name)}`;
+        },
+      ),
+    ),
+    now,
+    figures,
+  );
+  const { username } = await call("v1/account", { signal });
+  const isAdmin = await readsAllTenants(signal);
+  scope.textContent = scopeOf(username, isAdmin, range, tz);
+  const workers = new Map();
+  await followQueue(now, { isAdmin, tenant: username, workers }, signal);
+  await followFigures(figures, { range, tz, isAdmin, workers }, signal);
+}
+
+/** True for a key with the `admin` scope. A key without the `usage` scope reads no reports at all. */
+async function readsAllTenants(signal) {
+  try {
+    const { data } = await call("v1/reports", { signal });
+    return data.some((report) => report.audience === "operators");
+  } catch (error) {
+    if (error.status === 403) return false;
+    throw error;
+  }
+}
+
+function scopeOf(tenant, isAdmin, range, tz) {
+  const own = hasKey() ? `Only tenant ${tenant}, to which this key belongs` : `Tenant ${tenant}`;
+  const who = isAdmin ? "All tenants, because this key has the admin scope" : own;
+  const before = previousOf(range, tz);
+  return `${who} · ${daysInWords(range.first, range.last)} · compared with ${daysInWords(before.first, before.last)} · days of ${tz}`;
+}
+
+/** The range before, of the same length. If a range ends today, both end at this time of day. */
+function previousOf({ first, last }, tz) {
+  const days = daysBetween(first, last).length;
+  const before = { first: plusDays(first, -days), last: plusDays(last, -days) };
+  const query = asked(before, tz);
+  if (last >= today(tz)) query.to = new Date(Date.now() - days * DAY_MS).toISOString();
+  return { ...before, query };
+}
+
+/** Calls `work` again and again while the page is visible. A call is left out while the last one runs. */
+function repeat(work, everyMs, signal) {
+  let isRunning = false;
+  const timer = setInterval(async () => {
+    if (document.hidden || isRunning) return;
+    isRunning = true;
+    await work();
+    isRunning = false;
+  }, everyMs);
+  signal.addEventListener("abort", () => clearInterval(timer));
+}
+
+async function followQueue(place, { isAdmin, tenant, workers }, signal) {
+  const told = h("div");
+  const heads = ["Model", "Queue", "Your items in flight", "Expected wait (estimate)", "Throughput", ...(isAdmin ? ["Workers"] : [])];
+  const queues = table("Queue and workers now", heads, []);
+  const body = queues.querySelector("tbody");
+  const others = h("div");
+  put(place, h("h2", {}, "Now"), h("p", { class: "muted" }, aboutNow(isAdmin, tenant)), told, queues, others);
+  const poll = async () => {
+    try {
+      const { data } = await call("v1/status", { signal });
+      data.sort((one, other) => other.is_busy - one.is_busy || other.your_items_in_flight - one.your_items_in_flight);
+      put(body, data.slice(0, MOST_QUEUES).map((status) => queueRow(status, isAdmin, workers)));
+      // Not replaced while the keyboard is on its link.
+      if (!others.contains(document.activeElement)) put(others, otherQueues(data.length));
+      put(told);
+    } catch (error) {
+      if (!signal.aborted) put(told, failure(error));
+    }
+  };
+  await poll();
+  repeat(poll, POLL_MS, signal);
+}
+
+function otherQueues(models) {
+  if (models <= MOST_QUEUES) return null;
+  return h("p", { class: "muted" }, `${count(models - MOST_QUEUES)} less busy models are in `, h("a", { href: "#live" }, "Live"), ".");
+}
+
+function aboutNow(isAdmin, tenant) {
+  const queue = `From the API instance that answers, every ${POLL_MS / 1000} s. Items in flight and waits are those of tenant ${tenant}.`;
+  return isAdmin
+    ? `${queue} Workers ran batches in this hour or the one before: a worker without work is not counted.`
+    : `${queue} Only keys with the admin scope see the number of workers.`;
+}
+
+function queueRow(status, isAdmin, workers) {
+  const cells = [
+    status.model,
+    badge(status.is_busy ? "busy" : "idle"),
+    count(status.your_items_in_flight),
+    wait(status.expected_wait_s),
+    pace(status.items_per_s),
+    isAdmin && (workers.get(status.model) ?? "none"),
+  ];
+  return h("tr", {}, cells.filter((cell) => cell !== false).map((cell) => h("td", {}, cell)));
+}
+
+async function followFigures(place, chosen, signal) {
+  const draw = async () => {
+    try {
+      put(place, await figures(chosen, signal));
+    } catch (error) {
+      if (!signal.aborted) put(place, failure(error));
+    }
+  };
+  await draw();
+  if (chosen.range.last < today(chosen.tz)) return;
+  // A table that someone reads or has sorted with the keyboard stays as it is.
+  repeat(async () => place.contains(document.activeElement) || draw(), REFRESH_MS, signal);
+}
+
+async function figures({ range, tz, isAdmin, workers }, signal) {
+  const current = asked(range, tz);
+  const before = previousOf(range, tz);
+  const read = (name, query) => readReport(name, query, signal);
+  const [days, daysBefore] = await Promise.all([read("daily", current), read("daily", before.query)]);
+  const [usage, usageBefore] = await Promise.all([read("usage", current), read("usage", before.query)]);
+  const [latency, latencyBefore] = await Promise.all([read("latency", current), read("latency", before.query)]);
+  const [errors, errorsBefore] = await Promise.all([read("errors", current), read("errors", before.query)]);
+  const budgets = await read("budgets", {});
+  if (isAdmin) await countWorkers(workers, read);
+  const models = byModel({ usage, latency, errors }, { usage: usageBefore, latency: latencyBefore, errors: errorsBefore });
+  return [
+    h("h2", {}, daysInWords(range.first, range.last)),
+    h("p", { class: "muted" }, `From the rows of requests, as of ${new Date().toLocaleTimeString()}. ${renewal(range, tz)}`),
+    h("div", { class: "tiles" }, tiles(days, daysBefore, models, budgets, isAdmin)),
+    h("div", { class: "drawings" }, drawings(range, days, before, daysBefore)),
+    h("h2", {}, "By model"),
+    modelTable(models, signal),
+    h("h2", {}, "Errors by reason"),
+    errorTable(errors, signal),
+    isAdmin && [h("h2", {}, "Budgets this month"), budgetTable(budgets, signal)],
+  ];
+}
+
+/** The rows of a report. A tenant may have four queries at a time, and those of a view that was left go on, so it waits its turn. */
+async function readReport(name, query, signal) {
+  for (let tries = 1; ; tries += 1) {
+    try {
+      return await reportRows(name, query, signal);
+    } catch (error) {
+      if (error.status !== 429 || tries === MOST_TRIES) throw error;
+      await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+    }
+  }
+}
+
+const renewal = (range, tz) =>
+  range.last < today(tz) ? "" : `They arrive a few seconds after the answers, and are read again every ${REFRESH_MS / 1000} s.`;
+
+async function countWorkers(workers, read) {
+  const hour = Math.floor(Date.now() / HOUR_MS) * HOUR_MS;
+  const rows = await read("batches", { from: new Date(hour - HOUR_MS).toISOString() });
+  workers.clear();
+  for (const row of rows) workers.set(row.model, Math.max(workers.get(row.model) ?? 0, row.workers));
+}
+
+const sum = (rows, name) => rows.reduce((total, row) => total + (row[name] ?? 0), 0);
+const errorsOf = (days) => FAILED.reduce((total, status) => total + sum(days, status), 0);
+
+function tiles(days, daysBefore, models, budgets, isAdmin) {
+  const [requests, errors, spend] = [sum(days, "requests"), errorsOf(days), sum(days, "cost_usd")];
+  const [first] = [...models].sort((one, other) => other.requests - one.requests);
+  return [
+    tile("Requests", count(requests), change(requests, sum(daysBefore, "requests"), count)),
+    tile("Errors", count(errors), change(errors, errorsOf(daysBefore), count)),
+    first?.p95_ms &&
+      tile("Latency, p95", duration(first.p95_ms), `${first.model}, the most used model; ${change(first.p95_ms, first.p95_before_ms, duration)}`),
+    tile("Spend", dollars(spend), change(spend, sum(daysBefore, "cost_usd"), dollars)),
+    isAdmin ? budgetsTile(budgets) : budgetTile(budgets),
+  ];
+}
+
+const tile = (name, value, more) =>
+  h("div", { class: "card tile" }, h("span", { class: "muted" }, name), h("b", {}, value), h("span", { class: "muted" }, more));
+
+/** A change in words. Null and 0 can't be compared. */
+function change(now, before, words) {
+  if (!before) return "none in the range before";
+  const percent = Math.round((100 * (now - before)) / before);
+  if (!percent) return `as before (${words(before)})`;
+  return `${percent > 0 ? "up" : "down"} ${count(Math.abs(percent))} % from ${words(before)}`;
+}
+
+function budgetTile([budget]) {
+  if (!budget || budget.budget_usd === null) return tile("Budget this month", "none", "no limit is set");
+  const end = `${dollars(budget.month_end_usd)} by the end of the month (estimate)`;
+  return tile("Budget this month", dollars(budget.budget_usd), `${Math.round(budget.percent)} % spent, ${end}; months in UTC`);
+}
+
+function budgetsTile(budgets) {
+  const limited = budgets.filter((budget) => budget.budget_usd !== null);
+  const near = limited.filter((budget) => budget.percent >= 80);
+  return tile("Budgets this month", `${count(near.length)} of ${count(limited.length)}`, "tenants have spent 80 % or more; months in UTC");
+}
+
+function drawings(range, days, before, daysBefore) {
+  const places = daysBetween(range.first, range.last);
+  const placesBefore = daysBetween(before.first, before.last);
+  const values = (rows, of, name) => {
+    const byDay = new Map(rows.map((row) => [row.day, row[name]]));
+    return of.map((day) => byDay.get(day) ?? 0);
+  };
+  const plot = (title, name, unit) =>
+    chart({
+      kind: "lines",
+      title,
+      unit,
+      stacked: false,
+      series: [
+        { name: "This range", x: places, y: values(days, places, name) },
+        { name: "The range before", x: places, y: values(daysBefore, placesBefore, name) },
+      ],
+    });
+  return [plot("Requests by day", "requests", ""), plot("Spend by day", "cost_usd", "US dollars")];
+}
+
+/** One entry per model of either range, the most expensive first. */
+function byModel(current, before) {
+  const names = new Set([...current.usage, ...before.usage, ...current.errors].map((row) => row.model ?? ""));
+  return [...names]
+    .map((name) => {
+      const [now, was] = [current, before].map(({ usage, latency, errors }) => {
+        const of = (rows) => rows.filter((row) => (row.model ?? "") === name);
+        const total = of(latency).find((row) => row.phase === "total");
+        return {
+          requests: sum(of(usage), "requests"),
+          errors: sum(of(errors).filter((row) => FAILED.includes(row.status)), "items"),
+          items: sum(of(usage), "items") + sum(of(usage), "refused"),
+          p50: total?.p50_ms ?? null,
+          p95: total?.p95_ms ?? null,
+          usd: sum(of(usage), "cost_usd"),
+        };
+      });
+      return {
+        model: name || NO_MODEL,
+        requests: now.requests,
+        requests_before: was.requests,
+        errors: now.errors,
+        errors_before: was.errors,
+        error_percent: now.items ? (100 * now.errors) / now.items : null,
+        p50_ms: now.p50,
+        p95_ms: now.p95,
+        p95_before_ms: was.p95,
+        cost_usd: now.usd,
+        before_usd: was.usd,
+      };
+    })
+    .sort((one, other) => other.cost_usd - one.cost_usd || other.requests - one.requests);
+}
+
+const MODEL_COLUMNS = [
+  { name: "model", label: "Model" },
+  { name: "requests", label: "Requests", has_total: true },
+  { name: "requests_before", label: "Requests before", has_total: true },
+  { name: "errors", label: "Errors", has_total: true, about: "items that failed or were late, and refused requests" },
+  { name: "errors_before", label: "Errors before", has_total: true },
+  { name: "error_percent", label: "Errors", about: "share of items and refused requests" },
+  { name: "p50_ms", label: "p50", about: "median time from receiving to replying" },
+  { name: "p95_ms", label: "p95" },
+  { name: "p95_before_ms", label: "p95 before" },
+  { name: "cost_usd", label: "Spend", has_total: true },
+  { name: "before_usd", label: "Spend before", has_total: true },
+];
+
+function modelTable(models, signal) {
+  if (!models.length) return h("p", { class: "note" }, "There were no requests in either range.");
+  const rows = models.map((model) => MODEL_COLUMNS.map(({ name }) => model[name]));
+  return dataTable("Requests, errors, latency and spend by model", MODEL_COLUMNS, rows, signal);
+}
+
+const ERROR_COLUMNS = [
+  { name: "model", label: "Model" },
+  { name: "status", label: "State" },
+  { name: "error_code", label: "Code" },
+  { name: "items", label: "Items", has_total: true },
+  { name: "latest", label: "Latest (UTC)" },
+  { name: "example_request_id", label: "Request ID of the latest" },
+];
+
+function errorTable(errors, signal) {
+  const failed = errors.filter((row) => FAILED.includes(row.status));
+  if (!failed.length) return h("p", { class: "note" }, "There were no errors in this range.");
+  const rows = failed.map((row) => ERROR_COLUMNS.map(({ name }) => row[name]));
+  return dataTable("Errors by reason", ERROR_COLUMNS, rows, signal);
+}
+
+const BUDGET_COLUMNS = [
+  { name: "tenant", label: "Tenant" },
+  { name: "spent_usd", label: "Spent", has_total: true },
+  { name: "budget_usd", label: "Budget" },
+  { name: "percent", label: "Spent (%)" },
+  { name: "month_end_usd", label: "End of the month (estimate)" },
+];
+
+function budgetTable(budgets, signal) {
+  if (!budgets.length) return h("p", { class: "note" }, "Nothing was spent this month.");
+  const sorted = [...budgets].sort((one, other) => (other.percent ?? -1) - (one.percent ?? -1));
+  const rows = sorted.map((row) => BUDGET_COLUMNS.map(({ name }) => row[name]));
+  return dataTable("Budgets this month", BUDGET_COLUMNS, rows, signal);
+}

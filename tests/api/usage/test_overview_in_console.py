@@ -1,0 +1,125 @@
+"""The console's view "Overview" in a browser, for a tenant and an administrator."""
+
+import shutil
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import Locator, Page, async_playwright, expect
+
+from shared.usage.writer import fields_of
+from tests.api.usage.test_reports import traffic
+from tests.api.usage.world import DAY_S, World
+from tests.keys import key_for
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.worker_harness import MODEL
+
+CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.anyio,
+    pytest.mark.skipif(CHROMIUM is None, reason="needs chromium"),
+]
+
+
+@pytest.fixture
+async def page(world: World) -> AsyncIterator[Page]:
+    told: list[str] = []
+    async with async_playwright() as playwright:
+        # The sandbox needs rights that containers lack. Only our own pages are opened.
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": 390, "height": 900}, timezone_id="UTC")
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("console", lambda message: told.append(message.text))
+        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
+        await page.goto(f"{world.apis[0].url}/console#overview")
+        yield page
+        await browser.close()
+    # A key without the scope `usage` is refused.
+    assert [text for text in told if "status of 403" not in text] == []
+
+
+async def log_in(page: Page, key: str) -> None:
+    await page.get_by_label("API key").fill(key_for(key))
+    await page.get_by_role("button", name="Log in").click()
+
+
+def tile(page: Page, name: str) -> Locator:
+    return page.locator(".tile").filter(has=page.get_by_text(name, exact=True))
+
+
+async def serious_barriers(page: Page) -> list[str]:
+    violations = (await Axe().run(page)).response["violations"]
+    return [rule["id"] for rule in violations if rule["impact"] in ("serious", "critical")]
+
+
+async def store_rows_of_last_week(world: World, copies: int) -> None:
+    """Stores rows of the requests so far again, as if they were from seven days before."""
+    rows: list[dict[str, Any]] = []
+    for row in world.rows():
+        for copy in range(copies):
+            fields = fields_of(row) | {"row_id": f"{row.row_id}-{copy}"}
+            fields |= {"request_id": f"{row.request_id}-{copy}"}
+            moments = {name: fields[name] - 7 * DAY_S for name in fields if name.endswith("_at")}
+            rows.append(fields | moments)
+    place = f"{world.settings.dataset}.rows"
+    assert not world.client.insert_rows_json(place, rows, row_ids=[None] * len(rows))
+
+
+async def test_a_tenant_sees_its_own_figures_and_the_week_before(world: World, page: Page) -> None:
+    await traffic(world)
+    await store_rows_of_last_week(world, 2)
+    await log_in(page, "a")
+    await expect(page.get_by_text("Only tenant acme, to which this key belongs")).to_be_visible()
+    await expect(tile(page, "Requests")).to_contain_text("1down 50 % from 2")
+    await expect(tile(page, "Spend")).to_contain_text("down 50 % from $")
+    await expect(tile(page, "Errors")).to_contain_text("0none in the range before")
+    await expect(tile(page, "Budget this month")).to_contain_text("no limit is set")
+    table = page.get_by_role("region", name="Requests, errors, latency and spend by model")
+    await expect(table.get_by_role("row").filter(has_text=MODEL.name)).to_have_count(1)
+    now = page.get_by_role("region", name="Queue and workers now")
+    await expect(now.get_by_role("columnheader", name="Workers")).to_have_count(0)
+    await expect(page.get_by_text("Only keys with the admin scope see")).to_be_visible()
+    await expect(now.get_by_role("columnheader", name="Expected wait (estimate)")).to_be_visible()
+    await expect(now.get_by_text("not measured lately")).to_be_visible()
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_an_administrator_sees_all_tenants_and_workers(
+    world: World, page: Page, width: int, scheme: Any
+) -> None:
+    await page.emulate_media(color_scheme=scheme)
+    await page.set_viewport_size({"width": width, "height": 900})
+    await traffic(world)
+    await log_in(page, "boss")
+    await expect(
+        page.get_by_text("All tenants, because this key has the admin scope")
+    ).to_be_visible()
+    await expect(tile(page, "Requests").locator("b")).to_have_text("2")
+    now = page.get_by_role("region", name="Queue and workers now")
+    await expect(now.get_by_role("row").filter(has_text=MODEL.name)).to_contain_text("1")
+    budgets = page.get_by_role("region", name="Budgets this month")
+    await expect(budgets.get_by_text("acme")).to_be_visible()
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+    assert await serious_barriers(page) == []
+
+
+async def test_the_range_is_in_the_address(world: World, page: Page) -> None:
+    await traffic(world)
+    await log_in(page, "a")
+    await expect(tile(page, "Requests").locator("b")).to_have_text("1")
+    await page.get_by_label("From").fill("2026-01-01")
+    await page.get_by_label("To", exact=True).fill("2026-01-07")
+    await page.get_by_role("button", name="Show").click()
+    await expect(page.get_by_text("There were no requests in either range.")).to_be_visible()
+    assert page.url.endswith("#overview/2026-01-01..2026-01-07")
+    await expect(page.get_by_text("compared with Dec 25 – 31, 2025")).to_be_visible()
+
+
+async def test_a_key_without_usage_sees_the_queue(page: Page) -> None:
+    await log_in(page, "narrow")
+    now = page.get_by_role("region", name="Queue and workers now")
+    await expect(now.get_by_text(MODEL.name)).to_be_visible()
+    await expect(page.get_by_role("alert")).to_contain_text("scope 'usage'")
