@@ -1,4 +1,4 @@
-"""`python -m workers`: a worker of one or several models.
+"""`python -m workers`: a worker that serves one or several models.
 
 Opens its parts in order and runs until SIGTERM.
 """
@@ -62,7 +62,7 @@ from workers.tasks import WORKER_TASKS, preparer_for
 from workers.worker import Worker
 
 MAX_NAMES_CHARS = 200
-"""Of models, in the name of a folder."""
+"""Maximum length of the model names in a folder's name."""
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def main() -> int:
             deny_inspection()  # a custom class runs as the same user
         uvloop.run(
             serve(settings, list({model.name: model for model in models}.values()), catalog)
-        )  # an alias may repeat one
+        )  # an alias may repeat a model
     except ConfigurationError as error:
         print(f"penstock worker: {error.message}", file=sys.stderr)
         return 2
@@ -94,7 +94,7 @@ def main() -> int:
 
 
 async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Catalog) -> None:
-    """Warms up the models and serves them. Returns after SIGTERM and a drain."""
+    """Warms up the models and serves them. Returns after SIGTERM, once drained."""
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -151,9 +151,9 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
 async def _prepare(
     settings: WorkerSettings, model: Model, *, is_alone: bool
 ) -> tuple[HostedModel, Layout]:
-    """The model with its backend, and its processes and threads (0: default).
+    """Returns the model with its backend, process count and thread count (0: default).
 
-    `is_alone`: it is the only model of this worker.
+    `is_alone`: it is this worker's only model.
     """
     folder = await asyncio.to_thread(
         resolve,
@@ -175,7 +175,7 @@ async def _prepare(
 
 
 class _Stores(NamedTuple):
-    """The stores that a worker reads and writes, except its rows."""
+    """The stores that a worker reads and writes, except for its rows."""
 
     cache: ResultCache
     redis: RecordsRedis
@@ -206,7 +206,7 @@ async def _open(
 ) -> Worker:
     """Opens every part.
 
-    Rows open first, because an earlier process may have left some, and close last.
+    Row writers open first, because an earlier process may have left rows behind, and close last.
     """
     models = [model.entry for model in hosted]
     rows = await stack.enter_async_context(_writer(settings, models, "worker", TABLE))
@@ -272,7 +272,7 @@ def _pool(settings: WorkerSettings, hosted: Sequence[HostedModel], layout: Layou
 
 
 def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table: str) -> RowWriter:
-    """Returns a writer with a folder for this kind of rows and for workers with these models."""
+    """Returns a writer whose folder is for this kind of row and for workers with these models."""
     return RowWriter(
         sender_of(settings, table),
         spool_dir=settings.spool_dir / _spool_name(kind, models),
@@ -281,7 +281,7 @@ def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table:
 
 
 def _spool_name(kind: str, models: Sequence[Model]) -> str:
-    """The name of a folder. A digest stands for names that are too many for it."""
+    """Returns a folder's name. A digest replaces model names if there are too many."""
     names = "-".join(model.name for model in models)
     if len(names) > MAX_NAMES_CHARS:
         names = hashlib.blake2b(names.encode(), digest_size=16).hexdigest()
@@ -295,7 +295,7 @@ async def _canary_parts(
     publisher: Publisher,
     objects: ObjectStore,
 ) -> dict[str, CanaryShare]:
-    """The parts in comparisons of two revisions, by the names of the models that have one."""
+    """Returns the parts that compare revisions, by name, for models that have a comparison."""
     canaries = {
         model.entry.name: model.entry
         if isinstance(model.entry, Revision)

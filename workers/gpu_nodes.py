@@ -29,11 +29,11 @@ from typing import Any
 from shared.logs import configure_logs
 
 CONDITIONS = ("XidCriticalError",)
-"""Conditions of a node, as GKE's device plugin sets it, and node-problem-detector elsewhere
+"""Node conditions, as set by GKE's device plugin, or by node-problem-detector elsewhere
 (infra/kubernetes/gpu-nodes/gpu-monitor.json).
 """
 ANNOTATION = "penstock.dev/gpu-failed"
-"""Set on nodes cordoned by this process. Nodes cordoned by others are left alone."""
+"""Set on nodes cordoned by this process. Nodes cordoned by anything else are left alone."""
 SELECTOR = "app.kubernetes.io/name in (penstock-worker,penstock-balloon)"
 GPU = "nvidia.com/gpu"
 MAX_SHARE = 0.1
@@ -47,10 +47,10 @@ Json = dict[str, Any]
 
 
 class KubernetesApi:
-    """The few calls that are needed, with the identity of the pod.
+    """The few Kubernetes calls needed here, made with the pod's identity.
 
     Args:
-        token_file: read for each call, since the kubelet renews it.
+        token_file: read for each call, because the kubelet renews it.
         ca_file: CA certificate of the API server. None: plain HTTP.
     """
 
@@ -60,10 +60,10 @@ class KubernetesApi:
         self._context = None if ca_file is None else ssl.create_default_context(cafile=str(ca_file))
 
     def items(self, path: str, **query: str) -> Iterator[Json]:
-        """Yields the objects of a list, page by page.
+        """Yields a list's objects, page by page.
 
         Raises:
-            OSError: the API server can't be reached, or refuses.
+            OSError: the API server is unreachable, or rejects the request.
         """
         after = ""
         while True:
@@ -75,10 +75,10 @@ class KubernetesApi:
                 return
 
     def call(self, method: str, path: str, body: Json | None = None) -> Json:
-        """Sends a request, and returns the answer.
+        """Sends a request, and returns the response.
 
         Raises:
-            OSError: the API server can't be reached, or refuses (urllib.error.HTTPError).
+            OSError: the API server is unreachable, or rejects the request (urllib.error.HTTPError).
         """
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         request = urllib.request.Request(
@@ -99,19 +99,19 @@ class KubernetesApi:
 
 @dataclass
 class Round:
-    """Results of one check, as names of nodes and pods."""
+    """Results of one check, as node and pod names."""
 
     cordoned: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
     refused: list[str] = field(default_factory=list)
-    """Pods whose disruption budget does not allow an eviction yet."""
+    """Pods whose disruption budget doesn't allow eviction yet."""
     waiting: list[str] = field(default_factory=list)
-    """Nodes that would be too many."""
+    """Nodes not cordoned because of the limit."""
     released: list[str] = field(default_factory=list)
 
 
 class GpuNodes:
-    """Empties nodes whose GPU has failed.
+    """Drains nodes whose GPU has failed.
 
     Args:
         conditions: node conditions that report a failed GPU.
@@ -125,10 +125,10 @@ class GpuNodes:
         self._conditions = frozenset(conditions)
 
     def look(self) -> Round:
-        """Looks at all nodes once.
+        """Checks all nodes once.
 
         Raises:
-            OSError: the API server can't be reached, or refuses.
+            OSError: the API server is unreachable, or rejects a request.
         """
         done = Round()
         nodes = [node for node in self._api.items("/api/v1/nodes") if _has_gpu(node)]
@@ -155,7 +155,7 @@ class GpuNodes:
         return done
 
     def _find_failure_time(self, node: Json) -> str | None:
-        """The time since when its GPU has failed. None: it has not."""
+        """Returns when the node's GPU failed, or None if it hasn't."""
         times = [
             str(condition.get("lastTransitionTime", ""))
             for condition in node.get("status", {}).get("conditions", ())
@@ -164,7 +164,7 @@ class GpuNodes:
         return min(times, default=None)
 
     def _mark(self, name: str, reason: str | None) -> None:
-        """Cordons a node, or uncordons it without a reason."""
+        """Cordons a node, or uncordons it if there is no reason."""
         body = {
             "metadata": {"annotations": {ANNOTATION: reason}},
             "spec": {"unschedulable": True if reason is not None else None},
@@ -185,9 +185,9 @@ class GpuNodes:
             try:
                 self._api.call("POST", f"{pods}/{name}/eviction", body)
             except urllib.error.HTTPError as error:
-                if error.code == 429:  # the disruption budget does not permit it yet
+                if error.code == 429:  # the disruption budget doesn't allow it yet
                     done.refused.append(name)
-                elif error.code != 404:  # gone meanwhile
+                elif error.code != 404:  # already gone
                     raise
                 continue
             log.warning("pod evicted", extra={"pod": name, "node": node})
@@ -203,7 +203,7 @@ def _annotations(node: Json) -> Json:
 
 
 def _has_gpu(node: Json) -> bool:
-    # `allocatable` goes to 0 when the plugin withdraws a broken GPU.
+    # `allocatable` drops to 0 when the plugin withdraws a broken GPU.
     return int(node.get("status", {}).get("capacity", {}).get(GPU, 0)) > 0
 
 
@@ -213,7 +213,7 @@ def _url() -> str:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Looks at the nodes again and again, until it is stopped."""
+    """Checks the nodes repeatedly until stopped."""
     parser = argparse.ArgumentParser(prog="workers.gpu_nodes", description=__doc__)
     parser.add_argument("--url", default=_url(), help="default: of the cluster that it runs in")
     parser.add_argument("--account", type=Path, default=ACCOUNT, help="folder of the identity")

@@ -1,7 +1,7 @@
 """The worker's health endpoint: /livez (loop responds), /readyz (warm and pulling), /metrics.
 
-It runs on a thread, with the standard library's server, so it does not depend on the loop it
-checks.
+It runs on a thread, using the standard library's server, so it doesn't depend on the event loop
+that it checks.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from prometheus_client import REGISTRY
 from prometheus_client.exposition import choose_encoder
 
 LOOP_LIMIT_S = 5.0
-"""A loop that does not respond in this time cannot extend leases either.
+"""If the loop doesn't respond within this time, it can't extend leases either.
 
-The process needs a restart.
+The process then needs a restart.
 """
 
 
@@ -35,14 +35,14 @@ def _handler(
     loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """A few paths, GET only."""
+        """Serves a few paths, GET only."""
 
         def do_GET(self) -> None:
             if self.path == "/metrics":
-                # OpenMetrics, which has exemplars, if the scraper asks for it.
+                # OpenMetrics, which supports exemplars, if the scraper requests it.
                 encode, content_type = choose_encoder(self.headers.get("Accept", ""))
                 self._answer(200, encode(REGISTRY), content_type)
-            elif self.path in ("/livez", "/healthz"):  # the latter from before
+            elif self.path in ("/livez", "/healthz"):  # the latter is the old path
                 self._answer_bool(_responds(loop))
             elif self.path == "/readyz":
                 self._answer_bool(is_ready())
@@ -60,7 +60,7 @@ def _handler(
             self.wfile.write(body)
 
         def log_message(self, *_: object) -> None:
-            """Does not log probes."""
+            """Suppresses log entries for probes."""
 
     return Handler
 
@@ -69,7 +69,7 @@ def _handler(
 def health_server(
     host: str, port: int, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
 ) -> Iterator[int]:
-    """Serves until the context exits. Yields the bound port."""
+    """Serves until the context exits. Yields the port it is bound to."""
     server = ThreadingHTTPServer((host, port), _handler(loop, is_ready))
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="health", daemon=True

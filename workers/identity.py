@@ -1,4 +1,4 @@
-"""The identity of this worker in replies, rows and metrics."""
+"""This worker's identity in replies, rows and metrics."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from shared.usage.row import Row, row_of
 
 @dataclass(frozen=True, slots=True)
 class WorkerInfo:
-    """The description of this worker in replies and rows."""
+    """This worker's description in replies and rows."""
 
     worker: str
     region: str
     device: str
     gpu_type: str | None = None
-    """The name in infra/kubernetes/gpus.yaml. None: no GPU."""
+    """GPU name in infra/kubernetes/gpus.yaml. None: no GPU."""
     spot: bool | None = None
-    """True if its node is a spot node. None: unknown."""
+    """True if it runs on a spot node. None: unknown."""
 
 
 def row_for(

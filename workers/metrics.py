@@ -1,9 +1,9 @@
-"""Measurements of a worker about itself: Prometheus metrics, and its utilization.
+"""A worker's measurements of itself: Prometheus metrics and utilization.
 
-Utilization is for the `worker_hours` table and for the autoscaler. `ProcessTimes` measures, so that
-idle GPUs have an owner. `UtilizationReports` writes that every five minutes and at the end. A
-worker that is killed loses what it did not write yet, five minutes at most. The loop of the worker
-writes `BusyRatio`, and the thread that answers scrapes reads it.
+Utilization is for the `worker_hours` table and for the autoscaler. `ProcessTimes` measures it, so
+that idle GPU time is attributed too. `UtilizationReports` writes it every five minutes and at
+shutdown. A worker that is killed loses only the time since its last report, at most five minutes.
+The worker's event loop writes `BusyRatio`, and the thread that serves scrapes reads it.
 """
 
 from __future__ import annotations
@@ -126,19 +126,19 @@ MODEL_PROCESS_DEATHS = Counter(
 
 State = Literal["busy", "idle", "loading"]
 REPORT_EVERY_S = 300.0
-"""Pause between reports of worker time. It divides an hour, so reports end with the hour."""
+"""Interval between reports of worker time. It divides an hour evenly, so one ends with the hour."""
 
 FADE_S = 30.0
-"""An earlier second counts for a third after this time. So the ratio covers about a minute.
+"""After this time, a second's weight has dropped to about a third, so the ratio covers a minute.
 
-Batches of some seconds make a shorter one jump, and a longer one is late when load grows.
+With a shorter time, batches that take seconds make it jump. With a longer one, it lags behind load.
 """
 DIGITS = 3
-"""Decimal places of a busy share: a fading average never reaches 0, but an idle worker must."""
+"""Decimal places of a busy share: a decaying average never reaches 0, but an idle worker must."""
 
 
 class BatchMetrics:
-    """Records the batches of one model. Counters start at 0, so rates include the first batch."""
+    """Records one model's batches. Counters start at 0, so rates include the first batch."""
 
     def __init__(self, model: str) -> None:
         self._items = BATCH_ITEMS.labels(model)
@@ -146,11 +146,11 @@ class BatchMetrics:
         self._spare_seconds = SPARE_SECONDS.labels(model)
 
     def observe(self, done: BatchResult, exemplar: dict[str, str] | None = None) -> None:
-        """Records one batch. `exemplar` names a trace of it."""
+        """Records one batch. `exemplar` is the id of one of its traces."""
         items = len(done.results)
         self._items.observe(items)
         ITEMS_AT_A_TIME.observe(done.batch_items)
-        # inference_ms covers all items that share the time. Each of them reports it when it ends.
+        # inference_ms covers all items computed together. Each reports it when it ends.
         inference_s = done.inference_ms / 1000 * items / done.batch_items
         self._inference_seconds.observe(inference_s, exemplar)
         self._spare_seconds.inc(done.spare_s)
@@ -163,28 +163,28 @@ class BatchMetrics:
 
 
 def steady_clock() -> Callable[[], float]:
-    """A clock of Unix seconds that no correction of the system's clock moves."""
+    """Returns a clock of Unix seconds that is unaffected by changes to the system clock."""
     ahead_s = time.time() - time.monotonic()
     return lambda: ahead_s + time.monotonic()
 
 
 @dataclass(slots=True)
 class TimeReport:
-    """The activity from `since_s` on, within one hour. Unix seconds."""
+    """Activity since `since_s`, within one hour. Unix seconds."""
 
     since_s: float
     until_s: float = 0.0
     seconds: dict[State, float] = field(
         default_factory=lambda: {"busy": 0.0, "idle": 0.0, "loading": 0.0}
     )
-    """They add up to the time between the two. With several processes, the mean over them."""
+    """Add up to the time between the two. With several processes, averaged over them."""
     batches: int = 0
     items: int = 0
     loads: int = 0
 
 
 class ProcessTimes:
-    """Adds up the time of model processes. At first there is one, which loads."""
+    """Adds up the time spent by model processes. Starts with one, which is loading."""
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or steady_clock()
@@ -205,13 +205,13 @@ class ProcessTimes:
         self._states = ["idle"] * processes
 
     def enter(self, process: int, state: State) -> None:
-        """A process, by its number from 0, does something else from now on."""
+        """Records that a process, identified by its index, switches to another state."""
         if self._states[process] != state:
             self._advance()
             self._states[process] = state
 
     def batch_ended(self, done: BatchResult) -> None:
-        """Counts a batch. The time of loads for it was not spent on the batch."""
+        """Counts a batch. Time spent loading models for it does not count as its own."""
         self._advance()
         self._open.batches += 1
         self._open.items += len(done.results)
@@ -223,11 +223,11 @@ class ProcessTimes:
             seconds["loading"] += moved_s
 
     def loaded(self, residency: ResidencyReport) -> None:
-        """Counts the loads that a process reports."""
+        """Counts the loads reported by a process."""
         self._open.loads += residency.loads
 
     def take(self) -> list[TimeReport]:
-        """Everything since the last call, in reports that are each within an hour."""
+        """Returns everything since the last call, as reports that each stay within one hour."""
         self._advance()
         if self._at_s > self._open.since_s:
             self._close(self._at_s)
@@ -254,19 +254,19 @@ class ProcessTimes:
 
 
 def hour_of(at_s: float) -> float:
-    """The start of the hour (UTC) that a moment is in. Unix seconds."""
+    """Returns the start of the hour (UTC) that contains a moment. Unix seconds."""
     return at_s - at_s % HOUR_S
 
 
 class HourSink(Protocol):
-    """Takes rows of `worker_hours`. Never blocks and never raises."""
+    """Accepts `worker_hours` rows. Never blocks and never raises."""
 
     def write_hour(self, row: WorkerHour) -> None:
-        """Queues one row."""
+        """Queues one row for writing."""
 
 
 class UtilizationReports:
-    """Writes the time of a worker. An async context manager.
+    """Writes reports of a worker's time. An async context manager.
 
     Args:
         info: worker facts. `device` and the fields that depend on it are unknown at first.
@@ -334,27 +334,27 @@ class UtilizationReports:
 
 
 class _State(NamedTuple):
-    """Replaced as a whole, so that another thread never reads half of it."""
+    """Replaced as a whole, so that another thread never reads a partial update."""
 
     at_s: float
     running: float
-    """Processes that run a batch, divided by all. A batch of both priorities counts in parts."""
+    """Fraction of the processes that run a batch. A batch with both priorities is split."""
     average: float
 
     def average_at(self, now_s: float) -> float:
-        """The average, including the time since the last change."""
+        """Returns the average, including the time since the last change."""
         fade = math.exp(-max(0.0, now_s - self.at_s) / FADE_S)
         return self.running + (self.average - self.running) * fade
 
 
 class BusyRatio:
-    """The fraction of the model processes' capacity that is used, by priority.
+    """Fraction of the model processes' capacity in use, by priority.
 
-    A running batch counts while it runs. So batches of a minute do not come as a surprise. If
-    more items could have joined it for nothing, its process reports afterwards what was spare.
+    A batch counts while it is still running, so minute-long batches show up right away. If more
+    items could have joined it at no extra cost, its process reports the spare time afterwards.
 
     Args:
-        processes: how many model processes there are.
+        processes: the number of model processes.
     """
 
     def __init__(self, processes: int, clock: Callable[[], float] = time.monotonic) -> None:
@@ -364,12 +364,12 @@ class BusyRatio:
         self._of = {priority: _State(clock(), 0.0, 0.0) for priority in PRIORITIES}
 
     def publish(self) -> None:
-        """Shows the ratios to scrapes from now on. Before the first call there are none."""
+        """Exposes the ratios to scrapes from now on. Until the first call, there are none."""
         for priority in PRIORITIES:
             BUSY_RATIO.labels(priority).set_function(partial(self.read, priority))
 
     def start(self, priorities: Iterable[Priority]) -> dict[Priority, float]:
-        """A batch starts, with one priority for each of its items. Returns what `end` needs."""
+        """Records the start of a batch. Takes one priority per item; returns input for `end`."""
         item_priorities = list(priorities)
         parts: dict[Priority, float] = {
             priority: item_priorities.count(priority) / len(item_priorities) / self._processes
@@ -380,7 +380,7 @@ class BusyRatio:
         return parts
 
     def end(self, parts: dict[Priority, float]) -> None:
-        """The batch for which `start` returned these parts ends."""
+        """Records the end of the batch for which `start` returned these parts."""
         self._batches -= 1
         self._add(parts, -1)
 
@@ -393,13 +393,13 @@ class BusyRatio:
             self._of[priority] = _State(now_s, state.running, average)
 
     def read(self, priority: Priority) -> float:
-        """The ratio of the last minute or so, from 0 to 1."""
+        """Returns the ratio over roughly the last minute, from 0 to 1."""
         return round(self._of[priority].average_at(self._clock()), DIGITS)
 
     def _add(self, parts: dict[Priority, float], sign: int) -> None:
         now_s = self._clock()
         for priority, part in parts.items():
             state = self._of[priority]
-            # Rounding errors end with the last batch.
+            # Clears rounding errors once the last batch ends.
             running = max(0.0, state.running + sign * part) if self._batches else 0.0
             self._of[priority] = _State(now_s, running, state.average_at(now_s))

@@ -1,7 +1,7 @@
-"""`penstock weights prefetch`: copies models of the hub into a bucket, once for all workers.
+"""`penstock weights prefetch`: copies models from the Hub to a bucket, once for all workers.
 
-Workers then read the copy where the bucket is mounted (PENSTOCK_WEIGHTS_DIR). They need neither the
-hub nor a token for it.
+Workers then read the copy from the mounted bucket (PENSTOCK_WEIGHTS_DIR). They need neither the Hub
+nor a Hub token.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ HUB = "hf:"
 
 
 def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) -> Iterator[str]:
-    """Copies missing models, and reports the result for each model.
+    """Copies missing models, and yields the result for each model.
 
     Args:
-        catalog: the models, with their adapters. Those with another source than the hub are left
-            alone.
+        catalog: the models, with their adapters. Models from sources other than the Hub are
+            skipped.
         to: `gs://BUCKET[/PREFIX]`, or a folder.
         names: the models to copy. Empty: all.
-        again: replace copies that are there. A branch may have moved.
+        again: replace existing copies, because a branch may have moved.
 
     Raises:
-        ConfigurationError: a model is not in the catalog or not of the hub, or the repository does
-            not exist or is not open to this token.
-        Unavailable: the hub or the bucket is unreachable.
+        ConfigurationError: a model is not in the catalog or not from the Hub, or its repository
+            does not exist or is not accessible with this token.
+        Unavailable: the Hub or the bucket is unreachable.
     """
     store = _open(to)
     for (repository, revision), models in _chosen(catalog, names).items():
@@ -59,7 +59,7 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
 
 
 def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
-    """The repositories and revisions to copy, each with the models that use it or its adapters."""
+    """Returns the repositories and revisions to copy, with the models that use each of them."""
     requested = {catalog.find(name).name for name in names}
     models = [model for model in catalog.deployed if not names or model.public_name in requested]
     revisions: dict[tuple[str, str], list[str]] = {}
@@ -103,12 +103,12 @@ def _is_there(store: ObjectStore, path: PurePosixPath) -> bool:
 
 
 def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
-    """Downloads to a folder that goes away, and uploads from there. The list goes last."""
+    """Downloads to a temporary folder, and uploads from there. The file list is uploaded last."""
     into, listed = folder_of(repository, revision), str(list_of(repository, revision))
     with tempfile.TemporaryDirectory(prefix="penstock-weights-") as cache:
         folder = download_from_hub(repository, revision, Path(cache))
         if _is_there(store, list_of(repository, revision)):
-            # A worker that starts in the meantime goes to the hub, and does not get half of each.
+            # A worker that starts in the meantime uses the Hub instead of a partial copy.
             obstore.delete(store, listed)
         files = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -122,7 +122,7 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
 
 
 def _delete_others(store: ObjectStore, into: PurePosixPath, kept: dict[str, int]) -> None:
-    """Deletes files of earlier commits, which would be taken for a part of this one."""
+    """Deletes files from earlier commits, which would be mistaken for part of this one."""
     for page in obstore.list(store, f"{into}/"):
         for entry in page:
             if PurePosixPath(entry["path"]).relative_to(into).as_posix() not in kept:

@@ -246,7 +246,7 @@ class _ModelThread:
         output: asyncio.StreamReader,
         connection: socket.socket,
     ) -> None:
-        """Runs the server. Text that a process would print when it dies becomes its output."""
+        """Runs the server. Text that a process would print when dying becomes its output."""
         models = ResidentModels([lambda: next(self._made)], [self._folder])
         printed = b""
         try:

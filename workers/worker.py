@@ -1,15 +1,15 @@
-"""The worker's I/O process: pulls the jobs of its models and feeds batches to the model processes.
+"""The worker's I/O process: pulls its models' jobs and feeds batches to the model processes.
 
-Guarantees used: Pub/Sub delivers a job at least once and keeps it until its ack. The transport
-extends the lease of every held message, and flow control bounds how many there are. The models run
-in separate processes (workers/runtime/pool.py), so a busy or broken model interpreter delays no
-lease and no reply.
+Guarantees relied on: Pub/Sub delivers a job at least once and keeps it until it is acked. The
+transport extends the lease of every held message, and flow control limits how many are held. The
+models run in separate processes (workers/runtime/pool.py), so a busy or broken model interpreter
+delays neither leases nor replies.
 
-In call order: `run` opens the subscriptions of each model and starts its consumer
+In call order: `run` opens each model's subscriptions and starts its consumer
 (workers/jobs/consumer.py). `_serve`, one task per model process, asks ModelScheduler which model is
 next and takes its next batch. A device that computes asynchronously gets the next full batch before
-the last one has ended, and before the results of the one before are distributed (decision 143).
-`_listen` drops jobs that are canceled.
+the last one has ended, and before the results of the one before that are distributed (decision
+143). `_listen` drops canceled jobs.
 """
 
 from __future__ import annotations
@@ -50,27 +50,27 @@ from workers.scheduling.model_scheduler import Idle, ModelScheduler
 log = logging.getLogger(__name__)
 
 FAILED_BATCHES_MAX = 20
-"""After this many failed batches in a row the worker itself is broken, and exits."""
+"""After this many consecutive failed batches, the worker itself is considered broken and exits."""
 LOST_GPUS_MAX = 2
-"""The worker exits after this many model processes in a row have lost their GPU.
+"""The worker exits after this many consecutive model processes have lost their GPU.
 
-Reached before an item is given up (workers/scheduling/priority_queue.py), so another worker
-computes everything that this one held. The first crash may have been caused by the item being
+This happens before any item is given up (workers/scheduling/priority_queue.py), so another worker
+computes everything held by this one. The first crash may have been caused by the item being
 computed.
 """
 
 
 class Worker:
-    """Serves one or several models until it must stop. The caller opens and closes its parts.
+    """Serves one or several models until stopped. The caller opens and closes its parts.
 
     Args:
-        consumers: one for each model, in the order of the pool.
-        subscriber: where jobs are pulled from.
-        ack_deadline_s: the length of leases, and of their extensions.
+        consumers: one for each model, in the pool's order.
+        subscriber: the transport from which jobs are pulled.
+        ack_deadline_s: duration of each lease and each extension.
         max_outstanding_bytes: maximum size of the held messages in each priority, divided evenly
             among the models.
-        drain_s: how long held jobs may take to finish after the stop.
-        times: adds up what the model processes do.
+        drain_s: how long held jobs may take to finish after `stop` is set.
+        times: adds up how the model processes spend their time.
     """
 
     def __init__(
@@ -100,23 +100,23 @@ class Worker:
         self._woken = asyncio.Event()
         """Set when an item is queued or an overlapping batch has ended."""
         self._in_flight: list[deque[BatchRun]] = [deque() for _ in pool.processes]
-        """The batches that each process has, oldest first."""
+        """Each process's batches, oldest first."""
         self._idle: set[int] = set()
-        """The processes that wait for an item."""
+        """Processes waiting for an item."""
         self._runs: set[StepRun] = set()
         self._failed_batches = 0
         self._lost_gpus = 0
 
     @property
     def is_ready(self) -> bool:
-        """True if this worker would get jobs that are published now, for each of its models."""
+        """True if this worker would receive jobs published now for each of its models."""
         return all(consumer.is_connected for consumer in self._consumers)
 
     async def run(self, stop: asyncio.Event) -> None:
         """Serves until `stop` is set, then finishes the held jobs within the drain limit.
 
         Raises:
-            PenstockError: a subscription is lost for good, or batch after batch fails.
+            PenstockError: a subscription is lost permanently, or too many batches fail in a row.
         """
         self._busy.publish()
         self._times.opened(len(self._pool.processes))
@@ -134,7 +134,7 @@ class Worker:
                 tasks.append(stopping)
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
-                    task.result()  # they end only with an error
+                    task.result()  # they only end with an error
                 await self._drain()
             finally:
                 await _cancel(tasks)
@@ -182,7 +182,7 @@ class Worker:
             subscribing = self._subscriber.subscribe(
                 subscription_id,
                 max_messages=max_messages,
-                # Half for what is held near the broker, and half for the distance.
+                # Half for messages held near the broker, and half for those in transit.
                 max_bytes=max(1, self._max_outstanding_bytes // len(self._consumers) // 2),
                 ack_deadline_s=self._ack_deadline_s,
                 ack_linger_s=ACK_LINGER_S,
@@ -205,7 +205,7 @@ class Worker:
             log.warning("drain limit reached", extra={"limit_s": self._drain_s})
 
     async def _serve(self, process_index: int, process: PooledProcess) -> None:
-        """Feeds batches to one model process, which has this index in the pool."""
+        """Feeds batches to the model process with this index in the pool."""
         try:
             await self._serve_until_canceled(process_index, process)
         finally:
@@ -264,10 +264,10 @@ class Worker:
             self._end_died(oldest, result, in_flight)
 
     def _may_send(self, process: PooledProcess, number: int, *, is_free: bool) -> bool:
-        """Returns whether the next batch of a model may be sent before the last one has ended.
+        """Returns whether a model's next batch may be sent before the last one has ended.
 
-        Behind another batch it has to be full: one that is formed later has more items. An idle
-        process goes first.
+        Queued after another batch, it must be full, because more items may arrive if it is formed
+        later. Idle processes have precedence.
         """
         queue = self._queues[number]
         if not queue.waiting or (not is_free and (self._idle or not queue.has_full_batch)):
@@ -275,7 +275,7 @@ class Worker:
         return self._choose(process, time.time()) == number
 
     async def _send(self, process_index: int, process: PooledProcess, number: int) -> None:
-        """Takes the next batch of a model, and sends it."""
+        """Takes a model's next batch and sends it."""
         batch = self._queues[number].take(len(self._pool.processes))
         if not batch:
             return
@@ -300,7 +300,7 @@ class Worker:
             metrics.RESIDENT.labels(consumer.model.name).set(holders)
 
     def _choose(self, process: PooledProcess, free_since_s: float) -> int | Idle:
-        """The model to run next. Checks before a switch that its items are still wanted."""
+        """Returns the model to run next. Before switching, checks that its items are wanted."""
         while True:
             resident = process.residency.resident
             choice = self._scheduler.choose(resident, free_since_s, self._queues, time.time())
@@ -322,7 +322,7 @@ class Worker:
         metrics.WAITING.set(sum(queue.waiting for queue in self._queues))
 
     def _end(self, run: BatchRun, done: BatchResult) -> None:
-        """Distributes the results of a batch."""
+        """Distributes a batch's results to its jobs."""
         took_s, now_s = done.finished_at_s - done.started_at_s, time.monotonic()
         self._scheduler.batch_finished(took_s)
         self._times.batch_ended(done)
@@ -332,10 +332,10 @@ class Worker:
         self._count_failed(has_failed=done.has_failed)
 
     def _end_died(self, run: BatchRun, reason: str, others: Iterable[BatchRun]) -> None:
-        """Queues a batch again whose process died. A process with several batches counts once.
+        """Requeues a batch whose process died. A process with several batches counts once.
 
         Args:
-            others: the other batches that the process had.
+            others: the other batches on the same process.
         """
         is_counted = run.died_with_others
         for other in others:
@@ -345,7 +345,7 @@ class Worker:
             self._count_death(run.consumer, len(run.batch), reason)
 
     async def _run_steps(self, process_index: int, process: PooledProcess, number: int) -> None:
-        """Runs a continuous batch until no item is left, or another model is due."""
+        """Runs a continuous batch until no items remain, or another model is due."""
         consumer, processes = self._consumers[number], len(self._pool.processes)
         batch = consumer.queue.admit((), processes)
         if not batch:
@@ -395,7 +395,7 @@ class Worker:
             )
 
     async def _listen(self) -> None:
-        """Drops canceled jobs, and stops batches whose callers are all gone."""
+        """Drops canceled jobs, and stops batches whose callers have all left."""
         async for record in self._records.canceled():
             for consumer in self._consumers:
                 await consumer.cancel(record)

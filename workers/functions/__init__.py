@@ -1,4 +1,4 @@
-"""The functions behind Pub/Sub push.
+"""Functions that receive Pub/Sub pushes.
 
-One answers the callers of dead letters, one delivers webhooks.
+One replies to the callers of dead-lettered jobs, another delivers webhooks.
 """

@@ -1,4 +1,4 @@
-"""`python -m workers.functions`: the functions of a deployment on RabbitMQ, until SIGTERM."""
+"""`python -m workers.functions`: runs the functions of a RabbitMQ deployment until SIGTERM."""
 
 from __future__ import annotations
 

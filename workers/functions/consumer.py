@@ -1,7 +1,7 @@
-"""Takes the functions' messages from RabbitMQ, which pushes to nobody.
+"""Pulls the functions' messages from RabbitMQ, which doesn't push over HTTP.
 
-It also reports how many messages wait in the queues, as a metric. Pub/Sub provides this metric
-itself.
+It also reports the number of messages waiting in the queues as a metric. Pub/Sub provides this
+metric itself.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ MESSAGES = Gauge(
 )
 
 MESSAGES_IN_HAND = 128
-"""The limit for each queue. Receivers of webhooks are slow, and must not hold up each other."""
+"""Limit per queue. Webhook receivers are slow and must not delay each other."""
 STOP_LIMIT_S = 20.0
-"""How long handlers may take to finish after shutdown begins. Other messages are redelivered."""
+"""How long handlers may take to finish after shutdown starts. Other messages are redelivered."""
 
 log = logging.getLogger(__name__)
 
 
 class QueueDepths:
-    """Looks at the queues of a catalog's models now and then."""
+    """Checks the queues of a catalog's models periodically."""
 
     def __init__(self, admin: RabbitAdmin, catalog: Catalog) -> None:
         self._admin = admin
@@ -71,7 +71,7 @@ class QueueDepths:
             await asyncio.sleep(EVERY_S)
 
     async def look(self) -> None:
-        """Looks once. A queue that can't be asked has no value: an old one would mislead."""
+        """Checks once. A queue that can't be read has no value, as an old one would mislead."""
         try:
             counts = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))
         except PenstockError as error:
@@ -85,7 +85,7 @@ class QueueDepths:
 
 @dataclass(frozen=True)
 class MessageSource:
-    """A queue, the function for its messages, and the pauses before they come again."""
+    """A queue, the function that handles its messages, and the backoff before redelivery."""
 
     subscription_id: str
     function: str
@@ -108,7 +108,7 @@ def sources(catalog: Catalog) -> list[MessageSource]:
 
 
 class FunctionConsumer:
-    """Runs the functions for the messages of their queues."""
+    """Runs functions for messages from their queues."""
 
     def __init__(self, transport: RabbitTransport, handlers: Mapping[str, Handler]) -> None:
         self._transport = transport
@@ -117,14 +117,14 @@ class FunctionConsumer:
 
     @property
     def is_connected(self) -> bool:
-        """True if messages of every queue are delivered."""
+        """True if messages from every queue are being delivered."""
         return bool(self._subscriptions) and all(
             subscription.is_connected for subscription in self._subscriptions
         )
 
     @asynccontextmanager
     async def running(self, wanted: list[MessageSource]) -> AsyncIterator[None]:
-        """Takes messages while the block runs. Messages held at its end are finished."""
+        """Receives messages inside the context. Messages held when it exits are finished."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as taking:
             self._subscriptions = [
                 await stack.enter_async_context(
@@ -145,7 +145,7 @@ class FunctionConsumer:
                     await subscription.stop()
 
     async def _take(self, subscription: QueueSubscription, function: str) -> None:
-        """Handles messages until the subscription stops, as many at once as it delivers."""
+        """Handles messages until the subscription stops, with the concurrency it allows."""
         running: set[asyncio.Task[None]] = set()
         async for message in subscription:
 

@@ -1,8 +1,8 @@
 """Ends a job that no worker could finish: record, reply to the caller, webhook event, rows.
 
-A redelivered message repeats every step, because a process may die after any of them. The caller
-takes one reply, and events and rows have ids. A job that a worker has answered is left alone.
-Workers send such jobs here for inspection.
+If the message is redelivered, every step is repeated, because a process may die after any of them.
+This is safe: the caller accepts only one reply, and events and rows have ids. A job already
+answered by a worker is left alone; workers send such jobs here for inspection.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from shared.usage.row import Row, row_of
 from shared.webhooks.publisher import WebhookPublisher
 
 ANSWERED_BY = "dead-letter"
-"""The worker in replies and rows that come from here."""
+"""Worker name in the replies and rows written here."""
 _ATTEMPTS = "cloudpubsubdeadlettersourcedeliverycount"
 
 DEAD_LETTERS = Counter(
@@ -73,7 +73,7 @@ class UsageTable(Protocol):
     """The destination of rows."""
 
     async def write(self, rows: list[Row]) -> None:
-        """Returns once the table has `rows`.
+        """Returns once `rows` are in the table.
 
         Raises:
             Unavailable: it is unknown whether the rows were written.
@@ -81,7 +81,7 @@ class UsageTable(Protocol):
 
 
 class DeadLetters:
-    """Answers dead letters."""
+    """Answers dead-lettered jobs."""
 
     def __init__(
         self,
@@ -101,7 +101,7 @@ class DeadLetters:
         self._flows = FlowEngine(catalog, records, runs, publisher)
 
     async def answer(self, message: ReceivedMessage) -> None:
-        """Does for one dead letter what its worker could not.
+        """Does everything for a dead-lettered job that its worker could not.
 
         Raises:
             UndecodableMessage: it does not identify its job.
@@ -127,7 +127,7 @@ class DeadLetters:
                 await self._answer(envelope, message)
 
     async def _end_step(self, envelope: Envelope, message: ReceivedMessage) -> None:
-        """Ends the items of a flow's step, and with them the run, unless the step has a default."""
+        """Ends a flow step's items, and with them the run, unless the step has a default."""
         items, error = _reading(message)
         facts = {
             "request_id": envelope.request_id,
@@ -137,14 +137,14 @@ class DeadLetters:
             "reason": error.message,
         }
         log.warning("dead letter", extra=facts)
-        if isinstance(error, UndecodableMessage):  # its items are not known
+        if isinstance(error, UndecodableMessage):  # its items are unknown
             await self._flows.abandon(envelope.request_id, error)
             DEAD_LETTERS.labels("answered").inc()
             return
         job = decode_job(message.data, message.attributes)
         end = await self._flows.mark(job, [failure(item, error) for item in items])
         planned = await self._flows.advance(job, end)
-        # Workers know when they pulled an item, so they write the rows of items that they ended.
+        # Workers know when they pulled an item, so they write the rows for the items they ended.
         ours = [outcome for outcome in end.outcomes if outcome.receipt.pulled_at_s is None]
         rows = [self._row_of(envelope, outcome, time.time()) for outcome in ours]
         rows += [self._row_of(other, outcome, time.time()) for _, other, outcome in planned]
@@ -153,9 +153,9 @@ class DeadLetters:
         DEAD_LETTERS.labels("answered" if ours else "none").inc()
 
     async def _forward(self, envelope: Envelope, message: ReceivedMessage) -> bool:
-        """Has the other revision do a job that no worker of a canary could finish.
+        """Hands a job that no canary worker could finish to the other revision.
 
-        Returns whether it is such a job.
+        Returns whether it was such a job.
         """
         if (model := model_of_canary(envelope.model)) is None:
             return False
@@ -172,7 +172,7 @@ class DeadLetters:
         body = ReplyBody(
             [failure(item, error) for item in items], worker=ANSWERED_BY, replied_at_s=time.time()
         )
-        if isinstance(error, UndecodableMessage):  # its items are not known
+        if isinstance(error, UndecodableMessage):  # its items are unknown
             body.error = error_item(error)
         ended = await self._end(envelope, body)
         if ended is None:
@@ -192,9 +192,9 @@ class DeadLetters:
         DEAD_LETTERS.labels(end).inc()
 
     async def _end(self, envelope: Envelope, ours: ReplyBody) -> tuple[ReplyBody, str] | None:
-        """Ends the record. Returns the reply, of this or an earlier attempt.
+        """Ends the record. Returns the reply from this or an earlier attempt.
 
-        None if others answered.
+        Returns None if the job was answered elsewhere.
         """
         record = record_id(envelope.request_id, envelope.part)
         finish = await self._records.finish(record, "failed", encode_reply_body(ours))
@@ -243,7 +243,7 @@ class DeadLetters:
 
 @contextmanager
 def _refusal_logged(topic_id: str) -> Iterator[None]:
-    """Ignores that a topic does not exist: its subscribers are gone, so a retry is of no use."""
+    """Ignores a missing topic: its subscribers are gone, so retrying is useless."""
     try:
         yield
     except BadInput as error:
@@ -251,7 +251,7 @@ def _refusal_logged(topic_id: str) -> Iterator[None]:
 
 
 def _reading(message: ReceivedMessage) -> tuple[list[int], PenstockError]:
-    """The items of a dead letter (the first if the body can't be read), and their error."""
+    """Returns a dead letter's items (only the first if its body can't be read) and their error."""
     attributes = {name.lower(): value for name, value in message.attributes.items()}
     attempts = attributes.get(_ATTEMPTS, "its")
     reason = (
@@ -270,7 +270,7 @@ def _reply_of(envelope: Envelope, body: ReplyBody) -> Reply:
 
 
 def _mark_canceled(body: ReplyBody) -> ReplyBody:
-    """Returns the same for a caller who no longer wants an answer."""
+    """Returns the same, for a caller who no longer wants an answer."""
     outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in body.outcomes]
     return msgspec.structs.replace(body, outcomes=outcomes)
 

@@ -1,7 +1,8 @@
-"""Writes a row for each attempt to deliver an event. A delivery never fails for its row.
+"""Writes a row for each attempt to deliver an event. A row never makes a delivery fail.
 
-Redis has the state of deliveries: when output was last sent, and which predictions are done. It
-only provides order and rate. Without it, events are still delivered, possibly with a duplicate.
+Redis holds the delivery state: when output was last sent, and which predictions have ended. It only
+provides ordering and rate limiting. Without Redis, events are still delivered, possibly more than
+once.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ from shared.usage.writer import fields_by_name
 from shared.webhooks.event import WebhookUrlForbidden
 
 THROTTLE_MS = 500
-"""The minimum interval of output and log events (https://replicate.com/docs/topics/webhooks)."""
+"""Minimum interval between output or log events (https://replicate.com/docs/topics/webhooks)."""
 KEEP_S = 2 * 24 * 3600
-"""Longer than an event can wait on its topic."""
+"""Longer than an event can wait in its topic."""
 THROTTLED = frozenset({"output", "logs"})
 
 ERRORS = Counter(
@@ -41,10 +42,9 @@ _ADMIT = load_script("workers/functions/admit_event.lua")
 DeliveryDecision = Literal["due", "throttled", "late"]
 
 WRITE_LIMIT_S = 3.0
-"""A push is answered after the row, and Pub/Sub waits for the answer."""
+"""A push is acknowledged only after its row is written, and Pub/Sub waits for that."""
 RETRY_S = 15.0
-"""The time that nothing is written after a failure, so that an outage holds up one push and not
-all."""
+"""After a failure, no rows are written for this long, so that an outage delays only one push."""
 
 UNWRITTEN = Counter(
     "penstock_functions_deliveries_unwritten_total",
@@ -55,17 +55,17 @@ log = logging.getLogger(__name__)
 
 
 class DeliveryState(RedisStore):
-    """Delivery state of each prediction: an async context manager that opens without Redis too."""
+    """Delivery state of each prediction: an async context manager that opens even without Redis."""
 
     def __init__(self, redis_url: str) -> None:
         super().__init__(RedisLink("webhooks", redis_url, timeout_s=0.25, up=UP, errors=ERRORS))
         self._commands = self._link.commands("the delivery state of webhooks")
 
     async def admit(self, record: str, event: str) -> DeliveryDecision:
-        """Returns whether an event is due, too soon after the previous one of its kind, or late."""
+        """Returns whether an event is due, too soon after the last one of its kind, or late."""
         sent_key, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
         answer = None
-        with contextlib.suppress(Unavailable):  # better sent twice than not at all
+        with contextlib.suppress(Unavailable):  # better to send it twice than not at all
             answer = await self._commands.run_script(
                 _ADMIT, [self._key(record, "done"), sent_key], spare_ms
             )
@@ -76,12 +76,15 @@ class DeliveryState(RedisStore):
         return decisions.get(answer, "due")
 
     async def close(self, record: str) -> None:
-        """Ends the deliveries of this prediction: nothing is due any more."""
+        """Ends deliveries for this prediction: no event is due after this."""
         with contextlib.suppress(Unavailable):
             await self._commands.run("SET", self._key(record, "done"), 1, "EX", KEEP_S)
 
     async def refused_since(self, delivery_id: str, now_s: float) -> float | None:
-        """When an event was refused first, in unix time: now if it was not. None: unknown."""
+        """Returns when an event was first rejected, in Unix time.
+
+        Returns `now_s` if it wasn't rejected before, or None if that is unknown.
+        """
         key = self._key(delivery_id, "refused")
         with contextlib.suppress(Unavailable):
             await self._commands.run("SET", key, now_s, "NX", "EX", KEEP_S)
@@ -97,7 +100,7 @@ class DeliveryTable(Protocol):
     """The destination of rows."""
 
     async def insert(self, rows: list[Fields]) -> None:
-        """Returns once the table has `rows`.
+        """Returns once `rows` are in the table.
 
         Raises:
             Unavailable: it is unknown whether the rows were inserted.
@@ -117,7 +120,7 @@ class Deliveries:
 
     @asynccontextmanager
     async def recorded(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
-        """A block that makes the attempt, and sets `status_code` and `outcome` of its row."""
+        """A context for an attempt, which sets `status_code` and `outcome` of its row."""
         began_s = time.time()
         try:
             yield

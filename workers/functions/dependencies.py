@@ -1,8 +1,8 @@
-"""The dependencies of the functions in one process, opened with the first message.
+"""Dependencies shared by the functions in one process, opened when the first message arrives.
 
-There is no earlier moment: functions-framework loads a function in a parent process and calls it in
-another, where the event loop is. It does not notify a function of its end. Nothing is lost by that,
-because a push is answered only when all of it is done.
+They can't be opened earlier: functions-framework loads a function in a parent process and calls it
+in another, which has the event loop. It doesn't notify a function when it exits, but nothing is
+lost, because a push is acknowledged only after all of its work is done.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class FunctionDependencies:
-    """Opens what a function needs, once."""
+    """Opens everything a function needs, once."""
 
     def __init__(self, settings: FunctionSettings) -> None:
         self._settings = settings
@@ -53,7 +53,7 @@ class FunctionDependencies:
         await (await self._handler("webhook"))(message)
 
     async def close(self) -> None:
-        """Closes what was opened, if the process is notified of its end."""
+        """Closes everything that was opened, if the process is notified of its exit."""
         await self._stack.aclose()
 
     async def _handler(self, function: str) -> Handler:
@@ -126,8 +126,8 @@ class _Group:
 class RowTable:
     """A table of rows.
 
-    Unlike RowWriter it waits until they are there, because a function has no disk. Rows that come
-    while others are being sent go together with the next call.
+    Unlike RowWriter, it waits until the rows are written, because a function has no disk. Rows that
+    arrive while others are being sent go out together in the next call.
     """
 
     def __init__(self, settings: FunctionSettings, table: str = TABLE) -> None:
@@ -136,11 +136,11 @@ class RowTable:
         self._waiting = _Group()
 
     async def write(self, rows: list[Row]) -> None:
-        """The same as `insert`, for rows of items."""
+        """Same as `insert`, for rows of items."""
         await self.insert([fields_of(row) for row in rows])
 
     async def insert(self, rows: list[Fields]) -> None:
-        """Returns once `rows` are safe. Rows that are rejected permanently are logged.
+        """Returns once `rows` are safe. Rows rejected permanently are logged.
 
         Raises:
             Unavailable: it is unknown whether the rows are safe.
@@ -162,7 +162,7 @@ class RowTable:
             group.error = error
             return
         except BaseException:
-            # The task that sends for others may be canceled, and then nobody knows.
+            # The task that sends on behalf of others may be canceled; the result is then unknown.
             group.error = Unavailable("BigQuery: the call was cut off")
             raise
         for fields, reason in refused:

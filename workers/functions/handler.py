@@ -1,14 +1,14 @@
-"""Handles a message that was pushed, or taken from a queue.
+"""Handles a message that was pushed, or pulled from a queue.
 
-Authenticates the caller, decodes the message, runs the function, and answers with a status.
+Authenticates the caller, decodes the message, runs the function, and responds with a status.
 
-2xx ends a message. Any other status makes Pub/Sub send it again, after a growing pause. So a
-message that can never be handled gets 2xx too, with a counter and its ids in the log. The content
-of a message is in no log.
+A 2xx acknowledges a message. After any other status, Pub/Sub sends it again with increasing
+backoff. So a message that can never be handled gets a 2xx too, and is counted and logged with its
+ids. Message contents are never logged.
 
-All forms in which Pub/Sub sends a message to a function are decoded here and not by
-functions-framework: its CloudEvent targets answer 400 to a raw push under ASGI, and to a message
-that has attributes only under WSGI too, so Pub/Sub would repeat it forever. Formats:
+All formats in which Pub/Sub sends a message to a function are decoded here and not by
+functions-framework: its CloudEvent targets respond with 400 to a raw push under ASGI, and to a
+message that has only attributes even under WSGI, so Pub/Sub would retry it forever. Formats:
 https://cloud.google.com/pubsub/docs/push, https://cloud.google.com/pubsub/docs/payload-unwrapping
 and, for CloudEvents, https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
 """
@@ -37,14 +37,13 @@ from workers.functions.receiver_permits import ReceiverBusy
 _METADATA = "x-goog-pubsub-"
 _CREDENTIALS = frozenset({"authorization", "cookie", "x-serverless-authorization"})
 
-# JSON can contain half a character, which neither Redis nor Pub/Sub accepts.
+# JSON can contain an unpaired surrogate, which neither Redis nor Pub/Sub accepts.
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 HANDLE_LIMIT_S = 50.0
-"""Pub/Sub waits 60 s for an answer and then sends the message again, while we would still be at it.
-"""
+"""Pub/Sub waits 60 s for a response, then resends the message while it is still being handled."""
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""The largest message has 10 MB, which is a third more in base64."""
+"""The largest message is 10 MB, which is a third larger in base64."""
 LOGGED_CHARACTERS = 128
 
 UNREADABLE = Counter(
@@ -68,11 +67,11 @@ log = logging.getLogger(__name__)
 
 
 def read_push(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
-    """The message that a request carries.
+    """Returns the message contained in a request.
 
     Args:
-        headers: with names in lower case.
-        body: a push (wrapped or not), or a CloudEvent (binary or structured) as Eventarc sends it.
+        headers: HTTP headers by lowercase name.
+        body: a push (wrapped or unwrapped), or a CloudEvent (binary or structured) from Eventarc.
 
     Raises:
         UndecodableMessage: the push has no envelope.
@@ -89,7 +88,7 @@ def read_push(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
         event = None
     if isinstance(event, dict) and isinstance(event.get("message"), dict):
         return _read_wrapped(event)
-    # An unwrapped push without metadata is the message's data and nothing else.
+    # An unwrapped push without metadata contains only the message's data.
     return ReceivedMessage(body, {}, "", "")
 
 
@@ -97,7 +96,7 @@ def _event_data(headers: Mapping[str, str], body: bytes) -> Any:
     try:
         return from_http(dict(headers), body).get_data()
     except (GenericException, ValueError, RecursionError) as error:
-        # Its message would repeat the event, which has what a caller wrote.
+        # The exception's message would quote the event, which contains the caller's content.
         raise UndecodableMessage(f"no CloudEvent: {type(error).__name__}", field="data") from None
 
 
@@ -132,9 +131,9 @@ def _read_wrapped(envelope: Any) -> ReceivedMessage:
 
 
 def _read_unwrapped(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
-    """Metadata and attributes are headers, mixed with HTTP headers.
+    """Reads metadata and attributes from the headers, where they are mixed with HTTP headers.
 
-    Readers of an attribute know its name.
+    Code that reads an attribute knows its name.
     """
     metadata = {
         name.removeprefix(_METADATA): value
@@ -154,7 +153,7 @@ def _read_unwrapped(headers: Mapping[str, str], body: bytes) -> ReceivedMessage:
 
 
 def _unix_s(moment: Any) -> float:
-    """An RFC 3339 timestamp as unix seconds. 0 if there is none."""
+    """Returns an RFC 3339 timestamp as Unix seconds, or 0 if there is none."""
     try:
         return datetime.fromisoformat(moment).timestamp()
     except (TypeError, ValueError):
@@ -175,20 +174,20 @@ class Request(Protocol):
 
     @property
     def url(self) -> _Url:
-        """The URL that the request was sent to."""
+        """URL that the request was sent to."""
 
     @property
     def headers(self) -> Mapping[str, str]:
-        """The headers by name, in lower case."""
+        """The headers by name, in lowercase."""
 
     def stream(self) -> AsyncIterator[bytes]:
-        """The body, in chunks as they arrive."""
+        """Yields the body in chunks as they arrive."""
 
 
 async def handle_push(
     request: Request, function: str, authenticator: PushAuthenticator, handle: Handler
 ) -> FunctionResponse:
-    """Handles one request to `function`: returns text and status of the response."""
+    """Handles one request to `function`. Returns the response's text and status."""
     if request.method != "POST":
         return probe_response(request)
     try:
@@ -207,7 +206,7 @@ async def handle_push(
 
 
 async def handle_message(message: ReceivedMessage, function: str, handle: Handler) -> str:
-    """Runs `handle`. Returns why the message has to come again. Empty: it is done with."""
+    """Runs `handle`. Returns why the message must be redelivered, or "" if it is done."""
     try:
         async with asyncio.timeout(HANDLE_LIMIT_S):
             await handle(message)
@@ -223,7 +222,7 @@ async def handle_message(message: ReceivedMessage, function: str, handle: Handle
         }
         log.error("message unreadable", extra=facts)
     except ReceiverBusy as error:
-        # No failure, and too often for the log. The webhooks' counter has it by its end.
+        # Not a failure, and too frequent to log. The webhook counter includes it by outcome.
         return error.message
     except (PenstockError, TimeoutError) as error:
         FAILED.labels(function).inc()
@@ -234,7 +233,7 @@ async def handle_message(message: ReceivedMessage, function: str, handle: Handle
 
 
 async def read_body(request: Request, longest_bytes: int = MAX_BODY_BYTES) -> bytes:
-    """The body of a call.
+    """Returns a call's body.
 
     Raises:
         UndecodableMessage: it is larger than `longest_bytes`.

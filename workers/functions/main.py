@@ -1,15 +1,15 @@
-"""The targets of functions-framework: `dead_letter`, `webhook`, `reports`, and `functions` for all.
+"""Entry points for functions-framework: `dead_letter`, `webhook`, `reports`, or all as `functions`.
 
     functions-framework --source workers/functions/main.py --target dead_letter
 
-In the cloud each is a separate service. On one machine one process has all, since the framework
-takes one target. The first two are HTTP targets that read both CloudEvents and raw pushes (the
-reason is in handler.py).
+In the cloud, each runs as a separate service. On a single machine, one process serves all of them,
+because the framework accepts only one target. The first two are HTTP targets that read both
+CloudEvents and raw pushes (handler.py explains why).
 
-`reports` handles a call of Cloud Scheduler: it sums up days, or judges the hours of the present
-one. The body is JSON: `{}` for the last days, `{"from": "2026-10-01", "to": "2026-10-31"}` for a
-backfill, `{"only": "anomalies"}` for the hours that are over. Cloud Scheduler repeats a call that
-is not answered with 2xx.
+`reports` handles a Cloud Scheduler call: it aggregates past days, or checks the current day's hours
+for anomalies. The body is JSON: `{}` for the most recent days, `{"from": "2026-10-01", "to":
+"2026-10-31"}` for a backfill, `{"only": "anomalies"}` for the hours that have ended. Cloud
+Scheduler retries any call that doesn't get a 2xx response.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from workers.functions.settings import FunctionSettings
 
 MAX_BODY_BYTES = 4096
 GRACE_S = 30.0
-"""The time that a run may take beyond its own limit, for the step that it is at."""
+"""How long a run may exceed its own limit to finish its current step."""
 
 RUNS = Counter(
     "penstock_reports_runs_total",
@@ -69,7 +69,7 @@ authenticator = PushAuthenticator(
     checked_by=settings.push_checked_by,
 )
 dependencies = FunctionDependencies(settings)
-# The framework does not notify a function of its end, but the interpreter does.
+# The framework doesn't notify a function when it exits, but the interpreter does.
 traces = ExitStack()
 
 handlers = {"dead_letter": dependencies.dead_letter, "webhook": dependencies.webhook}
@@ -78,7 +78,7 @@ handlers = {"dead_letter": dependencies.dead_letter, "webhook": dependencies.web
 async def handle_scheduled(
     request: Request, authenticator: PushAuthenticator, settings: ReportSettings
 ) -> FunctionResponse:
-    """Handles one call: returns text and status of the response."""
+    """Handles one call. Returns the response's text and status."""
     if request.method != "POST":
         return probe_response(request)
     run = "daily"
@@ -149,25 +149,25 @@ atexit.register(traces.close)
 
 @aio.http
 async def dead_letter(request: Request) -> FunctionResponse:
-    """Answers the caller of a job that no worker could finish."""
+    """Replies to the caller of a job that no worker could finish."""
     return await handle_push(request, "dead_letter", authenticator, handlers["dead_letter"])
 
 
 @aio.http
 async def webhook(request: Request) -> FunctionResponse:
-    """Delivers an event of a prediction to its webhook."""
+    """Delivers a prediction event to its webhook."""
     return await handle_push(request, "webhook", authenticator, handlers["webhook"])
 
 
 @aio.http
 async def reports(request: Request) -> FunctionResponse:
-    """Sums up days, makes invoices and summaries, and looks for anomalies."""
+    """Aggregates days, creates invoices and summaries, and checks for anomalies."""
     return await handle_scheduled(request, authenticator, settings)
 
 
 @aio.http
 async def functions(request: Request) -> FunctionResponse:
-    """All of them, at `/dead_letter`, `/webhook` and `/reports`."""
+    """Serves all of them, at `/dead_letter`, `/webhook` and `/reports`."""
     if request.method != "POST":
         return probe_response(request)
     name = request.url.path.strip("/")

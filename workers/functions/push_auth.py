@@ -1,7 +1,7 @@
 """Authenticates pushes by their OpenID Connect token, before the body is read.
 
-https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: signature and audience prove
-that Google created the token for this service, and only the account proves that the request came
+https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: the signature and audience
+prove that Google created the token for this service; only the account proves that the request came
 from our subscription.
 """
 
@@ -24,9 +24,9 @@ from shared.errors import ConfigurationError, PenstockError, Unavailable
 GOOGLE_CERTS_URL = "https://www.googleapis.com/oauth2/v1/certs"
 ISSUERS = frozenset({"accounts.google.com", "https://accounts.google.com"})
 CERTS_KEPT_S = 600.0
-"""Google shows a new key days before it signs with it."""
+"""Google publishes a new key days before signing with it."""
 CLOCK_SKEW_S = 10
-# Cloud Run replaces a signature that it has checked itself with this text.
+# Cloud Run replaces the signature with this text after checking it.
 REMOVED_SIGNATURE = "SIGNATURE_REMOVED_BY_GOOGLE"
 
 
@@ -38,11 +38,11 @@ class PushRefused(PenstockError):
 
 
 class PushAuthenticator:
-    """Lets one account call.
+    """Admits calls from a single account.
 
     Args:
-        audience: the audience of its tokens. Empty: no check, as on one machine.
-        certs_url: where the signers' certificates are.
+        audience: expected audience of the tokens. Empty: no check, as on a single machine.
+        certs_url: URL of the signers' certificates.
         checked_by: `us`, or `cloud-run` if the service requires roles/run.invoker. Cloud Run checks
             signatures and removes them from tokens.
 
@@ -69,10 +69,10 @@ class PushAuthenticator:
         self._certs = _CachedCerts()
 
     async def check(self, authorization: str) -> None:
-        """Checks the authorization header of a call.
+        """Checks a call's Authorization header.
 
         Raises:
-            PushRefused: it has no token, or not the right one.
+            PushRefused: the token is missing or invalid.
             Unavailable: the signers' certificates are unreachable.
         """
         if not self._audience:

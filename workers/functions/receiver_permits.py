@@ -1,16 +1,16 @@
-"""Limits concurrent webhook deliveries: no tenant's receivers hold up another tenant's deliveries.
+"""Limits concurrent webhook deliveries, so that no tenant's receivers delay another's deliveries.
 
 All tenants share one subscription, and the broker limits how many messages it sends us at a time. A
-receiver that does not answer keeps its message for 20 s. So only some messages of each tenant are
-posted at a time, and few to receivers that are not known to answer quickly. Other messages are
-handed back at once, and the broker delivers them again after its pause. This does not count as an
-attempt: no row, no entry in the webhook log, no progress toward giving up an event.
+receiver that doesn't respond ties up its message for 20 s. So each tenant may have only a limited
+number of posts in flight, and even fewer to receivers not known to respond quickly. Other messages
+are handed back at once, and the broker redelivers them after its backoff. This does not count as an
+attempt: no row, no entry in the webhook log, no progress toward giving up on an event.
 
-A receiver that did not answer is left alone for a period that doubles, and then receives one
-message at a time until it answers. A receiver that is quick again receives all waiting messages as
+A receiver that didn't respond is left alone for a pause that doubles each time, and then receives
+one message at a time until it responds. Once it is quick again, it receives all waiting messages as
 the broker delivers them.
 
-The state belongs to one process. No other process needs it, because it only bounds the messages
+The state is local to the process. No other process needs it, because it only limits the messages
 held by this process.
 """
 
@@ -28,25 +28,26 @@ from urllib.parse import urlsplit
 from shared.errors import Overloaded, Unavailable
 
 MAX_OF_TENANT = 8
-"""Deliveries of one tenant at a time. The embedded Pub/Sub pushes 32 at a time."""
+"""Maximum concurrent deliveries per tenant. The embedded Pub/Sub pushes 32 messages at a time."""
 MAX_OF_RECEIVER = 6
-"""The maximum of these to one receiver, so that a tenant's other receivers have room."""
+"""Maximum of these per receiver, so that a tenant's other receivers have room."""
 MAX_UNPROVEN = 4
-"""Maximum deliveries of one tenant to receivers that are not known to answer quickly.
+"""Maximum concurrent deliveries per tenant to receivers not known to respond quickly.
 
-Halved for each failure to answer since the last answer, down to one.
+Halved for each failure to respond since the last response, down to one.
 """
 MAX_WAITING = 8
-"""Deliveries of one tenant that wait for a quick receiver."""
+"""Maximum deliveries per tenant that may wait for a quick receiver."""
 WAIT_LIMIT_S = 0.25
-"""The time that they wait, so that a burst to a quick receiver is not handed back."""
+"""How long they wait, so that a burst to a quick receiver isn't handed back."""
 QUICK_S = 1.0
-"""A receiver that answers within it is quick."""
+"""A receiver that responds within this time counts as quick."""
 MIN_PAUSE_S = 5.0
 MAX_PAUSE_S = 60.0
-"""The time that a receiver without an answer is left alone. So it holds a place for a quarter of
-the
-time."""
+"""How long a receiver is left alone after failing to respond.
+
+With these pauses, it takes up a slot for a quarter of the time.
+"""
 MAX_RECEIVERS = 10_000
 """Maximum number of remembered receivers. The least recently used receivers are forgotten."""
 
@@ -56,7 +57,7 @@ class ReceiverBusy(Overloaded):
 
 
 class ReceiverKey(NamedTuple):
-    """A receiver as one tenant uses it.
+    """A receiver as used by one tenant.
 
     For other tenants, the same host is a different receiver.
     """
@@ -70,7 +71,7 @@ class _Receiver:
     running: int = 0
     is_quick: bool = False
     unanswered: int = 0
-    """Deliveries in a row that got no answer."""
+    """Consecutive deliveries that got no response."""
     alone_until_s: float = 0.0
 
 
@@ -79,13 +80,13 @@ class _Tenant:
     running: int = 0
     unproven: int = 0
     unanswered: int = 0
-    """Deliveries to unproven receivers in a row that got no answer."""
+    """Consecutive deliveries to unproven receivers that got no response."""
     waiting: int = 0
     freed: asyncio.Event = field(default_factory=asyncio.Event)
 
 
 class Turn:
-    """The turn of one delivery, which judges its receiver by the time that the post takes."""
+    """One delivery's turn. Rates the receiver by how long the post takes."""
 
     def __init__(
         self,
@@ -102,12 +103,12 @@ class Turn:
 
     @contextmanager
     def posting(self) -> Iterator[None]:
-        """A block that posts, and raises Unavailable if there is no answer."""
+        """A context that posts, and raises Unavailable if there is no response."""
         began_s = self._clock()
         try:
             yield
         except Unavailable:
-            # One that refuses the connection at once holds up nobody.
+            # A receiver that refuses the connection immediately delays nobody.
             self._judge(self._clock() - began_s, is_answered=self._clock() - began_s < QUICK_S)
             raise
         self._judge(self._clock() - began_s, is_answered=True)
@@ -125,7 +126,7 @@ class Turn:
 
 
 class ReceiverPermits:
-    """The deliveries in progress, by receiver.
+    """Deliveries in progress, by receiver.
 
     Args:
         wait_limit_s: how long a delivery to a quick receiver waits for its turn.
@@ -141,10 +142,10 @@ class ReceiverPermits:
 
     @asynccontextmanager
     async def taken(self, tenant: str, url: str) -> AsyncIterator[Turn]:
-        """A block that delivers to a tenant's receiver.
+        """A context that delivers to a tenant's receiver.
 
         Raises:
-            ReceiverBusy: not now. The broker should deliver the message again.
+            ReceiverBusy: there is no room now. The broker should redeliver the message.
         """
         key = ReceiverKey(tenant, _origin(url))
         owner, receiver = self._tenants.setdefault(tenant, _Tenant()), self._receiver(key)
@@ -182,7 +183,7 @@ class ReceiverPermits:
         return owner.unproven < max(1, MAX_UNPROVEN >> min(owner.unanswered, MAX_UNPROVEN))
 
     async def _wait(self, owner: _Tenant, receiver: _Receiver) -> None:
-        """Waits for room if it comes soon."""
+        """Waits for room, but gives up if it takes too long."""
         if owner.unanswered or receiver.unanswered or owner.waiting >= MAX_WAITING:
             raise ReceiverBusy
         owner.waiting += 1
@@ -203,6 +204,6 @@ class ReceiverPermits:
 
 
 def _origin(url: str) -> str:
-    """Returns scheme, host and port. A tenant may use a different path for each prediction."""
+    """Returns scheme, host and port, because a tenant may use a different path per prediction."""
     parts = urlsplit(url)
     return f"{parts.scheme}://{parts.netloc.rpartition('@')[2].lower()}"

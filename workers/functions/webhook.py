@@ -1,16 +1,17 @@
-"""Sends events to webhooks: the body that GET returns, signed, posted once per push.
+"""Sends events to webhooks: the same body that GET returns, signed, posted once per push.
 
-Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `webhook-id`. 2xx ends
-the retries. 410 ends all events of the prediction. Other 4xx and redirects are retried for an hour
-from the first one. None of this changes the record of the prediction.
+Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `webhook-id`. A 2xx ends
+the retries. A 410 ends all events for the prediction. Other 4xx responses and redirects are retried
+for an hour after the first one. None of this changes the prediction's record.
 
-A prediction that was deleted before its end was reported has no input and output in that body. Its
+If a prediction was deleted before its end was reported, that body has no input or output, and its
 earlier events are dropped.
 
-Ends of batches and warnings about budgets are sent as events in the shape of OpenAI's. Their
-message has all that this needs. They are retried like the other webhooks.
+Batch completions and budget warnings are sent as events in OpenAI's format. Their messages contain
+everything needed to send them. They are retried like other webhooks.
 
-The caller chose the URL, so it must not reach our addresses (shared/web/pinned_http.py).
+The URL is chosen by the caller, so it must not reach internal addresses
+(shared/web/pinned_http.py).
 """
 
 from __future__ import annotations
@@ -61,14 +62,14 @@ from workers.functions.receiver_permits import ReceiverBusy, ReceiverPermits, Tu
 
 TOTAL_LIMIT_S = 20.0
 READ_BYTES = 1024
-"""The part of the answer that is logged. Only the status counts."""
+"""How much of the response is logged. Only the status matters."""
 
 GONE = 410
-"""Status with which a receiver ends its webhook: the event is not sent again."""
+"""Status that a receiver returns to end its webhook: the event is not sent again."""
 WORTH_RETRYING = frozenset({408, 425, 429})
-"""The 4xx after which a later try may succeed."""
+"""4xx statuses after which a later attempt may succeed."""
 REFUSED_LIMIT_S = 3600.0
-"""How long a refused event is retried: about a dozen attempts, with growing pauses."""
+"""How long a rejected event is retried: about a dozen attempts at growing intervals."""
 WORDS_LOGGED = 200
 REDIRECTED = (
     "the receiver answered with a redirect, which webhooks do not follow; set the webhook to the "
@@ -83,20 +84,20 @@ WEBHOOKS = Counter(
 )
 
 ATTRIBUTES = frozenset({"batch", "budget"})
-"""A message with one of these attributes has such an event."""
+"""A message with one of these attributes contains an event in OpenAI's format."""
 
 log = logging.getLogger(__name__)
 
 
 class WebhookResponse(NamedTuple):
-    """A receiver's response: its status and the first words of it."""
+    """A receiver's response: its status and the start of its body."""
 
     status: int
     words: str
 
     @property
     def is_redirect(self) -> bool:
-        """True if the receiver is somewhere else. A webhook follows no redirect."""
+        """True if the receiver responded with a redirect. Webhooks follow no redirects."""
         return 300 <= self.status < 400
 
 
@@ -104,7 +105,7 @@ class WebhookClient:
     """Posts to one webhook.
 
     Args:
-        allow_private: whether any address and http are allowed, for one machine.
+        allow_private: if True, any address and plain http are allowed, for a single machine.
         resolve: returns all addresses of a host and port.
     """
 
@@ -116,12 +117,12 @@ class WebhookClient:
         self._resolve = resolve
 
     async def post(self, headers: Mapping[str, str], body: bytes) -> WebhookResponse:
-        """Posts once and follows no redirect.
+        """Posts once, without following redirects.
 
         Raises:
-            WebhookUrlForbidden: the URL is not one for webhooks, or one of its addresses is not
+            WebhookUrlForbidden: the URL is not allowed for webhooks, or one of its addresses is not
                 public.
-            Unavailable: the receiver did not answer in time.
+            Unavailable: the receiver did not respond in time.
         """
         url = parse_webhook_url(self._url, allow_private=self._allow_private)
         reach = ANYWHERE if self._allow_private else PUBLIC
@@ -135,13 +136,13 @@ class WebhookClient:
         except UrlForbidden as error:
             raise WebhookUrlForbidden(error.message, field="webhook") from error
         except (ClientError, OSError, ValueError) as error:
-            # aiohttp's own time limits are TimeoutError, which is an OSError.
+            # aiohttp's own timeouts are TimeoutError, which is an OSError.
             reason = f"{url.host}: {str(error) or type(error).__name__}"
-            raise Unavailable(reason, public=reason) from error  # of the caller's own receiver
+            raise Unavailable(reason, public=reason) from error  # about the caller's own receiver
 
 
 async def _first_words(answer: ClientResponse) -> str:
-    """Returns the start of a failure's body. Empty after a success."""
+    """Returns the start of a failed response's body, or an empty string after a success."""
     if answer.ok:
         return ""
     try:
@@ -177,7 +178,7 @@ class Webhooks:
         self._allow_private = allow_private
 
     async def deliver(self, message: ReceivedMessage) -> None:
-        """Delivers the event of one message, if it is due and wanted.
+        """Delivers one message's event if it is due and the webhook still wants it.
 
         Raises:
             UndecodableMessage: the message is not a webhook event.
@@ -250,7 +251,7 @@ class Webhooks:
         return end
 
     async def _find(self, event: WebhookEvent) -> tuple[Prediction, Record] | str:
-        """The prediction of an event, or why there is none to report."""
+        """Returns the event's prediction, or why there is nothing to report."""
         record = await self._records.read(event.id)
         if record is not None and record.document:
             return _decoded(decode_document, record.document), record
@@ -264,7 +265,7 @@ class Webhooks:
     ) -> WebhookResponse:
         """Posts, and logs the result.
 
-        The receiver's answer is not in any log that a caller can read.
+        The receiver's response is not written to any log that a caller can read.
         """
         attempt = WebhookAttempt(
             webhook_id=delivery.delivery_id, event=delivery.event, at_s=time.time(), duration_s=0.0
@@ -307,9 +308,9 @@ def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
 
 
 def _webhook_id(event: WebhookEvent, message: ReceivedMessage) -> str:
-    """The same for every push of one event. Start and end occur once.
+    """Returns an id that is the same for every push of one event.
 
-    Others have a number or a message.
+    Start and end occur only once. Other events have a number or a message.
     """
     which = (
         "" if event.event in ("start", "completed") else str(event.sequence or message.message_id)
@@ -318,11 +319,11 @@ def _webhook_id(event: WebhookEvent, message: ReceivedMessage) -> str:
 
 
 def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> dict[str, str]:
-    """The headers of a delivery, as Standard Webhooks asks for them.
+    """Returns a delivery's headers as defined by Standard Webhooks.
 
     Args:
-        setting: the secrets, as for shared.webhooks.event.tenant_secrets.
-        webhook_id: the same for every attempt at one event.
+        setting: the secrets, in the format of shared.webhooks.event.tenant_secrets.
+        webhook_id: the same for every attempt to deliver one event.
     """
     now_s = int(time.time())
     headers = {
@@ -340,17 +341,17 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
 async def end_of(
     answer: WebhookResponse, message: ReceivedMessage, delivery_id: str, state: DeliveryState
 ) -> str:
-    """Returns what the response to an event means for its message.
+    """Returns the outcome that a response to an event implies for its message.
 
-    The hour of a rejected event starts with its first rejection. Time that it waited for its turn
-    before does not reduce the hour.
+    A rejected event's hour of retries starts with its first rejection. Time spent waiting before
+    that does not count.
 
     Args:
         delivery_id: the same for every attempt.
         state: remembers the first rejection.
 
     Raises:
-        Unavailable: the delivery should be tried again.
+        Unavailable: the delivery should be retried.
     """
     if 200 <= answer.status < 300:
         return "delivered"
@@ -367,18 +368,18 @@ async def end_of(
 
 
 class _Notice(NamedTuple):
-    """The body that the receiver gets."""
+    """The body sent to the receiver."""
 
     kind: str
     identity: str
-    """The same whenever the event is announced again, so its id is too."""
+    """The same each time the event is announced, so its id is the same too."""
     data: dict[str, Any]
     facts: dict[str, str]
-    """The fields for logs."""
+    """Fields for log entries."""
 
 
 class EventWebhooks:
-    """Delivers these events."""
+    """Delivers batch and budget events."""
 
     def __init__(
         self,
@@ -396,10 +397,10 @@ class EventWebhooks:
         self._allow_private = allow_private
 
     async def deliver(self, message: ReceivedMessage) -> None:
-        """Delivers the event of one message.
+        """Delivers one message's event.
 
         Raises:
-            UndecodableMessage: it has no such event.
+            UndecodableMessage: it contains no such event.
             PenstockError: the delivery failed and should be retried.
         """
         event: BatchEvent | BudgetEvent

@@ -1,1 +1,1 @@
-"""A job in a worker: pulled, claimed, prepared, completed."""
+"""A job's life in a worker: pulled, claimed, prepared, completed."""

@@ -34,18 +34,18 @@ from workers.scheduling.job import NOT_SENT, PulledJob
 
 
 def is_streamed(item: Item) -> bool:
-    """Returns whether the tokens of an item go to a stream."""
+    """Returns whether an item's tokens go to a stream."""
     return isinstance(item.input, GenerationInput | CustomInput) and item.input.is_streamed
 
 
 async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
-    """Ends the delivery of generations that their callers ended. Receipts count the tokens read.
+    """Ends delivery of generations that their callers ended. Receipts count the tokens read.
 
-    An item of a custom class without a result has the pieces that the class had yielded. If its
-    caller ended it, only the pieces that were read; otherwise all pieces, and none is charged.
+    An item of a custom class without a result has the pieces yielded so far. If its caller ended
+    it, it has only the pieces that were read; otherwise all pieces, and none is charged.
 
     Raises:
-        Unavailable: Redis did not answer.
+            Unavailable: Redis did not respond.
     """
     streamed = {item.index: item for item in pulled.items if is_streamed(item)}
     ended = [
@@ -83,7 +83,7 @@ def _with_partial(
 
 
 def _is_charged_as_read(outcome: ItemOutcome, item: Item) -> bool:
-    """Returns whether the tokens read are charged. A class may find late that an input is wrong."""
+    """Returns whether the tokens read are charged. A class may reject an input late."""
     is_text = isinstance(item.input, GenerationInput)
     return outcome.status in ENDED_BY_CALLER or (is_text and is_ended_by_caller(outcome))
 
@@ -132,7 +132,7 @@ def answer_after_reply(ours: ReplyBody, finish: Finish | None, *, is_sent: bool)
 def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
     """Returns the answer if its deadline is after `now_s`.
 
-    Otherwise the same without results, so nothing is charged.
+    Otherwise returns it without results, so nothing is charged.
     """
     if now_s < pulled.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
         return body

@@ -1,4 +1,4 @@
-"""A batch of a model that computes whole batches, while a model process has it."""
+"""One batch of a model that computes whole batches, while it is on a model process."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class BatchRun:
         """True if the process had other batches when it died."""
 
     async def start(self, on_over: Callable[[], None]) -> str:
-        """Sends the batch. Returns why the process died before, or nothing.
+        """Sends the batch. Returns why the process died before that, or an empty string.
 
         Args:
             on_over: called when the batch has ended.
@@ -65,7 +65,7 @@ class BatchRun:
             await self.close()
             return error.message
         self._running.done.add_done_callback(lambda _: on_over())
-        self.stop_unwanted()  # its callers may have left while it waited for its turn
+        self.stop_unwanted()  # its callers may have left while it was waiting
         return ""
 
     @property

@@ -1,11 +1,11 @@
-"""The extra work of workers whose model has a canary: counting for the comparison, and draining.
+"""Extra work for workers whose model has a canary: counting for the comparison, and draining.
 
 Workers of both revisions count the results of their items. The canary's workers report that they
-are alive. If none of them is alive, or if the canary was rolled back, the other revision's workers
-also pull the canary's subscriptions and forward the jobs, so that no job stays there.
+are alive. If none of them is alive, or the canary was rolled back, the other revision's workers
+also pull from the canary's subscriptions and forward the jobs, so that none are left there.
 
-Jobs of a canary that fail or take too long are handed over to the other revision. So a caller gets
-the other revision's answer, and not the canary's error.
+Canary jobs that fail or take too long are handed over to the other revision. So the caller gets
+the other revision's answer, not the canary's error.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ DRAIN_MESSAGES = 64
 DRAIN_RETRY_S = 5.0
 LAST_COUNT_LIMIT_S = 1.0
 ROUNDING_S = 0.01
-"""Tolerance for a remaining time, which is the difference of two Unix times."""
+"""Tolerance for a remaining time, because it is the difference of two Unix times."""
 
 
 class Forwarding:
@@ -61,12 +61,12 @@ class Forwarding:
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
         """Returns whether the other revision must try: an item failed, for any reason.
 
-        A caller's mistake fails there too, in the words of the revision that callers know.
+        A caller's mistake fails there too, but with the error messages that callers know.
         """
         return any(outcome.status == "failed" for outcome in outcomes)
 
     def begin(self, pulled: PulledJob, reason: str) -> None:
-        """Ends a job here, unless it is over, and forwards it in the background."""
+        """Ends a job here, unless it has already ended, and forwards it in the background."""
         if not pulled.is_over:
             pulled.end()
             self._registry.spawn(self.forward(pulled, reason))
@@ -75,7 +75,7 @@ class Forwarding:
         """Forwards a job that was ended here, and acks it. Hands it back if that fails."""
         metrics.CANARY_FORWARDED.labels(reason).inc()
         try:
-            # First, so that its death does not count against the next worker.
+            # Done first, so that a crash of the job does not count against the next worker.
             await self._records.hand_over(pulled.record)
             await forward(self._publisher, self._canary.public_name, pulled.message)
         except PenstockError as error:
@@ -87,11 +87,11 @@ class Forwarding:
 
 
 class CanaryShare:
-    """The part of one worker in the comparison of two revisions.
+    """One worker's part in the comparison of two revisions.
 
     Args:
-        comparison: compares outputs that the API can't compare. None: there are none.
-        refresh_s: pause between two looks at the canary_store.
+        comparison: compares outputs that the API can't compare. None: nothing to compare.
+        refresh_s: interval between reads of the canary_store.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class CanaryShare:
     def count(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> None:
         """Counts the results of a job's items. Includes only items that this revision computed."""
         counts = self._counts.canary if self._is_canary else self._counts.stable
-        # The waiting time of `batch` jobs is not meaningful.
+        # The waiting time of `batch` jobs is meaningless.
         took_s = time.time() - pulled.envelope.published_at_s
         timed_s = None if pulled.envelope.priority == "batch" else max(0.0, took_s)
         for outcome in outcomes:
@@ -133,7 +133,7 @@ class CanaryShare:
     def count_late(self, pulled: PulledJob) -> None:
         """Counts the items of a job that took too long here.
 
-        If its caller left less time than is usual, it counts only how long that was.
+        If its caller allowed less time than usual, counts only how long it took.
         """
         if pulled.envelope.priority != "interactive":
             return
@@ -147,14 +147,14 @@ class CanaryShare:
     def _was_in_a_hurry(self, pulled: PulledJob) -> bool:
         """Returns True if a caller set a shorter deadline than the default.
 
-        If a revision was late in this case, it means nothing, because a caller may set a deadline
-        that no revision can meet.
+        Being late then means nothing, because a caller may set a deadline that no revision can
+        meet.
         """
         left_s = pulled.start_by_s - pulled.envelope.received_at_s
         return left_s < self._canary.deadline.default_s - ROUNDING_S
 
     async def compare(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> None:
-        """Compares the outputs of a job that has ended with the other revision's, or has it done.
+        """Compares a finished job's outputs with the other revision's, or has them compared.
 
         Never fails.
         """
@@ -166,14 +166,14 @@ class CanaryShare:
             metrics.CANARY_COMPARED.labels("yes" if is_close else "no").inc()
 
     async def run(self, subscriber: Subscriber, is_ready: Callable[[], bool]) -> None:
-        """Keeps the canary_store up to date, and drains, until it is canceled."""
+        """Keeps the canary_store up to date, and drains. Runs until canceled."""
         try:
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(self._refresh_all(is_ready))
                 if not self._is_canary:
                     tasks.create_task(self._drain_when_needed(subscriber))
         finally:
-            # A worker whose batches all fail ends, and its counts show this.
+            # A worker whose batches all fail exits, and its counts show this.
             with contextlib.suppress(Unavailable, TimeoutError):
                 async with asyncio.timeout(LAST_COUNT_LIMIT_S):
                     await self._send_counts()
@@ -217,7 +217,7 @@ class CanaryShare:
                 await asyncio.sleep(DRAIN_RETRY_S)
 
     async def _drain(self, subscriber: Subscriber) -> None:
-        """Forwards the canary's jobs until it serves."""
+        """Forwards the canary's jobs until it serves again."""
         async with AsyncExitStack() as stack:
             pulling = []
             for name in (workers_subscription_id, batch_subscription_id):
@@ -249,7 +249,7 @@ class CanaryShare:
 
 
 def _is_of_model(outcome: ItemOutcome) -> bool:
-    """Returns whether the revision may be at fault, and not the caller."""
+    """Returns whether the revision, not the caller, may be at fault."""
     error = outcome.error
     if error is None:
         return True

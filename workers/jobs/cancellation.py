@@ -1,4 +1,4 @@
-"""Ends jobs early: canceled ones, late ones, and those whose inputs can't be computed."""
+"""Ends jobs early: canceled jobs, late jobs, and jobs whose inputs can't be computed."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Cancellation:
         self.on_unwanted = on_unwanted
 
     def cancel(self, record: str) -> None:
-        """Drops the jobs of `record`. Items that run now end with their batch."""
+        """Drops the jobs of `record`. Items already running end with their batch."""
         for pulled in self._completion.registry.find(record):
             pulled.is_canceled = True
             self._drop(pulled)
@@ -54,7 +54,7 @@ class Cancellation:
                     self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
 
     def expire_start(self, pulled: PulledJob) -> None:
-        """Drops the items of a job that did not start by its queue limit."""
+        """Drops the items of a job that didn't start by its queue limit."""
         started = _items_in(self._queue.running, pulled)
         for item in pulled.items:
             if item.index not in started and item.index not in pulled.outcomes:
@@ -62,7 +62,7 @@ class Cancellation:
         self._queue.discard_unwanted()
 
     def has_started(self, pulled: PulledJob) -> bool:
-        """Returns whether the model has every item of a job that has no outcome yet."""
+        """Returns whether every item of a job that has no outcome yet is already with the model."""
         started = _items_in(self._queue.running, pulled)
         return all(item.index in started or item.index in pulled.outcomes for item in pulled.items)
 
@@ -92,10 +92,11 @@ class Cancellation:
 
 
 def _receipt_of_leaver(pulled: PulledJob, item: Item, queued: QueuedItem) -> Receipt | None:
-    """Returns the receipt of an item whose caller leaves while its batch continues for others.
+    """Returns the receipt for an item whose caller leaves while its batch continues for others.
 
-    If another caller waits for the same item, that caller pays for all of it. The part of a stream
-    that was read is charged to its reader, because a caller that stays may leave without reading.
+    If another caller is waiting for the same item, that caller pays for all of it. The part of a
+    stream that was read is charged to its reader, because a caller that stays may leave later
+    without reading anything.
     """
     is_last = all(other is pulled or other.is_unwanted for other, _ in queued.waiters)
     spent = queued.spent_work() if is_last else None

@@ -1,4 +1,4 @@
-"""Claims the records of jobs, and gives up jobs with which workers keep dying."""
+"""Claims the records of jobs, and gives up jobs that keep killing workers."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from workers.jobs.completion import Completion
 from workers.scheduling.job import PulledJob
 
 UNFINISHED_MAX, ALONE_MAX = 3, 2
-"""Deaths of workers that held a job, and of workers in which it was alone, after which it is given
-up. As with model processes, deaths from other causes or over other jobs count against no job.
+"""Number of worker deaths after which a job is given up. Counted separately for all workers that
+held it and for those in which it ran alone. As with model processes, deaths from other causes or
+over other jobs count against no job.
 """
 
 
@@ -35,12 +36,12 @@ class Claims:
     async def claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
         """Claims the records of jobs. Waits only for jobs that may have been delivered before.
 
-        Nearly all jobs arrive for the first time, and are claimed in the background. If such a job
-        turns out to be over, it is dropped wherever it is by then.
+        Nearly all jobs are on their first delivery, and are claimed in the background. If such a
+        job turns out to have ended, it is dropped wherever it is by then.
         """
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
-            # A batch line may be requested again, under the id of a job that is over.
+            # A batch line may be requested again, under the id of a job that has ended.
             envelope = pulled.envelope
             is_known = envelope.has_record or envelope.batch_id or envelope.flow
             is_first = pulled.is_fresh and not is_known
@@ -52,7 +53,7 @@ class Claims:
 
     @contextlib.asynccontextmanager
     async def mark_alone(self, pulled_jobs: Iterable[PulledJob]) -> AsyncIterator[None]:
-        """Marks jobs with which workers died as the only work of this worker, inside the context.
+        """Marks jobs that have killed workers as this worker's only work, inside the context.
 
         So if this worker dies as well, its death counts against them.
         """

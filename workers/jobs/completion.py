@@ -5,11 +5,11 @@ store or the broker fails. A job is acked last, so a crash at any earlier step m
 deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
 answer and write equal rows.
 
-Most jobs end in the same turn of the loop as others, with their batch, and need nothing but these
+Most jobs end in the same turn of the event loop as the rest of their batch, and need only these
 steps. All of them with the same inbox take each step together, in one task (`_finish_together`).
 
-Pure functions turn the outcomes of a job's items into the state of its record, and the record into
-rows. A generation that ends without a result is charged by the tokens that its readers received.
+Pure functions turn the outcomes of a job's items into its record's state, and the record into rows.
+A generation that ends without a result is charged for the tokens that its readers received.
 
 Results that are too large for a message are stored in the object store. Records and the cache
 contain the keys of the largest results, replies also the keys of smaller ones.
@@ -71,9 +71,9 @@ log = logging.getLogger(__name__)
 class Completion:
     """Ends the jobs of one model.
 
-    `registry` holds them until then, and `replies` publishes their replies. `canary` is the part in
-    the comparison of two revisions, and `forwarding` hands over what this one can't do. None: the
-    model has no canary, or is not one.
+    `registry` holds them until then, and `replies` publishes their replies. `canary` is this
+    worker's part in the comparison of two revisions, and `forwarding` hands over jobs that this
+    revision can't do. None: the model has no canary, or isn't one.
     """
 
     has_flows: ClassVar = False
@@ -110,7 +110,7 @@ class Completion:
         self._webhooks = WebhookPublisher(publisher)
         self.worker = worker
         self._ended: dict[tuple[str, bool], list[PulledJob]] = {}
-        """Jobs that ended in this turn of the loop, by inbox and whether they have records."""
+        """Jobs that ended in this event loop turn, by inbox and whether they have records."""
 
     def settle(self, pulled: PulledJob, outcome: ItemOutcome) -> None:
         """Sets the outcome of one item. The last item finishes the job."""
@@ -132,9 +132,9 @@ class Completion:
         return pulled_jobs
 
     def _is_plain(self, pulled: PulledJob) -> bool:
-        """Returns whether a job has no steps and no spans to create from them.
+        """Returns whether a job can be finished together with others.
 
-        One with a record has some if it did not succeed: its reader may have got a part.
+        A failed job with a record can't, because its reader may have received part of the output.
         """
         outcomes = pulled.outcomes.values()
         return (
@@ -151,9 +151,9 @@ class Completion:
         )
 
     def _finish_ended(self) -> None:
-        """Finishes the jobs of this turn. Those of an inbox that is slow hold up no others."""
+        """Finishes the jobs of this turn. A slow inbox delays no other inbox's jobs."""
         ended, self._ended = self._ended, {}
-        with entered(None):  # they are of many traces
+        with entered(None):  # they belong to many traces
             for (_, has_record), jobs in ended.items():
                 finish = self._finish_recorded if has_record else self._finish_together
                 self.registry.spawn(finish(jobs))
@@ -178,7 +178,7 @@ class Completion:
     async def _finish_recorded(self, jobs: Sequence[PulledJob]) -> None:
         """Does for plain predictions of one inbox what `finish` does for one job.
 
-        All are finished one by one if one is late, and those whose records Redis did not end.
+        All are finished one by one if any is late, as are those whose records Redis did not end.
         """
         ours = self._bodies_of(jobs)
         if any(state_of(body) != "succeeded" for body in ours):  # some are late by now
@@ -204,7 +204,7 @@ class Completion:
         answers: Sequence[tuple[PulledJob, ReplyBody]],
         sent: Sequence[bool | PenstockError],
     ) -> None:
-        """Fills the cache and writes the rows of the answers whose replies the broker has."""
+        """Fills the cache and writes rows for answers whose replies reached the broker."""
         ended = list[tuple[PulledJob, ReplyBody]]()
         for (pulled, answered), is_sent in zip(answers, sent, strict=True):
             if isinstance(is_sent, PenstockError):
@@ -238,7 +238,7 @@ class Completion:
         return ReplyBody(list(outcomes), None, worker.worker, worker.device, time.time())
 
     def repeat(self, pulled: PulledJob, reply: bytes) -> None:
-        """Ends a job whose record has a reply. Sends it again, in case the first one got lost."""
+        """Ends a job whose record has a reply. Sends it again, in case the first was lost."""
         if not pulled.is_over:
             pulled.end()
             self._spawn(pulled, self._repeat(pulled, reply))
@@ -276,7 +276,7 @@ class Completion:
             return
         record_spans(pulled, self.model, self.worker.device)
         try:
-            # Together, because a store may be far away.
+            # Together, because the store may be far away.
             outcomes = await asyncio.gather(
                 *(self.large_results.store(pulled.envelope, outcome) for outcome in outcomes)
             )
@@ -303,7 +303,7 @@ class Completion:
         Returns the answer, ours or another attempt's.
 
         Raises:
-            Unavailable: Redis did not take a record that the API promised.
+            Unavailable: Redis did not accept a record that the API promised.
         """
         has_record = pulled.envelope.has_record
         deliver = self._record_then_reply if has_record else self._record_and_reply
@@ -320,7 +320,7 @@ class Completion:
     async def _record_and_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
         """Ends the record and publishes the reply at the same time. Returns the answer.
 
-        The caller takes the first reply, and does not need Redis for it.
+        The caller accepts the first reply, and doesn't need Redis for it.
         """
         reply, now_s = await self.large_results.for_reply(pulled.envelope, ours), time.time()
         ours, reply = in_time(pulled, ours, now_s), in_time(pulled, reply, now_s)
@@ -337,7 +337,7 @@ class Completion:
         """Ends the record that the API promised, and then publishes the reply. Returns the answer.
 
         Raises:
-            Unavailable: Redis did not take the record in time.
+            Unavailable: Redis did not accept the record in time.
         """
         until_s = time.monotonic() + KEEP_LIMIT_S
         while True:
@@ -354,7 +354,7 @@ class Completion:
         return answered
 
     async def _try_end(self, pulled: PulledJob, ours: ReplyBody) -> tuple[ReplyBody, Finish | None]:
-        """Ends the record of a prediction. Returns our answer, and None if Redis is unreachable."""
+        """Ends a prediction's record. Returns our answer, and None if Redis is unreachable."""
         try:
             ours = await with_delivered(self._tokens, pulled, ours)
             finish = await self._records.finish(
@@ -370,7 +370,7 @@ class Completion:
         return ours, finish
 
     def _count_toward_slo(self, envelope: Envelope, ours: ReplyBody) -> None:
-        """Counts the items of a prediction. The API counts those whose callers wait."""
+        """Counts a prediction's items. The API counts items whose callers wait for them."""
         limits_s = (
             until_s - envelope.received_at_s
             for until_s in (envelope.deadline_s, envelope.start_by_s)
@@ -433,7 +433,7 @@ class Completion:
             await self._cache.put_many(results, ttl_s, finished_at_s)
 
     def give_up(self, pulled: PulledJob, error: PenstockError) -> None:
-        """Hands back a job that could not be ended, so it is redelivered."""
+        """Hands back a job that could not be ended, so that it is redelivered."""
         facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
         log.warning("job not completed", extra=facts)
         self.registry.hand_back(pulled)

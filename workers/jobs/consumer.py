@@ -4,8 +4,8 @@ In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims
 cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue`
 and passes their results to `batches` (both in items.py). Every outcome goes to completion.py.
 
-Jobs that are canceled or late are dropped, in the queue or in a running batch. Each held job has a
-timer, which fires at the queue limit and at the deadline.
+Canceled and late jobs are dropped, in the queue or in a running batch. Each held job has a timer,
+which fires at the queue limit and at the deadline.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from workers.scheduling.job import TOLERATED_CRASHES, ItemRun, PulledJob, Queued
 from workers.tasks import WORKER_TASKS
 
 CANARY_PART = 0.5
-"""Share of a job's time that a canary has. Jobs it does not finish by then are forwarded."""
+"""Share of a job's time available to a canary. Jobs not finished by then are forwarded."""
 ADMIT_MESSAGES_MAX = 256
-"""Messages that are admitted together, with one cache look-up and one tokenizer call for all."""
+"""Messages admitted together, with one cache look-up and one tokenizer call for all of them."""
 
 log = logging.getLogger(__name__)
 
@@ -50,8 +50,8 @@ log = logging.getLogger(__name__)
 class JobConsumer:
     """Consumes the subscriptions of one model. The caller opens and closes the parts it is given.
 
-    `queue` has the items that wait, `batches` takes the results, `tokens` takes what generations
-    have so far, and `cancellation` drops jobs.
+    `queue` holds the waiting items, `batches` takes the results, `tokens` takes partial output of
+    generations, and `cancellation` drops jobs.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class JobConsumer:
             else Deadlines(self._forward_unstarted, self._forward_late, clock, CANARY_PART)
         )
         self.registry = completion.registry
-        """The jobs that this consumer holds."""
+        """Jobs held by this consumer."""
         self._arrived: asyncio.Queue[tuple[ReceivedMessage, Subscription]] = asyncio.Queue(
             ADMIT_MESSAGES_MAX
         )
@@ -103,12 +103,12 @@ class JobConsumer:
 
     @property
     def canary(self) -> CanaryShare | None:
-        """The part in the comparison of two revisions. None: the model has no canary."""
+        """Its part in the comparison of two revisions. None: the model has no canary."""
         return self._completion.canary
 
     @property
     def is_connected(self) -> bool:
-        """True if jobs that are published now would arrive here."""
+        """True if jobs published now would arrive here."""
         return bool(self._subscriptions) and all(
             subscription.is_connected for subscription in self._subscriptions
         )
@@ -119,7 +119,7 @@ class JobConsumer:
         on_queued: Callable[[], None],
         on_unwanted: Callable[[], None],
     ) -> list[asyncio.Task[None]]:
-        """Starts to pull and to admit.
+        """Starts pulling and admitting.
 
         Returns the tasks, which end only with an error. The caller cancels them.
 
@@ -143,14 +143,14 @@ class JobConsumer:
             self._on_unwanted()
 
     def noted(self, batch: Sequence[QueuedItem]) -> AbstractAsyncContextManager[None]:
-        """Records that a suspect is computed by itself, until the end of the context."""
+        """Records that a suspect is computed alone, until the context exits."""
         is_alone = len(batch) == 1 and batch[0].is_suspect
         return self._claims.mark_alone(
             [pulled for pulled, _ in batch[0].open_waiters()] if is_alone else ()
         )
 
     async def cancel(self, record: str | None) -> None:
-        """Drops the jobs of a canceled record. None: some may have been missed."""
+        """Drops the jobs of a canceled record. None: some cancellations may have been missed."""
         if record is None:
             await self.cancellation.recheck()
         else:
@@ -169,7 +169,7 @@ class JobConsumer:
         await self.registry.wait_idle()
 
     async def hand_back_all(self) -> None:
-        """Hands back the jobs that are left, at the end of the worker."""
+        """Hands back the remaining jobs when the worker shuts down."""
         self._subscriptions = ()
         await self.registry.hand_back_all()
 
@@ -178,7 +178,7 @@ class JobConsumer:
             await self._arrived.put((message, subscription))
 
     async def _admit_all(self) -> None:
-        """Admits together the messages that arrived during the last admission."""
+        """Admits messages that arrived during the last admission together."""
         while True:
             arrived = [await self._arrived.get()]
             while not self._arrived.empty():
@@ -201,22 +201,22 @@ class JobConsumer:
                     self._completion.settle(pulled, pulled.hit(item, hit))
                 elif not self.queue.coalesce(pulled, item):
                     missing.append((pulled, item))
-        # Nobody gets the hits of jobs that have ended meanwhile.
+        # Nobody needs cache hits for jobs that have ended in the meantime.
         unused = {key: hit.owed for key, hit in cached.items() if hit.owed is not None}
         self._cache.mark_unpaid(unused, self.model.cache.ttl_s)
         if missing:
             await self._enqueue(missing)
 
     async def _claim_and_look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, Hit]:
-        """Claims jobs, and returns what the cache has of their items."""
-        if all(pulled.is_fresh for pulled in pulled_jobs):  # the cache in Redis is not asked
+        """Claims jobs, and returns cached results of their items."""
+        if all(pulled.is_fresh for pulled in pulled_jobs):  # the Redis cache is not read
             await self._claims.claim(pulled_jobs)
             return await self._look_up(pulled_jobs)
         _, hits = await asyncio.gather(self._claims.claim(pulled_jobs), self._look_up(pulled_jobs))
         return hits
 
     def _decode(self, message: ReceivedMessage, subscription: Subscription) -> PulledJob | None:
-        """The job of `message`. None if it is for another model or late, which ends it here."""
+        """Returns the job of `message`. None if it is late or for another model; that ends it."""
         now_s = time.time()
         try:
             job = decode_job(message.data, message.attributes)
@@ -244,14 +244,14 @@ class JobConsumer:
         return None
 
     def _end_withdrawn(self) -> None:
-        """Ends all jobs if the model is withdrawn, including running ones."""
+        """Ends all jobs, including running ones, if the model is withdrawn."""
         if self._withdrawals.is_withdrawn(self.model):
             self.cancellation.fail(self.registry.find(), withdrawn_error(self.model))
             self.queue.discard_unwanted()
             self.cancellation.on_unwanted()
 
     def _is_forwarded(self, pulled: PulledJob) -> bool:
-        """Forwards a job that reached a canary after it was taken back."""
+        """Forwards a job that reached a canary after it was rolled back."""
         part = self._completion.canary
         if self._forwarding is None or part is None or not part.is_taken_back:
             return False
@@ -263,7 +263,7 @@ class JobConsumer:
             self._forward_late(pulled)
 
     def _forward_late(self, pulled: PulledJob) -> None:
-        """Leaves the other revision enough of the time."""
+        """Leaves enough time for the other revision."""
         if self._forwarding is None or pulled.is_over:
             return
         if self._completion.canary is not None:
@@ -273,9 +273,9 @@ class JobConsumer:
         self.cancellation.on_unwanted()
 
     async def _look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, Hit]:
-        """The results in the cache. Redis is not asked again right after the API asked it.
+        """Returns cached results. Doesn't read Redis again right after the API did.
 
-        It does not ask for first steps of flows.
+        Doesn't look up first steps of flows.
         """
         in_memory, in_redis = list[str](), list[str]()
         for pulled in pulled_jobs:
@@ -286,7 +286,7 @@ class JobConsumer:
         return await self._cache.get_many([*self._cache.kept_here(in_memory), *in_redis])
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
-        """Prepares inputs and queues them. A job with which two workers died runs alone."""
+        """Prepares inputs and queues them. A job that killed two workers runs alone."""
         parts: dict[PulledJob | None, list[tuple[PulledJob, Item]]] = {}
         for pulled, item in missing:
             is_suspect = pulled.unfinished_claims > TOLERATED_CRASHES
@@ -296,9 +296,9 @@ class JobConsumer:
         self.queue.on_queued()
 
     def _work_of_refusal(self, item: Item, error: PenstockError) -> int:
-        """Returns what an input counts that could not be prepared.
+        """Returns what is counted for an input that could not be prepared.
 
-        Measuring the input of a class is little work, unless it ended at its time limit.
+        Measuring an input of a custom class takes little work, unless it reached its time limit.
         """
         if isinstance(item.input, CustomInput) and isinstance(error, BadInput):
             return 1
@@ -322,5 +322,5 @@ class JobConsumer:
                 self._completion.settle(pulled, pulled.without_model(item, ready))
             elif not self.queue.coalesce(
                 pulled, item
-            ):  # an identical item of this admission may be queued by now
+            ):  # an identical item from this admission may be queued by now
                 self.queue.add(ready, pulled, item, before)

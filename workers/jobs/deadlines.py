@@ -1,4 +1,4 @@
-"""Timers of jobs: each fires at the job's queue limit and at its deadline."""
+"""Job timers: each fires at the job's queue limit and at its deadline."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ JobCallback = Callable[[PulledJob], None]
 
 
 class Clock(Protocol):
-    """The clock that deadlines are measured by. Tests have one that they move."""
+    """The clock that deadlines are measured by. Tests use one that they advance themselves."""
 
     def now_s(self) -> float:
         """Returns Unix seconds."""
         ...
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
-        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
+        """Calls `act` with the job after this many seconds, unless the timer is canceled first."""
         ...
 
 
 class SystemClock:
-    """The clock of the system, and timers of the running event loop."""
+    """The system clock, with timers of the running event loop."""
 
     def now_s(self) -> float:
         """Returns Unix seconds."""
         return time.time()
 
     def call_later(self, delay_s: float, act: JobCallback, pulled: PulledJob) -> JobTimer:
-        """Calls `act` with the job in this many seconds, unless the timer is canceled before."""
+        """Calls `act` with the job after this many seconds, unless the timer is canceled first."""
         return asyncio.get_running_loop().call_later(delay_s, act, pulled)
 
 

@@ -1,10 +1,11 @@
-"""The items of one model from the queue to their results.
+"""One model's items, from the queue to their results.
 
-Items wait for a batch, run, or ran a moment ago. Identical ones share one result. Progress,
-previews, tokens and results of a batch are passed on to their jobs, and failed items are retried.
+Items are waiting for a batch, running, or have just run. Identical items share one result.
+Progress, previews, tokens and results of a batch are passed on to their jobs, and failed items are
+retried.
 
-Previews are encoded as WebP. Tokens of generations go to a stream while they are written, so that
-callers can read along. A worker that takes over from one that died continues from the tokens there.
+Previews are encoded as WebP. Generated tokens go to a stream as they are produced, so that callers
+can follow along. A worker that takes over from one that died continues from the tokens there.
 """
 
 from __future__ import annotations
@@ -41,20 +42,20 @@ from workers.scheduling.tenant_shares import TenantShares
 log = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-"""The time that a finished item can still be coalesced with.
+"""How long a finished item can still be coalesced with.
 
-By then its result has reached the cache.
+After that, its result has reached the cache.
 """
 
 QUALITY = 60
 FASTEST = 0
-"""The method of libwebp. An image of 256 x 256 takes 1.5 ms and has about 7 KB."""
+"""libwebp's method. A 256 x 256 image takes 1.5 ms and has about 7 KB."""
 
 PROGRESS_EVERY_S = 0.5
 
 OUTPUT_EVENT_EVERY_S = 0.6
 """Interval between two events of a growing output. The function that delivers them drops events
-that come within 0.5 s of the last one."""
+that arrive within 0.5 s of the last one."""
 _Reader = tuple[PulledJob, int]
 """A job, and the index of its item."""
 _HeldChunk = tuple[Chunk, Sequence[FileOfPiece]]
@@ -84,21 +85,21 @@ class ModelQueue:
 
     @property
     def has_full_batch(self) -> bool:
-        """True if the next batch is full and does not need the process to itself."""
+        """True if the next batch is full and doesn't need the process to itself."""
         return self._queue.has_full_batch
 
     @property
     def oldest_s(self) -> float:
-        """When the oldest of them was queued, in unix seconds."""
+        """Returns when the oldest of them was queued, in Unix seconds."""
         return self._queue.oldest_s
 
     @property
     def running(self) -> list[list[QueuedItem]]:
-        """The batches that were taken and have not ended."""
+        """Returns the batches that were taken and have not ended."""
         return self._queue.running
 
     def earliest_deadline_s(self, after_s: float) -> float:
-        """The earliest deadline from `after_s` on, in unix seconds. Infinite if there is none."""
+        """Returns the earliest deadline from `after_s` on, in Unix seconds, or infinity if none."""
         if self._earliest_s < after_s:
             deadlines_s = (
                 pulled.start_by_s for queued in self._queue for pulled, _ in queued.open_waiters()
@@ -109,7 +110,7 @@ class ModelQueue:
         return self._earliest_s
 
     def coalesce(self, pulled: PulledJob, item: Item) -> bool:
-        """Lets `item` share the result of an identical item, if one waits, runs, or just ran."""
+        """Lets `item` share an identical item's result, if one is waiting, running, or just ran."""
         queued = (
             self._by_cache_key.get(item.cache_key)
             if item.cache_key and pulled.reads_cache
@@ -127,7 +128,7 @@ class ModelQueue:
     def add(self, prepared: Prepared, pulled: PulledJob, item: Item, written: list[Chunk]) -> None:
         """Queues a prepared item. The caller calls `on_queued` after the last one.
 
-        `written` is what an earlier worker has written of it.
+        `written` is its output from an earlier worker.
         """
         queued = QueuedItem(
             prepared, item.cache_key, time.time(), [(pulled, item)], written=written
@@ -138,8 +139,8 @@ class ModelQueue:
         self._earliest_s = min(self._earliest_s, pulled.start_by_s)
 
     def take(self, processes: int) -> list[QueuedItem]:
-        """The next batch for one of `processes`. Empty if nothing waits that is still wanted."""
-        self._earliest_s = float("-inf")  # may be in the batch, so it is computed again on demand
+        """Returns the next batch for one of `processes`. Empty if no wanted item is waiting."""
+        self._earliest_s = float("-inf")  # may be in the batch, so it is recomputed on demand
         return self._queue.take(processes, self._is_wanted, time.time())
 
     def admit(self, inside: Collection[QueuedItem], processes: int) -> list[QueuedItem]:
@@ -148,7 +149,7 @@ class ModelQueue:
         return self._queue.admit(inside, processes, self._is_wanted, time.time())
 
     def to_preempt(self, inside: Collection[QueuedItem]) -> list[QueuedItem]:
-        """Returns the items of one process to preempt for another item."""
+        """Returns one process's items to preempt for another item."""
         return self._queue.to_preempt(inside, self._is_wanted)
 
     def item_ended(self, queued: QueuedItem, done: BatchResult) -> None:
@@ -160,7 +161,7 @@ class ModelQueue:
         self._queue.adjust_budget(was_short=False)
 
     def preempted(self, queued: QueuedItem) -> None:
-        """Queues an item again for which the device had too little memory."""
+        """Queues an item again because the device had too little memory for it."""
         self._queue.batch_ended([queued])
         self._queue.adjust_budget(was_short=True)
         self._queue.add(queued)
@@ -174,7 +175,7 @@ class ModelQueue:
         self._queue.discard_unwanted(self._is_wanted)
 
     def batch_ended(self, batch: list[QueuedItem], done: BatchResult) -> None:
-        """Records a batch that ran, its duration, and whether the device had enough memory."""
+        """Records that a batch ran, its duration, and whether the device had enough memory."""
         self._queue.batch_ended(batch)
         self._queue.adjust_budget(was_short=done.out_of_memory)
         if not done.steps_saved and not done.has_failed:
@@ -193,20 +194,20 @@ class ModelQueue:
         self.on_queued()
 
     def forget(self, queued: QueuedItem) -> None:
-        """From now on an identical item is found in the cache, or computed again."""
+        """After this, an identical item is found in the cache or computed again."""
         key = queued.cache_key
         if key and self._by_cache_key.get(key) is queued:
             del self._by_cache_key[key]
 
     def forget_when_cached(self, queued: QueuedItem) -> None:
-        """Does the same, but waits until the result is in the cache if it goes there."""
+        """Same, but waits until the result is in the cache if it goes there."""
         if queued.is_cached:
             asyncio.get_running_loop().call_later(LINGER_S, self.forget, queued)
         else:
             self.forget(queued)
 
     def _is_wanted(self, queued: QueuedItem) -> bool:
-        """Settles the waiters that are canceled or late. Returns whether others remain."""
+        """Settles waiters that are canceled or late. Returns whether others remain."""
         now_s, wanted = time.time(), []
         for pulled, item in queued.open_waiters():
             if pulled.is_unwanted:
@@ -223,7 +224,7 @@ class ModelQueue:
 
 def encode_preview(preview: RgbImage) -> bytes:
     """Returns the image as a small WebP."""
-    from PIL import Image  # few models have previews, and every worker would take 0.1 s longer
+    from PIL import Image  # few models have previews, and this would delay every worker by 0.1 s
 
     encoded = io.BytesIO()
     image = Image.frombytes("RGB", (preview.width, preview.height), preview.pixels)
@@ -259,7 +260,7 @@ class BatchResults:
     ) -> None:
         """Writes a batch's progress to the records of its predictions, at most twice a second.
 
-        Calls `watch` with the slots of the batch that somebody wants to see.
+        Calls `watch` with the slots of the batch whose previews have viewers.
         """
         now_s = time.monotonic()
         if now_s - self._reported_s < PROGRESS_EVERY_S:
@@ -287,7 +288,7 @@ class BatchResults:
         watched = {
             pulled for pulled, is_watched in zip(predictions, reported, strict=True) if is_watched
         }
-        # The process may be at its next batch by now.
+        # By now, the process may be at its next batch.
         if watched and any(running is batch for running in self._queue.running):
             watch([index for index, queued in enumerate(batch) if _wait_for(queued, watched)])
 
@@ -306,8 +307,8 @@ class BatchResults:
     ) -> None:
         """Writes the progress of admitted items. Each item has a separate step and step count.
 
-        A prediction of several items is as far as the last of them. Calls `watch` with the items
-        that somebody wants to see.
+        A prediction with several items is only as far along as the slowest one. Calls `watch` with
+        the items whose previews have viewers.
         """
         reported: dict[PulledJob, tuple[int, int]] = {}
         for queued, steps in progress.items():
@@ -335,7 +336,7 @@ class BatchResults:
             watch([queued for queued in progress if _wait_for(queued, watched)])
 
     def report_logs(self, queued: QueuedItem, logs: PrintedLogs) -> None:
-        """Writes what an item has printed so far to the records of its predictions."""
+        """Writes what an item has printed so far to its predictions' records."""
         for pulled, _ in queued.open_waiters():
             if pulled.envelope.has_record:
                 attempt = pulled.envelope.attempt
@@ -344,13 +345,13 @@ class BatchResults:
                 self._completion.notify_webhook(pulled, "logs", logs.end)
 
     def pass_on_image(self, queued: QueuedItem, seen: ItemPreview) -> None:
-        """Writes a preview of one item for the predictions that wait for it."""
+        """Writes a preview of one item for the predictions waiting for it."""
         self._completion.registry.spawn(
             self._pass_on([queued], Previews(seen.number, seen.step, seen.steps, {0: seen.image}))
         )
 
     def pass_on_previews(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
-        """Writes previews for the predictions that wait for these items."""
+        """Writes previews for the predictions waiting for these items."""
         self._completion.registry.spawn(self._pass_on(batch, previews))
 
     async def _pass_on(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
@@ -373,7 +374,7 @@ class BatchResults:
             self._settle(queued, Computed(outcome, done, traces, work[index], logs, call))
 
     def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
-        """Settles an item that left the others of its batch."""
+        """Settles an item that left its batch before the others."""
         self._queue.item_ended(queued, done)
         traces = traces_of([queued])
         self._metrics.observe(done, traces[0].exemplar if traces else None)
@@ -397,7 +398,7 @@ class BatchResults:
         self._waits.observe(wait_s, traces[0].exemplar if traces else None)
 
     def _requeue_coalesced(self, queued: QueuedItem) -> None:
-        """Queues a canceled item again for callers that were coalesced with it in the meantime."""
+        """Queues a canceled item again for callers coalesced with it in the meantime."""
         coalesced = [waiter for waiter in queued.open_waiters() if not waiter[0].is_unwanted]
         if coalesced:
             queued.waiters = [waiter for waiter in queued.waiters if waiter[0].is_unwanted]
@@ -440,16 +441,16 @@ class TokenOutput:
         self._completion = completion
         self._streams = streams
         self._open: dict[QueuedItem, dict[_Reader, int]] = {}
-        """The number of tokens in each reader's stream, for each item that is being written."""
+        """Number of tokens in each reader's stream, for each item being generated."""
         self._held: dict[QueuedItem, deque[_HeldChunk]] = {}
         """Chunks whose files are being stored, and the chunks after them."""
         self._grown: dict[PulledJob, int] = {}
-        """Pieces in the output of each prediction whose webhook is being notified of them."""
+        """Number of pieces in each prediction's output, while its webhook is being notified."""
         self._is_sending = False
         self._has_more = False
 
     def pass_on(self, chunks: Sequence[tuple[QueuedItem, Chunk, Sequence[FileOfPiece]]]) -> None:
-        """Appends new output to the streams of readers, after its files are stored."""
+        """Appends new output to its readers' streams, after its files are stored."""
         for queued, chunk, files in chunks:
             if queued in self._held:
                 self._held[queued].append((chunk, files))
@@ -473,7 +474,7 @@ class TokenOutput:
                 held.popleft()
                 if self._held.get(queued) is held:  # otherwise it has ended
                     self._append(queued, chunk)
-        except Unavailable as error:  # what is missing comes with the end
+        except Unavailable as error:  # the final reply includes what is missing
             log.warning("file of a stream not stored", extra={"reason": error.message})
             held.clear()
         if self._held.get(queued) is held:
@@ -493,7 +494,7 @@ class TokenOutput:
         self._held.pop(queued, None)
 
     async def _send_all(self) -> None:
-        """Sends until there is no new output. One round trip carries all items."""
+        """Sends until there is no new output. One round trip serves all items."""
         try:
             while self._has_more:
                 self._has_more = False
@@ -522,7 +523,7 @@ class TokenOutput:
         if ends is None:  # no Redis: all of it is sent with the next tokens
             return
         for (sent, reader, chunk), end in zip(due, ends, strict=True):
-            # A reader whose record another worker holds gets nothing more from here.
+            # A reader whose record is held by another worker gets nothing more from here.
             sent[reader] = end if end is not None else _NEVER
             self._has_more |= end is not None and end < chunk.end
             if end and isinstance(chunk, PieceChunk):
@@ -538,7 +539,7 @@ class TokenOutput:
             self._completion.registry.spawn(self._notify_of_output(pulled))
 
     async def _notify_of_output(self, pulled: PulledJob) -> None:
-        """Publishes events until the output stops growing. The end has a separate event."""
+        """Publishes events until the output stops growing. Completion has a separate event."""
         notified = 0
         while not pulled.is_over and (pieces := self._grown[pulled]) > notified:
             notified = pieces
@@ -549,7 +550,7 @@ class TokenOutput:
     async def resume(
         self, missing: Sequence[tuple[PulledJob, Item]], prepared: Sequence[object]
     ) -> list[list[Chunk]]:
-        """Reads what earlier workers have written of items that are about to be queued.
+        """Reads what earlier workers generated for items that are about to be queued.
 
         Waits only for items that may have been delivered before.
         """
@@ -566,7 +567,7 @@ class TokenOutput:
         wanted_items = [(missing[index][0].record, missing[index][1].index) for index in wanted]
         try:
             streams = await self._streams.written(wanted_items)
-        except Unavailable:  # the text is written again, and readers compare
+        except Unavailable:  # the text is generated again, and readers compare
             return written
         for index, chunks in zip(wanted, streams, strict=True):
             written[index] = chunks
@@ -582,7 +583,7 @@ def _readers(queued: QueuedItem) -> list[_Reader]:
 
 
 def to_compute(queued: QueuedItem) -> Prepared:
-    """A prepared item as the model process gets it: whose it is, and what was written of it."""
+    """Returns an item as the model process gets it, with its tenant and earlier output."""
     prepared = queued.prepared
     if not isinstance(prepared, PreparedPrompt | PreparedCustom):
         return prepared

@@ -1,6 +1,7 @@
-"""Results that are too large for a message go to the object store.
+"""Stores results that are too large for a message in the object store.
 
-Records and the cache have the keys of the largest results, replies also keys of smaller ones.
+Records and the cache contain keys of the largest results; replies also contain keys of smaller
+ones.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from shared.stores.objects import ObjectStore
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
 RESULTS_COUNT_S = 3600.0
-"""How long after its deadline the files of a custom class count in the storage quota of the tenant:
+"""How long after their deadline a custom class's files count toward the tenant's storage quota:
 the default of `PENSTOCK_PREDICTION_KEEP_S`."""
 MAX_STREAMED = 4096
 """Maximum number of remembered keys, so that no streamed file is stored twice."""
@@ -52,10 +53,10 @@ class LargeResults:
         self._reply_limit_bytes = reply_limit_bytes
         self._keep_limit_s = keep_limit_s
         self._streamed: OrderedDict[str, None] = OrderedDict()
-        """The latest keys of files that were stored before their results."""
+        """Keys of the latest files that were stored before their results."""
 
     async def store(self, envelope: Envelope, outcome: ItemOutcome) -> ItemOutcome:
-        """The outcome as records carry it, with a key in place of a large blob.
+        """Returns the outcome for records, with a key in place of a large blob.
 
         Raises:
             Unavailable: the store was unavailable until the deadline or for `keep_limit_s`.
@@ -63,18 +64,18 @@ class LargeResults:
         return await self._with_key(envelope, outcome, INLINE_LIMIT_BYTES)
 
     async def for_reply(self, envelope: Envelope, body: ReplyBody) -> ReplyBody:
-        """The body as its reply carries it. It is the same object if nothing changes.
+        """Returns the body for its reply. It is the same object if nothing changes.
 
         A prediction is read from its record, so its reply has no results.
 
         Raises:
-            Unavailable: as `store` does.
+            Unavailable: same as for `store`.
         """
         if envelope.has_record:
             outcomes = [msgspec.structs.replace(outcome, result=None) for outcome in body.outcomes]
             return msgspec.structs.replace(body, outcomes=outcomes)
         limit_bytes = self._reply_limit_bytes
-        if limit_bytes == INLINE_LIMIT_BYTES:  # it was kept when the record was made
+        if limit_bytes == INLINE_LIMIT_BYTES:  # already stored with the record
             return body
         outcomes = await asyncio.gather(
             *(self._with_key(envelope, outcome, limit_bytes) for outcome in body.outcomes)
@@ -95,23 +96,23 @@ class LargeResults:
                 own_key, data = key + result.blob_suffix(number), blob.data or b""
                 if own_key not in self._streamed:
                     await self._put(own_key, data, blob.media_type, envelope.deadline_s)
-                # Another step may ask the cache for what it makes of these bytes.
+                # Another step may look in the cache for its result for these bytes.
                 digest = content_digest(data) if envelope.flow else ""
                 blob = Blob(blob.media_type, object_key=own_key, digest=digest)
                 stored_bytes += len(data)
             blobs.append(blob)
-        is_kept = envelope.has_record or envelope.flow  # otherwise somebody waits for the answer
+        is_kept = envelope.has_record or envelope.flow  # else a caller is waiting for the answer
         if stored_bytes and is_kept and isinstance(result, CustomResult):
             until_s = envelope.deadline_s + RESULTS_COUNT_S
-            with contextlib.suppress(Unavailable):  # a result isn't lost because it isn't counted
+            with contextlib.suppress(Unavailable):  # a result isn't lost if it can't be counted
                 await hold(self._objects, envelope.tenant, stored_bytes, until_s)
         return msgspec.structs.replace(outcome, result=result.with_blobs(blobs))
 
     async def store_streamed(self, envelope: Envelope, key: str, blob: Blob) -> None:
-        """Stores a file of a result that is not there yet. Small ones are in the stream.
+        """Stores a result file that isn't in the store yet. Small ones are in the stream.
 
         Raises:
-            Unavailable: as `store` does.
+            Unavailable: same as for `store`.
         """
         if _is_large(blob, INLINE_LIMIT_BYTES):
             await self._put(key, blob.data or b"", blob.media_type, envelope.deadline_s)

@@ -1,4 +1,4 @@
-"""Prepares the inputs of jobs for the model: sources from the object store, tokens, templates."""
+"""Prepares the inputs of jobs for the model: object store sources, tokens, templates."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ log = logging.getLogger(__name__)
 
 
 class Preprocessor:
-    """Prepares all items of a call together.
+    """Prepares all items of one call together.
 
     Args:
-        on_thread: True to prepare on a thread, because it takes milliseconds.
+        on_thread: True to prepare on a thread, because preparing takes milliseconds.
     """
 
     def __init__(self, preparer: Preparer, objects: ObjectStore, *, on_thread: bool) -> None:
@@ -75,7 +75,7 @@ class Preprocessor:
             return self._preparer.prepare(inputs)
         except Exception:
             # The boundary to tokenizers and templates. An input that crashes one of them fails
-            # alone. Otherwise this worker would end, and so would the next one that gets the job.
+            # alone. Otherwise it would kill this worker and the next one that gets the job.
             if len(inputs) > 1:
                 return [ready for value in inputs for ready in self._prepare_inputs([value])]
             log.warning("input not prepared", exc_info=True)

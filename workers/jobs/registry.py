@@ -1,8 +1,8 @@
-"""The jobs that a worker holds for one model, and its messages to the broker about them.
+"""A worker's jobs for one model, and the messages it sends to the broker about them.
 
 Each is acked, handed back, or still in progress. Replies that end together and go to the same inbox
-share messages, if the instance takes that: the broker then carries, and bills, one message instead
-of many, and the instance receives one.
+share messages, if the API instance supports that: the broker then carries, and bills, one message
+instead of many, and the instance receives one.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 FINISH_LIMIT_S = 1.0
 
 EncodedReply = tuple[Envelope, bytes]
-"""The job, and the body of its reply as `encode_reply_body` wrote it."""
+"""A job, and its reply body as written by `encode_reply_body`."""
 
 REASON_LIMIT_BYTES = 1000
-"""An attribute has at most 1,024."""
+"""Maximum length of an attribute is 1,024 bytes."""
 
 
 class JobRegistry:
@@ -62,9 +62,9 @@ class JobRegistry:
         self._idle = asyncio.Event()
         self._idle.set()
         self.completion = SmoothedDuration()
-        """From the outcome of a job's last item to its ack."""
+        """Jobs between their last item's outcome and their ack."""
         self.is_leaving = False
-        """True if the worker is shutting down. Its end is then not caused by a job."""
+        """True if the worker is shutting down. If it then dies, no job is to blame."""
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""
@@ -74,9 +74,8 @@ class JobRegistry:
     def find(self, record: str | None = None) -> list[PulledJob]:
         """Returns all jobs, or the jobs of one record.
 
-        After a repeated delivery, one record can have two jobs.
-
-        The record of a flow run finds the jobs of its steps.
+        After a redelivery, one record can have two jobs. A flow run's record matches the jobs of
+        its steps.
         """
         return [pulled for pulled in self._jobs if record in (None, pulled.record, pulled.run)]
 
@@ -103,7 +102,7 @@ class JobRegistry:
         await self.release_claims(self._jobs)
 
     async def release_claims(self, pulled_jobs: Iterable[PulledJob]) -> None:
-        """Releases the claims of jobs that stay here. They count no more if the worker dies."""
+        """Releases the claims of jobs that stay here. They no longer count if the worker dies."""
         released = []
         for pulled in pulled_jobs:
             if pulled.is_claimed and not pulled.is_released:
@@ -115,7 +114,7 @@ class JobRegistry:
             await self._records.release(released)
 
     async def hand_back_all(self) -> None:
-        """Cancels all tasks and hands all jobs back, at the end of the worker.
+        """Cancels all tasks and hands back all jobs, at shutdown.
 
         Tasks that publish replies get a moment to finish first.
         """
@@ -130,7 +129,7 @@ class JobRegistry:
             await asyncio.wait(self._tasks, timeout=FINISH_LIMIT_S)
 
     async def wait_idle(self) -> None:
-        """Returns when no job and no task is left."""
+        """Returns once no jobs or tasks are left."""
         await self._idle.wait()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
@@ -164,12 +163,12 @@ class ReplyPublisher:
         self._publisher = publisher
 
     async def publish(self, envelope: Envelope, body: bytes) -> bool:
-        """Publishes a reply, as `encode_reply_body` wrote it, and waits until the broker has it.
+        """Publishes a reply written by `encode_reply_body`, and waits until the broker has it.
 
         Returns False if the inbox no longer exists. A job without an inbox needs no reply.
 
         Raises:
-            PenstockError: the broker did not take it.
+            PenstockError: the broker did not accept it.
         """
         if not envelope.inbox:
             return True
@@ -184,7 +183,7 @@ class ReplyPublisher:
     async def publish_all(self, replies: Sequence[EncodedReply]) -> list[bool | PenstockError]:
         """Publishes replies for one inbox, and waits until the broker has them.
 
-        Returns of each what `publish` would return or raise. Replies in one message share its fate.
+        Returns what `publish` would return or raise for each. Replies in a message share its fate.
         """
         sent: list[bool | PenstockError] = []
         publishing = [self._publish_some(some) for some in _messages_of(replies)]
@@ -215,7 +214,7 @@ class ReplyPublisher:
         """Copies `message` to the dead letters, with the reason it failed.
 
         Raises:
-            PenstockError: the broker did not take it.
+            PenstockError: the broker did not accept it.
         """
         attributes = {**message.attributes, "penstock_reason": _truncate(reason)}
         await self._publisher.publish(dead_letter_topic_id(self._model), message.data, attributes)
@@ -223,7 +222,7 @@ class ReplyPublisher:
     async def refuse(
         self, message: ReceivedMessage, error: UndecodableMessage, subscription: Subscription
     ) -> None:
-        """Ends a message that is not a job of this model. Replies if the attributes name an inbox.
+        """Ends a message that isn't a job for this model. Replies if the attributes name an inbox.
 
         The dead-letter function ends its record and writes its row. Runs as a separate task.
         """
@@ -261,7 +260,7 @@ def _refused(inbox: str, error: BadInput) -> Literal[False]:
 
 
 def _messages_of(replies: Sequence[EncodedReply]) -> Iterator[list[EncodedReply]]:
-    """The replies of each message, in their order."""
+    """The replies in each message, in order."""
     some: list[EncodedReply] = []
     size_bytes = 0
     for envelope, body in replies:

@@ -1,7 +1,7 @@
 """The spans of a job, recorded when it ends: `queue`, `batch` and `infer`.
 
-The message names their parent, the span that published the job. A batch has items of many jobs, so
-each job has its own `infer` span with the times of its batch, and links to the other jobs in it
+The message identifies their parent, the span that published the job. A batch has items from many
+jobs, so each job has its own `infer` span with its batch's times and links to the other jobs in it
 (docs/decisions/0037-traces.md).
 """
 
@@ -18,7 +18,7 @@ from workers.scheduling.job import ItemRun, PulledJob, QueuedItem
 
 
 def record_spans(pulled: PulledJob, model: Model, device: str) -> None:
-    """Records the spans of a job whose items all have outcomes, if its trace is kept."""
+    """Records the spans of a job whose items all have outcomes, if its trace is sampled."""
     if pulled.runs is None:
         return
     _record_queue(pulled, model.name)
@@ -74,7 +74,7 @@ def _record_batch(
 ) -> None:
     """Records the wait for a batch.
 
-    The wait of an item that was coalesced with an earlier one begins with its own job.
+    The wait of an item that was coalesced with an earlier one starts with its own job.
     """
     facts: Attributes = {STAGE: "batch", "penstock.items": items}
     times_s = max(pulled.pulled_at_s, queued_at_s), max(pulled.pulled_at_s, started_at_s)
@@ -84,7 +84,7 @@ def _record_batch(
 def _record_infer(pulled: PulledJob, model: Model, runs: Sequence[ItemRun], device: str) -> None:
     batch = runs[0].computed.batch
     if batch.finished_at_s < pulled.pulled_at_s:
-        return  # coalesced with a result that was there
+        return  # coalesced with an existing result
     operation = model.definition.gen_ai_operation or model.task
     outcomes = [pulled.outcomes[run.index] for run in runs]
     facts: Attributes = {
@@ -116,7 +116,7 @@ def _error_of(outcomes: Sequence[ItemOutcome]) -> str:
 
 
 def traces_of(batch: Iterable[QueuedItem]) -> list[TraceContext]:
-    """Returns the traces of the jobs in a batch whose spans are kept, each once."""
+    """Returns the sampled traces of a batch's jobs, each once."""
     status = (
         pulled.trace for queued in batch for pulled, _ in queued.waiters if pulled.runs is not None
     )

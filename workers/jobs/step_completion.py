@@ -1,8 +1,8 @@
 """Ends the jobs of flow steps: marks their items, continues the run, writes rows, acks.
 
-As with any job, the ack is last, after the broker has the messages of the next steps. If this
-worker dies first, the message is delivered again, its items are found done, and the run continues
-from there (shared/flows/engine.py).
+As with any job, the ack comes last, after the broker has the messages of the next steps. If this
+worker dies before that, the message is delivered again, its items turn out to be done, and the run
+continues from there (shared/flows/engine.py).
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class StepCompletion(Completion):
         self._engine = flows
 
     async def without_ended_steps(self, pulled_jobs: Sequence[PulledJob]) -> Sequence[PulledJob]:
-        """Ends the jobs whose items are done, or whose run is over. Returns the others."""
+        """Ends jobs whose items are done or whose run is over. Returns the others."""
         of_flows = [pulled for pulled in pulled_jobs if pulled.envelope.flow]
         try:
             looks = await self._engine.look([pulled.job for pulled in of_flows])
@@ -69,7 +69,7 @@ class StepCompletion(Completion):
                 self.notify_webhook(pulled, "start")
             if not look.is_open or look.done == len(pulled.items):
                 over.add(pulled)
-                for item in pulled.items:  # what counts is what was marked before
+                for item in pulled.items:  # earlier marks count
                     self.settle(pulled, pulled.canceled(item.index))
         return [pulled for pulled in pulled_jobs if pulled not in over]
 
@@ -106,22 +106,22 @@ class StepCompletion(Completion):
     async def _without_retried(
         self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]
     ) -> list[ItemOutcome]:
-        """Publishes items again that failed and have retries left. Returns the other outcomes."""
+        """Republishes failed items that have retries left. Returns the other outcomes."""
         if pulled.dead_letter_reason:
             return list(outcomes)
         retried = [outcome.index for outcome in outcomes if may_retry(pulled.job, outcome)]
         if retried:
-            # Otherwise the claim would count as a worker that died with them.
+            # Otherwise the claim would count as a worker that died with these items.
             await self._records.release([ReleasedClaim(pulled.record)])
             pulled.is_released = True
             await self._engine.retry(pulled.job, retried)
         return [outcome for outcome in outcomes if outcome.index not in retried]
 
     async def _mark(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> JobEnd:
-        """Notes the outcomes, as soon as Redis takes them.
+        """Records the outcomes as soon as Redis accepts them.
 
         Raises:
-            Unavailable: it did not in time.
+            Unavailable: Redis did not accept them in time.
         """
         until_s = time.monotonic() + KEEP_LIMIT_S
         while True:

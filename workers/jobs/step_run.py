@@ -1,7 +1,7 @@
 """A batch of a model that computes in steps, while it runs on one model process.
 
-Continuous batching: items are admitted between two steps, and leave one by one. It ends when
-nothing is left in it.
+Continuous batching: items are admitted between steps, and leave one by one. The batch ends when no
+items are left in it.
 """
 
 from __future__ import annotations
@@ -39,16 +39,15 @@ from workers.runtime.pooled_process import PooledProcess
 from workers.scheduling.job import QueuedItem
 
 TIMEOUT_S = 300.0
-"""A process that sends nothing for this time is stuck. It is killed, and its jobs are retried.
-"""
+"""A process that sends nothing for this long is stuck. It is killed, and its jobs are retried."""
 
 
 class StepRun:
-    """One batch. The caller notifies it when items wait, and when callers may be gone.
+    """One batch. The caller notifies it when items are waiting, and when callers may have left.
 
     Args:
         max_s: time limit per item. None: unlimited.
-        processes: how many there are, which share the items that wait.
+        processes: number of processes that share the waiting items.
         may_admit: True if the process should stay with this model.
         busy: counts the process as busy, less the spare time that it reports.
     """
@@ -84,13 +83,12 @@ class StepRun:
         self._reported_s = 0.0
         self._timers: dict[int, asyncio.TimerHandle] = {}
         self._too_long: set[int] = set()
-        """Slots whose items were stopped because they took longer than their model allows."""
+        """Slots whose items were stopped because they exceeded their model's time limit."""
 
     async def run(self, batch: Sequence[QueuedItem]) -> str:
-        """Runs until no item is left. Returns why the process died, or nothing.
+        """Runs until no items are left. Returns why the process died, or an empty string.
 
-        The items of a process that died, and items that failed together, are queued again in
-        halves.
+        If the process dies or items fail together, they are queued again in halves.
         """
         self._add(0, batch)
         try:
@@ -115,7 +113,7 @@ class StepRun:
         return ""
 
     def admit_waiting(self) -> None:
-        """Admits waiting items, as far as there is room."""
+        """Admits waiting items while there is room."""
         if not self._inside or not self._may_admit():
             return
         admitted = self._queue.admit(self._inside.values(), self._processes)
@@ -129,7 +127,7 @@ class StepRun:
         self._preempt_for_others()
 
     def _preempt_for_others(self) -> None:
-        """Interrupts items of a tenant that has too many slots, for one that waits."""
+        """Interrupts items of a tenant that has too many slots in favor of one that is waiting."""
         if self._preempted or self._dropped & self._inside.keys():
             return  # a slot is about to be free
         chosen = self._queue.to_preempt(self._inside.values())
@@ -138,7 +136,7 @@ class StepRun:
             self._process.preempt(sorted(self._preempted))
 
     def drop_unwanted(self) -> None:
-        """Stops the items whose callers are all gone."""
+        """Stops items whose callers have all left."""
         gone = [
             slot
             for slot, queued in self._inside.items()
@@ -158,7 +156,7 @@ class StepRun:
         self._count()
 
     def _stop_long(self, slot: int) -> None:
-        """Stops an item that has taken as long as its model allows."""
+        """Stops an item that has reached its model's time limit."""
         if slot in self._inside and slot not in self._dropped:
             self._too_long.add(slot)
             self._dropped.add(slot)
@@ -185,7 +183,7 @@ class StepRun:
                 self._wait_again(message)
 
     def _pass_on(self, message: Chunks | Pieces) -> None:
-        """Hands on what items have written, with its large files."""
+        """Passes on new output of items, with its large files."""
         files = message.files if isinstance(message, Pieces) else {}
         written: Mapping[int, Chunk] = message.chunks
         self._tokens.pass_on(
@@ -197,7 +195,7 @@ class StepRun:
         )
 
     def _wait_again(self, message: Preempted) -> None:
-        """Queues items again that were preempted, or that lacked memory."""
+        """Queues items again that were preempted or ran out of memory."""
         was_preempted = bool(self._preempted & set(message.slots))
         for slot in message.slots:
             queued = self._inside.pop(slot, None)
@@ -243,7 +241,7 @@ class StepRun:
         self._batches.end_item(queued, message.done)
 
     def _note_too_long(self, done: BatchResult) -> None:
-        """Replaces the outcome of an item that was stopped by why that was, if it has no result."""
+        """Replaces a stopped item's outcome with the reason, if it has no result."""
         (result,) = done.results
         if isinstance(result, Failure) and result.code == Canceled.code:
             error = BadInput(
@@ -254,7 +252,7 @@ class StepRun:
             done.results = [Failure.from_error(error)]
 
     def _fail(self, failure: Failure) -> None:
-        """Handles a failure of all admitted items. An item that was alone is the cause."""
+        """Handles a failure of all admitted items. If there was only one, it is the cause."""
         if len(self._inside) > 1:
             self._retry(failure.message)
             return
@@ -277,7 +275,7 @@ class StepRun:
             self._batches.retry(batch, reason)
 
     def _count(self) -> None:
-        """Reports to the autoscaler whose items the process computes."""
+        """Reports to the autoscaler which priorities the process is computing."""
         if self._counted:
             self._busy.end(self._counted)
             self._counted = {}
