@@ -157,7 +157,7 @@ def _check_graph(folder: Path, variant: Variant) -> None:
         )
     if not graph.is_file() or graph.stat().st_size != variant.size_bytes:
         raise ConfigurationError(
-            f"{graph}: does not have the {variant.size_bytes} bytes specified in the manifest",
+            f"{graph}: must have {variant.size_bytes} bytes, as its manifest specifies",
             field="artifact",
         )
 

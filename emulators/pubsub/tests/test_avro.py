@@ -66,7 +66,7 @@ def test_json_that_fits(avro_type: Any, text: str) -> None:
 @pytest.mark.parametrize(
     ("avro_type", "text", "reason"),
     [
-        ("null", "0", "it is an integer, and the schema has null"),
+        ("null", "0", "it is an integer, but the schema has null"),
         ("boolean", "1", "it is an integer"),
         ("int", "2147483648", "out of range for int"),
         ("int", "1.0", "a number with a fraction"),
@@ -75,7 +75,7 @@ def test_json_that_fits(avro_type: Any, text: str) -> None:
         ("double", "NaN", "NaN is none"),
         ("string", "1", "it is an integer"),
         ("bytes", '"\\u0100"', "above U"),
-        (FIXED, '"abc"', "it has 3 bytes, and the schema has 2"),
+        (FIXED, '"abc"', "it has 3 bytes, but the schema has 2"),
         (ENUM, '"C"', "not a symbol of E"),
         (ENUM, "[]", "it is a list"),
         ({"type": "array", "items": "int"}, '[1, "2"]', r"\[1\]: it is a string"),

@@ -307,7 +307,7 @@ class GenerationTask(Task):
         if entry.precision != "auto":
             raise ValueError(
                 f"precision: is determined by the model file with engine {entry.engine}; leave it "
-                "out, and choose a file with another quantization"
+                "out, and choose a file with a different quantization"
             )
         if entry.generation.lookup_tokens:
             raise ValueError(

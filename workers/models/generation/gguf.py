@@ -81,7 +81,7 @@ def _made(path: Path, cache_dir: Path, form: str) -> Path:
     try:
         _convert_apart(path.resolve(), partial, form)
         if not _is_whole(partial):
-            raise ConfigurationError(f"{path}: it could not be loaded as a model", field="source")
+            raise ConfigurationError(f"{path}: could not be loaded as a model", field="source")
         _publish(partial, folder)
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -80,7 +80,7 @@ class Drawing:
             return drawn
         shape = tuple(getattr(drawn, "shape", ())) or type(drawn).__name__
         size = f"an image of {item.width} x {item.height} pixels"
-        raise ModelFailed(f"the pipeline drew {shape} instead of {size}")
+        raise ModelFailed(f"the pipeline returned {shape} instead of {size}")
 
     def _arguments(self) -> dict[str, Any]:
         item, guidance = self.item, guidance_name(self.pipeline)

@@ -60,7 +60,7 @@ def _check_within(part: str, schema: Any, value: Any, budget: Budget, depth: int
 
 
 def _refuse(schema: Any, value: Any) -> NoReturn:
-    raise Mismatch(f"it is {_NAMES[type(value)]}, and the schema has {schema.type}")
+    raise Mismatch(f"it is {_NAMES[type(value)]}, but the schema has {schema.type}")
 
 
 def _null(schema: Any, value: Any, budget: Budget, depth: int) -> None:
@@ -102,7 +102,7 @@ def _bytes(schema: Any, value: Any, budget: Budget, depth: int) -> None:
 def _fixed(schema: Any, value: Any, budget: Budget, depth: int) -> None:
     _bytes(schema, value, budget, depth)
     if len(value) != schema.size:
-        raise Mismatch(f"it has {len(value)} bytes, and the schema has {schema.size}")
+        raise Mismatch(f"it has {len(value)} bytes, but the schema has {schema.size}")
 
 
 def _enum(schema: Any, value: Any, budget: Budget, depth: int) -> None:

@@ -178,7 +178,7 @@ class _Reader:
         open_groups = [number]
         while open_groups:
             if position >= end:
-                raise Mismatch("a group does not end")
+                raise Mismatch("a group is not closed")
             self._budget.enter(depth + len(open_groups))
             stop = position
             tag, position = self._tag(position, end)

@@ -65,7 +65,7 @@ def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse(expected: str, value: Any) -> NoReturn:
-    raise Mismatch(f"it is {_KINDS[type(value)]}, and the schema has {expected}")
+    raise Mismatch(f"it is {_KINDS[type(value)]}, but the schema has {expected}")
 
 
 def _message(kind: MessageType, value: Any, budget: Budget, depth: int) -> None:
