@@ -9,7 +9,7 @@ locals {
   # Those that can be limited to a tenant.
   _tenant_views = { for name, path in local._tenant_files : name => path if strcontains(file(path), "$${only}") }
   tenant_datasets = {
-    for tenant in keys(module.options.analysts) : tenant => "${var.dataset}_tenant_${replace(lower(tenant), "/[^a-z0-9]/", "_")}"
+    for tenant in keys(local.options.analysts) : tenant => "${var.dataset}_tenant_${replace(lower(tenant), "/[^a-z0-9]/", "_")}"
   }
 }
 
@@ -71,7 +71,7 @@ resource "google_bigquery_dataset_access" "tenants" {
 
 # They run their queries in a project of theirs, which pays for them.
 resource "google_bigquery_dataset_iam_member" "analysts" {
-  for_each = merge([for tenant, analysts in module.options.analysts : {
+  for_each = merge([for tenant, analysts in local.options.analysts : {
     for member in analysts.members : "${tenant} ${member}" => { tenant = tenant, member = member }
   }]...)
 

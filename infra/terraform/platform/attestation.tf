@@ -4,7 +4,7 @@
 # platform takes are named here.
 
 locals {
-  _attested = module.options.nodes.binary_authorization ? { release = true } : {}
+  _attested = local.options.nodes.binary_authorization ? { release = true } : {}
   # What a node runs in addition to ours and what Google's own policy admits.
   _others_images = [
     "ghcr.io/kedacore/**",

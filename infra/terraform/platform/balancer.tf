@@ -3,9 +3,9 @@
 
 locals {
   _balanced = var.domain == null ? {} : { api = var.domain }
-  _in_turn  = [for name, region in module.options.regions : name if !region.drained]
+  _in_turn  = [for name, region in local.options.regions : name if !region.drained]
   # The endpoint group's name is fixed, so a region is in as soon as its API is.
-  _serving = module.options.api.image == null ? {} : { for name in local._in_turn : name => module.region[name].api.endpoint_group }
+  _serving = local.options.api.image == null ? {} : { for name in local._in_turn : name => module.region[name].api.endpoint_group }
 }
 
 resource "google_compute_global_address" "api" {
@@ -182,12 +182,12 @@ resource "google_compute_security_policy" "api" {
       ban_duration_sec = 60
 
       ban_threshold {
-        count        = module.options.armor.ban_above_per_min
+        count        = local.options.armor.ban_above_per_min
         interval_sec = 60
       }
 
       rate_limit_threshold {
-        count        = module.options.armor.requests_per_min
+        count        = local.options.armor.requests_per_min
         interval_sec = 60
       }
     }

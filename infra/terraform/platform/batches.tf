@@ -2,7 +2,7 @@
 # one region, as nobody waits for it: what comes meanwhile is in the bucket.
 
 resource "google_cloud_run_v2_worker_pool" "batches" {
-  for_each = module.options.batches.instances == 0 || module.options.api.image == null ? {} : { batches = module.options.api.image }
+  for_each = local.options.batches.instances == 0 || local.options.api.image == null ? {} : { batches = local.options.api.image }
 
   project             = var.project_id
   location            = local.home
@@ -12,7 +12,7 @@ resource "google_cloud_run_v2_worker_pool" "batches" {
 
   scaling {
     scaling_mode          = "MANUAL"
-    manual_instance_count = module.options.batches.instances
+    manual_instance_count = local.options.batches.instances
   }
 
   template {
@@ -30,7 +30,7 @@ resource "google_cloud_run_v2_worker_pool" "batches" {
         for_each = merge(
           {
             for name, value in module.region[local.home].environment : name => value
-            if name != "PENSTOCK_KEYS_URL" || module.options.api.keys_in_redis
+            if name != "PENSTOCK_KEYS_URL" || local.options.api.keys_in_redis
           },
           { PENSTOCK_METRICS_PORT = "0" },
         )
@@ -42,7 +42,7 @@ resource "google_cloud_run_v2_worker_pool" "batches" {
       }
 
       resources {
-        limits = { cpu = "1", memory = module.options.batches.memory }
+        limits = { cpu = "1", memory = local.options.batches.memory }
       }
 
       volume_mounts {

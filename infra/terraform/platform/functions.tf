@@ -6,9 +6,9 @@
 
 locals {
   _functions = { for name, function in {
-    dead-letters = module.options.functions.dead_letters
-    reports      = module.options.functions.reports
-    webhooks     = module.options.functions.webhooks
+    dead-letters = local.options.functions.dead_letters
+    reports      = local.options.functions.reports
+    webhooks     = local.options.functions.webhooks
   } : name => function if function != null }
   _function_facts = {
     dead-letters = { target = "dead_letter", models = local.secrets.models, secrets = {} }
@@ -111,7 +111,7 @@ resource "google_pubsub_topic" "webhooks" {
 }
 
 resource "google_pubsub_subscription" "webhooks" {
-  for_each = module.options.functions.webhooks == null ? {} : { webhooks = module.options.functions.webhooks }
+  for_each = local.options.functions.webhooks == null ? {} : { webhooks = local.options.functions.webhooks }
 
   project                    = var.project_id
   name                       = "${google_pubsub_topic.webhooks.name}.push"

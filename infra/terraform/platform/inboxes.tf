@@ -2,16 +2,16 @@
 
 locals {
   inboxes = merge([
-    for name, region in module.options.regions : {
-      for offset in range(module.options.inboxes.per_region) : local.first_inbox[name] + offset => name
+    for name, region in local.options.regions : {
+      for offset in range(local.options.inboxes.per_region) : local.first_inbox[name] + offset => name
     }
   ]...)
   # The distance is a constant: with per_region as distance, a raise would
   # give the inboxes of all regions but the first new numbers, and with them
   # new topics, while instances wait for replies on the old ones.
-  first_inbox  = { for name, region in module.options.regions : name => region.index * local.inbox_stride }
+  first_inbox  = { for name, region in local.options.regions : name => region.index * local.inbox_stride }
   inbox_stride = 1000
-  made_slots   = coalesce(module.options.inboxes.kept_slots, module.options.inboxes.slots)
+  made_slots   = coalesce(local.options.inboxes.kept_slots, local.options.inboxes.slots)
 }
 
 module "inbox" {

@@ -3,13 +3,13 @@
 
 locals {
   # The API's image with another command, as batches.tf.
-  _keys_exports = module.options.api.keys_in_redis && module.options.api.image != null ? { export = module.options.api.image } : {}
+  _keys_exports = local.options.api.keys_in_redis && local.options.api.image != null ? { export = local.options.api.image } : {}
 }
 
 # One account adds; each export has a separate name, and nobody may write over one.
 module "keys" {
   source   = "../modules/bucket"
-  for_each = module.options.api.keys_in_redis ? { export = true } : {}
+  for_each = local.options.api.keys_in_redis ? { export = true } : {}
 
   project_id          = var.project_id
   name                = "${var.project_id}-${var.prefix}-keys"
@@ -155,7 +155,7 @@ resource "google_monitoring_alert_policy" "keys" {
     subject = "${var.prefix}: Keys: the export fails"
 
     dynamic "links" {
-      for_each = module.options.alerts.runbook_url == null ? {} : { runbook = module.options.alerts.runbook_url }
+      for_each = local.options.alerts.runbook_url == null ? {} : { runbook = local.options.alerts.runbook_url }
 
       content {
         display_name = "Runbook"

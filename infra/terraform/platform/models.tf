@@ -39,7 +39,7 @@ locals {
     for name, model in local.models : name => merge(
       { gke = "${local.workload_identity}/subject/ns/${var.namespace}/sa/worker-${model.worker}" },
       {
-        for place, cluster in module.options.outside :
+        for place, cluster in local.options.outside :
         place => "principal://${local.outside_pools[place]}/subject/system:serviceaccount:${cluster.namespace}:worker-${model.worker}"
         if cluster.models == null ? true : contains(cluster.models, trimsuffix(name, ".canary"))
       },
@@ -126,7 +126,7 @@ module "model" {
   name            = each.key
   labels          = merge(var.labels, { model = each.value.slug })
   storage_regions = local.storage_regions
-  workers         = module.options.delivery
+  workers         = local.options.delivery
   api_member      = google_service_account.api.member
   pubsub_agent    = local.pubsub_agent
 
@@ -136,7 +136,7 @@ module "model" {
   forwarding_members = merge(lookup(local._forwarding_members, each.key, {}), local._flow_members[each.key])
   draining_members   = endswith(each.key, ".canary") ? local._worker_members[trimsuffix(each.key, ".canary")] : {}
 
-  dead_letter_push = module.options.functions.dead_letters == null ? null : {
+  dead_letter_push = local.options.functions.dead_letters == null ? null : {
     audience      = module.function["dead-letters"].audience
     invoker_email = module.function["dead-letters"].invoker_email
     url           = module.function["dead-letters"].url

@@ -7,14 +7,14 @@ locals {
   _monitoring = "${path.module}/../../monitoring/rendered"
   # Terraform's 1 - 0.999 has 500 bits.
   _objectives = {
-    availability_budget = tonumber(format("%.9f", 1 - module.options.slos.availability))
-    deadlines_budget    = tonumber(format("%.9f", 1 - module.options.slos.deadlines))
-    least_bad_events    = module.options.slos.least_bad_events
+    availability_budget = tonumber(format("%.9f", 1 - local.options.slos.availability))
+    deadlines_budget    = tonumber(format("%.9f", 1 - local.options.slos.deadlines))
+    least_bad_events    = local.options.slos.least_bad_events
   }
   # Before there is an API, no metrics arrive from it.
   _alerts = {
     for key, alert in jsondecode(templatefile("${local._monitoring}/alerts.json.tftpl", local._objectives)) :
-    key => alert if !contains(["metrics-missing", "outside-down"], key) || module.options.api.image != null
+    key => alert if !contains(["metrics-missing", "outside-down"], key) || local.options.api.image != null
   }
   _gpu_hour_usd = merge(
     { none = 0 },
@@ -44,7 +44,7 @@ locals {
       anchor              = "docs/how-to/troubleshoot.md#model-jobs-wait-too-long"
       duration            = "180s"
       evaluation_interval = "60s"
-      query               = "pubsub_googleapis_com:subscription_oldest_unacked_message_age{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].workers_subscription_id}\"} > ${module.options.alerts.oldest_job_s}"
+      query               = "pubsub_googleapis_com:subscription_oldest_unacked_message_age{monitored_resource=\"pubsub_subscription\",subscription_id=\"${module.model[name].workers_subscription_id}\"} > ${local.options.alerts.oldest_job_s}"
       severity            = "CRITICAL"
       title               = "${name}: jobs wait too long"
     } },
@@ -56,13 +56,13 @@ locals {
   )
   pagers = [for channel in google_monitoring_notification_channel.pagerduty : channel.id]
   # Where callers come in: the domain, or each region.
-  _outside = module.options.api.image == null ? {} : (
+  _outside = local.options.api.image == null ? {} : (
     var.domain != null ? { domain = var.domain } : { for name, region in module.region : name => trimprefix(region.api.uri, "https://") }
   )
 }
 
 resource "google_monitoring_notification_channel" "email" {
-  for_each = toset(module.options.alerts.emails)
+  for_each = toset(local.options.alerts.emails)
 
   project      = var.project_id
   display_name = each.key
@@ -73,7 +73,7 @@ resource "google_monitoring_notification_channel" "email" {
 }
 
 resource "google_monitoring_notification_channel" "slack" {
-  for_each = toset(module.options.alerts.slack)
+  for_each = toset(local.options.alerts.slack)
 
   project      = var.project_id
   display_name = each.key
@@ -82,14 +82,14 @@ resource "google_monitoring_notification_channel" "slack" {
 
   sensitive_labels {
     auth_token_wo         = try(var.alert_tokens.slack, null)
-    auth_token_wo_version = module.options.alerts.tokens_version
+    auth_token_wo_version = local.options.alerts.tokens_version
   }
 
   depends_on = [google_project_service.default]
 }
 
 resource "google_monitoring_notification_channel" "pagerduty" {
-  for_each = toset(module.options.alerts.pagerduty)
+  for_each = toset(local.options.alerts.pagerduty)
 
   project      = var.project_id
   display_name = each.key
@@ -97,7 +97,7 @@ resource "google_monitoring_notification_channel" "pagerduty" {
 
   sensitive_labels {
     service_key_wo         = try(var.alert_tokens.pagerduty[each.key], null)
-    service_key_wo_version = module.options.alerts.tokens_version
+    service_key_wo_version = local.options.alerts.tokens_version
   }
 
   depends_on = [google_project_service.default]
@@ -155,7 +155,7 @@ resource "google_monitoring_alert_policy" "default" {
     subject = "${var.prefix}: ${each.value.title}"
 
     dynamic "links" {
-      for_each = module.options.alerts.runbook_url == null ? {} : { runbook = module.options.alerts.runbook_url }
+      for_each = local.options.alerts.runbook_url == null ? {} : { runbook = local.options.alerts.runbook_url }
 
       content {
         display_name = "Runbook"
@@ -181,7 +181,7 @@ resource "google_monitoring_dashboard" "default" {
 }
 
 resource "google_billing_budget" "default" {
-  for_each = module.options.budget == null ? {} : { monthly = module.options.budget }
+  for_each = local.options.budget == null ? {} : { monthly = local.options.budget }
 
   billing_account = each.value.billing_account
   display_name    = "${var.prefix} in ${var.project_id}"

@@ -1,49 +1,10 @@
-# Variables that are objects, with types and defaults: see modules/options.
+# Types, defaults and checks of the variables that are objects.
 
 module "options" {
   source = "../modules/options"
 
-  alerts       = var.alerts
-  analysts     = var.analysts
-  api          = var.api
-  armor        = var.armor
-  batches      = var.batches
-  budget       = var.budget
-  cache        = var.cache
-  delivery     = var.delivery
-  functions    = var.functions
-  inboxes      = var.inboxes
-  nodes        = var.nodes
-  objects_days = var.objects_days
-  outside      = var.outside
-  records      = var.records
-  regions      = var.regions
-  rows         = var.rows
-  slos         = var.slos
-  traces       = var.traces
-  weights      = var.weights
-
-  given = {
-    alerts       = var.alerts
-    analysts     = var.analysts
-    api          = var.api
-    armor        = var.armor
-    batches      = var.batches
-    budget       = var.budget
-    cache        = var.cache
-    delivery     = var.delivery
-    functions    = var.functions
-    inboxes      = var.inboxes
-    nodes        = var.nodes
-    objects_days = var.objects_days
-    outside      = var.outside
-    records      = var.records
-    regions      = var.regions
-    rows         = var.rows
-    slos         = var.slos
-    traces       = var.traces
-    weights      = var.weights
-  }
+  given   = local.given
+  options = local.given
 
   known = {
     api_memory_mib          = local.api_memory_mib
@@ -57,4 +18,8 @@ module "options" {
     redis_node_types        = local.redis_node_types
     valkey_versions         = local.valkey_versions
   }
+}
+
+locals {
+  options = module.options.checked
 }

@@ -34,8 +34,8 @@ output "clusters" {
 output "deployments" {
   description = "Input for rendering the manifests of each region's workers; infra/kubernetes/overlay.py reads it."
   value = {
-    for name, region in module.options.regions : name => {
-      compute_classes = module.options.nodes.compute_classes
+    for name, region in local.options.regions : name => {
+      compute_classes = local.options.nodes.compute_classes
       dataset         = google_bigquery_dataset.default.dataset_id
       hub_token       = one([for secret in google_secret_manager_secret.hub_token : secret.secret_id])
       namespace       = var.namespace
@@ -48,9 +48,9 @@ output "deployments" {
       region          = name
       reservations    = region.reservations
       rows_url        = local.rows_url
-      spot            = module.options.nodes.spot
+      spot            = local.options.nodes.spot
       traces          = local.trace_settings.workers
-      weights_bucket  = module.options.weights.prefetched ? module.weights.name : null
+      weights_bucket  = local.options.weights.prefetched ? module.weights.name : null
       zones           = region.zones
     }
   }
@@ -59,7 +59,7 @@ output "deployments" {
 output "outside" {
   description = "The same for each cluster outside Google, with the audience of its workers' tokens."
   value = {
-    for name, cluster in module.options.outside : name => {
+    for name, cluster in local.options.outside : name => {
       audience        = "//${local.outside_pools[name]}/providers/${google_iam_workload_identity_pool_provider.outside[name].workload_identity_pool_provider_id}"
       compute_classes = false
       dataset         = google_bigquery_dataset.default.dataset_id

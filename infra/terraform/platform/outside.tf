@@ -4,7 +4,7 @@
 
 locals {
   outside_members = {
-    for name, cluster in module.options.outside :
+    for name, cluster in local.options.outside :
     name => "principalSet://${local.outside_pools[name]}/attribute.namespace/${cluster.namespace}"
   }
   outside_pools = {
@@ -14,7 +14,7 @@ locals {
 }
 
 resource "google_iam_workload_identity_pool" "outside" {
-  for_each = module.options.outside
+  for_each = local.options.outside
 
   project                   = var.project_id
   workload_identity_pool_id = "${var.prefix}-${each.key}"
@@ -24,7 +24,7 @@ resource "google_iam_workload_identity_pool" "outside" {
 }
 
 resource "google_iam_workload_identity_pool_provider" "outside" {
-  for_each = module.options.outside
+  for_each = local.options.outside
 
   project                            = var.project_id
   workload_identity_pool_id          = google_iam_workload_identity_pool.outside[each.key].workload_identity_pool_id

@@ -17,10 +17,10 @@ locals {
       "serviceusage", "storage", "sts",
     ],
     local.trace_services,
-    module.options.budget == null ? [] : ["billingbudgets"],
-    module.options.nodes.binary_authorization ? ["binaryauthorization", "cloudkms"] : [],
+    local.options.budget == null ? [] : ["billingbudgets"],
+    local.options.nodes.binary_authorization ? ["binaryauthorization", "cloudkms"] : [],
   )
-  storage_regions = var.keep_messages_in_regions ? sort(keys(module.options.regions)) : []
+  storage_regions = var.keep_messages_in_regions ? sort(keys(local.options.regions)) : []
   workers_member  = "principalSet://${local._pool}/namespace/${var.namespace}"
 
   # Rights go to Kubernetes service accounts themselves: no key, no account

@@ -4,9 +4,9 @@
 # that share topics share one Redis for them (docs/decisions/0012).
 
 locals {
-  _records_apart = coalesce(module.options.records.apart, length(module.options.regions) > 1)
+  _records_apart = coalesce(local.options.records.apart, length(local.options.regions) > 1)
   # Subnet 2 of a region's block; modules/region has the others.
-  redis_cidrs      = { for name, region in module.options.regions : name => cidrsubnet(cidrsubnet(var.network_cidr, 4, region.index), 6, 2) }
+  redis_cidrs      = { for name, region in local.options.regions : name => cidrsubnet(cidrsubnet(var.network_cidr, 4, region.index), 6, 2) }
   redis_node_types = keys(local._writable_mb)
   records_url      = local._records_apart ? module.records["records"].url : module.redis[local.home].url
 
@@ -14,7 +14,7 @@ locals {
   _writable_mb = { SHARED_CORE_NANO = 1120, STANDARD_SMALL = 5200, HIGHMEM_MEDIUM = 10400, HIGHMEM_XLARGE = 46400 }
   # For answers, and as much for predictions, which may take twice theirs
   # while many tenants have some under way. The last quarter is the cache's.
-  records_max_bytes = floor(local._writable_mb[local._records_apart ? module.options.records.node_type : module.options.cache.node_type] * 1000 * 1000 / 4)
+  records_max_bytes = floor(local._writable_mb[local._records_apart ? local.options.records.node_type : local.options.cache.node_type] * 1000 * 1000 / 4)
 }
 
 resource "google_compute_subnetwork" "redis" {
@@ -51,20 +51,20 @@ resource "google_network_connectivity_service_connection_policy" "default" {
 
 module "redis" {
   source   = "../modules/redis"
-  for_each = module.options.regions
+  for_each = local.options.regions
 
   project_id          = var.project_id
   region              = each.key
   name                = "${var.prefix}-${each.key}"
   labels              = var.labels
   network             = google_network_connectivity_service_connection_policy.default[each.key].network
-  size                = module.options.cache
+  size                = local.options.cache
   deletion_protection = var.deletion_protection
 }
 
 module "records" {
   source   = "../modules/redis"
-  for_each = local._records_apart ? { records = module.options.records } : {}
+  for_each = local._records_apart ? { records = local.options.records } : {}
 
   project_id          = var.project_id
   region              = local.home

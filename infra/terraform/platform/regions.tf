@@ -8,15 +8,15 @@ locals {
   }
   # The GPU type that takes over in each region; null: none.
   overflow = {
-    for name, region in module.options.regions : name => region.overflow == "none" ? null : try(coalesce(region.overflow, module.options.nodes.overflow), null)
+    for name, region in local.options.regions : name => region.overflow == "none" ? null : try(coalesce(region.overflow, local.options.nodes.overflow), null)
   }
   # Things that stand once and have a place: the region of the lowest index.
-  home = one([for name, region in module.options.regions : name if region.index == min(values(module.options.regions)[*].index...)])
+  home = one([for name, region in local.options.regions : name if region.index == min(values(local.options.regions)[*].index...)])
 }
 
 module "region" {
   source   = "../modules/region"
-  for_each = module.options.regions
+  for_each = local.options.regions
 
   project_id          = var.project_id
   prefix              = var.prefix
@@ -34,16 +34,16 @@ module "region" {
   secrets             = local.secrets
   traces              = merge(local.trace_settings.api, local.trace_sampling)
 
-  api = merge(module.options.api, {
+  api = merge(local.options.api, {
     behind_balancer = var.domain != null
     public_url      = var.domain == null ? "" : "https://${var.domain}"
     service_account = google_service_account.api.email
   })
 
   inboxes = {
-    count = module.options.inboxes.per_region
+    count = local.options.inboxes.per_region
     first = local.first_inbox[each.key]
-    slots = module.options.inboxes.slots
+    slots = local.options.inboxes.slots
   }
 
   depends_on = [
@@ -54,7 +54,7 @@ module "region" {
 
 module "cluster" {
   source   = "../modules/cluster"
-  for_each = module.options.regions
+  for_each = local.options.regions
 
   project_id           = var.project_id
   prefix               = var.prefix
@@ -65,20 +65,20 @@ module "cluster" {
   subnetwork           = module.region[each.key].network.nodes
   pods_range           = module.region[each.key].network.pods_range
   services_range       = module.region[each.key].network.services_range
-  binary_authorization = module.options.nodes.binary_authorization
-  compute_classes      = module.options.nodes.compute_classes
+  binary_authorization = local.options.nodes.binary_authorization
+  compute_classes      = local.options.nodes.compute_classes
   deletion_protection  = var.deletion_protection
-  general_nodes        = module.options.nodes.general
+  general_nodes        = local.options.nodes.general
   gpu_types            = local.gpu_types
   gpus                 = local.gpus
-  hub_token            = module.options.weights.hub_token
-  min_version          = module.options.nodes.min_version
-  max_gpus             = coalesce(each.value.max_gpus, module.options.nodes.max_gpus)
+  hub_token            = local.options.weights.hub_token
+  min_version          = local.options.nodes.min_version
+  max_gpus             = coalesce(each.value.max_gpus, local.options.nodes.max_gpus)
   overflow             = local.overflow[each.key]
-  preloaded_images     = module.options.nodes.preloaded_images
-  release_channel      = module.options.nodes.release_channel
+  preloaded_images     = local.options.nodes.preloaded_images
+  release_channel      = local.options.nodes.release_channel
   reservations         = each.value.reservations
-  spot                 = module.options.nodes.spot
+  spot                 = local.options.nodes.spot
 
   registry = {
     id       = google_artifact_registry_repository.default.repository_id

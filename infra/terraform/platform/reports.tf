@@ -139,7 +139,7 @@ resource "google_monitoring_alert_policy" "reports" {
     subject = "${var.prefix}: ${each.value.title}"
 
     dynamic "links" {
-      for_each = module.options.alerts.runbook_url == null ? {} : { runbook = module.options.alerts.runbook_url }
+      for_each = local.options.alerts.runbook_url == null ? {} : { runbook = local.options.alerts.runbook_url }
 
       content {
         display_name = "Runbook"

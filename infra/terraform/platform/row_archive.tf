@@ -4,9 +4,9 @@
 # (docs/decisions/0096-rows-on-google.md).
 
 locals {
-  rows_url = module.options.rows.archive ? "gs://${module.rows.name}" : ""
+  rows_url = local.options.rows.archive ? "gs://${module.rows.name}" : ""
   # The archive is the API's image with another command.
-  _row_archives = module.options.rows.archive && module.options.api.image != null ? { archive = module.options.api.image } : {}
+  _row_archives = local.options.rows.archive && local.options.api.image != null ? { archive = local.options.api.image } : {}
   _archived     = ["rows", "webhook_deliveries", "worker_hours"]
   _row_putters = merge(local.repliers, {
     for name, account in google_service_account.functions : name => account.member if name == "webhooks"
@@ -143,7 +143,7 @@ resource "google_cloud_run_v2_service" "row_archive" {
 
       dynamic "env" {
         for_each = {
-          PENSTOCK_ARCHIVE_EVERY_S = tostring(module.options.rows.every_s)
+          PENSTOCK_ARCHIVE_EVERY_S = tostring(local.options.rows.every_s)
           PENSTOCK_DATASET         = google_bigquery_dataset.default.dataset_id
           PENSTOCK_HEALTH_HOST     = "0.0.0.0"
           PENSTOCK_HEALTH_PORT     = "9464"
@@ -165,7 +165,7 @@ resource "google_cloud_run_v2_service" "row_archive" {
       # It works all the time, and nobody calls it.
       resources {
         cpu_idle = false
-        limits   = { cpu = "1", memory = module.options.rows.memory }
+        limits   = { cpu = "1", memory = local.options.rows.memory }
       }
 
       startup_probe {
@@ -193,7 +193,7 @@ resource "google_cloud_run_v2_service" "row_archive" {
 
     containers {
       name       = "metrics"
-      image      = module.options.api.metrics_image
+      image      = local.options.api.metrics_image
       depends_on = ["row-archive"]
 
       resources {

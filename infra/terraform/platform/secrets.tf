@@ -110,7 +110,7 @@ resource "google_secret_manager_secret_version" "files" {
 # A token of the Hugging Face hub. Its value is added by hand, so that it is in
 # no state. Workers of hub models read it, each with its own identity.
 resource "google_secret_manager_secret" "hub_token" {
-  for_each = module.options.weights.hub_token ? { hub-token = true } : {}
+  for_each = local.options.weights.hub_token ? { hub-token = true } : {}
 
   project   = var.project_id
   secret_id = "${var.prefix}-${each.key}"
@@ -133,7 +133,7 @@ locals {
 }
 
 resource "google_secret_manager_secret_iam_member" "hub_token" {
-  for_each = module.options.weights.hub_token ? local._hub_workers : {}
+  for_each = local.options.weights.hub_token ? local._hub_workers : {}
 
   project   = var.project_id
   secret_id = google_secret_manager_secret.hub_token["hub-token"].secret_id

@@ -12,7 +12,7 @@ module "objects" {
   soft_delete_days    = 0
 
   # Each folder outlives what points into it: see objects_days.
-  deleted = [for folder, days in module.options.objects_days : { days = days, folders = [folder] }]
+  deleted = [for folder, days in local.options.objects_days : { days = days, folders = [folder] }]
 
   # A put of the same content writes over it, which takes the right to delete.
   members = { for name, member in local.repliers : name => { member = member, role = "roles/storage.objectUser" } }
@@ -47,7 +47,7 @@ module "weights" {
 resource "google_storage_bucket_iam_member" "kernels" {
   for_each = {
     for name, model in local.models : name => model.slug
-    if module.options.weights.prefetched && model.compiles && startswith(model.source, "hf:")
+    if local.options.weights.prefetched && model.compiles && startswith(model.source, "hf:")
   }
 
   bucket = module.weights.name

@@ -6,9 +6,9 @@ locals {
   # where the Trace API is on.
   _google_traces = "https://telemetry.googleapis.com"
   _trace_endpoints = {
-    api     = module.options.traces.endpoint
-    outside = module.options.traces.endpoint
-    workers = module.options.traces.workers_endpoint == null ? module.options.traces.endpoint : module.options.traces.workers_endpoint
+    api     = local.options.traces.endpoint
+    outside = local.options.traces.endpoint
+    workers = local.options.traces.workers_endpoint == null ? local.options.traces.endpoint : local.options.traces.workers_endpoint
   }
   trace_services = contains(values(local._trace_endpoints), local._google_traces) ? ["cloudtrace", "telemetry"] : []
   trace_settings = {
@@ -20,9 +20,9 @@ locals {
     )
   }
   # The API decides which traces are kept. All others follow it.
-  trace_sampling = module.options.traces.endpoint == null ? {} : {
-    OTEL_TRACES_SAMPLER     = module.options.traces.sampler
-    OTEL_TRACES_SAMPLER_ARG = tostring(module.options.traces.ratio)
+  trace_sampling = local.options.traces.endpoint == null ? {} : {
+    OTEL_TRACES_SAMPLER     = local.options.traces.sampler
+    OTEL_TRACES_SAMPLER_ARG = tostring(local.options.traces.ratio)
   }
   _tracers = merge(
     local._trace_endpoints.api != local._google_traces ? {} : merge(

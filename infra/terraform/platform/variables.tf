@@ -1,3 +1,30 @@
+# Variables of type `any` get their types, defaults and checks in
+# modules/options. Each has to be in this list, except for the ephemeral
+# alert_tokens.
+locals {
+  given = {
+    alerts       = var.alerts
+    analysts     = var.analysts
+    api          = var.api
+    armor        = var.armor
+    batches      = var.batches
+    budget       = var.budget
+    cache        = var.cache
+    delivery     = var.delivery
+    functions    = var.functions
+    inboxes      = var.inboxes
+    nodes        = var.nodes
+    objects_days = var.objects_days
+    outside      = var.outside
+    records      = var.records
+    regions      = var.regions
+    rows         = var.rows
+    slos         = var.slos
+    traces       = var.traces
+    weights      = var.weights
+  }
+}
+
 variable "alert_tokens" {
   description = "Tokens for alerts.slack and alerts.pagerduty: Slack's OAuth token, and the integration key of each PagerDuty service. Never stored in a plan or state: pass them to any apply that creates a channel or raises alerts.tokens_version."
   type        = any

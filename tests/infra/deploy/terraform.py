@@ -66,22 +66,31 @@ def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, lis
         said = json.loads(line).get("diagnostic", {})
         if said.get("severity") == "error":
             reason = f"{said['summary']}: {said.get('detail', '')}"
-            found.setdefault(_variable_of(root, reason), []).append(reason)
+            for variable in _variables_of(root, reason):
+                found.setdefault(variable, []).append(reason)
     assert found or done.returncode == 0, done.stdout + done.stderr
     return found
 
 
-def _variable_of(root: str, reason: str) -> str:
-    """The variable whose rule produced the reason, or that lacks the option. Empty if neither."""
-    if unknown := re.search(r"There is no option (\w+)[.]", reason):
-        return unknown[1]
+def _variables_of(root: str, reason: str) -> list[str]:
+    """The variables that lack the options, or whose rule produced the reason. Empty if neither."""
+    if unknown := re.findall(r"There is no option (\w+)[.]", reason):
+        return unknown
     rule = re.search(r"validation rule at (\S+):(\d+),", reason)
     if rule is None:
-        return ""
-    lines = (STAGES / root / rule[1]).read_text().splitlines()[: int(rule[2])]
-    return next(
-        found[1] for line in reversed(lines) if (found := re.match(r'variable "(\w+)"', line))
+        return [""]
+    lines = (STAGES / root / rule[1]).read_text().splitlines()
+    number = int(rule[2])
+    variable = next(
+        found[1]
+        for line in reversed(lines[:number])
+        if (found := re.match(r'variable "(\w+)"', line))
     )
+    if variable != "options":
+        return [variable]
+    option = re.search(r"var[.]options[.](\w+)", "\n".join(lines[number:]))
+    assert option is not None
+    return [option[1]]
 
 
 def waits_for(stage: str = "platform") -> dict[str, set[str]]:

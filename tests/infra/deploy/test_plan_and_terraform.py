@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from infra.kubernetes.deployment import read_gpu_types
 from penstock_planning.deploy import costs, platform_variables, show
@@ -28,6 +29,18 @@ IMAGE = "registry.example.com/api@sha256:0"
 PLATFORM = Path("infra/terraform/platform/variables.tf")
 OPTIONS = Path("infra/terraform/modules/options/variables.tf")
 CLUSTER = Path("infra/terraform/modules/cluster/variables.tf")
+VARIABLES: list[type[Entry]] = [
+    platform_variables.ApiVariable,
+    platform_variables.BatchesVariable,
+    platform_variables.CacheVariable,
+    platform_variables.FunctionsVariable,
+    platform_variables.Inboxes,
+    platform_variables.Nodes,
+    platform_variables.ObjectsDays,
+    platform_variables.RecordsVariable,
+    platform_variables.Region,
+    platform_variables.RowsVariable,
+]
 
 
 def test_two_regions_are_those_of_terraform(plan: Plan) -> None:
@@ -150,7 +163,7 @@ def test_days_of_the_row_archive_are_those_of_terraform() -> None:
     ],
 )
 def test_defaults_are_those_of_terraform(variable: str, model: Any, file: Path) -> None:
-    block = _block(variable, file)
+    block = _option(variable) if file == OPTIONS else _block(variable, file)
     defaults = {}
     for name, value in re.findall(
         r"^ +(\w+) += optional\(\w+, ([^)]+)\)", block, flags=re.MULTILINE
@@ -162,30 +175,30 @@ def test_defaults_are_those_of_terraform(variable: str, model: Any, file: Path) 
     assert {name: own[name] for name in shared} == {name: defaults[name] for name in shared}
 
 
-def test_names_are_those_of_terraform() -> None:
-    """A misspelled variable is refused, but every variable that Terraform accepts is allowed."""
-    names = set(re.findall(r'^variable "(\w+)"', PLATFORM.read_text(), flags=re.MULTILINE))
-    accepted = Platform.model_fields.keys() | Platform.KEPT
-    assert accepted == names
-    typed: dict[str, type[Entry]] = {
-        "api": platform_variables.ApiVariable,
-        "batches": platform_variables.BatchesVariable,
-        "cache": platform_variables.CacheVariable,
-        "functions": platform_variables.FunctionsVariable,
-        "inboxes": platform_variables.Inboxes,
-        "nodes": platform_variables.Nodes,
-        "objects_days": platform_variables.ObjectsDays,
-        "records": platform_variables.RecordsVariable,
-        "regions": platform_variables.Region,
-        "rows": platform_variables.RowsVariable,
-    }
-    for variable, model in typed.items():
-        written = re.search(
-            r"^  type += .*?^  \S", _block(variable, OPTIONS), re.DOTALL | re.MULTILINE
-        )
-        assert written is not None
-        names = set(re.findall(r"^    (\w+) += ", written[0], flags=re.MULTILINE))
-        assert model.model_fields.keys() | model.KEPT == names, variable
+@pytest.mark.parametrize(
+    ("given", "misspelled"),
+    [
+        ({"slos": {"availability": 0.99}}, {"slo": {}}),
+        ({"api": {"timeout_s": 400}}, {"api": {"timeout": 400}}),
+        ({"cache": {"backup_days": 7}}, {"cache": {"backup": 7}}),
+        ({"functions": {"reports": {"image": "a:1"}}}, {"functions": {"report": {}}}),
+        ({"inboxes": {"kept_slots": 8}}, {"inboxes": {"kept": 8}}),
+        ({"nodes": {"min_version": "1.35"}}, {"nodes": {"version": "1.35"}}),
+        ({"regions": {"a": {"drained": True}}}, {"regions": {"a": {"drain": True}}}),
+        ({"rows": {"every_s": 90}}, {"rows": {"every": 90}}),
+    ],
+)
+def test_variables_are_accepted_by_their_names_in_terraform(
+    given: dict[str, Any], misspelled: dict[str, Any]
+) -> None:
+    Platform.model_validate(given)
+    with pytest.raises(ValidationError, match="accepted here"):
+        Platform.model_validate(misspelled)
+
+
+@pytest.mark.parametrize("model", [Platform, *VARIABLES])
+def test_fields_are_options_of_terraform(model: type[Entry]) -> None:
+    assert model.model_fields.keys() <= model.list_keys()
 
 
 @pytest.mark.parametrize("variable", ["dataset_location", "storage_location"])
@@ -197,7 +210,7 @@ def test_single_defaults_are_those_of_terraform(variable: str) -> None:
 
 def test_bound_of_the_slots_is_that_of_terraform() -> None:
     assert (
-        f"length(var.regions) <= {platform_variables.MAX_REPLY_SUBSCRIPTIONS}"
+        f"length(var.options.regions) <= {platform_variables.MAX_REPLY_SUBSCRIPTIONS}"
         in OPTIONS.read_text()
     )
 
@@ -210,6 +223,17 @@ def test_inboxes_are_numbered_as_by_terraform() -> None:
 def _block(variable: str, file: Path) -> str:
     found = re.search(
         rf'^variable "{variable}" {{\n(.*?)^}}', file.read_text(), flags=re.MULTILINE | re.DOTALL
+    )
+    assert found is not None
+    return found[1]
+
+
+def _option(variable: str) -> str:
+    """The type of a variable that is an object, in the module `options`."""
+    found = re.search(
+        rf"^    {variable} = optional\((.*?)^    }}\)",
+        OPTIONS.read_text(),
+        re.MULTILINE | re.DOTALL,
     )
     assert found is not None
     return found[1]

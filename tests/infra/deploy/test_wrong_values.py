@@ -42,7 +42,7 @@ FIRST: Wrong = {
         ({"max_instances": 1, "memory": "16Gi"}, "4Gi for each CPU"),
         ({"max_instances": 1, "cpu": 4, "memory": "1Gi"}, "2Gi with 4 CPUs"),
         ({"max_instances": 1, "cpu": 3}, "api.cpu"),
-        ({"max_instances": 1.5}, "whole numbers"),
+        ({"max_instances": 1, "concurrency": 1.5}, "whole numbers"),
         ({"max_instances": 1, "min_instances": 0}, "api.min_instances"),
         ({"max_instances": 1, "concurrency": 2000}, "api.concurrency"),
         ({"max_instances": 1, "max_in_flight": 0}, "api.max_in_flight"),
@@ -58,7 +58,7 @@ FIRST: Wrong = {
         ({"requests_per_min": 0.5}, "whole numbers"),
     ],
     "batches": [
-        ({"instances": 0.5}, "batches.instances"),
+        ({"instances": -0.5}, "batches.instances"),
         ({"memory": "64Mi"}, "batches.memory"),
         ({"memory": "8Gi"}, "batches.memory"),
     ],
@@ -320,6 +320,7 @@ def test_every_object_is_checked_for_options_that_are_not_there() -> None:
     untyped = re.findall(r'^variable "(\w+)" {\n  description = .*\n  type += any$', text, re.M)
     # Terraform hides any message that contains part of an ephemeral value.
     assert set(untyped) == set(MISSPELLED) | {"alert_tokens"}
+    assert re.findall(r"^    (\w+) += var\.\1$", text, re.M) == sorted(MISSPELLED)
     assert "object(" not in text
 
 

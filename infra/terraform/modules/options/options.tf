@@ -1,33 +1,11 @@
-# Terraform drops attributes of an object that its type does not know, so a
-# misspelled option would have no effect and no error. The stage takes its
-# objects as they are; here they get types and defaults, and what is left over
-# is refused.
+# Terraform drops attributes that are not in an object's type, so a misspelled
+# option would have no effect and no error. The stage therefore takes objects of
+# any type. Here they get types and defaults, and other attributes are rejected.
 
 locals {
-  _typed = {
-    alerts       = var.alerts
-    analysts     = var.analysts
-    api          = var.api
-    armor        = var.armor
-    batches      = var.batches
-    budget       = var.budget
-    cache        = var.cache
-    delivery     = var.delivery
-    functions    = var.functions
-    inboxes      = var.inboxes
-    nodes        = var.nodes
-    objects_days = var.objects_days
-    outside      = var.outside
-    records      = var.records
-    regions      = var.regions
-    rows         = var.rows
-    slos         = var.slos
-    traces       = var.traces
-    weights      = var.weights
-  }
-  # The names of all options, as nodes.general.max: of those that a type knows,
-  # and of those that were given.
-  _names = { for source, variables in { given = var.given, typed = local._typed } : source => {
+  # The names of all options, such as nodes.general.max: those in the type, and
+  # those that were given.
+  _names = { for source, variables in { given = var.given, typed = var.options } : source => {
     for name, value in variables : name => flatten([
       for a, in_a in try({ for key in keys(value) : key => value[key] }, {}) : concat(["${name}.${a}"], flatten([
         for b, in_b in try({ for key in keys(in_a) : key => in_a[key] }, {}) : concat(["${name}.${a}.${b}"], [
@@ -36,6 +14,5 @@ locals {
       ]))
     ])
   } }
-  options = local._names.typed
-  unknown = { for name in keys(local._typed) : name => sort(setsubtract(local._names.given[name], local._names.typed[name])) }
+  unknown = { for name, given in local._names.given : name => sort(setsubtract(given, try(local._names.typed[name], []))) }
 }

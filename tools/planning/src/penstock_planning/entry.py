@@ -5,8 +5,6 @@ Unknown keys and infinite numbers are rejected.
 
 from __future__ import annotations
 
-from typing import ClassVar
-
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
@@ -19,13 +17,16 @@ class Entry(BaseModel):
     """A part of such a file. A misspelled key is rejected with a list of accepted keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
-    KEPT: ClassVar[frozenset[str]] = frozenset()
-    """Keys that are accepted and kept but do not affect any figure. They need `extra="allow"`."""
+
+    @classmethod
+    def list_keys(cls) -> frozenset[str]:
+        """Returns the keys that an entry may have. Keys without a field need `extra="allow"`."""
+        return frozenset(cls.model_fields)
 
     @model_validator(mode="before")
     @classmethod
     def _keys_are_known(cls, entry: object) -> object:
-        accepted = sorted(cls.model_fields.keys() | cls.KEPT)
+        accepted = sorted(cls.list_keys())
         for key in entry if isinstance(entry, dict) else ():
             if key not in accepted:
                 context = {"key": str(key), "accepted": ", ".join(accepted)}

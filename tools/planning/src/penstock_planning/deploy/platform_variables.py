@@ -6,12 +6,15 @@ Files use the format of `terraform apply -var-file`, so that the plan matches wh
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
 from typing import Any, ClassVar, Literal, Self
 
 from pydantic import ConfigDict, Field, ValidationError, model_validator
 
+import infra
 from infra.kubernetes.deployment import GpuReservation
 from penstock_planning.entry import Entry, explained
 from shared.errors import ConfigurationError
@@ -25,12 +28,41 @@ INBOX_STRIDE = 1000
 MEMORY = r"^[0-9.]+(Gi|Mi)$"
 INSTANCES_TO_INBOXES = 2
 """The old and new revision of the API lease inboxes at the same time."""
+_TERRAFORM = Path(infra.__file__).parent / "terraform"
+VARIABLES_FILE = _TERRAFORM / "platform" / "variables.tf"
+OPTIONS_FILE = _TERRAFORM / "modules" / "options" / "variables.tf"
+"""Types and defaults of the variables that are objects."""
 
 
 class _Variable(Entry):
     # Variables that do not affect the size are kept, so that the plan's variables can be applied
     # directly.
     model_config = ConfigDict(extra="allow", frozen=True)
+    VARIABLE: ClassVar[str] = ""
+    """Its name in Terraform, whose options it accepts. Empty: it accepts only its fields."""
+
+    @classmethod
+    def list_keys(cls) -> frozenset[str]:
+        return read_options(cls.VARIABLE) if cls.VARIABLE else super().list_keys()
+
+
+@cache
+def read_variables() -> frozenset[str]:
+    """Reads the names of the stage's variables."""
+    return frozenset(re.findall(r'^variable "(\w+)"', VARIABLES_FILE.read_text("utf-8"), re.M))
+
+
+@cache
+def read_options(variable: str) -> frozenset[str]:
+    """Reads the option names of a variable. It is an object, or a map of objects."""
+    # `terraform fmt` fixes the indentation.
+    typed = re.search(
+        rf"^    {variable} = optional\((map\()?object\({{\n(?P<options>.*?)^    }}\)",
+        OPTIONS_FILE.read_text("utf-8"),
+        re.M | re.S,
+    )
+    assert typed is not None, variable
+    return frozenset(re.findall(r"^      (\w+) += ", typed["options"], re.M))
 
 
 def _gib(memory: str) -> float:
@@ -40,17 +72,7 @@ def _gib(memory: str) -> float:
 class ApiVariable(_Variable):
     """Terraform's `api`."""
 
-    KEPT: ClassVar = frozenset(
-        {
-            "idempotency_keep_s",
-            "image",
-            "keys_in_redis",
-            "max_in_flight",
-            "metrics_image",
-            "prediction_keep_s",
-            "timeout_s",
-        }
-    )
+    VARIABLE: ClassVar = "api"
     concurrency: int = Field(80, ge=1, le=1000)
     cpu: float = Field(2, gt=0)
     max_instances: int = Field(4, ge=1)
@@ -66,7 +88,7 @@ class ApiVariable(_Variable):
 class CacheVariable(_Variable):
     """Terraform's `cache`."""
 
-    KEPT: ClassVar = frozenset({"backup_days", "engine_version", "from_backup", "maintenance"})
+    VARIABLE: ClassVar = "cache"
     node_type: str = "STANDARD_SMALL"
     replicas: int = Field(1, ge=0)
 
@@ -74,7 +96,7 @@ class CacheVariable(_Variable):
 class RecordsVariable(_Variable):
     """Terraform's `records`: a separate Redis if several regions share records."""
 
-    KEPT: ClassVar = frozenset({"backup_days", "engine_version", "from_backup", "maintenance"})
+    VARIABLE: ClassVar = "records"
     apart: bool | None = None
     node_type: str = "STANDARD_SMALL"
     replicas: int = Field(1, ge=0)
@@ -83,6 +105,7 @@ class RecordsVariable(_Variable):
 class FunctionsVariable(_Variable):
     """Terraform's `functions`: a function exists if its image is set."""
 
+    VARIABLE: ClassVar = "functions"
     dead_letters: dict[str, Any] | None = None
     reports: dict[str, Any] | None = None
     webhooks: dict[str, Any] | None = None
@@ -91,6 +114,7 @@ class FunctionsVariable(_Variable):
 class Inboxes(_Variable):
     """Terraform's `inboxes`."""
 
+    VARIABLE: ClassVar = "inboxes"
     per_region: int = Field(8, ge=1, le=INBOX_STRIDE)
     slots: int = Field(8, ge=1, le=200)
     kept_slots: int | None = Field(None, ge=1, le=200)
@@ -109,6 +133,7 @@ class Inboxes(_Variable):
 class BatchesVariable(_Variable):
     """Terraform's `batches`: each runner leases an inbox, like an API instance."""
 
+    VARIABLE: ClassVar = "batches"
     instances: int = Field(0, ge=0)
     memory: str = Field("1Gi", pattern=MEMORY)
 
@@ -137,9 +162,7 @@ class GeneralNodes(_Variable):
 class Nodes(_Variable):
     """Terraform's `nodes`."""
 
-    KEPT: ClassVar = frozenset(
-        {"binary_authorization", "min_version", "preloaded_images", "release_channel"}
-    )
+    VARIABLE: ClassVar = "nodes"
     compute_classes: bool = False
     general: GeneralNodes = GeneralNodes()
     max_gpus: int = Field(8, ge=1)
@@ -150,6 +173,7 @@ class Nodes(_Variable):
 class RowsVariable(_Variable):
     """Terraform's `rows`: the row archive, a process between the writers' bucket and BigQuery."""
 
+    VARIABLE: ClassVar = "rows"
     archive: bool = True
     every_s: int = Field(120, ge=90, le=3600)
     memory: str = Field("4Gi", pattern=MEMORY)
@@ -162,7 +186,7 @@ class RowsVariable(_Variable):
 class ObjectsDays(_Variable):
     """Terraform's `objects_days`, for folders that requests fill."""
 
-    KEPT: ClassVar = frozenset({"answers", "batches", "files"})
+    VARIABLE: ClassVar = "objects_days"
     inputs: int = Field(8, ge=1)
     results: int = Field(7, ge=1)
 
@@ -170,7 +194,7 @@ class ObjectsDays(_Variable):
 class Region(_Variable):
     """One entry of Terraform's `regions`."""
 
-    KEPT: ClassVar = frozenset({"drained"})
+    VARIABLE: ClassVar = "regions"
     index: int = Field(0, ge=0, lt=MAX_REGIONS)
     max_gpus: int | None = Field(None, ge=1)
     overflow: Literal[GpuTypeName, "none"] | None = None
@@ -183,32 +207,6 @@ class Region(_Variable):
 class Platform(_Variable):
     """The variables that affect the size of the `platform` stage."""
 
-    KEPT: ClassVar = frozenset(
-        {
-            "alert_tokens",
-            "alerts",
-            "analysts",
-            "armor",
-            "budget",
-            "dataset",
-            "deletion_protection",
-            "delivery",
-            "gpu_hour_usd",
-            "keep_messages_in_regions",
-            "labels",
-            "models_file",
-            "namespace",
-            "network_cidr",
-            "outside",
-            "prefix",
-            "project_id",
-            "registry_location",
-            "secrets_version",
-            "slos",
-            "traces",
-            "weights",
-        }
-    )
     api: ApiVariable = ApiVariable()
     batches: BatchesVariable = BatchesVariable()
     cache: CacheVariable = CacheVariable()
@@ -222,6 +220,10 @@ class Platform(_Variable):
     rows: RowsVariable = RowsVariable()
     regions: dict[str, Region] = Field({"europe-west4": Region()}, min_length=1)
     storage_location: str = "EU"
+
+    @classmethod
+    def list_keys(cls) -> frozenset[str]:
+        return read_variables()
 
     @model_validator(mode="after")
     def _regions_are_apart(self) -> Self:
