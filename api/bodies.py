@@ -86,7 +86,7 @@ class Usage(msgspec.Struct):
     total_tokens: int
 
 
-def _known(name: str) -> str:
+def _resolve_alias(name: str) -> str:
     known = SCHEDULER_ALIASES.get(name, name)
     if known not in SCHEDULER_NAMES:
         raise ValueError(
@@ -97,7 +97,7 @@ def _known(name: str) -> str:
 
 SchedulerName = Annotated[
     str,
-    AfterValidator(_known),
+    AfterValidator(_resolve_alias),
     Field(json_schema_extra={"enum": [*SCHEDULER_NAMES, *SCHEDULER_ALIASES]}),
 ]
 

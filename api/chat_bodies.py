@@ -234,7 +234,7 @@ class Message(Body):
         }
         if self.tool_calls:
             message["tool_calls"] = [
-                {"type": "function", "id": call.id, "function": _parsed(call.function)}
+                {"type": "function", "id": call.id, "function": _parse_arguments(call.function)}
                 for call in self.tool_calls
             ]
         if self.tool_call_id is not None:
@@ -252,7 +252,7 @@ class Message(Body):
         return self.content or self.refusal or ""
 
 
-def _parsed(call: FunctionCall) -> dict[str, Any]:
+def _parse_arguments(call: FunctionCall) -> dict[str, Any]:
     """Returns the call with its arguments as objects, or as text if they are not valid JSON."""
     try:
         # Uses the parser for request bodies, which limits nesting and rejects lone surrogates.

@@ -56,7 +56,9 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
     versions = {name: locked.version for name, locked in read_lock(lock).items()}
     versions |= dict(map(_name_and_version, members))
     lines = []
-    for requirement in (requirement for member in members for requirement in _asked(member)):
+    for requirement in (
+        requirement for member in members for requirement in _read_requirements(member)
+    ):
         pin = _PIN.match(requirement)
         if pin is None or versions.get(normalized(pin["name"])) != pin["version"]:
             lines.append(requirement)
@@ -100,7 +102,7 @@ def _name_and_version(project_file: Path) -> tuple[str, str]:
     return normalized(project["name"]), project["version"]
 
 
-def _asked(project_file: Path) -> list[str]:
+def _read_requirements(project_file: Path) -> list[str]:
     document = tomllib.loads(project_file.read_text(encoding="utf-8"))
     project = document["project"]
     groups = project.get("optional-dependencies", {})

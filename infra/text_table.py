@@ -31,7 +31,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
         table.add_column(Text(head), justify="left" if is_left else "right", no_wrap=True)
     for cells in zip(*columns, strict=True):
         table.add_row(*map(Text, cells))
-    return _rendered(table)
+    return _render(table)
 
 
 def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
@@ -42,7 +42,7 @@ def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
         table.add_column(justify="right", no_wrap=True)
     for at, head in enumerate(heads):
         table.add_row(Text(head), *map(Text, _column([row[at] for row in rows])))
-    return _rendered(table)
+    return _render(table)
 
 
 def _empty_table(*, has_heads: bool) -> Table:
@@ -51,7 +51,7 @@ def _empty_table(*, has_heads: bool) -> Table:
     )
 
 
-def _rendered(table: Table) -> str:
+def _render(table: Table) -> str:
     is_terminal = sys.stdout.isatty()
     buffer = io.StringIO()
     console = Console(
@@ -66,10 +66,10 @@ def _rendered(table: Table) -> str:
 
 def _column(values: Sequence[object]) -> list[str]:
     least = 0 if all(value.is_integer() for value in values if isinstance(value, float)) else 2
-    return [_shown(value, least) for value in values]
+    return [_show_value(value, least) for value in values]
 
 
-def _shown(value: object, least_decimals: int) -> str:
+def _show_value(value: object, least_decimals: int) -> str:
     if value is None:
         return "-"
     return _decimal(value, least_decimals) if isinstance(value, float) else str(value)

@@ -272,15 +272,15 @@ def output_of(
     output = record.reply.output
     if isinstance(output, ImagesResult):  # each has a separate link
         return [
-            _shown(prediction, index, image, url_signer)
+            _show_output(prediction, index, image, url_signer)
             for index, image in enumerate(output.images)
             if image is not None
         ]
     if output is not None:
-        return _shown(prediction, 0, output, url_signer)
+        return _show_output(prediction, 0, output, url_signer)
     results = [outcome.result for outcome in record.reply.outcomes]
     outputs = [
-        _shown(prediction, index, result, url_signer)
+        _show_output(prediction, index, result, url_signer)
         for index, result in enumerate(results)
         if result is not None
     ]
@@ -338,7 +338,7 @@ def partial_objects_of(prediction: Prediction, record: Record) -> list[str]:
     ]
 
 
-def _shown(prediction: Prediction, index: int, result: Result, url_signer: UrlSigner) -> Any:
+def _show_output(prediction: Prediction, index: int, result: Result, url_signer: UrlSigner) -> Any:
     media_type = MEDIA_TYPES[prediction.output_format]
 
     def link_to(key: str | None, media_type: str = media_type) -> str:
@@ -360,7 +360,7 @@ def step_output_of(
     if outcome.result is None:
         return fields | {"error": reason_of(outcome)}
     result = CustomResult(*with_places(outcome.result.step_value()))
-    return fields | {"output": _shown(prediction, 0, result, url_signer)}
+    return fields | {"output": _show_output(prediction, 0, result, url_signer)}
 
 
 def error_of(record: Record) -> str | None:

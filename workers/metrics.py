@@ -200,7 +200,7 @@ class ProcessTimes:
     def processes(self) -> int:
         return len(self._states)
 
-    def opened(self, processes: int) -> None:
+    def start(self, processes: int) -> None:
         self._advance()
         self._states = ["idle"] * processes
 
@@ -222,7 +222,7 @@ class ProcessTimes:
             seconds["busy"] -= moved_s
             seconds["loading"] += moved_s
 
-    def loaded(self, residency: ResidencyReport) -> None:
+    def count_loads(self, residency: ResidencyReport) -> None:
         """Counts the loads reported by a process."""
         self._open.loads += residency.loads
 

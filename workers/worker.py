@@ -119,7 +119,7 @@ class Worker:
             PenstockError: a subscription is lost permanently, or too many batches fail in a row.
         """
         self._busy.publish()
-        self._times.opened(len(self._pool.processes))
+        self._times.start(len(self._pool.processes))
         async with AsyncExitStack() as stack:
             tasks: list[asyncio.Task[Any]] = []
             try:
@@ -293,7 +293,7 @@ class Worker:
             self._end_died(run, reason, in_flight)
 
     def _update_residency(self, residency: ResidencyReport) -> None:
-        self._times.loaded(residency)
+        self._times.count_loads(residency)
         self._scheduler.update_load_times(residency.load_s)
         for number, consumer in enumerate(self._consumers):
             holders = sum(number in process.residency.resident for process in self._pool.processes)
@@ -366,7 +366,7 @@ class Worker:
         run = StepRun(process, number, *parts, processes, may_admit, on_item, self._busy)
         self._runs.add(run)
         try:
-            async with consumer.noted(batch):
+            async with consumer.note_suspects(batch):
                 death = await run.run(batch)
         finally:
             self._runs.discard(run)

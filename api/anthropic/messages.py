@@ -105,7 +105,7 @@ class AnthropicRoute(ErrorRoute):
     def respond(self, request: Request, error: Exception) -> Response:
         """Returns the error in that shape."""
         set_error_code(request, error)
-        return _response(request, _known(error))
+        return _response(request, _to_known_error(error))
 
 
 def error_reply(error: PenstockError, request_id: str | None = None) -> AnthropicErrorReply:
@@ -138,7 +138,7 @@ def as_asked(error: PenstockError) -> PenstockError:
     return error_for_code(error.code, message, field)
 
 
-def _known(error: Exception) -> PenstockError:
+def _to_known_error(error: Exception) -> PenstockError:
     match error:
         case PenstockError():
             return error
@@ -191,7 +191,7 @@ class MessageEvents:
         at: tuple[int, int],
     ) -> bytes | None:
         """Returns the event for new text. Text that may start a tool call is held back."""
-        visible_before, now = self._shown(before), self._shown(before + text)
+        visible_before, now = self._show_text(before), self._show_text(before + text)
         if now == visible_before:
             return None
         return (b"" if visible_before else _begin(0, ShownText(""))) + _text_delta(
@@ -200,7 +200,7 @@ class MessageEvents:
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns events for text held back, tool calls, the stop reason and usage."""
-        visible_text = self._shown(result.text)
+        visible_text = self._show_text(result.text)
         choice = chat_choice(self._chat, self._made, index, result)
         blocks, events = _blocks(choice), []
         text = blocks[0].text if blocks and isinstance(blocks[0], ShownText) else ""
@@ -226,7 +226,7 @@ class MessageEvents:
     def failure(self, error: PenstockError) -> bytes:
         return b"event: error\ndata: " + encode_error(error_reply(error)) + b"\n\n"
 
-    def _shown(self, text: str) -> str:
+    def _show_text(self, text: str) -> str:
         return shown_of(text) if self._has_tools else text
 
 

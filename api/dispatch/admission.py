@@ -172,12 +172,13 @@ class Admission:
             ]
             items_per_s = sum(1 / self.rate_of(name).item_s for name in busy)
             raise _full(
-                f"{_held(room, demand)}, and there is no room for more", turns / items_per_s
+                f"{_describe_held(room, demand)}, and there is no room for more",
+                turns / items_per_s,
             )
         room = self._rooms_of(demand.model).room(demand.priority)
         if turns := room.turns_to_wait(demand):
             raise _full(
-                f"{_held(room, demand)} of {demand.model}, and there is no room for more",
+                f"{_describe_held(room, demand)} of {demand.model}, and there is no room for more",
                 turns * self.rate_of(demand.model).item_s,
             )
 
@@ -217,7 +218,7 @@ class _Rooms:
         return self.batch if priority == "batch" else self.interactive
 
 
-def _held(room: FairRoom, demand: Demand) -> str:
+def _describe_held(room: FairRoom, demand: Demand) -> str:
     # The load of other tenants is not disclosed to this tenant.
     return f"{room.held_by(demand.tenant)} of your items are waiting for a worker"
 

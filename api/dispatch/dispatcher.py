@@ -223,7 +223,7 @@ class Dispatcher:
                 if not in_flight.completed.done()
             }:
                 timeout_s = state.remaining_s() + (LATE_LOOK_S if led else 0.0)
-                await _completed(open_items, timeout_s)
+                await _wait_for_items(open_items, timeout_s)
             for index, in_flight, is_leader in coalesced:
                 state.settle(index, in_flight, is_leader=is_leader)
         finally:
@@ -481,7 +481,7 @@ def _count_items(state: RequestState) -> None:
             slo.count_ended(request.model.public_name, status, count)
 
 
-async def _completed(
+async def _wait_for_items(
     items: Iterable[asyncio.Future[ItemCompletion | None]], timeout_s: float
 ) -> None:
     """Waits up to `timeout_s` for all items to finish.

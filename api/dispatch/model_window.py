@@ -473,7 +473,7 @@ class WindowExchange:
             )
             return self._instances
         self._heard_s[key] = now_s
-        window.update(combined(_decoded(answers)) if report else Elsewhere())
+        window.update(combined(_decode_reports(answers)) if report else Elsewhere())
         return len(answers)
 
 
@@ -498,7 +498,7 @@ def combined(reports: Iterable[WindowReport]) -> Elsewhere:
     return Elsewhere(instances, size, published, tenants, other_weights)
 
 
-def _decoded(answers: Iterable[bytes]) -> Iterable[WindowReport]:
+def _decode_reports(answers: Iterable[bytes]) -> Iterable[WindowReport]:
     for answer in answers:
         try:
             yield _decoder.decode(answer)

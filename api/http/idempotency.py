@@ -71,7 +71,9 @@ async def run_idempotent(
     call.context.key_seed = int.from_bytes(digest.digest()[:4], "big")
 
     async def compute() -> StoredResponse:
-        return await _computed(Request(request.scope, _receive(body)), endpoint, answer_error)
+        return await _compute_response(
+            Request(request.scope, _receive(body)), endpoint, answer_error
+        )
 
     large = len(body) > LARGE_BYTES
     fingerprint = (
@@ -119,7 +121,7 @@ def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
     return receive
 
 
-async def _computed(
+async def _compute_response(
     request: Request, endpoint: Endpoint, answer_error: AnswerError
 ) -> StoredResponse:
     is_of_the_moment = False

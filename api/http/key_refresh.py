@@ -178,11 +178,11 @@ class LiveDirectory:
                 self._looked_for.clear()
                 log.info("API keys read", extra={"source": self.store.source})
         except TimeoutError:
-            self._failed("unavailable", Unavailable(f"no answer in {READ_LIMIT_S:g} s"))
+            self._report_failure("unavailable", Unavailable(f"no answer in {READ_LIMIT_S:g} s"))
         except Unavailable as error:
-            self._failed("unavailable", error)
+            self._report_failure("unavailable", error)
         except ConfigurationError as error:
-            self._failed("invalid", error)
+            self._report_failure("invalid", error)
         else:
             self._failure = None
         await self._use_copy()
@@ -234,7 +234,7 @@ class LiveDirectory:
             log.warning("API keys name unknown models", extra={"reason": wrong.message})
         return Directory(document)
 
-    def _failed(self, reason: str, error: PenstockError) -> None:
+    def _report_failure(self, reason: str, error: PenstockError) -> None:
         FAILURES.labels(reason).inc()
         if self._failure is None or self._failure.message != error.message:
             log.error(

@@ -110,7 +110,7 @@ def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) ->
     for name, value in headers:
         if name in _READERS:
             text = value.decode("latin-1").strip(" \t")
-            values[name] = _joined(name, values[name], text) if name in values else text
+            values[name] = _join_headers(name, values[name], text) if name in values else text
     options: dict[str, Any] = {}
     for name, text in values.items():
         options |= _READERS[name](text)
@@ -119,7 +119,7 @@ def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) ->
     return RequestOptions(**options)
 
 
-def _joined(name: bytes, first: str, second: str) -> str:
+def _join_headers(name: bytes, first: str, second: str) -> str:
     """Joins headers of the same name if they are lists.
 
     Other option headers may be sent only once.

@@ -54,7 +54,7 @@ def plain_disposition(header: bytes) -> bytes:
     _, options = parse_options_header(header)
     filename = options.get(b"filename", b"")
     if extended is not None:
-        name = _decoded(unquote_to_bytes(extended[2].strip()), extended[1] or b"")
+        name = _decode_name(unquote_to_bytes(extended[2].strip()), extended[1] or b"")
     elif (word := _ENCODED_WORD.fullmatch(filename)) and is_charset(word[1].decode()):
         try:
             name = str(make_header(decode_header(filename.decode("ascii", "replace"))))
@@ -64,19 +64,19 @@ def plain_disposition(header: bytes) -> bytes:
         return header
     field = options.get(b"name", b"")
     return b'form-data; name="%s"; filename="%s"' % (
-        _escaped(field),
-        _escaped(name.encode(errors="replace")),  # a charset may produce half of a surrogate pair
+        _escape(field),
+        _escape(name.encode(errors="replace")),  # a charset may produce half of a surrogate pair
     )
 
 
-def _decoded(name: bytes, charset: bytes) -> str:
+def _decode_name(name: bytes, charset: bytes) -> str:
     try:
         return name.decode(named if is_charset(named := charset.decode()) else "utf-8", "replace")
     except (LookupError, UnicodeError):
         return name.decode("utf-8", "replace")
 
 
-def _escaped(text: bytes) -> bytes:
+def _escape(text: bytes) -> bytes:
     return text.replace(b"\\", b"\\\\").replace(b'"', b'\\"')
 
 

@@ -381,7 +381,7 @@ class CodecPool:
             return
         line, turn = self._lines[task.is_new], asyncio.get_running_loop().create_future()
         line.add(task.tenant, turn)
-        with self._counted(task):
+        with self._count_task(task):
             try:
                 await turn
             except asyncio.CancelledError:
@@ -393,7 +393,7 @@ class CodecPool:
                 raise
 
     @contextmanager
-    def _counted(self, task: _Task) -> Iterator[None]:
+    def _count_task(self, task: _Task) -> Iterator[None]:
         image, size = OneItem(task.tenant), OneItem(task.tenant, items=max(1, task.size_bytes))
         if task.is_new:
             self._room.take(image)

@@ -186,14 +186,14 @@ def run_command(
     """Runs a command on the image in `data`. Calls `reserve` after reading the image header."""
     try:
         if isinstance(command, PrepareSource):
-            source, file_size = _prepared(data, command, reserve)
+            source, file_size = _prepare_image(data, command, reserve)
             png = _save(source, "png", compress_level=1)
             return SourcePrepared(*source.size, file_size), png
         if isinstance(command, PrepareMask):
             return MaskPrepared(), _save(_mask(data, command, reserve), "png")
         if isinstance(command, CompareImages):
             return ImagesCompared(_psnr_db(data, command.first_bytes, reserve)), b""
-        with _opened(data, ("PNG", "WEBP")) as image:
+        with _open_image(data, ("PNG", "WEBP")) as image:
             reserve(_cost_bytes(image, image.size, command.size))
             drawn = image.convert("RGB")
             if command.size is not None:
@@ -244,8 +244,8 @@ def _why_not(data: bytes) -> str:
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
     """Returns the PSNR of two PNGs in dB, 10 log10(255^2 / MSE) as in ITU-T J.340."""
     with (
-        _opened(data[:first_bytes], ("PNG",)) as first,
-        _opened(data[first_bytes:], ("PNG",)) as other,
+        _open_image(data[:first_bytes], ("PNG",)) as first,
+        _open_image(data[first_bytes:], ("PNG",)) as other,
     ):
         reserve(_cost_bytes(first, first.size) + _cost_bytes(other, other.size))
         if first.size != other.size:
@@ -257,14 +257,14 @@ def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> f
     return EQUAL_DB if error == 0 else min(EQUAL_DB, 10 * math.log10(255**2 / error))
 
 
-def _prepared(
+def _prepare_image(
     data: bytes, command: PrepareSource, reserve: Callable[[int], None]
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Returns the image in `data`, upright, in RGB, and resized to the output size.
 
     Also returns its upright size.
     """
-    with _opened(_without_metadata(data), SOURCE_FORMATS) as image:
+    with _open_image(_without_metadata(data), SOURCE_FORMATS) as image:
         shape = image.size
         _scale_transparent_color(image)
         # The orientation of a PNG may come after its pixels. Until it is known, assume upright.
@@ -366,7 +366,7 @@ def _mask_in(
     reserve: Callable[[int], None],
 ) -> Image.Image:
     """Returns the mask in `data`, upright and resized."""
-    with _opened(_without_metadata(data), SOURCE_FORMATS) as image:
+    with _open_image(_without_metadata(data), SOURCE_FORMATS) as image:
         _scale_transparent_color(image)
         reserve(_cost_bytes(image, image.size, size) + image.width * image.height)
         image.load()
@@ -443,7 +443,7 @@ def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
     return fitted_width, fit(height, most // fitted_width)
 
 
-def _opened(data: bytes, formats: tuple[str, ...]) -> Image.Image:
+def _open_image(data: bytes, formats: tuple[str, ...]) -> Image.Image:
     image = Image.open(io.BytesIO(data), formats=formats)
     if image.width * image.height > SOURCE_LIMIT_PIXELS:
         limit = f"the image exceeds the maximum of {SOURCE_LIMIT_PIXELS // 1_000_000} megapixels"

@@ -157,10 +157,12 @@ class Files:
         """Returns the files of this tenant, newest first, up to MAX_LISTED."""
         listed = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
         ids = [stored_object.key.rpartition("_")[2] for stored_object in listed]
-        files = await asyncio.gather(*(self._found(tenant, f"file_{digits}") for digits in ids))
+        files = await asyncio.gather(
+            *(self._find_readable(tenant, f"file_{digits}") for digits in ids)
+        )
         return [file for file in files if file is not None]
 
-    async def _found(self, tenant: str, file_id: str) -> File | None:
+    async def _find_readable(self, tenant: str, file_id: str) -> File | None:
         try:
             return await self.find(tenant, file_id)
         except NotFound:

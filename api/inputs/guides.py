@@ -328,11 +328,11 @@ def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, An
     properties = dict(schema["properties"])
     for fields, names in ((CONTROL_FIELDS, controls), (IP_ADAPTER_FIELDS, ip_adapters)):
         if names:
-            properties[fields[0]] = _named(properties[fields[0]], names)
+            properties[fields[0]] = _restrict_to_names(properties[fields[0]], names)
             if MORE_CONTROLS in fields and MORE_CONTROLS in properties:
                 more = copy.deepcopy(properties[MORE_CONTROLS])
                 own = more["anyOf"][0]["items"]["properties"]
-                own["control"] = _named(own["control"], names)
+                own["control"] = _restrict_to_names(own["control"], names)
                 properties[MORE_CONTROLS] = more
         else:
             properties = {name: field for name, field in properties.items() if name not in fields}
@@ -341,11 +341,11 @@ def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, An
             del properties[name]
     if known and all(model.image.interface for model in known):
         schedulers = sorted({name for model in known for name in model.image.schedulers})
-        properties["scheduler"] = _named(properties["scheduler"], schedulers)
+        properties["scheduler"] = _restrict_to_names(properties["scheduler"], schedulers)
     return schema | {"properties": properties}
 
 
-def _named(field: dict[str, Any], names: list[str]) -> dict[str, Any]:
+def _restrict_to_names(field: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Returns the schema of a field that accepts these names."""
     # Forms have no null.
     kinds = [kind | {"enum": names} for kind in field.get("anyOf", ())[:1]]

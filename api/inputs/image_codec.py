@@ -86,7 +86,7 @@ class ImageCodec:
             defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels
         )
         command = PrepareSource(size, limits, padding)
-        return await self._prepared(command, data, deadline_s, tenant, field)
+        return await self._run_prepare(command, data, deadline_s, tenant, field)
 
     async def prepare_reference(
         self, data: bytes, deadline_s: float, *, tenant: str, field: str
@@ -105,9 +105,9 @@ class ImageCodec:
             REFERENCE_SIDE, REFERENCE_SIDE, 1, REFERENCE_SIDE * REFERENCE_SIDE, enlarges=False
         )
         command = PrepareSource(None, limits)
-        return (await self._prepared(command, data, deadline_s, tenant, field)).image
+        return (await self._run_prepare(command, data, deadline_s, tenant, field)).image
 
-    async def _prepared(
+    async def _run_prepare(
         self, command: PrepareSource, data: bytes, deadline_s: float, tenant: str, field: str
     ) -> PreparedSource:
         try:

@@ -127,7 +127,7 @@ class SourceImages:
             return await self.fetch(url, caller, field)
         until_s = self._url_fetcher.until_s(caller.deadline_s)
         rules = FileRules(media_types=IMAGE_TYPES)
-        fetched = await self._fetched(url, caller, field, until_s, rules)
+        fetched = await self._fetch_url(url, caller, field, until_s, rules)
         blob, data = fetched.blob, fetched.blob.data
         if blob.object_key is not None:
             data = await self._objects.get(blob.object_key, MAX_BYTES)
@@ -172,14 +172,14 @@ class SourceImages:
         try:
             async with asyncio.TaskGroup() as group:
                 tasks = {
-                    url: group.create_task(self._fetched(url, caller, field, until_s, ANY_FILE))
+                    url: group.create_task(self._fetch_url(url, caller, field, until_s, ANY_FILE))
                     for url, field in fields.items()
                 }
         except BaseExceptionGroup as failed:
             raise failed.exceptions[0] from failed
         return {url: task.result() for url, task in tasks.items()}
 
-    async def _fetched(
+    async def _fetch_url(
         self,
         url: str,
         caller: ImageCaller,
@@ -217,7 +217,7 @@ class SourceImages:
             Unavailable: the object store is unreachable.
         """
         until_s = self._url_fetcher.until_s(caller.deadline_s)
-        fetched = await self._fetched(url, caller, field, until_s, rules, keep_s)
+        fetched = await self._fetch_url(url, caller, field, until_s, rules, keep_s)
         key, data = fetched.blob.object_key, fetched.blob.data
         if key is None:
             assert data is not None, "has neither data nor a key; this is a bug"
@@ -237,7 +237,7 @@ class SourceImages:
             media_type = url[5:].partition(",")[0].partition(";")[0].lower()
             return FetchedFile(data, media_type if is_media_type(media_type) else "", "")
         if self._uploads.has_id(url):
-            return await self._uploaded(url, caller, field)
+            return await self._load_upload(url, caller, field)
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"{field}: {ACCEPTED}", field=field)
         if len(url) > MAX_URL_CHARS:  # it becomes part of the record
@@ -246,7 +246,7 @@ class SourceImages:
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
         if folder == "files" and self._uploads.has_id(name):
-            return await self._uploaded(name, caller, field)
+            return await self._load_upload(name, caller, field)
         try:
             if folder == "files":
                 file = await self._files.find(caller.tenant, name)
@@ -263,7 +263,7 @@ class SourceImages:
             raise BadInput(f"{field}: {reason}", field=field) from error
         raise BadInput(f"{field}: {ACCEPTED}", field=field)
 
-    async def _uploaded(self, file_id: str, caller: ImageCaller, field: str) -> FetchedFile:
+    async def _load_upload(self, file_id: str, caller: ImageCaller, field: str) -> FetchedFile:
         """Returns an upload of OpenAI's API by its ID."""
         try:
             data, name = await self._uploads.load(caller.tenant, file_id, MAX_BYTES)

@@ -169,7 +169,7 @@ class Storage:
 
     async def use(self, tenant: str, except_key: str = "") -> StorageUse:
         """Returns the storage currently used by a tenant, without the reservation `except_key`."""
-        stored, reserved, elsewhere_bytes = await self._listed(owner_of(tenant))
+        stored, reserved, elsewhere_bytes = await self._list_objects(owner_of(tenant))
         now_s = self.clock()
         names = [
             reservation.key.rpartition("/")[2]
@@ -210,7 +210,7 @@ class Storage:
         """Counts bytes stored outside the tenant's folders, until `until_s` (Unix time)."""
         await hold(self.objects, tenant, size_bytes, until_s)
 
-    async def _listed(self, owner: str) -> _Listed:
+    async def _list_objects(self, owner: str) -> _Listed:
         """Lists an owner's objects, with a listing that starts after this call."""
         listing = self._next_listing.get(owner)
         if listing is None:

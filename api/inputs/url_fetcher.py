@@ -232,7 +232,7 @@ class UrlFetcher:
         download = _Download(quota._replace(field=""), url, rules)
         end = "failed"
         try:
-            shared = await self._shared(download, until_s)
+            shared = await self._join_download(download, until_s)
             if shared is not None:
                 end = "shared"
                 return shared
@@ -246,7 +246,7 @@ class UrlFetcher:
         finally:
             FETCHES.labels(end).inc()
 
-    async def _shared(self, download: _Download, until_s: float) -> FetchedInput | None:
+    async def _join_download(self, download: _Download, until_s: float) -> FetchedInput | None:
         """Waits for the same download by another request. Returns None if none is running.
 
         A waiting request does not hold a permit, and continues by itself if the other request ends
@@ -274,7 +274,7 @@ class UrlFetcher:
         running = self._downloads[download] = asyncio.get_running_loop().create_future()
         outcome: FetchedInput | PenstockError | None = None
         try:
-            outcome, end = await self._fetched(download, until_s, keep_until_s)
+            outcome, end = await self._fetch_once(download, until_s, keep_until_s)
         except (_OutOfTime, Overloaded):
             raise  # others may have more time
         except PenstockError as error:
@@ -285,7 +285,7 @@ class UrlFetcher:
             running.set_result(outcome)
         return outcome, end
 
-    async def _fetched(
+    async def _fetch_once(
         self, download: _Download, until_s: float, keep_until_s: float
     ) -> tuple[FetchedInput, str]:
         quota, url, rules = download

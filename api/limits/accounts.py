@@ -114,7 +114,7 @@ class Accounts:
             account.plan is caller.plan and account.key_limits is caller.key_limits
         ):
             self._accounts.pop(name, None)
-            account = self._accounts[name] = self._made(caller, model, unit, month)
+            account = self._accounts[name] = self._make_account(caller, model, unit, month)
             if len(self._accounts) > MAX_ACCOUNTS:
                 del self._accounts[next(iter(self._accounts))]
         return account
@@ -164,7 +164,7 @@ class Accounts:
             self._counters = recent_counters
             self._accounts.clear()
 
-    def _made(self, caller: Caller, model: str, unit: Unit, month: float) -> Account:
+    def _make_account(self, caller: Caller, model: str, unit: Unit, month: float) -> Account:
         plan, tenant = caller.plan, caller.tenant
         counters = list(self._of_limits(plan, unit, f"t:{tenant}", f"tenant {tenant!r}", month))
         if caller.key_limits is not None:

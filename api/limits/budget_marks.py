@@ -133,7 +133,7 @@ class BudgetMarks:
     async def _check(self, budgets: Mapping[str, BudgetHolder]) -> None:
         now_s, stored = self._clock(), await self._store.marks()
         marks = {name: msgspec.json.decode(mark, type=Mark) for name, mark in stored.items()}
-        fresh = await self._marked([name for name in budgets if name not in marks], now_s)
+        fresh = await self._mark_now([name for name in budgets if name not in marks], now_s)
         await self._put(fresh, [name for name in marks if name not in budgets])
         due = {
             name: mark
@@ -141,9 +141,9 @@ class BudgetMarks:
             if name in budgets and 0 < mark.due_s <= now_s
         }
         if due:
-            await self._put(await self._checked(budgets, due, now_s))
+            await self._put(await self._check_due(budgets, due, now_s))
 
-    async def _marked(self, names: Sequence[str], now_s: float) -> dict[str, Mark]:
+    async def _mark_now(self, names: Sequence[str], now_s: float) -> dict[str, Mark]:
         """Returns marks of the current moment, which are due at once."""
         month = int(month_of(now_s))
         asks = [
@@ -159,7 +159,7 @@ class BudgetMarks:
             readings[ask.name][ask.month] = reading
         return readings
 
-    async def _checked(
+    async def _check_due(
         self, budgets: Mapping[str, BudgetHolder], due: Mapping[str, Mark], now_s: float
     ) -> dict[str, Mark]:
         """Adds missing amounts from rows. Returns the next marks."""

@@ -84,7 +84,7 @@ async def restore(
             ]
         )
     restored = [
-        _restored(*place, usd, reading, lowers=lowers)
+        _restore_budget(*place, usd, reading, lowers=lowers)
         for place, usd, reading in zip(places, rows, before, strict=True)
     ]
     return sorted(
@@ -92,7 +92,7 @@ async def restore(
     )
 
 
-def _restored(
+def _restore_budget(
     name: str, month: int, usd: float, reading: BudgetReading, *, lowers: bool
 ) -> Restored:
     is_busy = reading.held > ROUNDING_USD

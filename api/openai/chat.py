@@ -95,7 +95,7 @@ class ChatEvents:
         self, body: ChatBody, completion_id: str, created_at_s: float, model: Model
     ) -> None:
         self._body = body
-        self._made = completion_id
+        self._completion_id = completion_id
         self._created = int(created_at_s)
         self._model = model
         self._has_tools = bool(body.allowed_tools)
@@ -134,7 +134,7 @@ class ChatEvents:
         if begun is None:
             return None
         if earlier is None:
-            call = first_call(begun, f"{self._made}:{index}")
+            call = first_call(begun, f"{self._completion_id}:{index}")
             fields: dict[str, object] = msgspec.to_builtins(call)
             return {"index": 0} | fields
         added = begun.arguments[len(earlier.arguments) :]
@@ -142,7 +142,7 @@ class ChatEvents:
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the text held back, the tool calls and the finish reason."""
-        choice = chat_choice(self._body, self._made, index, result)
+        choice = chat_choice(self._body, self._completion_id, index, result)
         events = []
         content = choice.message.content or ""
         if self._has_tools and (rest := content[len(shown_of(result.text)) :]):
@@ -162,14 +162,14 @@ class ChatEvents:
         if not self._has_usage:
             return [DONE]
         usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
-        chunk = ChatChunk(self._made, self._created, self._model.name, [], usage)
+        chunk = ChatChunk(self._completion_id, self._created, self._model.name, [], usage)
         return [_event(chunk), DONE]
 
     def failure(self, error: PenstockError) -> bytes:
         return failure_event(error)
 
     def _chunk(self, choice: ChatChunkChoice) -> bytes:
-        chunk = ChatChunk(self._made, self._created, self._model.name, [choice])
+        chunk = ChatChunk(self._completion_id, self._created, self._model.name, [choice])
         if self._has_usage:
             chunk.usage = None
         return _event(chunk)
@@ -182,7 +182,7 @@ class CompletionEvents(StreamShape):
         self, body: CompletionBody, completion_id: str, created_at_s: float, model: Model
     ) -> None:
         self._body = body
-        self._made = completion_id
+        self._completion_id = completion_id
         self._created = int(created_at_s)
         self._model = model
         options = body.stream_options
@@ -213,14 +213,14 @@ class CompletionEvents(StreamShape):
         if not self._has_usage:
             return [DONE]
         usage = usage_of(results_of(outcomes, self._model), self._body.n or 1)
-        reply = CompletionReply(self._made, self._created, self._model.name, [], usage)
+        reply = CompletionReply(self._completion_id, self._created, self._model.name, [], usage)
         return [_event(reply), DONE]
 
     def failure(self, error: PenstockError) -> bytes:
         return failure_event(error)
 
     def _chunk(self, choice: CompletionChoice) -> bytes:
-        reply = CompletionReply(self._made, self._created, self._model.name, [choice])
+        reply = CompletionReply(self._completion_id, self._created, self._model.name, [choice])
         if self._has_usage:
             reply.usage = None
         return _event(reply)
@@ -375,7 +375,7 @@ class _NewAnswer(Generic[B]):
 
     def request(self, recording: Recording) -> InferenceRequest:
         """Returns the request for a prediction that stores the answer."""
-        request_fields, path = dumped(self._body), self._endpoint.path
+        request_fields, path = dump_body(self._body), self._endpoint.path
         read = Inputs(
             self._inputs,
             request_fields,
@@ -406,7 +406,7 @@ class _NewAnswer(Generic[B]):
             return await events.begin(call, streams, held)
 
 
-def dumped(body: ChatBody | CompletionBody) -> dict[str, Any]:
+def dump_body(body: ChatBody | CompletionBody) -> dict[str, Any]:
     """Returns a body in the format in which it is stored."""
     return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
 

@@ -111,7 +111,7 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
     """
     forms, parts, named = [], {}, dict[str, Any]()
     for number, (name, parameters) in enumerate(tools):
-        part = _closed(parameters)
+        part = _close_schema(parameters)
         part.setdefault("$id", f"urn:penstock:tool:{number}")
         for schema, _ in _schemas_in(part):
             schema_id = schema.get("$id")
@@ -130,7 +130,7 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
     return json.dumps({**whole, "$defs": parts})
 
 
-def _closed(parameters: dict[str, Any] | None) -> dict[str, Any]:
+def _close_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
     """Returns the schema of a tool's arguments without additional properties."""
     if not parameters or not parameters.keys() - _SAYS_NOTHING:
         return dict(_NO_PARAMETERS)
@@ -622,7 +622,7 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Completi
         (len(reader.decode(token.data)) for token in tokens), initial=offset
     )
     return CompletionLogprobs(
-        [_shown(token) for token in tokens],
+        [_show_token(token) for token in tokens],
         [token.logprob for token in tokens],
         [_alternatives(token) for token in tokens],
         list(ends)[:-1],
@@ -630,20 +630,20 @@ def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> Completi
 
 
 def _alternatives(token: TokenLogprob) -> dict[str, float] | None:
-    logprobs = {_shown(token): token.logprob}
+    logprobs = {_show_token(token): token.logprob}
     is_left_out = True  # the token itself, which may or may not be among the most likely
     for alternative in token.top:
         if is_left_out and (alternative.data, alternative.logprob) == (token.data, token.logprob):
             is_left_out = False
             continue
-        name = _shown(alternative)
+        name = _show_token(alternative)
         while name in logprobs:
             name = _by_bytes(alternative.data) if name == alternative.token else f"{name} "
         logprobs[name] = alternative.logprob
     return dict(sorted(logprobs.items(), key=lambda named: -named[1]))
 
 
-def _shown(token: TokenLogprob) -> str:
+def _show_token(token: TokenLogprob) -> str:
     try:
         return token.data.decode()
     except UnicodeDecodeError:

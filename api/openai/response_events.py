@@ -72,7 +72,7 @@ class ResponseEvents:
     ) -> None:
         self._body = body
         self._chat = body.to_chat()
-        self._made = response_id
+        self._response_id = response_id
         self._digits = response_id.removeprefix(RESPONSE_PREFIX)
         self._created = int(created_at_s)
         self._model = model
@@ -95,7 +95,7 @@ class ResponseEvents:
         body = self._body
         fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return ResponseReply(
-            id=self._made,
+            id=self._response_id,
             created_at=self._created,
             model=self._model.name,
             status=status,
@@ -140,7 +140,7 @@ class ResponseEvents:
         )
 
     def _output(self, result: GenerationResult) -> list[OutputItem]:
-        choice = chat_choice(self._chat, self._made, 0, result)
+        choice = chat_choice(self._chat, self._response_id, 0, result)
         message = choice.message
         calls = message.tool_calls if isinstance(message.tool_calls, list) else []
         is_last_cut = choice.finish_reason == "length"
@@ -165,7 +165,7 @@ class ResponseEvents:
     def opening(self, index: int, prompt: PromptSize) -> bytes | None:
         """Returns the event for a created answer."""
         begun = self.reply("in_progress")
-        return self._joined(
+        return self._join_events(
             self._event(0, "response.created", response=begun),
             self._event(1, "response.in_progress", response=begun),
         )
@@ -179,19 +179,19 @@ class ResponseEvents:
         at: tuple[int, int],
     ) -> bytes | None:
         """Returns the event for new text. Text that may start a tool call is held back."""
-        visible_before, now = self._shown(before), self._shown(before + text)
+        visible_before, now = self._show_text(before), self._show_text(before + text)
         if now == visible_before:
             return None
         encoded = self._logprobs(logprobs)
         tokens, ended = at
         number = self._first_end + ended - 1 if ended else _PART + tokens
         begin = [] if visible_before else self._begin(_ITEM, _PART)
-        return self._joined(*begin, self._delta(number, now[len(visible_before) :], encoded))
+        return self._join_events(*begin, self._delta(number, now[len(visible_before) :], encoded))
 
     def _logprobs(self, tokens: Sequence[TokenLogprob]) -> list[LogprobOfText]:
         return [_format_logprob(token) for token in tokens] if self._body.has_logprobs else []
 
-    def _shown(self, text: str) -> str:
+    def _show_text(self, text: str) -> str:
         return shown_of(text) if self._has_tools else text
 
     def _begin(self, item: int, part: int) -> list[bytes]:
@@ -213,7 +213,7 @@ class ResponseEvents:
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the text held back and the ends of items, numbered from the previous piece."""
         events: list[tuple[str, dict[str, Any]]] = []
-        visible_text = self._shown(result.text)
+        visible_text = self._show_text(result.text)
         for at, item in enumerate(self._output(result)):
             if isinstance(item, OutputMessage):
                 events += self._message_end(item, visible_text)
@@ -266,7 +266,7 @@ class ResponseEvents:
         event = {"type": kind, "sequence_number": number, **facts}
         return f"event: {kind}\n".encode() + b"data: " + _encode(event) + b"\n\n"
 
-    def _joined(self, *events: bytes) -> bytes | None:
+    def _join_events(self, *events: bytes) -> bytes | None:
         return b"".join(events) or None
 
 

@@ -330,7 +330,7 @@ class _NewResponse:
         """Creates a prediction. Answers with its state or, if requested, with its events."""
         call, full_request, body = self._call, self._asked, self._asked.body
         # Event numbers depend on the maximum number of tokens, so it is stored now.
-        fields = _dumped(body) | {"max_output_tokens": self._inputs[0].max_tokens}
+        fields = _dump_body(body) | {"max_output_tokens": self._inputs[0].max_tokens}
         new = self._request(fields)
         if not body.is_kept and not full_request.conversation:
             new = replace(new, record=replace(new.new_record, keep_s=UNSTORED_KEEP_S))
@@ -359,7 +359,7 @@ class _NewResponse:
         conversation.
         """
         full_request, body = self._asked, self._asked.body
-        prediction = self._request(_dumped(body)).new_record.prediction
+        prediction = self._request(_dump_body(body)).new_record.prediction
         response_id = answer_id(RESPONSE_PREFIX, prediction.id)
         events = ResponseEvents(body, response_id, prediction.created_at_s, self._model)
         reply = events.whole(outcomes, time.time())
@@ -394,7 +394,7 @@ class _NewResponse:
         )
 
 
-def _dumped(body: ResponseBody) -> dict[str, Any]:
+def _dump_body(body: ResponseBody) -> dict[str, Any]:
     """Returns a body in the format in which it is stored."""
     return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
 

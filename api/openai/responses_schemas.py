@@ -336,7 +336,7 @@ class NamedTool(Body):
     name: str
 
 
-def _named(tool: NamedTool) -> dict[str, Any]:
+def _to_chat_tool(tool: NamedTool) -> dict[str, Any]:
     """Returns the tool in the format of a chat request."""
     return {"type": "function", "function": {"name": tool.name}}
 
@@ -581,9 +581,9 @@ class ResponseBody(Body):
         if self.has_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if isinstance(self.tool_choice, NamedTool):
-            fields["tool_choice"] = _named(self.tool_choice)
+            fields["tool_choice"] = _to_chat_tool(self.tool_choice)
         elif isinstance(self.tool_choice, AllowedResponseTools):
-            named = [_named(tool) for tool in self.tool_choice.tools]
+            named = [_to_chat_tool(tool) for tool in self.tool_choice.tools]
             allowed = {"mode": self.tool_choice.mode, "tools": named}
             fields["tool_choice"] = {"type": "allowed_tools", "allowed_tools": allowed}
         if self.text is not None and self.text.format is not None:

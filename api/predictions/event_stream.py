@@ -154,7 +154,7 @@ class EventStreams:
             if PREVIEW in extra:
                 for preview in await self._progress.previews(snapshot, position.preview):
                     position = position._replace(preview=preview.cursor)
-                    yield encode_event(PREVIEW, _shown(preview), position.to_id())
+                    yield encode_event(PREVIEW, _show_preview(preview), position.to_id())
                     sent_s = time.monotonic()
             for event in await self._all_of(snapshot, position):
                 if event[:2] > position[:2]:
@@ -222,7 +222,7 @@ def _text(element: object) -> str:
     return element if isinstance(element, str) else msgspec.json.encode(element).decode()
 
 
-def _shown(preview: Preview) -> str:
+def _show_preview(preview: Preview) -> str:
     image = base64.b64encode(preview.image).decode()
     fields = {
         "index": preview.index,

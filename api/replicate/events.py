@@ -163,7 +163,7 @@ class PredictionStreams:
             Overloaded: there is no room.
         """
         prediction = snapshot.prediction
-        kind = _streamed(self._catalog, prediction)
+        kind = _stream_kind_of(self._catalog, prediction)
         if not kind:
             held.enter_context(self._event_streams.room.reserve(prediction.tenant))
             return self._event_streams.follow(snapshot, last_id, check, extra)
@@ -219,7 +219,7 @@ async def stream(
         return answer_head() if IS_HEAD in request.scope else answer_events(sse, held)
 
 
-def _streamed(catalog: Catalog, prediction: Prediction) -> StreamKind:
+def _stream_kind_of(catalog: Catalog, prediction: Prediction) -> StreamKind:
     """Returns how its output is streamed while it is generated. Empty: only as a whole."""
     with suppress(UnknownModel):  # removed from the catalog, so only its record remains
         model = catalog.find(prediction.model)

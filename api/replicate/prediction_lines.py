@@ -103,7 +103,7 @@ class PredictionsEndpoint(Endpoint):
         files: list[Blob] = []
         for blob in result.blobs:
             left_bytes = MAX_OUTPUT_FILES_BYTES - sum(len(file.data or b"") for file in files)
-            files.append(await _loaded(blob, left_bytes, tools))
+            files.append(await _load_blob(blob, left_bytes, tools))
         took_ms = outcome.receipt.inference_ms
         times = {} if took_ms is None else {"predict_time": round(took_ms / 1000, 6)}
         own = {**times, "cost_usd": cost_usd(tools.price, outcome)}
@@ -119,7 +119,7 @@ class PredictionsEndpoint(Endpoint):
         return msgspec.json.encode(reply_fields)
 
 
-async def _loaded(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
+async def _load_blob(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
     data = blob.data
     try:
         if blob.object_key is not None:

@@ -84,10 +84,12 @@ class GenerationApi(ApiTask):
             is_streamed=True,
         )
         prompt.check_length(limits.context_tokens)
-        return Inputs([prompt], _shown(raw_input), is_list=False, is_repeatable=is_repeatable)
+        return Inputs(
+            [prompt], _drop_unused_fields(raw_input), is_list=False, is_repeatable=is_repeatable
+        )
 
 
-def _shown(fields: dict[str, Any]) -> dict[str, Any]:
+def _drop_unused_fields(fields: dict[str, Any]) -> dict[str, Any]:
     """Returns the input in its stored form, without fields that have no effect."""
     if not fields.get("messages"):
         return fields

@@ -152,7 +152,7 @@ class ClusterDoctor:
                 "GPU nodes": self._nodes,
                 "device plugin": self._plugin,
                 "pods": self._pods,
-                "secrets": self._named,
+                "secrets": self._check_named_objects,
                 "images": self._images,
                 "Redis": self._redis,
                 "Google": self._google,
@@ -389,7 +389,7 @@ class ClusterDoctor:
             return self.kubectl.shown(f"logs {pod} -c {container} --previous")
         return self.kubectl.shown(f"describe pod {pod}")
 
-    def _named(self) -> Iterator[Diagnosis]:
+    def _check_named_objects(self) -> Iterator[Diagnosis]:
         """Checks Secrets and ConfigMaps that pods refer to, without reading their contents."""
         for kind, names in self._wanted.items():
             there = self._configmaps if kind == "configmap" else self._existing(kind, names)

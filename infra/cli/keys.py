@@ -271,7 +271,7 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
     from shared.tenants.administration import Administration
 
     settings = read_settings(ApiSettings)
-    url, served = settings.keys_url, _served(settings)
+    url, served = settings.keys_url, _read_served(settings)
     if not url:
         raise ConfigurationError(
             "PENSTOCK_KEYS_URL is not set: set it to the directory of keys, such as "
@@ -289,7 +289,7 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
     return asyncio.run(run())
 
 
-def _served(settings: ApiSettings) -> Served | None:
+def _read_served(settings: ApiSettings) -> Served | None:
     from shared.models.catalog_file import read_catalog
     from shared.stores.key_stores import served_by
 

@@ -138,7 +138,7 @@ class TriggerQueries:
         Rejected items count too. Requests with `batch` priority wait for idle workers.
         """
         each = [self._query_arrivals(model) for model in self._models]
-        arrived = _added(
+        arrived = _add_up(
             f"({admitted} + {shed}) * ({self._item_s(model)})"
             for model, (admitted, shed) in zip(self._models, each, strict=True)
         )
@@ -163,12 +163,12 @@ class TriggerQueries:
         Has no series if worker metrics are lost. Without workers, it is 0 if there were no recent
         requests.
         """
-        arrivals = _added(
+        arrivals = _add_up(
             f"sum(increase(penstock_api_items_admitted_total{{{self._items_of(model)}}}[{QUIET}]))"
             for model in self._models
         )
         busy = f"{self._busy_workers()} or ({arrivals} == 0)"
-        waiting = _added(
+        waiting = _add_up(
             f"({self._waiting(model)}) * ({self._item_s(model)})" for model in self._models
         )
         return f"({busy}) / {MAX_UTILIZATION:g} + {waiting}"
@@ -193,7 +193,7 @@ class TriggerQueries:
             subscriptions = (workers_subscription_id(model.name), batch_subscription_id(model.name))
             counts = " + ".join(f"({count(subscription)})" for subscription in subscriptions)
             parts.append(f"({counts}) * ({self._item_s(model)})")
-        return _added(parts)
+        return _add_up(parts)
 
     def _busy_workers(self) -> str:
         fresh = f'penstock_worker_busy_ratio{{{self._here},lane="interactive"}}[{FRESH}]'
@@ -220,7 +220,7 @@ class TriggerQueries:
         return process_s if self._processes == 1 else f"({process_s}) / {self._processes}"
 
 
-def _added(parts: Iterable[str]) -> str:
+def _add_up(parts: Iterable[str]) -> str:
     return " + ".join(parts)
 
 

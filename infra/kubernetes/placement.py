@@ -271,7 +271,7 @@ def compute_class(
     if not is_standard(gpu):
         rules = [rule(gpu.type, flexStart={"enabled": True})]
     else:
-        rules = [rule(gpu.type, **how) for how in _reserved(gpu, deployment)]
+        rules = [rule(gpu.type, **how) for how in _reservation_fields(gpu, deployment)]
         if deployment.spot:
             kubelet = {"nodeSystemConfig": {"kubeletConfig": SPOT_KUBELET}}
             rules.append(rule(gpu.type, spot=True, **kubelet))
@@ -291,7 +291,7 @@ def is_standard(gpu: Gpu) -> bool:
     return gpu.provisioning == "standard"
 
 
-def _reserved(gpu: Gpu, deployment: Deployment) -> Iterator[dict[str, Any]]:
+def _reservation_fields(gpu: Gpu, deployment: Deployment) -> Iterator[dict[str, Any]]:
     """Returns the extra fields of a reservation's rule, if this type has a reservation."""
     reservation = None if gpu.type == "none" else deployment.reservations.get(gpu.type)
     if reservation is None:

@@ -145,8 +145,8 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
         ConfigurationError: kubectl is missing or refuses the overlay, or `out` is a folder that
         does not contain a chart.
     """
-    own = _rendered(catalog, models_file, _OWN)
-    scaled = _rendered(
+    own = _render_objects(catalog, models_file, _OWN)
+    scaled = _render_objects(
         catalog, models_file, _OWN | {"broker": _RABBITMQ, "autoscaling": _AUTOSCALING}
     )
     clear_folder(out, "Chart.yaml", "a chart")
@@ -172,7 +172,7 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
         _write_template(out, name, condition, manifest)
 
 
-def _rendered(catalog: Catalog, models_file: Path, fields: dict[str, Any]) -> Objects:
+def _render_objects(catalog: Catalog, models_file: Path, fields: dict[str, Any]) -> Objects:
     with tempfile.TemporaryDirectory(prefix=".penstock-chart-") as folder:
         out = Path(folder) / "site"
         write_self_hosted(out, SelfHostedSite.model_validate(fields), catalog, models_file)

@@ -264,7 +264,7 @@ class Visitor:
                 _expect(subject == meant.get(words, subject), f"{name} shows {subject}")
 
     def ask_in_words(self) -> None:
-        with _translated("chat"):
+        with _translate_errors("chat"):
             answer = stream_answer(self._client)
         self._items += 1
         # With temperature 0 there is one answer, and it is cached.
@@ -324,7 +324,7 @@ class Visitor:
 
     def _call(self, step: str, call: Callable[[], Any], cache: str, items: int = 1) -> Any:
         began_s = time.perf_counter()
-        with _translated(step):
+        with _translate_errors(step):
             response = call()
             round_trip_ms = (time.perf_counter() - began_s) * 1000
             answer = response.parse()
@@ -354,7 +354,7 @@ def _in_words(figure: DetectedShape) -> str:
 
 
 @contextmanager
-def _translated(step: str) -> Iterator[None]:
+def _translate_errors(step: str) -> Iterator[None]:
     try:
         yield
     except openai.OpenAIError as error:

@@ -101,7 +101,7 @@ def main(pid: int, mark: str) -> None:
     signaled: set[int] = set()
     looks_in_vain = 0
     while looks_in_vain < 2:
-        marked = _marked(mark.encode(), excluded=children) | children
+        marked = _open_marked(mark.encode(), excluded=children) | children
         for marked_pid, pidfd in marked.items():
             if time.monotonic() > kill_at_s:
                 _send(pidfd, signal.SIGKILL)
@@ -130,13 +130,13 @@ def _wait_for_parent(pid: int) -> dict[int, int]:
         if 0 in ready:
             data = os.read(0, 65536)
             _forget_ended(children)
-            children.update(_opened(data))
+            children.update(_open_processes(data))
             waited_for = waited_for if data else waited_for[1:]
         elif ready or has_ended:
             return children
 
 
-def _opened(pids: bytes) -> dict[int, int]:
+def _open_processes(pids: bytes) -> dict[int, int]:
     parents = {}
     for pid in map(int, pids.split()):
         with contextlib.suppress(ProcessLookupError):
@@ -150,7 +150,7 @@ def _forget_ended(children: dict[int, int]) -> None:
             os.close(children.pop(pid))
 
 
-def _marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
+def _open_marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
     """Opens the processes that have `mark`. Returns their descriptors by id."""
     processes = {}
     for name in os.listdir("/proc"):

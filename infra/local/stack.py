@@ -272,7 +272,7 @@ class Stack:
         self._close()
 
     def _close(self) -> None:
-        with _undisturbed():
+        with _ignore_interrupts():
             self._undo.close()
 
     @property
@@ -465,7 +465,7 @@ class Stack:
 
 
 @contextmanager
-def _undisturbed() -> Iterator[None]:
+def _ignore_interrupts() -> Iterator[None]:
     """Stopping has its own limits. A second Ctrl-C must not leave processes behind."""
     if threading.current_thread() is not threading.main_thread():
         yield

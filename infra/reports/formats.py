@@ -53,12 +53,12 @@ _CONFIG = {"displaylogo": False, "responsive": True, "displayModeBar": False}
 def as_text(results: Sequence[ReportResult]) -> bytes:
     parts = []
     for result in results:
-        text = table(result.heads, _written(result)) if result.rows else _nothing(result)
+        text = table(result.heads, _format_money(result)) if result.rows else _nothing(result)
         parts.append(text if len(results) == 1 else f"{result.report.title}\n\n{text}\n")
     return ("\n".join(parts) + "\n").encode()
 
 
-def _written(result: ReportResult) -> list[list[object]]:
+def _format_money(result: ReportResult) -> list[list[object]]:
     """Returns the rows with formatted amounts of money."""
     return [
         [
@@ -165,7 +165,7 @@ def as_html(results: Sequence[ReportResult]) -> bytes:
     style = resources.files("infra.reports").joinpath("page.css").read_text(encoding="utf-8")
     title = results[0].report.title if len(results) == 1 else "Usage reports"
     links = "".join(
-        f'<li><a href="#{result.report.name}">{_escaped(_name(result))}</a></li>'
+        f'<li><a href="#{result.report.name}">{_escape(_name(result))}</a></li>'
         for result in results
     )
     sections = "".join(_section(result) for result in results)
@@ -173,9 +173,9 @@ def as_html(results: Sequence[ReportResult]) -> bytes:
         '<!doctype html><html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
-        f"<title>{_escaped(title)}</title><style>{style}</style>"
+        f"<title>{_escape(title)}</title><style>{style}</style>"
         f"<script>{get_plotlyjs()}</script></head><body>"
-        f"<header><h1>{_escaped(title)}</h1>{_about(results[0])}"
+        f"<header><h1>{_escape(title)}</h1>{_about(results[0])}"
         f"{f'<nav aria-label=Reports><ul>{links}</ul></nav>' if len(results) > 1 else ''}</header>"
         f"<main>{sections}</main></body></html>\n"
     ).encode()
@@ -190,7 +190,7 @@ def _about(result: ReportResult) -> str:
     words = [f"Time zone {question.tz}"]
     for label, names in (("Tenants", question.tenants), ("Models", question.models)):
         words.append(f"{label}: {', '.join(names) if names else 'all'}")
-    return f"<p>{_escaped('. '.join(words))}.</p>"
+    return f"<p>{_escape('. '.join(words))}.</p>"
 
 
 def _section(result: ReportResult) -> str:
@@ -201,8 +201,8 @@ def _section(result: ReportResult) -> str:
     )
     usd = result.read_bytes / 1024**4 * USD_PER_TIB
     return (
-        f'<section id="{report.name}"><h2>{_escaped(_name(result))}</h2>'
-        f"<p>{_escaped(report.title)}</p>"
+        f'<section id="{report.name}"><h2>{_escape(_name(result))}</h2>'
+        f"<p>{_escape(report.title)}</p>"
         f'<p class="meta">For {report.owner}. From {since:%Y-%m-%d %H:%M} to {until:%Y-%m-%d %H:%M}'
         f" UTC. Read {result.read_bytes / 1024**2:,.1f} MiB ({dollars(usd)} on demand).</p>"
         f'<div class="plots">{plots}</div>{_table(result)}{_legend(result)}</section>'
@@ -219,7 +219,7 @@ def _plot(result: ReportResult, number: int, drawing: Drawing) -> str:
         config=_CONFIG,
         div_id=f"plot-{result.report.name}-{number}",
     )
-    title = _escaped(drawing.title)
+    title = _escape(drawing.title)
     return (
         f'<figure role="group" aria-label="Plot: {title}. The table below has its numbers.">'
         f"<figcaption>{title}</figcaption>{drawn}</figure>"
@@ -235,10 +235,10 @@ def _traces(drawing: Drawing) -> list[Any]:
         return [go.Heatmap(x=series[0].x, y=names, z=values, colorscale="Viridis")]
     if drawing.kind == "bars":
         return [
-            go.Bar(x=_safe(points.x), y=points.y, name=_escaped(points.name)) for points in series
+            go.Bar(x=_safe(points.x), y=points.y, name=_escape(points.name)) for points in series
         ]
     return [
-        go.Scatter(x=_safe(points.x), y=points.y, name=_escaped(points.name), mode="lines+markers")
+        go.Scatter(x=_safe(points.x), y=points.y, name=_escape(points.name), mode="lines+markers")
         for points in series
     ]
 
@@ -276,13 +276,13 @@ def _figure(drawing: Drawing) -> Any:
 
 def _safe(labels: Sequence[str]) -> list[str]:
     # Plotly parses HTML tags in labels.
-    return [_escaped(label) for label in labels]
+    return [_escape(label) for label in labels]
 
 
 def _table(result: ReportResult) -> str:
     if not result.rows:
         return "<p>No rows.</p>"
-    heads = "".join(f'<th scope="col">{_escaped(head)}</th>' for head in result.heads)
+    heads = "".join(f'<th scope="col">{_escape(head)}</th>' for head in result.heads)
     lines = []
     for row in result.rows[:MAX_LINES]:
         lines.append(f"<tr>{''.join(map(_td, result.heads, row))}</tr>")
@@ -290,7 +290,7 @@ def _table(result: ReportResult) -> str:
     if len(result.rows) > MAX_LINES:
         more = f'<p class="meta">The first {MAX_LINES} of {len(result.rows):,} lines.</p>'
     return (
-        f'<div class="table" tabindex="0" role="region" aria-label="{_escaped(_name(result))}">'
+        f'<div class="table" tabindex="0" role="region" aria-label="{_escape(_name(result))}">'
         f"<table><thead><tr>{heads}</tr></thead><tbody>{''.join(lines)}</tbody></table></div>{more}"
     )
 
@@ -301,10 +301,10 @@ def _td(head: str, value: object) -> str:
         kind = ' class="number"'
     elif isinstance(value, str) and len(value) > LONG:
         kind = ' class="long"'
-    return f"<td{kind}>{_shown(head, value)}</td>"
+    return f"<td{kind}>{_show_value(head, value)}</td>"
 
 
-def _shown(head: str, value: object) -> str:
+def _show_value(head: str, value: object) -> str:
     if value is None:
         return "-"
     if isinstance(value, bool):
@@ -315,17 +315,17 @@ def _shown(head: str, value: object) -> str:
         return amount(value)
     if isinstance(value, float):
         return f"{value:,.6f}".rstrip("0").rstrip(".")
-    return _escaped(f"{value:%Y-%m-%d %H:%M:%S}" if hasattr(value, "hour") else str(value))
+    return _escape(f"{value:%Y-%m-%d %H:%M:%S}" if hasattr(value, "hour") else str(value))
 
 
 def _legend(result: ReportResult) -> str:
     entries = "".join(
-        f"<dt>{_escaped(name)}</dt><dd>{_escaped(about)}</dd>"
+        f"<dt>{_escape(name)}</dt><dd>{_escape(about)}</dd>"
         for name, about in result.report.columns.items()
     )
-    notes = f"<p>{_escaped(result.report.notes)}</p>" if result.report.notes else ""
+    notes = f"<p>{_escape(result.report.notes)}</p>" if result.report.notes else ""
     return f"<details><summary>What the columns mean</summary>{notes}<dl>{entries}</dl></details>"
 
 
-def _escaped(text: str) -> str:
+def _escape(text: str) -> str:
     return html.escape(text)

@@ -24,11 +24,11 @@ VIEWS_END = "<!-- views: end -->\n"
 def with_reference(document: str) -> str:
     parts = "\n".join("\n".join(_section(report)) for report in reports().values())
     views = "\n".join("\n".join(_view(name)) for name in VIEWS)
-    document = _replaced(document, BEGIN, parts, END)
-    return _replaced(document, VIEWS_BEGIN, views, VIEWS_END)
+    document = _replace_part(document, BEGIN, parts, END)
+    return _replace_part(document, VIEWS_BEGIN, views, VIEWS_END)
 
 
-def _replaced(document: str, begin: str, part: str, end: str) -> str:
+def _replace_part(document: str, begin: str, part: str, end: str) -> str:
     before, _, rest = document.partition(begin)
     _, _, after = rest.partition(end)
     return f"{before}{begin}\n{part}\n{end}{after}"

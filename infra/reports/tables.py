@@ -22,7 +22,7 @@ def create_tables(settings: Settings) -> None:
     Raises:
         Unavailable: BigQuery is unreachable or refused.
     """
-    with _connected(settings) as client:
+    with _connect(settings) as client:
         # Fails at once if BigQuery is unreachable. The calls below would retry for ten minutes.
         next(iter(client.list_datasets(max_results=1, retry=None, timeout=RETRY_LIMIT_S)), None)
         usage.create(client, settings.dataset)
@@ -34,7 +34,7 @@ def check_bigquery(settings: Settings, timeout_s: float) -> None:
     Raises:
         Unavailable: BigQuery is unreachable, or a table or column is missing.
     """
-    with _connected(settings) as client:
+    with _connect(settings) as client:
         for name in usage.tables():
             table = client.get_table(f"{settings.dataset}.{name}", retry=None, timeout=timeout_s)
             known = {field.name for field in table.schema}
@@ -47,7 +47,7 @@ def check_bigquery(settings: Settings, timeout_s: float) -> None:
 
 
 @contextmanager
-def _connected(settings: Settings) -> Iterator[Client]:
+def _connect(settings: Settings) -> Iterator[Client]:
     with (
         translated_errors(),
         closing(open_client(settings.project, settings.bigquery_endpoint)) as client,

@@ -194,7 +194,7 @@ class RowArchive:
         Raises:
             Unavailable: the store or BigQuery is unreachable. Nothing is lost.
         """
-        begun = await self._begun()
+        begun = await self._begin_pass()
         if begun is None:
             return False
         if not begun.is_archived:
@@ -211,7 +211,7 @@ class RowArchive:
         await self._objects.delete(self._list_key)
         return begun.has_more
 
-    async def _begun(self) -> _Pass | None:
+    async def _begin_pass(self) -> _Pass | None:
         """Returns an earlier unfinished pass, or a new one. None without rows."""
         objects = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
         waiting = [
@@ -224,15 +224,15 @@ class RowArchive:
                 "objects are too large for rows", extra={"count": len(objects) - len(waiting)}
             )
         OLDEST.labels(self._table).set(_age_s(waiting[0].key) if waiting else 0.0)
-        if (saved_pass := await self._kept()) is not None or not waiting:
+        if (saved_pass := await self._find_unfinished()) is not None or not waiting:
             return saved_pass
         keys = _up_to(PASS_MAX_BYTES, waiting)
         begun = _Pass(keys, has_more=len(keys) < len(waiting) or len(objects) == PASS_OBJECTS)
         data = msgspec.json.encode(begun)
         is_ours = await self._objects.create(self._list_key, data, "application/json")
-        return begun if is_ours else await self._kept()
+        return begun if is_ours else await self._find_unfinished()
 
-    async def _kept(self) -> _Pass | None:
+    async def _find_unfinished(self) -> _Pass | None:
         try:
             data = await self._objects.get(self._list_key, LIST_MAX_BYTES)
         except BadInput:
@@ -292,7 +292,7 @@ class RowArchive:
         try:
             data = await self._objects.get(key, OBJECT_MAX_BYTES)
         except BadInput:
-            if await self._kept() != begun:
+            if await self._find_unfinished() != begun:
                 raise _TakenOverError from None
             log.warning("rows are gone", extra={"key": key})  # they were deleted from outside
             return []
@@ -381,7 +381,7 @@ class ArchivedDays:
         if len(parts) < 2:
             return 0
         name = hashlib.blake2b("\n".join(parts).encode(), digest_size=16).hexdigest()
-        async with self._fetched(parts) as files:
+        async with self._fetch_files(parts) as files:
             path = files[0].parent / "merged.parquet"
             rows = await asyncio.to_thread(merge, files, path)
             key = f"{archive_folder(self._table, day)}/{name}.parquet"
@@ -410,7 +410,7 @@ class ArchivedDays:
             if not since <= day <= until:
                 continue
             keys = [file.key for file in await self._files(day)]
-            async with self._fetched(keys) as files:
+            async with self._fetch_files(keys) as files:
                 if await asyncio.to_thread(different_rows, files) <= there.get(day, 0):
                     continue
                 for key, path in zip(keys, files, strict=True):
@@ -423,7 +423,7 @@ class ArchivedDays:
         return await self._objects.listing(archive_folder(self._table, day), DAY_FILES_MAX)
 
     @asynccontextmanager
-    async def _fetched(self, keys: Sequence[str]) -> AsyncIterator[list[Path]]:
+    async def _fetch_files(self, keys: Sequence[str]) -> AsyncIterator[list[Path]]:
         with tempfile.TemporaryDirectory(prefix="penstock-rows-") as folder:
             paths = [Path(folder) / f"{number}.parquet" for number in range(len(keys))]
             for key, path in zip(keys, paths, strict=True):

@@ -47,7 +47,7 @@ def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:
         for name in [field["name"]]
     )
     day = f"strftime(\"{partition_column(table)}\" AT TIME ZONE 'UTC', '%Y-%m-%d')"
-    with _connected(folder) as connection:
+    with _connect(folder) as connection:
         connection.execute(f"CREATE TABLE found AS SELECT DISTINCT {chosen} FROM {read}")
         days = connection.execute(f"SELECT DISTINCT {day} AS day FROM found ORDER BY day")
         files = {date: folder / f"{date}.parquet" for (date,) in days.fetchall()}
@@ -68,7 +68,7 @@ def merge(files: Sequence[Path], merged: Path) -> int:
     Args:
         merged: file to write, in a folder where DuckDB may keep temporary files.
     """
-    with _connected(merged.parent) as connection:
+    with _connect(merged.parent) as connection:
         connection.execute(
             f"COPY (SELECT DISTINCT * FROM {_read(files)}) TO {_text(merged)} ({_OPTIONS})"
         )
@@ -80,7 +80,7 @@ def different_rows(files: Sequence[Path]) -> int:
     """Returns the number of rows in some files, counting each row_id once."""
     if not files:
         return 0
-    with _connected(files[0].parent) as connection:
+    with _connect(files[0].parent) as connection:
         query = f"SELECT count(DISTINCT row_id) FROM {_read(files)}"
         (rows,) = connection.execute(query).fetchone() or (0,)
     return int(rows)
@@ -90,7 +90,7 @@ def _read(files: Sequence[Path]) -> str:
     return f"read_parquet([{', '.join(map(_text, files))}], union_by_name = true)"
 
 
-def _connected(folder: Path) -> duckdb.DuckDBPyConnection:
+def _connect(folder: Path) -> duckdb.DuckDBPyConnection:
     spilled = folder / "spilled"
     config = {"memory_limit": _MEMORY, "threads": 2, "temp_directory": str(spilled)}
     connection = duckdb.connect(config=config)

@@ -387,7 +387,7 @@ class InMemoryBroker:
                 be changed.
         """
         _check_id(subscription_id)
-        passes = _checked(settings)
+        passes = _check_filter(settings)
         for topic_id in filter(None, (settings.topic_id, settings.dead_letter_topic_id)):
             if topic_id not in self._topics:
                 raise BadInput(f"create {subscription_id}: topic {topic_id} does not exist")
@@ -509,7 +509,7 @@ def _check_id(name: str) -> None:
         )
 
 
-def _checked(settings: SubscriptionSettings) -> AttributeFilter | None:
+def _check_filter(settings: SubscriptionSettings) -> AttributeFilter | None:
     """Checks settings and returns the filter."""
     if settings.push_endpoint:
         raise BadInput("the in-memory broker does not support push", field="push_endpoint")

@@ -89,7 +89,7 @@ def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
         if bad:
             return CanaryJudgment(False, bad)
     stable, canary = counts.stable, counts.canary
-    times = f"p95 {_shown(canary.p95_s)} against {_shown(stable.p95_s)}"
+    times = f"p95 {_show_seconds(canary.p95_s)} against {_show_seconds(stable.p95_s)}"
     return CanaryJudgment(
         True,
         f"{canary.failed} of {canary.items} items failed against {stable.failed} of "
@@ -164,5 +164,5 @@ def _too_different(counts: CanaryCounts) -> str:
     return f"{counts.outside} of {counts.compared} results were outside the tolerance"
 
 
-def _shown(seconds: float | None) -> str:
+def _show_seconds(seconds: float | None) -> str:
     return "unknown" if seconds is None else f"{seconds:.3g} s"

@@ -67,7 +67,7 @@ def check_flow(plan: FlowPlan, find: Find) -> dict[str, Any]:
     for number in plan.order():
         step = plan.steps[number]
         scope[step.id] = _check_step(step, ("steps", number), scope, find)
-    return dict(_shown(_type_of(plan.output, ("output",), scope)))
+    return dict(_show_type(_type_of(plan.output, ("output",), scope)))
 
 
 def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find: Find) -> Schema:
@@ -174,7 +174,9 @@ def _type_of(value: Any, place: Place, scope: Mapping[str, Schema]) -> Schema:
         elements = [
             _type_of(element, (*place, number), scope) for number, element in enumerate(value)
         ]
-        alike = elements and all(_shown(element) == _shown(elements[0]) for element in elements)
+        alike = elements and all(
+            _show_type(element) == _show_type(elements[0]) for element in elements
+        )
         return {"type": "array", "items": elements[0] if alike else {}}
     return _literal(value)
 
@@ -276,15 +278,15 @@ def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:
             yield f"{literal} must have at most {wanted['maxLength']} characters"
 
 
-def _shown(schema: Schema) -> Schema:
+def _show_type(schema: Schema) -> Schema:
     """Returns the parts of a type that are shown to callers."""
     visible = {name: schema[name] for name in _SHOWN if name in schema}
     if "items" in visible:
-        visible["items"] = _shown(visible["items"])
+        visible["items"] = _show_type(visible["items"])
     if "anyOf" in visible:
-        visible["anyOf"] = [_shown(option) for option in visible["anyOf"]]
+        visible["anyOf"] = [_show_type(option) for option in visible["anyOf"]]
     if "properties" in visible:
         visible["properties"] = {
-            name: _shown(field) for name, field in visible["properties"].items()
+            name: _show_type(field) for name, field in visible["properties"].items()
         }
     return visible

@@ -21,7 +21,7 @@ def plain(usd: float | Decimal, places: int = PLACES) -> str:
 
     A nonzero amount is never shown as 0.
     """
-    text = _rounded(usd, places)
+    text = _format_rounded(usd, places)
     return text.rstrip("0").rstrip(".") if "." in text else text
 
 
@@ -31,7 +31,7 @@ def amount(usd: float | Decimal) -> str:
     if 0 < size_usd < 1:
         exponent = int(f"{size_usd:.{DIGITS - 1}e}".partition("e")[2])
         places = min(max(CENTS, DIGITS - 1 - exponent), PLACES)
-    whole, _, decimals = _rounded(usd, places).partition(".")
+    whole, _, decimals = _format_rounded(usd, places).partition(".")
     sign, whole = whole[: whole.startswith("-")], whole.lstrip("-")
     return f"{sign}{int(whole):,}.{decimals.rstrip('0').ljust(CENTS, '0')}"
 
@@ -42,7 +42,7 @@ def dollars(usd: float | Decimal) -> str:
     return f"-${text[1:]}" if text.startswith("-") else f"${text}"
 
 
-def _rounded(usd: float | Decimal, places: int) -> str:
+def _format_rounded(usd: float | Decimal, places: int) -> str:
     exact, unit = Decimal(usd), Decimal(1).scaleb(-places)
     rounded = exact.quantize(unit, ROUND_HALF_UP, _WIDE)
     if exact and not rounded:

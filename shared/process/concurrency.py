@@ -32,7 +32,7 @@ class BackgroundTask:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._run())
-        self._task.add_done_callback(self._ended)
+        self._task.add_done_callback(self._note_end)
 
     async def stop(self) -> None:
         """Stops it and waits for it to finish. Does nothing if it was not started."""
@@ -40,7 +40,7 @@ class BackgroundTask:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled():
             facts = {"work": self._work}
             log.critical("work ended; this is a bug", extra=facts, exc_info=task.exception())

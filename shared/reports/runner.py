@@ -341,14 +341,14 @@ def _fewest_colors(
     cells: _Cells,
 ) -> _Cells:
     largest = _largest(((name, value) for (name, _), value in cells.items()), MAX_SERIES)
-    return _added(
+    return _add_up(
         ((name if name in largest else OTHERS, x), value) for (name, x), value in cells.items()
     )
 
 
 def _fewest_bars(cells: _Cells) -> _Cells:
     largest = _largest(((x, value) for (_, x), value in cells.items()), MAX_BARS)
-    return _added(
+    return _add_up(
         ((name, x if x in largest else OTHERS), value) for (name, x), value in cells.items()
     )
 
@@ -361,7 +361,7 @@ def _largest(values: Iterable[tuple[str, float | None]], most: int) -> set[str]:
     return set(ordered if len(ordered) <= most else ordered[: most - 1])
 
 
-def _added(
+def _add_up(
     values: Iterable[tuple[tuple[str, str], float | None]],
 ) -> _Cells:
     cells: _Cells = {}

@@ -50,17 +50,17 @@ def summary_of(
     day: BillingDay, records: Iterable[Mapping[str, Any]], anomalies: Sequence[Anomaly]
 ) -> Summary:
     lines = list(records)
-    ((_, totals),) = _added(lines, lambda line: "") or [("", dict.fromkeys(_ALL, 0.0))]
+    ((_, totals),) = _add_up(lines, lambda line: "") or [("", dict.fromkeys(_ALL, 0.0))]
     return Summary(
         day,
         totals,
-        _largest(_added(lines, lambda line: line["tenant"] or "(no key)")),
-        _largest(_added(lines, lambda line: line["model"] or "(none)")),
+        _largest(_add_up(lines, lambda line: line["tenant"] or "(no key)")),
+        _largest(_add_up(lines, lambda line: line["model"] or "(none)")),
         anomalies,
     )
 
 
-def _added(
+def _add_up(
     lines: Iterable[Mapping[str, Any]], name_of: Callable[[Mapping[str, Any]], str]
 ) -> list[tuple[str, Mapping[str, float]]]:
     totals: dict[str, dict[str, float]] = defaultdict(lambda: dict.fromkeys(_ALL, 0.0))

@@ -119,18 +119,18 @@ class RedisLevel:
 
     async def _send_reads(self, keys: list[str]) -> list[bytes | None]:
         (values,) = await self._link.exchange([("MGET", *keys)])
-        return cast("list[bytes | None]", _checked(values))
+        return cast("list[bytes | None]", _unwrap(values))
 
     async def _send_takes(self, keys: list[str]) -> list[bytes | None]:
         answers = await self._link.exchange([("GETDEL", key) for key in keys])
-        return [cast("bytes | None", _checked(answer)) for answer in answers]
+        return [cast("bytes | None", _unwrap(answer)) for answer in answers]
 
     async def _send_writes(self, writes: list[_Write]) -> list[bool]:
         commands = [("SET", write.key, write.value, "EX", write.ttl_s) for write in writes]
-        return [bool(_checked(answer)) for answer in await self._link.exchange(commands)]
+        return [bool(_unwrap(answer)) for answer in await self._link.exchange(commands)]
 
 
-def _checked(answer: object) -> object:
+def _unwrap(answer: object) -> object:
     """Returns an answer from Redis. Raises it if it is an error."""
     if isinstance(answer, ResponseError):
         raise answer
@@ -341,7 +341,7 @@ class ResultCache(RedisStore):
             }
         entries, marked = dict[str, _Kept](), dict[str, _Kept]()
         for key, value, mark in zip(keys, values, values[len(keys) :], strict=False):
-            cached = self._decoded(value, now_s) or self._memory.get(key, now_s)
+            cached = self._decode_kept(value, now_s) or self._memory.get(key, now_s)
             if cached is not None:
                 entries[key] = cached
                 if (owed_for := self._decode_mark(mark)) and owed_for.is_of(cached.entry):
@@ -355,7 +355,7 @@ class ResultCache(RedisStore):
             key: Hit(cached.entry.result, "redis", owed.get(key)) for key, cached in entries.items()
         }
 
-    def _decoded(self, value: bytes | None, now_s: float) -> _Kept | None:
+    def _decode_kept(self, value: bytes | None, now_s: float) -> _Kept | None:
         if value is None:
             return None
         try:

@@ -233,7 +233,7 @@ class KeyFile:
         return await asyncio.to_thread(self._replace, version, data, act)
 
     def _replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
-        with self._locked():
+        with self._lock_file():
             try:
                 if version != self._read().version:
                     return False
@@ -252,7 +252,7 @@ class KeyFile:
         return True
 
     @contextmanager
-    def _locked(self) -> Iterator[None]:
+    def _lock_file(self) -> Iterator[None]:
         try:
             with self._lock.open("ab") as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)

@@ -240,7 +240,7 @@ class ObjectStore:
         """Writes an object atomically: a reader sees either the old data or the new."""
         _check(key)
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
-        with _translated("put", key):
+        with _translate_errors("put", key):
             await self._work(
                 key, partial(obstore.put, self._store, key, data, attributes=attributes)
             )
@@ -253,7 +253,7 @@ class ObjectStore:
             InputTooLarge: the object is larger. None of it was loaded.
         """
         _check(key)
-        with _translated("get", key):
+        with _translate_errors("get", key):
             return await self._work(key, partial(_read, self._store, key, max_bytes))
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
@@ -267,7 +267,7 @@ class ObjectStore:
         _check(key)
         attributes = {"Content-Type": media_type} if self._keeps_media_type else None
         call = partial(obstore.put, self._store, key, data, attributes=attributes, mode="create")
-        with _translated("put", key):
+        with _translate_errors("put", key):
             try:
                 await self._work(key, call)
             except AlreadyExistsError:
@@ -284,7 +284,7 @@ class ObjectStore:
         if not length:
             return b""
         call = partial(obstore.get_range, self._store, key, start=start, length=length)
-        with _translated("get", key):
+        with _translate_errors("get", key):
             return bytes(await self._work(key, call))
 
     async def listing(self, folder: str, limit: int, after: str = "") -> list[StoredObject]:
@@ -295,25 +295,25 @@ class ObjectStore:
             after: key, whether it exists or not, after which the listing starts.
         """
         _check(folder)
-        with _translated("list", folder):
+        with _translate_errors("list", folder):
             return await self._work(folder, partial(_list, self._store, folder, limit, after))
 
     async def modified_before(self, folder: str, before_s: float) -> AsyncIterator[StoredObject]:
         """Yields the objects below a folder last written before `before_s` (Unix time)."""
         _check(folder)
-        with _translated("list", folder):
+        with _translate_errors("list", folder):
             chunks = await self._work(
                 folder, partial(obstore.list, self._store, f"{folder}/", chunk_size=LIST_CHUNK)
             )
             while chunk := await self._work(folder, partial(next, chunks, [])):
-                for stored_object in map(_stored, chunk):
+                for stored_object in map(_to_stored_object, chunk):
                     if stored_object.modified_at_s < before_s:
                         yield stored_object
 
     async def folders(self, folder: str) -> list[str]:
         """Returns the names of the folders directly below a folder, in order."""
         _check(folder)
-        with _translated("list", folder):
+        with _translate_errors("list", folder):
             objects = await self._work(
                 folder, partial(obstore.list_with_delimiter, self._store, f"{folder}/")
             )
@@ -322,7 +322,7 @@ class ObjectStore:
     async def delete(self, key: str) -> None:
         """Deletes an object. A missing object is not an error."""
         _check(key)
-        with _translated("delete", key), suppress(FileNotFoundError):
+        with _translate_errors("delete", key), suppress(FileNotFoundError):
             await self._work(key, partial(obstore.delete, self._store, key))
 
     def writer(self, key: str, media_type: str) -> ObjectWriter:
@@ -335,7 +335,7 @@ class ObjectStore:
     def download(self, key: str, file: Path, max_bytes: int) -> None:
         """Writes an object to a file, in the calling thread. Raises the same errors as `get`."""
         _check(key)
-        with _translated("get", key):
+        with _translate_errors("get", key):
             object_ = obstore.get(self._store, key)
             _check_size(key, object_.meta["size"], max_bytes)
             with file.open("wb") as opened:
@@ -350,11 +350,11 @@ class ObjectStore:
         """
         _check(key)
         _check(new_key)
-        with _translated("put", new_key):
+        with _translate_errors("put", new_key):
             await self._work(key, partial(obstore.rename, self._store, key, new_key))
 
     async def _write(self, key: str, call: Callable[[], Any]) -> None:
-        with _translated("put", key):
+        with _translate_errors("put", key):
             await self._work(key, call)
 
     async def _work(self, key: str, call: Callable[[], T]) -> T:
@@ -386,14 +386,14 @@ class ObjectStore:
 def _list(source: Any, folder: str, limit: int, after: str) -> list[StoredObject]:
     objects: list[StoredObject] = []
     for chunk in obstore.list(source, folder, offset=after or None, chunk_size=LIST_CHUNK):
-        objects += map(_stored, chunk)
+        objects += map(_to_stored_object, chunk)
         # A bucket lists in order, but a folder does not.
         if len(objects) >= limit and not isinstance(source, store.LocalStore):
             break
     return sorted(objects)[:limit]
 
 
-def _stored(meta: Any) -> StoredObject:
+def _to_stored_object(meta: Any) -> StoredObject:
     return StoredObject(meta["path"], meta["size"], meta["last_modified"].timestamp())
 
 
@@ -444,7 +444,7 @@ def _check(key: str) -> None:
 
 
 @contextmanager
-def _translated(operation: str, key: str) -> Iterator[None]:
+def _translate_errors(operation: str, key: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError as error:

@@ -142,7 +142,7 @@ class Administration:
         """
         _refuse(document_mistakes(document, self._served, self._clock()))
         act = self._act("directory.start", self._store.source, None, {"keys": len(document.keys)})
-        if not await self._store.replace("", _checked(document), act):
+        if not await self._store.replace("", _encode_checked(document), act):
             raise BadInput("a key directory already exists")
 
     async def create_key(self, request: KeyRequest) -> IssuedKey:
@@ -365,7 +365,7 @@ class Administration:
             if new == old:
                 return
             act = self._act(action, target, before, after)
-            if await self._store.replace(stored.version, _checked(new), act):
+            if await self._store.replace(stored.version, _encode_checked(new), act):
                 log.info("keys changed", extra=msgspec.structs.asdict(act))
                 return
             await asyncio.sleep(next(pauses))
@@ -498,7 +498,7 @@ def _builtins(value: Plan | StoredTenant | None) -> dict[str, Any] | None:
     return fields
 
 
-def _checked(document: Document) -> bytes:
+def _encode_checked(document: Document) -> bytes:
     """Returns the encoded document. Rejects documents that readers would reject."""
     data = encode_document(document)
     try:

@@ -90,7 +90,9 @@ def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
     version, trace_id, span_id, flags, rest = match.groups()
     if version == "00" and rest is not None:  # later versions may have more fields
         return None
-    return TraceContext(f"00-{trace_id}-{span_id}-{flags}", tracestate and _bounded(tracestate))
+    return TraceContext(
+        f"00-{trace_id}-{span_id}-{flags}", tracestate and _bound_tracestate(tracestate)
+    )
 
 
 def read_headers(headers: Iterable[tuple[bytes, bytes]]) -> TraceContext | None:
@@ -112,7 +114,7 @@ def read_attributes(attributes: Mapping[str, str]) -> TraceContext | None:
     return read_context(attributes.get("traceparent", ""), attributes.get("tracestate", ""))
 
 
-def _bounded(tracestate: str) -> str:
+def _bound_tracestate(tracestate: str) -> str:
     """Returns the first members that fit. Empty if one is malformed or there are too many."""
     members = [member.strip(" \t") for member in tracestate.split(",", MAX_MEMBERS + 1)]
     members = [member for member in members if member]

@@ -384,25 +384,25 @@ class Journal:
     def rows(self) -> int:
         """Number of rows not in BigQuery: here, in flight, and in segments without an owner."""
         with self.changed:
-            held = sum(len(batch.rows) for batch in self._held())
+            held = sum(len(batch.rows) for batch in self._list_held())
             return held + len(self._unsaved) + self._spool.unowned_rows
 
     @property
     def size_bytes(self) -> int:
         with self.changed:
             return self._spool.unowned_bytes + sum(
-                batch.segment.size_bytes for batch in self._held() if batch.segment
+                batch.segment.size_bytes for batch in self._list_held() if batch.segment
             )
 
     @property
     def oldest_s(self) -> float:
         """Unix time at which the oldest of them was written, or now if there are none."""
         with self.changed:
-            held = min((batch.since_s for batch in self._held()), default=time.time())
+            held = min((batch.since_s for batch in self._list_held()), default=time.time())
             alone = self._unsaved[0].since_s if self._unsaved else held
             return min(held, alone, self._spool.oldest_s)
 
-    def _held(self) -> Sequence[RowBatch]:
+    def _list_held(self) -> Sequence[RowBatch]:
         return [
             *self._sealed,
             *self._in_flight,

@@ -117,7 +117,7 @@ def _create_fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
         async def resolve(
             self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC
         ) -> list[ResolveResult]:
-            return [_resolved(host, address, port) for address in addresses]
+            return [_resolve_result(host, address, port) for address in addresses]
 
         async def close(self) -> None:
             """Does nothing, because the addresses are fixed and no resources are held."""
@@ -125,7 +125,7 @@ def _create_fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
     return FixedResolver()
 
 
-def _resolved(host: str, address: str, port: int) -> ResolveResult:
+def _resolve_result(host: str, address: str, port: int) -> ResolveResult:
     return {
         "hostname": host,
         "host": address,

@@ -76,7 +76,7 @@ def test_time_is_split_by_state_over_all_processes() -> None:
     clock = Clock()
     times = ProcessTimes(clock)
     clock.now_s += 10  # the pool starts
-    times.opened(2)
+    times.start(2)
     times.enter(0, "busy")
     clock.now_s += 4
     times.batch_ended(batch(items=3, switch_s=1.0))
@@ -90,7 +90,7 @@ def test_time_is_split_by_state_over_all_processes() -> None:
 def test_reports_end_with_the_hour() -> None:
     clock = Clock(hour_of(START_S) + HOUR_S - 1)
     times = ProcessTimes(clock)
-    times.opened(1)
+    times.start(1)
     clock.now_s += 2 * HOUR_S + 2  # a timer that is two hours late
     sink = Sink()
     reports_of(times, sink).write()
@@ -108,7 +108,7 @@ class Lifetime(RuleBasedStateMachine):
         self.clock = Clock(START_S + at_s)
         self.times = ProcessTimes(self.clock)
         self.reports: list[TimeReport] = []
-        self.times.opened(processes)
+        self.times.start(processes)
 
     @rule(elapsed_s=st.floats(0, 3 * HOUR_S))
     def wait(self, elapsed_s: float) -> None:

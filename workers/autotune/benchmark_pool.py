@@ -92,7 +92,7 @@ def open_model(
     )
 
 
-def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
+def _load_target(target: BenchmarkTarget) -> _LoadedTarget:
     if target.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(target.threads)  # this is global, so the last loaded model has set it
     return _opened[target]
@@ -100,7 +100,7 @@ def _loaded(target: BenchmarkTarget) -> _LoadedTarget:
 
 def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
     """Returns vectors, float32 [texts, dimensions], `together` texts at a time, by length."""
-    model = _loaded(target).model
+    model = _load_target(target).model
     order = sorted(range(len(texts)), key=lambda index: texts[index].length)
     rows: dict[int, np.ndarray] = {}
     for at in range(0, len(order), together):
@@ -126,7 +126,7 @@ def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> in
 
     It minimizes relative errors, so short calls, which reveal the cost, count as much as long ones.
     """
-    opened = _loaded(target)
+    opened = _load_target(target)
     times_s, tokens = [], []
     for count, length in _SHAPES:
         batch = [_of_length(text, min(length, longest))] * count
@@ -154,7 +154,7 @@ def throughput(
     target: BenchmarkTarget, texts: Sequence[PreparedText], call_cost: int, seconds: float
 ) -> Throughput:
     """Returns the throughput for `texts`, grouped as in a model process, for `seconds` or more."""
-    model = _loaded(target).model
+    model = _load_target(target).model
     cut = [list(range(len(texts)))]
     if model.pads:
         cut = cut_by_length([text.length for text in texts], call_cost)

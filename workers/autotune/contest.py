@@ -85,7 +85,7 @@ class Contest:
         wins: Counter[int] = Counter()
         for _ in range(ROUNDS_MAX):
             living = [option for option in options if not option.finding.reason]
-            row = [(option, reading) for option in living if (reading := self._timed(option))]
+            row = [(option, reading) for option in living if (reading := self._time_option(option))]
             if not row:
                 return None
             if len(options) == 1:
@@ -102,7 +102,7 @@ class Contest:
                 return None
         return None
 
-    def _timed(self, option: Option) -> Timing | None:
+    def _time_option(self, option: Option) -> Timing | None:
         # At least one option is always timed.
         if self.rounds == 1 and self._has_timed and self._spent_s > self._limit_s:
             option.finding.reason = f"not measured: exceeded {self._limit_s:g} s"

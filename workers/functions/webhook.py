@@ -254,10 +254,10 @@ class Webhooks:
         """Returns the event's prediction, or why there is nothing to report."""
         record = await self._records.read(event.id)
         if record is not None and record.document:
-            return _decoded(decode_document, record.document), record
+            return _decode_or_reject(decode_document, record.document), record
         end = await self._webhook_log.end_of(event.id)
         if end is not None and event.event == "completed":
-            return _decoded(decode_end, end)
+            return _decode_or_reject(decode_end, end)
         return "no_record" if record is None else "deleted"
 
     async def _post_and_log(
@@ -298,7 +298,7 @@ class Webhooks:
             return await client.post(headers, body)
 
 
-def _decoded(decode: Callable[[bytes], T], data: bytes) -> T:
+def _decode_or_reject(decode: Callable[[bytes], T], data: bytes) -> T:
     try:
         return decode(data)
     except msgspec.MsgspecError as error:

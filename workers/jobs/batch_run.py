@@ -51,7 +51,7 @@ class BatchRun:
         Args:
             on_over: called when the batch has ended.
         """
-        await self._noted.enter_async_context(self.consumer.noted(self.batch))
+        await self._noted.enter_async_context(self.consumer.note_suspects(self.batch))
         batches = self.consumer.batches
         try:
             self._running = await self._process.send(

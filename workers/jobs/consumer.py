@@ -142,7 +142,7 @@ class JobConsumer:
         if self._on_unwanted is not None:
             self._on_unwanted()
 
-    def noted(self, batch: Sequence[QueuedItem]) -> AbstractAsyncContextManager[None]:
+    def note_suspects(self, batch: Sequence[QueuedItem]) -> AbstractAsyncContextManager[None]:
         """Records that a suspect is computed alone, until the context exits."""
         is_alone = len(batch) == 1 and batch[0].is_suspect
         return self._claims.mark_alone(

@@ -160,13 +160,13 @@ class ModelQueue:
         self._queue.observe_item(queued, took_s, time.time(), is_computed=is_computed)
         self._queue.adjust_budget(was_short=False)
 
-    def preempted(self, queued: QueuedItem) -> None:
+    def requeue_preempted(self, queued: QueuedItem) -> None:
         """Queues an item again because the device had too little memory for it."""
         self._queue.batch_ended([queued])
         self._queue.adjust_budget(was_short=True)
         self._queue.add(queued)
 
-    def left_over(self, queued: QueuedItem) -> None:
+    def requeue_unfinished(self, queued: QueuedItem) -> None:
         """Queues an item again that arrived too late to be admitted, or was preempted."""
         self._queue.batch_ended([queued])
         self._queue.add(queued)
@@ -488,7 +488,7 @@ class TokenOutput:
             self._is_sending = True
             self._completion.registry.spawn(self._send_all())
 
-    def ended(self, queued: QueuedItem) -> None:
+    def forget(self, queued: QueuedItem) -> None:
         """Forgets an item. The rest of its streams is in the reply."""
         self._open.pop(queued, None)
         self._held.pop(queued, None)

@@ -177,7 +177,7 @@ class ReplyPublisher:
                 attributes = reply_attributes(envelope.request_id, envelope.part, envelope.slot)
                 await self._publisher.publish(envelope.inbox, body, attributes)
         except BadInput as error:
-            return _refused(envelope.inbox, error)
+            return _note_refusal(envelope.inbox, error)
         return True
 
     async def publish_all(self, replies: Sequence[EncodedReply]) -> list[bool | PenstockError]:
@@ -205,7 +205,7 @@ class ReplyPublisher:
             )
             await self._publisher.publish(envelope.inbox, data, attributes)
         except BadInput as error:
-            return [_refused(envelope.inbox, error)] * len(replies)
+            return [_note_refusal(envelope.inbox, error)] * len(replies)
         except PenstockError as error:
             return [error] * len(replies)
         return [True] * len(replies)
@@ -249,7 +249,7 @@ def _truncate(reason: str) -> str:
     return reason.encode(errors="replace")[:REASON_LIMIT_BYTES].decode(errors="ignore")
 
 
-def _refused(inbox: str, error: BadInput) -> Literal[False]:
+def _note_refusal(inbox: str, error: BadInput) -> Literal[False]:
     """Records that an API instance and its inbox are gone.
 
     Handing their jobs back would repeat them forever.

@@ -108,7 +108,7 @@ class StepRun:
         if ended.failure is not None:
             self._fail(ended.failure)
         for queued in self._inside.values():  # they arrived too late to be admitted
-            self._queue.left_over(queued)
+            self._queue.requeue_unfinished(queued)
         self._inside.clear()
         return ""
 
@@ -121,7 +121,7 @@ class StepRun:
             first = self._process.admit([to_compute(queued) for queued in admitted])
             if first is None:  # it has just ended
                 for queued in admitted:
-                    self._queue.left_over(queued)
+                    self._queue.requeue_unfinished(queued)
                 return
             self._add(first, admitted)
         self._preempt_for_others()
@@ -204,9 +204,9 @@ class StepRun:
             if (chunk := message.chunks.get(slot)) is not None:
                 self._tokens.pass_on([(queued, chunk, ())])
             if slot in self._preempted:
-                self._queue.left_over(queued)
+                self._queue.requeue_unfinished(queued)
             else:
-                self._queue.preempted(queued)
+                self._queue.requeue_preempted(queued)
         self._preempted &= self._inside.keys()
         self._count()
         if was_preempted:
@@ -237,7 +237,7 @@ class StepRun:
             self._note_too_long(message.done)
         self._count()
         self._on_item(message.done)
-        self._tokens.ended(queued)
+        self._tokens.forget(queued)
         self._batches.end_item(queued, message.done)
 
     def _note_too_long(self, done: BatchResult) -> None:

@@ -150,11 +150,11 @@ class KernelStore:
             return False
         for chosen in (files, fresh):
             if sum(path.stat().st_size for path in chosen.values()) <= self._max_bytes:
-                return self._written(self._archive, chosen)
+                return self._write_files(self._archive, chosen)
         log.warning("compiled kernels are too large to save", extra={"max_bytes": self._max_bytes})
         return False
 
-    def _written(self, path: Path, files: dict[str, Path]) -> bool:
+    def _write_files(self, path: Path, files: dict[str, Path]) -> bool:
         # In a bucket, an object appears as a whole when its file is closed.
         part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}")
         try:

@@ -67,7 +67,7 @@ class Output:
             facts = {"folder": str(artifact.folder), "made": [], "found": verdicts}
             print(json.dumps(facts, indent=2))
         else:
-            print(_described(artifact))
+            print(_describe(artifact))
 
     def show_made(self, optimized: Made, folder: Path) -> None:
         """Prints the verdict on each variant that was tried."""
@@ -113,7 +113,7 @@ def make_artifact(
             _make(entry, folder, target, replace(options, variants=missing), there, output)
 
 
-def _described(artifact: Artifact) -> str:
+def _describe(artifact: Artifact) -> str:
     names = ", ".join(
         f"{variant.name} ({variant.relative_speed:.2f}x)" for variant in artifact.manifest.variants
     )

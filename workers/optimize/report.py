@@ -65,7 +65,7 @@ def verdict_table(optimized: Made) -> str:
         for verdict in verdicts
         if verdict.variant.note
     ]
-    return "\n".join([_rendered(made_table), *notes])
+    return "\n".join([_render(made_table), *notes])
 
 
 def verdicts_as_dict(optimized: Made) -> dict[str, object]:
@@ -84,7 +84,7 @@ def verdicts_as_dict(optimized: Made) -> dict[str, object]:
     return {"original": optimized.original, "made": tried}
 
 
-def _rendered(table: Table) -> str:
+def _render(table: Table) -> str:
     """The table as text, with bold headers on a terminal."""
     is_terminal, buffer = sys.stdout.isatty(), io.StringIO()
     console = Console(

@@ -338,7 +338,7 @@ class StepPreviews:
 
     def _draw(self, progress: dict[int, tuple[int, int]], began_s: float) -> None:
         for slot in sorted(self._watched & progress.keys())[:MAX_PREVIEWED]:
-            image = self._drawn(slot)
+            image = self._draw_preview(slot)
             if image is not None:
                 self._send(ItemPreview(self._number, slot, *progress[slot], image))
         took_s = time.monotonic() - began_s
@@ -346,7 +346,7 @@ class StepPreviews:
             self._preview_from_s, began_s + max(PREVIEW_EVERY_S, took_s / PREVIEW_SHARE)
         )
 
-    def _drawn(self, slot: int) -> RgbImage | None:
+    def _draw_preview(self, slot: int) -> RgbImage | None:
         try:
             return self._model.image(slot)
         except Exception:

@@ -94,7 +94,7 @@ class PooledProcess:
                     group.create_task(host.process.keep_alive())
                     with contextlib.suppress(PenstockError):  # `ready` raises it again
                         await host.process.ready()
-                        await self._fit(host)
+                        await self._evict_if_too_large(host)
             finally:
                 self._opened.set()
 
@@ -218,8 +218,8 @@ class PooledProcess:
         numbers = {*self.residency.resident, model}
         return sum(sizes.get(number, 0) for number in numbers) > self._budget_bytes
 
-    async def _fit(self, host: _Host) -> None:
-        """Evicts a model that was just started if it doesn't fit alongside the others."""
+    async def _evict_if_too_large(self, host: _Host) -> None:
+        """Evicts the models of a process that was just started if its last one doesn't fit."""
         last = host.models[-1]
         if (
             self._budget_bytes

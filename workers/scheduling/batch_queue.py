@@ -148,7 +148,7 @@ class TenantQueue(Generic[ItemT]):
             self._by_deadline = self._live()
         return self._top(self._by_deadline)
 
-    def removed(self, entry: HeapEntry[ItemT]) -> None:
+    def count_removal(self, entry: HeapEntry[ItemT]) -> None:
         item = entry[2]
         self.waiting -= 1
         self.work -= item.length
@@ -258,11 +258,11 @@ class BatchQueue(Generic[ItemT]):
         entry = self._filed[item]
         if (entry[0], entry[3].name) != (item.deadline_s, item.tenant):
             self._file(item, entry[1])
-            self._removed(entry)
+            self._count_removal(entry)
 
     def remove(self, item: ItemT) -> None:
         """Removes `item` without charging for it."""
-        self._removed(self._filed.pop(item))
+        self._count_removal(self._filed.pop(item))
 
     def discard_unwanted(self, is_wanted: Callable[[ItemT], bool]) -> None:
         """Removes unwanted items and updates the others."""
@@ -446,13 +446,13 @@ class BatchQueue(Generic[ItemT]):
         del self._filed[item]
         self._work -= item.length
         tenant.spent += item.length / tenant.quantum
-        tenant.removed(entry)
+        tenant.count_removal(entry)
         if not tenant.waiting:
             self._count_idle()
 
-    def _removed(self, entry: HeapEntry[ItemT]) -> None:
+    def _count_removal(self, entry: HeapEntry[ItemT]) -> None:
         self._work -= entry[2].length
-        entry[3].removed(entry)
+        entry[3].count_removal(entry)
         if not entry[3].waiting:
             self._count_idle()
         self._next_of_key(entry[2].key)

@@ -326,7 +326,7 @@ class PriorityQueue:
         """Adds an item to the queue of its priority, or to the suspects."""
         self._held_up.clear()
         if self._shares is not None:
-            self._shares.arrived(queued.tenant, queued.queued_at_s)
+            self._shares.record_arrival(queued.tenant, queued.queued_at_s)
         if queued.is_suspect:
             self._suspects.append([queued])
             return
@@ -601,7 +601,7 @@ class PriorityQueue:
     ) -> None:
         """Records how long an item held its slot, and whether it ran to completion."""
         if self._shares is not None:
-            self._shares.ended(queued.tenant, seconds, now_s, is_computed=is_computed)
+            self._shares.record_end(queued.tenant, seconds, now_s, is_computed=is_computed)
 
     def observe_batch(self, batch: list[QueuedItem], seconds: float) -> None:
         """Records how long a process took for all items in `batch`."""

@@ -42,14 +42,16 @@ class TenantShares:
         """When each tenant last used the model, most recent last."""
         self._longest: OrderedDict[str, _Longest] = OrderedDict()
 
-    def arrived(self, tenant: str, now_s: float) -> None:
+    def record_arrival(self, tenant: str, now_s: float) -> None:
         """Records that one of a tenant's items was queued."""
         self._seen[tenant] = now_s
         self._seen.move_to_end(tenant)
         if len(self._seen) > MAX_TENANTS:
             self._seen.popitem(last=False)
 
-    def ended(self, tenant: str, took_s: float, now_s: float, *, is_computed: bool = True) -> None:
+    def record_end(
+        self, tenant: str, took_s: float, now_s: float, *, is_computed: bool = True
+    ) -> None:
         """Records how long one of a tenant's items held its slot.
 
         Args:
@@ -58,7 +60,7 @@ class TenantShares:
             is_computed: True if it ran to completion. A canceled item doesn't predict how long the
                 next one takes, unless it took long itself.
         """
-        self.arrived(tenant, now_s)
+        self.record_arrival(tenant, now_s)
         if not is_computed and took_s <= SHORT_S:
             return
         known = self._longest.get(tenant)

@@ -409,7 +409,7 @@ class StreamSubscription:
             asyncio.create_task(self._beat()),
         ]
         for task in self._tasks:
-            task.add_done_callback(self._ended)
+            task.add_done_callback(self._note_end)
 
     async def wait_open(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` until a stream is open or was rejected permanently."""
@@ -481,10 +481,10 @@ class StreamSubscription:
 
     def _open(self, max_messages: int, max_bytes: int) -> None:
         stream = _PullStream(self, self._channel(), max_messages, max_bytes)
-        stream.receiving.add_done_callback(self._ended)
+        stream.receiving.add_done_callback(self._note_end)
         self._streams.append(stream)
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._end = PenstockError(
                 f"{self.first_request.subscription}: {error!r}; this is a bug"

@@ -66,7 +66,7 @@ class BrokerConnection:
         try:
             async with asyncio.timeout(CONNECT_LIMIT_S):
                 with only_own_cancellation():
-                    return await self._opened(confirms)
+                    return await self._open_channel(confirms)
         except BROKEN as error:
             raise translate(error, f"connect to {self._where}") from error
 
@@ -81,12 +81,12 @@ class BrokerConnection:
     def _where(self) -> str:
         return f"{self._url.host}:{self._url.port}"
 
-    async def _opened(self, confirms: bool) -> Channel:
-        connection = await self._connected()
+    async def _open_channel(self, confirms: bool) -> Channel:
+        connection = await self._connect()
         opened = await connection.channel(publisher_confirms=confirms, on_return_raises=False)
         return cast(Channel, opened)
 
-    async def _connected(self) -> Connection:
+    async def _connect(self) -> Connection:
         async with self._lock:
             if self._is_closed:
                 raise Unavailable("the connection to the broker is closed")

@@ -205,7 +205,7 @@ class QueueSubscription:
             asyncio.create_task(self._send_settled(), name=f"settle {self._queue}"),
             asyncio.create_task(self._resize(), name=f"resize {self._queue}"),
         ]
-        self._tasks[0].add_done_callback(self._ended)
+        self._tasks[0].add_done_callback(self._note_end)
 
     async def wait_open(self, timeout_s: float) -> None:
         """Waits up to `timeout_s` until the queue is being consumed or was rejected permanently."""
@@ -425,7 +425,7 @@ class QueueSubscription:
         self._held.clear()
         self._received.clear()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
+    def _note_end(self, task: asyncio.Task[None]) -> None:
         if not task.cancelled() and (error := task.exception()) is not None:
             self._end = PenstockError(f"{self._queue}: {error!r}; this is a bug")
             self._end.__cause__ = error

@@ -56,7 +56,7 @@ class AsideClass:
             BadInput: the class rejects the input, or its work exceeds the maximum.
             ModelFailed: the class can't determine its work.
         """
-        work = int(self._asked("work", *message_of(0, item)))
+        work = int(self._ask("work", *message_of(0, item)))
         if work < 1:
             raise ModelFailed(f"work: returned {work}; must return a whole number of at least 1")
         if work > self._max_work:
@@ -79,18 +79,18 @@ class AsideClass:
         ]
         message = {"id": 0, "outputs": [result.output for result in both], "files": files}
         return bool(
-            self._asked(
+            self._ask(
                 "close", message, [file.data or b"" for result in both for file in result.files]
             )
         )
 
-    def _asked(self, name: str, message: dict[str, Any], blobs: Sequence[bytes]) -> Any:
+    def _ask(self, name: str, message: dict[str, Any], blobs: Sequence[bytes]) -> Any:
         """Returns the field `name` of the answer to a message."""
         function = "is_close" if name == "close" else name
         with self._turn:
-            runner = self._runner or self._started(function)
+            runner = self._runner or self._start_runner(function)
             runner.send(message, blobs)
-            frames = self._received(runner, ANSWER_LIMIT_S)
+            frames = self._receive(runner, ANSWER_LIMIT_S)
             if not frames:
                 raise ModelFailed(f"{function}: {self._reason(runner, frames, ANSWER_LIMIT_S)}")
         if "error" in frames[0].message:
@@ -99,7 +99,7 @@ class AsideClass:
             raise error if isinstance(error, BadInput) else ModelFailed(f"{function}: {reason}")
         return frames[0].message[name]
 
-    def _started(self, function: str) -> RunnerProcess:
+    def _start_runner(self, function: str) -> RunnerProcess:
         """Returns the runner, with the class imported.
 
         Raises:
@@ -117,7 +117,7 @@ class AsideClass:
             is_aside=True,
         )
         self._paths = paths_of(self._folder, sources, runner)
-        frames = self._received(runner, INSPECTION_LIMIT_S)
+        frames = self._receive(runner, INSPECTION_LIMIT_S)
         if not frames:
             raise ModelFailed(f"{function}: {self._reason(runner, frames, INSPECTION_LIMIT_S)}")
         if "ready" not in frames[0].message:
@@ -127,7 +127,7 @@ class AsideClass:
         self._runner = runner
         return runner
 
-    def _received(self, runner: RunnerProcess, limit_s: float) -> list[Frame] | None:
+    def _receive(self, runner: RunnerProcess, limit_s: float) -> list[Frame] | None:
         try:
             return runner.receive(limit_s)
         except ValueError as error:

@@ -193,7 +193,7 @@ class ClassBatch:
         if any(map(process.has_lost_gpu, [*self._answers.values(), *filter(None, [self._error])])):
             raise await process.give_up()
         if self._error is not None:
-            raise self._failed(slots, self._error)
+            raise self._fail_call(slots, self._error)
         self._note_logs(slots, process.runner.printed.take())
         try:
             return self._outcomes(slots, inputs)
@@ -242,7 +242,7 @@ class ClassBatch:
             logs = self._logs.get(slot, PrintedLogs())
             self._logs[slot] = self._process.add_traceback(logs, frame)
 
-    def _failed(self, slots: Sequence[int], frame: Frame) -> PenstockError:
+    def _fail_call(self, slots: Sequence[int], frame: Frame) -> PenstockError:
         """Returns the error for a call that failed as a whole."""
         self._note_logs(slots, self._process.runner.printed.take())
         if len(slots) == 1:

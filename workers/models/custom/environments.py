@@ -208,7 +208,7 @@ def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -
     until_s = time.monotonic() + INSTALL_LIMIT_S
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _locked(target.parent / f".{target.name}.lock", until_s, folder):
+        with _lock_environment(target.parent / f".{target.name}.lock", until_s, folder):
             if _is_whole(target):
                 return  # another process was faster
             for leftover in target.parent.glob(f".{target.name}-*"):
@@ -227,7 +227,7 @@ def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -
 
 
 @contextlib.contextmanager
-def _locked(path: Path, until_s: float, folder: Path) -> Iterator[None]:
+def _lock_environment(path: Path, until_s: float, folder: Path) -> Iterator[None]:
     """Holds an environment's lock. The system releases it if this process is killed."""
     with path.open("w") as file:
         while True:

@@ -78,10 +78,10 @@ def measure(
     figures = asyncio.run(_measure_process(entry, folder, device, inputs, conditions))
     work_per_item = _work_per_item(entry, folder, inputs) if interface.weighs else None
     return ModelMeasurement(
-        measured=_measured(device, conditions, len(inputs), load),
+        measured=_describe_measurement(device, conditions, len(inputs), load),
         device=device,
-        setup_s=_rounded(figures.setup_s),
-        batches={items: _rounded(seconds) for items, seconds in figures.batches.items()},
+        setup_s=_round_to_three(figures.setup_s),
+        batches={items: _round_to_three(seconds) for items, seconds in figures.batches.items()},
         work_per_item=work_per_item,
         peak_memory_bytes=figures.peak_bytes or _peak_of_children_bytes(),
         input_bytes=round(statistics.fmean(map(_input_bytes, inputs))),
@@ -204,7 +204,7 @@ class MeasuredClass:
         if self._computes_batches:
             done = await self._client.run(batch, BATCH_LIMIT_S)
             return [
-                _checked(outcome, first + at, done.logs.get(at))
+                _check_outcome(outcome, first + at, done.logs.get(at))
                 for at, outcome in enumerate(done.outcomes)
             ]
         ended: dict[int, BatchResult] = {}
@@ -215,12 +215,12 @@ class MeasuredClass:
 
         await self._client.run_steps(batch, BATCH_LIMIT_S, on_message)
         return [
-            _checked(ended[slot].outcomes[0], first + slot, ended[slot].logs.get(0))
+            _check_outcome(ended[slot].outcomes[0], first + slot, ended[slot].logs.get(0))
             for slot in range(len(batch))
         ]
 
 
-def _checked(
+def _check_outcome(
     outcome: Result | PenstockError, number: int, logs: PrintedLogs | None
 ) -> CustomResult:
     if isinstance(outcome, PenstockError):
@@ -259,7 +259,7 @@ def read_inputs(
         PreparedFile(where["at"], where["name"], blob)
         for where, blob in zip(files, blobs, strict=True)
     ]
-    return [_prepared(values, prepared, interface)]
+    return [_prepare(values, prepared, interface)]
 
 
 def _simplest(interface: ModelInterface) -> Iterator[str]:
@@ -288,7 +288,7 @@ def _lines(interface: ModelInterface, path: Path) -> Iterator[PreparedCustom]:
                 known = ", ".join(interface.properties) or "none"
                 raise BadInput(f"--inputs {path}: {name} is not an input; use one of {known}")
             values[name] = _without_files(path, [name], value, shape, files)
-        yield _prepared(values, files, interface)
+        yield _prepare(values, files, interface)
 
 
 def _without_files(
@@ -312,7 +312,7 @@ def _without_files(
     return None
 
 
-def _prepared(
+def _prepare(
     values: dict[str, Any], files: list[PreparedFile], interface: ModelInterface
 ) -> PreparedCustom:
     return PreparedCustom(
@@ -357,7 +357,7 @@ def _peak_of_children_bytes() -> int:
     return max(1, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * unit)
 
 
-def _measured(device: str, conditions: Conditions, inputs: int, load: float) -> str:
+def _describe_measurement(device: str, conditions: Conditions, inputs: int, load: float) -> str:
     where = device if device != CPU else f"{_cpu_model()}, threads: {conditions.threads}"
     return (
         f"penstock models measure, {where}, inputs: {inputs}, repeats: {conditions.repeats}, "
@@ -388,7 +388,7 @@ def _gpu() -> str:
     return next(iter(done.stdout.splitlines()), CPU).strip()
 
 
-def _rounded(seconds: float) -> float:
+def _round_to_three(seconds: float) -> float:
     """Rounds to three digits: the rest is noise."""
     return float(f"{seconds:.3g}")
 

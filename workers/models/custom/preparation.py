@@ -35,9 +35,9 @@ class CustomPreparer:
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedCustom | BadInput | ModelFailed]:
         """One outcome per input, in order."""
-        return [self._prepared(value) for value in inputs]
+        return [self._prepare_input(value) for value in inputs]
 
-    def _prepared(self, value: Input) -> PreparedCustom | BadInput | ModelFailed:
+    def _prepare_input(self, value: Input) -> PreparedCustom | BadInput | ModelFailed:
         if not isinstance(value, CustomInput):
             return BadInput("inputs must match the schema of this model", field="input")
         values, files = dict(value.values), []

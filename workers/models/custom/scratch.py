@@ -49,7 +49,7 @@ class Scratch:
     def __init__(self, folder: Path) -> None:
         remove_left()
         self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
-        self._lock = _locked(self.path)
+        self._lock = _lock_folder(self.path)
         (self.path / WORKING_DIR).mkdir()
         _fill(folder, self.path / WORKING_DIR)
 
@@ -77,12 +77,12 @@ def remove_left() -> None:
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             is_new = time.time() - path.stat().st_mtime < LEFT_AFTER_S
-            if not is_new and (lock := _locked(path)) is not None:
+            if not is_new and (lock := _lock_folder(path)) is not None:
                 _remove(path)
                 os.close(lock)
 
 
-def _locked(path: Path) -> int | None:
+def _lock_folder(path: Path) -> int | None:
     """Locks a folder. Returns its descriptor, or None if another process has it locked."""
     descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     try:

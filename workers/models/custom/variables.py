@@ -99,11 +99,11 @@ def entry_variables(folder: Path) -> EntryVariables:
         if not isinstance(source, str) or not source.startswith(LOCAL):
             continue
         if Path(source.removeprefix(LOCAL)).expanduser().resolve() == folder.resolve():
-            return _checked(models_file, entry)
+            return _check_entry(models_file, entry)
     return EntryVariables()
 
 
-def _checked(models_file: Path, entry: Mapping[str, Any]) -> EntryVariables:
+def _check_entry(models_file: Path, entry: Mapping[str, Any]) -> EntryVariables:
     variables = {}
     for name, kind in (("environment", PlainVariables), ("secrets", SecretVariables)):
         try:

@@ -468,12 +468,14 @@ class TorchEncoder:
         with torch.inference_mode(), memory_errors():
             if self._packed is not None:
                 return self._packed.encode(ids, types, lengths)
-            vectors = (self._padded if self.pads else self._unpadded)(ids, types, lengths)
+            vectors = (self._encode_padded if self.pads else self._encode_unpadded)(
+                ids, types, lengths
+            )
             if self._settings.normalize:
                 vectors = torch.nn.functional.normalize(vectors, p=2.0, dim=1)
             return vectors.cpu().numpy()
 
-    def _padded(
+    def _encode_padded(
         self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray
     ) -> torch.Tensor:
         mask = None
@@ -488,7 +490,7 @@ class TorchEncoder:
             ).last_hidden_state
         return self._pool_states(states.float(), mask)
 
-    def _unpadded(
+    def _encode_unpadded(
         self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray
     ) -> torch.Tensor:
         is_real = np.arange(ids.shape[1]) < lengths[:, None]

@@ -81,13 +81,13 @@ class CrossPreparer:
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         """Returns one outcome per input, in order."""
         return [
-            self._joined(value)
+            self._join_pair(value)
             if isinstance(value, SimilarityInput)
             else BadInput("the input of a similarity model must be pairs of texts", field="input")
             for value in inputs
         ]
 
-    def _joined(self, value: SimilarityInput) -> PreparedText | BadInput:
+    def _join_pair(self, value: SimilarityInput) -> PreparedText | BadInput:
         try:
             query, text = (
                 self._tokenizer.encode(part, add_special_tokens=False)

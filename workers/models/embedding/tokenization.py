@@ -86,7 +86,7 @@ class TextPreparer:
             return list(chain.from_iterable(self._tokenize([value]) for value in inputs))
         pairs = zip(texts, encodings, strict=True)
         return [
-            self._prepared(encoding.ids, encoding.type_ids, value.truncate, value.max_tokens)
+            self._prepare_ids(encoding.ids, encoding.type_ids, value.truncate, value.max_tokens)
             for value, encoding in pairs
         ]
 
@@ -115,9 +115,9 @@ class TextPreparer:
                 last = self._vocabulary - 1
                 return BadInput(f"{reason}, which ends at {last}", field="input")
         ids = [*self._prefix, *self._prompt_ids, *value.tokens, *self._suffix]
-        return self._prepared(ids, (), value.truncate)
+        return self._prepare_ids(ids, (), value.truncate)
 
-    def _prepared(
+    def _prepare_ids(
         self, ids: list[int], type_ids: Sequence[int], truncate: Truncate, max_tokens: int = 0
     ) -> PreparedText | BadInput:
         own = len(self._prefix) + len(self._prompt_ids) + len(self._suffix)

@@ -47,7 +47,7 @@ def converted(path: Path, cache_dir: Path) -> Path:
     Raises:
         ConfigurationError: the file can't be read, or the `gguf` package is missing.
     """
-    return _made(path, cache_dir, "converted")
+    return _make_folder(path, cache_dir, "converted")
 
 
 def described(path: Path, cache_dir: Path) -> Path:
@@ -56,10 +56,10 @@ def described(path: Path, cache_dir: Path) -> Path:
     Raises:
         ConfigurationError: the file can't be read, or the `gguf` package is missing.
     """
-    return _made(path, cache_dir, "described")
+    return _make_folder(path, cache_dir, "described")
 
 
-def _made(path: Path, cache_dir: Path, form: str) -> Path:
+def _make_folder(path: Path, cache_dir: Path, form: str) -> Path:
     """The folder of a GGUF file in one of both forms.
 
     A folder under its own name is complete, because it is created under another name and renamed.

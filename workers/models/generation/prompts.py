@@ -165,7 +165,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return super().call(__context, __obj, *args, **kwargs)
 
     def _generate(self, source: nodes.Template, *args: Any, **kwargs: Any) -> str:
-        return super()._generate(_bounded(source), *args, **kwargs)
+        return super()._generate(_bound_time(source), *args, **kwargs)
 
 
 def _product_length(operator: str, left: Any, right: Any) -> int:
@@ -191,7 +191,7 @@ class _Bounds(NodeTransformer):
         return _call("_concat", parts, node.lineno)
 
 
-def _bounded(tree: nodes.Template) -> nodes.Template:
+def _bound_time(tree: nodes.Template) -> nodes.Template:
     """The template with a check of the time in each loop and macro, and of texts put together."""
     tree = _Bounds().visit(tree)
     kinds: tuple[type[Any], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
@@ -357,7 +357,7 @@ class PromptPreparer:
         tools: list[dict[str, Any]],
         options: dict[str, Any],
     ) -> str:
-        """The text of a conversation. A last message of the assistant is left open at its end.
+        """Renders a conversation. If the assistant wrote its last message, the text ends in it.
 
         Raises:
             ValueError: the template refuses the messages, or cannot leave the last one open.

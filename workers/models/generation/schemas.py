@@ -302,7 +302,7 @@ class _Evaluations:
         times = 1 if _UNEVALUATED.isdisjoint(schema) else 2
         same = [schema.get(keyword) for keyword in _SAME]
         for keyword in _SAME_LISTS:
-            same += _listed(schema.get(keyword))
+            same += _as_list(schema.get(keyword))
         for keyword in _SAME_NAMED:
             same += _named(schema.get(keyword)).values()
         for keyword in _REFERENCES:
@@ -360,13 +360,13 @@ def _of_object(schema: Mapping[str, Any], value: dict[str, Any]) -> Iterator[tup
 
 def _of_list(schema: Mapping[str, Any], value: list[Any]) -> Iterator[tuple[Any, Any]]:
     for keyword in ("prefixItems", "items"):
-        yield from zip(_listed(schema.get(keyword)), value, strict=False)
+        yield from zip(_as_list(schema.get(keyword)), value, strict=False)
     for inner in value:
         for keyword in _OF_ELEMENTS:
             yield schema.get(keyword), inner
 
 
-def _listed(value: Any) -> list[Any]:
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 

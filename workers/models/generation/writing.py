@@ -444,16 +444,16 @@ class Writing:
         if not self._item.is_echoed or self._item.logprobs < 0:
             return []
         return [
-            self._named({self._prompt_ids[0]: 0.0}, self._prompt_ids[0]),
+            self._name_token({self._prompt_ids[0]: 0.0}, self._prompt_ids[0]),
             *self._prompt_logprobs,
         ]
 
     def _logprob_of(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
-        named = self._named(row, token)
-        named.top = [self._named(row, alternative) for alternative in best]
+        named = self._name_token(row, token)
+        named.top = [self._name_token(row, alternative) for alternative in best]
         return named
 
-    def _named(self, row: Row | dict[int, float], token: int) -> TokenLogprob:
+    def _name_token(self, row: Row | dict[int, float], token: int) -> TokenLogprob:
         """Names a token and its log probability.
 
         Raises:

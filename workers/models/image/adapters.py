@@ -166,7 +166,7 @@ def read_adapter(
         state, alphas = _convert(tensors, pipeline)
         settings = _read_settings(metadata)
         layers = _layers(state, alphas, settings, modules, adapter.max_rank)
-        return _packed(layers, unet.dtype)
+        return _pack_layers(layers, unet.dtype)
     except WrongAdapter as error:
         raise adapter.refused(str(error)) from error
     except OSError as error:
@@ -403,7 +403,7 @@ def _layer_of(part: str, alpha_name: str) -> str:
     return f"{head}.{_TEXT_LAYERS.get(last, last)}"
 
 
-def _packed(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdapter:
+def _pack_layers(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdapter:
     every = [
         tensor for of_part in layers.values() for pair in of_part.values() for tensor in _both(pair)
     ]

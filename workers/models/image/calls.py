@@ -241,7 +241,8 @@ def join(calls: Sequence[Call], fill: int = 0) -> Batch:
     """
     every = [*calls, *[calls[-1]] * fill]
     values = {
-        name: _joined([call.values[name] for call in every], every[0]) for name in every[0].values
+        name: _join_values([call.values[name] for call in every], every[0])
+        for name in every[0].values
     }
     if times := _TIMES & values.keys():
         device = _device_of(values)
@@ -260,18 +261,18 @@ def _device_of(values: Mapping[str, Any]) -> torch.device:
     return torch.device("cpu")
 
 
-def _joined(values: Sequence[Any], first: Call) -> Any:
+def _join_values(values: Sequence[Any], first: Call) -> Any:
     value = values[0]
     if isinstance(value, torch.Tensor):
         if len(values) > 1 and first.has_rows(value):
             return torch.cat(list(values))
         return value
     if isinstance(value, Mapping):
-        return {name: _joined([mapping[name] for mapping in values], first) for name in value}
+        return {name: _join_values([mapping[name] for mapping in values], first) for name in value}
     if first.is_row_list(value):
         return [row for rows in values for row in rows]
     if isinstance(value, list | tuple):
-        return type(value)(_joined(elements, first) for elements in zip(*values, strict=True))
+        return type(value)(_join_values(elements, first) for elements in zip(*values, strict=True))
     return value
 
 

@@ -125,7 +125,7 @@ class DeepCache:
         )
         skips = [hidden]
         for layer in range(self._branch):
-            hidden = _computed(self._first, layer, hidden, time, prompt)
+            hidden = _compute_layer(self._first, layer, hidden, time, prompt)
             skips.append(hidden)
         return skips
 
@@ -137,11 +137,13 @@ class DeepCache:
         prompt: torch.Tensor,
     ) -> torch.Tensor:
         for layer, skip in zip(range(-1 - self._branch, 0), reversed(skips), strict=True):
-            hidden = _computed(self._last, layer, torch.cat([hidden, skip], dim=1), time, prompt)
+            hidden = _compute_layer(
+                self._last, layer, torch.cat([hidden, skip], dim=1), time, prompt
+            )
         return hidden
 
 
-def _computed(
+def _compute_layer(
     block: Any, layer: int, hidden: torch.Tensor, time: torch.Tensor, prompt: torch.Tensor
 ) -> torch.Tensor:
     """Returns the output of one layer in a block: its resnet, then its attention if it has one."""

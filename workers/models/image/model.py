@@ -388,7 +388,7 @@ class ImageModel:
         # Their files are encoded on threads, which takes no time from the step.
         end.waiting += self._encoding
         oldest = next(iter(self._drawings), None)
-        with torch.inference_mode(), self._settled():
+        with torch.inference_mode(), self._forbid_compiling():
             outcomes = self._advance()
         end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
         for slot, outcome in outcomes.items():
@@ -422,7 +422,7 @@ class ImageModel:
         """Returns an empty dict: only text models produce chunks."""
         return {}
 
-    def _settled(self) -> contextlib.AbstractContextManager[None]:
+    def _forbid_compiling(self) -> contextlib.AbstractContextManager[None]:
         """Within this context, nothing is compiled once the warm-up is over."""
         if self._is_warm and self._plan.is_compiled:
             return only_what_is_compiled()
@@ -437,7 +437,7 @@ class ImageModel:
         drawing = self._drawings.get(slot)
         if drawing is None or drawing.latents is None:
             return None
-        with torch.inference_mode(), self._settled():
+        with torch.inference_mode(), self._forbid_compiling():
             item = drawing.item
             return draw_preview(self._main, drawing.latents, item.width, item.height)
 

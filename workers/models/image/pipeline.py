@@ -210,11 +210,11 @@ def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any
 
     diffusers' own list omits some, whose class is named after the one for text.
     """
-    named = type(pipeline).__name__.removesuffix("Pipeline") + ending
+    class_name = type(pipeline).__name__.removesuffix("Pipeline") + ending
     try:
         counterpart = auto.from_pipe(pipeline)
     except ValueError:
-        kind = getattr(diffusers, named, None)
+        kind = getattr(diffusers, class_name, None)
         if kind is None or set(kind._get_signature_keys(kind)[0]) != set(pipeline.components):
             return None
         counterpart = kind(**pipeline.components)

@@ -162,7 +162,7 @@ class ImagePreparer:
                     "the input of an image model must be an image request", field="input"
                 )
             self._check(value)
-            item = self._prepared(value)
+            item = self._prepare_checked(value)
             known = self._bounds.controls
             item.controls = [
                 prepare_control(control, value.width, value.height, known)
@@ -205,7 +205,7 @@ class ImagePreparer:
                 f"ip_adapter_scale must be from 0 to {MAX_IP_ADAPTER_SCALE:g}, got {chosen.scale}",
                 field="ip_adapter_scale",
             )
-        image = _decoded(chosen.image, "RGB", "ip_adapter_image")
+        image = _decode_image(chosen.image, "RGB", "ip_adapter_image")
         return msgspec.structs.replace(
             item,
             ip_adapter=chosen.name,
@@ -242,7 +242,7 @@ class ImagePreparer:
                 field="steps",
             )
 
-    def _prepared(self, value: ImageInput) -> PreparedImage:
+    def _prepare_checked(self, value: ImageInput) -> PreparedImage:
         strength = source = mask = None
         steps_run = value.steps
         if value.mask is not None:
@@ -344,7 +344,7 @@ def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False
 
 def _read_source(blob: Blob, width: int, height: int, field: str = "image") -> bytes:
     """Returns a source image as width x height RGB pixels, rotated according to its EXIF data."""
-    upright = _decoded(blob, "RGB", field)
+    upright = _decode_image(blob, "RGB", field)
     if upright.size != (width, height):
         upright = upright.resize((width, height), Image.Resampling.LANCZOS)
     return upright.tobytes()
@@ -354,7 +354,7 @@ def _read_mask(value: ImageInput) -> bytes:
     """Returns an input's mask as width x height bytes."""
     if value.image is None or value.mask is None:
         raise BadInput("a mask requires an image", field="mask")
-    mask = _decoded(value.mask, "L", "mask")
+    mask = _decode_image(value.mask, "L", "mask")
     if mask.size != (value.width, value.height):
         raise BadInput("the mask and the image must have the same size", field="mask")
     if mask.getbbox() is None:
@@ -362,7 +362,7 @@ def _read_mask(value: ImageInput) -> bytes:
     return mask.tobytes()
 
 
-def _decoded(blob: Blob, mode: str, field: str) -> Image.Image:
+def _decode_image(blob: Blob, mode: str, field: str) -> Image.Image:
     """Returns the image in a Pillow mode, rotated according to its EXIF data.
 
     Errors name the field.

@@ -136,7 +136,7 @@ def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Lo
         if sets_up:
             done = loading.set_up(loaded)
             if inspect.isawaitable(done):
-                _event_loop().run_until_complete(_awaited(done))
+                _event_loop().run_until_complete(_await_value(done))
     except BaseException as error:
         # The boundary to the class's code: all exceptions are reported to the other end.
         is_final = isinstance(error, loading.NotLoadable)
@@ -180,7 +180,7 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _awaited(one: Any) -> Any:
+async def _await_value(one: Any) -> Any:
     return await one
 
 
@@ -238,7 +238,7 @@ class _Prediction:
         for at, path in self._write_files():
             _put(values, at, self._file_of(at, path))
         try:
-            for where, data in self._received():
+            for where, data in self._receive_parts():
                 if where.get("is_json"):
                     _put(values, where["at"], json.loads(data))
             return check_values(self._signature, values)
@@ -260,7 +260,7 @@ class _Prediction:
         """Writes the received files. Yields each one's place and path."""
         if self._frame.blobs:
             self._folder = Path(tempfile.mkdtemp(prefix="prediction-"))
-        for number, (where, data) in enumerate(self._received()):
+        for number, (where, data) in enumerate(self._receive_parts()):
             if where.get("is_json"):
                 continue
             assert self._folder is not None, "the folder for files is missing; this is a bug"
@@ -269,7 +269,7 @@ class _Prediction:
             path.write_bytes(data)
             yield where["at"], path
 
-    def _received(self) -> Iterator[tuple[dict[str, Any], bytes]]:
+    def _receive_parts(self) -> Iterator[tuple[dict[str, Any], bytes]]:
         """Returns the received files and large values, with their places."""
         return zip(self._frame.message["files"], self._frame.blobs, strict=True)
 
@@ -502,7 +502,7 @@ class AsideRunner(SyncRunner):
         assert self._loaded.weigh is not None, "specified in the interface; this is a bug"
         arguments = prediction.arguments()
         element = self._loaded.element or SimpleNamespace
-        value = self._loaded.weigh(_made(element, arguments))
+        value = self._loaded.weigh(_make_object(element, arguments))
         try:
             work = operator.index(value)
         except TypeError as error:
@@ -559,7 +559,7 @@ class _Batch:
         self._answers: list[bytes] = []
         for prediction in predictions:
             try:
-                self.inputs.append(_made(element, prediction.arguments()))
+                self.inputs.append(_make_object(element, prediction.arguments()))
                 self._inside.append(prediction)
             except WrongInput as error:
                 self._answers.append(prediction.failure(error))
@@ -575,8 +575,8 @@ class _Batch:
         """
         if not isinstance(outputs, list | tuple) or len(outputs) != len(self.inputs):
             raise WrongOutput(
-                f"output: {METHOD} returned {_counted(outputs)} for {len(self.inputs)} inputs; it "
-                "must return a list with one output per input"
+                f"output: {METHOD} returned {_count_outputs(outputs)} for {len(self.inputs)} "
+                "inputs; it must return a list with one output per input"
             )
         if len(self._predictions) == 1:
             self._predictions[0].scope = self._recorded
@@ -584,7 +584,7 @@ class _Batch:
         return b"".join([*self._answers, *answers])
 
 
-def _made(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
+def _make_object(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
     """Returns an input as one object.
 
     Raises:
@@ -621,7 +621,7 @@ def _batch_failure(predictions: Sequence[_Prediction], error: BaseException) -> 
     return encode_frame({"batch_error": words_of(error), "kind": _kind_of(error), "log": log})
 
 
-def _counted(outputs: Any) -> str:
+def _count_outputs(outputs: Any) -> str:
     is_list = isinstance(outputs, list | tuple)
     return f"{len(outputs)} outputs" if is_list else f"a value of type {type(outputs).__name__}"
 
@@ -669,9 +669,9 @@ class AsyncRunner:
 
     def _begin(self, number: int, computing: Coroutine[Any, Any, None]) -> None:
         task = self._tasks[number] = self._loop.create_task(computing)
-        task.add_done_callback(partial(self._ended, number))
+        task.add_done_callback(partial(self._note_end, number))
 
-    def _ended(self, number: int, task: asyncio.Task[None]) -> None:
+    def _note_end(self, number: int, task: asyncio.Task[None]) -> None:
         if self._tasks.get(number) is task:  # not a newer task under the same number
             del self._tasks[number]
 

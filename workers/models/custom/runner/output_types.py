@@ -70,13 +70,13 @@ def read_output(hint: Any, *, yields: bool) -> Output:
     if origin in _TEXTS:
         if arguments not in ((str,), ()):
             raise ValueError(f"{origin.__name__} must have str elements")
-        shape = _streamed({"type": "string"}) | {"x-cog-array-display": "concatenate"}
+        shape = _stream_schema({"type": "string"}) | {"x-cog-array-display": "concatenate"}
         return Output(shape, "text")
     is_list = isinstance(origin, type) and issubclass(origin, _ARRAYS)
     if origin in _ITERATORS or yields:
         has_element = arguments and (is_list or origin in (*_ITERATORS, *_ITERABLES))
         element = _schema(arguments[0], ()) if has_element else dict(_OBJECT)
-        return Output(_streamed(element), "items")
+        return Output(_stream_schema(element), "items")
     return Output({"title": "Output"} | ({} if hint is Any else _schema(hint, ())))
 
 
@@ -85,7 +85,7 @@ def is_file(schema: Mapping[str, Any]) -> bool:
     return schema.get("format") == FILE_FORMAT
 
 
-def _streamed(element: dict[str, Any]) -> dict[str, Any]:
+def _stream_schema(element: dict[str, Any]) -> dict[str, Any]:
     return {
         "title": "Output",
         "type": "array",
