@@ -1,4 +1,4 @@
-"""All errors that Penstock raises on purpose, and their codes.
+"""All errors that Penstock raises deliberately, and their codes.
 
 PenstockError
 ├── BadInput                 the caller's request is wrong, with the field
@@ -19,15 +19,15 @@ PenstockError
 A `code` is stable. It appears in messages, rows and metrics. api/errors.py maps it to an HTTP
 status.
 
-`message` is for us: logs and commands. It may repeat messages from BigQuery, Redis, the broker or
-the object store, with our addresses and names. `public_message` is for callers. Everything sent to
-a caller (a body, an event, a record, a webhook) uses that one.
+`message` is for us: logs and commands. It may quote messages from BigQuery, Redis, the broker or
+the object store, including our addresses and names. `public_message` is for callers. Everything
+sent to a caller (a body, an event, a record, a webhook) uses it.
 """
 
 from __future__ import annotations
 
 MAX_MESSAGE_CHARS = 8000
-"""Characters. Messages repeat input of callers, and appear in responses, replies, records and logs.
+"""In characters. Messages quote callers' input, and appear in responses, replies, records and logs.
 """
 
 
@@ -35,14 +35,14 @@ class PenstockError(Exception):
     """Something went wrong inside Penstock.
 
     Args:
-        message: what happened, for us. Default: what is public, or the docstring's first line.
-        field: request field, or variable, that is wrong.
+        message: what happened, for us. Default: the public message, or the docstring's first line.
+        field: the invalid request field or variable.
         public: message for the caller. Default: see `public_by_default`.
     """
 
     code = "internal"
     public_by_default: str | None = "internal error; try again"
-    """The public message if no other is passed. None: the message, which is about what the
+    """Public message if no other is passed. None: the message itself, which concerns what the
     caller sent."""
 
     def __init__(
@@ -56,7 +56,7 @@ class PenstockError(Exception):
 
     @property
     def public_message(self) -> str:
-        """The message that callers may read."""
+        """The error message that callers may read."""
         return self._public or self.public_by_default or self.message
 
 
@@ -174,12 +174,12 @@ _ON_THE_WIRE = (
 
 
 def error_for_code(code: str, message: str, field: str | None = None) -> PenstockError:
-    """Returns the error for a code and message that were received.
+    """Returns the error for a code and message received from elsewhere.
 
     An unknown code returns a plain PenstockError.
 
     Args:
-        message: as it left the sender, which sends only what is public.
+        message: as sent, which is always the public message.
     """
     for kind in _ON_THE_WIRE:
         if kind.code == code:

@@ -1,8 +1,8 @@
 """Logs JSON lines to stderr with Cloud Logging's fields (severity, message, time, trace).
 
-https://cloud.google.com/logging/docs/structured-logging. Log lines about a request or a job have
-its trace, so that Cloud Logging and Cloud Trace can show them together. Never log a payload or a
-key. Key secrets that callers send in the wrong place are removed from every line.
+https://cloud.google.com/logging/docs/structured-logging. Log lines about a request or a job include
+its trace, so that Cloud Logging and Cloud Trace can show them together. Payloads and keys are never
+logged. Key secrets that callers send in the wrong place are removed from every line.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class JsonFormatter(logging.Formatter):
 def configure_logs(level: str, project: str = "") -> None:
     """Sends every record of `level` and above to stderr as JSON. Called once, in `__main__`.
 
-    `project` is the Google Cloud project. Processes that do not handle requests don't need it.
+    `project` is the Google Cloud project. Processes that don't handle requests don't need it.
     """
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(JsonFormatter(project))

@@ -4,7 +4,7 @@ Workers count item outcomes and report that they are alive. API instances count 
 judge canaries and roll them back. Every key includes the canary's revision, so a new revision
 starts from zero. Counts are kept per minute, so a canary is judged by the last WINDOW_S seconds.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from shared.stores.redis_client import KEY_PREFIX, RedisLink, RedisStore, load_s
 WINDOW_S = 600
 MINUTE_S = 60
 ALIVE_S = 5.0
-"""How long a canary receives requests after one of its workers was last seen alive."""
+"""How long a canary keeps receiving requests after one of its workers was last seen alive."""
 KEEP_S = 30 * 86_400
 """How long a canary stays rolled back, unless resumed."""
 JUDGE_EVERY_S = 0.9
@@ -43,7 +43,7 @@ _TAKE_BACK = load_script("shared/canary/take_back.lua")
 
 
 class CanaryState(NamedTuple):
-    """The state of a canary, which determines whether it receives requests."""
+    """A canary's state, which determines whether it receives requests."""
 
     is_alive: bool
     """True if one of its workers is alive."""
@@ -105,7 +105,7 @@ class CanaryStore(RedisStore):
         """Adds to the counts of this minute.
 
         Raises:
-            Unavailable: Redis did not answer, but may have counted them.
+            Unavailable: Redis did not respond, but may have counted them.
         """
         if fields := _fields(counts):
             key = self._key(canary, f"counts:{int(time.time()) // MINUTE_S}")
@@ -113,7 +113,7 @@ class CanaryStore(RedisStore):
             await self._commands.run_script(_COUNT, [key], WINDOW_S + 2 * MINUTE_S, *pairs)
 
     async def counts(self, canary: Revision) -> CanaryCounts:
-        """Returns the counts of the last WINDOW_S seconds."""
+        """Returns the counts for the last WINDOW_S seconds."""
         counts_of_sides = await asyncio.gather(
             *(self._commands.run("HGETALL", key) for key in self._minutes(canary))
         )

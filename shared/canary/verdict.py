@@ -1,9 +1,9 @@
-"""Judges a canary by its outcomes, compared with those for the other revision. Does no I/O.
+"""Judges a canary by comparing its outcomes with the other revision's. Does no I/O.
 
 Each of the three rules asks the same question: could a revision that stays within its limit have
 this many bad items? They use the upper tail of the binomial distribution. A canary is bad if the
-probability is below FALSE_ALARM. So a few items suffice if all of them are bad, and many are needed
-if few are.
+probability is below FALSE_ALARM. So a few items are enough if all of them are bad, and many are
+needed if few are.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ COMPARISON_TENANT = "penstock-canary"
 FALSE_ALARM = 1e-5
 """Probability below which a canary is judged bad.
 
-It is small because it is computed every second.
+It is small because it is checked every second.
 """
 MIN_ITEMS = 50
 """Minimum number of the other revision's items for comparing times."""
 P95 = 0.95
 SLACK_S = 0.05
-"""Delays below this are not noticeable, and a busy machine adds this much by itself."""
+"""Smaller delays are not noticeable, and a busy machine alone can add this much."""
 OUTSIDE_RATIO = 0.01
 """Fraction of compared results that may be outside the tolerance, because of rounding."""
 STEP = 1.1
@@ -43,7 +43,7 @@ class RevisionCounts:
     """Items by bin of their seconds from publication to end."""
 
     def add(self, seconds: float | None = None) -> None:
-        """Counts a computed item. None: its time does not reflect the revision's speed."""
+        """Counts a computed item. None: its time doesn't reflect the revision's speed."""
         self.items += 1
         if seconds is not None:
             self.bins[bin_of(seconds)] += 1
@@ -109,7 +109,7 @@ def end_of_bin_s(number: int) -> float:
 
 
 def tail(seen: int, of: int, ratio: float) -> float:
-    """Returns the probability of at least `seen` among `of`, each with probability `ratio`."""
+    """Returns the probability of at least `seen` out of `of`, each with probability `ratio`."""
     if seen <= 0 or ratio >= 1:
         return 1.0
     if ratio <= 0:

@@ -1,24 +1,24 @@
 """Moves flows from step to step. The process that ends a step publishes the next ones.
 
-There is no orchestrator. The API publishes the first steps of a run, each worker publishes the
-steps after its items, and the dead-letter function those after items that no worker could compute.
-All of them use this engine, with the same result however often they do so
+There is no orchestrator. The API publishes a run's first steps, and each worker publishes the steps
+that follow its items. For items that no worker could compute, the dead-letter function publishes
+the next steps. All of them use this engine, and the result is the same however often they do so
 (shared/stores/flow_runs.py):
 
 1. `mark`: records the outcomes of a job's items. The first outcome counts.
-2. `advance`: publishes further jobs of the step. If the step is over, it plans the steps that wait
-  for it and publishes their first jobs, or ends the run.
+2. `advance`: publishes further jobs of the step. If the step has ended, it plans the steps that
+   depend on it and publishes their first jobs, or ends the run.
 3. The caller writes rows, and acks its message last. If it dies before that, the message is
-  delivered again, its items are found done, and it is advanced again.
+   delivered again, its items are found done, and the run is advanced again.
 
-A step's job has IDs derived from its position: its request is the run, and its part and item
+The IDs of a step's job are derived from its position: its request is the run, and its part and item
 indexes are based on step and position. So a job published twice is computed once, except for
-concurrent deliveries, of which only one counts.
+concurrent deliveries, only one of which counts.
 
-A run that fails, is late or is canceled is closed first, after which no further items count. So its
-reply and the charges in its rows agree.
+A run that fails, is late or is canceled is first closed, so that no further items count. That way
+its reply agrees with the charges in its rows.
 
-Calls raise Unavailable if Redis or the broker does not answer.
+Calls raise Unavailable if Redis or the broker does not respond.
 """
 
 from __future__ import annotations
@@ -87,10 +87,10 @@ NOT_RETRIED = frozenset(
 )
 """Codes of errors that would occur again with the same input."""
 MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
-"""Maximum JSON size of a job's items. The rest is for other parts of the message."""
+"""Maximum JSON size of a job's items. The rest is reserved for other parts of the message."""
 ORPHANED_S = 5.0
-"""Seconds after its arrival after which a run is taken over if its API instance has not reported
-that all first jobs are published.
+"""How long after its arrival a run is taken over if its API instance has not reported that all
+first jobs are published, in seconds.
 """
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
@@ -98,7 +98,7 @@ _errors = msgspec.json.Decoder(ItemError)
 
 
 class StepRow(NamedTuple):
-    """An item that no worker computed: its result was cached, or its input was invalid.
+    """An item that was not computed by a worker: its result was cached, or its input was invalid.
 
     The process that planned its step writes its row.
     """
@@ -120,8 +120,8 @@ class FlowEngine:
     """Advances the runs of all flows.
 
     Args:
-        cache: may have results of steps. None: the cache is not used before publishing.
-        purges: returns how often cached results of a revision were purged.
+        cache: may contain results of steps. None: the cache is not used before publishing.
+        purges: returns how often a revision's cached results were purged.
     """
 
     def __init__(
@@ -145,7 +145,7 @@ class FlowEngine:
         """Publishes the first steps of a run whose record exists. May be called again.
 
         Args:
-            envelope: the run's envelope: like a job of a model, with the name of the flow.
+            envelope: the run's envelope: like a model's job, but with the name of the flow.
             body: its single item, and whether to use the cache.
         """
         data = msgspec.json.encode(body.items[0].input)
@@ -160,13 +160,13 @@ class FlowEngine:
         )
 
     async def mark(self, job: Job, outcomes: Sequence[ItemOutcome]) -> JobEnd:
-        """Records outcomes of a job's items. Only the first call for an item counts.
+        """Records outcomes of a job's items. Only the first call for each item counts.
 
         Args:
             outcomes: outcomes of some or all items. Large results are in the object store.
 
         Raises:
-            Unavailable: Redis did not answer, but may have recorded them.
+            Unavailable: Redis did not respond, but may have recorded them.
         """
         encoded = {outcome.index: msgspec.json.encode(outcome) for outcome in outcomes}
         step = step_of(outcomes[0].index)
@@ -183,7 +183,7 @@ class FlowEngine:
         return JobEnd(marked, counting)
 
     async def advance(self, job: Job, end: JobEnd) -> list[StepRow]:
-        """Continues the run after items of a job. Returns rows to write."""
+        """Continues the run after a job's items. Returns rows to write."""
         envelope, marked = job.envelope, end.marked
         if marked.is_open and marked.jobs:
             step = step_of(end.outcomes[0].index)
@@ -200,7 +200,7 @@ class FlowEngine:
         return rows
 
     async def retry(self, job: Job, indexes: Sequence[int]) -> None:
-        """Publishes failed items of a job again, if they may be computed again."""
+        """Republishes a job's failed items if they may be computed again."""
         items = [item for item in job.body.items if item.index in indexes]
         envelope = msgspec.structs.replace(job.envelope, tries=job.envelope.tries + 1)
         await self._send(envelope, msgspec.structs.replace(job.body, items=items))
@@ -250,7 +250,7 @@ class FlowEngine:
     def _build_planned_rows(
         self, prediction: Prediction, state: RunState, envelope: Envelope
     ) -> list[StepRow]:
-        """Items that no worker ended. A worker would have recorded them when it pulled them."""
+        """Returns items that no worker ended. A worker records items when it pulls them."""
         rows, steps = [], plan_of(prediction).steps
         for index, data in state.outcomes.items():
             outcome, step = _outcomes.decode(data), steps[step_of(index)]
@@ -314,7 +314,7 @@ class FlowEngine:
         if noted == -2:
             reason = f"step {step.id!r}: unfinished predictions leave no room for it"
             raise _FlowFailed(ItemError(Overloaded.code, reason))
-        if noted <= 0:  # another process did it, or the run is over
+        if noted <= 0:  # another process did it, or the run has ended
             return noted < 0
         rows += [StepRow(model, own, outcome) for outcome in done.values()]
         await self._publish_first(envelope, number, len(jobs), run)
@@ -328,7 +328,7 @@ class FlowEngine:
         tenant: str,
         body: JobBody,
     ) -> tuple[list[Item], dict[int, ItemOutcome]]:
-        """Returns the items of a step, and the outcomes of items with invalid input."""
+        """Returns a step's items, and the outcomes of items with invalid input."""
         items, failed = list[Item](), dict[int, ItemOutcome]()
         is_kept, purges = body.cache_write and model.cache.ttl_s > 0, self._purges(model)
         taken = model.definition.step_schema(model).inputs
@@ -367,7 +367,7 @@ class FlowEngine:
     def _leave_unpaid(
         self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
     ) -> None:
-        """Marks cache hits as unpaid again if the plan that would pay for them does not count."""
+        """Marks cache hits as unpaid again if the plan that would pay for them doesn't count."""
         owed = {
             item.cache_key: mark
             for item in items
@@ -389,7 +389,7 @@ class FlowEngine:
         jobs: Sequence[int],
         step: FlowStep | None = None,
     ) -> None:
-        """Publishes jobs of a step, by default of the envelope's step."""
+        """Publishes a step's jobs. Default: the envelope's step."""
         model = None if step is None else self._catalog.find(step.model)
         sending = []
         for data in await self._runs.jobs(envelope.request_id, number, jobs):
@@ -449,8 +449,8 @@ class FlowEngine:
     ) -> None:
         """Ends the record of a closed or canceled run. Notifies waiters.
 
-        `again`: also if another process has ended it, because it may have died before notifying
-        them.
+        `again`: also if another process has ended it, because that process may have died before
+        notifying them.
         """
         if record.reply is not None and not again:
             return
@@ -474,10 +474,10 @@ class FlowEngine:
             try:
                 await self._publisher.publish(envelope.inbox, wakes, attributes)
             except BadInput:
-                return  # the instance is gone, and its caller as well
+                return  # the instance is gone, and so is its caller
 
     async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> bool:
-        """Ends the record unless it is over, or a caller has canceled it first.
+        """Ends the record unless it has already ended or a caller canceled it first.
 
         Returns whether this call ended it.
         """
@@ -492,7 +492,7 @@ class FlowEngine:
 
 
 class _FlowFailed(BadInput):
-    """The run ends with the error of a step."""
+    """The run ends with a step's error."""
 
     def __init__(self, error: ItemError) -> None:
         super().__init__(error.message, field=error.field)
@@ -504,7 +504,7 @@ def plan_of(prediction: Prediction) -> FlowPlan:
 
 
 def may_retry(job: Job, outcome: ItemOutcome) -> bool:
-    """Returns whether an item of a step should be computed again."""
+    """Returns whether a step's item should be computed again."""
     return (
         job.envelope.tries < job.envelope.retries
         and outcome.status == "failed"

@@ -1,6 +1,6 @@
-"""The state of a flow run, and what follows from it: values, steps that can start, and failures.
+"""A flow run's state, and what follows from it: values, steps that can start, and failures.
 
-It is rebuilt from Redis (shared/stores/flow_runs.py) at every step, so there is nothing to keep up
+It is rebuilt from Redis (shared/stores/flow_runs.py) at every step, so no state needs to be kept up
 to date.
 """
 
@@ -95,7 +95,7 @@ class Run:
 
     @cached_property
     def failure(self) -> ItemError | None:
-        """Why the run fails: the error of the first failed item without a default."""
+        """Returns why the run fails: the error of the first failed item without a default."""
         for index in sorted(self.outcomes):
             outcome, step = self.outcomes[index], self.plan.steps[step_of(index)]
             is_borne = step.has_default and outcome.status == "failed"
@@ -119,7 +119,7 @@ class Run:
 
     @property
     def receipts(self) -> list[ItemOutcome]:
-        """The outcomes of all items, without their results."""
+        """Returns the outcomes of all items, without their results."""
         return receipts_of(self.state)
 
 
@@ -142,7 +142,7 @@ async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
 async def outcomes_after(
     runs: FlowRuns, run_id: str, plan: FlowPlan, seen: int, *, is_over: bool
 ) -> AsyncIterator[tuple[int, ItemOutcome]]:
-    """Yields finished items of a run, in step and position order.
+    """Yields a run's finished items, in step and position order.
 
     An item is yielded only after those before it, as long as they may still finish.
 
@@ -192,6 +192,6 @@ def _error_of_step(step: FlowStep, index: int, error: ItemError) -> ItemError:
         if own is not None:
             reason = error.message.removeprefix(f"{error.field}: ")
             return ItemError(error.code, f"{own}: {reason}", own)
-        # not the caller's error: the value came from the previous step
+        # not the caller's mistake: the value came from the previous step
         known = ModelFailed(error.message)
     return ItemError(known.code, f"step {step.id!r}{item}: {error.message}")

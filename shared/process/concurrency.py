@@ -50,8 +50,8 @@ class BackgroundTask:
 def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
     """Yields the pause before each further attempt, in seconds.
 
-    Each pause is drawn at random between zero and a bound, so that clients that failed together do
-    not come back together. After a success, start over with a new iterator.
+    Each pause is drawn at random between zero and a bound, so that clients that failed together
+    don't retry together. After a success, start over with a new iterator.
 
     Args:
         first_s: bound of the first pause. It doubles with each pause.
@@ -68,10 +68,10 @@ def jittered(period_s: float) -> float:
 
 
 class FairPermits:
-    """A bounded number of permits, shared by owners, for example for threads of a blocking client.
+    """A limited number of permits shared by several owners, such as threads of a blocking client.
 
-    An owner may start if there are more free permits than it has. So an owner alone takes half of
-    them and leaves half, and only several owners at their maximum can take all. Waiting owners take
+    An owner may start if more permits are free than it already holds. So a single owner takes half
+    of them and leaves half, and only several owners together can take all. Waiting owners take
     turns.
     """
 
@@ -81,7 +81,7 @@ class FairPermits:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def take(self, owner: str) -> None:
-        """Waits for a permit. Must be followed by `give`, unless it raises."""
+        """Waits for a permit. The caller must call `give` afterwards, unless this raises."""
         if not self._waiting and self._may_start(owner):
             self._running[owner] += 1
             return
@@ -108,7 +108,7 @@ class FairPermits:
         return self._running[owner] < self._permits - self._running.total()
 
     def _start_next(self) -> None:
-        """Hands out permits while a waiting owner may have one, longest waiting first."""
+        """Hands out permits while any waiting owner may have one, longest waiting first."""
         while (owner := next(filter(self._may_start, self._waiting), None)) is not None:
             turn = self._waiting[owner].popleft()
             if self._waiting[owner]:

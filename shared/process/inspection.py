@@ -9,10 +9,10 @@ _PR_SET_DUMPABLE = 4
 
 
 def deny_inspection() -> None:
-    """Makes the system deny others access to `/proc/<pid>/environ` and to this process's memory.
+    """Makes the kernel deny other processes access to `/proc/<pid>/environ` and our memory.
 
-    This includes processes of the same user, unless they have a capability for it (PR_SET_DUMPABLE
-    in prctl(2)). Forks inherit it, but programs started by them do not. Linux only.
+    This includes processes of the same user, unless they have the required capability
+    (PR_SET_DUMPABLE in prctl(2)). Forks inherit this, but programs they execute do not. Linux only.
     """
     with contextlib.suppress(AttributeError, OSError):
         ctypes.CDLL(None).prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)

@@ -1,4 +1,4 @@
-"""Detects addresses that only this machine can reach, and keeps proxies away from them."""
+"""Detects addresses reachable only from this machine, and keeps proxies away from them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _GRPC_BYPASS_VARIABLE = "no_grpc_proxy"
 
 @lru_cache(maxsize=1024)
 def is_loopback(host: str) -> bool:
-    """Returns whether only this machine can reach `host`, a name or an address."""
+    """Returns whether `host`, a name or an address, is reachable only from this machine."""
     if host == "localhost" or host.endswith(".localhost"):  # RFC 6761
         return True
     try:
@@ -27,9 +27,9 @@ def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.enviro
     """Makes this process and its children reach this machine without a proxy.
 
     Each library has its own rules for `HTTP_PROXY` and `NO_PROXY`. gRPC, for example, reads only
-    the lowercase names, and `no_grpc_proxy` before `no_proxy`. So the hosts of this machine are
-    added to every exception variable. Call it first in a program, because some libraries read the
-    environment when imported.
+    the lowercase names, and `no_grpc_proxy` before `no_proxy`. So this machine's hosts are added to
+    every exception variable. Call it before anything else in a program, because some libraries read
+    the environment when imported.
 
     Args:
         variables: environment to change. Unchanged if it has no proxy.

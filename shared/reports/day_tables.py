@@ -1,7 +1,7 @@
 """Tables derived from rows one day at a time: `daily_usage` and `anomalies`.
 
-Each day is a partition. A query writes it with WRITE_TRUNCATE, which BigQuery does completely or
-not at all. So running it again replaces the day, and readers never see a partial one.
+Each day is a partition. A query writes it with WRITE_TRUNCATE, which BigQuery applies completely or
+not at all. So a rerun replaces the day, and readers never see a partial one.
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
 Days are in the billing time zone, for scheduled runs and for backfills.
@@ -31,11 +31,11 @@ from datetime import UTC, time, timedelta
 from shared.reports.definitions import find_zone
 
 AGAIN_DAYS = 3
-"""Number of earlier days that a scheduled run recomputes, because rows may arrive late."""
+"""Number of previous days that a scheduled run recomputes, because rows may arrive late."""
 MAX_DAYS = 31
 """Maximum number of days per call. A month fits."""
 SETTLING = timedelta(minutes=5)
-"""How long to wait for the rows of an hour before judging it."""
+"""How long to wait for an hour's rows before judging it."""
 
 DAILY_USAGE, ANOMALIES = "daily_usage", "anomalies"
 LIMITS: Mapping[str, int | float] = {
@@ -72,7 +72,7 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
         asked: `from` and `to`, both inclusive, such as 2026-10-31. Default: the last complete day
             and AGAIN_DAYS before it.
 
-    Raises:
+        BadInput: a field is invalid, the range is too long, or its last day has not ended yet.
         BadInput: a field is invalid, the range is too long, or its last day is not over yet.
     """
     if unknown := set(asked) - {"from", "to"}:
@@ -96,7 +96,7 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
 
 
 def hours_over(tz: str, now: datetime) -> tuple[BillingDay, datetime]:
-    """Returns the day whose hours to judge now, and the end of its last complete hour."""
+    """Returns the day whose hours should be judged now, and the end of its last complete hour."""
     settled = now - SETTLING
     day = BillingDay(settled.astimezone(find_zone(tz)).date(), tz)
     hours = (settled - day.since) // timedelta(hours=1)
@@ -107,7 +107,7 @@ def hours_over(tz: str, now: datetime) -> tuple[BillingDay, datetime]:
 
 
 def months_over(days: list[BillingDay], now: datetime) -> list[str]:
-    """Returns the completed months among these days, such as 2026-10. Only they have invoices."""
+    """Returns the completed months among these days, such as 2026-10. Only those have invoices."""
     months = {day.day.replace(day=1): day.tz for day in days}
     return [
         f"{first:%Y-%m}"
@@ -163,7 +163,7 @@ class DayTables:
         self._most_bytes = most_bytes
 
     def write_usage(self, day: BillingDay, limit_s: float = QUERY_LIMIT_S) -> None:
-        """Writes the totals of a day to `daily_usage`.
+        """Writes a day's totals to `daily_usage`.
 
         Raises:
             Unavailable: BigQuery is unreachable or rejected the query. The table is unchanged or
@@ -175,7 +175,7 @@ class DayTables:
     def write_anomalies(
         self, day: BillingDay, until: datetime, limit_s: float = QUERY_LIMIT_S
     ) -> None:
-        """Judges the hours of a day up to `until`, and writes `anomalies`.
+        """Judges a day's hours up to `until`, and writes `anomalies`.
 
         Raises:
             Unavailable: see `write_usage`.
@@ -183,7 +183,7 @@ class DayTables:
         self._replace(ANOMALIES, day.day, {"until": until, "tz": day.tz, **LIMITS}, limit_s)
 
     def anomalies(self, day: date, limit_s: float = QUERY_LIMIT_S) -> list[Anomaly]:
-        """Returns the anomalies of a day.
+        """Returns a day's anomalies.
 
         Raises:
             BadInput: there are too many rows.

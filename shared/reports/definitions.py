@@ -52,7 +52,7 @@ _PLOT = re.compile(r"(\w+) ([\w, ]+?) by (\w+)(?: and (\w+)|, one color per (\w+
 
 
 class ReportQuestion(NamedTuple):
-    """A question to a report: the parameters known to every report."""
+    """A question for a report: the parameters known to every report."""
 
     since: datetime
     """Start (inclusive), as @since."""
@@ -170,7 +170,7 @@ def find_zone(tz: str) -> ZoneInfo:
 
 @cache
 def _zones() -> frozenset[str]:
-    """Returns the names that BigQuery knows as well.
+    """Returns the time zone names that BigQuery knows as well.
 
     ZoneInfo also opens names that exist only on this machine, such as `posix/UTC` and `localtime`.
     """

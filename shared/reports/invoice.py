@@ -1,9 +1,9 @@
 """Monthly invoices, created from the lines of the `invoice` report.
 
-Rounding: a line's amount is the sum of its rows' cost, rounded half up to a millionth of a dollar.
-The total is the sum of the lines as shown. The amount due is the total, rounded half up to a cent,
-once. So the printed numbers add up, and differ from the rows by less than half a millionth per
-line.
+Rounding: a line's amount is the sum of its rows' costs, rounded half up to a millionth of a dollar.
+The total is the sum of the lines as shown. The amount due is the total, rounded half up to a cent
+only once. So the printed numbers add up, and differ from the rows by less than half a millionth of
+a dollar per line.
 
 An invoice is also rendered as a page to print (A4 or Letter) that states these rules.
 """
@@ -54,7 +54,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class InvoiceLine:
-    """The use of one model at one price, and the charge for it."""
+    """Usage of one model at one price, and the charge for it."""
 
     position: int
     """Line number, from 1."""
@@ -74,7 +74,7 @@ class InvoiceLine:
 
 @dataclass(frozen=True)
 class Invoice:
-    """The amount that one tenant owes for one month."""
+    """The amount owed by one tenant for one month."""
 
     number: str
     tenant: str
@@ -97,7 +97,7 @@ def invoices(result: ReportResult) -> list[Invoice]:
     """Returns one invoice per tenant and month, from a result of the `invoice` report."""
     lines: dict[tuple[str, date], list[dict[str, Any]]] = {}
     for record in result.records():
-        # Rows without a tenant do not belong to a customer. The report data_quality counts them.
+        # Rows without a tenant belong to no customer. The report data_quality counts them.
         if record["tenant"]:
             lines.setdefault((record["tenant"], record["month"]), []).append(record)
     return [
@@ -113,7 +113,7 @@ def invoices(result: ReportResult) -> list[Invoice]:
 
 
 def number_of(tenant: str, month: date) -> str:
-    """Returns the invoice number, which is unique and does not change when it is created again."""
+    """Returns the invoice number, which is unique and stays the same if it is created again."""
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:8].upper()
     return f"{month:%Y%m}-{digest}"
 

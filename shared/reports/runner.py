@@ -1,6 +1,6 @@
-"""Runs reports in BigQuery, with parameters only and a limit on the bytes read by a query.
+"""Runs reports in BigQuery, using only query parameters and a limit on bytes read per query.
 
-The plots of a result are series of numbers, for the page and the console.
+The plots of a result are series of numbers, used by the page and the console.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Source: https://cloud.google.com/bigquery/pricing (2023-07 and later); other reg
 """
 QUERY_LIMIT_S = 60.0
 RETRY_LIMIT_S = 5.0
-"""The client's default is ten minutes, which is too long for a person to wait."""
+"""The client's default of ten minutes is too long for a person to wait."""
 MAX_ROWS = 200_000
 INVALID_ZONE = "Invalid time zone"
 WRONG_ZONE = "tz: must be a time zone such as Europe/Berlin"
@@ -50,7 +50,7 @@ OTHERS = "others"
 _WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _UNITS = {"_usd": "US dollars", "_percent": "%", "_ms": "ms", "_s": "s"}
 _NOT_ADDED = ("_percent", "_ms", "_mean", "_burn", "_max")
-"""Suffixes of columns whose sum is meaningless."""
+"""Suffixes of columns that can't be meaningfully summed."""
 
 _Cells = dict[tuple[str, str], float | None]
 """Values by series and x."""
@@ -161,7 +161,7 @@ class ReportRunner:
         """
         question = widen(report, question, datetime.now(UTC))
         with translated_errors():
-            # Without a limit, because the result determines the required limit.
+            # No limit, because the result determines what limit is needed.
             config = self._config(report, question, values)
             config.dry_run = True
             job = self._client.query(
@@ -227,7 +227,7 @@ def opened_runner(
     most_bytes: int = MAX_BYTES,
     budgets_usd: Mapping[str, float] | None = None,
 ) -> Iterator[ReportRunner]:
-    """Yields a runner with a separate client. With an endpoint, it queries an embedded BigQuery.
+    """Yields a runner with its own client. With an endpoint, it queries an embedded BigQuery.
 
     Raises:
         Unavailable: there are no credentials.
@@ -237,14 +237,14 @@ def opened_runner(
 
 
 def _fetch_rows(result: RowIterator) -> list[tuple[Any, ...]]:
-    """Returns the rows of all pages. The next page is fetched while one is read."""
+    """Returns the rows of all pages. The next page is fetched while one is being read."""
     pages = iter(result.pages)
     rows: list[tuple[Any, ...]] = []
     with ThreadPoolExecutor(1) as fetching:
         coming = fetching.submit(next, pages, None)
         while (page := coming.result()) is not None:
             coming = fetching.submit(next, pages, None)
-            # values() would copy each row deeply: a third of the time for a long result.
+            # values() would deep-copy each row: a third of the time for a long result.
             rows += [row[:] for row in page]
     return rows
 
@@ -257,7 +257,7 @@ def translated_errors() -> Iterator[None]:
         BadInput: BigQuery does not know the time zone. Its list may be older than ours.
         Unavailable: BigQuery is unreachable or rejected the query.
     """
-    # Imported when needed, because Google's client takes half a second.
+    # Imported when needed, because importing Google's client takes half a second.
     from google.api_core.exceptions import GoogleAPIError
     from google.auth.exceptions import DefaultCredentialsError, GoogleAuthError
     from requests.exceptions import RequestException
@@ -265,7 +265,7 @@ def translated_errors() -> Iterator[None]:
     try:
         yield
     except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
-        # The other lines name the job, which is not useful here.
+        # The other lines identify the job, which is not useful here.
         first = (str(error).splitlines() or [repr(error)])[0]
         if INVALID_ZONE in first:
             raise BadInput(f"BigQuery: {first}", field="tz", public=WRONG_ZONE) from error
@@ -321,7 +321,7 @@ def _drawing(result: ReportResult, plot: Plot) -> Drawing:
 
 
 def _cells(result: ReportResult, plot: Plot) -> _Cells:
-    """Returns the values by series and x. Values with the same x are added up."""
+    """Returns values by series and x. Values with the same x are summed."""
     cells: _Cells = {}
     for record in result.records():
         x = _label(record[plot.by])

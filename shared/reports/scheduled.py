@@ -34,7 +34,7 @@ from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import open_client
 
 RUN_LIMIT_S = 500.0
-"""A day takes seconds. Cloud Scheduler waits for ten minutes."""
+"""A day takes seconds. Cloud Scheduler waits up to ten minutes."""
 PUTS_AT_ONCE = 8
 HTML = "text/html; charset=utf-8"
 
@@ -179,7 +179,7 @@ def opened_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
 
 
 class _Steps:
-    """The time of a run, shared by its steps."""
+    """A run's time limit, shared by its steps."""
 
     def __init__(self, limit_s: float) -> None:
         self._limit_s = limit_s

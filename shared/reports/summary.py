@@ -83,7 +83,7 @@ def _largest(
 
 
 def as_text(summary: Summary) -> str:
-    """Returns the summary for email programs and terminals without HTML."""
+    """Returns the summary as plain text, for email clients and terminals without HTML."""
     parts = [summary.subject, "", *_notes(summary), ""]
     for title, lines in (("Tenants", summary.tenants), ("Models", summary.models)):
         width = max((len(_plain(name)) for name, _ in lines), default=0)
@@ -100,7 +100,7 @@ def as_text(summary: Summary) -> str:
 
 
 def as_html(summary: Summary) -> str:
-    """Returns the summary as HTML for email. Styles are inline, because programs drop others."""
+    """Returns the summary as HTML for email. Styles are inline, as email clients drop others."""
     subject = html.escape(summary.subject)
     notes = "".join(
         f'<p style="margin:0 0 8px">{html.escape(note)}</p>' for note in _notes(summary)
@@ -177,7 +177,7 @@ def _cells(line: Mapping[str, float]) -> list[str]:
 
 
 def _cell(name: str, value: float) -> str:
-    if name == "week_ago_usd" and not value:  # or that day was never added up
+    if name == "week_ago_usd" and not value:  # or that day was never aggregated
         return "-"
     return dollars(value) if name.endswith("_usd") else f"{value:,.0f}"
 
@@ -187,7 +187,7 @@ def _plural(noun: str, count: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Returns a name as a single line of text, because names are set by others."""
+    """Returns a name as a single line of text, because callers choose names."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 

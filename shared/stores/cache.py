@@ -94,14 +94,14 @@ class RedisLevel:
     async def get(self, keys: Sequence[str]) -> list[bytes | None] | None:
         """Returns the values of `keys` in order, with None for missing ones.
 
-        Returns None if Redis did not answer.
+        Returns None if Redis did not respond.
         """
         return await self._reads.call(keys) if self._link.is_up else None
 
     async def take(self, keys: Sequence[str]) -> list[bytes | None] | None:
         """Returns and deletes values. Among concurrent callers, only one gets each value.
 
-        Returns None if Redis did not answer.
+        Returns None if Redis did not respond.
         """
         return await self._takes.call(keys) if self._link.is_up else None
 
@@ -383,7 +383,7 @@ class ResultCache(RedisStore):
             marked: entries that have marks, by cache key.
 
         Returns:
-            None if Redis did not answer.
+            None if Redis did not respond.
         """
         taking = asyncio.create_task(self._take(list(marked)))
         try:

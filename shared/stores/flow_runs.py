@@ -18,7 +18,7 @@ The scripts next to this file (flow_*.lua) decide which results count: the first
 first outcome of an item, and nothing once the run is closed or over. So repeating a call, after any
 crash, leads to the same result.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class FlowRuns:
         """Records the outcomes of a job's items.
 
         Raises:
-            Unavailable: Redis did not answer, but may have recorded them.
+            Unavailable: Redis did not respond, but may have recorded them.
         """
         pairs = [part for index, outcome in outcomes.items() for part in (index, outcome)]
         args = (step, WINDOW_JOBS, min(outcomes), *pairs)
@@ -138,7 +138,7 @@ class FlowRuns:
         """Closes a run, so that no further items count. Returns whether it was open.
 
         Raises:
-            Unavailable: Redis did not answer, but may have closed it.
+            Unavailable: Redis did not respond, but may have closed it.
         """
         record, _ = self._keys(run)
         args = (reason, self._redis.canceled_channel, run)

@@ -5,7 +5,7 @@ The process that ends the record makes its hold due (record_budget.lua). Any ins
 holds and settles them based on the record. Settling removes the hold in the same script that counts
 (api/limits/take.lua), so it happens once.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ value with a version, so that a reader never sees half of a change, and two conc
 not undo each other's changes. Nothing has a TTL, so Redis does not evict it. A Redis that lost its
 data has no version. Readers then keep their snapshot, and a copy of it in their region's Redis.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class KeyRedis(RedisStore):
         """Replaces the directory if it has this version, and records the action.
 
         Raises:
-            Unavailable: Redis did not answer, but may have replaced it.
+            Unavailable: Redis did not respond, but may have replaced it.
         """
         args = (version, secrets.token_hex(8), data, msgspec.json.encode(act), MAX_AUDIT_EVENTS)
         done = await self._commands.run_script(_REPLACE, [self._directory, self._audit], *args)

@@ -3,7 +3,7 @@
 A stored prediction is a record with a document (shared/stores/records.py), which is created before
 its job is published and kept for a set time after its end.
 
-Calls raise Unavailable if Redis does not answer, because the API must not promise anything that is
+Calls raise Unavailable if Redis does not respond, because the API must not promise anything that is
 not stored.
 """
 
@@ -92,7 +92,7 @@ class PredictionStore:
 
         Raises:
             Overloaded: there is no room for it because of unfinished predictions.
-            Unavailable: Redis did not answer, but may have created the record.
+            Unavailable: Redis did not respond, but may have created the record.
         """
         keys = (
             *self._keys(record),
@@ -132,7 +132,7 @@ class PredictionStore:
 
         Raises:
             Overloaded: there is no room for it because of unfinished predictions.
-            Unavailable: Redis did not answer, but may have stored it.
+            Unavailable: Redis did not respond, but may have stored it.
         """
         keys = (*self._keys(record), self._tenant_key(tenant))
         about = (time.time(), created_at_s, keep_s, tenant, record, document, reply)
@@ -163,7 +163,7 @@ class PredictionStore:
 
         Raises:
             Overloaded: there is no room for it because of unfinished predictions.
-            Unavailable: Redis did not answer, but may have stored it.
+            Unavailable: Redis did not respond, but may have stored it.
         """
         known = hashlib.sha1(replaces, usedforsecurity=False).hexdigest() if replaces else ""
         args = (time.time(), "" if keep_s is None else keep_s, tenant, document, known)

@@ -4,7 +4,7 @@ A reader of a prediction's events regularly marks it as watched. Workers see the
 report progress, and skip previews for predictions that nobody is watching. Streams are bounded and
 expire, so unlike records they are not part of a budget.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations

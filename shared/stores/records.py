@@ -17,7 +17,7 @@ the scripts next to this file (record_*.lua) write records. Claims and finishes 
 numbers, so their scripts take several records: one script for 100 records costs little more than
 one for a single record.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class Records:
         return held
 
     # For workers. Jobs are done with or without Redis, so these never raise, and return None if it
-    # did not answer.
+    # did not respond.
 
     async def wait_up(self, limit_s: float) -> bool:
         """Waits up to `limit_s` until Redis is in use. Returns whether it is."""

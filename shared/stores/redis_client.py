@@ -227,7 +227,7 @@ async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
     """Returns why this Redis may drop keys without a TTL. Empty: it keeps them.
 
     Raises:
-        RedisError, OSError: Redis did not answer.
+        RedisError, OSError: Redis did not respond.
     """
     try:
         memory = await client.info("memory")
@@ -351,7 +351,7 @@ class RedisLink:
         """Runs a script in a separate round trip, for use in the `send` of a batcher.
 
         Raises:
-            RedisError: Redis did not answer, or rejected the call.
+            RedisError: Redis did not respond, or rejected the call.
         """
         (answer,) = await self.exchange([("EVALSHA", script.digest, len(keys), *keys, *args)])
         if isinstance(answer, NoScriptError):  # Redis restarted, and needs the script again by EVAL
@@ -487,7 +487,7 @@ class Commands:
         """Runs a command and returns its answer.
 
         Raises:
-            Unavailable: Redis rejected the command or did not answer. It may still have run it.
+            Unavailable: Redis rejected the command or did not respond. It may still have run it.
         """
         return await self._run(_Call(words))
 
@@ -495,7 +495,7 @@ class Commands:
         """Runs a script and returns its answer.
 
         Raises:
-            Unavailable: Redis rejected the script or did not answer. It may still have run it.
+            Unavailable: Redis rejected the script or did not respond. It may still have run it.
         """
         return await self._run(_Call((len(keys), *keys, *args), script))
 

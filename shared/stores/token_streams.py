@@ -16,7 +16,7 @@ which does not need this stream.
 `TokenReader` polls Redis once for all streams that an API instance serves. It reads no more tokens
 for a slow reader until the reader has taken its current ones, so memory is bounded.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class TokenStreams:
         Returns:
             For each chunk, the resulting number of tokens in its stream. If it is less than the end
             of the chunk, earlier tokens are missing: append everything from there. None: another
-            worker has the item now, or the record is over. None for all: Redis did not answer.
+            worker has the item now, or the record is over. None for all: Redis did not respond.
         """
         keys = [key for write in written for key in self._keys(write.record, write.item)]
         args: list[str | bytes | float] = [KEPT_S]

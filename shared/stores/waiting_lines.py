@@ -4,7 +4,7 @@ Workers start a tenant's predictions by deadline, so its queue is in that order.
 learn how many other tenants are waiting, but their load shows in the speed of this queue. That
 is measured between reads, so it is known only while the queue is being read.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations

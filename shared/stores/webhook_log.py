@@ -1,6 +1,6 @@
 """A bounded log of a prediction's webhook attempts, without bodies, secrets or URLs.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations

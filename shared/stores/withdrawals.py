@@ -104,7 +104,7 @@ class WithdrawalStore(RedisStore):
         """Withdraws a revision. Returns whether it was newly withdrawn.
 
         Raises:
-            Unavailable: Redis did not answer, but may have withdrawn it.
+            Unavailable: Redis did not respond, but may have withdrawn it.
         """
         name = revision_id(withdrawal.model, withdrawal.revision).encode()
         args = (_WITHDRAWN + name, _PURGES + name, msgspec.json.encode(withdrawal))
@@ -114,7 +114,7 @@ class WithdrawalStore(RedisStore):
         """Ends a withdrawal. Returns whether there was one.
 
         Raises:
-            Unavailable: Redis did not answer, but may have ended it.
+            Unavailable: Redis did not respond, but may have ended it.
         """
         field = _WITHDRAWN + revision_id(model, revision).encode()
         return bool(await self._commands.run("HDEL", self._key, field))

@@ -7,8 +7,8 @@
                 "hash": "…", "created_s": 1767225600}]
     }
 
-A tenant that is not listed, or has no plan, has the `default` plan if it exists. Otherwise, it has
-no limits. A file and Redis store the same document.
+A tenant that is not listed, or has no plan, gets the `default` plan if it exists. Otherwise, it has
+no limits. Files and Redis store the same document.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.tenants.api_key import ID_PATTERN, SALT_BYTES, ApiKey, hash_of
 from shared.tenants.plan import DEFAULT_PLAN, Caller, Limits, Plan, Rates
 
 MAX_TENANT_BYTES = 256
-"""The tenant is an attribute of each message. Attributes have at most 1,024 bytes."""
+"""The tenant is a message attribute, and attributes have at most 1,024 bytes."""
 MAX_KEYS = 10_000
 DEFAULT_PLAN_NAME = "default"
 HASH_BYTES = 32
@@ -110,7 +110,7 @@ class StoredKey(
     """SHA-256 of salt and key, in hex."""
     created_s: Seconds
     previous_hash: _Hash = ""
-    """The same for the secret before the last rotation."""
+    """Same, for the secret before the last rotation."""
     previous_until_s: Seconds = 0
     """Unix time until which that secret is accepted."""
     scopes: tuple[Scope, ...] = ("all",)
@@ -179,10 +179,10 @@ class Directory:
         self._entries = {key.id: _entry(key, document) for key in document.keys}
 
     def find(self, key: ApiKey, now_s: float) -> Found:
-        """Finds the owner of a key. Takes one digest and two comparisons for every key."""
+        """Finds a key's owner. Takes one digest and two comparisons for every key."""
         entry = self._entries.get(key.id, _NOBODY)
         key_hash = hash_of(entry.salt, key)
-        # No shortcuts: an unknown ID, a wrong secret, and a rejected key take the same time.
+        # No shortcuts: unknown IDs, wrong secrets and rejected keys all take the same time.
         is_current = hmac.compare_digest(key_hash, entry.hash)
         is_previous = hmac.compare_digest(key_hash, entry.previous_hash)
         is_known = is_current | (is_previous & (now_s < entry.previous_until_s))
@@ -255,8 +255,8 @@ def is_frozen(tenant: str, document: Document) -> bool:
 def encode_document(document: Document) -> bytes:
     """Returns the document as readable JSON.
 
-    Plans and limits include only values that differ from the defaults: a release rejects unknown
-    fields, so an earlier one can read a document that uses no new fields.
+    Plans and limits include only values that differ from the defaults. Releases reject unknown
+    fields, so an earlier release can still read a document that uses no new fields.
     """
     fields = msgspec.to_builtins(document)
     fields["plans"] = {name: _differing(plan) for name, plan in document.plans.items()}

@@ -46,7 +46,7 @@ class AuditEvent(msgspec.Struct, frozen=True, kw_only=True):
     actor: str
     """`key <id>`, or `user <name>` for the command line."""
     address: str
-    """The caller's network address, or the host name for the command line."""
+    """The caller's network address, or the host name if the command line was used."""
     action: str
     """The action, such as `key.create`."""
     target: str

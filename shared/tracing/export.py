@@ -3,8 +3,8 @@
 Imported only if an endpoint is configured (shared/tracing/setup.py). The SDK reads its standard
 variables itself: OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES, OTEL_SERVICE_NAME.
 
-Nothing here waits for the collector. The queue is bounded, and spans that do not fit are dropped
-and counted.
+Nothing here waits for the collector. The queue is bounded, and spans that don't fit are dropped and
+counted.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ from prometheus_client import Counter
 from shared.tracing.spans import Attributes, Kind, TraceContext
 
 CLOSE_LIMIT_S = 2.0
-"""Time limit for remaining spans when the process ends. The API has 10 s in total after SIGTERM."""
+"""Time limit for sending remaining spans at exit. The API has 10 s in total after SIGTERM."""
 MAX_LINKS = 8
-"""Each costs 8 µs, and a batch of 32 jobs would have a thousand."""
+"""Each link costs 8 µs, and a batch of 32 jobs would have a thousand."""
 QUEUE_SPANS = 2048
 """The default of OTEL_BSP_MAX_QUEUE_SIZE. About 2 MB."""
 SPANS = Counter(
@@ -61,7 +61,7 @@ log = logging.getLogger(__name__)
 
 
 class OtlpTracer:
-    """A Tracer that exports spans. `close` sends remaining ones.
+    """A Tracer that exports spans. `close` sends the remaining ones.
 
     Args:
         facts: attributes of this process, overridden by the environment.
@@ -109,7 +109,7 @@ class OtlpTracer:
     ) -> tuple[TraceContext | None, OtlpSpan | None]:
         """Starts a span. See Tracer.
 
-        Most calls end in the first four lines, which therefore use the SDK as little as possible.
+        Most calls end in the first four lines, so these use the SDK as little as possible.
         """
         if parent is None and not self._keeps_new_trace(name):
             return None, None
@@ -128,12 +128,12 @@ class OtlpTracer:
         return context, OtlpSpan(span, self._broker) if span.is_recording() else None
 
     def _keeps_new_trace(self, name: str) -> bool:
-        """Returns whether to keep a trace that begins here. If so, its ID is the next one."""
+        """Returns whether to keep a trace that starts here. If so, its ID is used next."""
         trace_id = self._ids.choose_trace_id()
         return self._sampler.should_sample(None, trace_id, name).decision != Decision.DROP
 
     def close(self) -> None:
-        """Sends remaining spans, for at most CLOSE_LIMIT_S. The rest is lost."""
+        """Sends remaining spans, for at most CLOSE_LIMIT_S. Any others are lost."""
         closing = threading.Thread(target=self._queue.shutdown, name="traces-close", daemon=True)
         closing.start()
         closing.join(CLOSE_LIMIT_S)
@@ -143,7 +143,7 @@ class OtlpTracer:
 
 
 class OtlpSpan:
-    """A RecordedSpan of the SDK."""
+    """A RecordedSpan backed by the SDK."""
 
     def __init__(self, span: Span, broker: str) -> None:
         self._span = span
@@ -200,7 +200,7 @@ class _CountedExporter(SpanExporter):
 
 
 class _BoundedQueue(SpanProcessor):
-    """The SDK's batches, with a bound that counts dropped spans, which the SDK's own does not."""
+    """The SDK's batches, with a limit that counts dropped spans, unlike the SDK's own."""
 
     def __init__(self, exporter: _CountedExporter) -> None:
         self._exporter = exporter
@@ -209,7 +209,7 @@ class _BoundedQueue(SpanProcessor):
         self._added = 0
 
     def on_end(self, span: ReadableSpan) -> None:
-        # Both numbers only grow, each in a separate thread, so a lock is not needed.
+        # Both numbers only grow, each in its own thread, so no lock is needed.
         if self._added - self._exporter.taken >= self._room:
             SPANS.labels("dropped").inc()
             return
@@ -221,9 +221,9 @@ class _BoundedQueue(SpanProcessor):
 
 
 def _context_of(parent: TraceContext | None) -> Context:
-    """Returns the SDK's form.
+    """Converts a parent to the SDK's context.
 
-    Without a parent, an empty context, because the SDK must not look for another.
+    Without a parent, the context is empty, because the SDK must not look for another one.
     """
     if parent is None:
         return Context()

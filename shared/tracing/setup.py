@@ -1,8 +1,8 @@
-"""Turns tracing on for a process if the environment names a collector.
+"""Enables tracing for a process if the environment specifies a collector.
 
-The variables are OpenTelemetry's own. The SDK reads most of them, and logs those it can't read.
-Mistakes that would change the cost or prevent sending are checked here, so that they stop the
-process at startup.
+The variables are the ones defined by OpenTelemetry. The SDK reads most of them, and logs those it
+can't read. Mistakes that would change the cost or prevent sending are checked here, so that they
+stop the process at startup.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def traced(
     instance: str = "",
     decides: bool = False,
 ) -> Iterator[None]:
-    """Exports this process's spans while the block runs, if a collector is configured.
+    """Exports this process's spans inside the context, if a collector is configured.
 
     Args:
-        service: `service.name`, unless the environment names another.
+        service: `service.name`, unless the environment specifies another.
         project: Google Cloud project, which the Telemetry API requires.
         broker: `messaging.system` of spans about messages.
         instance: name of this process. Empty: host and process ID.
-        decides: True if this process decides which traces are kept. Others follow the flag in the
-            message.
+        decides: True if this process decides which traces are kept. Others follow the message's
+            flag.
 
     Raises:
         ConfigurationError: a variable is invalid.

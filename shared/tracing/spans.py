@@ -20,9 +20,9 @@ from types import TracebackType
 from typing import Literal, Protocol
 
 MAX_TRACESTATE_CHARS = 512
-"""Maximum characters.
+"""Maximum length in characters.
 
-The standard asks to pass on this many, and an attribute has at most 1,024 bytes.
+The standard requires this many to be passed on, and an attribute has at most 1,024 bytes.
 """
 MAX_MEMBERS = 32
 _TRACEPARENT = re.compile(
@@ -37,8 +37,8 @@ _current: ContextVar[TraceContext | None] = ContextVar("trace", default=None)
 Kind = Literal["internal", "server", "client", "producer", "consumer"]
 Attributes = Mapping[str, str | int | float | bool]
 STAGE = "penstock.stage"
-"""The attribute that names the part of the path that a span covers: receive, cache, publish, queue,
-batch, infer, reply, and `hold` if the API holds a job back.
+"""Attribute that identifies the stage that a span covers: receive, cache, publish, queue, batch,
+infer, reply, and `hold` if the API holds a job back.
 
 A webhook has `webhook`, and a dead letter `dead_letter`.
 """
@@ -46,7 +46,7 @@ A webhook has `webhook`, and a dead letter `dead_letter`.
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span of a trace, as referred to by its children.
+    """A span of a trace, as its children refer to it.
 
     `traceparent` is valid and has version 00. `tracestate` is valid and bounded, or empty.
     """
@@ -66,12 +66,12 @@ class TraceContext:
 
     @property
     def is_sampled(self) -> bool:
-        """True if spans of this trace are kept. The first process decides for all others."""
+        """True if this trace's spans are kept. The first process decides for all others."""
         return bool(int(self.traceparent[53:], 16) & 1)
 
     @property
     def exemplar(self) -> dict[str, str] | None:
-        """Returns the labels of a metric's exemplar. None for a trace that can't be looked up."""
+        """Returns the labels of a metric's exemplar. None if the trace can't be looked up."""
         return {"trace_id": self.trace_id, "span_id": self.span_id} if self.is_sampled else None
 
     def attributes(self) -> dict[str, str]:
@@ -83,7 +83,7 @@ class TraceContext:
 
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Returns the context of a caller. None if it sent none, or an invalid one."""
+    """Returns a caller's context. None if it sent none, or an invalid one."""
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None:
         return None
@@ -128,23 +128,23 @@ def _bound_tracestate(tracestate: str) -> str:
 
 
 def current() -> TraceContext | None:
-    """Returns the trace that the current task works for. Tasks that it creates inherit it."""
+    """Returns the trace that the current task belongs to. Tasks that it creates inherit it."""
     return _current.get()
 
 
 def set_current(context: TraceContext | None) -> Token[TraceContext | None]:
-    """Sets the context of the current task. The token restores the previous one."""
+    """Sets the current task's context. The token restores the previous one."""
     return _current.set(context)
 
 
 def reset_current(token: Token[TraceContext | None]) -> None:
-    """Reverts a `set_current`."""
+    """Undoes a `set_current`."""
     _current.reset(token)
 
 
 @contextmanager
 def entered(context: TraceContext | None) -> Iterator[None]:
-    """Sets the context of the current task for the duration of the block."""
+    """Sets the current task's context inside a `with` block."""
     token = _current.set(context)
     try:
         yield
@@ -153,7 +153,7 @@ def entered(context: TraceContext | None) -> Iterator[None]:
 
 
 class RecordedSpan(Protocol):
-    """A started span, as kept by an exporter."""
+    """A started span, as held by an exporter."""
 
     def end(self, name: str, attributes: Attributes, error: str, ended_s: float) -> None:
         """Ends it at the Unix time `ended_s`. `error` is the kind of its failure, or empty."""
@@ -170,9 +170,9 @@ class Tracer(Protocol):
         parent: TraceContext | None,
         links: Sequence[TraceContext] = (),
     ) -> tuple[TraceContext | None, RecordedSpan | None]:
-        """Starts a span. None instead of a span: its trace is not kept.
+        """Starts a span. Returns None instead of a span if its trace is not kept.
 
-        A trace that begins here and is not kept does not have a context either.
+        If that trace starts here, it has no context either.
         """
 
 
@@ -208,12 +208,12 @@ class _Installed:
 
 
 def install(tracer: Tracer | None) -> None:
-    """Sends spans of this process to `tracer` from now on. None: nowhere."""
+    """Sends this process's spans to `tracer` from now on. None: nowhere."""
     _Installed.tracer = tracer
 
 
 def begin(name: str, kind: Kind, started_s: float, parent: TraceContext | None) -> Span:
-    """Starts the first span of this process, which may decide whether its trace is kept."""
+    """Starts this process's first span, which may decide whether its trace is kept."""
     tracer = _Installed.tracer
     if tracer is None:
         return Span(name, parent, None)
@@ -292,7 +292,7 @@ def record(
 ) -> None:
     """Creates a span from its start and end, in Unix time.
 
-    A start after the end is moved to the end.
+    If the start is after the end, it is moved to the end.
 
     Args:
         times_s: start and end. The clocks of two machines may disagree about their order.

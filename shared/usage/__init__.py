@@ -1,1 +1,1 @@
-"""Usage rows on their way to BigQuery."""
+"""Usage rows: what they contain, and how they reach BigQuery."""

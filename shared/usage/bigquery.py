@@ -1,14 +1,14 @@
-"""Rows on their way to BigQuery: stored on disk until sent, and the use of Google's client.
+"""Sends rows to BigQuery: stores them on disk until sent, and wraps Google's client.
 
-Segments of JSON lines are in a folder that processes may share. Each owner locks its segments. A
-lock (flock) ends with its process, however that ends. So a segment that can be locked has no living
-owner, and the process that locks it sends its rows. Nothing is synced: written rows outlive the
-process, but not the machine.
+Rows are stored in segments of JSON lines, in a folder that processes may share. Each owner locks
+its segments. A lock (flock) is released when its process ends, however that happens. So a segment
+that can be locked has no living owner, and the process that locks it sends its rows. Nothing is
+fsynced: written rows survive a crash of the process, but not of the machine.
 
-A segment that waits for long is compressed, to a fifth of its size. A packed segment is gzip of the
-same lines. Its name has the number of rows, so they can be counted without reading it:
-`<segment>.<rows>.gz`. It replaces the segment in one rename. A process that dies in between leaves
-both, and the packed one counts.
+A segment that waits for a long time is compressed to a fifth of its size. A packed segment is a
+gzip of the same lines. Its name includes the number of rows, so that they can be counted without
+reading it: `<segment>.<rows>.gz`. It replaces the segment with one rename. If a process dies in
+between, both remain, and the packed one counts.
 
 Google's client writes rows and runs queries. Its errors are translated, and rejected rows are
 separated from those to retry. The sending thread imports it with the first rows, because the import
@@ -41,7 +41,7 @@ log = logging.getLogger(__name__)
 PACKED_SUFFIX = ".gz"
 HALF_MADE = ".new"
 LEVEL = 1
-"""4 µs of CPU per row, as much as writing it. Level 6 takes 10 µs for a sixth less."""
+"""Takes 4 µs of CPU per row, as much as writing it. Level 6 takes 10 µs to save a sixth more."""
 
 CREATE_TRIES = 3
 
@@ -51,7 +51,7 @@ REJECTED = Counter(
 )
 
 Fields = dict[str, Any]
-"""One row by column."""
+"""One row, by column name."""
 _ENCODER = msgspec.json.Encoder()
 
 SEND_TIMEOUT_S = 10.0
@@ -81,13 +81,13 @@ def is_packed(path: Path) -> bool:
 
 
 def rows_in(path: Path) -> int:
-    """Returns the rows in a packed segment, by its name. 0 if the name has another form."""
+    """Returns the number of rows in a packed segment, from its name. 0 for any other name."""
     count = path.name.removesuffix(PACKED_SUFFIX).rpartition(".")[2]
     return int(count) if count.isdecimal() else 0
 
 
 def original_of(path: Path) -> Path:
-    """Returns the segment that a packed one has replaced."""
+    """Returns the path of the segment replaced by a packed one."""
     return path.with_name(path.name.removesuffix(PACKED_SUFFIX).rpartition(".")[0] + ".segment")
 
 
@@ -155,7 +155,7 @@ class Segment:
         After an error, nothing more may be appended, because the last line may be incomplete.
 
         Raises:
-            OSError: the disk did not accept all of it.
+            OSError: not all of it could be written.
         """
         lines = b"".join(_ENCODER.encode(row) + b"\n" for row in rows)
         taken_bytes = os.write(self._fd, lines)
@@ -188,7 +188,7 @@ class Spool:
     Two threads may call `create` and `release` concurrently. Other methods belong to one thread.
 
     Args:
-        max_bytes: limit of all segments without an owner. Above it, new segments are not created.
+        max_bytes: limit for all segments without an owner. Beyond it, no new segments are created.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -228,7 +228,7 @@ class Spool:
         for _ in range(CREATE_TRIES):
             path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
             fd = self._open_new(path)
-            # Another process may have passed before the lock was ours, and deleted the empty file.
+            # Another process may have deleted the empty file before we locked it.
             if _lock(fd) and os.fstat(fd).st_nlink:
                 return Segment(path, fd)
             os.close(fd)
@@ -247,7 +247,7 @@ class Spool:
 
         None if there are no such segments.
 
-        It still counts as unowned until the caller removes it there.
+        It still counts as having no owner until the caller removes it.
         """
         for is_new in (False, True):
             if is_new:
@@ -282,7 +282,7 @@ class Spool:
         return None
 
     def _decode(self, data: bytes) -> list[Fields]:
-        """Reads complete lines only. A writer that died within a line never reported it as safe."""
+        """Reads only complete lines. A writer that died mid-line never reported it as safe."""
         rows, unreadable = [], []
         for line in data.split(b"\n")[:-1]:
             try:
@@ -361,7 +361,7 @@ class Spool:
         self._unseen = list(segments)
 
     def release(self, segment: Segment, rows: int) -> None:
-        """Releases a segment to the next process that adopts it, which may be this one."""
+        """Releases a segment to the next process that adopts it, possibly this one."""
         self.unowned[segment.path] = SegmentSize(rows, segment.size_bytes)
         segment.release()
 
@@ -371,7 +371,7 @@ class Spool:
             segment.path.unlink(missing_ok=True)
         except (
             OSError
-        ) as error:  # a disk that became read-only: skipped, or it would be sent forever
+        ) as error:  # the disk became read-only: skip it, or it would be resent forever
             self._stuck.add(segment.path)
             log.warning(
                 "segment not removed", extra={"path": str(segment.path), "reason": str(error)}
@@ -412,7 +412,7 @@ def _lock(fd: int) -> bool:
 
 
 class BigQuerySender:
-    """insertAll with Google's client, with translated errors.
+    """insertAll through Google's client, with translated errors.
 
     Args:
         table: `DATASET.TABLE`.
@@ -420,7 +420,7 @@ class BigQuerySender:
     """
 
     linger_s = 1.0
-    """One insertAll costs as much CPU as a request, and rows are not urgent."""
+    """An insertAll costs as much CPU as a request, and rows are not urgent."""
 
     def __init__(self, project: str, table: str, endpoint: str) -> None:
         self._project = project
@@ -431,11 +431,11 @@ class BigQuerySender:
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
         """Inserts `rows`. Returns permanently rejected rows with BigQuery's reason.
 
-        A table of an older release does not have the newest columns. Rows are then written without
-        them, and counted.
+        A table from an older release lacks the newest columns. Rows are then written without them,
+        and counted.
 
         Raises:
-            Unavailable: nothing was inserted, as far as known. Try again.
+            Unavailable: as far as is known, nothing was inserted. Try again.
         """
         refused = self._insert(rows)
         older = [row for row, reason in refused if NO_FIELD in reason]
@@ -501,7 +501,7 @@ def run_query(
         limit_s: maximum seconds per query.
 
     Raises:
-        Unavailable: it took longer.
+        Unavailable: it took too long.
         google.api_core.exceptions.GoogleAPIError: BigQuery rejected the query or is unreachable.
     """
     from google.api_core.exceptions import GoogleAPICallError
@@ -532,7 +532,7 @@ def public_reason(reason: str, otherwise: str) -> str:
 
 
 def _cancel(job: Any) -> None:
-    """Asks BigQuery to end an abandoned job. The job's own time limit ends it in any case."""
+    """Asks BigQuery to cancel an abandoned job. The job's own time limit ends it in any case."""
     from google.api_core.exceptions import GoogleAPIError
     from requests.exceptions import RequestException
 
@@ -548,12 +548,12 @@ def _too_slow(limit_s: float, error: Exception) -> Unavailable:
 
 
 def _insert_id(row: Fields) -> str:
-    """Returns the ID by which BigQuery drops duplicates, best effort. Different rows are kept."""
+    """Returns the ID by which BigQuery drops duplicates, best effort. Distinct rows are kept."""
     return ":".join(str(row[name]) for name in ("row_id", "status", "attempt") if name in row)
 
 
 def open_client(project: str, endpoint: str) -> Any:
-    """Returns Google's client for a project. With an endpoint, for an embedded BigQuery."""
+    """Returns Google's client for a project. With an endpoint, it uses an embedded BigQuery."""
     from google.auth.credentials import AnonymousCredentials
     from google.cloud import bigquery
 

@@ -160,12 +160,12 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class RowSink(Protocol):
-    """Takes rows. Never blocks and never raises."""
+    """Accepts rows. Never blocks and never raises."""
 
     def write(self, *rows: Row, on_safe: Callable[[], None] | None = None) -> None:
         """Queues rows.
 
-        `on_safe` is called once the rows would survive the death of this process.
+        `on_safe` is called once the rows would survive a crash of this process.
         """
 
 
@@ -177,7 +177,7 @@ def row_of(
     replied_at_s: float | None = None,
     **facts: Any,
 ) -> Row:
-    """Returns the row of an item: envelope, receipt, charge, and `facts` known to the writer.
+    """Returns an item's row: envelope, receipt, charge, and `facts` known to the writer.
 
     Args:
         model: its catalog entry, or None if that no longer exists.

@@ -9,7 +9,7 @@ from shared.usage.row import Row
 
 
 class RowList:
-    """A shared.usage.row.RowSink whose rows are safe at once.
+    """A shared.usage.row.RowSink whose rows are safe immediately.
 
     Args:
         rows: receives written rows. None: a new list.

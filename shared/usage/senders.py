@@ -1,9 +1,9 @@
-"""Senders of rows: to BigQuery, or to the object store, from which BigQuery is filled later.
+"""Sends rows to BigQuery, or to the object store, from which they are loaded into BigQuery later.
 
 The object store receives rows as compressed JSON lines. Each call puts one object into
-`incoming/TABLE`, where the row archive (infra/row_archive) takes it. Its name begins with the time,
-so that the oldest is listed first, and ends with a digest of its rows. Rows sent again after a lost
-answer may be there twice. The archive drops duplicates that it sees, and the view
+`incoming/TABLE`, where the row archive (infra/row_archive) picks it up. Its name starts with the
+time, so that the oldest is listed first, and ends with a digest of its rows. Rows resent after a
+lost response may be stored twice. The archive drops the duplicates it sees, and the view
 `rows_deduplicated` drops the rest.
 """
 
@@ -29,7 +29,7 @@ TABLE = "rows"
 
 
 def incoming(table: str) -> str:
-    """Returns the folder of a table's rows that are not in the archive yet."""
+    """Returns the folder for a table's rows that are not in the archive yet."""
     return f"incoming/{table}"
 
 
@@ -44,17 +44,17 @@ class ObjectSender:
     """
 
     linger_s = 10.0
-    """A put costs money, and so does each object that is read later."""
+    """Each put costs money, and so does each object read later."""
 
     def __init__(self, url: str, table: str) -> None:
         self._objects = ObjectStore(url, setting="rows_url")
         self._table = table
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Returns once the store has `rows`. It never rejects rows.
+        """Returns once the rows are stored. It never rejects rows.
 
         Raises:
-            Unavailable: it is not certain that the store has them.
+            Unavailable: it is uncertain whether they were stored.
         """
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
         packed = gzip.compress(lines, LEVEL, mtime=0)
@@ -67,7 +67,7 @@ class ObjectSender:
 
 
 class RowSender(Protocol):
-    """Sends rows of one table. Calls block, and come from several threads."""
+    """Sends rows of one table. Calls block, and may come from several threads."""
 
     @property
     def linger_s(self) -> float:
@@ -78,7 +78,7 @@ class RowSender(Protocol):
         """Returns once the rows are safe, with the permanently rejected rows and reasons.
 
         Raises:
-            Unavailable: it is not certain that they are safe. Send them again.
+            Unavailable: it is uncertain whether they are safe. Send them again.
         """
         ...
 

@@ -1,4 +1,4 @@
-"""The row for an attempt to deliver an event, in the `webhook_deliveries` table."""
+"""The row for one attempt to deliver an event, in the `webhook_deliveries` table."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WebhookDelivery(msgspec.Struct, kw_only=True):
     region: str | None = None
 
     def note_answer(self, status: int) -> None:
-        """Sets the status of the receiver's answer, and an error for a redirect."""
+        """Sets the status of the receiver's response, and an error for a redirect."""
         self.status_code = status
         if 300 <= status < 400:
             self.error = "redirected"

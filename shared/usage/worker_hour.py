@@ -1,4 +1,4 @@
-"""The row for a worker's use in part of an hour, in the `worker_hours` table."""
+"""The row for a worker's utilization in part of an hour, in the `worker_hours` table."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ HOUR_S = 3600
 
 
 class WorkerHour(msgspec.Struct, kw_only=True):
-    """The utilization of a worker process in one part of an hour.
+    """A worker process's utilization in part of an hour.
 
     infra/bigquery/worker_hours.schema.json describes each column. Times are Unix seconds.
     """

@@ -1,17 +1,17 @@
 """Writes rows to a table in the background, in BigQuery or the object store.
 
-Rows are on disk at once, and are deleted from it when sent. `RowWriter.write` puts a row into the
-journal, which survives the death of this process. A thread sends the rows, one segment at a time,
-with an insertId made of row_id, status and attempt. So BigQuery drops duplicates (best effort), and
-the view `rows_deduplicated` always does. Rows that can't be sent stay. The thread also sends rows
-that other processes left in the same folder. It is a thread because Google's client is synchronous.
-The sender determines the destination of rows (shared/usage/senders.py).
+Rows are on disk at once, and are deleted from it once sent. `RowWriter.write` puts a row into the
+journal, which survives a crash of this process. A thread sends the rows, one segment at a time,
+with an insertId built from row_id, status and attempt. So BigQuery drops duplicates (best effort),
+and the view `rows_deduplicated` always does. Rows that can't be sent stay on disk. The thread also
+sends rows left by other processes in the same folder. It is a thread because Google's client is
+synchronous. The sender determines where the rows go (shared/usage/senders.py).
 
-The journal has the rows that BigQuery does not have yet: on disk first, and in memory until they
-are sent. `Journal.append` runs on the event loop. It writes rows with one write(2) into the page
+The journal holds the rows that BigQuery doesn't have yet: on disk first, and in memory until they
+are sent. `Journal.append` runs on the event loop. It writes rows with one write(2) to the page
 cache, which costs less than waking a thread. The thread calls everything else. If the disk rejects
-rows or is slow, the thread takes over. Rows then wait in memory, and count as safe only once the
-disk or BigQuery has them.
+rows or is slow, the thread takes over. Rows then wait in memory, and count as safe only once they
+are on disk or in BigQuery.
 """
 
 from __future__ import annotations
@@ -40,18 +40,18 @@ from shared.usage.senders import RowSender
 from shared.usage.worker_hour import WorkerHour
 
 BATCH_ROWS = 500
-"""Number of rows that Google recommends for one insertAll:
+"""Google's recommended number of rows per insertAll:
 https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
 """
 MEMORY_ROWS = 20_000
-"""Limit of rows in memory: for copies of rows on disk, and for rows that are not on disk."""
+"""Limit for rows in memory, whether or not they are on disk too."""
 PACKED_AT_ONCE = 50
 """Segments compressed between two checks of rows in memory. It takes about 0.1 s."""
 SLOW_DISK_S = 0.1
 """A longer write blocks the event loop, so the thread takes over."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 CLOSE_LIMIT_S = 5.0
-"""How long `close` waits for a write of the other thread."""
+"""How long `close` waits for the other thread's write."""
 
 DISK_UP = Gauge(
     "penstock_rows_disk_up",
@@ -65,14 +65,13 @@ LOST = Counter(
 SENDERS = 4
 """Number of batches sent concurrently while there is a backlog.
 
-One insertAll takes BigQuery tens of milliseconds or more. Sent one at a time, an outage of minutes
-would last for hours.
+An insertAll takes BigQuery tens of milliseconds or more. If batches were sent one at a time, it
+would take hours to catch up after an outage of minutes.
 """
 HURRY_S = 0.05
-"""How long rows wait for more rows while jobs wait for them, because the disk does not accept them.
-"""
+"""How long rows wait for more rows while jobs wait for them because the disk rejects writes."""
 CLOSE_S = 2.0
-"""Time limit of the last sends at close. A container has ten seconds for its whole shutdown."""
+"""Time limit for the last sends at close. A container has ten seconds for its whole shutdown."""
 COLUMNS = [
     name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__
 ]
@@ -101,7 +100,7 @@ class UnsavedRow(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RowBatch:
-    """Rows that are sent together: the rows of a segment, or some that are only in memory."""
+    """Rows sent together: the rows of a segment, or some that are only in memory."""
 
     segment: Segment | None
     rows: list[Fields]
@@ -147,7 +146,7 @@ class Journal:
         self._saving = threading.Lock()
 
     def open(self) -> None:
-        """Counts the rows of earlier processes. A failing disk is noticed at the first row."""
+        """Counts the rows of earlier processes. A failing disk shows up at the first row."""
         DISK_UP.set(1)
         with _disk_errors_counted("rows of earlier processes not found"):
             self._spool.scan()
@@ -167,7 +166,7 @@ class Journal:
                 self.changed.notify_all()
 
     def _keep_some_in_memory(self, rows: Sequence[Fields]) -> None:
-        """Keeps rows that nobody waits for, as long as there is room."""
+        """Keeps rows that no caller waits for, as long as there is room."""
         kept_rows = rows[: max(0, MEMORY_ROWS - len(self._unsaved))]
         now_s = time.time()
         self._unsaved.extend(UnsavedRow(fields, None, None, now_s) for fields in kept_rows)
@@ -186,7 +185,7 @@ class Journal:
         self._unsaved.extend(UnsavedRow(fields, mark_safe, loop, now_s) for fields in rows)
 
     def _write(self, rows: Sequence[Fields]) -> bool:
-        """Returns whether the rows are now on disk."""
+        """Returns whether the rows are on disk now."""
         began_s = time.perf_counter()
         try:
             if self._open is None:
@@ -272,7 +271,7 @@ class Journal:
             notify_safe(rows)
 
     def pack(self) -> None:
-        """Compresses rows that are only on disk, some at a time, because they wait for long."""
+        """Compresses rows that are only on disk, a few at a time, because they wait for long."""
         with _disk_errors_counted("segments not compressed"):
             self._spool.pack(PACKED_AT_ONCE)
 
@@ -345,20 +344,20 @@ class Journal:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Leaves everything on disk, including rows in flight: the thread may hang in a request."""
+        """Leaves everything on disk, even rows in flight: the thread may hang in a request."""
         has_disk = self._saving.acquire(timeout=CLOSE_LIMIT_S)
         try:
             with self.changed:
                 for batch in self._in_flight[::-1]:
                     self.requeue(batch)
-            if has_disk:  # otherwise the other thread hangs in a write
+            if has_disk:  # otherwise the other thread is stuck in a write
                 self._save(is_last=True)
         finally:
             if has_disk:
                 self._saving.release()
         with self.changed:
-            # Jobs of the other rows were never acked: they are delivered again, and their rows
-            # written again.
+            # Jobs of the other rows were never acked, so they are delivered again, and their rows
+            # are rewritten.
             self._lose(sum(row.on_safe is None for row in self._unsaved))
             self._unsaved.clear()
             self._seal()
@@ -430,7 +429,7 @@ def fields_of(row: Row) -> Fields:
 
 
 def fields_by_name(row: msgspec.Struct) -> Fields:
-    """Returns a row whose fields have the names of their columns. None is omitted."""
+    """Returns a row whose fields already have column names. None is omitted."""
     columns: Fields = msgspec.to_builtins(row)
     return {column: value for column, value in columns.items() if value is not None}
 
@@ -460,10 +459,10 @@ class RowWriter:
     """Writes rows to the table of a sender.
 
     Args:
-        sender: destination of rows. Each table has a separate writer and folder, so that a missing
-            table does not delay the rows of another.
-        spool_dir: folder of rows on disk. Processes may share it.
-        spool_max_bytes: limit of rows without a living owner. Above it, new rows stay in memory.
+        sender: destination of rows. Each table has its own writer and folder, so that a missing
+            table doesn't delay another table's rows.
+        spool_dir: folder for rows on disk. Processes may share it.
+        spool_max_bytes: limit for rows without a living owner. Beyond it, new rows stay in memory.
     """
 
     def __init__(
@@ -497,12 +496,12 @@ class RowWriter:
 
     @property
     def pending_bytes(self) -> int:
-        """The size of the pending rows on disk, in bytes."""
+        """Size of the pending rows on disk, in bytes."""
         return self._journal.size_bytes
 
     @property
     def oldest_age_s(self) -> float:
-        """The age of the oldest pending row in seconds. 0 if there are none."""
+        """Age of the oldest pending row in seconds. 0 if there are none."""
         return time.time() - self._journal.oldest_s if self._journal.rows else 0.0
 
     @property
@@ -515,13 +514,13 @@ class RowWriter:
 
         Args:
             on_safe: called once, later on this event loop, when each row is on disk or in BigQuery.
-                From then on, the death of this process does not lose them. Never called if the
-                writer is closed first.
+                From then on, a crash of this process doesn't lose them. Never called if the writer
+                is closed first.
         """
         self._journal.append([fields_of(row) for row in rows], on_safe)
 
     def write_hour(self, row: WorkerHour) -> None:
-        """Does the same for a writer of the `worker_hours` table."""
+        """Same, for a writer of the `worker_hours` table."""
         self._journal.append([fields_by_name(row)], None)
 
     async def flush(self, timeout_s: float) -> bool:
@@ -539,11 +538,11 @@ class RowWriter:
 
     @property
     def _is_hurried(self) -> bool:
-        """True if a caller waits for rows to be sent."""
+        """True if a caller is waiting for rows to be sent."""
         return self._flushes > 0 or self._give_up_s is not None
 
     def _run(self) -> None:
-        """Sends rows until closed: full segments at once, the open one after it lingered."""
+        """Sends rows until closed: full segments at once, the open one after a delay."""
         pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), True
         while not self._is_over():
             is_closing = self._give_up_s is not None  # so that no more rows are written
@@ -554,7 +553,7 @@ class RowWriter:
                 log.warning(
                     "rows not sent", extra={"reason": error.message, "pending": self.pending}
                 )
-            except Exception as error:  # a bug must cost a pause, not all later rows
+            except Exception as error:  # a bug may cost a pause, but not all later rows
                 log.error("sending rows failed; this is a bug", exc_info=error)
             else:
                 pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), not is_sent
@@ -599,7 +598,7 @@ class RowWriter:
     def _wait_for(self, attempt: _Attempt) -> None:
         """Waits for an attempt, and handles waiting rows."""
         attempt.join(FIRST_PAUSE_S)
-        while attempt.is_alive():  # BigQuery is slow, or hangs
+        while attempt.is_alive():  # BigQuery is slow or hanging
             self._journal.save()
             self._journal.pack()
             attempt.join(FIRST_PAUSE_S)

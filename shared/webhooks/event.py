@@ -2,7 +2,7 @@
 
 Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The clients of OpenAI,
 Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that no tenant
-can sign for another.
+can sign on behalf of another.
 
 A webhook's URL is checked here for the API and the delivering function (shared/web/public_url.py).
 The function also checks the addresses of its host when it connects (shared/web/pinned_http.py).
@@ -66,7 +66,7 @@ class WebhookEvent(msgspec.Struct, omit_defaults=True):
 
 
 class BatchEvent(msgspec.Struct):
-    """A message on the `webhooks` topic: the end of a batch, with all that its delivery needs."""
+    """A message on the `webhooks` topic: a batch has ended, with all that its delivery needs."""
 
     batch: str
     tenant: str
@@ -77,7 +77,7 @@ class BatchEvent(msgspec.Struct):
 
 
 class BudgetEvent(msgspec.Struct):
-    """A message on the `webhooks` topic: a share of a monthly budget is spent."""
+    """A message on the `webhooks` topic: a share of a monthly budget has been spent."""
 
     tenant: str
     key_id: str
@@ -148,7 +148,7 @@ def tenant_secrets(setting: str, tenant: str) -> list[str]:
     Callers should use the first one.
 
     Args:
-        setting: `whsec_…`, comma-separated. Several while the first replaces the others.
+        setting: `whsec_…`, comma-separated. Several during a rotation, the first being the new one.
         tenant: the owner of the predictions.
 
     Raises:

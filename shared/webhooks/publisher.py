@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 
 
 class WebhookPublisher:
-    """Publishes prediction events, ends of batches, and budget warnings."""
+    """Publishes prediction events, batch completions, and budget warnings."""
 
     def __init__(self, publisher: Publisher) -> None:
         self._publisher = publisher
@@ -54,10 +54,10 @@ class WebhookPublisher:
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
     async def publish_budget(self, event: BudgetEvent) -> None:
-        """Publishes that a share of a budget is spent.
+        """Publishes that a share of a budget has been spent.
 
         Raises:
-            PenstockError: as Publisher.publish.
+            PenstockError: see Publisher.publish.
         """
         data, attributes = encode_budget_event(event)
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
@@ -74,7 +74,7 @@ class WebhookPublisher:
     async def try_publish(
         self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0
     ) -> None:
-        """Does the same, but only logs a failure. The event is then lost."""
+        """Same, but only logs a failure. The event is then lost."""
         try:
             await self.publish(record, subscribed, event, sequence)
         except PenstockError as error:
