@@ -101,7 +101,7 @@ _GROUPS = {
 
 
 def describe(app: FastAPI, catalog: Catalog) -> None:
-    """Adds the schemas that the routes refer to to the OpenAPI document of `app`.
+    """Adds the schemas referenced by routes to the OpenAPI document of `app`.
 
     Bodies of image requests have the fields that the models in the catalog accept.
     """

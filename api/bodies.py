@@ -68,7 +68,7 @@ GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
 """How much of the contrast added by guidance to remove."""
 
 MAX_VALUES = 300_000
-"""Maximum number of numbers and strings in one body. OpenAI's API accepts as many token IDs."""
+"""Maximum number of numbers and strings in one body. OpenAI's API accepts that many token IDs."""
 MAX_STRINGS = 20_000
 """Maximum number of strings and field names in one body, because each may be an unknown field."""
 SURELY_FEW = 1000
@@ -134,7 +134,7 @@ class _NullIs(BeforeValidator):
 
 
 def null_is(default: Any) -> BeforeValidator:
-    """Returns a validator that replaces null by `default`.
+    """Returns a validator that replaces null with `default`.
 
     OpenAI's clients send null for unset fields.
     """

@@ -2,8 +2,8 @@
 
 The body has OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, always with all four
 keys (https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of
-shared/errors.py. A 405 names all methods of its path in the `Allow` header (RFC 9110, 10.2.1). The
-router would name the methods of one route only.
+shared/errors.py. A 405 lists all of its path's methods in the `Allow` header (RFC 9110, 10.2.1).
+The router itself would list only one route's methods.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 SHORT_RETRY_S = 1.0
 MAX_BODY_DEPTH = 200
-"""Objects and lists within each other that the parser of bodies takes, jiter:
+"""Maximum nesting of objects and lists accepted by jiter, the parser for bodies:
 https://github.com/pydantic/jiter
 """
 
@@ -55,7 +55,7 @@ _REASONS = {
     "bool_parsing": "Input should be true or false",
     "finite_number": "Input should be a finite number",
 }
-"""The reasons for which pydantic's words are about Python or about its own types."""
+"""Replacements for pydantic messages that refer to Python or to pydantic's own types."""
 
 _TOO_DEEP = f"nested deeper than {MAX_BODY_DEPTH} levels"
 
@@ -63,10 +63,10 @@ log = logging.getLogger(__name__)
 
 
 class WrongField(ValueError):
-    """A field is wrong for a reason that is not in it alone.
+    """A field is invalid for a reason that involves more than the field itself.
 
     Args:
-        field: its name in the body whose validator raises this.
+        field: the field's name in the body whose validator raises this.
     """
 
     def __init__(self, field: str, reason: str) -> None:
@@ -90,9 +90,9 @@ class ErrorReply(msgspec.Struct):
 
 
 def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
-    """Returns the methods of `routes` for a path, with OPTIONS, and with HEAD next to GET.
+    """Returns the methods of `routes` for a path, plus OPTIONS, and HEAD if GET is one of them.
 
-    A path that is a route as it stands, such as /v1/responses/input_tokens, is not an id as well.
+    A path that matches a route literally, such as /v1/responses/input_tokens, is not also an ID.
     """
     known = list(routes)
     known = [route for route in known if getattr(route, "path", "") == scope["path"]] or known
@@ -194,9 +194,9 @@ class RateLimited(Overloaded):
 
     Args:
         message: the limit that was reached, and when to try again.
-        unit: what it counts: requests, tokens, pixel_steps, work, items or usd.
-        retry_after_s: when there is room again.
-        is_final: True if the same request can't get through by waiting a little.
+        unit: the counted unit: requests, tokens, pixel_steps, work, items or usd.
+        retry_after_s: seconds until there is room again.
+        is_final: True if waiting a little can't make the same request succeed.
     """
 
     code = "rate_limit_exceeded"
@@ -332,7 +332,7 @@ def error_response(error: PenstockError) -> Response:
 
 
 def error_body(error: PenstockError) -> ErrorReply:
-    """Returns the body for `error`, which is also the event for one that ends a stream."""
+    """Returns the body for `error`, which is also the event for an error that ends a stream."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
@@ -340,7 +340,7 @@ def error_body(error: PenstockError) -> ErrorReply:
 
 
 def encode_error(body: msgspec.Struct) -> bytes:
-    """Returns the body of an error as JSON. It repeats values of callers, but no key's secret."""
+    """Returns an error body as JSON. It may repeat the caller's values, but no key's secret."""
     return without_keys(msgspec.json.encode(body).decode()).encode()
 
 
@@ -378,12 +378,12 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
 
 def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
     """Returns path (`images[0].image_url`, empty: the body) and reason of a pydantic error."""
-    # Tags of unions are in the location as 'name:'. They are internal.
+    # Union tags appear in the location as 'name:'. They are internal.
     steps = [step for step in wrong["loc"] if not (isinstance(step, str) and step.endswith(":"))]
     cause = wrong.get("ctx", {}).get("error")
     if isinstance(cause, WrongField):
         steps.append(cause.field)
-    if steps[-1:] == ["[key]"]:  # the key itself is wrong, and not what it is for
+    if steps[-1:] == ["[key]"]:  # the key itself is invalid, not its value
         key = steps[-2]
         steps, wrong = steps[:-2], dict(wrong) | {"msg": f"key {key!r}: {wrong['msg']}"}
     where = "".join(
@@ -407,13 +407,13 @@ def _reason_of(wrong: Mapping[str, Any]) -> str:
 
 
 def _in_json(expected: str) -> str:
-    """Returns expected values with the names that JSON has for Python's."""
+    """Returns expected values with Python's names replaced by JSON's."""
     names = {"True": "true", "False": "false", "None": "null"}
     return re.sub(r"\b(True|False|None)\b", lambda name: names[name[1]], expected)
 
 
 def _json_reason(reason: str) -> str:
-    """Returns why a body can't be parsed, for those who write JSON."""
+    """Returns why a body can't be parsed, in terms of JSON."""
     if "hex escape" in reason:
         at = reason.partition(" at line")[2]
         return f"a \\u escape is half of a surrogate pair; send both halves, at line{at}"

@@ -119,8 +119,8 @@ def error_reply(error: PenstockError, request_id: str | None = None) -> Anthropi
 def as_asked(error: PenstockError) -> PenstockError:
     """Returns the error, with a chat field replaced by the field that the client sent.
 
-    A prompt that is too long is rejected in Anthropic's words, because clients and proxies look for
-    them.
+    A prompt that is too long is rejected with Anthropic's wording, because clients and proxies look
+    for it.
     """
     if sizes := _CONTEXT.search(error.public_message):
         limit, prompt, written = map(int, sizes.groups())
@@ -257,7 +257,7 @@ def _blocks(choice: ChatChoice) -> list[ShownBlock]:
 def _input(call: Any) -> dict[str, Any]:
     """Returns the arguments of a call.
 
-    A model may write something other than an object, or be cut off in the middle of it.
+    A model may write something other than an object, or be cut off partway through.
     """
     try:
         # Uses the parser for request bodies, which limits nesting and rejects lone surrogates.

@@ -16,7 +16,7 @@ from shared.errors import Unavailable
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
 
 LEASE_S = 15.0
-"""How long the batches of a dead runner wait."""
+"""How long a dead runner's batches wait."""
 
 ERRORS = Counter(
     "penstock_batch_leases_errors_total",

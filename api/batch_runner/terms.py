@@ -20,7 +20,7 @@ from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller, Limits
 
 REFRESH_S = 2.0
-"""API instances take as long to see a change."""
+"""API instances take the same time to see a change."""
 READ_LIMIT_S = 2.0
 log = logging.getLogger(__name__)
 

@@ -145,5 +145,5 @@ class Endpoint(ABC):
         Raises:
             Unavailable: the object store is unreachable.
             DeadlineExceeded: an image was not encoded in time.
-            Overloaded: too many images wait to be encoded.
+            Overloaded: too many images are waiting to be encoded.
         """

@@ -26,9 +26,9 @@ from shared.errors import BadInput
 from shared.stores.objects import ObjectStore, ObjectWriter, StoredObject
 
 FILE_MAX_BYTES = 200 * 1024 * 1024
-"""OpenAI's limit for the file of a batch."""
+"""OpenAI's limit for a batch file."""
 KEEP_S = 30 * 24 * 3600
-"""OpenAI's default for files of batches."""
+"""OpenAI's default for batch files."""
 MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100

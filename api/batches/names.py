@@ -5,7 +5,7 @@
     batches/open/<owner>/<batch>/open, cancel        markers of the batches that are not over
     batches/admissions/<owner>/<number>              which of them were admitted
 
-`<owner>` is a digest of the tenant, so the IDs of a tenant can't lead to objects of another one.
+`<owner>` is a digest of the tenant, so one tenant's IDs can't lead to another tenant's objects.
 IDs begin with the creation time, counted down, so the newest comes first in name order.
 """
 

@@ -138,7 +138,7 @@ class Batches:
         return await self._store.find(tenant, batch_id)
 
     async def page(self, tenant: str, *, after: str, limit: int, wanted: BatchFilter) -> BatchPage:
-        """Returns a page of a tenant's batches, the newest first.
+        """Returns a page of a tenant's batches, newest first.
 
         Args:
             after: ID of the last batch on the previous page. Empty: start at the beginning.
@@ -147,7 +147,7 @@ class Batches:
         Raises:
             Unavailable: the object store is unreachable.
         """
-        # IDs have milliseconds.
+        # IDs have millisecond resolution.
         ids = [
             batch_id
             for batch_id in await self._store.ids(tenant)

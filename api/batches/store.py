@@ -132,7 +132,7 @@ class BatchStore:
         return BatchState(created, plan, cancelled_at_s, finalizing, counts)
 
     async def ids(self, tenant: str) -> list[str]:
-        """Returns the ids of a tenant's batches, the newest first."""
+        """Returns the IDs of a tenant's batches, newest first."""
         return await self._objects.folders(f"{RUNS}/{owner_of(tenant)}")
 
     async def cancel(self, owner: str, batch_id: str) -> None:

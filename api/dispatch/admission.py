@@ -241,7 +241,7 @@ def _item_s(rooms: _Rooms, demand: Demand, item_s: float) -> float:
 
 
 def _wait_s(rooms: _Rooms, rate: ServiceRate, ahead: float, item_s: float) -> float:
-    # In any order, the batch that is running now is not interrupted.
+    # No order interrupts the batch that is running now.
     return max(ahead * item_s, min(rooms.total * item_s, rate.service_s))
 
 

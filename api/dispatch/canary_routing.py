@@ -2,9 +2,9 @@
 
 A revision that an operator withdrew receives no requests (shared/stores/withdrawals.py).
 
-Every instance reads the canary state from Redis (shared/canary/store.py) once a second. One of them
-judges in each second, and all follow. While Redis is unreachable, canaries receive no requests,
-because they could not be judged.
+Every instance reads the canary state from Redis (shared/canary/store.py) once a second. Each
+second, one of them judges the canaries, and all follow. While Redis is unreachable, canaries
+receive no requests, because they could not be judged.
 """
 
 from __future__ import annotations
@@ -114,7 +114,7 @@ class CanaryRouter:
         return replace(request, model=model, purges=purges)
 
     def given_up(self, name: str) -> Model | None:
-        """Returns the model of this name if no worker computes it any more. None: a worker may."""
+        """Returns the model of this name if no worker computes it any more. None: one may."""
         model, canary = self._catalog.find_deployed(name), self._canaries.get(name)
         if not self.withdrawals.is_withdrawn(model):
             return None

@@ -1,8 +1,8 @@
 """Limits unacknowledged jobs per model and priority so that no tenant can fill a topic.
 
-A topic is in order of arrival, regardless of the tenant. So once workers are full, a tenant's
-further jobs delay all other tenants. Jobs beyond the window wait here, each tenant's by deadline,
-and leave as replies arrive.
+A topic delivers jobs in order of arrival, regardless of tenant. So once workers are full, a
+tenant's further jobs delay all other tenants. Jobs beyond the window wait here, each tenant's by
+deadline, and leave as replies arrive.
 
 - The size follows from Little's law: the workers' rate times the time that a job may spend there.
   This is the round trip to the broker, a short wait there, one running and one ready batch.
@@ -56,7 +56,7 @@ DIGEST_BYTES = 8
 BATCHES_HELD = 2
 """Batches per worker: one running and one ready."""
 ROUND_TRIPS = 2
-"""Trips of a job to the broker and to the worker, and of its reply back."""
+"""A job's trips to the broker and to the worker, and its reply's trips back."""
 
 Key = tuple[str, Priority]
 """Model and priority."""
@@ -169,7 +169,7 @@ class ModelWindow:
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether nothing is published or waits."""
+        """Returns whether nothing is published or waiting."""
         return not self._tenants
 
     @property

@@ -65,9 +65,9 @@ class Call:
         check_charset(self.http.headers.get("content-type", ""))
 
     def check_key(self) -> None:
-        """Rejects a caller whose key has ended since the request began.
+        """Rejects a caller whose key has become invalid since the request began.
 
-        Call it in anything that takes long.
+        Call it from any long-running work.
 
         Raises:
             Unauthorized: the key was revoked or has expired, or its secret is no longer valid.

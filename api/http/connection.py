@@ -27,7 +27,7 @@ async def while_connected(
             which also cancels `work`.
 
     Raises:
-        PenstockError: what `check` raised.
+        PenstockError: raised by `check`.
     """
     task = asyncio.current_task()
     assert task is not None, "routes run in tasks; this is a bug"
@@ -55,7 +55,7 @@ class _Watch:
         self, receive: Receive, check: Callable[[], object], task: asyncio.Task[Any]
     ) -> None:
         self.refused: PenstockError | None = None
-        """Why it canceled the task. None: it did not."""
+        """Why the task was canceled. None: it was not."""
         self._receive = receive
         self._check = check
         self._task = task

@@ -90,7 +90,7 @@ class Inference:
             return [outcome.result for outcome in response.outcomes]
 
     def check_room(self, call: ModelCall, model: Model, items: int) -> None:
-        """Rejects early what `compute` would reject, before the endpoint prepares inputs.
+        """Rejects requests early that `compute` would reject, before the endpoint prepares inputs.
 
         Only for requests that rarely hit the cache.
 

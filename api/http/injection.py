@@ -6,7 +6,7 @@
 
 `Call` and `ModelCall` are authenticated before the endpoint runs. A parameter whose type is a
 field of `Dependencies` gets that service. A parameter whose type is marked with `injectable` gets
-an object made of these services. FastAPI passes the others, from the path and the query.
+object built from these services. FastAPI passes the others, from the path and the query.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ from shared.tenants.key_store import KeyStore, StoredDocument
 from shared.tenants.rules import Served, document_mistakes
 
 REFRESH_S = 2.0
-"""A change takes effect within this time plus the time of a read."""
+"""A change takes effect within this time plus the duration of one read."""
 READ_LIMIT_S = 2.0
 LOOK_AGAIN_S = 1.0
 """Minimum interval between lookups of unknown keys, over all requests."""

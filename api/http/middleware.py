@@ -54,7 +54,7 @@ STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
 FULL_RETRY_S = 1.0
 """Retry-After for a request rejected because body memory is full."""
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
-"""A body may take this long, plus the time for its bytes at this rate, so a trickle ends."""
+"""A body may take this long, plus the time for its bytes at this rate, so trickles are cut off."""
 CLIENT_GONE = 499
 """Status in logs and rows of a request whose caller hung up, as in nginx."""
 RECORDED_METHODS = frozenset({"POST", "PUT"})
@@ -249,7 +249,7 @@ class _Exchange:
         self._arriving: OneItem | None = None
         self._is_late = False
         self._status = 0
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first of two counts
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first duplicate wins
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         self._declared_bytes = _number(headers.get(b"content-length", b"").decode("latin-1"))
         self._encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()

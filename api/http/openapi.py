@@ -345,7 +345,7 @@ def of_both_apis(*statuses: int) -> Responses:
 
 
 def errors_as(error: Schema, *statuses: int) -> Responses:
-    """Returns errors in the format `error`. 401 includes what else can happen to a key."""
+    """Returns errors in the format `error`. 401 includes the other errors that a key can cause."""
     if 401 in statuses:
         statuses = (*statuses, 403, 503)
     media_type = "application/problem+json" if error is Problem else "application/json"

@@ -95,7 +95,7 @@ class IdempotencyService:
     """Runs requests with a key. An async context manager that owns their tasks.
 
     Args:
-        store: claims and responses. It must stay open longer than this service.
+        store: claims and responses. It must outlive this service.
     """
 
     def __init__(self, store: IdempotencyStore, objects: ObjectStore) -> None:

@@ -48,8 +48,7 @@ from shared.errors import (
 from shared.settings import environment_with
 
 COMMAND = (sys.executable, "-W", "ignore", "-m", "api.inputs.codec_server")
-"""Without warnings, because callers must not fill the log with Pillow's warnings about their
-images.
+"""Suppresses warnings, so that callers' images can't fill the log with Pillow's warnings.
 """
 PIECE_BYTES = 256 * 1024
 """Bytes per write: 32 MB in one write would block the event loop for 10 ms."""
@@ -84,7 +83,7 @@ SMALL_SHARE = 0.25
 class CodecClient:
     """A codec process.
 
-    After a command that was canceled or killed it, it does not accept further commands.
+    Accepts no further commands after a command that was canceled or killed the process.
     """
 
     def __init__(
@@ -180,8 +179,8 @@ class CodecClient:
 
     async def _death_error(self) -> PenstockError:
         self._writer.transport.abort()
-        # It ends by itself. A kill polls the process first, which can take its exit status from the
-        # thread that waits for it: asyncio then reports 255.
+        # The process exits on its own. Killing it would poll it first, which can take its exit
+        # status from the thread waiting for it; asyncio would then report 255.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_LIMIT_S):
                 await self._process.wait()
@@ -209,7 +208,7 @@ class FairQueue(Generic[T]):
         self._of_tenants: OrderedDict[str, deque[T]] = OrderedDict()
 
     def add(self, tenant: str, entry: T) -> None:
-        """Appends an entry. A new tenant gets the last turn."""
+        """Appends an entry. A new tenant goes to the end of the line."""
         self._of_tenants.setdefault(tenant, deque()).append(entry)
 
     def discard(self, tenant: str, entry: T) -> None:

@@ -115,7 +115,7 @@ class ImagesCompared(msgspec.Struct, tag="compared"):
 class CodecError(msgspec.Struct, tag="refused"):
     """The file was rejected: the reason and its error code, as in shared/errors.py.
 
-    `field`: field of the command, if the file is not the cause.
+    `field`: the command field at fault, if it isn't the file.
     """
 
     code: str

@@ -115,7 +115,7 @@ _UNDECODABLE = (
 _SMALL_MODES = {"1": 1, "L": 1, "P": 1, "I;16": 2}
 _PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 _PNG_CHUNKS = (b"tRNS", b"eXIf", b"iCCP")
-"""PNG chunks, other than pixels and palette, that affect how it looks.
+"""PNG chunks, other than pixels and palette, that affect the image's appearance.
 
 Critical chunks begin with a capital letter: https://www.w3.org/TR/png-3/#5Chunk-naming-conventions
 """
@@ -234,7 +234,7 @@ def _check_scans(data: bytes) -> None:
 
 
 def _why_not(data: bytes) -> str:
-    """Returns the reason for not drawing a file."""
+    """Returns why a file can't be drawn."""
     for at, begins, name in _REFUSED:
         if data[at : at + len(begins)] == begins:
             return f"{name} is not supported; send {ACCEPTED}"
@@ -343,8 +343,8 @@ def _mask(data: bytes, command: PrepareMask, reserve: Callable[[int], None]) -> 
     """Returns how much of each source pixel to redraw, upright, from 0 to 255.
 
     Raises:
-        _NotDrawnError: it differs in size from the source, has no transparency, or has nothing to
-            draw.
+        _NotDrawnError: the mask differs in size from the source, has no transparency, or leaves
+            nothing to draw.
     """
     inner = _inner(command) or command.size
     border = _compute_padded_bytes(inner, command.padding)

@@ -1,6 +1,6 @@
-"""The fields of image requests, and what guides a drawing: ControlNets and IP-Adapters.
+"""Image request fields, including those for the guides of a drawing: ControlNets and IP-Adapters.
 
-Fields have the names that diffusers' pipelines and Replicate's models use. `control` and
+Fields have the same names as in diffusers pipelines and Replicate models. `control` and
 `ip_adapter` name an entry of the catalog. image_draft.py prepares the images of both.
 """
 
@@ -210,7 +210,7 @@ def check_guides(body: ImageFields, model: Model, *, files: Collection[str] = ()
     """Validates the guides of a request for a model.
 
     Args:
-        files: fields whose images are files in a form.
+        files: fields whose images were uploaded as form files.
 
     Raises:
         BadInput: the model has no such guide, or its image is missing.
@@ -232,7 +232,7 @@ def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
 
     Args:
         model: if its interface is unknown here, its workers check the fields.
-        mode: what the image is drawn from.
+        mode: the kind of input that the image is drawn from.
 
     Raises:
         BadInput: the model does not accept a field or the mode.
@@ -258,7 +258,7 @@ def _check_control(body: ControlFields, model: Model, *, has_picture: bool) -> N
     """Validates the control of a request for a model.
 
     Args:
-        has_picture: True if its image is a file in a form.
+        has_picture: True if its image was uploaded as a form file.
 
     Raises:
         BadInput: the model has no such control, or its image is missing.
@@ -284,7 +284,7 @@ def _check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool)
     """Validates the IP-Adapter of a request for a model.
 
     Args:
-        has_picture: True if its image is a file in a form.
+        has_picture: True if its image was uploaded as a form file.
 
     Raises:
         BadInput: the model has no such IP-Adapter, or its image is missing.
@@ -347,6 +347,6 @@ def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, An
 
 def _restrict_to_names(field: dict[str, Any], names: list[str]) -> dict[str, Any]:
     """Returns the schema of a field that accepts these names."""
-    # Forms have no null.
+    # Forms can't express null.
     kinds = [kind | {"enum": names} for kind in field.get("anyOf", ())[:1]]
     return field | ({"anyOf": [*kinds, *field["anyOf"][1:]]} if kinds else {"enum": names})

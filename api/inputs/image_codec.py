@@ -79,8 +79,8 @@ class ImageCodec:
         Raises:
             BadInput: the file is not such an image or is damaged.
             InputTooLarge: it has too many pixels according to its header. Nothing is decoded.
-            Overloaded: too many images wait to be decoded.
-            DeadlineExceeded: it was not done in time.
+            Overloaded: too many images are waiting to be decoded.
+            DeadlineExceeded: the work was not finished in time.
         """
         limits = SourceLimits(
             defaults.width, defaults.height, defaults.multiple, defaults.largest_pixels
@@ -182,8 +182,8 @@ class ImageCodec:
             tenant: tenant whose turn it uses. Empty: shared by all unknown callers.
 
         Raises:
-            Overloaded: too many images wait to be encoded.
-            DeadlineExceeded: it was not done in time.
+            Overloaded: too many images are waiting to be encoded.
+            DeadlineExceeded: the work was not finished in time.
         """
         if output_format == "png":
             return png
@@ -225,7 +225,8 @@ class ImageCodec:
             deadline_s: Unix time at which the work is stopped.
 
         Raises:
-            PenstockError: a file is not a PNG, or there is not enough time or no process for it.
+            PenstockError: a file is not a PNG, there is not enough time, or no process is
+                available.
         """
         command, both = CompareImages(len(ours)), ours + theirs
         reply, _ = await self._pool.run(

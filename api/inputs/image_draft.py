@@ -42,12 +42,12 @@ MAX_MASK_BLUR = 64.0
 
 ADAPTER_FIELD = "lora_weights"
 ADAPTER_KEPT_S = 12 * 3600.0
-"""Seconds in which an unchanged file is not loaded again. Stored inputs stay for days."""
+"""Seconds during which an unchanged file is not downloaded again. Stored inputs stay for days."""
 _DIGEST = re.compile(r"sha256=([0-9a-f]{64})")
 
 
 class ImageSource(NamedTuple):
-    """A source image to start from, and its mask. Both files are named by their place."""
+    """A source image to start from, and its mask. Both files are identified by their place."""
 
     image: str
     strength: float
@@ -69,8 +69,8 @@ class ImageDraft:
     Args:
         body: the parameters, validated with `check_guides` and `check_accepted`.
         model: the model that draws the images.
-        size: requested width and height. None: as the source or the control, or the default of the
-            model.
+        size: requested width and height. None: the size of the source or control, or else the
+            model's default.
         owner: owns the files, and counts work on them.
         images: fetches and stores the files.
     """
@@ -95,10 +95,10 @@ class ImageDraft:
         """Fetches all files that are named by URL, at the same time.
 
         Args:
-            files: data or URL of each file, by its place in the request.
+            files: each file's data or URL, by its place in the request.
 
         Raises:
-            BadInput: a file does not exist, or must not be fetched. Names its place.
+            BadInput: a file does not exist, or must not be fetched. The message names its place.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
@@ -111,14 +111,15 @@ class ImageDraft:
         }
 
     async def first(self, source: ImageSource | None = None) -> ImageInput:
-        """Returns the first image. The next ones differ in their seeds.
+        """Returns the first image. The others differ only in their seeds.
 
         Args:
             source: the image to start from. None: images are drawn from the prompt.
 
         Raises:
             BadInput: the model can't draw it, or a file is not an image or is damaged.
-            Overloaded: too many images wait to be decoded, or too many files are being fetched.
+            Overloaded: too many images are waiting to be decoded, or too many files are being
+                fetched.
             DeadlineExceeded: an image was not decoded in time.
             Unavailable: the object store is unreachable.
         """
@@ -166,7 +167,7 @@ class ImageDraft:
         """Returns an image with the guides of its request.
 
         Args:
-            size: width and height of the image to draw. None: as the control, if any.
+            size: width and height of the image to draw. None: the control's size, if any.
         """
         body = self._body
         if CONTROL_IMAGE in self._files:
@@ -268,7 +269,7 @@ def first_image(body: ImageFields, model: Model, size: tuple[int, int] | None) -
     """Returns the first image of a request, without its files.
 
     Args:
-        size: width and height. None: the default of the model.
+        size: width and height. None: the model's default.
 
     Raises:
         BadInput: more steps than the model allows, or an adapter that it does not have.
@@ -351,7 +352,7 @@ def _check_strength(steps: int, strength: float) -> None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Returns the URL of an adapter, and the hex digest after its #. Empty: there is none.
+    """Returns an adapter's URL and the hex digest after its #. Empty: no digest.
 
     Raises:
         BadInput: the part after the # is not a digest.

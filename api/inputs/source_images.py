@@ -139,7 +139,7 @@ class SourceImages:
         """Fetches several image files at the same time. Raises the same errors as `fetch_image`.
 
         Args:
-            wanted: URLs by the field that names each.
+            wanted: URLs by the field that names them.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -157,7 +157,7 @@ class SourceImages:
         """Fetches files from other servers at the same time, each only once.
 
         Args:
-            wanted: URL and field of each.
+            wanted: each file's URL and field.
 
         Returns:
             The files by URL.
@@ -275,8 +275,8 @@ class SourceImages:
     async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:
         """Stores the data of a data: URI as a file, and returns its URL.
 
-        Records do not contain files. The file is kept as long as the prediction, named after its
-        input, which errors name too.
+        Records do not contain files. The file is kept as long as the prediction and is named after
+        its input, which also appears in errors.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.

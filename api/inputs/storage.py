@@ -43,7 +43,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 from shared.tenants.plan import Caller
 
 KEEP_S = 24 * 3600
-"""Replicate keeps files as long, and the bucket keeps objects below `files/` as long."""
+"""Replicate keeps files for the same time, as does the bucket for objects under `files/`."""
 DEFAULT_TENANT_MAX_BYTES = 2 * 1024**3
 """The default of the setting `files_max_bytes`."""
 BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"

@@ -1,7 +1,7 @@
 """The accounts of an instance, and the store in Redis that counts usage over all instances.
 
-An account has the counters for a caller and a model: the counters of its tenant, its key and the
-requested model.
+An account groups the counters that apply to one caller and model: the counters of the tenant, the
+key and the requested model.
 
 In Redis, one script takes from several limits. The script (take.lua) defines how windows, months
 and slots are counted. Only Redis's clock counts, so instances' clocks need not agree.
@@ -55,8 +55,8 @@ MAX_TOTALS = 16_384
 """Maximum number of budgets whose usage an instance knows, in addition to budgets that it serves.
 """
 CALLS_S = 24 * 3600
-"""How long Redis remembers which calls of an instance, and which operations of a group, it has
-counted, since the last one.
+"""How long Redis remembers the counted calls of an instance, and the counted operations of a group,
+after the last one.
 """
 ENDED_GROUP_S = 3600
 """How long Redis remembers the counted operations of a finished group.

@@ -61,7 +61,7 @@ class Ask(msgspec.Struct, frozen=True):
     All of its reservations are returned.
     """
     used: float = 0.0
-    """Used by the operation, however often it was started."""
+    """Amount used by the operation, no matter how often it was started."""
     owner: str = ""
     """The process that took `returns` without Redis. Empty: this process."""
 

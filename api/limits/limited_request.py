@@ -34,7 +34,7 @@ from shared.predictions import Prediction
 from shared.tenants.plan import Caller
 
 STOPS_WITHIN_S = 5.0
-"""Late or canceled work may still be computed, and charged if it was read, a little later."""
+"""Late or canceled work may still be computed a little later, and is charged if it was read."""
 
 Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
 
@@ -92,7 +92,7 @@ class LimitedRequest:
 
     Args:
         model: the model that computes it.
-        headers: response headers, to which it adds the headers about limits.
+        headers: response headers. The rate-limit headers are added to them.
         received_at_s: Unix time at which the request arrived. Its rows have this time.
         longest_s: maximum seconds of computing. None: the model's maximum.
         price_share: fraction of the list price that it pays.

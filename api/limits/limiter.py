@@ -246,7 +246,7 @@ class Limiter:
     async def _ask(
         self, reservation: Reservation, account: Account, missing: Sequence[Need]
     ) -> None:
-        """Asks Redis for all missing amounts at once. Takes them alone if it does not answer."""
+        """Asks Redis for all missing amounts at once. Without an answer, takes them locally."""
         sent_s = self._clock()
         asks = [counter.ask(amount, sent_s) for counter, amount in missing]
         asking = account.asking = asyncio.get_running_loop().create_future()
@@ -643,7 +643,7 @@ async def open_limiter(
 
     Args:
         redis_url: the Redis in which all instances count.
-        publisher: sends warnings. It must stay open longer.
+        publisher: sends warnings. It must outlive the limiter.
         instances: number of instances to assume until Redis reports it. 0: only this one.
     """
     store = LimitStore(redis_url, instance)

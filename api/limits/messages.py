@@ -65,7 +65,7 @@ def duration(seconds: float) -> str:
 def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
     """Returns the error for the limit that rejected a request.
 
-    With several, the one with the longest wait.
+    If several limits rejected it, the one with the longest wait.
     """
     larger = [need for need in refused if _is_larger_than_budget(*need)]
     counter, amount = max(larger or refused, key=lambda need: need.counter.retry_after_s(now_s))

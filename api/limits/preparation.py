@@ -21,7 +21,7 @@ class Preparation:
 
     Args:
         model: the model that the request is for.
-        headers: response headers, to which it adds the headers about limits.
+        headers: response headers. The rate-limit headers are added to them.
         received_at_s: Unix time at which the request arrived.
     """
 
@@ -52,7 +52,7 @@ class Preparation:
         Call it before each piece of work.
 
         Args:
-            work: work in the unit of the model. None: the model's smallest item.
+            work: work in the model's unit. None: the work of the model's smallest item.
 
         Raises:
             RateLimited: a per-minute limit is reached.

@@ -1,4 +1,4 @@
-"""Counts again what is spent of budgets, after Redis lost its counts: `penstock budgets restore`.
+"""Restores budget counters after Redis has lost its counts: `penstock budgets restore`.
 
 A budget's counter is the sum of its rows (docs/reference/limits.md). So the rows in BigQuery
 determine the correct counters for this month and the previous one. Only budgets that a plan or a

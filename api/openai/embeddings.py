@@ -49,8 +49,9 @@ _REPLY_BYTES = 256
 _encoder = msgspec.json.Encoder()
 
 LARGE_ITEMS = 256
-"""From this number of items, admission is checked before computing the cache keys, which takes
-milliseconds. As many windows have `batch` priority unless their caller chose one.
+"""With at least this many items, admission is checked before computing the cache keys, which takes
+milliseconds. With at least this many windows, requests get `batch` priority unless the caller chose
+one.
 """
 
 

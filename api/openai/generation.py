@@ -235,7 +235,7 @@ def read_cut_call(
     Args:
         text: the text that `read_tool_calls` returned.
         names: names of the caller's tools.
-        id_seed: the seed for the id of the call.
+        id_seed: seed for the call's ID.
         is_whole: True if the whole text may be a call.
 
     Returns:
@@ -541,7 +541,7 @@ def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationRe
         seed = f"{choice_id}:{index}"
         text, calls = read_tool_calls(text, names, seed)
         # A forced call cut by a stop sequence still counts as a call, because a stream has already
-        # sent its beginning.
+        # sent the start of it.
         if result.finish_reason == "length" or (body.forced_tools and not calls):
             seed, is_whole = f"{seed}:{len(calls)}", not calls
             text, cut = read_cut_call(text, names, seed, is_whole=is_whole)

@@ -53,7 +53,7 @@ IMAGE_FIELDS = ("image", "image[]")
 IMAGE_URL = "images[0].image_url"
 MASK_URL = "mask.image_url"
 FILE_FIELDS = {IMAGE_URL: "images", MASK_URL: "mask"}
-"""The fields that errors name, by the places of files."""
+"""The field names used in errors, by file place."""
 NO_MASK = "requires a mask; leave it out"
 NO_MARKUP = "markup is not supported; send a mask whose transparent area marks the part to redraw"
 

@@ -216,7 +216,7 @@ class WholeRequest(NamedTuple):
 
 
 class PrecedingItems:
-    """The items that a request refers to: of its conversation, or of stored responses."""
+    """The items that a request refers to, from its conversation or from stored responses."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class _NewResponse:
 
     Args:
         model: the model that generates it.
-        inputs: what the model reads, which is a single item.
+        inputs: the model's input, which is a single item.
     """
 
     def __init__(

@@ -20,7 +20,7 @@ from shared.predictions import ended_at_s
 
 PATH_OF_RESPONSES = "/v1/responses"
 MAX_REFERENCED = 64
-"""Maximum number of responses that the references of one request may name."""
+"""Maximum number of responses that one request's references may name."""
 _DIGITS = re.compile(r"[0-9a-f]{24}")
 _OUTPUT_ITEM = re.compile(r"(?:msg|fc)_([0-9a-f]{24})(?:_\d{1,4})?")
 _NAMES = {CHAT_PREFIX: "Chat completion", RESPONSE_PREFIX: "Response"}

@@ -2,7 +2,7 @@
 
 A conversation is one document in Redis. It is replaced only if no other request changed it in the
 meantime. The output of a response that is still being written is a reference to its prediction. The
-next reader replaces it by the items.
+next reader replaces it with the items.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_ITEMS = 2048
 MAX_PARTS = 8192
 """Maximum number of parts in all items of a response or a conversation.
 
-Each is a separate object: 100,000 empty ones, accumulated over many requests, took 250 ms at every
+Each is a separate object: 100,000 empty ones, accumulated over many requests, took 250 ms on every
 read.
 """
 _ATTEMPTS = 10

@@ -367,7 +367,7 @@ class GenerationStreams:
                     break
                 if time.monotonic() > until_s:
                     return
-        # An older snapshot if Redis does not answer now.
+        # An older snapshot if Redis isn't responding.
         while not (snapshot := await self._predictions.refresh(snapshot)).record.is_over:
             if time.monotonic() > until_s:
                 return

@@ -64,8 +64,8 @@ class ResultFetcher:
 
         Raises:
             NotFound: the result does not exist or has expired.
-            Overloaded: too many images wait to be encoded.
-            DeadlineExceeded: it was not done in time.
+            Overloaded: too many images are waiting to be encoded.
+            DeadlineExceeded: the image was not encoded in time.
             Unavailable: Redis or the object store is unreachable.
         """
         try:

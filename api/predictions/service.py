@@ -459,7 +459,7 @@ class Predictions:
         """Returns False if the record has changed since it was read."""
         prediction, known = snapshot
         if await self._owes_webhook(prediction):
-            # Before it is deleted: if stored in vain, it expires.
+            # Stored before the deletion. If the deletion fails, the stored end expires.
             await self._webhook_log.keep_end(prediction.record, encode_end(*snapshot))
         if discard is not None:
             await discard(snapshot)

@@ -189,7 +189,7 @@ class PredictionCreator:
             InvalidFields: the input does not fit the model.
             BadInput: events can never be delivered to the webhook's URL.
             StorageFull: the tenant's storage quota has no room for the source image.
-            Overloaded: too many images wait to be decoded.
+            Overloaded: too many images are waiting to be decoded.
             DeadlineExceeded: the source image was not decoded in time.
             Unavailable: the object store is unreachable.
         """

@@ -23,12 +23,12 @@ async def read_inputs(
 
     Args:
         raw_input: `input` in the body.
-        caller: owner of the files that may be named.
+        caller: owner of the files that the input may name.
         images: fetches and stores images named in the input.
 
     Raises:
         InvalidFields: a field is invalid.
-        Overloaded: too many images wait to be decoded.
+        Overloaded: too many images are waiting to be decoded.
         DeadlineExceeded: the source image was not decoded in time.
         Unavailable: the object store is unreachable.
     """

@@ -29,7 +29,7 @@ class Inputs:
     is_repeatable: bool
     output_format: str = "png"
     upscale: int | None = None
-    """Factor by which images are enlarged. None: they are not."""
+    """Factor by which images are enlarged. None: they are not enlarged."""
 
 
 def check_results(results: Iterable[Result | None], kind: type[Typed], model: Model) -> list[Typed]:

@@ -31,7 +31,7 @@ from shared.models.tasks.custom import (
 )
 
 MAX_VALUES_BYTES = 16 * 1024 * 1024
-"""Maximum JSON of all inputs without files. Values that don't fit into a message are stored."""
+"""Maximum JSON size of inputs without files. Values that don't fit into a message are stored."""
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
 
@@ -48,7 +48,7 @@ class AnyInput(Body):
 
 
 class CustomApi(ApiTask):
-    """The output is what the class returns."""
+    """The output is the class's return value."""
 
     input_schema = AnyInput
     output_schema: ClassVar = {}

@@ -44,7 +44,7 @@ _SENTENCE_END = re.compile(
 _INITIAL = re.compile(r"(?:^|[\s(.])[^\W\d_]\.\s+$")
 _LOOK_BACK = 32
 _LONGEST_WORD = 4096
-"""In characters. A section does not go back further to find the end of a word."""
+"""Maximum number of characters that a section goes back to find the end of a word."""
 
 MAX_TEXTS = 128
 """A prediction is one message and its answer another. Both must stay far below Pub/Sub's 10 MB."""
@@ -103,7 +103,7 @@ def text_inputs(
 
 
 def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
-    """Rejects IDs from other tokenizers, whose words differ, so the vector would be wrong."""
+    """Rejects IDs from other tokenizers, whose vocabularies would yield a wrong vector."""
     if tokenizer is None:
         raise BadInput(
             "input: token ids mean nothing without their tokenizer. Send texts (LangChain: "
@@ -183,7 +183,7 @@ def windows_of(
         tokens: maximum tokens per window, without special tokens.
         overlap: maximum tokens that a window repeats from the previous one, in whole units.
         by: unit at which windows begin and end.
-        most: stops after one window more than this number.
+        most: stops once there is one more window than this.
     """
     offsets = np.cumsum([0, *lengths[:-1]])
     starts = np.concatenate(

@@ -127,7 +127,7 @@ class ImagePredictionInput(ImageFields):
 
     @property
     def files(self) -> dict[str, str]:
-        """The URLs of all files, by the field that names each."""
+        """The URLs of all files, by field."""
         named = {"image": self.image, "mask": self.mask}
         return {name: url for name, url in named.items() if url is not None} | guide_urls(self)
 
@@ -189,7 +189,7 @@ class ImageApi(ApiTask):
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
-        """Returns one item per image. They differ in their seeds."""
+        """Returns one item per image. The images differ only in their seeds."""
         parsed = ImagePredictionInput.model_validate(raw_input, strict=True)
         check_guides(parsed, model)
         check_accepted(parsed, model, parsed.mode)
@@ -248,7 +248,7 @@ def image_server(model: Model, upscale: int | None, catalog: Catalog) -> Model:
     """Returns the flow for images of `model`, or the model itself if no steps follow its images.
 
     Args:
-        upscale: factor by which images are enlarged. None: they are not.
+        upscale: factor by which images are enlarged. None: they are not enlarged.
         catalog: has the models of the steps.
 
     Raises:
