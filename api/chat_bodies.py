@@ -33,7 +33,7 @@ MAX_CHOICES, MAX_PROMPTS = 8, 512
 MAX_TEXTS, MAX_STREAMED_TEXTS = 1024, 64
 """Maximum number of prompts times `n` in one request.
 
-The second is MAX_ITEMS of shared/stores/token_streams.py.
+The second equals MAX_ITEMS in shared/stores/token_streams.py.
 """
 MAX_BIASES = 1024
 TEMPLATE_VARIABLES = frozenset({"messages", "tools", "add_generation_prompt"})

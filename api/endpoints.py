@@ -1,4 +1,4 @@
-"""The list of all routers, in the order of the OpenAPI document, and all that derives from it.
+"""The list of all routers, in the order of the OpenAPI document, and everything derived from it.
 
 A new endpoint is declared in its module (api/http/router.py). A new module is added here.
 """
@@ -62,7 +62,7 @@ REPLICATE_ROUTERS: tuple[Router, ...] = (
     prediction_events.router,
     prediction_models.router,
 )
-"""Served with and without /v1, because clients differ in which side adds it."""
+"""Served with and without /v1, because some clients add the prefix themselves."""
 
 ACCESS_RULES = AccessRules(
     {

@@ -67,7 +67,7 @@ TLS_CIPHERS = (
 
 The list is the same as in Python's own builds,
 https://github.com/python/cpython/blob/v3.11.7/Modules/_ssl.c. Debian and Ubuntu build Python with
-the list of the system's OpenSSL, which allows both.
+the system OpenSSL's list, which allows both.
 """
 
 

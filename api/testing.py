@@ -46,7 +46,7 @@ async def running_api(
     objects_url: str = "memory://",
     **settings: object,
 ) -> AsyncIterator[ApiUnderTest]:
-    """Runs an API until the block is left.
+    """Runs an API for the duration of the block.
 
     Args:
         broker: shared with the workers. The API creates its inbox there.

@@ -62,7 +62,7 @@ POLL_S = 2.0
 """Interval between listings of open batches, because object stores charge for each listing."""
 MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
-"""How long to leave a batch alone that another runner holds."""
+"""How long to leave a batch alone while another runner holds it."""
 NEVER_CREATED_S = 120.0
 """A marker without a batch is removed after this time, because the creation was interrupted."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
@@ -99,7 +99,7 @@ class _Held:
 
 @dataclass(slots=True)
 class _Patience:
-    """When to try a batch again that is held elsewhere, failed here or yielded."""
+    """When to retry a batch that is held elsewhere, failed here or yielded."""
 
     pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, MAX_PAUSE_S))
     until_s: float = 0.0
@@ -283,7 +283,7 @@ class BatchRunner:
 
 
 def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
-    """Returns one batch of each owner. The newest come first, so the last one wins."""
+    """Returns one batch per owner. The newest come first, so the last one wins."""
     return list({batch.owner: batch for batch in opened}.values())
 
 

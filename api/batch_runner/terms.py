@@ -93,7 +93,7 @@ class CurrentTerms:
             self._limits = {key.id: key.limits for key in document.keys}
 
     def _failed(self, reason: str) -> None:
-        """Logs a reason only once, because the store is read again and again."""
+        """Logs a reason only once, because the store is read repeatedly."""
         if self._store is not None and reason != self._reason:
             facts = {"source": self._store.source, "reason": reason}
             log.warning("limits of batches not read; using the limits read before", extra=facts)

@@ -6,8 +6,8 @@
     finalizing   → finalizing        with the end that it leads to
     ended        → completed, failed, expired, cancelled
 
-Each step is one document, and the first writer wins. So a late runner can't undo the work of
-another.
+Each step is one document, and the first writer wins. So a late runner can't undo another runner's
+work.
 
 A segment has a line with the counts so far, followed by the answers and the errors. It is one
 object, so it is stored completely or not at all. Its counts include all earlier segments, so the

@@ -41,7 +41,7 @@ _PEEK_BYTES = 4096
 _DISPOSITION = b"content-disposition:"
 
 _TRUE = ("true", "1", "on", "t", "y", "yes")
-"""As read by pydantic."""
+"""Values that pydantic reads as true."""
 
 
 def plain_disposition(header: bytes) -> bytes:

@@ -275,7 +275,7 @@ class CodecPool:
         self._running: Counter[str] = Counter()
         """Number of processes by tenant."""
         self._budget_bytes = budget_bytes
-        # Results before new images, because they are already computed and paid for.
+        # Results go first, because they are already computed and paid for.
         self._lines: dict[bool, FairQueue[asyncio.Future[None]]] = {
             False: FairQueue(),
             True: FairQueue(),

@@ -297,7 +297,7 @@ def first_image(body: ImageFields, model: Model, size: tuple[int, int] | None) -
 
 
 def names_files(body: ImageFields, first: ImageInput) -> bool:
-    """Returns whether the guides or the adapter of a request have to be fetched."""
+    """Returns whether the request's guides or adapter must be fetched."""
     return bool(guide_urls(body)) or (first.adapter is not None and bool(first.adapter.url))
 
 

@@ -45,7 +45,7 @@ from shared.tenants.plan import Caller
 KEEP_S = 24 * 3600
 """Replicate keeps files for the same time, as does the bucket for objects under `files/`."""
 DEFAULT_TENANT_MAX_BYTES = 2 * 1024**3
-"""The default of the setting `files_max_bytes`."""
+"""Default of the `files_max_bytes` setting."""
 BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
 LISTED = "files/of"
 RESERVED = "files/reserved"
@@ -54,7 +54,7 @@ MAX_FILES = 10_000
 RESERVED_S, RENEW_S = 600.0, 300.0
 """Lifetime of a reservation, and the interval at which it is renewed while needed."""
 STEP_BYTES = 8 * 1024 * 1024
-"""The steps in which an upload of unknown size reserves room."""
+"""Size of the steps in which an upload of unknown size reserves room."""
 LOOK_AGAIN_S = 60.0
 """Minimum interval between removals of expired files for a tenant without room.
 

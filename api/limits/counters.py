@@ -24,7 +24,7 @@ Kind: TypeAlias = Literal["window", "month", "slots"]
 SLOTS_S = 30
 """Slots and registrations of a dead instance are freed after this time."""
 LEASE_S = 0.25
-"""LEASE_BUCKETS of take.lua: a window covers amounts taken in it that may still be used."""
+"""LEASE_BUCKETS in take.lua: a window covers amounts taken in it that may still be used."""
 BLOCK_S = 0.25
 """How long a rejection is repeated without asking Redis again."""
 RECENT_S = 1.0

@@ -54,7 +54,7 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     def used_unreported(self) -> RequestDemand:
         """Returns the usage to count if a worker had it and never reported back.
 
-        The work counts as reserved. It costs nothing, because nothing was delivered.
+        The reserved work counts. It costs nothing, because nothing was delivered.
         """
         work = max(
             (taking.amount for taking in self.takings if taking.unit == self.unit), default=0.0
@@ -94,7 +94,7 @@ class LimitedRequest:
         model: the model that computes it.
         headers: response headers. The rate-limit headers are added to them.
         received_at_s: Unix time at which the request arrived. Its rows have this time.
-        longest_s: maximum seconds of computing. None: the model's maximum.
+        longest_s: maximum compute time in seconds. None: the model's maximum.
         price_share: fraction of the list price that it pays.
         preparation: amounts taken by its preparation. None: it had no preparation.
         operation: GROUP/NAME, the same each time that this request is repeated after a process
@@ -316,7 +316,7 @@ def highest_cost_usd(
 
     Args:
         bound: maximum work of the item.
-        longest_s: maximum seconds of computing.
+        longest_s: maximum compute time in seconds.
     """
     read = bound.work - bound.output_tokens if unit == "tokens" else 0
     return price.price_share * max(

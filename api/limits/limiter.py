@@ -388,7 +388,7 @@ class Limiter:
         """Settles a prediction's reservations, once, whichever instance created it.
 
         Args:
-            used: actual usage. None: unknown, so it counts as reserved.
+            used: actual usage. None: unknown, so the reserved amounts count.
         """
         asks = (
             [] if used is None else [taking.settled(used.amount(taking.unit)) for taking in takings]
@@ -615,7 +615,7 @@ class Reservation:
         self._end()
 
     def leave(self, *, is_charged: bool) -> None:
-        """Ends it without knowing the actual usage, so it counts as reserved.
+        """Ends it without knowing the actual usage, so the reserved amounts count.
 
         Nothing is in flight here.
 

@@ -104,7 +104,7 @@ class ChatEvents:
         self._has_usage = options is not None and options.include_usage
 
     def opening(self, index: int, prompt: PromptSize) -> bytes:
-        """Returns the event with the role of the message."""
+        """Returns the event with the message's role."""
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 
     def delta(

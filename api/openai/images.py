@@ -454,7 +454,7 @@ class ImageAnswer:
 @injectable
 @dataclass(frozen=True, slots=True)
 class ImageRequests:
-    """Draws the images of requests, and answers with all at once or with a stream."""
+    """Draws the images for requests, and returns them all at once or as a stream."""
 
     catalog: Catalog
     inference: Inference

@@ -93,7 +93,7 @@ class EventPosition(NamedTuple):
 
     @classmethod
     def from_id(cls, last_id: str) -> EventPosition:
-        """Returns the position in an event ID. For foreign IDs, the start."""
+        """Returns the position in an event ID. For unknown IDs, the start."""
         match = _ID.fullmatch(last_id)
         return cls(int(match[1]), int(match[2]), match[3] or "") if match else cls()
 

@@ -236,7 +236,7 @@ class GenerationStreams:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Texts whose readers have left run to their end: readers may now be on other instances."""
+        """Texts whose readers left run to completion: readers may now be on other instances."""
         ending = [*self._leaving, *self._reader.tasks]
         for task in ending:
             task.cancel()

@@ -1,8 +1,8 @@
 """The Predictions API as in Replicate's API (https://replicate.com/docs/reference/http).
 
 A version is the name of a model in the catalog, or the ID in its entry. An owner can be anything,
-because names are unique here. Every path is served with and without /v1, because clients differ in
-which side adds it.
+because names are unique here. Every path is served with and without /v1, because some clients
+add the prefix themselves.
 
 Field names follow Replicate's API and, inside `input`, Replicate's Stable Diffusion models. A body
 is converted to a request with the model, its source image and its digest.
@@ -71,7 +71,7 @@ CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 EARLY_S = 0.25
 """Clients that wait n seconds hang up half a second later.
 
-The answer is sent this long before n.
+The answer is sent this long before n seconds have passed.
 """
 _FILTERS = frozenset(
     ("created_after", "created_before", "model", "status", "api_key_id", "include")
