@@ -556,7 +556,7 @@ def _cost_bytes(
 
 
 def _compute_reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
-    """Returns the memory that `_reduce` needs to average, resample in both directions and rotate."""
+    """Returns the memory `_reduce` needs to average, resample in both directions and rotate."""
     across, down = _factors(have, want)
     height = math.ceil(have[1] / down)
     return 4 * (math.ceil(have[0] / across) * height + want[0] * height + 2 * want[0] * want[1])
