@@ -1,4 +1,4 @@
-"""The result cache of API and workers: the memory of this process first, then Redis.
+"""The result cache of API and workers: first this process's memory, then Redis.
 
 It is queried per item before a job is published, and again before the item is computed. The worker
 that computed a result stores it. A result in the object store is cached as its object_key, so
@@ -7,8 +7,8 @@ if Redis is unreachable or slow, lookups count as misses. The Redis level reads 
 values at once.
 
 A result may be unpaid: it was computed for a request that was not delivered, so nobody was charged
-for it. It is then marked in Redis, with a separate key next to the entry. The first hit takes the
-mark and is charged like a miss. A mark does not apply to a result computed later than the one it
+for it. It is then marked in Redis, under a separate key alongside the entry. The first hit takes
+the mark and is charged like a miss. A mark doesn't apply to a result computed later than the one it
 was created for. Releases without marks charge such a hit like any other.
 """
 
@@ -44,7 +44,7 @@ UP = Gauge("penstock_cache_redis_up", "1 while Redis is being asked, 0 while the
 
 
 CLOSE_LIMIT_S = 1.0
-"""How long closing waits for marks being written."""
+"""How long closing waits for marks still being written."""
 
 KEY_SCHEME = 2
 """Part of every key. Incremented when a model's code changes the results for the same inputs."""
@@ -54,7 +54,7 @@ ENTRY_SCHEMA = 1
 Incremented when the encoding changes, so that two releases never read each other's entries.
 """
 VALUE_LIMIT_BYTES = 1024 * 1024
-"""Larger entries stay out of both levels, because they belong in the object store."""
+"""Larger entries are kept out of both levels, because they belong in the object store."""
 MEMORY_OVERHEAD_BYTES = 512
 """Bytes that Python objects add to an entry in memory (measured: about 450 for one vector)."""
 
@@ -111,8 +111,8 @@ class RedisLevel:
         If Redis is down, the values are lost and counted as errors.
         """
         writes = [_Write(key, value, ttl_s) for key, value in values.items()]
-        # Packing SETs takes about 20 us each. It is done in parts, so that other tasks do not wait
-        # long for the loop.
+        # Packing a SET takes about 20 us. It is done in parts, so that other tasks don't have to
+        # wait long for the event loop.
         for start in range(0, len(writes), WRITE_ENTRIES):
             if self._link.is_up:
                 await self._writes.call(writes[start : start + WRITE_ENTRIES])
@@ -140,14 +140,14 @@ def _unwrap(answer: object) -> object:
 def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
     """Returns the key for the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
 
-    The key covers everything that changes the output: name, revision, source, precision, tolerance,
-    width and shortcuts of the model, and all fields of the input. A source image is identified by
-    the digest of its data, or by its object_key if only that is known. So compute the key before
-    moving the data to the object store.
+    The key covers everything that affects the output: the model's name, revision, source,
+    precision, tolerance, width and shortcuts, and all fields of the input. A source image is
+    identified by the digest of its data, or by its object_key if only that is known. So compute the
+    key before moving the data to the object store.
 
     The backend is not part of the key. It changes a result by less than the tolerance, and with
-    `auto`, the API does not know the backend of each worker. A key identifies a result of this
-    precision within this tolerance.
+    `auto`, the API doesn't know each worker's backend. A key identifies a result of this precision
+    within this tolerance.
 
     Args:
         tenant: caller's tenant. Part of the key only if the model's cache scope is `tenant`.
@@ -200,7 +200,7 @@ class Owed(msgspec.Struct, array_like=True, frozen=True):
     """Unix time at which that batch finished. None: not known."""
 
     def is_of(self, entry: CacheEntry) -> bool:
-        """Returns whether the mark belongs to this entry, and not to one that was replaced."""
+        """Returns whether the mark belongs to this entry, rather than to one it has replaced."""
         own_s, entry_s = self.finished_at_s, entry.finished_at_s
         return own_s is None or entry_s is None or own_s >= entry_s
 
@@ -255,9 +255,9 @@ class ResultCache(RedisStore):
     """Two levels of results by cache_key: an async context manager that also opens without Redis.
 
     Args:
-        memory_bytes: limit of the memory level. 0 turns it off.
+        memory_bytes: limit for the memory level. 0 turns it off.
         prefix: prefix of every Redis key, for several deployments on one Redis.
-        timeout_s: limit of one round trip to Redis.
+        timeout_s: limit for one round trip to Redis.
         retry_s: upper bound of the first pause before a background retry.
     """
 
@@ -295,7 +295,7 @@ class ResultCache(RedisStore):
 
         Takes the marks of unpaid results, so the caller must charge those hits or mark them again.
         Waits for Redis for at most a few round-trip limits, and not at all while the breaker is
-        open. Other callers share the results, so they must not be changed.
+        open. Other callers share the results, so they must not be modified.
         """
         keys = list(dict.fromkeys(keys))
         while marking := {self._marking[key] for key in keys if key in self._marking}:
@@ -377,7 +377,7 @@ class ResultCache(RedisStore):
     async def _take_marks(self, marked: Mapping[str, _Kept]) -> dict[str, Owed] | None:
         """Takes marks. Marks that another caller took first are missing.
 
-        If the caller is canceled meanwhile, the taken marks are restored.
+        If the caller is canceled in the meantime, the marks taken are restored.
 
         Args:
             marked: entries that have marks, by cache key.
@@ -402,7 +402,7 @@ class ResultCache(RedisStore):
         return {key: mark for key, mark in taken if mark is not None}
 
     async def _give_back(self, taking: asyncio.Task[dict[str, Owed] | None], ttl_s: int) -> None:
-        """Restores marks taken for a caller who was canceled."""
+        """Restores marks taken for a caller that was canceled."""
         self.mark_unpaid(await taking or {}, ttl_s)
 
     def mark_unpaid(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
@@ -464,7 +464,7 @@ class ResultCache(RedisStore):
         ttl_s: int,
         finished_at_s: Mapping[str, float | None] = NO_TIMES,
     ) -> None:
-        """Does the same only in this process's memory. Unpaid results are marked here later."""
+        """Same, but only in this process's memory. Unpaid results are marked here later."""
         self._keep(results, ttl_s, finished_at_s, is_known=True)
 
     def _keep(

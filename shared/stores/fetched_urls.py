@@ -1,7 +1,7 @@
-"""Remembers files fetched from URLs for a tenant, as long as their request lives.
+"""Remembers files fetched from URLs for a tenant, for as long as their request lives.
 
-A repeated request finds the file it fetched before, and only asks the URL's server whether it has
-changed (RFC 9110, 13.1.2). Tenants never find each other's files.
+A repeated request finds the file it fetched before, and only asks the URL's server whether the file
+has changed (RFC 9110, 13.1.2). Tenants never find each other's files.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class FetchedUrl(msgspec.Struct, frozen=True):
     """A fetched file, and its location in the object store."""
 
     final_url: str
-    """After redirects: the URL that the tag belongs to."""
+    """URL after redirects, to which the tag belongs."""
     etag: str
-    """Empty: no ETag, so it is found only with its digest."""
+    """Empty: no ETag, so it is found only by its digest."""
     object_key: str
     media_type: str
     size_bytes: int
     name: str
     sha256: str = ""
-    """In hex. Empty: not known, because an earlier release fetched it."""
+    """In hex. Empty: unknown, because an earlier release fetched it."""

@@ -1,7 +1,7 @@
-"""The steps of flow runs in Redis: their jobs and the outcomes of their items.
+"""The steps of flow runs in Redis: their jobs and their items' outcomes.
 
 A run is a prediction whose record (shared/stores/records.py) shows whether it is open. Its steps
-are in a hash next to it, `<record>:flow`, which is deleted with it:
+are in a hash alongside it, `<record>:flow`, which is deleted with it:
 
     input            the run's input
     budget           the budget of all predictions, in bytes, as known to the API
@@ -14,9 +14,9 @@ are in a hash next to it, `<record>:flow`, which is deleted with it:
     o:<item>         how an item ended, by its index in the run
     w:<item>         the jobs handed to the process that ended the job that begins with this item
 
-The scripts next to this file (flow_*.lua) decide which results count: the first plan of a step, the
-first outcome of an item, and nothing once the run is closed or over. So repeating a call, after any
-crash, leads to the same result.
+The scripts next to this file (flow_*.lua) decide which results count: a step's first plan, an
+item's first outcome, and nothing once the run is closed or has ended. So repeating a call, after
+any crash, leads to the same result.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -57,7 +57,7 @@ class FlowRuns:
         self._max_bytes = max_bytes
 
     async def open(self, run: str, data: bytes) -> bool:
-        """Stores the input of a run. Returns whether the run exists."""
+        """Stores a run's input. Returns whether the run exists."""
         args = (data, self._max_bytes)
         return bool(await self._commands.run_script(OPEN, self._keys(run), *args))
 
@@ -69,14 +69,14 @@ class FlowRuns:
         items: int,
         done: Mapping[int, bytes],
     ) -> int:
-        """Stores the jobs of a step.
+        """Stores a step's jobs.
 
         Args:
             items: number of items, including finished ones.
             done: outcomes of items that are already finished.
 
         Returns:
-            1: stored. 0: already stored. -1: the run is over. -2: there is no room for it.
+            1: stored. 0: already stored. -1: the run has ended. -2: there is no room for it.
         """
         fields: list[str | bytes] = []
         for number, job in enumerate(jobs):
@@ -90,7 +90,7 @@ class FlowRuns:
         return int(await self._commands.run_script(PLAN, keys, *args))
 
     async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
-        """Returns jobs of a step. Jobs of a dropped run are missing."""
+        """Returns a step's jobs. Jobs of a dropped run are missing."""
         if not numbers:
             return []
         fields = [f"p:{step}:{number}" for number in numbers]
@@ -102,7 +102,7 @@ class FlowRuns:
         return [value for name, value in fields.items() if name.startswith(b"p:")]
 
     async def note_published(self, run: str, step: int) -> None:
-        """Records that the broker has the first jobs of a step."""
+        """Records that the broker has a step's first jobs."""
         await self._commands.run_script(PUBLISHED, self._keys(run), f"b:{step}")
 
     async def mark(self, run: str, step: int, outcomes: Mapping[int, bytes]) -> Marked:
@@ -183,7 +183,7 @@ class FlowRuns:
 
 
 class Marked(NamedTuple):
-    """The outcomes that count for the items of a job."""
+    """The outcomes that count for a job's items."""
 
     is_open: bool
     """True if the run continues."""
@@ -196,11 +196,11 @@ class Marked(NamedTuple):
     is_repeated: bool
     """True if an item was already known."""
     is_published: bool
-    """True if the API has published all first jobs of the run."""
+    """True if the API has published all of the run's first jobs."""
     outcomes: list[bytes | None]
     """The stored outcome of each item, old or new.
 
-    None: nothing counts, because the run is over.
+    None: nothing counts, because the run has ended.
     """
 
     @property

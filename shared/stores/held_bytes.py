@@ -1,6 +1,6 @@
 """Bytes stored for a tenant under keys that don't name it: fetched files and class results.
 
-Their keys name a content or a request, so listing a tenant's folder does not find them. An empty
+Their keys identify content or a request, so listing a tenant's folder doesn't find them. An empty
 object counts each of them in the tenant's storage quota (api/inputs/storage.py):
 
     files/held/<owner>/<until>_<bytes>_<id>
@@ -20,7 +20,7 @@ _MARKER = "application/json"
 
 
 def owner_of(tenant: str) -> str:
-    """Returns the digest for a tenant in object keys: 128 bits of BLAKE2b (RFC 7693)."""
+    """Returns the digest that identifies a tenant in object keys: 128-bit BLAKE2b (RFC 7693)."""
     return hashlib.blake2b(tenant.encode(), digest_size=16).hexdigest()
 
 

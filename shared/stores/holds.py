@@ -1,9 +1,9 @@
-"""Holds of predictions: the parts of limits that they have reserved until they are settled.
+"""Holds of predictions: the parts of limits that they reserve until they are settled.
 
-A hold is created with its record, by the same script, and outlives the instance that created it.
-The process that ends the record makes its hold due (record_budget.lua). Any instance takes due
-holds and settles them based on the record. Settling removes the hold in the same script that counts
-(api/limits/take.lua), so it happens once.
+A hold is created together with its record, by the same script, and outlives the instance that
+created it. The process that ends the record makes its hold due (record_budget.lua). Any instance
+takes due holds and settles them based on the record. Settling removes the hold in the script that
+also counts it (api/limits/take.lua), so it happens only once.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -22,9 +22,9 @@ from shared.stores.records_redis import RecordsRedis
 from shared.stores.redis_client import load_script
 
 LOOK_AGAIN_S = 1.0
-"""How long other instances leave a due hold to the one that took it."""
+"""How long other instances leave a due hold to the instance that took it."""
 VOID_S = 600
-"""How long an abandoned hold can't be created any more."""
+"""How long until an abandoned hold can no longer be created."""
 _CREATED = load_script("shared/stores/hold_created.lua")
 _DUE = load_script("shared/stores/holds_due.lua")
 
@@ -41,7 +41,7 @@ class Holds:
         self._void_prefix = f"{redis.predictions_key}:void:"
 
     async def due(self, most: int) -> list[DueHold]:
-        """Takes holds whose records are over, or should be over by now.
+        """Takes holds whose records have ended, or should have ended by now.
 
         Other instances get them LOOK_AGAIN_S later if they still exist.
         """
@@ -59,9 +59,9 @@ class Holds:
         return [score is not None for score in scores]
 
     async def was_created(self, record_id: str, data: bytes) -> bool:
-        """Returns whether a record was created with this hold, which may be settled by now.
+        """Returns whether a record was created with this hold, which may have been settled since.
 
-        If it was not, it can no longer be created.
+        If it wasn't, it can no longer be created.
         """
         digest = hashlib.sha1(data, usedforsecurity=False).hexdigest()
         keys = (self._record_prefix + record_id, f"{self._void_prefix}{digest}")

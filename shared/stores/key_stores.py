@@ -5,9 +5,9 @@ first appends an audit event to FILE.audit.jsonl, then replaces the whole file. 
 is not recorded.
 
 In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is a single
-value with a version, so that a reader never sees half of a change, and two concurrent writers do
-not undo each other's changes. Nothing has a TTL, so Redis does not evict it. A Redis that lost its
-data has no version. Readers then keep their snapshot, and a copy of it in their region's Redis.
+value with a version, so that readers never see a partial change, and two concurrent writers don't
+undo each other's changes. Nothing has a TTL, so Redis doesn't evict it. A Redis that lost its data
+has no version. Readers then keep their snapshot, and a copy of it in their region's Redis.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -142,8 +142,8 @@ class KeyRedis(RedisStore):
 class KeyCopy(RedisStore):
     """A copy of a directory in the region's Redis.
 
-    Instances need that Redis anyway. So an instance that starts while the directory, in another
-    region, is unreachable has the same keys as its neighbors.
+    Instances need that Redis anyway. So if an instance starts while the directory, in another
+    region, is unreachable, it has the same keys as its neighbors.
     """
 
     def __init__(self, redis_url: str) -> None:
@@ -240,7 +240,7 @@ class KeyFile:
             except NoDirectory:
                 if version:
                     return False
-            # An action that was logged but then failed is less misleading than a missing one.
+            # A logged action that then fails is less misleading than one missing from the log.
             with self._audit.open("ab") as audit:
                 audit.write(msgspec.json.encode(act) + b"\n")
                 _to_disk(audit.fileno())

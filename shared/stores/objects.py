@@ -1,8 +1,9 @@
 """The object store: large inputs and results, uploaded files, and the documents of batches.
 
-It is a folder on one machine or a bucket in the cloud, both through obstore. Objects never change:
-the key of an input or a result depends on its content, so a repeated put is harmless, and a cached
-key always means the same data. A document is written once (`create`), and the first writer wins.
+It is a folder on one machine or a bucket in the cloud, both accessed through obstore. Objects never
+change: the key of an input or a result depends on its content, so repeating a put is harmless, and
+a cached key always means the same data. A document is written once (`create`); the first writer
+wins.
 
 obstore's synchronous calls run in threads. Its asynchronous calls abort the process (1 of 12 here,
 obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python
@@ -10,7 +11,7 @@ objects.
 
 A large object is written in pieces, so that it does not need to fit in memory.
 
-Signed links to objects let answers and webhooks refer to an image instead of including it.
+Signed links to objects let responses and webhooks refer to an image instead of including it.
 api/routes/files.py serves them, in another format if `media_type` differs from the object's. The
 signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be changed.
 
@@ -50,24 +51,24 @@ PART_BYTES = 8 * 1024 * 1024
 WRITE_BYTES = 1024 * 1024
 """Pieces are collected up to this size, because each write uses a thread."""
 MEMORY_BYTES = 2 * PART_BYTES + WRITE_BYTES
-"""Memory of one writer: a part being collected, and one being uploaded."""
+"""Memory used by a writer: a part being collected, and one being uploaded."""
 
 TIMEOUT_S = 10.0
 """Maximum duration of a put or get, including retries."""
 KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 32
-"""Threads wait for the store, so their number depends on its distance: a call to a bucket that is
-30 ms away in each direction takes 65 ms, and 8 threads stored 112 files of 100 kB per second,
+"""Threads wait for the store, so how many are needed depends on its latency. With a bucket 30 ms
+away in each direction, a call takes 65 ms, and 8 threads stored 112 files of 100 kB per second,
 compared with 147 for a nearby bucket.
 
-An owner gets at most half of them, so that a tenant's uploads can't lock out others.
+An owner gets at most half of them, so that one tenant's uploads can't lock out others.
 """
 OWNER_SEGMENTS = 3
-"""Keys of a tenant's objects begin with two folders and the tenant's digest, which shares turns
-across all folders.
+"""Keys of a tenant's objects start with two folders and the tenant's digest, which takes turns
+as one owner across all folders.
 
-Other keys name a content within this many segments, so each has separate turns.
+Other keys identify content within this many segments, so each of them takes turns separately.
 """
 LIST_CHUNK = 1000
 
@@ -109,7 +110,7 @@ def open_upload(store: Any, key: str, attributes: dict[str, str] | None) -> Any:
 class ObjectWriter:
     """Writes one object in pieces: an async context manager.
 
-    The object appears, complete, when the block ends. It never appears if the block raises.
+    The object appears, complete, when the context exits. It never appears if the block raises.
 
     Raises:
         Unavailable: raised by any call if the store is unreachable or too slow.
@@ -150,8 +151,8 @@ class ObjectWriter:
                 await self._flush()
                 await self._work(upload.close)
         finally:
-            # An upload that is not closed is abandoned. A folder deletes its parts at once, a
-            # bucket by the lifecycle rule for incomplete uploads.
+            # An upload that is never completed is abandoned. A folder deletes its parts at once, a
+            # bucket through its lifecycle rule for incomplete uploads.
             self._upload = None
 
     async def _flush(self) -> None:
@@ -174,7 +175,7 @@ async def stored_input(blob: Blob, objects: ObjectStore) -> Blob:
     """Returns the blob for a message. A large one is moved to the object store."""
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob
-    # The digest of 64 MiB takes 0.1 s, which would pause all requests of an instance.
+    # Hashing 64 MiB takes 0.1 s, which would pause all of an instance's requests.
     key = await asyncio.to_thread(object_key, "inputs", blob.data, blob.media_type)
     await objects.put(key, blob.data, blob.media_type)
     return Blob(blob.media_type, object_key=key)
@@ -225,7 +226,7 @@ class ObjectStore:
     def __init__(self, url: str, setting: str = "objects_url") -> None:
         self._url = url
         self._store = _open(url, setting)
-        # The store has separate threads, because a hanging store would otherwise block other work.
+        # The store has its own threads, because a hanging store would otherwise block other work.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
         self._turns = FairPermits(THREADS)
         # A folder does not store media types, so the type is derived from the key's extension.
@@ -362,7 +363,7 @@ class ObjectStore:
         async with asyncio.timeout(TIMEOUT_S):
             await self._turns.take(owner)
             done = asyncio.get_running_loop().run_in_executor(self._threads, call)
-            # The thread is busy until its call ends, even if no caller waits for it any more.
+            # The thread is busy until its call ends, even if no caller is waiting for it.
             done.add_done_callback(partial(self._end_turn, owner))
             return await asyncio.shield(done)
 
@@ -387,7 +388,7 @@ def _list(source: Any, folder: str, limit: int, after: str) -> list[StoredObject
     objects: list[StoredObject] = []
     for chunk in obstore.list(source, folder, offset=after or None, chunk_size=LIST_CHUNK):
         objects += map(_to_stored_object, chunk)
-        # A bucket lists in order, but a folder does not.
+        # A bucket lists in order, but a folder doesn't.
         if len(objects) >= limit and not isinstance(source, store.LocalStore):
             break
     return sorted(objects)[:limit]

@@ -1,4 +1,4 @@
-"""Stored predictions and conversations, within a budget of bytes (shared/stores/retention.py).
+"""Stored predictions and conversations, within a byte budget (shared/stores/retention.py).
 
 A stored prediction is a record with a document (shared/stores/records.py), which is created before
 its job is published and kept for a set time after its end.
@@ -29,7 +29,7 @@ from shared.stores.waiting_lines import line_keys
 from shared.stores.webhook_log import webhook_keys
 
 FULL_RETRY_S = 5.0
-"""Retry-After for a prediction without room."""
+"""Retry-After if there is no room for a prediction."""
 LISTED = 10_000
 """Maximum number of predictions listed per tenant."""
 
@@ -56,7 +56,7 @@ class PredictionStore:
     """The stored predictions of all tenants.
 
     Args:
-        max_bytes: budget of all tenants together, in bytes.
+        max_bytes: budget for all tenants together, in bytes.
     """
 
     def __init__(self, redis: RecordsRedis, *, max_bytes: int = BUDGET_BYTES) -> None:
@@ -81,14 +81,14 @@ class PredictionStore:
         Returns the number of the tenant's unfinished predictions, including this one. 0: the record
         already exists.
 
-        If the budget is used up, the oldest finished predictions of the largest tenant are dropped.
+        If the budget is exhausted, the largest tenant's oldest finished predictions are dropped.
 
         Args:
             deadline_s: Unix time at which work on it stops.
             keep_s: seconds to keep it after its end, or after its deadline if it never ends.
             reply_bytes: maximum size of its reply.
             model: the model to compute it, in whose queue it is placed.
-            hold: limits it has reserved (shared/stores/holds.py). Empty: nothing.
+            hold: limits it has reserved (shared/stores/holds.py). Empty: none.
 
         Raises:
             Overloaded: there is no room for it because of unfinished predictions.

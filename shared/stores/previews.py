@@ -17,10 +17,10 @@ from shared.stores.records_redis import RecordsRedis
 from shared.stores.redis_client import load_script
 
 WATCHED_S = 5
-"""How long previews are drawn after a reader marked a prediction as watched."""
+"""How long previews are drawn after a reader marks a prediction as watched."""
 PREVIEWS_KEPT_S = 120
 MAX_PREVIEWS = 16
-"""Maximum number of previews per prediction. Each has a few kilobytes."""
+"""Maximum number of previews per prediction. Each is a few kilobytes."""
 
 _ADD_PREVIEW = load_script("shared/stores/preview_add.lua")
 
@@ -30,7 +30,7 @@ class PreviewStore:
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._redis = redis
-        # Separate round trips, because images are large and must not delay others.
+        # Separate round trips, because images are large and must not delay other calls.
         self._commands = redis.commands("the store of previews")
 
     async def watch(self, record: str) -> None:
@@ -45,7 +45,7 @@ class PreviewStore:
         return [_preview(cursor.decode(), fields) for cursor, fields in entries]
 
     async def add(self, record: str, index: int, step: int, steps: int, image: bytes) -> None:
-        """Adds a preview. Never raises: a preview may get lost."""
+        """Adds a preview. Never raises, because a preview may be lost."""
         _, stream = preview_keys(self._redis.prefix, record)
         keys = (self._redis.record_key(record), stream)
         with contextlib.suppress(Unavailable):

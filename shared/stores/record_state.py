@@ -17,10 +17,10 @@ OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 class Claim(NamedTuple):
     """The result of claiming a job.
 
-    `state` is `processing` if the job still needs to be done. Otherwise it is over, and `reply` is
-    the first reply, or None if it was canceled without one. `attempt` counts claims from 1.
-    `unfinished` counts earlier claims that did not end since the job last continued. `alone` counts
-    those whose workers were computing only this job when they died.
+    `state` is `processing` if the job still needs to be done. Otherwise it has ended, and `reply`
+    is the first reply, or None if it was canceled without one. `attempt` counts claims from 1.
+    `unfinished` counts earlier claims not ended since the job last continued. `alone` counts those
+    whose workers were computing only this job when they died.
     """
 
     state: State
@@ -68,7 +68,7 @@ class Record(msgspec.Struct, kw_only=True):
     """The encoded request of a prediction. Empty for other jobs."""
     reply: ReplyBody | None = None
     closed: str = ""
-    """Why a flow ends, as JSON of an ItemError, once its items no longer count."""
+    """Why a flow is ending, as the JSON of an ItemError, once its items no longer count."""
     published: bool = False
     """True if the broker is known to have the job."""
     step: int = 0
@@ -76,10 +76,10 @@ class Record(msgspec.Struct, kw_only=True):
     logs: str = ""
     """Text printed by the model so far.
 
-    Only the end, if it is long. Set only while it is processed, or if its end came from elsewhere.
+    Only the end, if it is long. Set only during processing, or if its end came from elsewhere.
     """
     logs_left_out: int = 0
-    """Number of omitted characters before it."""
+    """Number of characters omitted before it."""
     created_at_s: float = 0.0
     started_at_s: float = 0.0
     ended_at_s: float = 0.0

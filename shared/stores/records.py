@@ -1,4 +1,4 @@
-"""Records in Redis: the state of every job and prediction. A reply message only wakes its waiter.
+"""Records in Redis: every job's and prediction's state. A reply message only wakes its waiter.
 
 `record_id(request_id, part)` is the ID of a job's record. A prediction is a job whose record is
 created before its message is published, and kept for a set time after its end. The record of any
@@ -6,15 +6,15 @@ other job is created when a worker claims it, and expires soon after.
 
     starting → processing → succeeded | failed        canceled: from either, by a caller
 
-The first `finish` ends a record. A later one gets the first reply. A claim that was neither
-finished nor released was held by a worker that died or lost its lease.
+The first `finish` ends a record. Later ones get the first reply. A claim that was neither finished
+nor released was held by a worker that died or lost its lease.
 
 A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither
 finished nor released since the job last continued), `alone` (open claims whose worker computes only
 this job), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (Unix seconds). A
 prediction also has `document`, `keep_s` and `published` (shared/stores/prediction_store.py). Only
-the scripts next to this file (record_*.lua) write records. Claims and finishes come in large
-numbers, so their scripts take several records: one script for 100 records costs little more than
+the scripts next to this file (record_*.lua) write records. Claims and finishes arrive
+in bulk, so their scripts take several records: one script for 100 records costs little more than
 one for a single record.
 
 Calls raise Unavailable if Redis does not respond.
@@ -50,12 +50,12 @@ EndState = Literal["succeeded", "failed", "canceled"]
 """The final states of a record."""
 
 JOB_KEEP_S = 120
-"""Seconds to keep the record of a job that is not a prediction after its last change, for late
-attempts.
+"""How long the record of a job that is not a prediction is kept after its last change, in seconds,
+for late attempts.
 """
 LATE_LOOK_S = 0.5
-"""Seconds after its deadline for which a waiter with an open connection still checks whether the
-record ended.
+"""How long after its deadline a waiter with an open connection still checks whether the record
+ended, in seconds.
 """
 LISTEN_POLL_S = 1.0
 LISTEN_PAUSE_S = 0.5
@@ -99,7 +99,7 @@ class Records:
         await self._commands.run_script(PUBLISHED, [self._redis.record_key(record)])
 
     async def cancel(self, record: str, deadline_s: float = 0.0) -> State:
-        """Ends a record as canceled unless it is over, notifies the workers, and returns its state.
+        """Ends a record as canceled unless it has ended, notifies workers, and returns its state.
 
         Args:
             deadline_s: Unix time until which the broker may deliver its job. The record is kept at
@@ -123,7 +123,7 @@ class Records:
     async def read_again(self, record: str, document: bytes) -> Record | None:
         """Like `read`, for a caller that already has the document, which never changes.
 
-        So following a prediction is cheap, no matter how large its request.
+        So following a prediction is cheap, however large its request.
 
         Args:
             document: document as read or created.
@@ -136,7 +136,7 @@ class Records:
         if not fields:
             return None
         held = record_from_fields(fields)
-        if values[-1] is not None:  # the rest of a deleted record has no keep_s
+        if values[-1] is not None:  # the remains of a deleted record have no keep_s
             held.document = document
         return held
 
@@ -204,7 +204,7 @@ class Records:
     async def put_logs(self, record: str, attempt: int, logs: PrintedLogs) -> None:
         """Stores text printed by a model so far, for the worker with the latest claim.
 
-        Never raises, because missing text arrives with the reply.
+        Never raises, because any missing text arrives with the reply.
         """
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(

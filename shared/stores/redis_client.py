@@ -1,9 +1,9 @@
 """A connection to Redis shared by many callers, with a hard time limit and a circuit breaker.
 
-Each operation has a batcher. It does one round trip at a time, and calls made in the meantime share
-the next one. So 128 callers cost one connection and a few commands, not 128. The breaker opens
-after FAILURES consecutive round trips that failed or were too slow. Calls then return at once, and
-a background task retries until Redis answers in time.
+Each operation has a batcher. It makes one round trip at a time, and calls made in the meantime
+share the next one. So 128 callers cost one connection and a few commands, not 128. The breaker
+opens after FAILURES consecutive round trips that failed or were too slow. Calls then return at
+once, and a background task retries until Redis responds in time.
 
 Redis runs a Lua script atomically: no other command comes between its reads and writes. A script is
 one .lua file, or several: functions first, then the script that calls them.
@@ -39,11 +39,11 @@ Nothing listens there, so Penstock behaves as if Redis were unreachable.
 KEY_PREFIX = "penstock:"
 """Starts every key."""
 ROUND_TRIP_ENTRIES = 512
-"""A round trip takes waiting calls until it has this many entries."""
+"""A round trip accepts waiting calls until it has this many entries."""
 WAITING_ENTRIES = 16384
-"""Maximum number of entries waiting for the next round trip. Above it, calls fail."""
+"""Maximum number of entries waiting for the next round trip. Beyond it, calls fail."""
 
-# uvloop raises RuntimeError for a write to a closed connection.
+# uvloop raises RuntimeError when writing to a closed connection.
 REDIS_FAILURES = (RedisError, OSError, EOFError, RuntimeError)
 
 Sent = TypeVar("Sent")
@@ -52,10 +52,10 @@ Got = TypeVar("Got")
 FAILURES = 3
 """Consecutive failed round trips before the breaker opens.
 
-A single failure may be a hiccup of this machine.
+A single failure may be a hiccup on this machine.
 """
 CONNECT_LIMIT_S = 1.0
-"""Time limit of the background retry, which may have to resolve a name and do a TLS handshake."""
+"""Time limit for the background retry, which may have to resolve a name and do a TLS handshake."""
 MAX_RETRY_S = 2.0
 EVICTS_ALL = "allkeys"
 """Prefix of the policies that also evict keys without a TTL."""
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class Script(NamedTuple):
-    """A script, and the digest by which Redis knows it once it has run it (EVALSHA)."""
+    """A script, and the digest by which Redis identifies it once it has run it (EVALSHA)."""
 
     text: str
     digest: str
@@ -113,7 +113,7 @@ class Batcher(Generic[Sent, Got]):
         self._waiting: deque[tuple[Sequence[Sent], asyncio.Future[list[Got] | None]]] = deque()
         self._waiting_entries = 0
         self._trips: asyncio.Task[None] | None = None
-        """The task that makes round trips while calls are waiting."""
+        """Task that makes round trips while calls are waiting."""
 
     async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
         """Returns one answer per entry, or None after a failure or if the queue is full."""
@@ -125,7 +125,7 @@ class Batcher(Generic[Sent, Got]):
         self._waiting.append((entries, answers))
         self._waiting_entries += len(entries)
         if self._trips is None:
-            # It starts in the next turn of the loop, with all calls of this turn.
+            # It starts in the next turn of the event loop, with all of this turn's calls.
             self._trips = loop.create_task(self._make_trips())
         # Covers the current round trip, the one with this call, and two for earlier calls. A timer
         # costs half as much as asyncio.wait, and each job of a worker waits here.
@@ -186,8 +186,8 @@ class Batcher(Generic[Sent, Got]):
 async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
     """Returns the result of `call`, and cancels it after `limit_s`.
 
-    Unlike asyncio.timeout, it returns an answer that is due in the same turn of the loop as the
-    timer, which happens if this process was held up.
+    Unlike asyncio.timeout, it returns an answer that arrives in the same turn of the event loop as
+    the timer, which happens if this process was held up.
 
     Raises:
         TimeoutError: there was no result in time.
@@ -207,7 +207,7 @@ async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
 
 
 class _PacksInC:
-    """A connection that packs commands with hiredis, like redis-py's own without asyncio.
+    """A connection that packs commands with hiredis, as redis-py does without asyncio.
 
     redis-py's asyncio connections pack in Python, which took a sixth of the API's CPU time for a
     prediction.
@@ -277,12 +277,12 @@ class RedisLink:
         self._tripped = asyncio.Event()
         self._batchers: list[Batcher[Any, Any]] = []
         self._idle: list[AbstractConnection] = []
-        """Connections for round trips: at most as many as have run concurrently."""
+        """Connections for round trips: at most as many as have been used concurrently."""
 
     def batcher(
         self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
     ) -> Batcher[Sent, Got]:
-        """Adds a batcher, which the link closes. `send` does one round trip by `exchange`."""
+        """Adds a batcher, which the link closes. `send` makes one round trip with `exchange`."""
         batcher = Batcher(operation, send, self._timeout_s, self._judge, self._errors)
         self._batchers.append(batcher)
         return batcher
@@ -312,8 +312,8 @@ class RedisLink:
     async def exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
         """Sends commands together and returns their answers, for use in the `send` of a batcher.
 
-        A rejected command has a ResponseError as its answer. This bypasses redis-py's pool, retries
-        and records, which take three times as long as everything else.
+        A rejected command's answer is a ResponseError. This bypasses redis-py's pool, retries and
+        records, which take three times as long as everything else.
 
         Raises:
             RedisError, OSError: there is no connection, or it ended.
@@ -362,8 +362,8 @@ class RedisLink:
 
     def _connect(self, connections: int) -> redis.asyncio.Redis:
         try:
-            # No retries by redis-py, because they would double every limit here. No limit either,
-            # because it takes a timer per answer, and `within` limits each round trip as a whole.
+            # No retries by redis-py, because they would double every limit here. No timeout either,
+            # because it needs a timer per answer, and `within` limits each round trip as a whole.
             client = redis.asyncio.Redis.from_url(
                 self._url,
                 socket_timeout=None,
@@ -398,7 +398,7 @@ class RedisLink:
         if error is None:
             self._failures = 0
         elif not isinstance(error, ResponseError):
-            # A rejection (out of memory, read-only replica) is an answer in time, so it does not
+            # A rejection (out of memory, read-only replica) is a timely answer, so it does not
             # count.
             self._failures += 1
             if self._failures >= FAILURES and self.is_up:
@@ -409,7 +409,7 @@ class RedisLink:
         return self.is_up
 
     async def _recover(self) -> None:
-        """Waits until the breaker opens, then retries until Redis answers in time."""
+        """Waits until the breaker opens, then retries until Redis responds in time."""
         while True:
             await self._check_policy()
             await self._tripped.wait()
@@ -436,7 +436,7 @@ class RedisLink:
 
     async def _answers_in_time(self) -> bool:
         try:
-            # The first ping may have to connect. Only the second one shows how fast Redis is.
+            # The first ping may have to connect. Only the second shows how fast Redis is.
             await within(CONNECT_LIMIT_S, self._ping())
             await within(self._timeout_s, self._ping())
         except REDIS_FAILURES:

@@ -15,7 +15,7 @@ Chunk = TokenChunk | PieceChunk
 
 
 class _StoredPieces(PieceChunk, omit_defaults=True):
-    """Pieces as stored. Release 0.1.0 reads them as tokens, and stored them without lengths."""
+    """Pieces as stored. Release 0.1.0 reads them as tokens, and stored its own without lengths."""
 
     ids: list[int] = msgspec.field(default_factory=list)
     """Checksums."""
@@ -47,7 +47,7 @@ def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
     """Returns one chunk with all units from `first`.
 
     None: there are none, or `first` is in the middle of a chunk without lengths. Pieces that follow
-    pieces stored by release 0.1.0 become tokens like them.
+    pieces stored by release 0.1.0 become tokens too.
     """
     parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]
     if not parts or parts[0].first != first:

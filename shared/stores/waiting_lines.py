@@ -1,8 +1,8 @@
-"""The queues of predictions that wait for a worker, one per tenant and model.
+"""The queues of predictions waiting for a worker, one per tenant and model.
 
 Workers start a tenant's predictions by deadline, so its queue is in that order. A tenant must not
-learn how many other tenants are waiting, but their load shows in the speed of this queue. That
-is measured between reads, so it is known only while the queue is being read.
+learn how many other tenants are waiting, but their load shows in this queue's speed. The speed is
+measured between reads, so it is known only while the queue is being read.
 
 Calls raise Unavailable if Redis does not respond.
 """

@@ -32,7 +32,7 @@ class WebhookLog:
     async def add(self, record: str, attempt: WebhookAttempt) -> int | None:
         """Adds an attempt and returns its number, from 1.
 
-        Never raises, because an entry may get lost. It then has no number.
+        Never raises, because an entry may be lost. It then has no number.
         """
         log, attempts, _ = webhook_keys(self._redis.prefix, record)
         keys = (self._redis.record_key(record), log, attempts)
@@ -92,9 +92,9 @@ class WebhookAttempt(msgspec.Struct, kw_only=True):
     """Unix time at which it started."""
     duration_s: float
     status: int | None = None
-    """HTTP status of the answer. None without an answer."""
+    """HTTP status of the response. None: no response."""
     error: str | None = None
-    """Why there is no answer, or what is wrong with it."""
+    """Why there was no response, or what is wrong with it."""
     attempt: int = 1
     """Number of the attempt with this webhook-id."""
 

@@ -1,13 +1,13 @@
-"""Model revisions that an operator has withdrawn, in one Redis hash for all processes.
+"""Model revisions withdrawn by an operator, in one Redis hash for all processes.
 
 A withdrawn revision computes nothing: the API rejects new requests, and waiting callers get the
-same error. Its cached results are never read again. Result keys include the number of times that
-their revision was withdrawn (shared/stores/cache.py), so nothing needs to be searched for, in Redis
-or in the memory of processes, and a result on its way into the cache is not found either. The
-entries themselves expire as usual.
+same error. Its cached results are never read again. Result keys include how many times their
+revision was withdrawn (shared/stores/cache.py). So nothing has to be searched for, in Redis or in
+the memory of processes, and a result on its way into the cache isn't found either. The entries
+themselves expire as usual.
 
-The hash has no TTL, so Redis does not evict it. It keeps the numbers when a withdrawal ends. So a
-missing hash was lost, and processes keep their snapshots.
+The hash has no TTL, so Redis doesn't evict it. It keeps the counts when a withdrawal ends. So a
+missing hash must have been lost, and processes keep their snapshots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.process.concurrency import BackgroundTask
 from shared.stores.redis_client import KEY_PREFIX, NO_REDIS, RedisLink, RedisStore, load_script
 
 REFRESH_S = 1.0
-"""A withdrawal takes effect within this time plus the time of a read."""
+"""A withdrawal takes effect within this time plus the time of one read."""
 READ_LIMIT_S = 2.0
 
 ERRORS = Counter(
@@ -56,7 +56,7 @@ class Withdrawal(msgspec.Struct, frozen=True):
 
 
 class Withdrawals(msgspec.Struct, frozen=True):
-    """Snapshot of withdrawn revisions and numbers of withdrawals, by `revision_id`."""
+    """Snapshot of withdrawn revisions and withdrawal counts, by `revision_id`."""
 
     withdrawn: Mapping[str, Withdrawal] = msgspec.field(default_factory=dict)
     purges: Mapping[str, int] = msgspec.field(default_factory=dict)
@@ -68,7 +68,7 @@ def revision_id(model: str, revision: str) -> str:
 
 
 class WithdrawalStore(RedisStore):
-    """The hash: an async context manager that opens without Redis too."""
+    """The hash: an async context manager that opens even without Redis."""
 
     def __init__(self, redis_url: str, *, retry_s: float = 0.25) -> None:
         super().__init__(
@@ -123,8 +123,8 @@ class WithdrawalStore(RedisStore):
 class LiveWithdrawals:
     """Current withdrawals. An async context manager that reads them every REFRESH_S.
 
-    While Redis is unreachable, the last snapshot remains.
-    A process that starts meanwhile has no snapshot.
+    While Redis is unreachable, the last snapshot remains in use. A process that starts in the
+    meantime has no snapshot.
     """
 
     def __init__(self, store: WithdrawalStore, *, refresh_s: float = REFRESH_S) -> None:
