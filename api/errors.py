@@ -305,7 +305,7 @@ def log_reason(error: PenstockError, request_id: str) -> None:
 
 
 def set_error_code(request: Request, error: Exception) -> None:
-    """Puts the error code into the context of the request, for metrics and rows.
+    """Puts the error code into the request's context, for metrics and rows.
 
     The log gets the details that are not shown to callers.
     """

@@ -1,4 +1,4 @@
-"""Answers of a batch that are not yet part of a written segment.
+"""A batch's answers that are not yet part of a written segment.
 
 Lines finish in any order, and a segment is written once all of its lines and all earlier segments
 are finished. Until then, new answers are logged about once a second. Each log is an object that is

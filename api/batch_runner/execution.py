@@ -64,7 +64,7 @@ LINES = Counter(
 )
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 READ_AGAIN_S = 1.0
-"""Extra time for this runner to read the end of a run after its deadline has passed."""
+"""Extra time for this runner to read a run's outcome after its deadline has passed."""
 METRICS_OF_RUN = ("predict_time", "device_time", "cost_usd", "steps")
 """Timings of the run that an answer includes.
 

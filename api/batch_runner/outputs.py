@@ -1,4 +1,4 @@
-"""Composes the segments of a batch into its output file and its error file."""
+"""Composes a batch's segments into its output file and its error file."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Validates one batch and runs it from its current state until it ends or another batch is due.
 
-The file of a batch is validated line by line, and divided into segments.
+The batch's file is validated line by line and divided into segments.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ class FileRefused(Exception):
 async def validate(
     batch: BatchCreated, file: BatchFile, files: BatchFiles, catalog: Catalog
 ) -> BatchPlan:
-    """Reads the whole file of a batch once.
+    """Reads a batch's whole file once.
 
     Raises:
         FileRefused: a line or the whole file is invalid.

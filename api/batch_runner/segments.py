@@ -1,4 +1,4 @@
-"""Runs the lines of a batch for one turn.
+"""Runs a batch's lines for one turn.
 
 Lines start in order, within a window of items, and finish in any order, so a slow one does not hold
 up the others. Segments are written in order, each once it and all earlier ones are complete.
@@ -379,7 +379,7 @@ class SegmentRun:
         """Returns an answer computed earlier, or records that the line was not run."""
         with suppress(LineRefused):
             batch_line = read_line(line, self._batch, self._tools.catalog)
-            # The run of a flow continues by itself, even if this runner started it.
+            # A flow run continues on its own, even if this runner started it.
             is_run = is_started and batch_line.request.is_run
             if is_run or (index < self._begun and not is_started):
                 tools, attempt = self._tools, attempts.get(line.number, 0)

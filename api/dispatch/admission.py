@@ -83,7 +83,7 @@ class Admission:
         return self._instance.total
 
     def rate_of(self, model: str) -> ServiceRate:
-        """Returns the measured service rate of a model."""
+        """Returns a model's measured service rate."""
         if model not in self._rates:
             known = self._models.get(model)
             self._rates[model] = ServiceRate(

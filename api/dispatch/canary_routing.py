@@ -1,4 +1,4 @@
-"""Chooses the revision of a model for each request, and rolls canaries back.
+"""Chooses the model revision for each request, and rolls canaries back.
 
 A revision that an operator withdrew receives no requests (shared/stores/withdrawals.py).
 
@@ -98,7 +98,7 @@ class CanaryRouter:
             await self.canary_store.__aexit__(*exc)
 
     def routed(self, request: InferenceRequest) -> InferenceRequest:
-        """Returns the request for the canary of its model, or for the model itself.
+        """Returns the request for its model's canary, or for the model itself.
 
         Raises:
             ModelWithdrawn: the revision that would serve it is withdrawn.

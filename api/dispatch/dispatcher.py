@@ -470,7 +470,7 @@ class Dispatcher:
 
 
 def _count_items(state: RequestState) -> None:
-    """Counts the items of a request by outcome."""
+    """Counts a request's items by outcome."""
     request = state.request
     ended = [completion.outcome for completion in state.completions if completion is not None]
     counts = Counter((outcome.receipt.cache, outcome.status) for outcome in ended)

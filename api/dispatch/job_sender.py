@@ -161,7 +161,7 @@ class JobSender:
         *,
         unfinished: int = 0,
     ) -> None:
-        """Publishes the job of a request whose record already exists.
+        """Publishes the job for a request whose record already exists.
 
         If the caller can repeat the request, the record is then marked as published. Other records
         are not marked, because the mark costs a round trip to Redis and is never read.

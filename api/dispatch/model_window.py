@@ -329,7 +329,7 @@ class PublishWindow:
 
     Args:
         models: all models in the catalog.
-        rate_of: returns the service rate of a model.
+        rate_of: returns a model's service rate.
         broker_wait_s: seconds that jobs may wait at the broker.
     """
 

@@ -100,8 +100,8 @@ ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
 """Acks wait this long to be combined, because an ack call costs as much as a publish.
 
-Without this pause, acks took a fifth of the API's CPU time. Requests never wait for the ack of a
-reply. With 10 s of retries it stays below the lease.
+Without this pause, acks took a fifth of the API's CPU time. Requests never wait for a reply's
+ack. With 10 s of retries it stays below the lease.
 """
 
 
@@ -123,7 +123,7 @@ class InboxLease:
 class InboxPool:
     """The inboxes of the pool, numbered from `first`.
 
-    Each inbox has a key in Redis with the ID of its holder.
+    Each inbox has a key in Redis with its holder's ID.
 
     While Redis is unreachable, an instance keeps its inbox, because no other instance can lease it
     either. If only this instance is cut off and another leases its inbox, replies may go to the
@@ -317,7 +317,7 @@ class OpenInbox:
 
     Args:
         inbox: a number in the pool, or an instance ID.
-        slots: number of its slots that this instance uses.
+        slots: how many of its slots this instance uses.
     """
 
     def __init__(self, inbox: str, slots: int) -> None:

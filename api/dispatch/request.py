@@ -55,7 +55,7 @@ _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
 class RequestOptions:
     """Options of one request, parsed once from its headers. None or empty: not set.
 
-    Times count from the arrival of the request.
+    Times count from the request's arrival.
     """
 
     deadline_s: float | None = None
@@ -170,7 +170,7 @@ class InferenceRequest:
         return cache_key(self.model, one, self.facts.tenant, self.purges)
 
     def demand(self, items: int) -> Demand:
-        """Returns the demand of a number of its items on the workers."""
+        """Returns the demand that a number of its items put on the workers."""
         return Demand(
             self.model.name,
             items,
@@ -253,7 +253,7 @@ class InferenceResponse:
 
     @property
     def cost_usd(self) -> float:
-        """The charge of the request: the sum of its rows."""
+        """The request's charge: the sum of its rows."""
         delivered = as_delivered(self.outcomes, is_delivered=self.is_delivered)
         return sum(cost_usd(self.price, outcome) for outcome in delivered)
 
@@ -283,7 +283,7 @@ class InferenceResponse:
         """Raises the error of the first item without a result. Partial answers are not returned.
 
         Raises:
-            PenstockError: the error of the item, with its code, or of the request.
+            PenstockError: the item's error, with its code, or the request's.
         """
         if self.error is not None:
             raise self.error
@@ -426,7 +426,7 @@ class SingleFlight:
         return in_flight, is_leader
 
     def leave(self, in_flight: InFlightItem) -> None:
-        """Removes one waiter. Cancels the job once none of its items has a waiter."""
+        """Removes one waiter. Cancels the job once none of its items have waiters."""
         in_flight.waiters -= 1
         job = in_flight.job
         if in_flight.waiters or in_flight.completed.done() or job is None:
@@ -569,7 +569,7 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        """Returns whether any of its jobs was started."""
+        """Returns whether any of its jobs were started."""
         return bool(self._jobs)
 
 

@@ -102,7 +102,7 @@ class AccessRules:
         Args:
             path: path template of the route, such as `/v1/files/{file_id}`.
             stored: the result that it reads or changes, if a model computed it. The key also needs
-                the scope of its endpoint.
+                its endpoint's scope.
 
         Raises:
             MissingScope: the key lacks a scope.

@@ -75,7 +75,7 @@ class Call:
         self.access.caller_of(self.http.scope["headers"])
 
     def use(self, model: Model) -> None:
-        """Records `model` as the one that this request runs, for metrics and rows as well.
+        """Records `model` as the one that this request runs, including in metrics and rows.
 
         Raises:
             ModelForbidden: the key may not use the model.

@@ -165,7 +165,7 @@ class _BodyRequest(Request):
 
 
 class FastRouteApp(FastAPI):
-    """A FastAPI app that calls the endpoints of its fast routes directly.
+    """A FastAPI app that calls its fast routes' endpoints directly.
 
     Args:
         origins: origins whose pages may call the API from a browser. `*` allows all.

@@ -2,7 +2,7 @@
 
 Plain ASGI, because a middleware that wraps responses costs more than a cache hit. It bounds the
 memory and the connections that request bodies may hold, in total and per tenant. The span of a
-request (`receive`) lasts from its arrival to the end of its answer. It does not include the URL,
+request (`receive`) lasts from its arrival until the answer ends. It does not include the URL,
 query or headers, because callers put texts and keys there by mistake.
 
 All requests in an instance share one event loop. A tenant with many uploads has many chunks ready
@@ -56,7 +56,7 @@ FULL_RETRY_S = 1.0
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
 """A body may take this long, plus the time for its bytes at this rate, so trickles are cut off."""
 CLIENT_GONE = 499
-"""Status in logs and rows of a request whose caller hung up, as in nginx."""
+"""Status in logs and rows if the caller hung up, as in nginx."""
 RECORDED_METHODS = frozenset({"POST", "PUT"})
 """Rejected requests with these methods produce a row. Other methods never produce rows."""
 _SANE_ID = re.compile(r"[A-Za-z0-9._:-]{1,128}")
@@ -98,7 +98,7 @@ class BodyPermits:
 
 
 def share_of(most: int) -> int:
-    """Returns the part of `most` that one tenant may take."""
+    """Returns how much of `most` one tenant may take."""
     return max(1, int(most * MAX_SHARE))
 
 
@@ -136,7 +136,7 @@ class BodyBudget:
 
 
 def begin_span(scope: Scope, received_at_s: float) -> Span:
-    """Starts the span of a request as a child of the caller's span, and makes it current."""
+    """Starts a request's span as a child of the caller's span, and makes it current."""
     parent = read_headers(scope["headers"])
     if scope["path"] in UNTRACED:
         return Span("probe", parent, None)
@@ -146,7 +146,7 @@ def begin_span(scope: Scope, received_at_s: float) -> Span:
 
 
 def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: Attributes) -> None:
-    """Ends the span of a request.
+    """Ends a request's span.
 
     Args:
         span: the span returned by `begin_span`.

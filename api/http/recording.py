@@ -194,7 +194,7 @@ class Recording:
         return record.reply
 
     async def find(self, call: Call, prediction_id: str) -> PredictionSnapshot:
-        """Returns the current state of a prediction, whichever endpoint created it.
+        """Returns a prediction's current state, no matter which endpoint created it.
 
         Raises:
             NotFound: the tenant does not have such a prediction, or it has expired.

@@ -97,11 +97,11 @@ def wants_event_ids(headers: Mapping[str, str]) -> bool:
 
 
 def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) -> RequestOptions:
-    """Parses the options of a request. Its priority and kind of client are added to its facts.
+    """Parses a request's options. Its priority and kind of client are added to its facts.
 
     Args:
         headers: raw headers, with lowercase names.
-        facts: facts of the request, changed only if all headers are valid.
+        facts: the request's facts, changed only if all headers are valid.
 
     Raises:
         BadInput: a value is invalid or was sent more than once. `field` names the header.

@@ -1,4 +1,4 @@
-"""Answers with the events of a prediction, from the start or from where a reader left off."""
+"""Answers with a prediction's events, from the start or from where a reader left off."""
 
 from __future__ import annotations
 

@@ -413,7 +413,7 @@ def _blur_inward(mask: Image.Image, radius: float) -> Image.Image:
     boundary and reaches 255 three radii inside.
 
     Raises:
-        _NotDrawnError: nothing of the mask is left.
+        _NotDrawnError: the blurred mask is empty.
     """
     if not radius:
         return mask

@@ -236,7 +236,7 @@ class Storage:
         return _Listed([*batch_files, *kept_files], reserved, elsewhere_bytes)
 
     async def _count_held(self, owner: str) -> int:
-        """Returns the bytes of an owner stored elsewhere, regardless of the number of objects.
+        """Returns an owner's bytes stored elsewhere, regardless of the number of objects.
 
         Keys begin with the expiry time, so expired entries are not listed.
         """
@@ -380,7 +380,7 @@ class StorageReservation:
         self._renew_at_s = 0.0
 
     async def cover(self, size_bytes: int) -> None:
-        """Makes sure that there is room for a file with `size_bytes` so far.
+        """Makes sure that there is room for a file of `size_bytes` so far.
 
         Raises:
             StorageFull: the quota is used up.

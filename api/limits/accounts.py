@@ -355,7 +355,7 @@ class LimitStore(RedisStore):
 
         Raises:
             AnswerLost: Redis did not answer, but may have counted the asks. Also raised if Redis
-                could not be informed about the end of an operation.
+                could not be informed that an operation has ended.
             Unavailable: Redis was not asked, because it has not answered for a while.
         """
         call, was_up = next(self._calls), self.is_up

@@ -1,4 +1,4 @@
-"""Runs a request within the limits of its caller, and reports them in the headers."""
+"""Runs a request within its caller's limits, and reports them in the headers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
 
 
 class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """The reservations of a prediction, as stored in its hold in Redis."""
+    """A prediction's reservations, as stored in its hold in Redis."""
 
     prediction_id: str
     deadline_s: float
@@ -64,7 +64,7 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
 @dataclass(slots=True)
 class Hold:
-    """The reservations of a prediction, and whether Redis has them."""
+    """A prediction's reservations, and whether Redis has them."""
 
     record_id: str
     kept: HeldLimits

@@ -56,7 +56,7 @@ CLOSE_LIMIT_S = 0.5
 
 
 class RequestDemand:
-    """The estimated or actual usage of a request.
+    """A request's estimated or actual usage.
 
     Args:
         items: number of items in flight.
@@ -166,7 +166,7 @@ class Limiter:
     async def reserve(
         self, account: Account, demand: RequestDemand, before: Reservation | None = None
     ) -> Reservation:
-        """Reserves the estimated usage of a request from all limits, or from none.
+        """Reserves a request's estimated usage from all limits, or from none.
 
         Args:
             account: counters of its caller and model.

@@ -32,7 +32,7 @@ class Need(NamedTuple):
 def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
     """Returns the `x-ratelimit-{limit,remaining,reset}-<unit>` headers.
 
-    If several limits share a unit (of the tenant, the key and the model), the headers show the one
+    If the limits of the tenant, the key and the model share a unit, the headers show the one
     with the least remaining.
     """
     tightest: dict[str, Counter] = {}

@@ -123,7 +123,7 @@ class Conversations:
         return conversation
 
     async def read(self, tenant: str, conversation_id: str) -> Conversation:
-        """Returns a conversation of the tenant.
+        """Returns one of the tenant's conversations.
 
         Raises:
             NotFound: the tenant does not have a conversation with this ID, or it has expired.

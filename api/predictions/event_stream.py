@@ -166,7 +166,7 @@ class EventStreams:
                 sent_s = time.monotonic()
 
     async def _all_of(self, snapshot: PredictionSnapshot, seen: EventPosition) -> list[StreamEvent]:
-        """Returns the events of a prediction so far, in order.
+        """Returns a prediction's events so far, in order.
 
         For a flow, including the events of its items.
 
@@ -186,7 +186,7 @@ class EventStreams:
 def events_of(
     snapshot: PredictionSnapshot, url_signer: UrlSigner, seen: EventPosition
 ) -> list[StreamEvent]:
-    """Returns all events of a prediction so far, in order.
+    """Returns all of a prediction's events so far, in order.
 
     Printed text is combined into one event with the part that a reader at `seen` does not have.
     """

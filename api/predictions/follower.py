@@ -68,7 +68,7 @@ class PredictionFollower:
         self._followed.clear()
 
     def follow(self, limited: LimitedRequest, hold: Hold) -> None:
-        """Frees the slots of a prediction when it has ended.
+        """Frees a prediction's slots once it has ended.
 
         If it is unknown whether the prediction was created, this finds out.
         """

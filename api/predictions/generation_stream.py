@@ -1,4 +1,4 @@
-"""Streams the text of a prediction while it is generated, as server-sent events.
+"""Streams a prediction's text while it is generated, as server-sent events.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
@@ -155,7 +155,7 @@ class StreamLost(PenstockError):
 
 
 class StreamPosition(NamedTuple):
-    """Position of a reader in a generation: its opening, its tokens, and pieces of its end."""
+    """A reader's position in a generation: its opening, its tokens, and pieces of its end."""
 
     is_open: bool = False
     tokens: int = 0
@@ -419,7 +419,7 @@ async def behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[
 
 
 class _Watch:
-    """Tracks what is due while following a stream: heartbeats, and checks of its reader."""
+    """Tracks due heartbeats and reader checks while following a stream."""
 
     def __init__(self, check: Callable[[], object]) -> None:
         self._check = check
@@ -630,7 +630,7 @@ class _Stream:
 def _prompt_before(chunks: Sequence[Chunk]) -> PromptSize:
     """Returns the prompt size in a generation's first chunk.
 
-    Pieces of a class do not have a prompt.
+    Pieces from a class do not have a prompt.
     """
     if not chunks or not isinstance(chunks[0], TokenChunk):
         return PromptSize()

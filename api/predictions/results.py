@@ -37,7 +37,7 @@ class ResultFetcher:
         self._image_codec = image_codec
 
     async def delete(self, snapshot: PredictionSnapshot) -> None:
-        """Deletes the objects of a prediction, except objects that the cache may still return.
+        """Deletes a prediction's objects, except objects that the cache may still return.
 
         Raises:
             Unavailable: the object store is unreachable.

@@ -77,7 +77,7 @@ class PredictionsEndpoint(Endpoint):
         return LineRequest(body, model, [custom_input], bool(model.cache.ttl_s), reply_bytes)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
-        """Loads the files of the line, and stores large values.
+        """Loads the line's files, and stores large values.
 
         Each attempt does this, but an unchanged file is not loaded again.
         """

@@ -1,4 +1,4 @@
-"""The API's interface to a task: converts the `input` of a prediction to items."""
+"""The API's interface to a task: converts a prediction's `input` to items."""
 
 from __future__ import annotations
 

@@ -81,7 +81,7 @@ class CustomApi(ApiTask):
 def checked_input(
     raw_input: dict[str, Any], model: Model, max_bytes: int = MAX_MESSAGE_JSON_BYTES
 ) -> tuple[CustomInput, list[FileInput]]:
-    """Validates an input against the interface of its model.
+    """Validates an input against its model's interface.
 
     Args:
         raw_input: `input` in the body.
@@ -195,7 +195,7 @@ def input_of_fields(
 
 
 class FieldNames(NamedTuple):
-    """The names that an endpoint uses for the inputs of its class or flow.
+    """The names that an endpoint uses for its class's or flow's inputs.
 
     Args:
         names: names of the endpoint's fields by input name, where they differ.

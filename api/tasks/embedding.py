@@ -73,7 +73,7 @@ def text_inputs(
         tokenizer: model whose tokenizer produced the token IDs, according to the caller.
 
     Raises:
-        BadInput: there are too many inputs, or token IDs without the name of the model's tokenizer.
+        BadInput: there are too many inputs, or token IDs without the model's tokenizer name.
         InputTooLarge: an input is too long for the model.
     """
     listed = (
@@ -174,7 +174,7 @@ def windows_of(
 ) -> list[Window]:
     """Cuts a text into windows of at most `tokens` tokens.
 
-    A window ends at the end of a sentence or a word. Units longer than a window are cut at the next
+    A window ends after a sentence or a word. Units longer than a window are cut at the next
     smaller unit: a sentence between words, a word between tokens.
 
     Args:

@@ -160,7 +160,7 @@ class ImageApi(ApiTask):
     output_schema: ClassVar = {"type": "array", "items": {"type": "string", "format": "uri"}}
 
     def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """Returns the input schema of a model, with only the fields that it accepts."""
+        """Returns a model's input schema, with only the fields that it accepts."""
         schema = show_guides(super().input_schema_of(model), [model])
         fields, names = schema["properties"], list(model.image.adapters)
         kinds: list[dict[str, Any]] = [{"enum": names, "type": "string"}] if names else []
@@ -238,7 +238,7 @@ def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
 
 
 def images_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult | None]:
-    """Returns the images of a request that succeeded. None: the image is withheld."""
+    """Returns the images of a successful request. None: the image is withheld."""
     if isinstance(run := outcomes[0].result, ImagesResult):
         return run.images
     return [*check_results((outcome.result for outcome in outcomes), ImageResult, model)]
