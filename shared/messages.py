@@ -2,8 +2,8 @@
 
 A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**. A job
 is one Pub/Sub message, identified by (request_id, part). Everything that routes or identifies a
-message is in its attributes, where filters, the dead-letter function and people with a console can
-use it. The body is JSON and contains the items.
+message is in its attributes, where filters, the dead-letter function and people using the console
+can see it. The body is JSON and contains the items.
 
 A job on the wire:
 
@@ -14,8 +14,8 @@ A job on the wire:
     data:       {"items": [{"index": 0, "input": {"type": "text", "text": "a cat"}, "cache_key":
         "9b1d…"}]}
 
-and its reply carries `slot`, `request_id` and `part` back, with one outcome per item, in the order
-of the items.
+The reply returns `slot`, `request_id` and `part`, with one outcome per item, in the same order as
+the items.
 
 A job with `"replies": "n"` comes from an instance that accepts several replies in one message:
 
@@ -26,8 +26,8 @@ Earlier releases neither send the attribute nor read such messages, and receive 
 separately.
 
 The functions here encode and decode both. A publisher checks that the broker can carry the message
-and its reader can decode it. If a message can't be decoded as a job, a lenient decoder reads as
-much as possible, so that its callers get a reply.
+and that its reader can decode it. If a message can't be decoded as a job, a lenient decoder reads
+as much as possible, so that its callers get a reply.
 """
 
 from __future__ import annotations
@@ -46,8 +46,7 @@ from shared.tracing.spans import TraceContext, current, read_context
 
 SCHEMA_VERSION = "1"
 UnixTime = Annotated[float, msgspec.Meta(ge=0, le=1e11)]
-"""Seconds since 1970, checked when a message is read, because a deadline of `nan` would never pass.
-"""
+"""Seconds since 1970, checked when a message is read, because a deadline of `nan` never passes."""
 Weight = Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)]
 """A tenant's share of the work, relative to other tenants waiting for the same model."""
 
@@ -61,7 +60,7 @@ _LEFT_OUT = {
     "retries": 0,
     "tries": 0,
 }
-"""Values that are not sent, by field name on the wire. For other fields, the empty string."""
+"""Values that are not sent, by field name on the wire. For other fields: the empty string."""
 
 _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
 
@@ -91,19 +90,19 @@ class Item(msgspec.Struct, omit_defaults=True):
 
 
 def record_id(request_id: str, part: int) -> str:
-    """Returns the ID of a job's record. For the first job of a request, the request's own ID."""
+    """Returns the ID of a job's record. For a request's first job, that is the request's own ID."""
     return f"{request_id}:{part}" if part else request_id
 
 
 class RequestFacts(msgspec.Struct, kw_only=True):
-    """The caller, time and terms of a request, which stay the same from the header to the row.
+    """A request's caller, time and terms, which stay the same from the header to the row.
 
-    The API fills them in until the request is dispatched. From there they are copied, as a whole,
+    The API fills them in until the request is dispatched. From then on they are copied, as a whole,
     to the envelope of each job and to each row.
     """
 
     request_id: str
-    """ID in messages, records and rows.
+    """ID used in messages, records and rows.
 
     Always generated, except for predictions with custom IDs.
     """
@@ -128,10 +127,10 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     price_share: PriceShare = 1.0
     """Fraction of the list price that it pays. Omitted from messages if 1."""
     batch_id: str = ""
-    """Batch that it is a line of, for rows. Empty: none."""
+    """The batch that it is a line of, for rows. Empty: none."""
 
     def row_columns(self) -> dict[str, Any]:
-        """The columns that are the same in every row of the request, by name."""
+        """Returns the columns that are the same in all of the request's rows, by name."""
         return {
             "request_id": self.request_id,
             "tenant": self.tenant,
@@ -146,7 +145,7 @@ class RequestFacts(msgspec.Struct, kw_only=True):
 
 
 class Envelope(RequestFacts, kw_only=True):
-    """The attributes of a job: facts of its request, its model, and the reply's destination."""
+    """A job's attributes: facts about its request, its model, and the reply's destination."""
 
     part: int
     """Number of the job within its request."""
@@ -166,9 +165,9 @@ class Envelope(RequestFacts, kw_only=True):
     """
     tracestate: str = ""
     cache_key: str = ""
-    """The first item's key, for people and tools that inspect the topic."""
+    """First item's cache key, for people and tools that inspect the topic."""
     prediction: str = ""
-    """`1` if the job has a record created by the API. The record must be ended before the ack."""
+    """`1` if the API created a record for the job. The record must be ended before the ack."""
     webhook: str = ""
     """Events sent to the prediction's webhook, comma-separated. The record has its URL."""
     start_by_s: UnixTime = 0.0
@@ -176,16 +175,16 @@ class Envelope(RequestFacts, kw_only=True):
     replies: str = ""
     """`n` if the inbox accepts several replies in one message.
 
-    Inboxes of earlier releases do not.
+    Inboxes from earlier releases don't.
     """
     flow: str = ""
-    """The flow that the job belongs to. Its request_id is the ID of the run. Empty: no flow."""
+    """The flow that the job belongs to. Its request_id is the run's ID. Empty: no flow."""
     step: str = ""
     """ID of the flow's step."""
     retries: int = 0
-    """How often a failed item of the step may be computed again."""
+    """How many times a failed item of the step may be recomputed."""
     tries: int = 0
-    """How often this job's items were computed again."""
+    """How many times this job's items were recomputed."""
 
     @property
     def has_record(self) -> bool:
@@ -290,9 +289,9 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     adapter: str | None = None
     """Adapter that the image was drawn with."""
     spent_work: int | None = None
-    """Work done for an item without a result, in the unit of its model.
+    """Work done for an item without a result, in its model's unit.
 
-    It counts toward limits and costs nothing.
+    It counts toward limits but costs nothing.
     """
 
     def count(self, result: Result) -> None:
@@ -306,11 +305,11 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
 
 class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
-    """Text printed by a custom model while it computed an item. Only the end, if it is long."""
+    """Text printed by a custom model while it computed an item. Only the end if it is long."""
 
     text: str = ""
     left_out: int = 0
-    """Number of omitted characters before it."""
+    """Number of characters omitted before it."""
 
     @property
     def end(self) -> int:
@@ -339,7 +338,7 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
     error: ItemError | None = None
     logs: PrintedLogs | None = None
     partial: PieceChunk | None = None
-    """Output that a custom class had yielded, if there is no result: as much as its caller may
+    """Output that a custom class had yielded, if there is no result. Only as much as its caller may
     receive.
     """
 
@@ -356,11 +355,11 @@ class ReplyBody(msgspec.Struct, omit_defaults=True):
     device: str = ""
     replied_at_s: float = 0.0
     output: Result | None = None
-    """Output of a succeeded flow. Its outcomes do not have results."""
+    """Output of a succeeded flow, whose outcomes have no results."""
 
     @property
     def delivered(self) -> list[ItemOutcome]:
-        """The outcomes to answer with. For a succeeded flow, a single one with its output."""
+        """Outcomes to respond with. For a succeeded flow, a single one with its output."""
         if self.output is None:
             return self.outcomes
         return [ItemOutcome(0, "succeeded", Receipt(), self.output)]
@@ -398,12 +397,12 @@ def reason_of(outcome: ItemOutcome) -> str:
 
 
 def error_item(error: PenstockError) -> ItemError:
-    """Returns the public form of an error for messages and records, which callers can read."""
+    """Returns an error's public form for messages and records, which callers can read."""
     return ItemError(error.code, error.public_message, error.field)
 
 
 def failure(index: int, error: PenstockError, receipt: Receipt | None = None) -> ItemOutcome:
-    """Returns the outcome of an item that ends with `error`."""
+    """Returns the outcome of an item that ended with `error`."""
     status = _STATUSES.get(error.code, "failed")
     return ItemOutcome(index, status, receipt or Receipt(), error=error_item(error))
 
@@ -429,11 +428,11 @@ _batch_decoder = msgspec.json.Decoder(ReplyBatch)
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
     """Returns data and attributes of the job's message, which `decode_job` can read.
 
-    It decodes the message again, which takes microseconds, because callers of an unreadable job
-    would wait in vain.
+    Decodes the message again, which takes microseconds, because callers of an unreadable job would
+    wait in vain.
 
     Raises:
-        UndecodableMessage: workers could not read it, or Pub/Sub not carry it. `field` names the
+        UndecodableMessage: workers can't read it, or Pub/Sub can't carry it. `field` names the
             part.
         InputTooLarge: Pub/Sub does not accept messages of this size.
     """

@@ -1,13 +1,13 @@
-"""A worker for tests: the real one, with a model of yours on a thread, over a broker in memory.
+"""A worker for tests: the real one, with your model on a thread and an in-memory broker.
 
     async with running_worker(InMemoryBroker(), ENTRY, preparer=..., model=...) as worker:
         [outcome] = await worker.compute(TextInput("a cat"))
 
-All between the message and the model is what runs in production: admission, priorities, fair
-queues, batches by the budget of the entry, halving of batches that fail, continuous batching,
-replies, rows and acks. Three things are not. The model runs on a thread and not in a process, so it
-can't be killed. Without `redis_url` nothing is recorded: no predictions, streams and cancellation.
-Rows are kept in a list.
+Everything between the message and the model is what runs in production: admission, priorities, fair
+queues, batches limited by the entry's budget, halving of failed batches, continuous batching,
+replies, rows and acks. Three things differ. The model runs on a thread instead of in a process, so
+it can't be killed. Without `redis_url`, nothing is recorded, so there are no predictions, streams
+or cancellation. Rows are kept in a list.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ _INBOX = "testing"
 
 @dataclass
 class WorkerUnderTest:
-    """A running worker, seen from its callers. `rows`: what it would write to BigQuery."""
+    """A running worker from its callers' point of view. `rows`: rows it would send to BigQuery."""
 
     broker: InMemoryBroker
     entry: Model
@@ -72,10 +72,10 @@ class WorkerUnderTest:
     async def compute(
         self, *inputs: Input, tenant: str = "default", limit_s: float = COMPUTE_LIMIT_S
     ) -> list[Result | PenstockError]:
-        """Sends one job with these inputs. Returns what came of each, in order.
+        """Sends one job with these inputs. Returns the outcome of each, in order.
 
         Args:
-            inputs: inputs for the model's task, up to the maximum of its batches.
+            inputs: inputs for the model's task, up to its maximum batch size.
 
         Raises:
             TimeoutError: no reply came by the deadline.
@@ -106,7 +106,7 @@ class WorkerUnderTest:
         return [_outcome(outcome.result, outcome.error) for outcome in body.outcomes]
 
     async def receive_replies(self) -> None:
-        """Hands each reply to its waiter. Runs until canceled."""
+        """Passes each reply to its waiter. Runs until canceled."""
         async with self.broker.subscribe(direct_id(_INBOX), max_messages=100) as replies:
             async for message in replies:
                 replies.ack(message)
@@ -128,26 +128,26 @@ async def running_worker(
     objects_url: str = "memory://",
     catalog: Catalog | None = None,
 ) -> AsyncIterator[WorkerUnderTest]:
-    """Runs a worker of one model until the block is left. Makes the topics that it needs.
+    """Runs a worker with one model until the context exits. Creates the topics it needs.
 
     Args:
-        broker: shared with all senders of its jobs.
-        entry: the model's entry in the catalog: its task, its name, and the budget of a batch.
-        folder: the model's files. Needed if `preparer` or `model` is left out.
-        preparer: prepares the inputs. Default: the preparer of the task.
-        model: creates the model, not yet loaded. Default: the model of the task, on the CPU.
-        redis_url: keeps records, token streams and results, if there is a Redis.
-        objects_url: where large results go. An API must have the same to find them.
-        catalog: the models that flow steps may go to next. Default: only this model.
+        broker: shared with everything that sends it jobs.
+        entry: the model's catalog entry: its task, name and batch budget.
+        folder: the model's files. Required if `preparer` or `model` is omitted.
+        preparer: prepares the inputs. Default: the task's preparer.
+        model: creates the model, not yet loaded. Default: the task's model, on the CPU.
+        redis_url: Redis for records, token streams and results. Default: no Redis.
+        objects_url: where large results are stored. An API needs the same value to find them.
+        catalog: models available to later flow steps. Default: only this model.
 
     Raises:
-        ConfigurationError: the model refuses its folder or its entry.
+        ConfigurationError: the model rejects its folder or its entry.
         ModelFailed: the model could not be loaded.
-        ValueError: there is neither a folder nor both of `preparer` and `model`.
+        ValueError: neither a folder nor both `preparer` and `model` were given.
     """
     if folder is None and (preparer is None or model is None):
         raise ValueError("without a folder, both preparer and model are required")
-    # Not the working directory, which may be large: the sizes of files are added up.
+    # Not the working directory, which may be large, because all file sizes are added up.
     files = folder or Path(os.devnull)
     preparer = preparer or preparer_for(entry, files)
     thread = _ModelThread(entry, model or (lambda: model_for(entry, files, "cpu")), files)
@@ -188,7 +188,7 @@ async def running_worker(
 
 @asynccontextmanager
 async def _running(worker: Worker, stop: asyncio.Event) -> AsyncIterator[None]:
-    """Runs the worker, and lets it finish what it holds at the end."""
+    """Runs the worker, and lets it finish the jobs it holds at the end."""
     task = asyncio.create_task(worker.run(stop))
     try:
         yield
@@ -198,9 +198,9 @@ async def _running(worker: Worker, stop: asyncio.Event) -> AsyncIterator[None]:
 
 
 class _ModelThread:
-    """Starts what a model process runs on a thread. As workers.runtime.child_process.ChildProcess.
+    """Stands in for workers.runtime.child_process.ChildProcess, but runs on a thread.
 
-    The thread ends when the worker hangs up, or at once if it is killed between two batches.
+    The thread ends when the worker closes the connection, or when killed between two batches.
     """
 
     pid = 0
@@ -220,7 +220,7 @@ class _ModelThread:
         return await ModelClient.start(self.start, COMPUTE_LIMIT_S)
 
     async def start(self, theirs: socket.socket) -> _ModelThread:
-        """Serves the model at this end of the socket."""
+        """Serves the model on this end of the socket."""
         self._connection = theirs.dup()
         self._connection.setblocking(True)
         self.stdout = asyncio.StreamReader()
@@ -254,7 +254,7 @@ class _ModelThread:
                 ModelServer(connection, models, [StepRoom(self._entry)]).run()
         except Exception:
             printed = traceback.format_exc().encode()
-        with suppress(RuntimeError):  # the loop is closed: nobody reads it any more
+        with suppress(RuntimeError):  # the loop is closed, so nothing reads it
             loop.call_soon_threadsafe(output.feed_data, printed)
             loop.call_soon_threadsafe(output.feed_eof)
 

@@ -72,8 +72,8 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
         asked: `from` and `to`, both inclusive, such as 2026-10-31. Default: the last complete day
             and AGAIN_DAYS before it.
 
+    Raises:
         BadInput: a field is invalid, the range is too long, or its last day has not ended yet.
-        BadInput: a field is invalid, the range is too long, or its last day is not over yet.
     """
     if unknown := set(asked) - {"from", "to"}:
         name = min(unknown)[:40]

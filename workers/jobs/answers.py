@@ -45,7 +45,7 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
     it, it has only the pieces that were read; otherwise all pieces, and none is charged.
 
     Raises:
-            Unavailable: Redis did not respond.
+        Unavailable: Redis did not respond.
     """
     streamed = {item.index: item for item in pulled.items if is_streamed(item)}
     ended = [
