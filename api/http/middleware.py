@@ -249,7 +249,7 @@ class _Exchange:
         self._arriving: OneItem | None = None
         self._is_late = False
         self._status = 0
-        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first duplicate wins
+        headers: dict[bytes, bytes] = dict(reversed(scope["headers"]))  # the first occurrence wins
         client_id = headers.get(b"x-request-id", b"").decode("latin-1")
         self._declared_bytes = _number(headers.get(b"content-length", b"").decode("latin-1"))
         self._encoding = headers.get(b"content-encoding", b"").decode("latin-1").strip().lower()
