@@ -83,7 +83,7 @@ async def test_the_catalog_has_the_scale_of_those_who_say_none(api: ApiUnderTest
     assert scales == [0.8, 1.0, None]
 
 
-async def test_each_adapter_and_scale_has_results_of_its_own(api: ApiUnderTest) -> None:
+async def test_each_adapter_and_scale_has_separate_results(api: ApiUnderTest) -> None:
     wishes = [{}, {"lora_weights": "ink"}, {"lora_weights": "oil"}, WISH]
     hits = []
     for wish in [*wishes, *wishes, {"lora_weights": "ink", "lora_scale": 0.8}]:

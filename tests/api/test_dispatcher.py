@@ -174,7 +174,7 @@ async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHar
     assert {(row.attempt, row.charged_share) for row in harness.rows} == {(None, 0.0)}
 
 
-async def test_deadline_of_the_leader_is_not_that_of_those_who_joined(
+async def test_joined_requests_keep_their_own_deadlines(
     harness: DispatcherHarness,
 ) -> None:
     harness.worker.go.clear()

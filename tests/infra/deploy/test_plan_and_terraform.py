@@ -140,7 +140,7 @@ def test_disk_is_that_of_terraform() -> None:
     assert [int(size) for size in sizes] == [costs.GENERAL_DISK_GIB]
 
 
-def test_days_of_the_row_archive_are_those_of_terraform() -> None:
+def test_row_archive_days_match_terraform() -> None:
     stage = Path("infra/terraform/platform/row_archive.tf").read_text()
     assert re.findall(r"expirationMs\) / 86400000 \+ (\d+)", stage) == [
         str(costs.ARCHIVE_DAYS_MORE)

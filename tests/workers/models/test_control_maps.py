@@ -147,7 +147,7 @@ def test_catalog_refuses_by_name(catalog: Catalog, image: dict[str, object], rea
         Model.model_validate(entry | {"image": entry["image"] | image})
 
 
-def test_version_of_a_control_is_that_of_what_decides_its_results() -> None:
+def test_version_of_a_control_changes_with_each_field_that_decides_results() -> None:
     usual = Control(source="local:a", preprocessor="canny")
     changes: list[dict[str, Any]] = [
         {"source": "local:b"},

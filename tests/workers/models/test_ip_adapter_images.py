@@ -136,7 +136,7 @@ def test_entry_has_its_sources_and_compiles_nothing(catalog: Catalog) -> None:
     }
 
 
-def test_version_is_that_of_what_decides_its_results() -> None:
+def test_version_changes_with_each_field_that_decides_results() -> None:
     changes: list[dict[str, Any]] = [
         {"source": "local:b"},
         {"revision": "2"},
