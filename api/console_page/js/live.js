@@ -83,7 +83,7 @@ function card(status, history) {
 
 /** A throughput in words. */
 export function pace(itemsPerS) {
-  if (itemsPerS === null) return "not measured lately";
+  if (itemsPerS === null) return "not measured recently";
   return itemsPerS < 0.1 ? `one item in ${duration(1000 / itemsPerS)}` : `${itemsPerS} items/s`;
 }
 

@@ -69,7 +69,7 @@ function scopeOf(tenant, isAdmin, range, tz) {
   const own = hasKey() ? `Only tenant ${tenant}, to which this key belongs` : `Tenant ${tenant}`;
   const who = isAdmin ? "All tenants, because this key has the admin scope" : own;
   const before = previousOf(range, tz);
-  return `${who} · ${daysInWords(range.first, range.last)} · compared with ${daysInWords(before.first, before.last)} · days of ${tz}`;
+  return `${who} · ${daysInWords(range.first, range.last)} · compared with ${daysInWords(before.first, before.last)} · days in ${tz}`;
 }
 
 /** The range before, of the same length. If a range ends today, both end at this time of day. */
@@ -122,9 +122,9 @@ function otherQueues(models) {
 }
 
 function aboutNow(isAdmin, tenant) {
-  const queue = `From the API instance that answers, every ${POLL_MS / 1000} s. Items in flight and waits are those of tenant ${tenant}.`;
+  const queue = `Updated every ${POLL_MS / 1000} s by the API instance that responds. Items in flight and waits are for tenant ${tenant}.`;
   return isAdmin
-    ? `${queue} Workers ran batches in this hour or the one before: a worker without work is not counted.`
+    ? `${queue} Workers counted are those that ran batches in this hour or the previous one.`
     : `${queue} Only keys with the admin scope see the number of workers.`;
 }
 
@@ -191,7 +191,7 @@ async function readReport(name, query, signal) {
 }
 
 const renewal = (range, tz) =>
-  range.last < today(tz) ? "" : `They arrive a few seconds after the answers, and are read again every ${REFRESH_MS / 1000} s.`;
+  range.last < today(tz) ? "" : `Rows arrive a few seconds after the answers; this page reads them every ${REFRESH_MS / 1000} s.`;
 
 async function countWorkers(workers, read) {
   const hour = Math.floor(Date.now() / HOUR_MS) * HOUR_MS;
@@ -221,7 +221,7 @@ const tile = (name, value, more) =>
 
 /** A change in words. Null and 0 can't be compared. */
 function change(now, before, words) {
-  if (!before) return "none in the range before";
+  if (!before) return "none in the previous range";
   const percent = Math.round((100 * (now - before)) / before);
   if (!percent) return `as before (${words(before)})`;
   return `${percent > 0 ? "up" : "down"} ${count(Math.abs(percent))} % from ${words(before)}`;
@@ -254,7 +254,7 @@ function drawings(range, days, before, daysBefore) {
       stacked: false,
       series: [
         { name: "This range", x: places, y: values(days, places, name) },
-        { name: "The range before", x: places, y: values(daysBefore, placesBefore, name) },
+        { name: "Previous range", x: places, y: values(daysBefore, placesBefore, name) },
       ],
     });
   return [plot("Requests by day", "requests", ""), plot("Spend by day", "cost_usd", "US dollars")];
@@ -297,15 +297,15 @@ function byModel(current, before) {
 const MODEL_COLUMNS = [
   { name: "model", label: "Model" },
   { name: "requests", label: "Requests", has_total: true },
-  { name: "requests_before", label: "Requests before", has_total: true },
+  { name: "requests_before", label: "Previous requests", has_total: true },
   { name: "errors", label: "Errors", has_total: true, about: "items that failed or were late, and refused requests" },
-  { name: "errors_before", label: "Errors before", has_total: true },
+  { name: "errors_before", label: "Previous errors", has_total: true },
   { name: "error_percent", label: "Errors", about: "share of items and refused requests" },
   { name: "p50_ms", label: "p50", about: "median time from receiving to replying" },
   { name: "p95_ms", label: "p95" },
-  { name: "p95_before_ms", label: "p95 before" },
+  { name: "p95_before_ms", label: "Previous p95" },
   { name: "cost_usd", label: "Spend", has_total: true },
-  { name: "before_usd", label: "Spend before", has_total: true },
+  { name: "before_usd", label: "Previous spend", has_total: true },
 ];
 
 function modelTable(models, signal) {

@@ -74,7 +74,7 @@ async def test_a_tenant_sees_its_own_figures_and_the_week_before(world: World, p
     await expect(page.get_by_text("Only tenant acme, to which this key belongs")).to_be_visible()
     await expect(tile(page, "Requests")).to_contain_text("1down 50 % from 2")
     await expect(tile(page, "Spend")).to_contain_text("down 50 % from $")
-    await expect(tile(page, "Errors")).to_contain_text("0none in the range before")
+    await expect(tile(page, "Errors")).to_contain_text("0none in the previous range")
     await expect(tile(page, "Budget this month")).to_contain_text("no limit is set")
     table = page.get_by_role("region", name="Requests, errors, latency and spend by model")
     await expect(table.get_by_role("row").filter(has_text=MODEL.name)).to_have_count(1)
@@ -82,7 +82,7 @@ async def test_a_tenant_sees_its_own_figures_and_the_week_before(world: World, p
     await expect(now.get_by_role("columnheader", name="Workers")).to_have_count(0)
     await expect(page.get_by_text("Only keys with the admin scope see")).to_be_visible()
     await expect(now.get_by_role("columnheader", name="Expected wait (estimate)")).to_be_visible()
-    await expect(now.get_by_text("not measured lately")).to_be_visible()
+    await expect(now.get_by_text("not measured recently")).to_be_visible()
 
 
 @pytest.mark.parametrize("width", [390, 1440])
