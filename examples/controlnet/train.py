@@ -35,9 +35,9 @@ from workers.models.image.preprocessing import edges
 
 PIPELINE = Path(__file__).parents[2] / "models" / "shapes" / "pipeline"
 LOW, HIGH = 100, 200
-"""Thresholds of Canny, as in the catalog."""
+"""Canny thresholds, as in the catalog."""
 EMBEDDING_WIDTHS = (16, 32, 64, 128)
-"""Channels of the convolutions that downsample an image to the size of latents."""
+"""Channels of the convolutions that downsample an image to the latents' size."""
 UNTOLD = 0.5
 
 
@@ -57,7 +57,7 @@ def outlines(scenes: Sequence[Scene]) -> torch.Tensor:
 
 
 def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
-    """Trains a ControlNet for the pipeline's UNet. Writes its state to `folder` now and then."""
+    """Trains a ControlNet for the pipeline's UNet. Saves its state to `folder` periodically."""
     torch.manual_seed(seed)
     pipeline.unet.requires_grad_(False)
     # The backward pass of fused attention is slow at these sizes.
@@ -91,9 +91,9 @@ def train(pipeline: Any, plan: ControlPlan, seed: int, folder: Path) -> Any:
 
 @torch.no_grad()
 def _open(control: Any) -> None:
-    """Scales edges to the magnitude of latents from the start. Only the outputs begin at zero.
+    """Scales edges to the latents' magnitude from the start. Only the outputs start at zero.
 
-    With zeros here too, as in diffusers, it did not react to edges after 140 steps.
+    With zeros here too, as in diffusers, it didn't react to edges after 140 steps.
     """
     embedding = control.controlnet_cond_embedding
     embedding.conv_out.reset_parameters()
@@ -130,7 +130,7 @@ AT_ONCE = 16
 
 
 def score(folder: Path, control: Any, number: int) -> dict[str, float]:
-    """Returns how silhouettes of held-out scenes overlap with drawn ones (intersection over union).
+    """Returns how well silhouettes of held-out scenes match drawn ones (intersection over union).
 
     Measured with and without edges, with captions, and with edges alone.
     """

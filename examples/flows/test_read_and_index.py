@@ -87,7 +87,7 @@ def run(stack: Stack, document: bytes, **inputs: Any) -> dict[str, Any]:
 
 
 def embedded(stack: Stack, texts: list[str]) -> Any:
-    """Returns vectors that OpenAI's client gets from the same model, [texts, dimensions]."""
+    """Returns the vectors that OpenAI's client gets from the same model, [texts, dimensions]."""
     with openai.OpenAI(base_url=f"{stack.api_url}/v1", api_key="any") as client:
         reply = client.embeddings.create(model=EMBEDDER, input=texts)
     return np.array([item.embedding for item in reply.data])

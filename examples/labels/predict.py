@@ -19,7 +19,7 @@ from torch.nn import functional
 WEIGHTS = LocalPath(__file__).parent / "weights"
 SIZE_PX = 224
 CROPPED_SHARE = 224 / (224 + 32)
-"""Fraction of the shorter side that is kept when the middle is cropped, as in training."""
+"""Fraction of the shorter side that is kept when cropping to the center, as in training."""
 STAGES = (
     # repeats, kernel, stride, expansion, channels: the published table of EfficientNet-B0
     (1, 3, 1, 1, 16),
@@ -165,7 +165,7 @@ class Predictor(BasePredictor):
     """Names and embeds images."""
 
     def setup(self) -> None:
-        """Loads the weights as plain numbers, because a pickle could run code."""
+        """Loads the weights as plain tensors, because a pickle could run code."""
         if not WEIGHTS.is_dir():
             raise FileNotFoundError(f"{WEIGHTS} is missing: make example NAME=labels")
         self.device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -187,7 +187,7 @@ class Predictor(BasePredictor):
             default=False,
         ),
     ) -> Output:
-        """Returns the likeliest labels with their probabilities."""
+        """Returns the most likely labels with their probabilities."""
         source = read_image(image)
         with torch.inference_mode():
             logits, features = self.network(prepared(source).to(self.device))

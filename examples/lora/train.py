@@ -42,7 +42,7 @@ FILE = "ink.safetensors"
 
 @dataclass(frozen=True)
 class LoraPlan:
-    """Length of the training, and size of the layers."""
+    """Duration of the training, and size of the layers."""
 
     steps: int = 300
     batch: int = 16
@@ -74,7 +74,7 @@ def fit(unet: Any, plan: LoraPlan, seed: int, loss_of: Callable[[random.Random],
     """Adds low-rank layers to a UNet, and trains them.
 
     Args:
-        unet: UNet of diffusers. Its own weights do not change.
+        unet: UNet from diffusers. Its own weights do not change.
         seed: seed of all random choices.
         loss_of: returns the scalar loss of one step, for scenes sampled from this generator.
     """

@@ -17,16 +17,16 @@ from typing import Any
 Box = tuple[int, int, int, int]
 """Left, top, right and bottom in pixels."""
 TITLE_SIZES = ((1.7, "# "), (1.2, "## "))
-"""Minimum letter size of a title, relative to the usual size, and its markdown mark."""
+"""Minimum letter size of a title, relative to the usual size, and its markdown prefix."""
 MAX_TITLE_LINES = 3
 MAX_LEADING = 0.9
 """Maximum gap between two lines of a paragraph, in line heights."""
 MARGIN = 0.08
-"""Share of a page's height, at the top and at the bottom, for headers and footers."""
+"""Share of a page's height, at the top and at the bottom, reserved for headers and footers."""
 MIN_COLUMN_LINES, MIN_COLUMN_WIDTH = 3, 0.2
 """Minimum number of lines in a column, and its minimum width relative to the area being cut."""
 BULLET = re.compile(r"(?:[•‣◦▪●·–—*-]|\(?(?:\d{1,3}|[a-zA-Z])[.)])\s+(?=\S)")
-"""Beginning of a list item."""
+"""Start of a list item."""
 BULLET_SIGN = re.compile(r"[•‣◦▪●·–—*-]\s+")
 HYPHEN = re.compile(r"(?<=\w)[-\u2010\u00ad]$")
 
@@ -74,9 +74,9 @@ class Block:
     words: list[Word] = field(default_factory=list)
     region: Region | None = None
     mark: str = ""
-    """Markdown before its content in the page."""
+    """Markdown that precedes its content on the page."""
     id: str = ""
-    """Id of an image, or of a table that is separate from the markdown."""
+    """ID of an image, or of a table that is separate from the markdown."""
 
 
 def boxed(boxes: Sequence[Box]) -> Box:
@@ -92,7 +92,7 @@ def boxed(boxes: Sequence[Box]) -> Box:
 def line_of(
     words: Sequence[Word], size: float | None = None, text: str = "", *, is_open: bool = False
 ) -> Line:
-    """Joins words to a line, from left to right. `text`: the words with the spaces between them."""
+    """Joins words into a line, from left to right. `text`: the words with spaces between them."""
     box = boxed([word.box for word in words])
     line_text = text or " ".join(word.text for word in words)
     return Line(tuple(words), box, size or float(box[3] - box[1]), line_text, is_open)

@@ -1,8 +1,8 @@
-"""Opens documents in a separate process, which a malicious document may crash.
+"""Opens documents in a separate process, because a malicious one may crash its reader.
 
 PDFium (https://pdfium.googlesource.com/pdfium) reads PDF, and Pillow reads images. Both are written
 in C and C++, and documents are untrusted. So another process opens each document. Its memory and
-time are limited, it holds no model, and it ends with its document. If it dies, the error is
+time are limited, it holds no model, and it exits with its document. If it dies, the error is
 reported for that page.
 
 Coordinates are pixels of the rendered page, from its upper left corner.
@@ -27,11 +27,11 @@ from typing import IO, Any, NamedTuple
 
 POINTS_PER_INCH = 72
 DPI = 150
-"""Resolution at which PP-OCR reads ordinary print. A higher one is slower and no better."""
+"""Resolution at which PP-OCR reads ordinary print. A higher one is slower but no better."""
 MAX_SIDE_PX = 3000
-"""Maximum side of a rendered page. Larger pages are rendered at a lower resolution."""
+"""Maximum side length of a rendered page. Larger pages are rendered at a lower resolution."""
 MAX_IMAGE_PX = 100_000_000
-"""Maximum pixels of an image, also inside a page: A3 at 600 dots per inch has 70 million."""
+"""Maximum pixels of an image, even inside a page: A3 at 600 dots per inch has 70 million."""
 MAX_PAGES = 10_000
 MAX_DIVIDED = 512
 """Maximum pages into which a document is divided: a prediction may return that many files."""
@@ -39,17 +39,17 @@ MAX_OBJECTS = 200_000
 """Maximum number of text, line and image objects on a page."""
 MEMORY_BYTES = 2 * 1024**3
 OPENING_LIMIT_S, PAGE_CPU_S, PAGE_LIMIT_S = 4.0, 20, 120.0
-"""Limits for finding out the number of pages; and per page for CPU time and total time."""
+"""Limits for counting the pages; and, per page, for CPU time and total time."""
 MAX_HEAD_BYTES = 1024 * 1024
 """Maximum size of a page's text with word positions, about 30,000 words.
 
-The output made from it fits into a prediction.
+The output produced from it fits into a prediction.
 """
 PDF_MARK = b"%PDF-"
 FORMATS = ("PNG", "JPEG", "TIFF", "WEBP")
 HYPHENS = (2, 0xFFFE)
-"""Characters by which PDFium marks a hyphen at the end of a line: the word continues in the next
-one.
+"""Characters with which PDFium marks a hyphen at the end of a line: the word continues in the next
+line.
 """
 IMAGE_OBJECT, PATH_OBJECT = 3, 2
 """FPDF_PAGEOBJ_IMAGE and FPDF_PAGEOBJ_PATH."""
@@ -502,7 +502,7 @@ class ImagePages:
 
     def _counted(self) -> int:
         if self._file.format != "TIFF":
-            return 1  # not the frames of an animation
+            return 1  # not an animation's frames
         count = 0
         try:
             while True:

@@ -1,9 +1,9 @@
 """Reads documents: PDF, PNG, JPEG, TIFF and WebP. Returns the format of Mistral's OCR API.
 
-Pages with a text layer are read from it, and other pages by PP-OCR
+Pages with a text layer are read from it; other pages are read by PP-OCR
 (https://github.com/PaddlePaddle/PaddleOCR) on ONNX Runtime: RapidOCR for text, RapidLayout for
-tables and images, RapidTable for cells. The unit of work is a page. No page depends on another one,
-so a page has the same result alone and in a longer document.
+tables and images, RapidTable for cells. The unit of work is a page. No page depends on another, so
+a page has the same result on its own as in a longer document.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from document import Document, InvalidInput, Raster, chosen
 from PIL import Image
 
 MIN_TEXT_CHARS = 32
-"""A text layer with fewer letters, below an image that covers the page, is a stamp on a scan."""
+"""A text layer with fewer letters, beneath a full-page image, is a stamp on a scan."""
 SCAN_SHARE = 0.5
 """If an image covers this share of a page that has hardly any text, the page is a scan."""
 MAX_UNKNOWN_SHARE = 0.3
@@ -91,7 +91,7 @@ class Reader:
         ]
 
     def regions(self, pixels: Any, lines: Sequence[Line], kinds: Sequence[str]) -> list[Region]:
-        """Returns the tables and images of a page, with the cells of tables."""
+        """Returns a page's tables and images, with the tables' cells."""
         seen = self._layout(pixels)
         names = {"table": "table", "figure": "image"}
         regions = []

@@ -59,9 +59,9 @@ class Predictor(BasePredictor):
 
 
 def passages_of(markdown: str, max_chars: int) -> Iterator[str]:
-    """Yields the passages of a page, without its images.
+    """Yields a page's passages, without its images.
 
-    Each has as many whole sentences as fit.
+    Each contains as many whole sentences as fit.
     """
     passage = ""
     for sentence in _END.split(_IMAGE.sub("", markdown)):

@@ -1,4 +1,4 @@
-"""Pages split into passages."""
+"""Splits pages into passages."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from PIL import Image, ImageOps
 WEIGHTS = LocalPath(__file__).parent / "weights"
 RESIZED_PX, SIZE_PX = 256, 224
 MEANS = (104, 117, 123)
-"""Mean blue, green and red of its training images."""
+"""Mean blue, green and red values of its training images."""
 FORMATS = ("PNG", "JPEG", "WEBP")
 UNREADABLE = (
     OSError,

@@ -1,4 +1,4 @@
-"""Compares the safety check with its package, and with the graph computed by another program."""
+"""Compares the safety check with its own package, and with the graph run by another program."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def predictor(module: ModuleType) -> Any:
 
 
 def images() -> list[Image.Image]:
-    """Returns photographs, including one in portrait format and one with skin tones."""
+    """Returns photographs, including one in portrait orientation and one with skin tones."""
     flower, china = photograph("flower.jpg"), photograph("china.jpg")
     return [flower, china, china.crop((100, 0, 300, 400)), Image.new("RGB", (90, 90), "#e0ac8a")]
 

@@ -1,7 +1,7 @@
 """Speaks English text with hibari (https://pypi.org/project/hibari-tts/).
 
 Its network is distilled from Kokoro-82M and is included in the package with one voice. Other voices
-are downloads, which a class in production must not make.
+must be downloaded, which a class in production must not do.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Predictor(BasePredictor):
             default=False,
         ),
     ) -> Iterator[Path]:
-        """Yields the file with the sound, 24 kHz in one channel, as a whole or in parts."""
+        """Yields the file with the sound, 24 kHz mono, as a whole or in parts."""
         if voice not in VOICES:
             raise InvalidInput("voice", f"must be one of {', '.join(VOICES)}")
         folder = LocalPath(tempfile.mkdtemp())

@@ -30,14 +30,14 @@ PACKAGE = "pocketsphinx-testdata"
 PACKAGE_SHA256 = "eaeb7a01d54f20b799d1a81ef110ec544b2cb47ea006614078220737a33019f0"
 """Digest of version 0.8+5prealpha+1-15.
 
-It has five LibriVox sentences with their transcripts (BSD-2).
+It contains five LibriVox sentences with their transcripts (BSD-2).
 """
 LINE = re.compile(r"<s> (?P<said>.*) </s> \((?P<name>\S+)\)")
 
 
 @pytest.fixture(scope="package")
 def python() -> str:
-    """Returns the Python that has the transcriber's packages."""
+    """Returns the Python in which the transcriber's packages are installed."""
     fetched("transcribe")
     try:
         python_for(EXAMPLES / "speech")
@@ -99,9 +99,9 @@ def oracle(python: str, kind: str, *arguments: str | Path) -> str:
 
 
 def run(python: str, code: str | Path, *arguments: str | Path) -> str:
-    """Returns Python's output for a program, with as many threads as a class has.
+    """Returns a Python program's output, run with as many threads as a class gets.
 
-    Sums of floats depend on the number of threads, which changes a word on some CPUs.
+    Float sums depend on the number of threads, which changes a word on some CPUs.
     """
     program = ["-c", code] if isinstance(code, str) else [str(code)]
     done = subprocess.run(

@@ -1,9 +1,9 @@
-"""Makes recordings from ten sources, each damaged in six ways.
+"""Creates recordings from ten sources, each damaged in six ways.
 
 `corpus.py corpus SPEECH FOLDER` runs in the Python that has the transcriber's packages. It prints
 one JSON object per recording: its `path`, `origin` and `damage`, the `seconds` of sound in it, and
-how many are `counted` and `decoded`, or an `error`. The two recordings by Chromium are in
-recorded/. `lengths` makes recordings of several lengths instead.
+how many seconds are `counted` and `decoded`, or an `error`. The two recordings by Chromium are in
+recorded/. `lengths` creates recordings of several lengths instead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from recordings import InvalidInput, count_seconds, mp3_frame
 
 FINE_HZ = 44_100
 KEPT_SHARE = 0.6
-"""Fraction of its bytes that a truncated recording keeps."""
+"""Fraction of bytes kept in a truncated recording."""
 HOLE_BYTES = 600
 ID3 = b"ID3\4\0\0\0\0\7\x68" + bytes(7 * 128 + 104)
 ID3V1 = b"TAG" + bytes(125)
@@ -69,7 +69,7 @@ def make_origins(speech: Path, folder: Path) -> dict[str, tuple[Path, float]]:
 
 
 def variable_mp3(samples: Any) -> bytes:
-    """Returns an MP3 with variable bit rate."""
+    """Returns an MP3 with a variable bit rate."""
     file = io.BytesIO()
     options: dict[str, Any] = {"bitrate_mode": "VARIABLE", "compression_level": 0.3}
     soundfile.write(file, samples, FINE_HZ, format="MP3", **options)
@@ -77,7 +77,7 @@ def variable_mp3(samples: Any) -> bytes:
 
 
 def without_xing(data: bytes) -> bytes:
-    """Removes the first frame of an MP3, which has no sound and declares the number of frames."""
+    """Removes an MP3's first frame, which has no sound and declares the number of frames."""
     frame = mp3_frame(data)
     assert frame is not None
     assert re.search(rb"Xing|Info", data[: frame.size])
@@ -115,7 +115,7 @@ def punch(data: bytes) -> bytes:
 
 
 def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | None]]:
-    """Returns each damage, the bytes, and the seconds of sound. None: unknown."""
+    """Returns each kind of damage, the bytes, and the seconds of sound. None: unknown."""
     data = path.read_bytes()
     return [
         ("none", data, seconds),

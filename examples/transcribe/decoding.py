@@ -1,7 +1,7 @@
-"""Decodes the sound that recordings.py has counted, in the format that Whisper takes.
+"""Decodes the sound counted by recordings.py, in the format that Whisper expects.
 
 libsndfile decodes a file block by block if its header has the length that was counted. Everything
-else is decoded by FFmpeg, as a whole: m4a and webm, and files whose header is wrong. Both come in
+else is decoded by FFmpeg, all at once: m4a and webm, and files whose header is wrong. Both come in
 wheels under the LGPL (docs/decisions/0101-speech.md).
 """
 
@@ -19,13 +19,13 @@ import soxr
 from recordings import InvalidInput, Part, find_parts
 
 RATE_HZ = 16_000
-"""Sample rate of Whisper."""
+"""Whisper's sample rate."""
 BLOCK_S = 30
 FULL_SCALE = 32_768
 TOLERANCE_S = 0.1
 """Maximum sound that may be missing: a truncated frame, and samples added by an encoder."""
 MAX_WHOLE_S = 4 * 3600
-"""Maximum seconds of one channel that FFmpeg may decode at once: about 2 GiB while it decodes."""
+"""Maximum seconds of one channel that FFmpeg may decode at once. It uses about 2 GiB for that."""
 CANCELED_BELOW = 0.05
 """Two channels cancel each other out if their mean has less than this share of the power."""
 
@@ -48,7 +48,7 @@ def decode(path: Path) -> Iterator[Any]:
 
 
 def _decode_part(part: Part, path: Path, done_s: float) -> Iterator[Any]:
-    """Yields the samples of a part. `done_s`: seconds of sound before it."""
+    """Yields a part's samples. `done_s`: seconds of sound before it."""
     try:
         file = soundfile.SoundFile(str(path) if part.is_file else io.BytesIO(part.data))
     except soundfile.LibsndfileError:
@@ -121,6 +121,6 @@ def mix(block: Any) -> Any:
 
 
 def _round(samples: Any) -> Any:
-    """Rounds to 16 bits, so that a window is the same if it was in a file in between."""
+    """Rounds to 16 bits, so that a window is the same if it was stored in a file in between."""
     whole = np.clip(np.rint(samples * FULL_SCALE), -FULL_SCALE, FULL_SCALE - 1)
     return whole.astype(np.float32) / np.float32(FULL_SCALE)

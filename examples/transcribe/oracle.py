@@ -71,7 +71,7 @@ def probabilities(rng: np.random.Generator) -> Any:
         length = int(rng.choice([1, 2, 4, 6, 20, 60, 200, 900]))
         runs.append(np.full(length, rng.choice([0.1, 0.4, 0.9], p=[0.4, 0.15, 0.45]), np.float32))
     together = np.concatenate(runs)[:frames]
-    # With a pause now and then, because faster-whisper cuts speech without pauses inside a word.
+    # With occasional pauses, because faster-whisper cuts speech without pauses mid-word.
     for start in range(400, len(together), 400):
         together[start : start + 5] = 0.1
     return together
@@ -91,7 +91,7 @@ class Detector:
 
 
 def show_random(count: str) -> None:
-    """Prints the maximum seconds of sound held at a time, for windows of random parts."""
+    """Prints the maximum seconds of sound held at once, for windows of random parts."""
     vad, most = ours.faster_whisper().vad, 0
     setattr(ours, "SpeechDetector", Detector)  # noqa: B010  one that knows them
     for seed in range(int(count)):
@@ -149,7 +149,7 @@ DEFAULTS = {
 
 
 def show_steps(path: str) -> None:
-    """Prints the transcript produced by the steps of a flow. Fails if it differs from the whole."""
+    """Prints the transcript produced by a flow's steps. Fails if it differs from the whole."""
     cut = predictor_of("windows").predict(Path(path))
     predictor = predictor_of("transcribe")
     segments = [
@@ -176,7 +176,7 @@ def show_samples(path: str) -> None:
 
 
 def watch(hears: Any) -> list[float]:
-    """Records the temperature of each of a model's generations, even ones without a segment."""
+    """Records the temperature of each of a model's generations, even those without a segment."""
     heats, generate = list[float](), type(hears).generate_with_fallback
 
     def generate_and_tell(*arguments: Any) -> Any:
@@ -235,7 +235,7 @@ def show_direct(kind: str, path: str) -> None:
 
 
 def make_longer(target: str, minutes: str, *paths: str) -> None:
-    """Writes a long recording made from others, varying in order, loudness and distance.
+    """Creates a long recording from others, varying in order, loudness and distance.
 
     No two windows are equal, so nothing comes from a cache. Prints the order.
     """

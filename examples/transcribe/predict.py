@@ -1,8 +1,8 @@
 """Transcribes a recording with Whisper (https://arxiv.org/abs/2212.04356).
 
-faster-whisper computes it on CTranslate2: in 8-bit integers on a CPU, in half precision on a GPU.
-Its module for files imports PyAV, whose wheel bundles encoders under the GPL. So PyAV is not
-installed here (overrides.txt): recordings.py counts the sound in a file, and decoding.py decodes it
+faster-whisper runs it on CTranslate2: in 8-bit integers on a CPU, in half precision on a GPU. Its
+module for files imports PyAV, whose wheel bundles encoders under the GPL. So PyAV is not installed
+here (overrides.txt): recordings.py counts the sound in a file, and decoding.py decodes it
 (docs/decisions/0128-sound-in-recordings.md).
 
 A recording is cut into windows at silences, and each window is transcribed separately. So the first
@@ -28,8 +28,8 @@ TASKS = ["transcribe", "translate"]
 SEED = 0
 """Seed for sampling at temperatures above 0, so that equal windows produce equal texts.
 
-A CTranslate2 thread takes the seed only once, at its first sample. So the weights are loaded again
-after a window that used sampling: 0.4 s for Whisper tiny on a CPU.
+A CTranslate2 thread accepts a seed only once, at its first sample. So the weights are reloaded
+after a window that used sampling, which takes 0.4 s for Whisper tiny on a CPU.
 """
 BAR = 10
 
@@ -47,7 +47,7 @@ class Predictor(BasePredictor):
         self.load()
 
     def load(self) -> None:
-        """Loads the weights, for threads that have not taken a seed."""
+        """Loads the weights, for threads that have not taken a seed yet."""
         self.model: Any = None  # frees memory before the weights are loaded
         self.has_sampled = False
         self.model = faster_whisper().WhisperModel(
@@ -144,7 +144,7 @@ def show_progress(done_s: float, all_s: float) -> None:
 
 
 def shown(segment: Any) -> dict[str, Any]:
-    """Returns a segment of faster-whisper, ready for JSON."""
+    """Returns a faster-whisper segment, ready for JSON."""
     return {
         "seek": segment.seek,
         "start": float(segment.start),

@@ -1,11 +1,11 @@
 """Finds the sound in a recording and counts it, to the last byte of the file.
 
 A header may declare the wrong amount of sound: a recorder that writes to a pipe can't go back to
-fill in a length, a file that was joined from several keeps the header of the first one, and a
-recorder whose battery ran out never wrote the last header. So frames, pages and blocks are counted
+fill in the length, a file joined from several others keeps the header of the first one, and a
+recorder whose battery ran out never wrote its final header. So frames, pages and blocks are counted
 here without decoding them, and headers are used only to find out how to read them. The decoder then
-has to find as much sound as was counted (decoding.py). If it finds less, the recording is rejected:
-no sound is lost silently.
+has to find as much sound as was counted (decoding.py). If it finds less, the recording is rejected,
+so no sound is lost silently.
 
 A file is split at every place where another recording was appended, because decoders don't expect
 another sample rate or another header in the middle.
@@ -30,7 +30,7 @@ import codecpod
 
 FORMATS = "wav, flac, mp3, ogg, m4a, webm or aac"
 TO_THE_END = (0, 0xFFFFFFFF, 0x7FFFFFFF)
-"""Sizes that mean an unknown size in the header of a WAV."""
+"""Sizes that mean "unknown" in a WAV header."""
 PCM_TAGS = (1, 3, 6, 7, 0xFFFE)
 """WAV encodings with one sample of each channel per block."""
 OPUS_RATE_HZ = 48_000
@@ -38,10 +38,10 @@ MAX_PARTS = 1000
 MAX_STRAY_BYTES = 1 << 18
 """Maximum bytes between two MP3 or AAC frames that do not belong to a frame.
 
-Searching more takes seconds.
+Searching further would take seconds.
 """
 MAX_BOXES = 200_000
-"""Maximum WAV chunks before the sound, or MP4 boxes.
+"""Maximum number of WAV chunks before the sound, or of MP4 boxes.
 
 Two hours in fragments of 100 ms have 144,000.
 """
@@ -123,7 +123,7 @@ def _make_damage_error(seconds: float) -> InvalidInput:
 
 
 def _trust_header(data: bytes) -> Part:
-    """Returns a part whose header is trusted. Decoding it shows whether it was right."""
+    """Returns a part whose header is trusted. Decoding it shows whether the header was right."""
     try:
         info = codecpod.info(data)
         frames, rate = info.frames, info.sample_rate
@@ -500,7 +500,7 @@ def _find_frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator
         if last is None:
             start = at
         else:
-            # If these bytes are sound, the decoder finds less than is counted here.
+            # If these bytes are sound, the decoder will find less than is counted here.
             samples += stray / frame.size * frame.samples
         if is_first:
             trimmed = _xing_trim(data, marks[0], at + frame.size)

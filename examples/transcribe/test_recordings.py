@@ -1,6 +1,5 @@
-"""Recordings from many sources, damaged in many ways: they are transcribed and charged in full, or
-rejected.
-
+"""Recordings from many sources, damaged in many ways, are either transcribed and charged in full,
+or rejected.
 corpus.py makes the corpus with the libraries of the class. FFmpeg is used as an oracle if it is
 installed.
 """
@@ -37,7 +36,7 @@ SAID = "The gate of the dam is open. Please keep behind the yellow line."
 
 @dataclass(frozen=True)
 class Recording:
-    """A recording of the corpus.
+    """A recording in the corpus.
 
     `seconds`: sound in it. None: unknown. `error`: why it can't be read.
     """
@@ -61,7 +60,7 @@ def corpus(
 
 
 def transcribe(client: Any, path: Path) -> tuple[Any, float]:
-    """Returns the transcript of a recording, and its price in USD."""
+    """Returns a recording's transcript, and its price in USD."""
     raw = client.audio.transcriptions.with_raw_response.create(
         model="transcribe",
         file=path,
@@ -139,7 +138,7 @@ def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
         if recording.damage in ("none", "lied", "tagged"):
             assert text == expected, recording
         elif recording.damage == "joined":
-            # In an encoding that is hard to understand, another window may have a word more or
+            # In an encoding that is hard to understand, a different window may have a word more or
             # less.
             missed = 0 if recording.origin.startswith("chromium") else word_errors(expected, spoken)
             assert word_errors(text, expected * 2) <= 1 + 2 * missed, recording

@@ -1,5 +1,5 @@
 """Transcribes recordings and speaks texts with OpenAI's client through the whole pipeline, and
-compares with direct calls of faster-whisper.
+compares the results with direct calls to faster-whisper.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_wrong_requests_are_named(client: Any, sentences: dict[Path, str]) -> No
 
 @pytest.fixture(scope="module")
 def minutes(python: str, sentences: dict[Path, str]) -> Path:
-    """Returns a recording of two minutes, with all sentences several times."""
+    """Returns a two-minute recording that contains all sentences several times."""
     path = KEPT / "transcribe" / "recordings" / "minutes.wav"
     oracle(python, "longer", path, "2", *sentences)
     return path.absolute()
@@ -169,7 +169,7 @@ def test_steps_give_the_transcript_of_the_whole(client: Any, python: str, minute
 
 
 def test_equal_windows_give_equal_samples(python: str, sentences: dict[Path, str]) -> None:
-    """At a temperature above 0, regardless of earlier samples."""
+    """Uses a temperature above 0, and doesn't depend on earlier samples."""
     texts = json.loads(oracle(python, "samples", next(iter(sentences))))
     assert texts[0] == texts[2]
 

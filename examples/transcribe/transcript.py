@@ -10,11 +10,11 @@ RATE_HZ = 16_000
 
 
 def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = False) -> float:
-    """Returns the difference between times in the recording and times in a window.
+    """Returns the offset between times in the recording and times in a window.
 
     Args:
         places: start and end of each part in the window, in samples of the recording.
-        at_s: time in the window. After its end it counts as in the last part.
+        at_s: time in the window. After the window's end, it counts as in the last part.
         is_end: True if something ends there. Between two parts, that counts as in the first one.
     """
     at, before, offset = int(at_s * RATE_HZ), 0, 0
@@ -26,7 +26,7 @@ def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = Fal
 
 
 def in_recording(segment: dict[str, Any], places: Sequence[Sequence[int]]) -> dict[str, Any]:
-    """Returns a window's segment with times in the recording, as faster-whisper returns them."""
+    """Returns a window's segment with times in the recording, as faster-whisper does."""
     words = []
     for word in segment.get("words", ()):
         offset = offset_s(places, (word["start"] + word["end"]) / 2)
@@ -52,7 +52,7 @@ class Transcript:
     def add(
         self, segments: Iterable[dict[str, Any]], places: Sequence[Sequence[int]]
     ) -> Iterator[dict[str, Any]]:
-        """Yields the segments of the next window as segments of the recording.
+        """Yields the next window's segments as segments of the recording.
 
         Each has the duration of the recording, and the language of its first segment.
         """
@@ -65,7 +65,7 @@ class Transcript:
             self._number += 1
 
     def finish(self, language: str = "en") -> Iterator[dict[str, Any]]:
-        """Yields a segment without text if there is no other. `language`: its language."""
+        """Yields a segment without text if there are no others. `language`: its language."""
         if not self._number:
             about = {"language": language, "duration": self._duration_s}
             yield {"id": 0, "start": 0.0, "end": self._duration_s, "text": ""} | about

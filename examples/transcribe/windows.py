@@ -2,13 +2,13 @@
 
 The windows are the same as in faster-whisper's BatchedInferencePipeline: Silero's detector finds
 the parts with speech, and consecutive parts share a window while they are at most WINDOW_S long in
-total. No window depends on the speech before it. So the windows of one recording can be computed
-anywhere, in any order, and equal ones only once.
+total. No window depends on the speech before it. So one recording's windows can be computed
+anywhere, in any order, and equal windows only once.
 
-faster-whisper needs all samples of a recording. Here a few minutes of them are enough: the
+faster-whisper needs all samples of a recording. Here, a few minutes of them are enough: the
 detector's state is kept from block to block, and a part is complete as soon as the silence after it
 is as long as the padding added to its end. faster-whisper cuts continuous speech wherever a window
-is full, which is inside a word. Here it is cut where it is quietest.
+is full, possibly mid-word. Here, it is cut where it is quietest.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from decoding import RATE_HZ, decode
 from recordings import InvalidInput
 
 WINDOW_S = 30
-"""Sample rate of Whisper."""
+"""Whisper's sample rate."""
 FRAME = 512
 """Samples per probability of the detector."""
 CONTEXT = 64
-"""Samples before a frame that it also looks at."""
+"""Samples before a frame that the detector also looks at."""
 SPEECH_ABOVE, SILENCE_BELOW = 0.5, 0.35
 SHORT_SILENCE = RATE_HZ * 98 // 1000
 """A part that gets too long is cut at the last silence longer than this."""
@@ -178,7 +178,7 @@ class PartFinder:
 
 @dataclass
 class _Samples:
-    """The samples that may still be needed."""
+    """Samples that may still be needed."""
 
     start: int = 0
     kept: Any = field(default_factory=lambda: np.zeros(0, np.float32))

@@ -1,4 +1,4 @@
-"""Extracts the text of a transcript, for models that read texts."""
+"""Extracts a transcript's text, for models that read texts."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Predictor(BasePredictor):
             )
         ),
     ) -> str:
-        """Returns the text, without spaces around it. Empty if there is no speech."""
+        """Returns the text, without surrounding spaces. Empty if there is no speech."""
         try:
             return "".join(segment["text"] for segment in segments).strip()
         except (LookupError, TypeError) as error:

@@ -1,7 +1,7 @@
 """Enlarges an image four times with Real-ESRGAN x4plus (https://arxiv.org/abs/2107.10833).
 
-The weights are ncnn files, as published upstream: a list of layers (`.param`) and their numbers
-(`.bin`). Both are parsed here and computed by torch. For the file format, see
+The weights are ncnn files, as published upstream: a list of layers (`.param`) and their weights
+(`.bin`). Both are parsed here and run by torch. For the file format, see
 https://github.com/Tencent/ncnn/wiki/param-and-model-file-structure.
 """
 
@@ -25,7 +25,7 @@ from torch.nn import functional
 WEIGHTS = LocalPath(__file__).parent / "weights"
 SCALE = 4
 TILE_PX = 192
-"""Larger images are computed in tiles of this size, to limit memory."""
+"""Larger images are processed in tiles of this size, to limit memory."""
 OVERLAP_PX = 16
 """Overlap of a tile with its neighbors, which hides the seams."""
 MAX_PIXELS = 1024 * 1024
@@ -159,7 +159,7 @@ class Network:
     def __call__(self, image: Tensor) -> Tensor:
         """Returns a batch (n, 3, height, width) of numbers from 0 to 1, enlarged four times."""
         weights = iter(self._weights)
-        # Each blob has one reader (`Split` copies), so it is freed after that.
+        # Each blob has one reader (`Split` copies), so it is freed after being read.
         blobs = {"data": image.to(self._device, self._type)}
         for layer in self._layers[1:]:
             blobs_in = [blobs.pop(name) for name in layer.inputs]

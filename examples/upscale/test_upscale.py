@@ -76,7 +76,7 @@ def test_numbers_are_those_of_ncnn(predictor: Any, tmp_path: Path) -> None:
     expected = np.load(tmp_path / "found.npy").clip(0, 1)
     output = predictor.network(inputs[None])[0].numpy()
     assert output.shape == expected.shape == (3, 192, 192)
-    # One step of 8 bits is 0.004.
+    # One 8-bit step is 0.004.
     assert np.abs(output - expected).max() < 0.002
     assert output.std() > 0.1, "an image, not a gray area"
 

@@ -1,7 +1,7 @@
 """Cuts a recording at silences into windows, which examples/transcribe transcribes one by one.
 
 So the windows of hours-long recordings can be separate items: on any worker, in any order, and
-equal ones only once.
+equal windows only once.
 """
 
 from __future__ import annotations

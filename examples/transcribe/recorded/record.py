@@ -1,6 +1,6 @@
 """Records sample.ogg in headless Chromium: `record.py`, with chromium and ffmpeg in the path.
 
-Chromium uses a file as its microphone, so its MediaRecorder makes the recordings. Writes
+Chromium uses a file as its microphone, and its MediaRecorder creates the recordings. Writes
 chromium.webm and chromium.mp4 to this folder.
 """
 
