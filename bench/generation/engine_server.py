@@ -18,9 +18,10 @@ from bench.generation.timing import TimedGeneration
 from shared.models.catalog import Model
 from shared.process.cores import usable_cores
 from workers.models.base import PreparedPrompt
-from workers.models.engines.generation import read_events
-from workers.models.engines.llama_cpp import PATH, Asked, decode_reply, request_of, settings_of
+from workers.models.engines.dialect import Asked, EngineDialect, Hardware
+from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.engines.process import EngineProcess
+from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS
 
 START_LIMIT_S = 180.0
@@ -52,12 +53,13 @@ async def _ask(
     rounds: Mapping[int, Sequence[PreparedPrompt]],
 ) -> dict[int, list[TimedGeneration]]:
     threads = usable_cores()
-    settings = settings_of(entry, folder, threads)
-    server = await EngineProcess.start(settings, secrets.token_urlsafe(), threads, START_LIMIT_S)
+    dialect = LlamaCpp(entry, Vocabulary(folder))
+    launch = dialect.launch(Hardware("cpu", threads))
+    server = await EngineProcess.start(launch, secrets.token_urlsafe(), threads, START_LIMIT_S)
     try:
-        await _call(server, iter(first))
+        await _call(dialect, server, iter(first))
         return {
-            in_flight: await _ask_round(server, in_flight, prompts)
+            in_flight: await _ask_round(dialect, server, in_flight, prompts)
             for in_flight, prompts in rounds.items()
         }
     finally:
@@ -65,26 +67,29 @@ async def _ask(
 
 
 async def _ask_round(
-    server: EngineProcess, in_flight: int, prompts: Sequence[PreparedPrompt]
+    dialect: EngineDialect,
+    server: EngineProcess,
+    in_flight: int,
+    prompts: Sequence[PreparedPrompt],
 ) -> list[TimedGeneration]:
     waiting = iter(prompts)
     async with asyncio.TaskGroup() as callers:
-        calls = [callers.create_task(_call(server, waiting)) for _ in range(in_flight)]
+        calls = [callers.create_task(_call(dialect, server, waiting)) for _ in range(in_flight)]
     return [timed for call in calls for timed in call.result()]
 
 
-async def _call(server: EngineProcess, waiting: Iterator[PreparedPrompt]) -> list[TimedGeneration]:
+async def _call(
+    dialect: EngineDialect, server: EngineProcess, waiting: Iterator[PreparedPrompt]
+) -> list[TimedGeneration]:
     """Requests texts one after another, until none is waiting."""
     texts = []
     for prompt in waiting:
         timed = TimedGeneration(time.monotonic())
         ids = np.frombuffer(prompt.ids, IDS).tolist()
-        order = Asked(ids, ANY_SLOT, keeps=True, tokens=prompt.max_tokens, is_streamed=True)
-        async with server.post(PATH, request_of(prompt, order)) as response:
-            async for data in read_events(response):
-                reply = decode_reply(data)
-                if reply.tokens and reply.prompt_progress is None:
-                    timed.pieces_s.append(time.monotonic())
-                timed.tokens = max(timed.tokens, reply.tokens_predicted)
+        order = Asked(ids, ANY_SLOT, "everyone", keeps=True, tokens=prompt.max_tokens)
+        async for reply in dialect.stream(server.post, prompt, order):
+            if reply.tokens:
+                timed.pieces_s.append(time.monotonic())
+            timed.tokens += len(reply.tokens)
         texts.append(timed)
     return texts

@@ -81,6 +81,8 @@ class Model(CatalogEntry):
     def _takes_defaults_of_task(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
+        if value.get("backend") == "vllm":  # its name in 0.1.0
+            value = {"engine": "vllm", **value, "backend": "auto"}
         name = value.get("task")
         task = TASKS.get(name) if isinstance(name, str) else None
         return value if task is None else {**task.entry_defaults(value), **value}

@@ -382,18 +382,17 @@ class CatalogEntry(EntryPart):
     source: Source
     revision: Revision = "main"
     aliases: tuple[str, ...] = ()
-    backend: Literal["auto", "torch", "onnx", "vllm"] = "auto"
+    backend: Literal["auto", "torch", "onnx"] = "auto"
     """The library that computes results.
 
     `auto`: the fastest within the tolerance. Image models need torch.
-
-    `vllm` is for text models, if vLLM is installed.
     """
-    engine: Literal["auto", "llama.cpp"] = "auto"
-    """The engine for a text model.
+    engine: Literal["auto", "llama.cpp", "vllm"] = "auto"
+    """The engine for a text model, as a server in a separate process.
 
-    `llama.cpp`: its server, in a separate process, which reads GGUF files. `auto`: the library
-    selected by `backend`.
+    `llama.cpp` reads GGUF files. `vllm` requires its command on the PATH of the worker; version
+    0.1.0 called it `backend: vllm`, which still works. `auto`: no server, but the library selected
+    by `backend`.
     """
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
     """`auto`: the fastest within the tolerance. For images, the best for the device.

@@ -21,7 +21,7 @@ import aiohttp
 
 from tests.faults.world import APIS, WORKERS, World
 from workers.models.custom.runner.confinement import NAME as CLASS_NAME
-from workers.models.engines import llama_program
+from workers.models.engines import program
 from workers.runtime.template import MODEL_PROCESS_NAME
 
 PROMPTS = 32
@@ -36,7 +36,7 @@ TURNS = (APIS[0], WORKERS[0], APIS[1], WORKERS[1])
 PROCESS_NAMES = {
     "model": MODEL_PROCESS_NAME,
     "class": CLASS_NAME.decode(),
-    "engine": llama_program.NAME,
+    "engine": program.NAME,
 }
 
 

@@ -222,7 +222,7 @@ def test_no_model_of_a_task() -> None:
             "dimensions: 4",
             "dimensions: 4\n    backend: jax",
             8,
-            "backend: Input should be 'auto', 'torch', 'onnx' or 'vllm'",
+            "backend: Input should be 'auto', 'torch' or 'onnx'",
         ),
         (
             "dimensions: 4",

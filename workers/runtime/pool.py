@@ -133,7 +133,7 @@ class ModelPool(ProcessPool):
         places = []
         for target in targets:
             launches = [] if ours is None else [Launch(ours.start_on(target), own)]
-            resources = Resources(device=target, threads=threads)
+            resources = Resources(device=target, threads=threads, memory_fraction=memory_fraction)
             for number in foreign:
                 task, (entry, folder, _) = _task_of(models[number]), models[number]
                 start = task.start_own_process(entry, folder, resources, start_timeout_s)

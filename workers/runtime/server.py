@@ -149,7 +149,6 @@ def _load_ahead(arguments: argparse.Namespace) -> dict[int, LoadedModel]:
                 arguments.device == "cpu"
                 and not arguments.memory_budget_bytes
                 and (backend is None or not backend.graph)
-                and _loads_before_fork(arguments.model[number])
             ):
                 model.setup()
                 loaded[number] = model
@@ -160,11 +159,6 @@ def _load_ahead(arguments: argparse.Namespace) -> dict[int, LoadedModel]:
                 "model could not be loaded in advance", exc_info=True, extra={"model": number}
             )
     return loaded
-
-
-def _loads_before_fork(encoded: str) -> bool:
-    entry = Model.model_validate_json(encoded)
-    return WORKER_TASKS[entry.task].loads_before_fork(entry)
 
 
 def _fork_for(

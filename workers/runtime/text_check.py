@@ -89,16 +89,20 @@ def measure_cache(entry: Model, folder: Path, device: str) -> Cache:
         folder: local folder with the model's files.
         device: `cpu`, or the name of a GPU.
     """
-    if entry.engine == "auto":
-        tokens = min(entry.batch.max_items, entry.budget) * entry.generation.context_tokens
-        element_bytes = _find_element_bytes(entry.precision, device)
-        token_bytes = element_bytes * count_elements_in_config(folder)
-        return Cache(token_bytes, tokens, is_taken=device != "cpu" or entry.backend == "vllm")
-    from workers.models.engines.llama_cpp import settings_of
+    if entry.engine == "llama.cpp":
+        from workers.models.engines.llama_cpp import settings_of
 
-    settings = settings_of(entry, folder, usable_cores())
-    elements = count_elements_in_gguf(Path(settings["model"]))
-    return Cache(_LLAMA_CPP_ELEMENT_BYTES * elements, settings["cache_tokens"], is_taken=True)
+        settings = settings_of(entry, folder, usable_cores())
+        elements = count_elements_in_gguf(Path(settings["model"]))
+        return Cache(_LLAMA_CPP_ELEMENT_BYTES * elements, settings["cache_tokens"], is_taken=True)
+    element_bytes = _find_element_bytes(entry.precision, device)
+    token_bytes = element_bytes * count_elements_in_config(folder)
+    if entry.engine == "vllm":
+        from workers.models.engines.vllm import BLOCK_TOKENS, count_blocks
+
+        return Cache(token_bytes, BLOCK_TOKENS * count_blocks(entry), is_taken=True)
+    tokens = min(entry.batch.max_items, entry.budget) * entry.generation.context_tokens
+    return Cache(token_bytes, tokens, is_taken=device != "cpu")
 
 
 def _find_element_bytes(precision: str, device: str) -> int:

@@ -63,13 +63,6 @@ class WorkerTask(ABC):
         """
         return False
 
-    def loads_before_fork(self, entry: Model) -> bool:
-        """Returns whether CPU model processes may be forked from one that has loaded this model.
-
-        By default: yes. A model that starts threads can't be forked.
-        """
-        return True
-
     def has_own_process(self, entry: Model) -> bool:
         """Returns whether this model runs in a process that isn't ours (`start_own_process`).
 

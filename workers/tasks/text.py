@@ -35,14 +35,16 @@ class GenerationWorker(WorkerTask):
         self, entry: Model, folder: Path, resources: Resources, timeout_s: float
     ) -> StartClient:
         from workers.models.engines.client import EngineClient
+        from workers.models.engines.dialect import Hardware
 
-        return partial(EngineClient.start, entry, folder, resources.threads, timeout_s)
+        hardware = Hardware(resources.device, resources.threads, resources.memory_fraction)
+        return partial(EngineClient.start, entry, folder, hardware, timeout_s)
 
     def open_gguf(self, entry: Model) -> OpenGguf | None:
-        """An engine reads the file itself."""
+        """Returns a function for llama.cpp only, which reads the file itself."""
         from workers.models.generation.gguf import described
 
-        return None if entry.engine == "auto" else described
+        return described if entry.engine == "llama.cpp" else None
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Returns a preparer with a chat template and a tokenizer."""
@@ -53,19 +55,10 @@ class GenerationWorker(WorkerTask):
     def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
         """Returns a language model with its cache of keys and values."""
         from workers.models.device import Device
-
-        device = Device(resources.device, resources.threads, resources.memory_fraction)
-        if entry.backend == "vllm":
-            from workers.models.generation.vllm_model import VllmModel
-
-            return VllmModel(entry, folder, device)
         from workers.models.generation.model import GenerationModel
 
+        device = Device(resources.device, resources.threads, resources.memory_fraction)
         return GenerationModel(entry, folder, device)
-
-    def loads_before_fork(self, entry: Model) -> bool:
-        """False for vLLM engines, because they have threads."""
-        return entry.backend != "vllm"
 
 
 TASK = GenerationWorker()

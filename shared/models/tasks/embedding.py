@@ -215,8 +215,6 @@ class EmbeddingTask(Task):
 
     def check_entry(self, entry: CatalogEntry) -> None:
         """Requires a token budget, dimensions, and a backend for its precision."""
-        if entry.backend == "vllm":
-            raise ValueError(f"{self.noun} requires backend torch, onnx or auto")
         if entry.backend == "torch" and entry.precision == "int8":
             raise ValueError("embeddings in precision int8 require backend onnx or auto")
         if entry.backend == "onnx" and entry.precision == "bf16":

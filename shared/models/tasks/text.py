@@ -281,19 +281,15 @@ class GenerationTask(Task):
     gen_ai_operation = "chat"
     unit = "tokens"
     precisions: ClassVar = ("auto", "fp32", "bf16", "fp16", "int4")
-    engines: ClassVar = ("auto", "llama.cpp")
+    engines: ClassVar = ("auto", "llama.cpp", "vllm")
     has_context = True
     shares_weights = True
     first_guesses: ClassVar = FirstGuesses(item_s=2.0, gap_s=0.05, batch_s=2.0)
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """Requires a token budget, and torch or vLLM."""
+        """Requires a token budget, and torch or an engine."""
         if entry.backend == "onnx":
-            raise ValueError(f"{self.noun} requires backend torch, vllm or auto")
-        if entry.backend == "vllm" and entry.precision == "int4":
-            raise ValueError("precision int4 requires backend torch or auto")
-        if entry.backend == "vllm" and entry.generation.lookup_tokens:
-            raise ValueError("generation.lookup_tokens requires backend torch or auto")
+            raise ValueError(f"{self.noun} requires backend torch or auto")
         if entry.engine != "auto":
             self._check_engine(entry)
         if entry.batch.max_tokens is None:
@@ -304,7 +300,12 @@ class GenerationTask(Task):
     def _check_engine(self, entry: CatalogEntry) -> None:
         if entry.backend != "auto":
             raise ValueError(f"backend: is not supported by engine {entry.engine}; leave it out")
-        if entry.precision != "auto":
+        if entry.engine == "vllm" and entry.precision == "int4":
+            raise ValueError(
+                "precision: int4 is not supported by engine vllm; leave it out, or use a source "
+                "with quantized weights"
+            )
+        if entry.engine == "llama.cpp" and entry.precision != "auto":
             raise ValueError(
                 f"precision: is determined by the model file with engine {entry.engine}; leave it "
                 "out, and choose a file with a different quantization"

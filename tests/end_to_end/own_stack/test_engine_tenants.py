@@ -20,7 +20,7 @@ from tests.faults.world import APIS, WORKERS, World, processes_below
 from tests.keys import bearer
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
-from workers.models.engines import llama_program
+from workers.models.engines import program
 
 pytestmark = [
     pytest.mark.slow(about_s=25),
@@ -71,7 +71,7 @@ class Caller:
     def __init__(self, world: World, http: aiohttp.ClientSession) -> None:
         self._url = f"{world.url(APIS[0])}/v1/completions"
         self._http = http
-        pids = processes_below(world.processes[WORKERS[0]].pid, llama_program.NAME)
+        pids = processes_below(world.processes[WORKERS[0]].pid, program.NAME)
         self._engine = psutil.Process(pids[0])
 
     @property

@@ -20,9 +20,12 @@ from workers.models.client import (
     OnStepMessage,
     RunningBatch,
 )
-from workers.models.engines.llama_cpp import settings_of
+from workers.models.custom.gpus import gpu_name
+from workers.models.engines.dialect import EngineDialect, Hardware
+from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.engines.process import EngineProcess
 from workers.models.engines.steps import Engine, EngineSteps
+from workers.models.engines.vllm import Vllm
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.reports import (
     Failure,
@@ -35,22 +38,19 @@ from workers.models.reports import (
 from workers.models.step_shares import StepRoom
 
 WARMUP_LIMIT_S = 300.0
-_PAGE_BYTES = 4096
+_DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
+"""By `engine` in the catalog entry of a model."""
 
 
 class EngineClient:
-    """An engine, as ProcessClient. It is started again after it was evicted.
+    """An engine, as ProcessClient. It is started again after it was evicted."""
 
-    Args:
-        threads: that it computes with on a CPU.
-    """
-
-    def __init__(self, entry: Model, folder: Path, threads: int, timeout_s: float) -> None:
+    def __init__(self, entry: Model, folder: Path, hardware: Hardware, timeout_s: float) -> None:
         self._entry = entry
-        self._folder = folder
-        self._threads = threads
+        self._hardware = hardware
         self._timeout_s = timeout_s
-        self._vocabulary = Vocabulary(folder)
+        self._dialect = _DIALECTS[entry.engine](entry, Vocabulary(folder))
+        self._device_name = gpu_name(hardware.device)
         self._room = StepRoom(entry)
         self._turn = asyncio.Semaphore(1)
         self._run: EngineSteps | None = None
@@ -59,12 +59,17 @@ class EngineClient:
         """Set while there is an engine."""
         self._ended = asyncio.Event()
         """Set once the pool knows that the engine has ended."""
-        self.facts = Ready("cpu", 0.0, 0.0, 0)
+        self.facts = Ready(self._device_name, 0.0, 0.0, 0)
         self.residency = ResidencyReport([])
 
     @classmethod
     async def start(
-        cls, entry: Model, folder: Path, threads: int, timeout_s: float, make_room: MakeRoom
+        cls,
+        entry: Model,
+        folder: Path,
+        hardware: Hardware,
+        timeout_s: float,
+        make_room: MakeRoom,
     ) -> Self:
         """Starts the engine of a model and waits until it has written its first token.
 
@@ -72,13 +77,13 @@ class EngineClient:
             ConfigurationError: it can't compute this model.
             ModelFailed: it was not ready in time.
         """
-        client = cls(entry, folder, threads, timeout_s)
+        client = cls(entry, folder, hardware, timeout_s)
         try:
             load_s, warmup_s = await client._open()
         except BaseException:
             await client.close()
             raise
-        client.facts = Ready("cpu", load_s, warmup_s, client.memory_bytes)
+        client.facts = Ready(client._device_name, load_s, warmup_s, client.memory_bytes)
         return client
 
     async def _open(self) -> tuple[float, float]:
@@ -87,12 +92,13 @@ class EngineClient:
         Returns the seconds of its load, and the seconds until its first token.
         """
         began_s = time.monotonic()
-        settings = settings_of(self._entry, self._folder, self._threads)
+        launch = self._dialect.launch(self._hardware)
         key = secrets.token_urlsafe(32)
-        process = await EngineProcess.start(settings, key, self._threads, self._timeout_s)
+        threads = self._hardware.threads
+        process = await EngineProcess.start(launch, key, threads, self._timeout_s)
         self._engine = Engine(
             process,
-            self._vocabulary,
+            self._dialect,
             self._entry.batch.max_items,
             self._entry.generation.chunk_tokens,
             shares_with_all=self._entry.cache.scope == "global",
@@ -119,14 +125,14 @@ class EngineClient:
             ConfigurationError: the model computes no numbers.
         """
         outcomes: list[StepMessage] = []
-        ids = min(self._vocabulary.ends).to_bytes(4, "little")
+        ids = min(self._dialect.vocabulary.ends).to_bytes(4, "little")
         item = PreparedPrompt(key="", length=2, ids=ids, max_tokens=1, seed=0, logprobs=1)
         await EngineSteps(engine, self._room, 0, outcomes.append).run([item], WARMUP_LIMIT_S)
         await asyncio.sleep(0)
         for outcome in outcomes:
             if isinstance(outcome, ItemEnded) and isinstance(outcome.done.results[0], Failure):
                 raise ConfigurationError(
-                    f"{self._folder}: {outcome.done.results[0].message}", field="source"
+                    f"{self._dialect.folder}: {outcome.done.results[0].message}", field="source"
                 )
 
     @property
@@ -135,13 +141,7 @@ class EngineClient:
 
     @property
     def memory_bytes(self) -> int:
-        if self._engine is None:
-            return 0
-        try:
-            pages = Path(f"/proc/{self.pid}/statm").read_text(encoding="ascii").split()[1]
-        except (OSError, IndexError):
-            return 0
-        return int(pages) * _PAGE_BYTES
+        return 0 if self._engine is None else self._engine.process.memory_bytes
 
     async def send(
         self,

@@ -8,8 +8,9 @@ caller into a control token.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import re
+from collections.abc import AsyncGenerator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,15 @@ import numpy as np
 from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.models.catalog import Model
 from workers.models.base import OutOfMemory, PreparedPrompt
+from workers.models.engines.dialect import (
+    Asked,
+    EngineDialect,
+    Hardware,
+    Launch,
+    Post,
+    Reply,
+    read_events,
+)
 from workers.models.generation.vocabulary import WHITESPACE
 from workers.models.generation.writing import NO_NUMBERS
 
@@ -47,10 +57,122 @@ _SEEDS = 2**32 - 1
 _CACHE_STEP = 256
 """A slot's cache has a multiple of this many tokens."""
 _FULL = "Context size has been exceeded"
+_SPACES = {"whitespace_pattern": WHITESPACE}
+_ALLOWED_BIAS = 1000.0
+"""Added to the logits of all tokens that are allowed, if they are few. So no other is chosen, and
+their chances among each other stay (to 1e-4)."""
+_EXCLUDED_BIAS = -1e9
+_FORCING = 1e4
+_LOOKED_UP = 256
+"""Nearly every chosen token is among this many of the likeliest ones."""
+_SAFE_LINES = re.compile(r"[\d.]+ [EW] +(srv|slot|que|init|load)\b|GGML_ASSERT|.*\.cpp:\d+: ")
+
+
+class LlamaCpp(EngineDialect):
+    """The server of llama.cpp, of the wheel `xllamacpp`."""
+
+    def launch(self, hardware: Hardware) -> Launch:
+        return Launch(
+            settings_of(self.entry, self.folder, hardware.threads),
+            context_path="/props",
+            context_keys=("default_generation_settings", "n_ctx"),
+            safe_lines=_SAFE_LINES,
+        )
+
+    def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
+        """Returns whether no tokens or log probabilities get lost.
+
+        A stream leaves out the log probabilities of tokens that end within a character. Penalties
+        count the prompt. A grammar starts at its beginning.
+        """
+        penalizes = bool(item.frequency_penalty or item.presence_penalty)
+        is_begun = bool(item.json_schema) and has_written
+        return item.logprobs < 0 and not penalizes and not is_begun
+
+    async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
+        answer = await _ask(post, request_of(item, asked))
+        reply = Reply(answer.tokens, cached_tokens=answer.cached_tokens, has_ended=answer.has_ended)
+        if item.logprobs >= 0 and asked.tokens:
+            await self._add_chances(post, item, asked, answer, reply)
+        return reply
+
+    async def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
+        count = 0
+        async with post(PATH, request_of(item, asked, streams=True)) as response:
+            if response.status != 200:
+                decode_answer(await response.read())
+            async for data in read_events(response):
+                answer = decode_answer(data)
+                if answer.prompt_progress is not None:
+                    yield Reply(cached_tokens=answer.cached_tokens)
+                    continue
+                reply = self._complete(answer, count)
+                count += len(reply.tokens)
+                yield reply
+
+    def _complete(self, answer: Answer, count: int) -> Reply:
+        """Adds the tokens that a stream has left out, if they can be reconstructed.
+
+        A stream leaves out all tokens of a character except the last one. They are reconstructed
+        from the text, if the model wrote it like its tokenizer would.
+
+        Args:
+            count: number of tokens before.
+        """
+        reply = Reply(answer.tokens, cached_tokens=answer.cached_tokens, has_ended=answer.has_ended)
+        missing = answer.tokens_predicted - count - len(answer.tokens)
+        if missing <= 0:
+            return reply
+        ids: list[int] = self.vocabulary.plain_tokenizer.encode(
+            answer.content, add_special_tokens=False
+        ).ids
+        if answer.tokens and len(ids) == missing + 1 and ids[-1] == answer.tokens[-1]:
+            return replace(reply, tokens=ids)
+        return Reply(cached_tokens=answer.cached_tokens, has_lost=True)
+
+    async def _add_chances(
+        self, post: Post, item: PreparedPrompt, asked: Asked, answer: Answer, reply: Reply
+    ) -> None:
+        """Adds log probabilities. The server leaves out tokens that begin a character."""
+        by_token = iter(answer.completion_probabilities)
+        candidate = next(by_token, None)
+        rows = []
+        for at, token in enumerate(answer.tokens):
+            if candidate is not None and candidate.id == token:
+                rows.append(candidate.row())
+                candidate = next(by_token, None)
+            else:
+                ids = [*asked.ids, *answer.tokens[:at]]
+                rows.append(await self._look_up(post, item, replace(asked, ids=ids), token))
+        reply.chances = rows
+
+    async def _look_up(
+        self, post: Post, item: PreparedPrompt, asked: Asked, token: int
+    ) -> dict[int, float]:
+        """Returns the log probabilities for a token and for the likeliest tokens.
+
+        The engine is forced to choose a token that is a whole character, and still reports the
+        tokens that it would have preferred.
+        """
+        bias = {self.vocabulary.plain_token: _FORCING}
+        forced = replace(asked, tokens=1, keeps=True, bias=bias, allowed=None)
+        for most in (_LOOKED_UP, self.vocabulary.size):
+            answer = await _ask(post, request_of(item, forced) | {"n_probs": most})
+            best = answer.completion_probabilities[0].top_logprobs
+            for candidate in best:
+                if candidate.id == token:
+                    top = best[: max(1, item.logprobs)]
+                    return Chosen(id=token, logprob=candidate.logprob, top_logprobs=top).row()
+        raise ModelFailed(NO_NUMBERS)
+
+
+async def _ask(post: Post, body: Mapping[str, Any]) -> Answer:
+    async with post(PATH, body) as response:
+        return decode_answer(await response.read())
 
 
 def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
-    """Returns the arguments of workers/models/engines/llama_program.py, except socket and key.
+    """Returns the settings of workers/models/engines/program.py, except socket and key.
 
     Raises:
         ConfigurationError: the folder has no GGUF file.
@@ -94,36 +216,18 @@ def weights_in(folder: Path) -> Path:
     )
 
 
-@dataclass(frozen=True)
-class Asked:
-    """A request to the engine: tokens to read, and how many to write after them.
-
-    `keeps`: whether the slot keeps what it has computed of the same tokens. `bias`: added to the
-    logits of tokens. `is_free`: whether the engine does without the grammar.
-    """
-
-    ids: Sequence[int]
-    slot: int
-    keeps: bool
-    tokens: int = 0
-    is_streamed: bool = False
-    bias: Mapping[int, float] | None = None
-    is_free: bool = True
-
-
-def request_of(item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
+def request_of(item: PreparedPrompt, asked: Asked, *, streams: bool = False) -> dict[str, Any]:
+    """Returns the body of a request. Only a stream follows the schema of the item."""
     # The same numbers are not used again behind what was written before.
-    seed = np.random.SeedSequence((item.seed, len(asked.ids))).generate_state(1)[0]
-    grammar = "" if asked.is_free or not item.json_schema else _grammar(item.json_schema)
-    bias = item.logit_bias if asked.bias is None else asked.bias
+    seed = np.random.SeedSequence((item.seed % 2**64, len(asked.ids))).generate_state(1)[0]
     return {
         **_NEUTRAL,
         "prompt": asked.ids,
         "id_slot": asked.slot,
         "cache_prompt": asked.keeps,
         "n_predict": asked.tokens,
-        "stream": asked.is_streamed,
-        "return_progress": asked.is_streamed,
+        "stream": streams,
+        "return_progress": streams,
         "return_tokens": True,
         "response_fields": _FIELDS,
         "samplers": _ORDER,
@@ -134,17 +238,34 @@ def request_of(item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
         "repeat_penalty": item.repetition_penalty,
         # Of the prompt and the text, all tokens.
         "repeat_last_n": item.length if item.repetition_penalty != 1 else 0,
-        "logit_bias": list(bias.items()),
+        "logit_bias": list(_bias(item, asked).items()),
         "seed": int(seed) % _SEEDS,
         "n_probs": max(1, item.logprobs) if item.logprobs >= 0 else 0,
-        "grammar": grammar,
+        "grammar": grammar_of(item.json_schema, _SPACES) if streams and item.json_schema else "",
     }
 
 
-def _grammar(json_schema: str) -> str:
-    """The schema for llguidance, which is also what follows it here."""
+def _bias(item: PreparedPrompt, asked: Asked) -> Mapping[int, float]:
+    bias = item.logit_bias if asked.bias is None else asked.bias
+    if asked.allowed is None:
+        return bias
+    excluded = np.flatnonzero(~asked.allowed)
+    if 2 * len(excluded) <= len(asked.allowed):
+        return {**bias, **dict.fromkeys(excluded.tolist(), _EXCLUDED_BIAS)}
+    return {
+        token: bias.get(token, 0.0) + _ALLOWED_BIAS
+        for token in np.flatnonzero(asked.allowed).tolist()
+    }
+
+
+def grammar_of(json_schema: str, spaces: Mapping[str, Any]) -> str:
+    """Returns the schema for llguidance, the library that our own matcher uses.
+
+    Args:
+        spaces: the library's options for spaces, unless the schema has some.
+    """
     schema = json.loads(json_schema)
-    options = {"whitespace_pattern": WHITESPACE} | schema.get("x-guidance", {})
+    options = {**spaces, **schema.get("x-guidance", {})}
     return "%llguidance {}\nstart: %json " + json.dumps(schema | {"x-guidance": options})
 
 
@@ -172,15 +293,18 @@ class Chosen(Chance):
 
     top_logprobs: list[Chance] = []
 
+    def row(self) -> dict[int, float]:
+        return {chance.id: chance.logprob for chance in self.top_logprobs} | {self.id: self.logprob}
+
 
 class Fault(msgspec.Struct):
-    """The error returned in place of a reply."""
+    """The error returned in place of an answer."""
 
     message: str = ""
 
 
-class Reply(msgspec.Struct):
-    """A reply, or an event of a stream."""
+class Answer(msgspec.Struct):
+    """An answer, as a whole or in an event of a stream."""
 
     tokens: list[int] = []
     content: str = ""
@@ -194,6 +318,11 @@ class Reply(msgspec.Struct):
     error: Fault | None = None
 
     @property
+    def has_ended(self) -> bool:
+        """True if it knows an end of the text that our files do not."""
+        return self.stop and self.stop_type == "eos"
+
+    @property
     def cached_tokens(self) -> int | None:
         """Number of prompt tokens that the slot had. None: the engine does not report it."""
         if self.prompt_progress is not None:
@@ -201,24 +330,24 @@ class Reply(msgspec.Struct):
         return None if self.timings is None else self.timings.cache_n
 
 
-_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
+_decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
-def decode_reply(body: bytes | bytearray) -> Reply:
-    """Decodes a reply, or the data of an event.
+def decode_answer(body: bytes | bytearray) -> Answer:
+    """Decodes an answer, or the data of an event.
 
     Raises:
-        PenstockError: the engine reports why there is no reply, or the reply is malformed.
+        PenstockError: the engine reports why there is no answer, or the answer is malformed.
     """
     try:
-        reply = _decoder.decode(body)
+        answer = _decoder.decode(body)
     except msgspec.ValidationError as error:  # a NaN is null in its JSON
         raise ModelFailed(NO_NUMBERS) from error
     except msgspec.MsgspecError as error:
         raise ModelFailed("the engine returned an answer that is not JSON") from error
-    if reply.error is not None:
-        raise _error_of(reply.error.message)
-    return reply
+    if answer.error is not None:
+        raise _error_of(answer.error.message)
+    return answer
 
 
 def _error_of(message: str) -> PenstockError:

@@ -6,8 +6,8 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import shutil
+import signal
 import sys
 import tempfile
 from collections import deque
@@ -20,7 +20,8 @@ import aiohttp
 import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed
-from workers.models.engines import llama_program
+from workers.models.engines import program
+from workers.models.engines.dialect import Launch
 
 SOCKETS = "/tmp"
 """Parent folder of the sockets.
@@ -37,8 +38,7 @@ MAX_LINES = 40
 MAX_LINE_CHARS = 200
 _PASSED_ON = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY")
 """The only variables of our environment that it gets. They have no keys, addresses or tokens."""
-_SAFE = re.compile(r"[\d.]+ [EW] +(srv|slot|que|init|load)\b|GGML_ASSERT|.*\.cpp:\d+: ")
-"""Lines of a ready server that operators may read, because they can't contain a prompt."""
+_PAGE_BYTES = 4096
 
 log = logging.getLogger(__name__)
 
@@ -50,7 +50,10 @@ class EngineProcess:
         key: that its HTTP asks for.
     """
 
-    def __init__(self, process: asyncio.subprocess.Process, folder: Path, key: str) -> None:
+    def __init__(
+        self, launch: Launch, process: asyncio.subprocess.Process, folder: Path, key: str
+    ) -> None:
+        self._launch = launch
         self._process = process
         self._folder = folder
         self._key = key
@@ -59,10 +62,8 @@ class EngineProcess:
         self._http: aiohttp.ClientSession | None = None
 
     @classmethod
-    async def start(
-        cls, settings: Mapping[str, Any], key: str, threads: int, timeout_s: float
-    ) -> Self:
-        """Starts a server with these settings and waits until it is ready.
+    async def start(cls, launch: Launch, key: str, threads: int, timeout_s: float) -> Self:
+        """Starts a server and waits until it is ready.
 
         Raises:
             ConfigurationError: it can't compute this model, or is not installed.
@@ -72,24 +73,26 @@ class EngineProcess:
         socket = folder / "http.sock"
         environment = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
         waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": SPINS}
-        environment |= {"OMP_NUM_THREADS": str(threads), **waiting}
+        environment |= {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder), **waiting}
+        environment |= launch.environment
         try:
             process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-I", "-B", llama_program.__file__),
+                *(sys.executable, "-I", "-B", program.__file__),
                 env=environment,
                 cwd=folder,
                 stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.STDOUT,
+                start_new_session=True,
             )
         except BaseException as error:
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise ModelFailed(f"the engine could not be started: {error}") from error
             raise
-        server = cls(process, folder, key)
+        server = cls(launch, process, folder, key)
         try:
-            await server._open({**settings, "socket": str(socket), "key": key}, timeout_s)
+            await server._open({**launch.settings, "socket": str(socket), "key": key}, timeout_s)
         except BaseException:
             await server.end()
             raise
@@ -103,8 +106,8 @@ class EngineProcess:
         is_ready = False
         try:
             async with asyncio.timeout(timeout_s):
-                while line := await _read_line(stdout):
-                    if line == llama_program.READY:
+                while (line := await _read_line(stdout)) is not None:
+                    if line == program.READY:
                         is_ready = True
                         break
                     self._lines.append(line)
@@ -128,13 +131,18 @@ class EngineProcess:
 
     async def _read_lines(self, stdout: asyncio.StreamReader) -> None:
         while (line := await _read_line(stdout)) is not None:
-            if _SAFE.match(line):
+            if self._launch.safe_lines.match(line):
                 self._lines.append(line)
                 log.warning("the engine printed", extra={"line": line})
 
     @property
     def pid(self) -> int:
         return self._process.pid
+
+    @property
+    def memory_bytes(self) -> int:
+        """Resident memory of the whole process tree."""
+        return sum(_measure_memory(pid) for pid in list_tree(self.pid))
 
     def last_lines(self) -> str:
         """Returns the end of its output, for operators."""
@@ -157,15 +165,19 @@ class EngineProcess:
         """
         assert self._http is not None, "it is ready; this is a bug"
         try:
-            async with self._http.get("/props") as response:
-                props = await response.json()
-                return int(props["default_generation_settings"]["n_ctx"])
-        except (aiohttp.ClientError, ValueError, KeyError, TypeError) as error:
+            async with self._http.get(self._launch.context_path) as response:
+                part = await response.json()
+            for key in self._launch.context_keys:
+                part = part[key]
+            return int(part)
+        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
             raise ModelFailed(f"the engine does not report its context size: {error!r}") from error
 
     async def wait(self) -> int:
         """Waits until it has ended. Returns its exit status."""
-        return await self._process.wait()
+        status = await self._process.wait()
+        self.kill()
+        return status
 
     async def end(self) -> None:
         """Ends it, and removes its folder."""
@@ -173,20 +185,37 @@ class EngineProcess:
             await self._http.close()
         if self._process.stdin is not None:
             self._process.stdin.close()
-        try:
+        with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(END_LIMIT_S):
                 await self._process.wait()
-        except TimeoutError:
-            self.kill()
-            await self._process.wait()
+        self.kill()
+        await self._process.wait()
         if self._reading is not None:
             self._reading.cancel()
             await asyncio.gather(self._reading, return_exceptions=True)
         await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def kill(self) -> None:
+        """Kills it with the processes that it has started, which may outlive it."""
         with contextlib.suppress(ProcessLookupError):
-            self._process.kill()
+            os.killpg(self.pid, signal.SIGKILL)
+
+
+def list_tree(pid: int) -> list[int]:
+    """Returns a process and all that it has started."""
+    try:
+        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
+    except OSError:
+        children = []
+    return [pid, *(below for child in children for below in list_tree(int(child)))]
+
+
+def _measure_memory(pid: int) -> int:
+    try:
+        pages = Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1]
+    except (OSError, IndexError):
+        return 0
+    return int(pages) * _PAGE_BYTES
 
 
 async def _read_line(stream: asyncio.StreamReader) -> str | None:

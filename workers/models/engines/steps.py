@@ -13,10 +13,10 @@ from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.models.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, Prepared, PreparedPrompt
 from workers.models.client import ModelProcessDied, OnStepMessage
+from workers.models.engines.dialect import EngineDialect
 from workers.models.engines.generation import EngineGeneration
 from workers.models.engines.process import EngineProcess
 from workers.models.engines.slots import EngineSlots, ReadingPermits
-from workers.models.generation.vocabulary import Vocabulary
 from workers.models.reports import Chunks, ItemEnded, Preempted, Spare, StepMessage
 from workers.models.step_shares import StepRoom, StepShares
 
@@ -39,14 +39,14 @@ class Engine:
     def __init__(
         self,
         process: EngineProcess,
-        vocabulary: Vocabulary,
+        dialect: EngineDialect,
         slots: int,
         part_tokens: int,
         *,
         shares_with_all: bool,
     ) -> None:
         self.process = process
-        self.vocabulary = vocabulary
+        self.dialect = dialect
         self.part_tokens = part_tokens
         self.shares_with_all = shares_with_all
         self.slots = EngineSlots(slots)
@@ -58,7 +58,12 @@ class Engine:
         """Reads and writes one text, once a slot is free."""
         async with self.places:
             await generation.compute(
-                self.process, self.slots, self.permits, self.part_tokens, run.note_work
+                self.dialect,
+                self.process.post,
+                self.slots,
+                self.permits,
+                self.part_tokens,
+                run.note_work,
             )
 
 
@@ -156,7 +161,7 @@ class EngineSteps:
             for running in self._items.values()
             if item.owner
         )
-        generation = EngineGeneration(slot, item, self._engine.vocabulary)
+        generation = EngineGeneration(slot, item, self._engine.dialect.vocabulary)
         if is_read:
             generation.share_prompt()
         return generation

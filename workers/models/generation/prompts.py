@@ -273,7 +273,7 @@ class PromptPreparer:
                 field=value.schema_field,
             )
         self._check_vocabulary(value.logit_bias, "logit_bias")
-        if value.is_echoed and value.logprobs >= 0 and self._engine != "auto":
+        if value.is_echoed and value.logprobs >= 0 and self._engine == "llama.cpp":
             raise BadInput(
                 f"echo: engine {self._engine} of this model does not return log probabilities of "
                 "prompts; leave out echo or logprobs",

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import codecs
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -211,22 +211,17 @@ class Writing:
 
     Those of `item.written_ids` are taken over as if they had been written here.
 
-    Args:
-        checks_schema: whether the tokens are held to the item's schema here. An engine may do that.
-
     Raises:
         BadInput: the schema can't be used.
         ModelFailed: the tokens that were written before don't match the schema.
     """
 
-    def __init__(
-        self, item: PreparedPrompt, vocabulary: Vocabulary, *, checks_schema: bool = True
-    ) -> None:
+    def __init__(self, item: PreparedPrompt, vocabulary: Vocabulary) -> None:
         self._item = item
         self._vocabulary = vocabulary
         self._characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._stops = StopFinder(item.stop)
-        self._matcher = _matcher(item, vocabulary) if checks_schema else None
+        self._matcher = _matcher(item, vocabulary)
         if self._matcher is not None:
             self._mask = np.empty(-(-vocabulary.grammar_size // 32), np.uint32)
         self._number = NumberLength()
@@ -281,7 +276,7 @@ class Writing:
             chances = log_probabilities(row[: self._vocabulary.size])
             self._prompt_logprobs.append(self._logprob_in(chances, token))
 
-    def echo_chosen(self, chances: Sequence[dict[int, float] | None]) -> None:
+    def echo_chosen(self, chances: Sequence[Mapping[int, float] | None]) -> None:
         """Processes log probabilities of the prompt from an engine.
 
         Args:
@@ -296,7 +291,7 @@ class Writing:
         most = self._item.logprobs
         return self._logprob_of(row, token, largest(row, most).tolist() if most > 0 else [])
 
-    def add_chosen(self, token: int, chances: dict[int, float] | None) -> None:
+    def add_chosen(self, token: int, chances: Mapping[int, float] | None) -> None:
         """Processes a token that an engine chose.
 
         Args:
@@ -306,7 +301,7 @@ class Writing:
             self._logprobs.append(self._chosen(token, chances))
         self.add(token)
 
-    def _chosen(self, token: int, chances: dict[int, float]) -> TokenLogprob:
+    def _chosen(self, token: int, chances: Mapping[int, float]) -> TokenLogprob:
         best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
         return self._logprob_of(chances, token, best)
 
@@ -331,7 +326,11 @@ class Writing:
 
     def allows(self, token: int) -> bool:
         """Returns whether the schema allows a token next. It always does if there is none."""
-        return self._matcher is None or self._matcher.validate_tokens([token]) == 1
+        if self._matcher is None:
+            return True
+        if token in self._vocabulary.ends:
+            return bool(self._matcher.is_accepting())
+        return bool(self._matcher.validate_tokens([token]) == 1)
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
         """A mask of the tokens that the schema allows next, [vocabulary] bool. None: all.
@@ -448,12 +447,14 @@ class Writing:
             *self._prompt_logprobs,
         ]
 
-    def _logprob_of(self, row: Row | dict[int, float], token: int, best: list[int]) -> TokenLogprob:
+    def _logprob_of(
+        self, row: Row | Mapping[int, float], token: int, best: list[int]
+    ) -> TokenLogprob:
         named = self._name_token(row, token)
         named.top = [self._name_token(row, alternative) for alternative in best]
         return named
 
-    def _name_token(self, row: Row | dict[int, float], token: int) -> TokenLogprob:
+    def _name_token(self, row: Row | Mapping[int, float], token: int) -> TokenLogprob:
         """Names a token and its log probability.
 
         Raises:

@@ -26,7 +26,8 @@ from tests.workers.models.generation import tiny
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
 from workers.models.engines import process
-from workers.models.engines.llama_cpp import settings_of
+from workers.models.engines.dialect import Hardware
+from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.generation.prompts import PromptPreparer
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.reports import Chunks, Failure, ItemEnded, Preempted, StepMessage
@@ -166,10 +167,10 @@ async def test_a_schema_is_followed_and_goes_on_behind_what_was_written(
     weights: Path, logprobs: int
 ) -> None:
     async with opened(weights, **LONG) as engine:
-        await _interrupt_schema(engine, logprobs)
+        await interrupt_schema(engine, logprobs)
 
 
-async def _interrupt_schema(engine: PooledProcess, logprobs: int) -> None:
+async def interrupt_schema(engine: PooledProcess, logprobs: int) -> None:
     item = tiny.prompt(
         IDS,
         400,
@@ -207,6 +208,11 @@ async def test_penalties_count_what_was_written_only(
     (often,) = await run(engine, tiny.prompt([7], 30))
     (less,) = await run(engine, tiny.prompt([7], 30, frequency_penalty=2.0, presence_penalty=2.0))
     assert often.text != less.text
+
+
+async def test_a_negative_seed_is_valid(engine: PooledProcess) -> None:
+    (result,) = await run(engine, tiny.prompt(IDS, 4, temperature=1.0, seed=-5))
+    assert result.output_tokens == 4
 
 
 async def test_only_the_owner_of_a_prompt_finds_it_read(engine: PooledProcess) -> None:
@@ -254,8 +260,9 @@ async def test_each_slot_has_its_own_cache_if_the_budget_has_room(
     weights: Path, slots: int, context_tokens: int
 ) -> None:
     """A text may have 160 of 640 tokens. Sizes are multiples of 256."""
-    settings = settings_of(entry(batch={"max_tokens": 640, "max_items": slots}), weights, 1)
-    server = await process.EngineProcess.start(settings, "a-key", 1, WAIT_LIMIT_S)
+    changed = entry(batch={"max_tokens": 640, "max_items": slots})
+    launch = LlamaCpp(changed, Vocabulary(weights)).launch(Hardware("cpu", 1))
+    server = await process.EngineProcess.start(launch, "a-key", 1, WAIT_LIMIT_S)
     try:
         assert await server.context_tokens() == context_tokens
     finally:
@@ -329,7 +336,7 @@ async def test_a_model_of_no_numbers_is_refused(folder: Path, tmp_path: Path) ->
     tensors["model.norm.weight"][:] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     write_gguf(tmp_path)
-    with pytest.raises(ConfigurationError, match="no numbers"):
+    with pytest.raises(ConfigurationError, match="valid numbers"):
         async with opened(tmp_path):
             pass
 
@@ -384,7 +391,7 @@ async def test_nobody_else_reaches_it_and_it_knows_nothing_of_ours(
         if os.geteuid() == 0:  # others may not read it at all
             assert b"a-secret-of-ours" not in (proc / "environ").read_bytes()
         command = (proc / "cmdline").read_bytes()
-        assert command.split(b"\0")[3].endswith(b"llama_program.py")
+        assert command.split(b"\0")[3].endswith(b"program.py")
         assert command.count(b"\0") == 4
         (name,) = os.listdir(folder)
         socket = folder / name / "http.sock"

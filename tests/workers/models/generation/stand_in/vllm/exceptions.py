@@ -1,9 +1,0 @@
-"""Errors caused by a request."""
-
-
-class VLLMClientError(Exception):
-    pass
-
-
-class VLLMValidationError(VLLMClientError):
-    pass

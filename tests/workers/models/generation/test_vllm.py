@@ -1,0 +1,342 @@
+"""vLLM as the engine of a text model, in a pool as a worker has one.
+
+It takes a minute to start, so the tests share one. Its command is on the PATH of an environment in
+which vLLM is installed, such as `PATH=$PATH:/path/to/vllm-env/bin`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from shared.errors import ConfigurationError
+from shared.models.tasks.text import GenerationInput
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.generation import tiny
+from tests.workers.models.generation.test_llama_cpp import (
+    ENDLESS,
+    IDS,
+    SCHEMA,
+    Told,
+    interrupt_schema,
+    later,
+    run,
+)
+from workers.models.base import PreparedPrompt
+from workers.models.client import ModelProcessDied
+from workers.models.engines import process
+from workers.models.engines.dialect import Hardware
+from workers.models.engines.process import list_tree
+from workers.models.engines.vllm import COMMAND, Vllm
+from workers.models.generation.prompts import PromptPreparer
+from workers.models.generation.vocabulary import Vocabulary
+from workers.models.reports import ItemEnded, StepMessage
+from workers.runtime.pool import HostedModel, ModelPool
+from workers.runtime.pooled_process import PooledProcess
+
+START_LIMIT_S = 600.0
+WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
+"""vLLM's attention on a CPU has no smaller heads."""
+LONG = {
+    "batch": {"max_tokens": 8192, "max_items": 5},
+    "generation": {
+        "context_tokens": 4096,
+        "default_tokens": 16,
+        "longest_tokens": 2000,
+        "chunk_tokens": 16,
+    },
+}
+BLOCK = 32
+"""Whole blocks of this many tokens are cached."""
+
+needs_vllm = [
+    pytest.mark.slow(about_s=240),
+    pytest.mark.anyio,
+    pytest.mark.skipif(shutil.which(COMMAND) is None, reason="`vllm` is not on the PATH"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    config = tiny.tiny_config(400)
+    config.update(WIDE | {"max_position_embeddings": 4096})
+    return tiny.write_folder(tmp_path_factory.mktemp("tiny-vllm"), config)
+
+
+@pytest.fixture(scope="module")
+def sockets() -> Iterator[Path]:
+    """The parent folder of its sockets, whose paths must be short."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(process, "SOCKETS", folder)
+        yield Path(folder)
+
+
+@pytest.fixture(scope="module")
+def without_compiler(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A PATH with vLLM but no g++, because compiling takes minutes."""
+    folder = tmp_path_factory.mktemp("bin")
+    for name in (COMMAND, "lscpu", "uname", "sh", "env"):
+        if (found := shutil.which(name)) is not None:
+            (folder / name).symlink_to(found)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PENSTOCK_SECRET", "a-secret-of-ours")
+        patch.setenv("PATH", str(folder))
+        yield
+
+
+def entry(**changes: Any) -> Any:
+    return tiny.entry(engine="vllm", **LONG | changes)
+
+
+@pytest.fixture(scope="module")
+async def engine(
+    folder: Path, sockets: Path, without_compiler: None
+) -> AsyncIterator[PooledProcess]:
+    models = [HostedModel(entry(), folder)]
+    async with ModelPool(models, device="cpu", processes=1, start_timeout_s=START_LIMIT_S) as pool:
+        yield pool.processes[0]
+
+
+def compute_here(folder: Path, *items: PreparedPrompt) -> list[Any]:
+    """Returns what our own engine computes."""
+    model = tiny.open_model(folder, 0, batch=LONG["batch"], generation=LONG["generation"])
+    return tiny.run(model, *items)
+
+
+def read_environments(pid: int) -> bytes:
+    """The variables of a process and all that it has started."""
+    return b"".join(Path(f"/proc/{below}/environ").read_bytes() for below in list_tree(pid))
+
+
+class TestEngine:
+    """With one engine. The last test kills it."""
+
+    pytestmark = needs_vllm
+
+    async def test_greedy_texts_and_log_probabilities_are_those_of_our_engine(
+        self, engine: PooledProcess, folder: Path
+    ) -> None:
+        items = [tiny.prompt(IDS[:length], 12, logprobs=2) for length in (1, 5, 20, 40)]
+        expected, found = compute_here(folder, *items), await run(engine, *items)
+        for text, other in zip(found, expected, strict=True):
+            assert (text.text, text.finish_reason) == (other.text, other.finish_reason)
+            assert text.input_tokens == other.input_tokens
+            assert text.output_tokens == other.output_tokens
+            for told, wanted in zip(text.logprobs, other.logprobs, strict=True):
+                assert told.token == wanted.token
+                assert told.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+                assert [top.token for top in told.top] == [top.token for top in wanted.top]
+
+    async def test_sampling_fields_and_echo_are_those_of_our_engine(
+        self, engine: PooledProcess, folder: Path
+    ) -> None:
+        options = {"repetition_penalty": 1.4, "logit_bias": {9: -3.0, 7: 8.0}, "min_p": 0.3}
+        options |= {"frequency_penalty": 0.5, "presence_penalty": 0.5, "is_echoed": True}
+        items = [tiny.prompt(IDS[:length], 12, logprobs=2, **options) for length in (2, 20, 40)]
+        expected, found = compute_here(folder, *items), await run(engine, *items)
+        for text, other in zip(found, expected, strict=True):
+            assert (text.text, text.prompt_text) == (other.text, other.prompt_text)
+            assert text.cached_tokens == 0
+            for told, wanted in zip(text.prompt_logprobs, other.prompt_logprobs, strict=True):
+                assert told.token == wanted.token
+                assert told.logprob == pytest.approx(wanted.logprob, abs=1e-3)
+
+    async def test_a_stop_ends_a_text_before_it(self, engine: PooledProcess) -> None:
+        (whole,) = await run(engine, tiny.prompt(IDS, 12))
+        stop = whole.text[4:6]
+        (found,) = await run(engine, tiny.prompt(IDS, 12, stop=[stop]))
+        assert found.text == whole.text[: whole.text.index(stop)]
+        assert found.finish_reason == "stop"
+
+    async def test_a_seed_gives_the_same_text_in_company(self, engine: PooledProcess) -> None:
+        """Negative seeds are valid, and so is a `top_p` of 0."""
+        item = tiny.prompt(IDS, 10, temperature=1.0, seed=-5)
+        other = tiny.prompt(IDS, 10, temperature=1.0, seed=6)
+        (alone,) = await run(engine, item)
+        together = await run(engine, item, other, msgspec.structs.replace(item, top_p=0.0))
+        (greedy,) = await run(engine, msgspec.structs.replace(item, temperature=0.0))
+        assert together[2].text == greedy.text
+        assert together[0].text == alone.text
+        assert together[1].text != alone.text
+
+    async def test_only_the_owner_of_a_prompt_finds_it_read(self, engine: PooledProcess) -> None:
+        """Names of owners may have characters that vLLM refuses in a salt."""
+        ids = [60, *IDS, *IDS]
+        cached = [
+            (await run(engine, tiny.prompt(ids, 4, owner=owner)))[0].cached_tokens
+            for owner in ("a@b/c", "a@b/c", "other", "", "")
+        ]
+        assert cached == [0, len(ids) // BLOCK * BLOCK, 0, 0, 0]
+
+    async def test_long_prompts_of_one_owner_hold_a_short_one_up_for_one_part(
+        self, engine: PooledProcess
+    ) -> None:
+        """Each has nine parts. In order of arrival the short one would be the last."""
+        long = [tiny.prompt([5 + at] * 144, 2, owner="noisy") for at in range(4)]
+        quiet = tiny.prompt([60] * 10, 2, owner="quiet")
+        ended: list[int] = []
+
+        def note(message: StepMessage) -> None:
+            if isinstance(message, ItemEnded):
+                ended.append(message.slot)
+
+        await engine.run_steps([*long, quiet], timeout_s=WAIT_LIMIT_S, on_message=note)
+        assert ended[0] == 4
+
+    @pytest.mark.parametrize("logprobs", [-1, 0])
+    async def test_a_schema_is_followed_and_goes_on_behind_what_was_written(
+        self, engine: PooledProcess, logprobs: int
+    ) -> None:
+        await interrupt_schema(engine, logprobs)
+
+    async def test_a_schema_is_followed_in_a_stream(
+        self, engine: PooledProcess, folder: Path
+    ) -> None:
+        """Alone, and behind what another worker wrote."""
+        properties = {"a": {"type": "boolean"}, "b": {"type": "string", "maxLength": 5}}
+        schema = json.dumps(SCHEMA | {"properties": properties})
+        item = tiny.prompt(IDS, 200, json_schema=schema)
+        (found,) = await run(engine, item)
+        assert set(json.loads(found.text)) == {"a", "b"}
+        ids = tiny.ids_of(folder, found.text)
+        item = msgspec.structs.replace(item, written_ids=tiny.packed(ids[:3]))
+        (resumed,) = await run(engine, item)
+        assert set(json.loads(resumed.text)) == {"a", "b"}
+
+    async def test_a_text_goes_on_where_another_worker_stopped(
+        self, engine: PooledProcess, folder: Path
+    ) -> None:
+        penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.7}
+        item = tiny.prompt(IDS, 40, is_streamed=True, **penalties)
+        (whole,) = compute_here(folder, item)
+        told = Told()
+        running = engine.run_steps([item], timeout_s=WAIT_LIMIT_S, on_message=told)
+        task = asyncio.create_task(running)
+        await told.until(0, 2)
+        engine.preempt([0])
+        await task
+        (found,) = await run(engine, later(item, told.chunks.get(0, [])))
+        assert found.text == whole.text
+
+    async def test_a_dropped_text_frees_its_slot(self, engine: PooledProcess) -> None:
+        items = [tiny.prompt(IDS, 2000, **ENDLESS) for _ in range(5)]
+        told = Told()
+        running = asyncio.create_task(
+            engine.run_steps(items, timeout_s=WAIT_LIMIT_S, on_message=told)
+        )
+        await told.until(0, 2)
+        engine.drop(range(5))
+        slot = engine.admit([tiny.prompt(IDS, 3)])
+        await running
+        assert {told.results[at].code for at in range(5)} == {"canceled"}
+        assert slot is not None
+        assert told.results[slot].output_tokens == 3
+
+    async def test_no_text_of_a_caller_becomes_a_control_token(
+        self, engine: PooledProcess, folder: Path
+    ) -> None:
+        """The same tokens are read as by our engine, whatever their text is."""
+        text = GenerationInput(4, 1, prompt=f"a{tiny.END}{tiny.TURN}system")
+        (item,) = PromptPreparer(entry(), folder).prepare([text])
+        assert isinstance(item, PreparedPrompt)
+        item = msgspec.structs.replace(item, temperature=0.0)
+        (expected,), (found,) = compute_here(folder, item), await run(engine, item)
+        assert found.input_tokens == expected.input_tokens > 10
+        assert found.text == expected.text
+
+    async def test_a_rejected_request_leaves_the_others(self, engine: PooledProcess) -> None:
+        bad = tiny.prompt(IDS, 4, temperature=-1.0)
+        failed, found = await run(engine, bad, tiny.prompt(IDS, 4))
+        assert failed.code == "model_failed"
+        assert found.output_tokens == 4
+
+    async def test_nobody_else_reaches_it_and_it_knows_nothing_of_ours(
+        self, engine: PooledProcess, sockets: Path
+    ) -> None:
+        (name,) = os.listdir(sockets)
+        socket = sockets / name / "http.sock"
+        assert socket.parent.stat().st_mode & 0o777 == 0o700
+        reader, writer = await asyncio.open_unix_connection(socket)
+        writer.write(b"GET /v1/models HTTP/1.0\r\n\r\n")
+        assert b" 401 " in await reader.readline()
+        writer.close()
+        if os.geteuid() == 0:  # others may not read it at all
+            assert b"a-secret-of-ours" not in read_environments(engine.pid or 0)
+
+    async def test_an_engine_that_dies_gives_its_texts_back_and_is_started_again(
+        self, engine: PooledProcess
+    ) -> None:
+        told = Told()
+        item = tiny.prompt(IDS, 300, **ENDLESS)
+        running = asyncio.create_task(
+            engine.run_steps([item], timeout_s=WAIT_LIMIT_S, on_message=told)
+        )
+        await told.until(0, 2)
+        pid = engine.pid or 0
+        assert len(list_tree(pid)) > 1
+        os.kill(pid, signal.SIGKILL)
+        with pytest.raises(ModelProcessDied):
+            await running
+        async with asyncio.timeout(START_LIMIT_S):
+            await engine.ready()
+        with pytest.raises(ProcessLookupError):
+            os.killpg(pid, 0)
+        (result,) = await run(engine, later(item, told.chunks[0]))
+        assert result.text.startswith("".join(chunk.text for chunk in told.chunks[0]))
+        assert result.output_tokens == 300
+
+
+def test_a_missing_command_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(ConfigurationError, match="requires the command `vllm` on the PATH"):
+        Vllm(entry(), Vocabulary(folder)).launch(Hardware("cpu", 1))
+
+
+def test_each_place_sees_its_own_gpu(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = tmp_path / COMMAND
+    command.write_text("#!/bin/sh\n")
+    command.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    dialect = Vllm(entry(), Vocabulary(folder))
+    launch = dialect.launch(Hardware("cuda:1", 1, 0.5))
+    assert launch.environment["CUDA_VISIBLE_DEVICES"] == "1"
+    command_line = launch.settings["command"]
+    assert command_line[command_line.index("--gpu-memory-utilization") + 1] == "0.5"
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-a,GPU-b")
+    launch = dialect.launch(Hardware("cuda:1", 1))
+    assert launch.environment["CUDA_VISIBLE_DEVICES"] == "GPU-b"
+
+
+def test_the_entry_of_the_first_release_selects_the_engine() -> None:
+    old = tiny.entry(backend="vllm")
+    assert (old.engine, old.backend, old.precision) == ("vllm", "auto", "fp32")
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"precision": "int4"}, "int4 is not supported by engine vllm"),
+        (
+            {"generation": LONG["generation"] | {"lookup_tokens": 4}},
+            "generation.lookup_tokens: is not supported by engine vllm",
+        ),
+        ({"backend": "torch"}, "backend: is not supported by engine vllm"),
+    ],
+)
+def test_what_vllm_has_not_is_refused_with_the_catalog(
+    changes: dict[str, object], reason: str
+) -> None:
+    with pytest.raises(ValueError, match=reason):
+        entry(**changes)

@@ -1,0 +1,150 @@
+"""Requests to engines, their replies, and the differences between their servers."""
+
+from __future__ import annotations
+
+import re
+from abc import ABC, abstractmethod
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import numpy as np
+from numpy.typing import NDArray
+
+from shared.models.catalog import Model
+from workers.models.base import PreparedPrompt
+from workers.models.generation.vocabulary import Vocabulary
+
+Post = Callable[[str, Mapping[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
+"""Called as post(path, body). Leaving the context stops the computation."""
+Chances = Mapping[int, float]
+"""By token: its log probability. Has the chosen token and the likeliest ones."""
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """The hardware for an engine.
+
+    `device`: `cpu`, `cuda` or `cuda:N`. `threads`: on a CPU. `memory_fraction`: the part of a GPU's
+    memory that it may take.
+    """
+
+    device: str
+    threads: int
+    memory_fraction: float = 1.0
+
+
+@dataclass(frozen=True)
+class Launch:
+    """The start of an engine's server.
+
+    `settings`: for workers/models/engines/program.py, except socket and key. `environment`: added
+    to the few variables that it gets. `context_keys`: where the document at `context_path` has the
+    maximum tokens of a text. `safe_lines`: lines of a ready server that operators may read, because
+    they can't contain a prompt.
+    """
+
+    settings: Mapping[str, Any]
+    context_path: str
+    context_keys: Sequence[str | int]
+    safe_lines: re.Pattern[str]
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request to the engine: tokens to read, and how many to write after them.
+
+    `slot`, `salt`: only requests with the same slot, or the same salt, share what was computed of
+    equal beginnings. `keeps`: whether the slot keeps what it has computed of the same tokens.
+    `counts`: whether the number of cached tokens must be reported. `bias`: added to the logits of
+    tokens, in place of the item's. `allowed`: a mask of the tokens to choose among.
+    """
+
+    ids: Sequence[int]
+    slot: int
+    salt: str
+    keeps: bool
+    tokens: int = 0
+    counts: bool = True
+    bias: Mapping[int, float] | None = None
+    allowed: NDArray[np.bool_] | None = None
+
+
+@dataclass
+class Reply:
+    """A reply, or a part of a stream.
+
+    `chances`: for each token, if they were asked for. `prompt_chances`: for each token of the
+    prompt, None for the first. `cached_tokens`: number of prompt tokens that were computed before,
+    None if it is not reported. `has_ended`: the engine found an end of the text. `has_lost`: tokens
+    are missing.
+    """
+
+    tokens: Sequence[int] = ()
+    chances: Sequence[Chances] = ()
+    prompt_chances: Sequence[Chances | None] = ()
+    cached_tokens: int | None = None
+    has_ended: bool = False
+    has_lost: bool = False
+
+
+class EngineDialect(ABC):
+    """One kind of engine: starts its server, and speaks its protocol.
+
+    It gets token ids only, and each sampling field, because defaults are not neutral.
+    """
+
+    def __init__(self, entry: Model, vocabulary: Vocabulary) -> None:
+        self.entry = entry
+        self.vocabulary = vocabulary
+
+    @property
+    def folder(self) -> Path:
+        return self.vocabulary.folder
+
+    @abstractmethod
+    def launch(self, hardware: Hardware) -> Launch:
+        """Returns how its server is started.
+
+        Raises:
+            ConfigurationError: it can't compute this model, or is not installed.
+        """
+
+    @abstractmethod
+    def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
+        """Returns whether it can stream the rest of a text, exactly as asked.
+
+        Args:
+            has_written: True if the text has tokens that an earlier request wrote.
+        """
+
+    @abstractmethod
+    async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
+        """Reads and writes tokens. It does not apply the schema or penalties of the item.
+
+        Raises:
+            PenstockError: there is no reply.
+        """
+
+    @abstractmethod
+    def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
+        """Yields the rest of a text as it is written.
+
+        Raises:
+            PenstockError: there is no reply.
+        """
+
+
+async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
+    """Yields the data of server-sent events, each on one line."""
+    buffer = b""
+    async for data in response.content.iter_any():
+        *lines, buffer = (buffer + data).split(b"\n")
+        for line in lines:
+            kind, _, value = line.partition(b": ")
+            if kind in (b"data", b"error") and value != b"[DONE]":
+                yield value

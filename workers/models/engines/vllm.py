@@ -1,0 +1,336 @@
+"""vLLM's requests and replies (vllm/entrypoints/openai/completion/protocol.py in its repository).
+
+Its dependencies conflict with ours, so its command runs in a separate environment. This was
+written for 0.32.
+
+Prompts are token ids, and so are all replies. A stream reports the number of cached tokens at its
+end only, which a text that is stopped does not reach. So a whole reply reports it first.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import AsyncGenerator
+from dataclasses import replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockError
+from shared.models.catalog import Model
+from workers.models.base import PreparedPrompt
+from workers.models.engines.dialect import (
+    Asked,
+    Chances,
+    EngineDialect,
+    Hardware,
+    Launch,
+    Post,
+    Reply,
+    read_events,
+)
+from workers.models.engines.llama_cpp import grammar_of
+from workers.models.generation.writing import NO_NUMBERS
+
+COMMAND = "vllm"
+PATH = "/v1/completions"
+BLOCK_TOKENS = 32
+_GPU_MEMORY_SHARE = 0.9
+_FP32_BYTES = 4
+_ENVIRONMENT = {
+    "VLLM_NO_USAGE_STATS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "VLLM_LOGGING_LEVEL": "WARNING",
+    "VLLM_LOGGING_COLOR": "0",
+    # Cores are given out by the worker.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+}
+_WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
+"""Some functions are compiled even with --enforce-eager: log probabilities ended the engine."""
+_DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
+_NEUTRAL = {"n": 1, "stop": [], "min_tokens": 0, "ignore_eos": True, "return_token_ids": True}
+_SPACES = {"whitespace_flexible": False}
+"""None between the parts of JSON: its llguidance (below 1.8) allows more than WHITESPACE."""
+_MIN_TOP_P = 1e-6
+"""It refuses 0."""
+_TOKEN_PREFIX = "token_id:"
+_DEAD = "EngineCore encountered an issue"
+_SAFE_LINES = re.compile(
+    r"\(\w+ pid=\d+\) (ERROR|CRITICAL) [\d-]+ [\d:]+ \[(core|core_client|utils|launcher)\.py:\d+\]"
+)
+
+
+class Vllm(EngineDialect):
+    """The server that `vllm serve` starts."""
+
+    def launch(self, hardware: Hardware) -> Launch:
+        command = shutil.which(COMMAND)
+        if command is None:
+            raise ConfigurationError(
+                f"engine vllm requires the command `{COMMAND}` on the PATH of the worker; install "
+                "vLLM in a separate environment, and link its command into a folder on the PATH",
+                field="engine",
+            )
+        is_cpu = hardware.device == "cpu"
+        options = _options(self.entry, hardware.memory_fraction)
+        environment = _ENVIRONMENT
+        if is_cpu:
+            options |= _options_of_cpu(self.vocabulary.config, count_blocks(self.entry))
+            if shutil.which("g++") is None:
+                options["enforce-eager"] = True
+                environment = environment | _WITHOUT_COMPILER
+        else:
+            environment = environment | _visible_gpu(hardware.device)
+        arguments = [part for name, value in options.items() for part in _argument(name, value)]
+        return Launch(
+            {
+                "command": [command, "serve", str(self.folder), *arguments],
+                "key_variable": "VLLM_API_KEY",
+            },
+            context_path="/v1/models",
+            context_keys=("data", 0, "max_model_len"),
+            safe_lines=_SAFE_LINES,
+            environment=environment,
+        )
+
+    def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
+        """Returns whether its grammar and its penalties see the whole text.
+
+        Tokens that were written before are a part of the prompt, which both leave out.
+        """
+        penalizes = bool(item.frequency_penalty or item.presence_penalty)
+        return not has_written or not (item.json_schema or penalizes)
+
+    async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
+        if not asked.tokens:
+            return await self._read(post, self._request_of(item, asked), item)
+        async with post(PATH, self._request_of(item, asked)) as response:
+            return _reply_of(_decode(await response.read(), item), item)
+
+    async def _read(self, post: Post, body: dict[str, Any], item: PreparedPrompt) -> Reply:
+        """Reads tokens. The one that it writes at least is dropped.
+
+        It has no seed: on a CPU, vLLM ended when it read such a prompt in more than one step.
+        """
+        body |= {"temperature": 0.0, "seed": None}
+        async with post(PATH, body) as response:
+            reply = _reply_of(_decode(await response.read(), item), item)
+        return Reply(prompt_chances=reply.prompt_chances, cached_tokens=reply.cached_tokens)
+
+    async def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
+        if asked.counts or _echoes(item):
+            body = self._request_of(item, replace(asked, tokens=0))
+            yield await self._read(post, body | {"echo": _echoes(item)}, item)
+        body = self._request_of(item, asked) | {
+            "stream": True,
+            "frequency_penalty": item.frequency_penalty,
+            "presence_penalty": item.presence_penalty,
+        }
+        if item.json_schema:
+            body["structured_outputs"] = {"grammar": grammar_of(item.json_schema, _SPACES)}
+        async with post(PATH, body) as response:
+            if response.status != 200:
+                _decode(await response.read(), item)
+            async for data in read_events(response):
+                yield _reply_of(_decode(data, item), item)
+
+    def _request_of(self, item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
+        # The same numbers are not used again behind what was written before.
+        seed = np.random.SeedSequence((item.seed % 2**64, len(asked.ids))).generate_state(1)[0]
+        bias = item.logit_bias if asked.bias is None else asked.bias
+        allowed = None if asked.allowed is None else np.flatnonzero(asked.allowed).tolist()
+        return {
+            **_NEUTRAL,
+            "prompt": asked.ids,
+            "cache_salt": hashlib.blake2b(asked.salt.encode(), digest_size=32).hexdigest(),
+            "max_tokens": max(1, asked.tokens),
+            "temperature": item.temperature,
+            "top_k": item.top_k,
+            "top_p": max(item.top_p, _MIN_TOP_P),
+            "min_p": item.min_p,
+            "repetition_penalty": item.repetition_penalty,
+            "frequency_penalty": 0.0,
+            "presence_penalty": 0.0,
+            "logit_bias": {str(token): value for token, value in bias.items()},
+            "allowed_token_ids": allowed,
+            "seed": int(seed),
+            # `Writing` detects end tokens, and stop strings.
+            "stop_token_ids": sorted(self.vocabulary.ends),
+            "logprobs": item.logprobs if item.logprobs >= 0 else None,
+            "return_tokens_as_token_ids": True,
+        }
+
+
+def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
+    items = entry.batch.max_items
+    return {
+        "dtype": _DTYPES[entry.precision],
+        "max-model-len": entry.generation.context_tokens,
+        "max-num-seqs": items,
+        # A step has room for a part of a prompt, and for what is not a whole block of each text.
+        "max-num-batched-tokens": entry.generation.chunk_tokens + items * (BLOCK_TOKENS + 1),
+        "enable-chunked-prefill": True,
+        "enable-prefix-caching": True,
+        "enable-prompt-tokens-details": True,
+        "block-size": BLOCK_TOKENS,
+        "num-gpu-blocks-override": count_blocks(entry),
+        "gpu-memory-utilization": min(_GPU_MEMORY_SHARE, gpu_share),
+        # Its grammars are llguidance's, which is also what follows the schema here.
+        "structured-outputs-config": json.dumps({"backend": "guidance"}),
+        "generation-config": "vllm",
+        "disable-log-stats": True,
+        "disable-uvicorn-access-log": True,
+        "disable-fastapi-docs": True,
+        "seed": 0,
+    }
+
+
+def _options_of_cpu(config: dict[str, Any], blocks: int) -> dict[str, Any]:
+    """Returns the bytes of keys and values in fp32, which is the maximum.
+
+    Otherwise vLLM wants a share of the whole machine to be free.
+    """
+    try:
+        heads = config["num_attention_heads"]
+        width = config.get("head_dim") or config["hidden_size"] // heads
+        values = config["num_hidden_layers"] * config.get("num_key_value_heads", heads) * width
+    except (KeyError, TypeError):
+        return {}
+    return {"kv-cache-memory-bytes": 2 * values * _FP32_BYTES * blocks * BLOCK_TOKENS}
+
+
+def _argument(name: str, value: Any) -> list[str]:
+    if isinstance(value, bool):
+        return [f"--{name}"] if value else []
+    return [f"--{name}", str(value)]
+
+
+def _visible_gpu(device: str) -> dict[str, str]:
+    """Returns the variable that shows a server its GPU only.
+
+    Args:
+        device: `cuda`, or `cuda:N`. N counts the GPUs that the worker sees.
+    """
+    number = int(device.partition(":")[2] or 0)
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    return {"CUDA_VISIBLE_DEVICES": visible[number] if number < len(visible) else str(number)}
+
+
+def count_blocks(entry: Model) -> int:
+    """Returns the blocks of keys and values: room for the budget, with one more of each text."""
+    items = min(entry.batch.max_items, entry.budget)
+    return -(-entry.budget // BLOCK_TOKENS) + items + 1
+
+
+def _echoes(item: PreparedPrompt) -> bool:
+    return item.is_echoed and item.logprobs >= 0
+
+
+class _Logprobs(msgspec.Struct):
+    tokens: list[str] = []
+    token_logprobs: list[float | None] = []
+    top_logprobs: list[dict[str, float | None] | None] = []
+
+
+class _Choice(msgspec.Struct):
+    token_ids: list[int] | None = None
+    logprobs: _Logprobs | None = None
+    finish_reason: str | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens_details: _Details | None = None
+
+
+class _Fault(msgspec.Struct):
+    message: str = ""
+    code: int | str | None = None
+
+
+class _Answer(msgspec.Struct):
+    choices: list[_Choice] = []
+    usage: _Usage | None = None
+    error: _Fault | None = None
+
+
+_decoder: msgspec.json.Decoder[_Answer] = msgspec.json.Decoder(_Answer)
+
+
+def _decode(body: bytes | bytearray, item: PreparedPrompt) -> _Answer:
+    """Decodes an answer, or the data of an event.
+
+    Raises:
+        ConnectionError: the engine is about to end.
+        PenstockError: the engine reports why there is no answer, or the answer is malformed.
+    """
+    try:
+        answer = _decoder.decode(body)
+    except msgspec.MsgspecError as error:
+        raise ModelFailed("the engine returned an answer that is not JSON") from error
+    if answer.error is not None:
+        if answer.error.message.startswith(_DEAD):
+            raise ConnectionError("the core of the engine has ended")
+        raise _error_of(answer.error, item)
+    return answer
+
+
+def _error_of(fault: _Fault, item: PreparedPrompt) -> PenstockError:
+    if item.json_schema and fault.code == 400:
+        return BadInput(
+            "the JSON schema can't be used: it is too complex for the engine of this model",
+            field=item.schema_field,
+        )
+    # Its message may have words of the request.
+    return ModelFailed("the engine rejected the text, or failed on it")
+
+
+def _reply_of(answer: _Answer, item: PreparedPrompt) -> Reply:
+    details = None if answer.usage is None else answer.usage.prompt_tokens_details
+    reply = Reply(cached_tokens=None if details is None else details.cached_tokens or 0)
+    for choice in answer.choices:
+        if choice.finish_reason not in (None, "stop", "length"):
+            raise ModelFailed(f"the engine ended the text: {choice.finish_reason}")
+        reply.tokens = choice.token_ids or []
+        reply.has_ended = choice.finish_reason == "stop"
+        if choice.logprobs is not None:
+            rows = _rows_of(choice.logprobs)
+            echoed = len(rows) - len(reply.tokens)
+            reply.prompt_chances = rows[:echoed]
+            reply.chances = [row for row in rows[echoed:] if row is not None]
+    if _echoes(item):
+        reply.cached_tokens = 0
+    return reply
+
+
+def _rows_of(logprobs: _Logprobs) -> list[Chances | None]:
+    """Returns the log probabilities of each token. None for the first of an echoed prompt.
+
+    Raises:
+        ModelFailed: they are not numbers, which are null in JSON.
+    """
+    rows: list[Chances | None] = []
+    for name, chance, top in zip(
+        logprobs.tokens, logprobs.token_logprobs, logprobs.top_logprobs, strict=True
+    ):
+        if top is None:
+            rows.append(None)
+            continue
+        row = {**top, name: chance}
+        numbers = {_token_of(key): value for key, value in row.items() if value is not None}
+        if len(numbers) < len(row):
+            raise ModelFailed(NO_NUMBERS)
+        rows.append(numbers)
+    return rows
+
+
+def _token_of(name: str) -> int:
+    return int(name.removeprefix(_TOKEN_PREFIX))
