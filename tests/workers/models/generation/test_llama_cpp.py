@@ -167,10 +167,10 @@ async def test_a_schema_is_followed_and_goes_on_behind_what_was_written(
     weights: Path, logprobs: int
 ) -> None:
     async with opened(weights, **LONG) as engine:
-        await interrupt_schema(engine, logprobs)
+        await _interrupt_schema(engine, logprobs)
 
 
-async def interrupt_schema(engine: PooledProcess, logprobs: int) -> None:
+async def _interrupt_schema(engine: PooledProcess, logprobs: int) -> None:
     item = tiny.prompt(
         IDS,
         400,

@@ -28,7 +28,6 @@ from tests.workers.models.generation.test_llama_cpp import (
     IDS,
     SCHEMA,
     Told,
-    interrupt_schema,
     later,
     run,
 )
@@ -195,37 +194,34 @@ class TestEngine:
 
     @pytest.mark.parametrize("logprobs", [-1, 0])
     async def test_a_schema_is_followed_and_goes_on_behind_what_was_written(
-        self, engine: PooledProcess, logprobs: int
+        self, engine: PooledProcess, folder: Path, logprobs: int
     ) -> None:
-        await interrupt_schema(engine, logprobs)
-
-    async def test_a_schema_is_followed_in_a_stream(
-        self, engine: PooledProcess, folder: Path
-    ) -> None:
-        """Alone, and behind what another worker wrote."""
         properties = {"a": {"type": "boolean"}, "b": {"type": "string", "maxLength": 5}}
         schema = json.dumps(SCHEMA | {"properties": properties})
-        item = tiny.prompt(IDS, 200, json_schema=schema)
+        item = tiny.prompt(IDS, 200, json_schema=schema, logprobs=logprobs)
         (found,) = await run(engine, item)
         assert set(json.loads(found.text)) == {"a", "b"}
-        ids = tiny.ids_of(folder, found.text)
-        item = msgspec.structs.replace(item, written_ids=tiny.packed(ids[:3]))
-        (resumed,) = await run(engine, item)
+        ids = tiny.ids_of(folder, found.text)[:3]
+        logprobs_before = found.logprobs[:3]
+        written = {"written_ids": tiny.packed(ids), "written_logprobs": logprobs_before}
+        (resumed,) = await run(engine, msgspec.structs.replace(item, **written))
         assert set(json.loads(resumed.text)) == {"a", "b"}
+        if logprobs >= 0:
+            assert len(found.logprobs) in (found.output_tokens, found.output_tokens - 1)
 
     async def test_a_text_goes_on_where_another_worker_stopped(
         self, engine: PooledProcess, folder: Path
     ) -> None:
+        """Its penalties count what the other one wrote, which was our engine."""
         penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.7}
         item = tiny.prompt(IDS, 40, is_streamed=True, **penalties)
         (whole,) = compute_here(folder, item)
-        told = Told()
-        running = engine.run_steps([item], timeout_s=WAIT_LIMIT_S, on_message=told)
-        task = asyncio.create_task(running)
-        await told.until(0, 2)
-        engine.preempt([0])
-        await task
-        (found,) = await run(engine, later(item, told.chunks.get(0, [])))
+        other = tiny.open_model(folder, 0, batch=LONG["batch"], generation=LONG["generation"])
+        other.admit(0, item)
+        while not (chunks := other.take_chunks()) or len(chunks[0].ids) < 5:
+            for _ in range(8):
+                other.step()
+        (found,) = await run(engine, later(item, [chunks[0]]))
         assert found.text == whole.text
 
     async def test_a_dropped_text_frees_its_slot(self, engine: PooledProcess) -> None:
@@ -277,7 +273,7 @@ class TestEngine:
         self, engine: PooledProcess
     ) -> None:
         told = Told()
-        item = tiny.prompt(IDS, 300, **ENDLESS)
+        item = tiny.prompt(IDS, 1000, **ENDLESS)
         running = asyncio.create_task(
             engine.run_steps([item], timeout_s=WAIT_LIMIT_S, on_message=told)
         )
@@ -293,7 +289,7 @@ class TestEngine:
             os.killpg(pid, 0)
         (result,) = await run(engine, later(item, told.chunks[0]))
         assert result.text.startswith("".join(chunk.text for chunk in told.chunks[0]))
-        assert result.output_tokens == 300
+        assert result.output_tokens == 1000
 
 
 def test_a_missing_command_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
