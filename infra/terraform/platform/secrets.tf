@@ -32,7 +32,8 @@ locals {
   # The catalog and the scraping are no secrets, but Cloud Run mounts
   # files from nowhere else.
   _files = {
-    models = length(local._interface_files) == 0 ? file(local.models_file) : yamlencode(local._whole_catalog)
+    # JSON is YAML too, and shorter than what yamlencode writes.
+    models = length(local._interface_files) == 0 ? file(local.models_file) : jsonencode(local._whole_catalog)
     scraping = yamlencode({
       apiVersion = "monitoring.googleapis.com/v1beta"
       kind       = "RunMonitoring"
@@ -101,9 +102,15 @@ resource "google_secret_manager_secret_version" "files" {
   secret      = google_secret_manager_secret.default[each.key].id
   secret_data = each.value
 
-  # The running revision reads the old version until the new one is ready.
   lifecycle {
+    # The running revision reads the old version until the new one is ready.
     create_before_destroy = true
+
+    precondition {
+      # In base64, because length() counts characters rather than bytes.
+      condition     = length(base64encode(each.value)) <= 4 * ceil(65536 / 3)
+      error_message = "models_file: the catalog, with the content of its interface files, must have at most 65,536 bytes, because Cloud Run reads it from Secret Manager. Shorten the descriptions of inputs, or remove entries."
+    }
   }
 }
 

@@ -68,10 +68,14 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A plan that includes all of the stage's resources."""
     image = {"image": "registry.example.com/functions@sha256:0"}
     folder = tmp_path_factory.mktemp("everything")
-    # Its models come from the hub, so it needs a token.
-    hub = Path("infra/terraform/platform/tests/hub.models.yaml")
-    catalog = yaml.safe_load(hub.read_text())
+    # Its models come from the hub, so it needs a token, and its class needs a secret.
+    tests = Path("infra/terraform/platform/tests")
+    catalog = yaml.safe_load((tests / "hub.models.yaml").read_text())
     catalog["models"][0]["canary"] = {"revision": "next"}
+    classes = yaml.safe_load((tests / "classes.models.yaml").read_text())
+    catalog["models"] += [entry for entry in classes["models"] if entry["name"] == "caller"]
+    interface = "classes.interface.json"
+    (folder / interface).write_text((tests / interface).read_text())
     (folder / "models.yaml").write_text(yaml.safe_dump(catalog))
     return plan_platform(
         folder,

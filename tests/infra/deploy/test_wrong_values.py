@@ -6,6 +6,7 @@ variables. Variables that are checked against others have plans in which the oth
 
 from __future__ import annotations
 
+import json
 import re
 from itertools import zip_longest
 from pathlib import Path
@@ -415,6 +416,17 @@ def test_catalog_that_cannot_be_deployed(tmp_path: Path, models: str, reason: st
     reported = refusals(tmp_path, "platform", RIGHT | {"models_file": str(tmp_path / "wrong.yaml")})
     assert set(reported) == {"models_file"}
     assert reason in reported["models_file"][0]
+
+
+def test_catalog_that_is_too_large_for_cloud_run(tmp_path: Path) -> None:
+    models = (STAGES / "platform/tests/classes.models.yaml").read_text()
+    (tmp_path / "models.yaml").write_text(models)
+    # 30,000 bytes, in three entries: too large together, and only as bytes.
+    interface = {"inputs": {"properties": {"text": {"description": "\u00e9" * 15_000}}}}
+    (tmp_path / "classes.interface.json").write_text(json.dumps(interface))
+    given = RIGHT | {"models_file": str(tmp_path / "models.yaml")}
+    (reason,) = refusals(tmp_path, "platform", given)[""]
+    assert "must have at most 65,536 bytes" in reason
 
 
 @pytest.mark.parametrize(
