@@ -81,9 +81,10 @@ class Model(CatalogEntry):
     def _takes_defaults_of_task(cls, value: object) -> object:
         if not isinstance(value, dict):
             return value
-        if value.get("backend") == "vllm":  # its name in 0.1.0
-            value = {"engine": "vllm", **value, "backend": "auto"}
         name = value.get("task")
+        is_vllm = name == "text" and value.get("backend") == "vllm"  # its name in 0.1.0
+        if is_vllm and value.get("engine", "auto") in ("auto", "vllm"):
+            value = {**value, "backend": "auto", "engine": "vllm"}
         task = TASKS.get(name) if isinstance(name, str) else None
         return value if task is None else {**task.entry_defaults(value), **value}
 

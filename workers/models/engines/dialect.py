@@ -60,8 +60,9 @@ class Asked:
 
     `slot`, `salt`: only requests with the same slot, or the same salt, share what was computed of
     equal beginnings. `keeps`: whether the slot keeps what it has computed of the same tokens.
-    `counts`: whether the number of cached tokens must be reported. `bias`: added to the logits of
-    tokens, in place of the item's. `allowed`: a mask of the tokens to choose among.
+    `counts`: whether the number of cached tokens must be reported. `echoes`: whether the log
+    probabilities of the prompt must be. `bias`: added to the logits of tokens, in place of the
+    item's. `allowed`: a mask of the tokens to choose among.
     """
 
     ids: Sequence[int]
@@ -70,6 +71,7 @@ class Asked:
     keeps: bool
     tokens: int = 0
     counts: bool = True
+    echoes: bool = False
     bias: Mapping[int, float] | None = None
     allowed: NDArray[np.bool_] | None = None
 

@@ -43,6 +43,8 @@ class EngineGeneration:
         self._vocabulary = vocabulary
         self._prompt = np.frombuffer(item.ids, IDS).tolist()
         self._cached_tokens = item.written_cached_tokens if item.written_ids else None
+        self._must_echo = item.is_echoed and item.logprobs >= 0
+        """True until the engine has reported the prompt's log probabilities."""
         self._has_lost = False
         """True if a stream has left out tokens that can't be reconstructed, or violated the schema.
         """
@@ -128,7 +130,8 @@ class EngineGeneration:
         on_work: OnWork,
     ) -> None:
         while self.writing.finish is None:
-            asked = replace(asked, ids=self.ids, counts=self._cached_tokens is None)
+            counts, known = self._cached_tokens is None, len(self.writing.ids)
+            asked = replace(asked, ids=self.ids, counts=counts, echoes=self._must_echo)
             if self._must_go_in_pieces() or not dialect.can_stream(
                 self.item, has_written=bool(self.writing.ids)
             ):
@@ -147,6 +150,9 @@ class EngineGeneration:
                     self._take(reply)
                     if self.writing.finish is not None or self._must_go_in_pieces():
                         break
+            has_progressed = self._has_lost or len(self.writing.ids) > known
+            if self.writing.finish is None and not has_progressed:
+                raise ModelFailed("the engine returned an answer without tokens")
             asked = replace(asked, keeps=True)
 
     def _must_go_in_pieces(self) -> bool:
@@ -156,6 +162,8 @@ class EngineGeneration:
         self, dialect: EngineDialect, post: Post, asked: Asked
     ) -> AsyncGenerator[Reply]:
         """The next tokens."""
+        if asked.echoes:
+            yield await dialect.ask(post, self.item, asked)
         bias, allowed = self._penalties(), self.writing.allowed()
         most = PIECE_TOKENS if bias is None and allowed is None else 1
         tokens = min(most, self.item.max_tokens - len(self.writing.ids))
@@ -175,8 +183,9 @@ class EngineGeneration:
         return bias
 
     def _note_prompt(self, reply: Reply) -> None:
-        if reply.prompt_chances:
+        if reply.prompt_chances and self._must_echo:
             self.writing.echo_chosen(reply.prompt_chances)
+            self._must_echo = False
         if self._cached_tokens is None:
             self._cached_tokens = reply.cached_tokens
 

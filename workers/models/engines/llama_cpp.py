@@ -51,7 +51,7 @@ _FIELDS = (
     *("tokens", "content", "tokens_predicted", "stop", "stop_type", "timings"),
     "completion_probabilities",
 )
-"""Maximum size of a whole reply, and of a stream's last event, which also contains the prompt."""
+"""The fields of a whole reply and of a stream's last event, which would also contain the prompt."""
 _SEEDS = 2**32 - 1
 """The largest 32-bit value means a random seed."""
 _CACHE_STEP = 256

@@ -203,10 +203,10 @@ class EngineProcess:
 
 def list_tree(pid: int) -> list[int]:
     """Returns a process and all that it has started."""
-    try:
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text(encoding="ascii").split()
-    except OSError:
-        children = []
+    children: list[str] = []
+    for started in Path(f"/proc/{pid}/task").glob("*/children"):  # a file for each thread
+        with contextlib.suppress(OSError):
+            children += started.read_text(encoding="ascii").split()
     return [pid, *(below for child in children for below in list_tree(int(child)))]
 
 

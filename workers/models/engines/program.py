@@ -1,9 +1,11 @@
 """The program of an engine's process: a server on a Unix socket, llama.cpp's or a command.
 
-It imports nothing of ours and gets no setting by its arguments or its environment, which others
-could read. The first line of its standard input is a JSON object (`Launch.settings` in
-workers/models/engines/dialect.py). The end of its standard input is the end of its parent: it
-ends the server, removes the folder of its socket and leaves.
+It imports nothing of ours. The first line of its standard input is a JSON object (`Launch.settings`
+in workers/models/engines/dialect.py), because others could read its arguments and environment. A
+command gets its options as arguments and its key in a variable anyway: it has no other way.
+
+When its standard input closes, its parent has ended. It then ends the server, removes the folder of
+its socket, and kills its whole process group.
 """
 
 import ctypes
@@ -33,7 +35,8 @@ _system = ctypes.CDLL(None)
 
 
 def main() -> None:
-    # Others of the same user, such as custom classes, may not read its memory.
+    # Other processes of the same user, such as custom classes, can't read its memory. A command's
+    # process can't keep this protection.
     _system.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _system.prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     settings = json.loads(sys.stdin.buffer.readline())
@@ -84,13 +87,15 @@ def _run_command(settings: dict[str, Any]) -> None:
         env=os.environ | {settings["key_variable"]: settings["key"]},
         preexec_fn=_die_with_parent,
     )
-    _end_with_parent(path, lambda: _end(server))
-    while not _is_healthy(path):
-        if server.poll() is not None:
-            sys.exit(1)
+    is_ending = _end_with_parent(path, lambda: _end(server))
+    while server.poll() is None and not _is_healthy(path):
         time.sleep(_LOOK_EVERY_S)
-    print(READY, flush=True)
-    sys.exit(server.wait() or 1)
+    if server.poll() is None:
+        print(READY, flush=True)
+    status = server.wait() or 1
+    if is_ending.is_set():
+        threading.Event().wait()  # until the process group is killed
+    sys.exit(status)
 
 
 def _die_with_parent() -> None:
@@ -119,17 +124,22 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
         server.kill()
 
 
-def _end_with_parent(path: str, end: Callable[[], None]) -> None:
+def _end_with_parent(path: str, end: Callable[[], None]) -> threading.Event:
+    """Starts a thread that waits for the parent's end. Returns an event that is set at that end."""
+    is_ending = threading.Event()
+
     def wait() -> None:
         # Not sys.stdin, whose lock the interpreter wants at its end.
         while os.read(0, 4096):
             pass
+        is_ending.set()
         end()
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
         # With all of its group, such as a server's processes.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()
+    return is_ending
 
 
 if __name__ == "__main__":

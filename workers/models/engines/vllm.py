@@ -18,6 +18,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
+import aiohttp
 import msgspec
 import numpy as np
 
@@ -108,24 +109,23 @@ class Vllm(EngineDialect):
 
     async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
         if not asked.tokens:
-            return await self._read(post, self._request_of(item, asked), item)
+            return await self._read(post, item, asked)
         async with post(PATH, self._request_of(item, asked)) as response:
-            return _reply_of(_decode(await response.read(), item), item)
+            return _reply_of(await _answer_of(response), item)
 
-    async def _read(self, post: Post, body: dict[str, Any], item: PreparedPrompt) -> Reply:
-        """Reads tokens. The one that it writes at least is dropped.
+    async def _read(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
+        """Reads tokens. Drops the token that vLLM writes at least.
 
         It has no seed: on a CPU, vLLM ended when it read such a prompt in more than one step.
         """
-        body |= {"temperature": 0.0, "seed": None}
-        async with post(PATH, body) as response:
-            reply = _reply_of(_decode(await response.read(), item), item)
+        changed = {"temperature": 0.0, "seed": None, "echo": asked.echoes}
+        async with post(PATH, self._request_of(item, asked) | changed) as response:
+            reply = _reply_of(await _answer_of(response), item)
         return Reply(prompt_chances=reply.prompt_chances, cached_tokens=reply.cached_tokens)
 
     async def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
-        if asked.counts or _echoes(item):
-            body = self._request_of(item, replace(asked, tokens=0))
-            yield await self._read(post, body | {"echo": _echoes(item)}, item)
+        if asked.counts or asked.echoes:
+            yield await self._read(post, item, replace(asked, tokens=0))
         body = self._request_of(item, asked) | {
             "stream": True,
             "frequency_penalty": item.frequency_penalty,
@@ -134,10 +134,11 @@ class Vllm(EngineDialect):
         if item.json_schema:
             body["structured_outputs"] = {"grammar": grammar_of(item.json_schema, _SPACES)}
         async with post(PATH, body) as response:
+            schema_field = item.schema_field if item.json_schema else ""
             if response.status != 200:
-                _decode(await response.read(), item)
+                await _answer_of(response, schema_field)
             async for data in read_events(response):
-                yield _reply_of(_decode(data, item), item)
+                yield _reply_of(_decode(data, schema_field), item)
 
     def _request_of(self, item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
         # The same numbers are not used again behind what was written before.
@@ -265,8 +266,19 @@ class _Answer(msgspec.Struct):
 _decoder: msgspec.json.Decoder[_Answer] = msgspec.json.Decoder(_Answer)
 
 
-def _decode(body: bytes | bytearray, item: PreparedPrompt) -> _Answer:
+async def _answer_of(response: aiohttp.ClientResponse, schema_field: str = "") -> _Answer:
+    """Reads and decodes a whole answer, like `_decode`."""
+    answer = _decode(await response.read(), schema_field)
+    if response.status != 200:  # an error in a form that this was not written for
+        raise ModelFailed(f"the engine answered with status {response.status}")
+    return answer
+
+
+def _decode(body: bytes | bytearray, schema_field: str = "") -> _Answer:
     """Decodes an answer, or the data of an event.
+
+    Args:
+        schema_field: the field of the JSON schema whose grammar was sent. Empty: none was sent.
 
     Raises:
         ConnectionError: the engine is about to end.
@@ -279,15 +291,15 @@ def _decode(body: bytes | bytearray, item: PreparedPrompt) -> _Answer:
     if answer.error is not None:
         if answer.error.message.startswith(_DEAD):
             raise ConnectionError("the core of the engine has ended")
-        raise _error_of(answer.error, item)
+        raise _error_of(answer.error, schema_field)
     return answer
 
 
-def _error_of(fault: _Fault, item: PreparedPrompt) -> PenstockError:
-    if item.json_schema and fault.code == 400:
+def _error_of(fault: _Fault, schema_field: str) -> PenstockError:
+    if schema_field and fault.code == 400:
         return BadInput(
             "the JSON schema can't be used: it is too complex for the engine of this model",
-            field=item.schema_field,
+            field=schema_field,
         )
     # Its message may have words of the request.
     return ModelFailed("the engine rejected the text, or failed on it")

@@ -11,16 +11,20 @@ import json
 import os
 import shutil
 import signal
+import subprocess
+import sys
 import tempfile
-from collections.abc import AsyncIterator, Iterator
+import time
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
 import msgspec
 import pytest
 
-from shared.errors import ConfigurationError
-from shared.models.tasks.text import GenerationInput
+from shared.errors import BadInput, ConfigurationError, ModelFailed
+from shared.models.tasks.text import GenerationInput, GenerationResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
 from tests.workers.models.generation.test_llama_cpp import (
@@ -33,12 +37,15 @@ from tests.workers.models.generation.test_llama_cpp import (
 )
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
-from workers.models.engines import process
-from workers.models.engines.dialect import Hardware
+from workers.models.engines import process, program
+from workers.models.engines.dialect import Asked, Hardware
+from workers.models.engines.generation import EngineGeneration
 from workers.models.engines.process import list_tree
+from workers.models.engines.slots import EngineSlots, ReadingPermits
 from workers.models.engines.vllm import COMMAND, Vllm
 from workers.models.generation.prompts import PromptPreparer
 from workers.models.generation.vocabulary import Vocabulary
+from workers.models.generation.writing import NO_NUMBERS
 from workers.models.reports import ItemEnded, StepMessage
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.runtime.pooled_process import PooledProcess
@@ -315,9 +322,197 @@ def test_each_place_sees_its_own_gpu(
     assert launch.environment["CUDA_VISIBLE_DEVICES"] == "GPU-b"
 
 
-def test_the_entry_of_the_first_release_selects_the_engine() -> None:
-    old = tiny.entry(backend="vllm")
+@pytest.mark.parametrize("more", [{}, {"engine": "auto"}, {"engine": "vllm"}])
+def test_the_entry_of_the_first_release_selects_the_engine(more: dict[str, str]) -> None:
+    old = tiny.entry(backend="vllm", **more)
     assert (old.engine, old.backend, old.precision) == ("vllm", "auto", "fp32")
+
+
+def test_the_entry_of_the_first_release_selects_no_other_engine() -> None:
+    with pytest.raises(ValueError, match="Input should be 'auto', 'torch' or 'onnx'"):
+        tiny.entry(backend="vllm", engine="llama.cpp")
+
+
+class Answer:
+    """A server's answer, in aiohttp's form."""
+
+    def __init__(self, body: object, status: int = 200) -> None:
+        self._data = msgspec.json.encode(body)
+        self.status = status
+        self.content = self
+
+    async def read(self) -> bytes:
+        return self._data
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        yield b"data: " + self._data + b"\n\ndata: [DONE]\n\n"
+
+
+class Server:
+    """Answers each request with the next answer, and keeps the requests."""
+
+    def __init__(self, *answers: Answer) -> None:
+        self._answers = list(answers)
+        self.asked: list[Mapping[str, Any]] = []
+
+    @asynccontextmanager
+    async def post(self, path: str, body: Mapping[str, Any]) -> AsyncIterator[Any]:
+        assert path == "/v1/completions"
+        self.asked.append(body)
+        yield self._answers.pop(0)
+
+
+def written(*tokens: int, prompt: Sequence[int] = (), ends: bool = False) -> dict[str, Any]:
+    """A completion with these tokens, and with log probabilities if a prompt is echoed."""
+    choice: dict[str, Any] = {"token_ids": tokens, "finish_reason": "stop" if ends else None}
+    if prompt:
+        names = [f"token_id:{token}" for token in (*prompt, *tokens)]
+        chances: list[float | None] = [None, *(-1.0 for _ in names[1:])]
+        rows = [None, *({name: -1.0} for name in names[1:])]
+        choice["logprobs"] = {"tokens": names, "token_logprobs": chances, "top_logprobs": rows}
+    return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}}
+
+
+def asked_of(item: PreparedPrompt, **more: Any) -> Asked:
+    return Asked(IDS, 0, "owner", keeps=False, tokens=4, **more)
+
+
+BAD_SCHEMA = {"error": {"message": "grammar error", "code": 400}}
+DEAD = {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}
+NO_NUMBER = {
+    "choices": [
+        {
+            "token_ids": [5],
+            "logprobs": {
+                "tokens": ["token_id:5"],
+                "token_logprobs": [None],
+                "top_logprobs": [{"token_id:5": None}],
+            },
+        }
+    ]
+}
+
+
+@pytest.mark.parametrize(
+    ("answer", "error", "reason"),
+    [
+        (Answer(DEAD, 500), ConnectionError, "core of the engine has ended"),
+        (Answer({"detail": "Not Found"}, 404), ModelFailed, "answered with status 404"),
+        (Answer({"error": {"message": "a prompt"}}, 400), ModelFailed, "rejected the text"),
+        (Answer(BAD_SCHEMA, 400), ModelFailed, "rejected the text"),
+        (Answer("text"), ModelFailed, "an answer that is not JSON"),
+        (Answer(NO_NUMBER), ModelFailed, NO_NUMBERS),
+        (Answer({"choices": [{"finish_reason": "abort"}]}), ModelFailed, "ended the text: abort"),
+    ],
+)
+async def test_bad_answers_are_told_apart(
+    folder: Path, answer: Answer, error: type[Exception], reason: str
+) -> None:
+    """A schema is only at fault if it was sent, which a piece of a text does not do."""
+    item = tiny.prompt(IDS, 4, logprobs=0, json_schema="{}")
+    with pytest.raises(error, match=reason):
+        await Vllm(entry(), Vocabulary(folder)).ask(Server(answer).post, item, asked_of(item))
+
+
+async def test_a_schema_that_vllm_rejects_is_the_callers(folder: Path) -> None:
+    item = tiny.prompt(IDS, 4, json_schema="{}", schema_field="response_format")
+    server = Server(Answer(BAD_SCHEMA, 400))
+    replies = Vllm(entry(), Vocabulary(folder)).stream(
+        server.post, item, asked_of(item, counts=False)
+    )
+    with pytest.raises(BadInput, match="too complex") as caught:
+        await anext(replies)
+    assert caught.value.field == "response_format"
+    assert "grammar" in server.asked[0]["structured_outputs"]
+
+
+async def compute(folder: Path, item: PreparedPrompt, server: Server) -> EngineGeneration:
+    """Computes a text with a server's answers."""
+    dialect = Vllm(entry(), Vocabulary(folder))
+    text = EngineGeneration(0, item, dialect.vocabulary)
+    slots, permits = EngineSlots(1), ReadingPermits(1)
+    await text.compute(dialect, server.post, slots, permits, 1000, lambda slot, tokens: None)
+    return text
+
+
+async def test_a_prompt_is_echoed_once_though_its_text_is_written_in_pieces(folder: Path) -> None:
+    """A text with penalties that another worker has begun."""
+    item = tiny.prompt(
+        IDS[:3], 4, logprobs=0, is_echoed=True, frequency_penalty=0.5, written_ids=tiny.packed([9])
+    )
+    server = Server(
+        Answer(written(7, prompt=[*IDS[:3], 9])),
+        *(Answer(written(token)) for token in (20, 21, 22)),
+    )
+    text = await compute(folder, item, server)
+    result = text.result()
+    assert isinstance(result, GenerationResult)
+    assert len(result.prompt_logprobs) == 3
+    assert [body.get("echo", False) for body in server.asked] == [True, False, False, False]
+
+
+async def test_an_answer_without_tokens_is_not_asked_for_again(folder: Path) -> None:
+    with pytest.raises(ModelFailed, match="an answer without tokens"):
+        await compute(folder, tiny.prompt(IDS[:3], 4), Server(*[Answer({})] * 2))
+
+
+COMMAND_OF_TEST = """
+import http.server, os, socketserver, subprocess, sys
+
+class Handler(http.server.BaseHTTPRequestHandler):
+    address_string = log_message = lambda *_: ""
+
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+with socketserver.UnixStreamServer(sys.argv[-1], Handler) as server:
+    server.serve_forever()
+"""
+
+
+def test_a_command_and_all_it_has_started_end_with_the_worker(tmp_path: Path) -> None:
+    """A killed worker can't end them: its end of a pipe closes. The command ends at once."""
+    with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as parent:
+        folder = Path(parent, "engine")
+        folder.mkdir()
+        settings = {"command": [sys.executable, "-c", COMMAND_OF_TEST], "key_variable": "KEY"}
+        settings |= {"socket": str(folder / "http.sock"), "key": "key"}
+        with subprocess.Popen(
+            [sys.executable, "-I", "-B", program.__file__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            start_new_session=True,
+        ) as running:
+            assert running.stdin is not None
+            assert running.stdout is not None
+            running.stdin.write(msgspec.json.encode(settings) + b"\n")
+            running.stdin.flush()
+            assert running.stdout.readline().decode().strip() == program.READY
+            group = list_tree(running.pid)
+            assert len(group) == 3
+            running.stdin.close()
+            assert running.wait(WAIT_LIMIT_S) == -signal.SIGKILL
+        assert not folder.exists()
+        wait_until_gone(group)
+
+
+def wait_until_gone(pids: Sequence[int]) -> None:
+    """Waits until killed processes have ended. The process that adopts them may leave zombies."""
+    deadline_s = time.monotonic() + WAIT_LIMIT_S
+    for pid in pids:
+        while (state := process_state(pid)) not in ("", "Z", "X"):
+            assert time.monotonic() < deadline_s, state
+            time.sleep(0.01)
+
+
+def process_state(pid: int) -> str:
+    """The state letter in /proc. Empty: it has ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
+    except OSError:
+        return ""
 
 
 @pytest.mark.parametrize(
