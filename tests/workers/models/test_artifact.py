@@ -105,8 +105,8 @@ def test_other_source_files_have_no_artifact(artifacts_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda folder: (folder / "fp32.onnx").unlink(), "does not have the 7 bytes"),
-        (lambda folder: (folder / "fp32.onnx").write_bytes(b"half"), "does not have the 7 bytes"),
+        (lambda folder: (folder / "fp32.onnx").unlink(), "must have 7 bytes"),
+        (lambda folder: (folder / "fp32.onnx").write_bytes(b"half"), "must have 7 bytes"),
         (lambda folder: (folder / MANIFEST).write_text("{"), MANIFEST),
         (lambda folder: (folder / MANIFEST).unlink(), MANIFEST),
         (lambda folder: write_manifest(folder, manifest_of(digest="d0")), "belongs to mini/d0"),

@@ -351,7 +351,7 @@ BROKEN: dict[str, tuple[Break, str]] = {
     "digest": (lambda file: rewritten(file, digest=f"sha256:{'0' * 64}"), "the digest"),
     "dora": (with_tensor(f"{DEEP}.lora_magnitude_vector", 4), "DoRA"),
     "lokr": (with_tensor("lora_unet_mid_block.lokr_w1", 4), "LoKr"),
-    "kohya": (with_tensor("lora_unet_what.lora_down.weight", 4, 4), "are unknown"),
+    "kohya": (with_tensor("lora_unet_what.lora_down.weight", 4, 4), "unknown layer names"),
     "half": (with_tensor(f"{DEEP}.lora_A.weight", 4, 128), "does not have the two weights"),
     "elsewhere": (with_tensor("transformer.a.lora_A.weight", 4, 4), "this model does not have"),
     "no such layer": (with_tensor("unet.nowhere.lora_A.weight", 4, 4), "this model does not have"),
