@@ -58,11 +58,6 @@ FIRST: Wrong = {
         ({"requests_per_min": 20000}, "armor.ban_above_per_min"),
         ({"requests_per_min": 0.5}, "whole numbers"),
     ],
-    "batches": [
-        ({"instances": -0.5}, "batches.instances"),
-        ({"memory": "64Mi"}, "batches.memory"),
-        ({"memory": "8Gi"}, "batches.memory"),
-    ],
     "budget": [
         ({"billing_account": "garbage", "units_per_month": 1}, "budget.billing_account"),
         (
@@ -170,6 +165,12 @@ FIRST: Wrong = {
     ],
 }
 CHECKED_AGAINST_FIRST: Wrong = {
+    "batches": [
+        ({"instances": 0.5}, "batches.instances"),
+        ({"instances": -1}, "batches.instances"),
+        ({"memory": "64Mi"}, "batches.memory"),
+        ({"memory": "8Gi"}, "batches.memory"),
+    ],
     "delivery": [
         ({"ack_deadline_s": 5}, "delivery.ack_deadline_s"),
         ({"ack_deadline_s": 10.5}, "whole numbers"),
