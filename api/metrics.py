@@ -64,7 +64,7 @@ CANARY_SHARE = Gauge(
     "penstock_canary_share", "Fraction of requests sent to a model's canary.", ["model"]
 )
 CANARY_TAKEN_BACK = Gauge(
-    "penstock_canary_taken_back", "1 if a model's canary was rolled back.", ["model"]
+    "penstock_canary_taken_back", "1 if a model's canary was taken back.", ["model"]
 )
 CANARY_COMPARED = Counter(
     "penstock_canary_compared_total",

@@ -26,7 +26,7 @@ MINUTE_S = 60
 ALIVE_S = 5.0
 """How long a canary keeps receiving requests after one of its workers was last seen alive."""
 KEEP_S = 30 * 86_400
-"""How long a canary stays rolled back, unless resumed."""
+"""How long a canary stays taken back, unless resumed."""
 JUDGE_EVERY_S = 0.9
 
 ERRORS = MetricCounter(
@@ -48,7 +48,7 @@ class CanaryState(NamedTuple):
     is_alive: bool
     """True if one of its workers is alive."""
     taken_back: str = ""
-    """Why it no longer receives requests. Empty: not rolled back."""
+    """Why it no longer receives requests. Empty: not taken back."""
 
     @property
     def is_serving(self) -> bool:

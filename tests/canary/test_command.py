@@ -121,6 +121,7 @@ def test_bad_canary_is_promoted_only_by_force(models_file: Path, redis_url: str)
     happen(redis_url, models_file, failed=10)
     types("take-back", "texts")
     assert "it was taken back" in types("promote", "texts", status=1)
+    assert "was taken back" in types("promote", "--help")
     assert models_file.read_text() == before
     types("promote", "texts", "--force")
     assert read_catalog(models_file).find("texts").revision == "2"

@@ -151,7 +151,7 @@ def resume(name: Name) -> None:
 def promote_canary(
     name: Name,
     force: Annotated[
-        bool, typer.Option("--force", help="even if it was rolled back or has no results")
+        bool, typer.Option("--force", help="even if it was taken back or has no results")
     ] = False,
 ) -> None:
     """Make a canary its model's revision, in models.yaml. It takes effect when you deploy.

@@ -250,7 +250,7 @@ class CustomResult(TaskResult, tag="custom"):
             output = msgspec.json.decode(data)
             _with_files(output, [place.at for place in self.packed_places], self.packed_places)
         except (msgspec.MsgspecError, LookupError, TypeError, OverflowError) as error:
-            raise ModelFailed("output: must match the JSON that the class announced") from error
+            raise ModelFailed("output: must be the JSON that the class announced") from error
         return msgspec.structs.replace(
             self,
             output=output,

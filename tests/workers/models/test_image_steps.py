@@ -362,8 +362,13 @@ def test_younger_images_start_over_when_one_does_not_fit(
     assert not model.progress()
 
 
-def test_image_of_nan_fails_alone(
-    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_image_that_is_not_finite_fails_alone(
+    catalog: Catalog,
+    tiny_folder: Path,
+    tiny_preparer: Preparer,
+    monkeypatch: pytest.MonkeyPatch,
+    value: float,
 ) -> None:
     model = own_model(catalog, tiny_folder)
     unet = model._main.unet
@@ -371,7 +376,7 @@ def test_image_of_nan_fails_alone(
 
     def spoiling(sample: torch.Tensor, *given: Any, **named: Any) -> Any:
         noise = forward(sample, *given, **named)[0].clone()
-        noise[2:4] *= float("nan")
+        noise[2:4] *= value
         return (noise,)
 
     monkeypatch.setattr(unet, "forward", spoiling)
@@ -381,6 +386,7 @@ def test_image_of_nan_fails_alone(
         pass
     assert isinstance(results[0], ImageResult)
     assert isinstance(results[1], ModelFailed)
+    assert results[1].message.startswith("the image has NaN or infinite values;")
     assert isinstance(results[2], ImageResult)
 
 

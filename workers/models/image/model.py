@@ -583,7 +583,9 @@ def _finish(
 ) -> Result | PenstockError:
     (pixels,) = copied.wait()
     if pixels is None:
-        return ModelFailed("the image has NaN values; the precision may be too low for this model")
+        return ModelFailed(
+            "the image has NaN or infinite values; the precision may be too low for this model"
+        )
     if item.mask is not None:
         pixels = pasted(pixels, item)
     return ImageResult(

@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from shared.errors import ModelFailed
+from shared.models.blob import Blob
 from shared.models.tasks.custom import CustomResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.custom.classes import compute, entry_of, output_of, prepared, write_class
@@ -35,6 +36,12 @@ class Predictor(BasePredictor):
             path = Path("out.txt")
         return open(path, "rb") if how == "open" else path
 """
+
+
+def test_packed_output_must_be_json() -> None:
+    packed = CustomResult(None, files=[Blob("application/json", b"{")], is_packed=True)
+    with pytest.raises(ModelFailed, match=r"^output: must be the JSON that the class announced$"):
+        packed.unpacked()
 
 
 @pytest.mark.parametrize("how", ["path", "link", "link below a folder", "renamed", "open"])
