@@ -21,6 +21,9 @@ FULL_RETRY_S = 60.0
 INPUT_KEEP_S = 3600
 """Minimum time to keep the input after the batch's completion window."""
 PAGE = 100
+"""Maximum number of batches per page, and number of batches to read at once for a match."""
+MAX_CHECKED = 1000
+"""Maximum number of batches per page that are checked for a match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +72,8 @@ class BatchPage:
 
     batches: Sequence[BatchState]
     has_more: bool
+    last_id: str | None
+    """The `after` of the next page: the last batch listed or checked. None: there was no batch."""
 
 
 class Batches:
@@ -140,8 +145,11 @@ class Batches:
     async def page(self, tenant: str, *, after: str, limit: int, wanted: BatchFilter) -> BatchPage:
         """Returns a page of a tenant's batches, newest first.
 
+        If few batches match, the page ends after MAX_CHECKED batches: it may be short or even
+        empty, and has a next page.
+
         Args:
-            after: ID of the last batch on the previous page. Empty: start at the beginning.
+            after: `last_id` of the previous page, or a batch on it. Empty: start at the beginning.
             limit: maximum number of batches, up to PAGE.
 
         Raises:
@@ -155,12 +163,17 @@ class Batches:
             and wanted.after_s - 0.001 <= created_at_s(batch_id) < wanted.before_s
         ]
         owner, batches = owner_of(tenant), list[BatchState]()
-        window = limit + 1
-        while ids and len(batches) <= limit:
-            some, ids, window = ids[:window], ids[window:], max(window, PAGE)
+        checked, end, window = 0, min(len(ids), MAX_CHECKED), limit + 1
+        while checked < end and len(batches) <= limit:
+            some = ids[checked : min(checked + window, end)]
             read = await asyncio.gather(*(self._store.state(owner, batch_id) for batch_id in some))
             batches += [state for state in read if state is not None and wanted.matches(state)]
-        return BatchPage(batches[:limit], len(batches) > limit)
+            checked, window = checked + len(some), PAGE
+        if len(batches) > limit:
+            return BatchPage(batches[:limit], True, batches[limit - 1].created.id)
+        if checked < len(ids):
+            return BatchPage(batches, True, ids[checked - 1])
+        return BatchPage(batches, False, batches[-1].created.id if batches else None)
 
     async def cancel(self, tenant: str, batch_id: str) -> BatchState:
         """Cancels an open batch. Calling it again has no effect.

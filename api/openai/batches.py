@@ -257,7 +257,10 @@ async def list_batches(
     api_key_id: KeyId = "",
     include: Include = None,
 ) -> Response:
-    """Lists the batches of the tenant, newest first."""
+    """Lists the batches of the tenant, newest first. `last_id` is the `after` of the next page.
+
+    If few batches match the filters, a page may be short or even empty and have more after it.
+    """
     wanted = BatchFilter(
         model,
         status,
@@ -271,8 +274,8 @@ async def list_batches(
     if include:
         for batch, state in zip(data, page.batches, strict=True):
             batch.api_key_id = state.created.key_id or None
-    first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return encode_json(BatchesPage(data, page.has_more, first_id, last_id))
+    first_id = data[0].id if data else None
+    return encode_json(BatchesPage(data, page.has_more, first_id, page.last_id))
 
 
 @router.get("/v1/batches/{batch_id}", summary="Get a batch", reply=BatchObject)

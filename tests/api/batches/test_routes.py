@@ -77,6 +77,28 @@ async def test_filtered_lists_are_in_pages(tmp_path: Path, redis_url: str) -> No
         assert "api_key_id" not in (await clients["a"].batches.list()).data[0].model_dump()
 
 
+async def test_a_page_checks_a_limited_number_of_batches(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_CHECKED", 3)
+    async with batching(tmp_path, redis_url) as (api, _):
+        client, made = api.openai(), list[str]()
+        for number in range(8):
+            lines = [line("1")] if number in (0, 3) else [line("1"), line("1")]
+            made.append((await until(client, await created(client, jsonl(lines)))).id)
+        pages, query = list[tuple[list[str], bool, str | None]](), {"status": "completed"}
+        while not pages or pages[-1][1]:
+            page = (await api.http.get("/v1/batches", params=query)).json()
+            ids = [batch["id"] for batch in page["data"]]
+            pages.append((ids, page["has_more"], page["last_id"]))
+            query["after"] = page["last_id"]
+        assert pages == [
+            ([], True, made[5]),
+            ([made[3]], True, made[2]),
+            ([made[0]], False, made[0]),
+        ]
+
+
 async def test_key_of_other_models_reads_no_batch_and_no_output(
     tmp_path: Path, redis_url: str
 ) -> None:
