@@ -6,7 +6,10 @@ from datetime import UTC, datetime
 from typing import Annotated, Literal
 
 from fastapi import Query
-from pydantic import BeforeValidator
+from pydantic import AfterValidator, BeforeValidator
+
+from shared.tenants.api_key import holds_key
+from shared.tenants.rules import NOT_AN_ID
 
 
 def _read_time(text: str | None) -> datetime | None:
@@ -18,6 +21,12 @@ def _read_time(text: str | None) -> datetime | None:
         raise ValueError(
             f"must be a time in ISO 8601, such as 2026-10-01T12:00Z, got {text[:40]!r}"
         ) from None
+
+
+def _refuse_key(text: str) -> str:
+    if holds_key(text):
+        raise ValueError(NOT_AN_ID)
+    return text
 
 
 CreatedAfter = Annotated[
@@ -32,7 +41,9 @@ CreatedBefore = Annotated[
 ]
 OfModel = Annotated[str, Query(description="Only entries with this model.")]
 KeyId = Annotated[
-    str, Query(description="Only entries created by the API key with this public ID.")
+    str,
+    AfterValidator(_refuse_key),
+    Query(description="Only entries created by the API key with this public ID."),
 ]
 Include = Annotated[
     Literal["api_key_id"] | None,

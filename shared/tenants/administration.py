@@ -19,7 +19,6 @@ import msgspec
 from shared.errors import BadInput, ConfigurationError, PenstockError, Unavailable
 from shared.process.concurrency import backoff
 from shared.tenants.api_key import (
-    ID_LENGTH,
     PREFIX,
     SALT_BYTES,
     ApiKey,
@@ -42,6 +41,7 @@ from shared.tenants.key_store import AuditEvent, KeysReadOnly, KeyStore
 from shared.tenants.plan import Limits, Plan
 from shared.tenants.rules import (
     IS_A_KEY,
+    NOT_AN_ID,
     Served,
     document_mistakes,
     key_mistakes,
@@ -433,11 +433,7 @@ def check_key_id(key_id: str) -> None:
         BadInput: it is more than an ID.
     """
     if holds_key(key_id):
-        raise BadInput(
-            f"id: must be only the ID of a key, the {ID_LENGTH} characters after {PREFIX!r}; this "
-            "is a whole key",
-            field="id",
-        )
+        raise BadInput(f"id: {NOT_AN_ID}", field="id")
 
 
 def _check_name(name: str, field: str) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import NamedTuple
 
 from shared.errors import BadInput
-from shared.tenants.api_key import holds_key
+from shared.tenants.api_key import ID_LENGTH, PREFIX, holds_key
 from shared.tenants.directory import Document, Mistake, StoredKey
 from shared.tenants.plan import Limits, Plan, Rates
 
@@ -22,6 +22,10 @@ MAX_NAMED = 20
 """Maximum number of models named in an error."""
 _RATES_OF_WORK = tuple(name for name in Rates.__struct_fields__ if name != "requests_per_min")
 IS_A_KEY = "has the form of an API key, which must not be stored"
+NOT_AN_ID = (
+    f"must be only the ID of a key, the {ID_LENGTH} characters after {PREFIX!r}; this is a "
+    "whole key"
+)
 
 
 class Served(NamedTuple):
