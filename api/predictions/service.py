@@ -48,7 +48,7 @@ from shared.predictions import (
     record_of,
 )
 from shared.process.concurrency import BackgroundTask
-from shared.stores.prediction_store import LISTED, PredictionStore
+from shared.stores.prediction_store import LISTED, ListedRecord, PredictionStore
 from shared.stores.record_state import Record
 from shared.stores.records import Records
 from shared.stores.webhook_log import WebhookLog
@@ -280,39 +280,45 @@ class Predictions:
         return PredictionSnapshot(decode_document(record.document), record)
 
     async def page(
-        self, tenant: str, wanted: PredictionFilter
-    ) -> tuple[list[PredictionSnapshot], float | None]:
-        """Returns up to PAGE predictions, newest first, and the `before_s` of the next page.
+        self, tenant: str, wanted: PredictionFilter, after: ListedRecord | None = None
+    ) -> tuple[list[PredictionSnapshot], ListedRecord | None]:
+        """Returns up to PAGE predictions, newest first, and the `after` of the next page.
 
         Large predictions reduce this number: a page has at most READ_BYTES in total, but at least
         one prediction. If few predictions match, the page ends after PAGE_READS reads: it may be
         short or even empty, and has a next page.
+
+        Args:
+            after: end of the previous page. None: start with the newest.
         """
+        listed = await self._store.latest(
+            tenant,
+            PAGE + (PAGE_READS - 1) * SCAN_WINDOW + 1,
+            before_s=wanted.before_s,
+            since_s=wanted.after_s,
+            after=after,
+        )
+        ids = [entry.record for entry in listed]
         page: list[PredictionSnapshot] = []
-        before_s, window, room_bytes = wanted.before_s, PAGE, READ_BYTES
+        start, window, room_bytes = 0, PAGE, READ_BYTES
         for _ in range(PAGE_READS):
-            listed = await self._store.latest(
-                tenant, window, before_s=before_s, since_s=wanted.after_s
-            )
-            if not listed:
-                return page, None
-            ids = [entry.record for entry in listed]
-            read = await self._read_some(ids, room_bytes, least=0 if page else 1)
+            if start == len(ids):
+                break
+            some = ids[start : start + window]
+            read = await self._read_some(some, room_bytes, least=0 if page else 1)
             matching = [snapshot for snapshot in read.snapshots if wanted.matches(snapshot)]
             page += matching
-            if len(page) >= PAGE and (page[PAGE:] or read.remaining or len(listed) == window):
-                return page[:PAGE], page[PAGE - 1].record.created_at_s
-            if len(listed) < window and not read.remaining:
-                return page[:PAGE], None
-            count = len(ids) - len(read.remaining)
-            if count:
-                before_s = listed[count - 1].created_at_s
+            if len(page) >= PAGE:
+                page = page[:PAGE]
+                start = ids.index(page[-1].prediction.record) + 1
+                break
+            start += len(some) - len(read.remaining)
             if page and read.remaining:
                 break
             if matching:
                 room_bytes -= read.size_bytes
             window = SCAN_WINDOW
-        return page, before_s
+        return page, listed[start - 1] if start < len(ids) else None
 
     async def all(
         self, tenant: str, *, after: str, is_ascending: bool
@@ -528,6 +534,7 @@ class Predictions:
                 reply_bytes=request.reply_bytes,
                 model=prediction.model,
                 hold=b"" if hold is None else hold.data,
+                created_at_s=prediction.created_at_s,
             )
         except Overloaded:
             if hold is not None:

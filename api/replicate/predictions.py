@@ -53,6 +53,7 @@ from shared.models.tasks.custom import CustomInput
 from shared.predictions import body_of
 from shared.settings import ApiSettings
 from shared.stores.objects import UrlSigner
+from shared.stores.prediction_store import ListedRecord
 from shared.stores.record_state import State
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import IS_A_KEY
@@ -76,7 +77,10 @@ The answer is sent this long before n seconds have passed.
 _FILTERS = frozenset(
     ("created_after", "created_before", "model", "status", "api_key_id", "include")
 )
-_CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?)?")
+_CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?(-[A-Za-z0-9_.:-]{1,128})?)?")
+"""Creation time and record ID of the last prediction checked for the previous page. Release 0.1.0
+left out the ID.
+"""
 
 # Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
 Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
@@ -411,28 +415,39 @@ async def list_all(
     """
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
+    if model.endswith("/"):
+        raise BadInput("model: must be a model name, with or without its owner", field="model")
     wanted = PredictionFilter(
         model.rpartition("/")[2],
         status,
         api_key_id,
         unix_s(created_after, -math.inf),
-        min(unix_s(created_before, math.inf), float(cursor or "inf")),
+        unix_s(created_before, math.inf),
     )
-    snapshots, next_s = await predictions.page(call.tenant, wanted)
+    snapshots, last = await predictions.page(call.tenant, wanted, _position(cursor))
     bodies = [
         body_of(*snapshot, url_signer)
         | ({"api_key_id": snapshot.prediction.key_id or None} if include else {})
         for snapshot in snapshots
         if recording.is_visible(call, snapshot)
     ]
-    following = None if next_s is None else _next_page(call, next_s)
+    following = None if last is None else _next_page(call, last)
     return encode_json({"previous": None, "next": following, "results": bodies})
 
 
-def _next_page(call: Call, before_s: float) -> str:
+def _position(cursor: str) -> ListedRecord | None:
+    """Returns where the previous page ended. None: there is no previous page."""
+    if not cursor:
+        return None
+    created_at_s, _, record = cursor.partition("-")
+    return ListedRecord(record, float(created_at_s))
+
+
+def _next_page(call: Call, last: ListedRecord) -> str:
     """Returns the URL of the next page, with the same filters."""
     query = {name: text for name, text in call.http.query_params.items() if name in _FILTERS}
-    return f"{call.base_url}/v1/predictions?{urlencode({'cursor': repr(before_s), **query})}"
+    cursor = f"{last.created_at_s!r}-{last.record}"
+    return f"{call.base_url}/v1/predictions?{urlencode({'cursor': cursor, **query})}"
 
 
 @router.get(

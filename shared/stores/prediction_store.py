@@ -75,6 +75,7 @@ class PredictionStore:
         reply_bytes: int = 0,
         model: str = "",
         hold: bytes = b"",
+        created_at_s: float | None = None,
     ) -> int:
         """Creates the record of a prediction in state `starting`.
 
@@ -89,6 +90,7 @@ class PredictionStore:
             reply_bytes: maximum size of its reply.
             model: the model to compute it, in whose queue it is placed.
             hold: limits it has reserved (shared/stores/holds.py). Empty: none.
+            created_at_s: creation time in lists, as Unix time. None: now.
 
         Raises:
             Overloaded: there is no room for it because of unfinished predictions.
@@ -99,10 +101,12 @@ class PredictionStore:
             self._tenant_key(tenant),
             *line_keys(self._redis.prefix, tenant, model),
         )
-        about = (time.time(), deadline_s, keep_s, tenant, record, document)
+        now_s = time.time()
+        about = (now_s, deadline_s, keep_s, tenant, record, document)
         limits = (LISTED, reply_bytes, self._max_bytes, hold)
+        listed_s = now_s if created_at_s is None else created_at_s
         created, dropped, unfinished = await self._commands.run_script(
-            CREATE, keys, *about, *limits
+            CREATE, keys, *about, *limits, listed_s
         )
         DROPPED.inc(dropped)
         if created < 0:
@@ -207,17 +211,29 @@ class PredictionStore:
         *,
         before_s: float = math.inf,
         since_s: float = -math.inf,
+        after: ListedRecord | None = None,
     ) -> list[ListedRecord]:
         """Returns a tenant's predictions, newest first.
+
+        Those with the same creation time, such as the runs of a batch, are in order of their IDs.
 
         Args:
             before_s: only predictions created before this Unix time.
             since_s: only predictions created at or after this Unix time.
+            after: only predictions listed after this one, which may be gone. None: all.
         """
-        newest, oldest = f"({before_s!r}", f"{since_s!r}"
-        words = ("ZREVRANGEBYSCORE", self._tenant_key(tenant), newest, oldest, "WITHSCORES")
-        reply = await self._commands.run(*words, "LIMIT", 0, limit)
-        return [ListedRecord(record.decode(), float(score)) for record, score in reply]
+        command, key = "ZREVRANGEBYSCORE", self._tenant_key(tenant)
+        listed = list[ListedRecord]()
+        if after is not None and since_s <= after.created_at_s < before_s:
+            before_s = after.created_at_s
+            same_time = await self._commands.run(command, key, repr(before_s), repr(before_s))
+            records = [record.decode() for record in same_time]
+            listed = [ListedRecord(name, before_s) for name in records if name < after.record]
+        if (missing := limit - len(listed)) > 0:
+            words = (command, key, f"({before_s!r}", repr(since_s), "WITHSCORES")
+            reply = await self._commands.run(*words, "LIMIT", 0, missing)
+            listed += [ListedRecord(record.decode(), float(score)) for record, score in reply]
+        return listed[:limit]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
         """Returns the sizes of predictions in bytes, as counted by their budget. 0: deleted."""

@@ -2,7 +2,8 @@
 --
 -- KEYS: record, store, index of the tenant, line of those that wait for the model, its pace
 -- ARGV: now, deadline, keep_s, tenant, id, document, most in the tenant's index,
---       bytes that the reply may take, budget of the store, hold ('' if there is none)
+--       bytes that the reply may take, budget of the store, hold ('' if there is none), creation
+--       time to list it with
 -- Returns 1: created, 0: exists, -1: no room. Then how many other predictions were dropped for it,
 -- and how many of the tenant have not ended, this one included.
 --
@@ -30,7 +31,7 @@ if hold then
   redis.call('ZADD', store .. ':held', deadline + LATE_S, KEYS[1])
 end
 redis.call('ZADD', store .. ':ends', deadline + ARGV[3], KEYS[1])
-redis.call('ZADD', KEYS[3], now, id)
+redis.call('ZADD', KEYS[3], ARGV[11], id)
 -- The line is cleaned when it is read. It ends with the last deadline in it.
 redis.call('ZREMRANGEBYSCORE', KEYS[4], '-inf', now)
 if redis.call('EXISTS', KEYS[4]) == 0 then redis.call('DEL', KEYS[5]) end

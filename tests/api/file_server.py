@@ -21,7 +21,7 @@ class FileServer:
 
     `asked` counts requests per path, and `headers` has the latest request's headers.
 
-    `go` releases the bodies that wait for it.
+    `go` releases the bodies that wait for it, and the responses to the paths in `held`.
     """
 
     def __init__(self, port: int, certificate: Certificate) -> None:
@@ -31,6 +31,7 @@ class FileServer:
         self.asked: Counter[str] = Counter()
         self.headers: dict[str, dict[str, str]] = {}
         self.is_asked = asyncio.Event()
+        self.held: set[str] = set()
         self.go = asyncio.Event()
 
     @property
@@ -66,6 +67,8 @@ class FileServer:
             return await self._endless(request)
         if request.path not in self.files:
             return web.Response(status=404)
+        if request.path in self.held:
+            await self.go.wait()
         response = self.files[request.path]()
         if (tag := response.headers.get("etag")) and request.headers.get("if-none-match") == tag:
             return web.Response(status=304)

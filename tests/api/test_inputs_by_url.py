@@ -36,6 +36,7 @@ from tests.api.file_server import NAME, FileServer, serving_files
 from tests.api.harness import (
     CATALOG,
     IMAGE_MODEL,
+    TEXT_MODEL,
     ApiUnderTest,
     api_with_redis,
     running_api,
@@ -130,6 +131,30 @@ async def test_an_image_is_fetched_for_an_edit(api: ApiUnderTest, files: FileSer
     assert asked["user-agent"] == "Penstock-Fetch/1"
     assert "authorization" not in asked
     assert "cookie" not in asked
+
+
+async def test_lists_use_the_creation_time_that_they_show(
+    api: ApiUnderTest, files: FileServer
+) -> None:
+    """A prediction is recorded when its image has been fetched, and shows when it was requested."""
+    url = files.add("/slow.png", PNG)
+    files.held.add("/slow.png")
+    async with asyncio.TaskGroup() as group:
+        slow = group.create_task(edited(api, url))
+        await files.is_asked.wait()
+        text = {"version": TEXT_MODEL.name, "input": {"text": "a"}}
+        later = (await api.http.post("/v1/predictions", json=text, headers=WAIT)).json()
+        files.go.set()
+    earlier = slow.result().json()
+    between = later["created_at"]
+    assert earlier["created_at"] < between
+    for query, expected in (
+        ({}, [later, earlier]),
+        ({"created_before": between}, [earlier]),
+        ({"created_after": between}, [later]),
+    ):
+        page = (await api.http.get("/v1/predictions", params=query)).json()
+        assert [entry["id"] for entry in page["results"]] == [entry["id"] for entry in expected]
 
 
 async def test_an_image_is_fetched_for_openais_edits(api: ApiUnderTest, files: FileServer) -> None:

@@ -5,10 +5,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 
+from shared.stores.redis_client import KEY_PREFIX
 from tests.api.harness import IMAGE_MODEL, TEXT_MODEL, ApiUnderTest, running_api, settings_for
 from tests.api.predicting import TEXT, WAIT
-from tests.keys import bearer, keys_url, stored
+from tests.keys import bearer, key_for, keys_url, stored
 
 pytestmark = pytest.mark.anyio
 FAILS = TEXT | {"input": {"text": "broken"}}
@@ -49,11 +51,10 @@ async def listed(api: ApiUnderTest, key: str = "a", **query: str) -> list[str]:
     ids, found = list[str](), await page(api, "/v1/predictions", key, **query)
     while True:
         ids += [entry["id"] for entry in found["results"]]
+        assert len(ids) == len(set(ids))
         if found["next"] is None:
-            break
+            return ids
         found = await page(api, found["next"], key)
-    assert len(ids) == len(set(ids))
-    return ids
 
 
 @pytest.mark.usefixtures("short_pages")
@@ -117,6 +118,42 @@ async def test_a_page_without_matches_has_a_next_page(api: ApiUnderTest) -> None
 
 
 @pytest.mark.usefixtures("short_pages")
+async def test_a_list_goes_on_after_records_that_are_gone(
+    api: ApiUnderTest, redis_url: str
+) -> None:
+    made = [(await create(api, TEXT))["id"] for _ in range(5)]
+    lose_records(redis_url, made[3:])
+    assert await listed(api) == made[2::-1]
+
+
+@pytest.mark.usefixtures("short_pages")
+async def test_a_page_of_records_that_are_gone_has_a_next_page(
+    api: ApiUnderTest, redis_url: str
+) -> None:
+    made = [(await create(api, TEXT))["id"] for _ in range(9)]
+    lose_records(redis_url, made[1:])
+    first = await page(api, "/v1/predictions")
+    assert first["results"] == []
+    second = await page(api, first["next"])
+    assert ([entry["id"] for entry in second["results"]], second["next"]) == (made[:1], None)
+
+
+@pytest.mark.usefixtures("short_pages")
+async def test_predictions_of_the_same_time_are_in_pages(api: ApiUnderTest, redis_url: str) -> None:
+    """As the runs of a batch, which show the time of the batch."""
+    made = [(await create(api, TEXT))["id"] for _ in range(7)]
+    with redis.Redis.from_url(redis_url) as client:
+        client.zadd(f"{KEY_PREFIX}predictions:of:acme", dict.fromkeys(made[1:6], 1_790_000_000.25))
+    assert await listed(api) == [made[6], made[0], *sorted(made[1:6], reverse=True)]
+
+
+def lose_records(redis_url: str, ids: list[str]) -> None:
+    """Deletes records, but not their entries in the tenant's list."""
+    with redis.Redis.from_url(redis_url) as client:
+        assert client.delete(*(f"{KEY_PREFIX}record:{name}" for name in ids)) == len(ids)
+
+
+@pytest.mark.usefixtures("short_pages")
 async def test_a_new_prediction_changes_no_later_page(api: ApiUnderTest) -> None:
     made = [(await create(api, TEXT))["id"] for _ in range(5)]
     first = await page(api, "/v1/predictions", status="succeeded")
@@ -163,12 +200,23 @@ async def test_the_key_is_shown_only_on_request(api: ApiUnderTest) -> None:
         {"created_after": "yesterday"},
         {"created_before": "2026-13-01"},
         {"include": "secret"},
+        {"model": "acme/"},
+        {"cursor": "1.5-"},
     ],
 )
 async def test_wrong_filters_are_refused_by_name(api: ApiUnderTest, query: dict[str, str]) -> None:
     answer = await api.http.get("/v1/predictions", params=query, headers=bearer("a"))
     assert answer.status_code == 422
     assert next(iter(query)) in answer.json()["detail"]
+
+
+@pytest.mark.parametrize("path", ["/v1/predictions", "/v1/batches"])
+async def test_a_whole_key_is_refused_and_not_repeated(api: ApiUnderTest, path: str) -> None:
+    key = key_for("a")
+    answer = await api.http.get(path, params={"api_key_id": key}, headers=bearer("a"))
+    assert answer.status_code in (400, 422)
+    assert "api_key_id: must be only the ID of a key" in answer.text
+    assert key[-20:] not in answer.text
 
 
 @pytest.mark.parametrize("path", ["/v1/predictions", "/v1/batches"])

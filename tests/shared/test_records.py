@@ -33,6 +33,7 @@ from shared.messages import (
     failure,
     record_id,
 )
+from shared.stores.prediction_store import ListedRecord
 from shared.stores.previews import MAX_PREVIEWS, PREVIEWS_KEPT_S, preview_keys
 from shared.stores.record_state import OVER, Claim, Finish, ReleasedClaim, State
 from shared.stores.redis_client import KEY_PREFIX
@@ -260,6 +261,21 @@ async def test_predictions_of_a_tenant_are_listed_newest_first(stores: RecordSto
     assert oldest.record == "req_0"
     since = await stores.predictions.latest("acme", 5, since_s=middle.created_at_s)
     assert since == [newest, middle]
+
+
+async def test_predictions_of_the_same_time_are_listed_once(stores: RecordStores) -> None:
+    for name in "badce":
+        await stores.predictions.create(
+            name, "acme", b"{}", deadline_s=time.time(), keep_s=60, created_at_s=5.25
+        )
+    listed = await stores.predictions.latest("acme", 2)
+    listed += await stores.predictions.latest("acme", 2, after=listed[-1])
+    listed += await stores.predictions.latest("acme", 2, after=listed[-1], since_s=5.25)
+    assert [entry.record for entry in listed] == ["e", "d", "c", "b", "a"]
+    gone = ListedRecord("cc", 5.25)
+    assert await stores.predictions.latest("acme", 9, after=gone) == listed[2:]
+    assert await stores.predictions.latest("acme", 9, after=gone, before_s=5.25) == []
+    assert await stores.predictions.latest("acme", 9, after=gone, since_s=5.5) == []
 
 
 async def test_workers_are_told_of_cancellations(stores: RecordStores) -> None:
