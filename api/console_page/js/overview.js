@@ -1,7 +1,7 @@
 // The view "Overview": requests, errors, latency, spend and budgets of a range next to the one before it, and the queue now.
 // `#overview/RANGE` is its address.
 
-import { call, hasKey, reportRows } from "./api.js";
+import { ApiError, call, hasKey, reportRows } from "./api.js";
 import { chart } from "./chart.js";
 import { badge, failure, h, put, table } from "./dom.js";
 import { rangeChoice } from "./filters.js";
@@ -15,9 +15,14 @@ import { count } from "./wording.js";
 const VIEW = "overview";
 const USUAL = "7-days";
 const REFRESH_MS = 60_000;
+/** Refreshing a range of more than a week costs more, and changes less. */
+const LONG_DAYS = 7;
+const LONG_REFRESH_MS = 300_000;
+const MS_PER_MIN = 60_000;
 const HOUR_MS = 3_600_000;
 const FAILED = ["failed", "expired", "refused"];
 const NO_MODEL = "(none)";
+const BY_RANGE = ["daily", "usage", "latency", "errors"];
 const MOST_QUEUES = 15;
 const MOST_TRIES = 10;
 const PAUSE_MS = 1000;
@@ -49,9 +54,10 @@ export async function show(place, [rangeName], signal) {
   const { username } = await call("v1/account", { signal });
   const isAdmin = await readsAllTenants(signal);
   scope.textContent = scopeOf(username, isAdmin, range, tz);
-  const workers = new Map();
+  const workers = { counts: null };
   await followQueue(now, { isAdmin, tenant: username, workers }, signal);
-  await followFigures(figures, { range, tz, isAdmin, workers }, signal);
+  const counting = isAdmin && followWorkers(now, workers, signal);
+  await Promise.all([counting, followFigures(figures, { range, tz, isAdmin }, signal)]);
 }
 
 /** True for a key with the `admin` scope. A key without the `usage` scope reads no reports at all. */
@@ -124,7 +130,7 @@ function otherQueues(models) {
 function aboutNow(isAdmin, tenant) {
   const queue = `Updated every ${POLL_MS / 1000} s by the API instance that responds. Items in flight and waits are for tenant ${tenant}.`;
   return isAdmin
-    ? `${queue} Workers counted are those that ran batches in this hour or the previous one.`
+    ? `${queue} Workers are those that ran batches in this hour or the previous one, counted every minute.`
     : `${queue} Only keys with the admin scope see the number of workers.`;
 }
 
@@ -135,46 +141,88 @@ function queueRow(status, isAdmin, workers) {
     count(status.your_items_in_flight),
     wait(status.expected_wait_s),
     pace(status.items_per_s),
-    isAdmin && (workers.get(status.model) ?? "none"),
+    isAdmin && (workers.counts ? (workers.counts.get(status.model) ?? "none") : "–"),
   ];
   return h("tr", {}, cells.filter((cell) => cell !== false).map((cell) => h("td", {}, cell)));
 }
 
 async function followFigures(place, chosen, signal) {
+  const before = { ...previousOf(chosen.range, chosen.tz), readAt: new Date(), reports: new Map() };
+  let drawn = new AbortController();
   const draw = async () => {
+    // Ends the listeners of the tables that the next drawing replaces.
+    const next = new AbortController();
     try {
-      put(place, await figures(chosen, signal));
+      const read = (name, query) => readReport(name, query, signal);
+      put(place, figures(await readFigures(chosen, before, read), { ...chosen, before }, AbortSignal.any([signal, next.signal])));
     } catch (error) {
       if (!signal.aborted) put(place, failure(error));
     }
+    drawn.abort();
+    drawn = next;
   };
   await draw();
   if (chosen.range.last < today(chosen.tz)) return;
   // A table that someone reads or has sorted with the keyboard stays as it is.
-  repeat(async () => place.contains(document.activeElement) || draw(), REFRESH_MS, signal);
+  repeat(async () => place.contains(document.activeElement) || draw(), refreshMs(chosen.range), signal);
 }
 
-async function figures({ range, tz, isAdmin, workers }, signal) {
+const refreshMs = ({ first, last }) => (daysBetween(first, last).length > LONG_DAYS ? LONG_REFRESH_MS : REFRESH_MS);
+
+/** Reads the reports of a range and, unless it was read earlier, of the one before. */
+async function readFigures({ range, tz }, before, read) {
+  const found = {};
   const current = asked(range, tz);
-  const before = previousOf(range, tz);
-  const read = (name, query) => readReport(name, query, signal);
-  const [days, daysBefore] = await Promise.all([read("daily", current), read("daily", before.query)]);
-  const [usage, usageBefore] = await Promise.all([read("usage", current), read("usage", before.query)]);
-  const [latency, latencyBefore] = await Promise.all([read("latency", current), read("latency", before.query)]);
-  const [errors, errorsBefore] = await Promise.all([read("errors", current), read("errors", before.query)]);
-  const budgets = await read("budgets", {});
-  if (isAdmin) await countWorkers(workers, read);
-  const models = byModel({ usage, latency, errors }, { usage: usageBefore, latency: latencyBefore, errors: errorsBefore });
+  for (const name of BY_RANGE) {
+    const earlier = before.reports.get(name) ?? resultOf(read(name, before.query));
+    const [now, was] = await Promise.all([resultOf(read(name, current)), earlier]);
+    found[name] = { now, was };
+    if (was.rows) before.reports.set(name, was);
+  }
+  // By default, the report begins a day ago, which may be in the previous month.
+  found.budgets = await resultOf(read("budgets", { from: `${today("UTC").slice(0, 7)}-01` }));
+  return found;
+}
+
+/** The rows of a report, or the error that its section shows. Errors that concern every section are thrown. */
+async function resultOf(reading) {
+  try {
+    return { rows: await reading };
+  } catch (error) {
+    if (!(error instanceof ApiError) || error.status === 401 || error.status === 403) throw error;
+    return { error };
+  }
+}
+
+/** A section drawn from the rows of some reports, or why there is none. `remedy` is for too many rows, if it is not a shorter range. */
+function section(results, draw, remedy = "") {
+  const error = results.find((result) => result.error)?.error;
+  if (!error) return draw(...results.map(({ rows }) => rows));
+  const reason = remedy && error.status === 400 ? `it has too many rows; ${remedy}` : error.message;
+  return failure(new Error(`This section can't be shown: ${reason}`));
+}
+
+function figures({ daily, usage, latency, errors, budgets }, { range, tz, isAdmin, before }, signal) {
+  const modelReports = [usage, latency, errors].flatMap(({ now, was }) => [now, was]);
+  const models = modelReports.some(({ error }) => error)
+    ? []
+    : byModel(
+        { usage: usage.now.rows, latency: latency.now.rows, errors: errors.now.rows },
+        { usage: usage.was.rows, latency: latency.was.rows, errors: errors.was.rows },
+      );
+  const days = [daily.now, daily.was];
   return [
     h("h2", {}, daysInWords(range.first, range.last)),
-    h("p", { class: "muted" }, `From the rows of requests, as of ${new Date().toLocaleTimeString()}. ${renewal(range, tz)}`),
-    h("div", { class: "tiles" }, tiles(days, daysBefore, models, budgets, isAdmin)),
-    h("div", { class: "drawings" }, drawings(range, days, before, daysBefore)),
+    h("p", { class: "muted" }, `From the rows of requests, as of ${new Date().toLocaleTimeString()}. ${renewal(range, tz, before)}`),
+    section(days, (now, was) => [
+      h("div", { class: "tiles" }, tiles(now, was, models, budgets, isAdmin)),
+      h("div", { class: "drawings" }, drawings(range, now, before, was)),
+    ]),
     h("h2", {}, "By model"),
-    modelTable(models, signal),
+    section(modelReports, () => modelTable(models, signal)),
     h("h2", {}, "Errors by reason"),
-    errorTable(errors, signal),
-    isAdmin && [h("h2", {}, "Budgets this month"), budgetTable(budgets, signal)],
+    section([errors.now], (rows) => errorTable(rows, signal)),
+    isAdmin && [h("h2", {}, "Budgets this month"), section([budgets], (rows) => budgetTable(rows, signal), "choose a tenant in Reports")],
   ];
 }
 
@@ -190,14 +238,32 @@ async function readReport(name, query, signal) {
   }
 }
 
-const renewal = (range, tz) =>
-  range.last < today(tz) ? "" : `Rows arrive a few seconds after the answers; this page reads them every ${REFRESH_MS / 1000} s.`;
+function renewal(range, tz, before) {
+  if (range.last < today(tz)) return "";
+  const everyMin = refreshMs(range) / MS_PER_MIN;
+  const often = everyMin === 1 ? "every minute" : `every ${everyMin} minutes`;
+  return `Rows arrive a few seconds after the answers; this page reads them ${often}. The previous range is as of ${before.readAt.toLocaleTimeString()}.`;
+}
 
-async function countWorkers(workers, read) {
-  const hour = Math.floor(Date.now() / HOUR_MS) * HOUR_MS;
-  const rows = await read("batches", { from: new Date(hour - HOUR_MS).toISOString() });
-  workers.clear();
-  for (const row of rows) workers.set(row.model, Math.max(workers.get(row.model) ?? 0, row.workers));
+/** Counts the workers of each model, whatever range is chosen. */
+async function followWorkers(place, workers, signal) {
+  const told = h("div");
+  place.append(told);
+  const recount = async () => {
+    const hour = Math.floor(Date.now() / HOUR_MS) * HOUR_MS;
+    try {
+      const rows = await readReport("batches", { from: new Date(hour - HOUR_MS).toISOString() }, signal);
+      workers.counts = new Map();
+      for (const row of rows) workers.counts.set(row.model, Math.max(workers.counts.get(row.model) ?? 0, row.workers));
+      put(told);
+    } catch (error) {
+      if (signal.aborted) return;
+      workers.counts = null;
+      put(told, failure(new Error(`Workers can't be counted: ${error.message}`)));
+    }
+  };
+  await recount();
+  repeat(recount, REFRESH_MS, signal);
 }
 
 const sum = (rows, name) => rows.reduce((total, row) => total + (row[name] ?? 0), 0);
@@ -227,14 +293,17 @@ function change(now, before, words) {
   return `${percent > 0 ? "up" : "down"} ${count(Math.abs(percent))} % from ${words(before)}`;
 }
 
-function budgetTile([budget]) {
+function budgetTile({ rows, error }) {
+  if (error) return tile("Budget this month", "–", error.message);
+  const [budget] = rows;
   if (!budget || budget.budget_usd === null) return tile("Budget this month", "none", "no limit is set");
   const end = `${dollars(budget.month_end_usd)} by the end of the month (estimate)`;
   return tile("Budget this month", dollars(budget.budget_usd), `${Math.round(budget.percent)} % spent, ${end}; months in UTC`);
 }
 
-function budgetsTile(budgets) {
-  const limited = budgets.filter((budget) => budget.budget_usd !== null);
+function budgetsTile({ rows, error }) {
+  if (error) return tile("Budgets this month", "–", "see the section below");
+  const limited = rows.filter((budget) => budget.budget_usd !== null);
   const near = limited.filter((budget) => budget.percent >= 80);
   return tile("Budgets this month", `${count(near.length)} of ${count(limited.length)}`, "tenants have spent 80 % or more; months in UTC");
 }

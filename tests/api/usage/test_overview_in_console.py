@@ -1,13 +1,17 @@
 """The console's view "Overview" in a browser, for a tenant and an administrator."""
 
+import asyncio
+import re
 import shutil
 from collections.abc import AsyncIterator
 from typing import Any
+from urllib.parse import parse_qs, urlsplit
 
 import pytest
 from axe_playwright_python.async_playwright import Axe
-from playwright.async_api import Locator, Page, async_playwright, expect
+from playwright.async_api import Locator, Page, Request, Route, async_playwright, expect
 
+from api.usage import service
 from shared.usage.writer import fields_of
 from tests.api.usage.test_reports import traffic
 from tests.api.usage.world import DAY_S, World
@@ -23,6 +27,9 @@ pytestmark = [
 ]
 
 
+REFUSED = re.compile("status of 40[03]")
+
+
 @pytest.fixture
 async def page(world: World) -> AsyncIterator[Page]:
     told: list[str] = []
@@ -36,8 +43,8 @@ async def page(world: World) -> AsyncIterator[Page]:
         await page.goto(f"{world.apis[0].url}/console#overview")
         yield page
         await browser.close()
-    # A key without the scope `usage` is refused.
-    assert [text for text in told if "status of 403" not in text] == []
+    # A key without the scope `usage` is refused, and so are reports with too many rows.
+    assert [text for text in told if not REFUSED.search(text)] == []
 
 
 async def log_in(page: Page, key: str) -> None:
@@ -123,3 +130,95 @@ async def test_a_key_without_usage_sees_the_queue(page: Page) -> None:
     now = page.get_by_role("region", name="Queue and workers now")
     await expect(now.get_by_text(MODEL.name)).to_be_visible()
     await expect(page.get_by_role("alert")).to_contain_text("scope 'usage'")
+
+
+async def test_budgets_are_read_from_the_first_of_the_month(world: World, page: Page) -> None:
+    async with page.expect_request("**/v1/reports/budgets**") as reading:
+        await log_in(page, "boss")
+    month = await page.evaluate("new Date().toISOString().slice(0, 7)")
+    assert parse_qs(urlsplit((await reading.value).url).query) == {"from": [f"{month}-01"]}
+
+
+async def test_a_report_with_too_many_rows_hides_only_its_section(
+    world: World, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_ROWS", 8)
+    await traffic(world)
+    rows = [
+        fields_of(row) | {"tenant": f"tenant-{number}", "row_id": f"{row.row_id}-{number}"}
+        for row in world.rows()[:1]
+        for number in range(9)
+    ]
+    assert not world.client.insert_rows_json(
+        f"{world.settings.dataset}.rows", rows, row_ids=[None] * len(rows)
+    )
+    await log_in(page, "boss")
+    start = "This section can't be shown: "
+    reasons = (
+        "from: exceeds the maximum of 8 rows; use a shorter range",
+        "it has too many rows; choose a tenant in Reports",
+    )
+    await expect(page.get_by_role("alert")).to_have_text([start + reason for reason in reasons])
+    await expect(tile(page, "Requests").locator("b")).not_to_have_text("0")
+    await expect(page.get_by_text("There were no errors in this range.")).to_be_visible()
+
+
+async def test_workers_are_counted_for_any_range(world: World, page: Page) -> None:
+    await traffic(world)
+    held = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        await held.wait()
+        await route.continue_()
+
+    await page.route("**/v1/reports/batches?*", hold)
+    await page.goto(f"{world.apis[0].url}/console#overview/2026-01-01..2026-01-07")
+    await log_in(page, "boss")
+    now = page.get_by_role("region", name="Queue and workers now")
+    workers = now.get_by_role("row").filter(has_text=MODEL.name).get_by_role("cell").last
+    await expect(page.get_by_text("There were no requests in either range.")).to_be_visible()
+    await expect(workers).to_have_text("–")
+    held.set()
+    await expect(workers).to_have_text("1")
+
+
+async def count_print_listeners(page: Page) -> int:
+    session = await page.context.new_cdp_session(page)
+    window = await session.send("Runtime.evaluate", {"expression": "window"})
+    found = await session.send(
+        "DOMDebugger.getEventListeners", {"objectId": window["result"]["objectId"]}
+    )
+    return [listener["type"] for listener in found["listeners"]].count("beforeprint")
+
+
+async def test_a_refresh_reads_only_what_changes(world: World, page: Page) -> None:
+    await traffic(world)
+    requests: list[str] = []
+
+    def remember(request: Request) -> None:
+        if "/v1/reports/daily?" in request.url:
+            requests.append(request.url)
+
+    page.on("request", remember)
+    await page.clock.install()
+    await page.reload()
+    async with page.expect_response("**/v1/reports/budgets?*"):
+        await log_in(page, "boss")
+    await expect(tile(page, "Requests").locator("b")).to_have_text("2")
+    listeners = await count_print_listeners(page)
+    for number in range(2):
+        async with page.expect_response("**/v1/reports/budgets?*"):
+            await page.clock.run_for(60_000)
+        await expect(page.get_by_text("every minute. The previous range is as of")).to_be_visible()
+        assert len(requests) == 3 + number
+    assert listeners == 2
+    assert await count_print_listeners(page) <= 2 * listeners
+    async with page.expect_response("**/v1/reports/budgets?*"):
+        await page.get_by_role("link", name="30 days").click()
+    await expect(page.get_by_text("every 5 minutes")).to_be_visible()
+    before = len(requests)
+    await page.clock.run_for(240_000)
+    assert len(requests) == before
+    async with page.expect_response("**/v1/reports/budgets?*"):
+        await page.clock.run_for(60_000)
+    assert len(requests) == before + 1
