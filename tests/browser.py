@@ -1,11 +1,15 @@
 """A browser, if this machine has one."""
 
 import shutil
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
+from typing import Any
 
 import pytest
+from playwright.async_api import Page, async_playwright, expect
 from playwright.sync_api import Browser, sync_playwright
+
+from tests.limits import WAIT_LIMIT_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
@@ -19,3 +23,24 @@ def running_browser() -> Iterator[Browser]:
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         yield browser
         browser.close()
+
+
+@asynccontextmanager
+async def opened_page(url: str, *, ignored: str = "-", **context: Any) -> AsyncIterator[Page]:
+    """A page of ours, for tests with an event loop. The browser must not report errors about it.
+
+    Args:
+        ignored: part of the errors that the test causes.
+        context: options of the browser context.
+    """
+    told: list[str] = []
+    async with async_playwright() as playwright:
+        browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        page = await browser.new_page(viewport={"width": 1200, "height": 900}, **context)
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("console", lambda message: told.append(message.text))
+        expect.set_options(timeout=WAIT_LIMIT_S * 1000)
+        await page.goto(url)
+        yield page
+        await browser.close()
+    assert [text for text in told if ignored not in text] == []

@@ -14,7 +14,7 @@ from playwright.async_api import FilePayload, Page, async_playwright, expect
 
 from tests.api.file_server import FileServer, serving_files
 from tests.api.harness import ApiUnderTest
-from tests.api.serving_classes import served_class
+from tests.api.serving_classes import predict, served_class
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [
@@ -59,6 +59,7 @@ class Predictor(BasePredictor):
         size: int = Input(default=20, choices=[10, 20, 30]),
         loud: bool = Input(default=False),
         token: Secret | None = Input(default=None),
+        words: list[str] = Input(default=[]),
     ) -> Answer:
         print("begins with", recording.name)
         out = Path(os.environ["TMPDIR"])
@@ -127,7 +128,7 @@ async def test_a_form_has_what_the_schema_says(page: Page) -> None:
     labels = await page.locator("form label").all_inner_texts()
     assert labels == [
         *("Text (required)", "Recording (required)", "Parts", "Times", "Level", "Size", "Loud"),
-        "Token",
+        *("Token", "Words"),
     ]
 
 
@@ -172,3 +173,20 @@ async def test_a_file_may_be_named_by_its_url(page: Page, files: FileServer) -> 
     await page.get_by_role("button", name="Run").click()
     await page.get_by_text("Logs").click()
     await expect(page.get_by_text("begins with far.wav")).to_be_visible()
+
+
+async def test_an_input_with_a_hidden_secret_is_not_retried(
+    page: Page, api: ApiUnderTest, files: FileServer
+) -> None:
+    url = files.add("/far.wav", recording()["buffer"], "audio/wav")
+    whole = await predict(api, text="hello", recording=url)
+    hidden = await predict(api, text="hello", recording=url, token="open sesame")
+    large = await predict(api, text="hello", recording=url, words=["word" * 150_000] * 2)
+    await page.goto(f"{api.url}/console#predictions")
+    for prediction, reason in ((hidden, "the secret token is not shown"), (large, "words is too")):
+        row = page.get_by_role("row").filter(has_text=prediction["id"])
+        await expect(row).to_contain_text(f"Can't be retried: {reason}")
+        await expect(row.get_by_role("button")).to_have_count(0)
+    await page.get_by_role("button", name=f"Retry {whole['id']}").click()
+    await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    await expect(page.get_by_role("heading", level=1)).not_to_have_text(whole["id"])

@@ -1,7 +1,7 @@
 // The frame: logs in, and shows the view that the address names.
 
 import { call, hasKey, useKey } from "./api.js";
-import { failure, h, put, say } from "./dom.js";
+import { failure, h, keepFocus, put, say } from "./dom.js";
 import * as batches from "./batches.js";
 import * as invoices from "./invoices.js";
 import * as keys from "./keys.js";
@@ -109,8 +109,7 @@ async function show() {
     for (const waiting of place.querySelectorAll(".loading")) waiting.remove();
     if (!signal.aborted) place.append(failure(error));
   }
-  // Where what had the focus is gone, the keyboard goes on from the new view.
-  if (!signal.aborted && document.activeElement === document.body) main.focus();
+  if (!signal.aborted) keepFocus();
 }
 
 function decoded(part) {

@@ -1,13 +1,23 @@
 // One batch: its progress, files and errors.
 
 import { call, send } from "./api.js";
-import { badge, button, download, h, put, say } from "./dom.js";
+import { badge, button, download, failure, h, keepFocus, put, say } from "./dom.js";
 import { dataTable } from "./tables.js";
 import { moment } from "./timing.js";
 import { count } from "./wording.js";
 
 const ENDS = ["failed", "completed", "expired", "cancelled"];
 const POLL_MS = 2000;
+const NEWS = {
+  validating: "The file is being checked.",
+  in_progress: "The batch is running.",
+  finalizing: "The result files are being written.",
+  completed: "The batch is complete.",
+  failed: "The batch failed.",
+  expired: "The batch expired.",
+  cancelling: "The batch is being canceled.",
+  cancelled: "The batch was canceled.",
+};
 
 /** Address of a batch. */
 export const linkTo = (id) => `#batches/${encodeURIComponent(id)}`;
@@ -20,22 +30,36 @@ export const isOpen = ({ status }) => status !== "cancelling" && !ENDS.includes(
 /** Shows a batch, and follows it until it ends. */
 export async function showBatch(place, id, signal) {
   const top = h("div", { class: "stack" });
-  put(place, h("p", { class: "no-print" }, h("a", { href: "#batches" }, "All batches")), h("h1", { class: "long" }, id), top);
+  const told = h("div");
+  put(place, h("p", { class: "no-print" }, h("a", { href: "#batches" }, "All batches")), h("h1", { class: "long" }, id), told, top);
   let shown = "";
   const draw = async () => {
     const batch = await call(pathOf(id), { signal });
     // The keyboard stays on a button while only numbers change.
-    if (batch.status === shown) top.querySelector(".counts").replaceWith(progress(batch));
-    else put(top, summary(batch, draw, signal));
-    if (shown && shown !== batch.status) say(`The batch is ${batch.status.replace("_", " ")}.`);
+    if (batch.status === shown) {
+      top.querySelector(".counts").replaceWith(progress(batch));
+      top.querySelector(".facts").replaceWith(facts(batch));
+    } else put(top, summary(batch, draw, signal));
+    if (shown && shown !== batch.status) {
+      say(NEWS[batch.status]);
+      keepFocus();
+    }
     shown = batch.status;
+    put(told);
     return batch;
   };
   let batch = await draw();
   while (!ENDS.includes(batch.status)) {
     await pause(POLL_MS, signal);
     if (signal.aborted) return;
-    if (!document.hidden) batch = await draw();
+    if (document.hidden) continue;
+    try {
+      batch = await draw();
+    } catch (error) {
+      if (signal.aborted) return;
+      // A screen reader would read an error again each time it is replaced.
+      if (!told.hasChildNodes()) put(told, failure(new Error(`Progress could not be read, trying again: ${error.message}`)));
+    }
   }
   const errors = h("div", { class: "stack" });
   place.append(errors);
@@ -44,15 +68,17 @@ export async function showBatch(place, id, signal) {
 
 function pause(ms, signal) {
   return new Promise((resolve) => {
-    const timer = setTimeout(resolve, ms);
-    signal.addEventListener("abort", () => {
+    const end = () => {
       clearTimeout(timer);
+      signal.removeEventListener("abort", end);
       resolve();
-    });
+    };
+    const timer = setTimeout(end, ms);
+    signal.addEventListener("abort", end);
   });
 }
 
-function summary(batch, again, signal) {
+function facts(batch) {
   const told = {
     Endpoint: batch.endpoint,
     Model: batch.model ?? "–",
@@ -63,6 +89,14 @@ function summary(batch, again, signal) {
     "Tokens read": batch.usage ? count(batch.usage.input_tokens) : "–",
     "Tokens written": batch.usage ? count(batch.usage.output_tokens) : "–",
   };
+  return h(
+    "dl",
+    { class: "facts" },
+    Object.entries(told).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
+  );
+}
+
+function summary(batch, again, signal) {
   const retryAll = button("Retry", () => retry(batch, batch.input_file_id, signal), { class: "quiet" });
   const { failed, total } = batch.request_counts;
   const some = batch.error_file_id && failed < total;
@@ -76,12 +110,9 @@ function summary(batch, again, signal) {
       badge(batch.status),
       h("div", { class: "row" }, isOpen(batch) && cancelButton(batch, again, signal), ENDS.includes(batch.status) && [retrySome, retryAll]),
     ),
+    ENDS.includes(batch.status) && h("p", { class: "hint" }, "A retry has no webhook, and its result files are kept for the default time."),
     progress(batch),
-    h(
-      "dl",
-      { class: "facts" },
-      Object.entries(told).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)]),
-    ),
+    facts(batch),
     fileButtons(batch, signal),
   );
 }
@@ -89,8 +120,8 @@ function summary(batch, again, signal) {
 /** Cancels a batch. */
 export function cancelButton({ id }, again, signal) {
   const cancel = async () => {
-    await call(`${pathOf(id)}/cancel`, { method: "POST", signal });
-    say("The batch is being canceled.");
+    const { status } = await call(`${pathOf(id)}/cancel`, { method: "POST", signal });
+    say(NEWS[status]);
     await again();
   };
   return button("Cancel", cancel, { class: "quiet", "aria-label": `Cancel ${id}` });
@@ -125,7 +156,7 @@ async function save(id, signal) {
   download(await (await contentOf(id, signal)).blob(), filename);
 }
 
-/** Creates a batch with the same terms and another input, and opens it. */
+/** Creates a batch with the same endpoint and metadata, and opens it. The API does not show the other terms. */
 async function retry({ endpoint, metadata }, inputFileId, signal) {
   const body = { input_file_id: inputFileId, endpoint, completion_window: "24h", ...(metadata && { metadata }) };
   const batch = await call("v1/batches", { method: "POST", body, signal });

@@ -4,7 +4,7 @@
 import { call } from "./api.js";
 import { badge, button, failure, h, put, say, table } from "./dom.js";
 import { cancelButton, fileButtons, isOpen, linkTo, progress, showBatch } from "./batch.js";
-import { filtersOf, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
+import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { moment } from "./timing.js";
 
 const VIEW = "batches";
@@ -19,8 +19,8 @@ export async function show(place, [id], signal, params) {
 }
 
 async function list(place, signal, params) {
-  const again = () => list(place, signal, params);
   const rows = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
+  const again = () => fill(rows, params, again, signal);
   put(
     place,
     h("div", { class: "row between" }, h("h1", {}, "Batches"), button("Reload", again)),
@@ -28,18 +28,30 @@ async function list(place, signal, params) {
     await listControls(VIEW, "Batch", params, STATES, signal),
     rows,
   );
+  await again();
+}
+
+/** Shows a page. Cancel and Reload draw it again, but not the form and the controls above it. */
+async function fill(rows, params, again, signal) {
   const after = params.get("after");
   const query = queryOf(params, { limit: PAGE, ...(after && { after }) });
   const { data, has_more: hasMore, last_id: last } = await call(`v1/batches?${query}`, { signal });
   put(
     rows,
-    data.length ? table("Batches", HEADS, data.map((batch) => row(batch, params, again, signal))) : none(params),
+    data.length ? table("Batches", HEADS, data.map((batch) => row(batch, params, () => redraw(batch, rows, again), signal))) : none(params),
     pageLinks(VIEW, params, "after", hasMore && last),
   );
 }
 
-const none = (params) =>
-  h("p", { class: "note" }, Object.keys(filtersOf(params)).length ? "No batch matches these filters." : "There are no batches yet.");
+async function redraw(batch, rows, again) {
+  await again();
+  keepFocusOn(linkTo(batch.id), rows);
+}
+
+function none(params) {
+  if (params.get("after")) return h("p", { class: "note" }, "There are no older batches.");
+  return h("p", { class: "note" }, Object.keys(filtersOf(params)).length ? "No batch matches these filters." : "There are no batches yet.");
+}
 
 function row(batch, params, again, signal) {
   const [first, ...more] = batch.errors?.data ?? [];
@@ -104,14 +116,16 @@ function creation(signal) {
 }
 
 async function endpointOf(file) {
-  const [line] = (await file.slice(0, FIRST_LINE_BYTES).text()).split("\n");
+  const lines = (await file.slice(0, FIRST_LINE_BYTES).text()).split("\n");
+  const first = lines.findIndex((line) => line.trim());
+  if (first < 0) throw new Error("the file has no lines");
   let url;
   try {
-    ({ url } = JSON.parse(line));
+    ({ url } = JSON.parse(lines[first]));
   } catch {
-    throw new Error("line 1 of the file is not valid JSON");
+    throw new Error(`line ${first + 1} of the file is not valid JSON`);
   }
-  if (typeof url !== "string") throw new Error("line 1 of the file has no url, such as /v1/embeddings");
+  if (typeof url !== "string") throw new Error(`line ${first + 1} of the file has no url, such as /v1/embeddings`);
   return url;
 }
 

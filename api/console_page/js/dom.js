@@ -50,10 +50,16 @@ export function failure(error) {
   return h("p", { class: "error", role: "alert" }, error.message || String(error));
 }
 
+/** Moves the focus to the view if the element that had it is gone, so that the keyboard continues from there. */
+export function keepFocus() {
+  if (document.activeElement === document.body) document.getElementById("main").focus({ preventScroll: true });
+}
+
 /** A button that can't be pressed again while its work runs. Errors go to `onError`. */
 export function button(label, work, { onError = (error) => say(error.message), ...given } = {}) {
   const made = h("button", { type: "button", ...given }, label);
   made.addEventListener("click", async () => {
+    const hadFocus = document.activeElement === made;
     made.disabled = true;
     try {
       await work();
@@ -61,6 +67,8 @@ export function button(label, work, { onError = (error) => say(error.message), .
       if (error.name !== "AbortError") onError(error);
     } finally {
       made.disabled = false;
+      // A disabled button loses the focus.
+      if (hadFocus && document.activeElement === document.body) made.focus();
     }
   });
   return made;

@@ -64,7 +64,7 @@ async function readAll(fields) {
 }
 
 /** The schema of a property, without the null of optional ones. */
-function coreOf(property) {
+export function coreOf(property) {
   const options = (property.anyOf ?? [property]).filter((option) => option.type !== "null");
   return { core: options[0] ?? {}, isOpen: options.length > 1 };
 }

@@ -1,12 +1,16 @@
 // Filters of lists, in the address: `#predictions?model=NAME&status=failed`. The API gets them under the same names.
 
 import { call } from "./api.js";
-import { h } from "./dom.js";
+import { h, keepFocus } from "./dom.js";
 import { selection } from "./filters.js";
 
 const FILTERS = ["model", "status", "api_key_id", "created_after", "created_before"];
 const TIMES = { created_after: "From", created_before: "To" };
 const MS_PER_MIN = 60_000;
+/** Keys are pk_live_ID_SECRET (shared/tenants/api_key.py). Addresses are kept in histories, so they must not have one. */
+const KEY_ID = "[0-9A-Za-z]{12}";
+const NO_KEY = "(?!.*pk_live_).*";
+const ZONE = /(Z|[+\-]\d{2}(:?\d{2})?)$/i;
 
 /** Address of a list with these parameters. */
 export function addressOf(view, params) {
@@ -42,7 +46,7 @@ export async function listControls(view, kind, params, states, signal) {
 }
 
 function search(view, kind) {
-  const field = h("input", { id: "find-id", required: true, autocomplete: "off", spellcheck: "false" });
+  const field = h("input", { id: "find-id", required: true, pattern: NO_KEY, title: `The ID of a ${kind.toLowerCase()}, never an API key`, autocomplete: "off", spellcheck: "false" });
   const submit = (event) => {
     event.preventDefault();
     location.hash = `#${view}/${encodeURIComponent(field.value.trim())}`;
@@ -62,7 +66,15 @@ function filterForm(view, params, states, models) {
     given[name] = value;
   };
   const options = (values, value) => ({ "": "All", ...Object.fromEntries([...new Set([...values, ...(value ? [value] : [])])].map((one) => [one, one])) });
-  const key = h("input", { id: "filter-key", value: chosen.api_key_id ?? "", placeholder: "All", autocomplete: "off", spellcheck: "false" });
+  const key = h("input", {
+    id: "filter-key",
+    value: chosen.api_key_id ?? "",
+    placeholder: "All",
+    pattern: KEY_ID,
+    title: "The 12 letters and digits after pk_live_, never the whole key",
+    autocomplete: "off",
+    spellcheck: "false",
+  });
   const times = Object.entries(TIMES).map(([name, label]) => timeField(name, label, chosen[name]));
   const submit = (event) => {
     event.preventDefault();
@@ -75,7 +87,7 @@ function filterForm(view, params, states, models) {
     { class: "row", "aria-label": "Filters", on: { submit } },
     selection("filter-model", "Model", options(models, chosen.model), chosen.model ?? "", keep("model")),
     selection("filter-status", "State", options(states, chosen.status), chosen.status ?? "", keep("status")),
-    h("span", { class: "labeled" }, h("label", { for: key.id }, "Key"), key),
+    h("span", { class: "labeled" }, h("label", { for: key.id }, "Key ID"), key),
     times.map(({ element }) => element),
     h("button", { class: "quiet" }, "Filter"),
     Object.keys(chosen).length > 0 && h("a", { href: `#${view}` }, "Clear"),
@@ -94,14 +106,16 @@ function timeField(name, label, value) {
   return { name, element, read };
 }
 
+/** A time of the API for a field. Without a time zone, it is in UTC. */
 function localOf(value) {
-  const at = new Date(value);
+  const at = new Date(value.includes("T") && !ZONE.test(value) ? `${value}Z` : value);
   if (Number.isNaN(at.getTime())) return "";
   return new Date(at.getTime() - at.getTimezoneOffset() * MS_PER_MIN).toISOString().slice(0, 16);
 }
 
-/** Links to the newest and to older entries. */
+/** Links to the newest and to older entries. Null without either. */
 export function pageLinks(view, params, position, next) {
+  if (!params.get(position) && !next) return null;
   const filters = filtersOf(params);
   return h(
     "nav",
@@ -109,6 +123,13 @@ export function pageLinks(view, params, position, next) {
     params.get(position) && h("a", { href: addressOf(view, filters) }, "Newest"),
     next && h("a", { href: addressOf(view, { ...filters, [position]: next }) }, "Older"),
   );
+}
+
+/** Moves the focus to the link of an entry, or to the view, if the element that had it is gone. */
+export function keepFocusOn(href, place) {
+  if (document.activeElement !== document.body) return;
+  [...place.querySelectorAll("a")].find((link) => link.getAttribute("href") === href)?.focus();
+  keepFocus();
 }
 
 /** The ID of a key, as a link to its entries. */

@@ -1,5 +1,6 @@
 // What people should know of a model before they use it: what it does, and what it costs.
 
+import { call } from "./api.js";
 import { h } from "./dom.js";
 import { dollars } from "./money.js";
 import { count } from "./wording.js";
@@ -18,6 +19,12 @@ const APIS = {
 };
 const TYPICAL_IN = 500;
 const TYPICAL_OUT = 250;
+
+/** The JSON Schema of a model's input. */
+export async function inputSchemaOf(name, signal) {
+  const [version] = (await call(`v1/models/penstock/${encodeURIComponent(name)}/versions`, { signal })).results;
+  return version.openapi_schema.components.schemas.Input;
+}
 
 /** A card with the model's description and price. */
 export function about(model, schema) {

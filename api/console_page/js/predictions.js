@@ -2,10 +2,11 @@
 // `#predictions?model=NAME&cursor=CURSOR` is the address of a page, and `#predictions/ID` that of a prediction.
 
 import { call } from "./api.js";
-import { badge, button, h, put, say, table } from "./dom.js";
+import { badge, button, h, keepFocus, put, say, table } from "./dom.js";
 import { follow } from "./follow.js";
-import { filtersOf, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
+import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { aligned, dollars } from "./money.js";
+import { modelOf, obstaclesOf } from "./replay.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
 import { moment, timeBar } from "./timing.js";
@@ -23,23 +24,41 @@ export async function show(place, [id], signal, params) {
 }
 
 async function list(place, signal, params) {
-  const again = () => list(place, signal, params);
   const rows = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
+  const again = () => fill(rows, params, again, signal);
   put(
     place,
     h("div", { class: "row between" }, h("h1", {}, "Predictions"), button("Reload", again)),
     await listControls(VIEW, "Prediction", params, STATES, signal),
     rows,
   );
+  await again();
+}
+
+/** Shows a page. Cancel and Reload draw it again, but not the controls above it. */
+async function fill(rows, params, again, signal) {
   const { found, next } = await search(params, rows, signal);
+  const obstacles = await obstaclesOf(found, signal);
   const cost = aligned(found.map((prediction) => prediction.metrics.cost_usd));
   put(
     rows,
     found.length
-      ? table("Predictions", HEADS, found.map((prediction) => row(prediction, cost, params, again, signal)))
+      ? table(
+          "Predictions",
+          HEADS,
+          found.map((prediction) => {
+            const act = action(prediction, obstacles.get(prediction.id), signal, () => redraw(prediction, rows, again));
+            return row(prediction, cost, params, act);
+          }),
+        )
       : none(params),
     pageLinks(VIEW, params, "cursor", next),
   );
+}
+
+async function redraw(prediction, rows, again) {
+  await again();
+  keepFocusOn(linkTo(prediction), rows);
 }
 
 /** Reads a page. If few predictions match the filters, pages of the API are short, so it reads several. */
@@ -57,30 +76,32 @@ async function search(params, rows, signal) {
 }
 
 function none(params) {
+  if (params.get("cursor")) return h("p", { class: "note" }, "There are no older predictions, or they have expired.");
   if (Object.keys(filtersOf(params)).length) return h("p", { class: "note" }, "No prediction matches these filters.");
   return h("p", { class: "note" }, "There are no predictions yet. ", h("a", { href: "#try" }, "Try a model."));
 }
 
-function row(prediction, cost, params, again, signal) {
+function row(prediction, cost, params, act) {
   const { id, metrics } = prediction;
   const usd = metrics.cost_usd;
   return [
     h("div", {}, h("a", { href: linkTo(prediction) }, moment(prediction.created_at)), h("div", { class: "hint" }, id)),
     badge(prediction.status),
-    prediction.model.split("/").pop(),
+    modelOf(prediction),
     h("span", { class: "clip" }, summary(prediction.input)),
     timeBar(metrics, { isSmall: true }),
     usd === undefined ? "–" : h("span", { title: dollars(usd) }, cost(usd)),
     keyLink(VIEW, params, prediction.api_key_id),
-    action(prediction, again, signal),
+    act,
   ];
 }
 
-/** Cancels an open prediction, or creates a finished one again. */
-function action(prediction, again, signal) {
+/** Cancels an open prediction, or creates a finished one again unless there is an obstacle. */
+function action(prediction, obstacle, signal, again = null) {
   const { id, status } = prediction;
   const path = `v1/predictions/${encodeURIComponent(id)}`;
   if (!OPEN.includes(status)) {
+    if (obstacle) return h("span", { class: "hint" }, refusal(obstacle));
     return button("Retry", () => retry(prediction, signal), { class: "quiet", "aria-label": `Retry ${id}` });
   }
   const cancel = async () => {
@@ -91,7 +112,9 @@ function action(prediction, again, signal) {
   return button("Cancel", cancel, { class: "quiet", "aria-label": `Cancel ${id}` });
 }
 
-/** Creates the same prediction with a new ID, and opens it. */
+const refusal = (obstacle) => `Can't be retried: ${obstacle}.`;
+
+/** Creates a prediction with the same input and a new ID, and opens it. */
 async function retry({ model, input }, signal) {
   const created = await call("v1/predictions", { method: "POST", body: { version: model, input }, signal });
   location.hash = linkTo(created);
@@ -110,6 +133,7 @@ async function one(place, id, signal) {
   const back = h("p", {}, h("a", { href: `#${VIEW}` }, "All predictions"));
   put(place, back, h("h1", { class: "long" }, id));
   const prediction = await call(path, { signal });
+  const obstacle = (await obstaclesOf([prediction], signal)).get(prediction.id);
   const isOpen = OPEN.includes(prediction.status);
   const outcome = h("div", { class: "stack" });
   if (!isOpen) {
@@ -122,7 +146,7 @@ async function one(place, id, signal) {
       "div",
       { class: "row between" },
       h("h1", { class: "long" }, prediction.id),
-      h("div", { class: "row" }, badge(prediction.status), !isOpen && action(prediction, null, signal)),
+      h("div", { class: "row" }, badge(prediction.status), !isOpen && !obstacle && action(prediction, "", signal)),
     ),
     h(
       "div",
@@ -137,8 +161,9 @@ async function one(place, id, signal) {
           facts(prediction),
           h("h2", {}, "Input"),
           h("pre", { class: "code", tabindex: 0 }, JSON.stringify(prediction.input, null, 2)),
+          !isOpen && h("p", { class: "hint" }, obstacle ? refusal(obstacle) : "Retry sends this input again, without a webhook or context."),
         ),
-        snippets({ version: prediction.model, input: prediction.input }),
+        !obstacle && snippets({ version: prediction.model, input: prediction.input }),
       ),
     ),
   );
@@ -146,6 +171,7 @@ async function one(place, id, signal) {
   await follow(path, outcome, signal);
   say("The prediction ended.");
   await one(place, id, signal);
+  keepFocus();
 }
 
 function facts(prediction) {

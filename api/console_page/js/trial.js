@@ -5,7 +5,7 @@ import { chatOf } from "./chat.js";
 import { failure, h, put, say } from "./dom.js";
 import { follow } from "./follow.js";
 import { formOf } from "./form.js";
-import { about } from "./models.js";
+import { about, inputSchemaOf } from "./models.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
 
@@ -22,9 +22,7 @@ export async function show(place, [wanted], signal) {
   }
   // A chat explains itself, so it comes first.
   const model = models.find(({ id }) => id === wanted) ?? models.find(({ task }) => task === "text") ?? models[0];
-  const name = encodeURIComponent(model.id);
-  const [version] = (await call(`v1/models/penstock/${name}/versions`, { signal })).results;
-  const schema = version.openapi_schema.components.schemas.Input;
+  const schema = await inputSchemaOf(model.id, signal);
   place.append(
     h("div", { class: "card picker" }, h("div", { class: "field" }, h("label", { for: "model" }, "Model"), selectOf(models, model)), about(model, schema)),
     model.task === "text" ? chatOf(model, schema, signal) : formWithResults(model, schema, signal),

@@ -1,0 +1,105 @@
+"""The console's view "Predictions" in a browser."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from playwright.async_api import Page, expect
+
+from tests.api.harness import ApiUnderTest, api_with_redis
+from tests.browser import needs_chromium, opened_page
+from tests.keys import key_for
+
+pytestmark = [pytest.mark.slow(about_s=20), pytest.mark.anyio, needs_chromium]
+WAIT = {"prefer": "wait=60"}
+
+api = api_with_redis(secret="s")
+
+
+@pytest.fixture
+async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
+    async with opened_page(f"{api.url}/console#live", timezone_id="America/New_York") as page:
+        yield page
+
+
+async def predict(api: ApiUnderTest, prompt: str, headers: dict[str, str] = WAIT) -> dict[str, Any]:
+    body = {"version": "writer", "input": {"prompt": prompt}}
+    response = await api.http.post("/v1/predictions", json=body, headers=headers)
+    assert response.status_code == 201
+    created: dict[str, Any] = response.json()
+    return created
+
+
+async def test_a_prompt_is_retried(api: ApiUnderTest, page: Page) -> None:
+    done = await predict(api, "say hello")
+    await page.goto(f"{api.url}/console#predictions/{done['id']}")
+    await expect(
+        page.get_by_text("Retry sends this input again, without a webhook")
+    ).to_be_visible()
+    await page.get_by_role("button", name=f"Retry {done['id']}").click()
+    await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    await expect(page.get_by_role("heading", level=1)).not_to_have_text(done["id"])
+    await expect(page.get_by_text("say hello").first).to_be_visible()
+
+
+async def test_a_chat_is_not_retried_as_a_prediction(api: ApiUnderTest, page: Page) -> None:
+    chat = {"messages": [{"role": "user", "content": "say hello"}], "store": True}
+    assert (await api.http.post("/v1/chat/completions", json=chat)).status_code == 200
+    await page.goto(f"{api.url}/console#predictions")
+    row = page.get_by_role("region", name="Predictions").locator("tbody tr")
+    reason = "Can't be retried: the model does not accept this input at /v1/predictions."
+    await expect(row).to_contain_text(reason)
+    await expect(row.get_by_role("button")).to_have_count(0)
+    await row.get_by_role("link").first.click()
+    await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    await expect(page.get_by_text(reason)).to_be_visible()
+    await expect(page.get_by_text("This request as code")).to_have_count(0)
+
+
+async def test_reload_and_cancel_keep_the_focus(api: ApiUnderTest, page: Page) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    running = await predict(api, "say hello", {})
+    await page.goto(f"{api.url}/console#predictions")
+    cancel = page.get_by_role("button", name=f"Cancel {running['id']}")
+    await expect(cancel).to_be_visible()
+    reload = page.get_by_role("button", name="Reload")
+    await reload.focus()
+    async with page.expect_response("**/v1/predictions?*"):
+        await page.keyboard.press("Enter")
+    await expect(reload).to_be_enabled()
+    await expect(reload).to_be_focused()
+    await cancel.focus()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_role("status")).to_have_text("The prediction was canceled.")
+    await expect(page.get_by_role("region").get_by_role("link").first).to_be_focused()
+    api.worker.written.release()
+
+
+async def test_a_whole_key_stays_out_of_the_address(api: ApiUnderTest, page: Page) -> None:
+    await page.goto(f"{api.url}/console#predictions")
+    for label, button in (("Key ID", "Filter"), ("Prediction ID", "Find")):
+        field = page.get_by_label(label)
+        await field.fill(key_for("a"))
+        await page.get_by_role("button", name=button).click()
+        assert await field.evaluate("field => field.validity.patternMismatch")
+    assert page.url == f"{api.url}/console#predictions"
+    await page.get_by_label("Key ID").fill("4fJ0aQz81LmN")
+    await page.get_by_role("button", name="Filter").click()
+    await expect(page).to_have_url(f"{api.url}/console#predictions?api_key_id=4fJ0aQz81LmN")
+
+
+async def test_an_expired_page_is_not_called_the_first(api: ApiUnderTest, page: Page) -> None:
+    await page.goto(f"{api.url}/console#predictions?cursor=1.0")
+    await expect(page.get_by_text("There are no older predictions")).to_be_visible()
+    await page.get_by_role("link", name="Newest").click()
+    await expect(page.get_by_text("There are no predictions yet.")).to_be_visible()
+    await expect(page.get_by_role("navigation", name="Pages")).to_have_count(0)
+
+
+@pytest.mark.parametrize(
+    "text", ["2026-01-01T12:00", "2026-01-01T12:00Z", "2026-01-01T11:00-01:00"]
+)
+async def test_a_time_in_the_address_is_in_utc(api: ApiUnderTest, page: Page, text: str) -> None:
+    await page.goto(f"{api.url}/console#predictions?created_after={text}")
+    await expect(page.get_by_label("From")).to_have_value("2026-01-01T07:00")
