@@ -65,8 +65,8 @@ LONG = {
 BLOCK = 32
 """Whole blocks of this many tokens are cached."""
 
+pytestmark = pytest.mark.slow(about_s=240)
 needs_vllm = [
-    pytest.mark.slow(about_s=240),
     pytest.mark.anyio,
     pytest.mark.skipif(shutil.which(COMMAND) is None, reason="`vllm` is not on the PATH"),
 ]

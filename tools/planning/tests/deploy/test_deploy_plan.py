@@ -279,7 +279,10 @@ def test_wrong_rates_are_refused_with_field_and_reason(
         (["--rates", EXAMPLE, "--prices", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--rates", EXAMPLE, "--tfvars", "nowhere.json"], "nowhere.json: No such file"),
         (["--rates", EXAMPLE, "--tfvars", "models.yaml"], "models.yaml: not JSON"),
-        (["--rates", EXAMPLE, "--region", *(f"r{n}" for n in range(17))], "17 regions; 16 at most"),
+        (
+            ["--rates", EXAMPLE, "--region", *(f"r{n}" for n in range(17))],
+            "17 regions; the maximum is 16",
+        ),
     ],
 )
 def test_wrong_words_are_refused_with_the_reason(
