@@ -59,7 +59,7 @@ from api.openai.images import read_blob
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.problem_details import UNPROCESSABLE
 from api.tasks.base import Inputs, check_results
-from api.tasks.custom import FieldNames, FileInput, add_files, input_of_fields
+from api.tasks.custom import FieldNames, add_files, input_of_fields
 from shared.errors import BadInput, ModelFailed, PenstockError, error_for_code
 from shared.flows.engine import plan_of
 from shared.messages import ItemOutcome
@@ -119,8 +119,8 @@ class OcrRoute(FastRoute):
         return Response(body, status, headers_for(known), "application/json")
 
 
-def _checked(body: OcrBody, model: Model) -> tuple[CustomInput, list[FileInput]]:
-    """Returns the input of a custom class, and its document.
+def _read_fields(body: OcrBody, model: Model) -> CustomInput:
+    """Returns the input of a class or flow, without its document.
 
     Disabled options are left out, so that equivalent requests have equal inputs.
 
@@ -132,47 +132,49 @@ def _checked(body: OcrBody, model: Model) -> tuple[CustomInput, list[FileInput]]
     if body.image_limit == 0:
         values["image_limit"] = 0
     values |= {DOCUMENT: body.url, "pages": body.wanted_pages}
-    custom_input, files = input_of_fields(values, model, {})
-    custom_input.is_streamed = False
-    return custom_input, files
+    ocr_input, _ = input_of_fields(values, model, {})
+    ocr_input.is_streamed = False
+    return ocr_input
 
 
-async def _with_document(
-    checked: tuple[CustomInput, list[FileInput]], owner: ImageCaller, images: SourceImages
-) -> CustomInput:
-    """Returns the input with its document.
-
-    The file name is dropped because it does not affect the result.
+async def _load_document(
+    ocr_input: CustomInput, url: str, owner: ImageCaller, images: SourceImages
+) -> None:
+    """Loads the document into an input. Its name is dropped: it does not affect the result.
 
     Raises:
         BadInput: the document can't be loaded.
         Overloaded: too many files are being fetched.
         Unavailable: the object store is unreachable.
     """
-    custom_input, [(at, url)] = checked
     if url.startswith("/"):
         url = owner.base_url + url
-    await add_files(custom_input, [(at, url)], owner, images)
-    custom_input.places[:] = [FilePlace([DOCUMENT], DOCUMENT)]
-    custom_input.files[0].media_type = "application/octet-stream"
-    return custom_input
+    await add_files(ocr_input, [([DOCUMENT], url)], owner, images)
+    ocr_input.places[:] = [FilePlace([DOCUMENT], DOCUMENT)]
+    ocr_input.files[0].media_type = "application/octet-stream"
 
 
-async def _reply(
+async def _build_reply(
     result: Result | None, model: Model, objects: ObjectStore, body: OcrBody
 ) -> OcrReply:
     """Returns the answer in Mistral's format.
 
-    Args:
-        result: result of the class or the flow.
-
     Raises:
-        ModelFailed: the class did not return pages, or their images are too large.
+        ModelFailed: the class or flow did not return pages.
+        BadInput: their images are too large.
         Unavailable: the object store is unreachable.
     """
-    (read,) = check_results([result], CustomResult, model)
+    (document,) = check_results([result], CustomResult, model)
+    images = await _read_images(document, objects)
+    pages, size_bytes = _parse_pages(document.with_blobs(images))
+    _number_images_and_tables(pages, body.image_limit)
+    return OcrReply(pages, model.name, OcrUsage(_count_pages(document, model), size_bytes))
+
+
+async def _read_images(document: CustomResult, objects: ObjectStore) -> list[Blob]:
+    """Returns the images of all pages with their data."""
     images, size = [], 0
-    for blob in read.files:
+    for blob in document.files:
         data = await read_blob(objects, blob, "image")
         size += len(data)
         if size > MAX_IMAGES_BYTES:
@@ -182,20 +184,22 @@ async def _reply(
                 field="include_image_base64",
             )
         images.append(Blob(blob.media_type, data=data))
-    output = read.with_blobs(images).to_output("", lambda key, media_type="": "")
+    return images
+
+
+def _parse_pages(document: CustomResult) -> tuple[list[OcrPage], int | None]:
+    """Returns a document's pages, and its size in bytes if known."""
+    output = document.to_output("", lambda key, media_type="": "")
     try:
         if isinstance(output, dict):
             apart = msgspec.convert(output, PagesApart)
-            pages, doc_size_bytes = _joined(apart), apart.doc_size_bytes
+            pages, size_bytes = _join_pages(apart), apart.doc_size_bytes
         else:
             pages = msgspec.convert(output, list[OcrPage])
-            doc_size_bytes = read.metrics.get(SIZE_METRIC)
+            size_bytes = document.metrics.get(SIZE_METRIC)
     except msgspec.ValidationError as error:
         raise ModelFailed(f"the model did not return valid pages: {error}") from error
-    _number(pages, body.image_limit)
-    size_bytes = doc_size_bytes if isinstance(doc_size_bytes, int) else None
-    usage = OcrUsage(_count_pages(read, model), size_bytes)
-    return OcrReply(pages, model.name, usage)
+    return pages, size_bytes if isinstance(size_bytes, int) else None
 
 
 def _count_pages(result: CustomResult, model: Model) -> int:
@@ -205,7 +209,7 @@ def _count_pages(result: CustomResult, model: Model) -> int:
     return result.work
 
 
-def _joined(apart: PagesApart) -> list[OcrPage]:
+def _join_pages(apart: PagesApart) -> list[OcrPage]:
     """Returns the pages of one-page documents with their numbers.
 
     Raises:
@@ -219,7 +223,7 @@ def _joined(apart: PagesApart) -> list[OcrPage]:
     return pages
 
 
-def _number(pages: Sequence[OcrPage], max_images: int | None) -> None:
+def _number_images_and_tables(pages: Sequence[OcrPage], max_images: int | None) -> None:
     """Numbers images and tables across pages. A class numbers them from 0 on each page.
 
     Images beyond `max_images` are left out, because a flow applies the limit to each page
@@ -276,17 +280,18 @@ class OcrEndpoint(Endpoint):
         """Returns one item. Its document is loaded when the line runs."""
         body = OcrBody.model_validate_json(data, strict=True)
         model = catalog.serving("ocr", body.model)
-        custom_input, [(_, url)] = _checked(body, model)
-        if not url.startswith(_LINE_URLS):
+        ocr_input = _read_fields(body, model)
+        if not body.url.startswith(_LINE_URLS):
             raise BadInput(f"{DOCUMENT}: {ACCEPTED}", field=DOCUMENT)
         reply_bytes = _REPLY_WITH_IMAGES_BYTES if body.include_image_base64 else _REPLY_BYTES
-        return LineRequest(body, model, [custom_input], model.deterministic, reply_bytes)
+        return LineRequest(body, model, [ocr_input], model.deterministic, reply_bytes)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
         """Loads the document of the line."""
-        owner = caller.file_owner(DOCUMENT)
-        checked = _checked(cast(OcrBody, request.body), request.model)
-        return [await _with_document(checked, owner, caller.source_images)]
+        body, owner = cast(OcrBody, request.body), caller.file_owner(DOCUMENT)
+        ocr_input = _read_fields(body, request.model)
+        await _load_document(ocr_input, body.url, owner, caller.source_images)
+        return [ocr_input]
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
         """Makes errors name the fields of the body."""
@@ -311,7 +316,7 @@ class OcrEndpoint(Endpoint):
     ) -> bytes:
         (outcome,) = outcomes
         body = cast(OcrBody, request.body)
-        return _encode(await _reply(outcome.result, request.model, tools.objects, body))
+        return _encode(await _build_reply(outcome.result, request.model, tools.objects, body))
 
 
 router = Router(scope="ocr", route_class=OcrRoute)
@@ -335,12 +340,12 @@ async def create_ocr(
     body = await call.read_json(OcrBody)
     model = call.serving(catalog, "ocr", body.model)
     with _names_for(model).used():
-        checked = _checked(body, model)
+        ocr_input = _read_fields(body, model)
         inference.check_room(call, model, 1)
         quota = storage.quota_of(call.caller, DOCUMENT)
         owner = inference.file_owner(call, model, quota, call.answer_by_s(model))
-        loading = _with_document(checked, owner, source_images)
-        ocr_input = await while_connected(call.http.receive, loading)
+        loading = _load_document(ocr_input, body.url, owner, source_images)
+        await while_connected(call.http.receive, loading)
         async with recording.compute(
             call,
             model,
@@ -349,7 +354,7 @@ async def create_ocr(
             is_repeatable=model.deterministic,
             failure=partial(_failure_of, body),
         ) as delivery:
-            reply = await _reply(delivery.outcomes[0].result, model, objects, body)
+            reply = await _build_reply(delivery.outcomes[0].result, model, objects, body)
     return Response(_encode(reply), media_type="application/json")
 
 

@@ -44,7 +44,7 @@ from shared.errors import (
     Unavailable,
     UnknownModel,
 )
-from shared.flows.run import Run, receipts_of
+from shared.flows.run import Run, RunFailed, receipts_of
 from shared.messages import (
     MAX_DATA_BYTES,
     Envelope,
@@ -217,14 +217,18 @@ class FlowEngine:
 
     async def settle(self, prediction: Prediction) -> None:
         """Ends the record of a closed or canceled run, with the cost of its items."""
-        record = await self._records.read(prediction.record)
-        if record is not None:
-            await self._settle(prediction.record, record, prediction.webhook_events, None)
+        run_id = prediction.record
+        record = await self._records.read(run_id)
+        if record is not None and record.reply is None:
+            await self._end_closed(run_id, record, await self._runs.read(run_id))
+            await self._publish_end(run_id, prediction)
 
     async def _advance(
         self, envelope: Envelope, body: JobBody, *, is_repeated: bool
     ) -> list[StepRow]:
-        run_id, rows, is_notified = envelope.request_id, list[StepRow](), is_repeated
+        run_id, rows = envelope.request_id, list[StepRow]()
+        # The process that ended the run may have died before notifying anyone.
+        must_notify = is_repeated
         while True:
             record = await self._records.read(run_id)
             if record is None or not record.document:  # dropped or deleted
@@ -234,15 +238,19 @@ class FlowEngine:
                 # The process that planned them may have died before their rows were written.
                 rows[:] = self._build_planned_rows(prediction, state, envelope)
             if record.is_over or record.closed:
-                events = prediction.webhook_events
-                await self._settle(run_id, record, events, envelope, again=is_notified)
+                if record.reply is None:
+                    await self._end_closed(run_id, record, state, envelope)
+                if record.reply is None or must_notify:
+                    await self._publish_end(run_id, prediction)
+                    await self._wake_waiter(envelope)
                 return rows
             try:
                 run = Run(run_id, plan_of(prediction), state)
-                if run.is_over and run.failure is None:
+                run.check()
+                if run.is_over:
                     await self._succeed(run, envelope)
-                    is_notified = True
-                elif await self._go_on(run, envelope, body, rows, is_repeated=is_repeated):
+                    must_notify = True
+                elif not await self._plan_ready(run, envelope, body, rows, is_repeated=is_repeated):
                     return rows
             except (BadInput, ModelFailed) as error:
                 await self._runs.close(run_id, msgspec.json.encode(error_item(error)))
@@ -258,10 +266,10 @@ class FlowEngine:
                 continue
             with suppress(UnknownModel):  # the model was removed from the catalog
                 model = self._catalog.find(step.model)
-                rows.append(StepRow(model, _of_step(envelope, step, model, index), outcome))
+                rows.append(StepRow(model, _step_envelope(envelope, step, model, index), outcome))
         return rows
 
-    async def _go_on(
+    async def _plan_ready(
         self,
         run: Run,
         envelope: Envelope,
@@ -270,57 +278,61 @@ class FlowEngine:
         *,
         is_repeated: bool,
     ) -> bool:
-        """Plans steps that can start. Returns whether nothing more follows now.
+        """Plans steps that can start. Returns whether one of them is already over.
 
         Raises:
-            BadInput: the run fails.
+            RunFailed: a step can't be planned.
         """
-        if run.failure is not None:
-            raise _FlowFailed(run.failure)
-        goes_on = False
+        is_any_over = False
         for number in run.ready:
-            is_done = await self._plan(run, number, envelope, body, rows)
-            goes_on = goes_on or is_done
+            is_any_over |= await self._plan(run, number, envelope, body, rows)
         if is_repeated:
             for number in run.unpublished:
-                await self._publish_first(envelope, number, run.state.steps[number].jobs, run)
-        return not goes_on
+                await self._publish_first(run, number, run.state.steps[number].jobs, envelope)
+        return is_any_over
 
     async def _plan(
         self, run: Run, number: int, envelope: Envelope, body: JobBody, rows: list[StepRow]
     ) -> bool:
         """Plans a step and publishes its first jobs. Returns whether it is already over."""
         step = run.plan.steps[number]
+        model, inputs = self._find_inputs(step, run)
+        items, done = self._build_items(number, inputs, model, envelope.tenant, body)
+        done |= await self._find_cached(items, model, body)
+        pending_items = [item for item in items if item.index not in done]
+        jobs = [
+            msgspec.json.encode(msgspec.structs.replace(body, items=group))
+            for group in divide_into_jobs(pending_items, model.definition.largest_job(model))
+        ]
+        ended = {index: msgspec.json.encode(outcome) for index, outcome in done.items()}
+        planned = await self._runs.plan(run.id, number, jobs, len(inputs), ended)
+        if planned != "stored":
+            self._mark_unpaid(items, done, model)
+            if planned == "no_room":
+                reason = f"step {step.id!r}: unfinished predictions leave no room for it"
+                raise RunFailed(ItemError(Overloaded.code, reason))
+            return planned == "ended"
+        own = _step_envelope(envelope, step, model, index_of(number, 0))
+        rows += [StepRow(model, own, outcome) for outcome in done.values()]
+        await self._publish_first(run, number, len(jobs), envelope)
+        return not jobs or any(outcome.error is not None for outcome in done.values())
+
+    def _find_inputs(
+        self, step: FlowStep, run: Run
+    ) -> tuple[Model, Mapping[int, Mapping[str, Any]]]:
+        """Returns a step's model, and the inputs of its items by position.
+
+        Raises:
+            RunFailed: a value is missing, or the model was removed.
+        """
         try:
-            model = self._catalog.find(step.model)
-            inputs = plan_step(step, run.scope)
+            return self._catalog.find(step.model), plan_step(step, run.scope)
         except BadInput as error:
             at_step = "" if error.field else f"step {step.id!r}: "
             reason = f"{at_step}{error.message}"
-            raise _FlowFailed(ItemError(error.code, reason, error.field)) from error
-        own = _of_step(envelope, step, model, index_of(number, 0))
-        items, done = self._items(number, inputs, model, envelope.tenant, body)
-        done |= await self._hits(items, model, body)
-        pending_items = [item for item in items if item.index not in done]
-        jobs = [
-            msgspec.structs.replace(body, items=some)
-            for some in jobs_of(pending_items, model.definition.largest_job(model))
-        ]
-        encoded = [msgspec.json.encode(job) for job in jobs]
-        ended = {index: msgspec.json.encode(outcome) for index, outcome in done.items()}
-        noted = await self._runs.plan(run.id, number, encoded, len(inputs), ended)
-        if noted <= 0:
-            self._leave_unpaid(items, done, model)
-        if noted == -2:
-            reason = f"step {step.id!r}: unfinished predictions leave no room for it"
-            raise _FlowFailed(ItemError(Overloaded.code, reason))
-        if noted <= 0:  # another process did it, or the run has ended
-            return noted < 0
-        rows += [StepRow(model, own, outcome) for outcome in done.values()]
-        await self._publish_first(envelope, number, len(jobs), run)
-        return not jobs or any(outcome.error is not None for outcome in done.values())
+            raise RunFailed(ItemError(error.code, reason, error.field)) from error
 
-    def _items(
+    def _build_items(
         self,
         number: int,
         inputs: Mapping[int, Mapping[str, Any]],
@@ -350,7 +362,7 @@ class FlowEngine:
                 items.append(item)
         return items, failed
 
-    async def _hits(
+    async def _find_cached(
         self, items: Sequence[Item], model: Model, body: JobBody
     ) -> dict[int, ItemOutcome]:
         if self._cache is None or not body.cache_read:
@@ -364,7 +376,7 @@ class FlowEngine:
                 hits[item.index] = ItemOutcome(item.index, "succeeded", hit.receipt(), hit.result)
         return hits
 
-    def _leave_unpaid(
+    def _mark_unpaid(
         self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
     ) -> None:
         """Marks cache hits as unpaid again if the plan that would pay for them doesn't count."""
@@ -378,7 +390,7 @@ class FlowEngine:
         if self._cache is not None:
             self._cache.mark_unpaid(owed, model.cache.ttl_s)
 
-    async def _publish_first(self, envelope: Envelope, number: int, jobs: int, run: Run) -> None:
+    async def _publish_first(self, run: Run, number: int, jobs: int, envelope: Envelope) -> None:
         await self._publish(envelope, number, range(min(jobs, WINDOW_JOBS)), run.plan.steps[number])
         await self._runs.note_published(run.id, number)
 
@@ -396,7 +408,7 @@ class FlowEngine:
             body = _bodies.decode(data)
             first = body.items[0].index
             if step is not None and model is not None:
-                own = _of_step(envelope, step, model, first)
+                own = _step_envelope(envelope, step, model, first)
             else:
                 own = msgspec.structs.replace(envelope, part=first + 1, tries=0)
             sending.append(self._send(own, body))
@@ -438,43 +450,38 @@ class FlowEngine:
             if slo.counts_toward_slo(flow.deadline, envelope.priority, limits_s):
                 slo.count_ended(flow.name, status)
 
-    async def _settle(
-        self,
-        run_id: str,
-        record: Record,
-        webhook_events: Sequence[str],
-        envelope: Envelope | None,
-        *,
-        again: bool = False,
+    async def _end_closed(
+        self, run_id: str, record: Record, state: RunState, envelope: Envelope | None = None
     ) -> None:
-        """Ends the record of a closed or canceled run. Notifies waiters.
+        """Ends the record of a closed or canceled run, with the cost of its items.
 
-        `again`: also if another process has ended it, because that process may have died before
-        notifying them.
+        Args:
+            envelope: to count the end in metrics. None: the API counts it.
         """
-        if record.reply is not None and not again:
+        error = _errors.decode(record.closed) if record.closed else None
+        reply = ReplyBody(receipts_of(state), error, replied_at_s=time.time())
+        end: EndState = "canceled" if record.state == "canceled" else "failed"
+        is_ours = await self._finish(run_id, end, reply)
+        if not is_ours or envelope is None or error is None:
             return
-        if record.reply is None:
-            steps = await self._runs.read(run_id)
-            error = _errors.decode(record.closed) if record.closed else None
-            reply = ReplyBody(receipts_of(steps), error, replied_at_s=time.time())
-            state: EndState = "canceled" if record.state == "canceled" else "failed"
-            is_ours = await self._finish(run_id, state, reply)
-            if is_ours and envelope is not None and error is not None:
-                is_late = error.code == DeadlineExceeded.code
-                self._count_toward_slo(envelope, "expired" if is_late else state)
-                if error.code == ModerationBlocked.code:
-                    drawn = sum(step_of(outcome.index) == 0 for outcome in reply.outcomes)
-                    WITHHELD.labels(envelope.flow).inc(drawn)
-        await self._webhooks.publish(run_id, webhook_events, "output")
-        await self._webhooks.publish(run_id, webhook_events, "completed")
-        if envelope is not None and envelope.inbox:
-            attributes = reply_attributes(run_id, 0, envelope.slot)
-            wakes = encode_reply_body(ReplyBody([], replied_at_s=time.time()))
-            try:
-                await self._publisher.publish(envelope.inbox, wakes, attributes)
-            except BadInput:
-                return  # the instance is gone, and so is its caller
+        is_late = error.code == DeadlineExceeded.code
+        self._count_toward_slo(envelope, "expired" if is_late else end)
+        if error.code == ModerationBlocked.code:
+            drawn = sum(step_of(outcome.index) == 0 for outcome in reply.outcomes)
+            WITHHELD.labels(envelope.flow).inc(drawn)
+
+    async def _publish_end(self, run_id: str, prediction: Prediction) -> None:
+        for event in ("output", "completed"):
+            await self._webhooks.publish(run_id, prediction.webhook_events, event)
+
+    async def _wake_waiter(self, envelope: Envelope) -> None:
+        """Notifies the API instance whose caller waits for the run."""
+        if not envelope.inbox:
+            return
+        attributes = reply_attributes(envelope.request_id, 0, envelope.slot)
+        data = encode_reply_body(ReplyBody([], replied_at_s=time.time()))
+        with suppress(BadInput):  # the instance is gone, and so is its caller
+            await self._publisher.publish(envelope.inbox, data, attributes)
 
     async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> bool:
         """Ends the record unless it has already ended or a caller canceled it first.
@@ -491,14 +498,6 @@ class FlowEngine:
         return is_ours
 
 
-class _FlowFailed(BadInput):
-    """The run ends with a step's error."""
-
-    def __init__(self, error: ItemError) -> None:
-        super().__init__(error.message, field=error.field)
-        self.code = error.code
-
-
 def plan_of(prediction: Prediction) -> FlowPlan:
     return FlowPlan.model_validate(prediction.flow)
 
@@ -513,8 +512,8 @@ def may_retry(job: Job, outcome: ItemOutcome) -> bool:
     )
 
 
-def jobs_of(items: Sequence[Item], largest: int) -> list[list[Item]]:
-    """Divides items into jobs that fit into messages.
+def divide_into_jobs(items: Sequence[Item], largest: int) -> list[list[Item]]:
+    """Groups items into jobs that fit into messages.
 
     Equal items share a job, so that they are computed once.
 
@@ -541,7 +540,7 @@ def _bytes_of(item: Item) -> int:
     return len(msgspec.json.encode(item))
 
 
-def _of_step(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:
+def _step_envelope(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:
     """Returns the envelope of a step's job, whose first item has this index."""
     return msgspec.structs.replace(
         envelope,

@@ -7,7 +7,6 @@ to date.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator, Iterator
-from functools import cached_property
 from typing import Any
 
 import msgspec
@@ -93,17 +92,19 @@ class Run:
     def is_over(self) -> bool:
         return all(step.id in self.scope for step in self.plan.steps)
 
-    @cached_property
-    def failure(self) -> ItemError | None:
-        """Returns why the run fails: the error of the first failed item without a default."""
+    def check(self) -> None:
+        """Fails the run if an item of a step without a default has failed.
+
+        Raises:
+            RunFailed: with the error of the first such item.
+        """
         for index in sorted(self.outcomes):
             outcome, step = self.outcomes[index], self.plan.steps[step_of(index)]
             is_borne = step.has_default and outcome.status == "failed"
             if outcome.error is not None and not is_borne:
                 if self.plan.gives == "images" and step_of(index) == 0:
-                    return outcome.error  # the error is about the caller's input
-                return _error_of_step(step, index, outcome.error)
-        return None
+                    raise RunFailed(outcome.error)  # the error is about the caller's input
+                raise RunFailed(_error_of_step(step, index, outcome.error))
 
     def output(self) -> Result:
         """Returns the flow's output, once all steps are over.
@@ -121,6 +122,14 @@ class Run:
     def receipts(self) -> list[ItemOutcome]:
         """Returns the outcomes of all items, without their results."""
         return receipts_of(self.state)
+
+
+class RunFailed(BadInput):
+    """The run ends with a step's error."""
+
+    def __init__(self, error: ItemError) -> None:
+        super().__init__(error.message, field=error.field)
+        self.code = error.code
 
 
 async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:

@@ -25,12 +25,19 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from shared.stores.records_redis import RecordsRedis
 from shared.stores.redis_client import load_script
 from shared.stores.retention import BUDGET_BYTES
 
+Planned = Literal["stored", "known", "ended", "no_room"]
+"""The result of planning a step.
+
+`known`: another process stored it. `ended`: the run has ended. `no_room`: the tenant's predictions
+leave no room for it.
+"""
+_PLANNED: dict[int, Planned] = {1: "stored", 0: "known", -1: "ended", -2: "no_room"}
 WINDOW_JOBS = 64
 """Approximate number of jobs per step and run in the topic at a time."""
 _STATES = "shared/stores/record_states.lua"
@@ -68,15 +75,12 @@ class FlowRuns:
         jobs: Sequence[bytes],
         items: int,
         done: Mapping[int, bytes],
-    ) -> int:
+    ) -> Planned:
         """Stores a step's jobs.
 
         Args:
             items: number of items, including finished ones.
             done: outcomes of items that are already finished.
-
-        Returns:
-            1: stored. 0: already stored. -1: the run has ended. -2: there is no room for it.
         """
         fields: list[str | bytes] = []
         for number, job in enumerate(jobs):
@@ -87,7 +91,7 @@ class FlowRuns:
         counts = (step, items, len(done), len(jobs), first)
         args = (time.time(), *counts, *fields)
         keys = (*self._keys(run), self._redis.predictions_key)
-        return int(await self._commands.run_script(PLAN, keys, *args))
+        return _PLANNED[await self._commands.run_script(PLAN, keys, *args)]
 
     async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
         """Returns a step's jobs. Jobs of a dropped run are missing."""

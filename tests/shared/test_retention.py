@@ -246,7 +246,7 @@ async def test_worker_plans_a_step_within_the_budget_of_the_api(redis_url: str) 
             )
         await worker.records.finish("old", "succeeded", REPLY % (b"w" * BUDGET_BYTES))
         assert await api.flow_runs.open("run", b"{}")
-        assert await worker.flow_runs.plan("run", 1, [b"{}"], 1, {}) == 1
+        assert await worker.flow_runs.plan("run", 1, [b"{}"], 1, {}) == "stored"
         assert await api.records.read("old") is not None
 
 
