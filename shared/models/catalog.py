@@ -101,8 +101,8 @@ class Model(CatalogEntry):
         self._check_by_task()
         self._check_rerank()
         if not self.definition.has_interface:
-            self._has_no_fields_of_ones_own()
-            self._has_no_resources()
+            self._refuse_custom_fields()
+            self._refuse_resources()
         if self.replies == "slots" and not self.definition.stores_blobs:
             raise ValueError(
                 f"replies: must be direct, because results of {self.definition.noun} can't be put "
@@ -134,13 +134,13 @@ class Model(CatalogEntry):
         if self.rerank != "cosine" and not self.definition.compares_texts:
             raise ValueError(f"rerank: {self.definition.noun} does not support it; leave it out")
 
-    def _has_no_resources(self) -> None:
+    def _refuse_resources(self) -> None:
         usual = ModelResources()
         for name, value in self.resources:
             if name != "gpu_memory_bytes" and value != getattr(usual, name):
                 raise ValueError(f"resources.{name}: only custom models support it; leave it out")
 
-    def _has_no_fields_of_ones_own(self) -> None:
+    def _refuse_custom_fields(self) -> None:
         fields = {
             "batch.key": self.batch.key,
             "batch.max_work": self.batch.max_work,
