@@ -7,6 +7,7 @@ import math
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass
+from datetime import UTC, datetime
 
 from api.batches.documents import WINDOW_S, BatchCreated, BatchState, Status
 from api.batches.files import KEEP_S, BatchFile, BatchFiles, is_of
@@ -23,7 +24,9 @@ INPUT_KEEP_S = 3600
 PAGE = 100
 """Maximum number of batches per page, and number of batches to read at once for a match."""
 MAX_CHECKED = 1000
-"""Maximum number of batches per page that are checked for a match."""
+"""Number of batches after which a page with a match ends."""
+MAX_CHECKED_WITHOUT_MATCH = 10_000
+"""Maximum number of batches that are checked for the first match of a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,14 +148,15 @@ class Batches:
     async def page(self, tenant: str, *, after: str, limit: int, wanted: BatchFilter) -> BatchPage:
         """Returns a page of a tenant's batches, newest first.
 
-        If few batches match, the page ends after MAX_CHECKED batches: it may be short or even
-        empty, and has a next page.
+        If few batches match, the page ends after MAX_CHECKED batches: it may be short, and has a
+        next page. OpenAI's clients stop at an empty page, so it is empty only if it is the last.
 
         Args:
             after: `last_id` of the previous page, or a batch on it. Empty: start at the beginning.
             limit: maximum number of batches, up to PAGE.
 
         Raises:
+            BadInput: none of the first MAX_CHECKED_WITHOUT_MATCH batches matches.
             Unavailable: the object store is unreachable.
         """
         # IDs have millisecond resolution.
@@ -163,8 +167,11 @@ class Batches:
             and wanted.after_s - 0.001 <= created_at_s(batch_id) < wanted.before_s
         ]
         owner, batches = owner_of(tenant), list[BatchState]()
-        checked, end, window = 0, min(len(ids), MAX_CHECKED), limit + 1
-        while checked < end and len(batches) <= limit:
+        checked, window = 0, limit + 1
+        while checked < len(ids) and len(batches) <= limit:
+            end = MAX_CHECKED if batches else MAX_CHECKED_WITHOUT_MATCH
+            if checked >= end:
+                break
             some = ids[checked : min(checked + window, end)]
             read = await asyncio.gather(*(self._store.state(owner, batch_id) for batch_id in some))
             batches += [state for state in read if state is not None and wanted.matches(state)]
@@ -172,6 +179,8 @@ class Batches:
         if len(batches) > limit:
             return BatchPage(batches[:limit], True, batches[limit - 1].created.id)
         if checked < len(ids):
+            if not batches:
+                raise _too_many_checked(created_at_s(ids[checked]))
             return BatchPage(batches, True, ids[checked - 1])
         return BatchPage(batches, False, batches[-1].created.id if batches else None)
 
@@ -207,3 +216,12 @@ class Batches:
                     "to finish",
                     field="file_id",
                 )
+
+
+def _too_many_checked(next_at_s: float) -> BadInput:
+    following = datetime.fromtimestamp(next_at_s + 0.001, UTC).isoformat(timespec="milliseconds")
+    reason = f"none of the {MAX_CHECKED_WITHOUT_MATCH} newest batches in this range matches"
+    return BadInput(
+        f"created_before: {reason}; to search older ones, set it to {following}",
+        field="created_before",
+    )

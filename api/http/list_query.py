@@ -8,6 +8,7 @@ from typing import Annotated, Literal
 from fastapi import Query
 from pydantic import AfterValidator, BeforeValidator
 
+from shared.errors import BadInput
 from shared.tenants.api_key import holds_key
 from shared.tenants.rules import NOT_AN_ID
 
@@ -49,6 +50,17 @@ Include = Annotated[
     Literal["api_key_id"] | None,
     Query(description="Adds the public ID of the API key that created each entry."),
 ]
+
+
+def model_name(text: str) -> str:
+    """Returns the name in `model`, without the owner that it may have. Empty: all models.
+
+    Raises:
+        BadInput: there is only an owner.
+    """
+    if text.endswith("/"):
+        raise BadInput("model: must be a model name, with or without its owner", field="model")
+    return text.rpartition("/")[2]
 
 
 def unix_s(moment: datetime | None, default_s: float) -> float:

@@ -20,7 +20,15 @@ from api.bodies import MAX_URL_CHARS, Body, Metadata
 from api.http.auth import check_model
 from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.list_query import CreatedAfter, CreatedBefore, Include, KeyId, OfModel, unix_s
+from api.http.list_query import (
+    CreatedAfter,
+    CreatedBefore,
+    Include,
+    KeyId,
+    OfModel,
+    model_name,
+    unix_s,
+)
 from api.http.router import Router
 from shared.errors import BadInput
 from shared.settings import ApiSettings
@@ -259,10 +267,11 @@ async def list_batches(
 ) -> Response:
     """Lists the batches of the tenant, newest first. `last_id` is the `after` of the next page.
 
-    If few batches match the filters, a page may be short or even empty and have more after it.
+    If few batches match the filters, a page may be short and have more after it. It is empty only
+    if there are no more.
     """
     wanted = BatchFilter(
-        model,
+        model_name(model),
         status,
         api_key_id,
         unix_s(created_after, -math.inf),

@@ -29,7 +29,15 @@ from api.http.encode_json import encode_json
 from api.http.fast_route import FastProblemRoute
 from api.http.inference import Inference
 from api.http.injection import injectable
-from api.http.list_query import CreatedAfter, CreatedBefore, Include, KeyId, OfModel, unix_s
+from api.http.list_query import (
+    CreatedAfter,
+    CreatedBefore,
+    Include,
+    KeyId,
+    OfModel,
+    model_name,
+    unix_s,
+)
 from api.http.openapi import NOT_OVER, OF_LIMITS, Responses, empty, problems, references, success
 from api.http.recording import Recording
 from api.http.router import Router
@@ -415,10 +423,8 @@ async def list_all(
     """
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
-    if model.endswith("/"):
-        raise BadInput("model: must be a model name, with or without its owner", field="model")
     wanted = PredictionFilter(
-        model.rpartition("/")[2],
+        model_name(model),
         status,
         api_key_id,
         unix_s(created_after, -math.inf),

@@ -80,23 +80,50 @@ async def test_filtered_lists_are_in_pages(tmp_path: Path, redis_url: str) -> No
 async def test_a_page_checks_a_limited_number_of_batches(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(service, "PAGE", 2)
     monkeypatch.setattr(service, "MAX_CHECKED", 3)
     async with batching(tmp_path, redis_url) as (api, _):
         client, made = api.openai(), list[str]()
         for number in range(8):
             lines = [line("1")] if number in (0, 3) else [line("1"), line("1")]
             made.append((await until(client, await created(client, jsonl(lines)))).id)
-        pages, query = list[tuple[list[str], bool, str | None]](), {"status": "completed"}
+        pages = list[tuple[list[str], bool, str | None]]()
+        query = {"status": "completed", "limit": "1"}
         while not pages or pages[-1][1]:
             page = (await api.http.get("/v1/batches", params=query)).json()
             ids = [batch["id"] for batch in page["data"]]
             pages.append((ids, page["has_more"], page["last_id"]))
             query["after"] = page["last_id"]
-        assert pages == [
-            ([], True, made[5]),
-            ([made[3]], True, made[2]),
-            ([made[0]], False, made[0]),
-        ]
+        assert pages == [([made[3]], True, made[2]), ([made[0]], False, made[0])]
+        listed = client.batches.list(limit=1, extra_query={"status": "completed"})
+        assert [batch.id async for batch in listed] == [made[3], made[0]]
+
+
+async def test_a_page_without_a_match_is_never_followed_by_another(
+    tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_CHECKED", 1)
+    monkeypatch.setattr(service, "MAX_CHECKED_WITHOUT_MATCH", 2)
+    async with batching(tmp_path, redis_url) as (api, _):
+        client, made = api.openai(), list[str]()
+        for number in range(4):
+            lines = [line("1")] if number == 1 else [line("1"), line("1")]
+            made.append((await until(client, await created(client, jsonl(lines)))).id)
+        query = {"status": "completed"}
+        refused = (await api.http.get("/v1/batches", params=query)).json()["error"]
+        assert refused["param"] == "created_before"
+        query["created_before"] = refused["message"].rpartition("set it to ")[2]
+        page = (await api.http.get("/v1/batches", params=query)).json()
+        assert [batch["id"] for batch in page["data"]] == [made[1]]
+
+
+async def test_an_owner_without_a_model_is_refused(api: ApiUnderTest) -> None:
+    refused = await api.http.get("/v1/batches", params={"model": "acme/"})
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "model")
+    batch = await until(api.openai(), await created(api.openai(), jsonl([line("1")])))
+    for name in (TEXT_MODEL.name, f"acme/{TEXT_MODEL.name}"):
+        page = (await api.http.get("/v1/batches", params={"model": name})).json()
+        assert [one["id"] for one in page["data"]] == [batch.id]
 
 
 async def test_key_of_other_models_reads_no_batch_and_no_output(
