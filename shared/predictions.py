@@ -224,6 +224,7 @@ def body_of(
         "version": prediction.version,
         "deployment": prediction.deployment or None,
         "source": prediction.source,
+        "endpoint": prediction.endpoint or None,
         "status": record.state,
         "input": prediction.input,
         "output": output,

@@ -78,6 +78,11 @@ class PredictionReply(msgspec.Struct):
     version: str
     deployment: str | None
     source: Literal["api"]
+    endpoint: str | None
+    """Extension: path of the endpoint that created it, such as `/v1/images/edits`.
+
+    Null: created as a prediction. Otherwise, `input` may lack files.
+    """
     status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
     input: dict[str, Any]
     output: Any

@@ -1,25 +1,37 @@
 """The console's view "Predictions" in a browser."""
 
 import asyncio
+import re
 from collections.abc import AsyncIterator
 from typing import Any
 
 import pytest
-from playwright.async_api import Page, expect
+from playwright.async_api import Page, Route, expect
 
 from tests.api.harness import ApiUnderTest, api_with_redis
+from tests.api.test_masks import SOURCE, uri
 from tests.browser import needs_chromium, opened_page
 from tests.keys import key_for
 
 pytestmark = [pytest.mark.slow(about_s=20), pytest.mark.anyio, needs_chromium]
 WAIT = {"prefer": "wait=60"}
+SHORT_WAITS = """
+window.waitsMs = [];
+const wait = window.setTimeout;
+window.setTimeout = (work, ms, ...given) => {
+  window.waitsMs.push(ms);
+  return wait(work, Math.min(ms, 20), ...given);
+};
+"""
 
 api = api_with_redis(secret="s")
 
 
 @pytest.fixture
 async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
-    async with opened_page(f"{api.url}/console#live", timezone_id="America/New_York") as page:
+    # Chromium logs requests that fail.
+    url, failure = f"{api.url}/console#live", "Failed to load resource"
+    async with opened_page(url, ignored=failure, timezone_id="America/New_York") as page:
         yield page
 
 
@@ -37,8 +49,16 @@ async def test_a_prompt_is_retried(api: ApiUnderTest, page: Page) -> None:
     await expect(
         page.get_by_text("Retry sends this input again, without a webhook")
     ).to_be_visible()
+    api.worker.written = asyncio.Semaphore(0)
     await page.get_by_role("button", name=f"Retry {done['id']}").click()
+    await expect(page.get_by_text(re.compile("Waits for a worker|Runs"))).to_be_visible()
+    await expect(page.get_by_role("status")).to_have_text("The prediction was created.")
+    for _ in range(5):
+        api.worker.written.release()
     await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    await expect(page.get_by_role("status")).to_have_text(
+        re.compile("The prediction (was created|ended)")
+    )
     await expect(page.get_by_role("heading", level=1)).not_to_have_text(done["id"])
     await expect(page.get_by_text("say hello").first).to_be_visible()
 
@@ -48,13 +68,76 @@ async def test_a_chat_is_not_retried_as_a_prediction(api: ApiUnderTest, page: Pa
     assert (await api.http.post("/v1/chat/completions", json=chat)).status_code == 200
     await page.goto(f"{api.url}/console#predictions")
     row = page.get_by_role("region", name="Predictions").locator("tbody tr")
-    reason = "Can't be retried: the model does not accept this input at /v1/predictions."
+    reason = "Can't be retried: it was sent to /v1/chat/completions, not to /v1/predictions."
     await expect(row).to_contain_text(reason)
     await expect(row.get_by_role("button")).to_have_count(0)
     await row.get_by_role("link").first.click()
     await expect(page.get_by_role("heading", name="Result")).to_be_visible()
     await expect(page.get_by_text(reason)).to_be_visible()
     await expect(page.get_by_text("This request as code")).to_have_count(0)
+
+
+async def test_an_edit_without_a_model_is_not_retried_without_its_image(
+    api: ApiUnderTest, page: Page
+) -> None:
+    edit = {"prompt": "a circle", "images": [{"image_url": uri(SOURCE)}], "stream": True}
+    async with api.http.stream("POST", "/v1/images/edits", json=edit) as answer:
+        await answer.aread()
+    (listed,) = (await api.http.get("/v1/predictions")).json()["results"]
+    assert listed["endpoint"] == "/v1/images/edits"
+    assert not {"image", "images"} & listed["input"].keys()
+    await page.goto(f"{api.url}/console#predictions")
+    row = page.get_by_role("region", name="Predictions").locator("tbody tr")
+    await expect(row).to_contain_text("Can't be retried: it was sent to /v1/images/edits")
+    await expect(row.get_by_role("button")).to_have_count(0)
+
+
+async def test_a_lost_stream_is_reopened_and_finally_replaced_by_polls(
+    api: ApiUnderTest, page: Page
+) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    running = await predict(api, "say hello", {})
+    lost = list[str]()
+
+    async def lose(route: Route) -> None:
+        lost.append(route.request.url)
+        await route.abort()
+
+    await page.route("**/stream?*", lose)
+    await page.goto("about:blank")
+    await page.add_init_script(SHORT_WAITS)
+    await page.goto(f"{api.url}/console#predictions/{running['id']}")
+    await expect(page.get_by_text("The connection for live progress was lost")).to_be_visible()
+    assert len(lost) == 5
+    assert await page.evaluate("window.waitsMs.slice(0, 4)") == [1000, 2000, 4000, 8000]
+    for _ in range(5):
+        api.worker.written.release()
+    await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    await expect(page.get_by_role("status")).to_have_text("The prediction ended.")
+
+
+async def test_a_stream_that_fails_once_continues(api: ApiUnderTest, page: Page) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    running = await predict(api, "say hello", {})
+    tries = list[str]()
+
+    async def fail_first(route: Route) -> None:
+        tries.append(route.request.url)
+        if len(tries) == 1:
+            await route.fulfill(status=503, json={"detail": "Redis is unreachable"})
+        else:
+            await route.continue_()
+
+    await page.route("**/stream?*", fail_first)
+    await page.goto("about:blank")
+    await page.add_init_script(SHORT_WAITS)
+    await page.goto(f"{api.url}/console#predictions/{running['id']}")
+    async with page.expect_response(lambda response: "/stream?" in response.url and response.ok):
+        pass
+    for _ in range(5):
+        api.worker.written.release()
+    await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    assert len(tries) == 2
 
 
 async def test_reload_and_cancel_keep_the_focus(api: ApiUnderTest, page: Page) -> None:

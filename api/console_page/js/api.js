@@ -2,7 +2,8 @@
 
 const KEPT = "penstock.key";
 const CONNECTS = 5;
-const PAUSE_MS = 1000;
+const FIRST_PAUSE_MS = 1000;
+const TOO_MANY = 429;
 
 /** URL of the API: the page is served next to it, with or without a prefix. */
 export const base = new URL(".", document.location.href);
@@ -79,14 +80,32 @@ async function refusal(response) {
   return new ApiError(response.status, String(message));
 }
 
+/** An event stream that could not be reopened. */
+export class StreamLost extends Error {}
+
+/** Waits. Ends early if the signal is aborted. */
+export function pause(ms, signal) {
+  return new Promise((resolve) => {
+    const end = () => {
+      clearTimeout(timer);
+      signal.removeEventListener("abort", end);
+      resolve();
+    };
+    const timer = setTimeout(end, ms);
+    signal.addEventListener("abort", end);
+    if (signal.aborted) end();
+  });
+}
+
 /**
- * Yields server-sent events as {event, data}, and reconnects if the stream ended too early.
- * EventSource can't send a key. https://html.spec.whatwg.org/multipage/server-sent-events.html
+ * Yields server-sent events as {event, data}. If the stream ends too early, it reconnects after pauses that double,
+ * and finally throws StreamLost. EventSource can't send a key. https://html.spec.whatwg.org/multipage/server-sent-events.html
  */
 export async function* events(path, signal) {
   let lastId = "";
   for (let tries = 0; tries < CONNECTS; tries += 1) {
-    if (tries) await new Promise((resolve) => setTimeout(resolve, PAUSE_MS));
+    if (tries) await pause(FIRST_PAUSE_MS * 2 ** (tries - 1), signal);
+    signal.throwIfAborted();
     try {
       const response = await send(path, {
         headers: lastId ? { "last-event-id": lastId } : {},
@@ -94,16 +113,19 @@ export async function* events(path, signal) {
       });
       for await (const found of parsed(response.body)) {
         lastId = found.id || lastId;
-        tries = 0;
+        if (found.id) tries = 0;
         yield found;
         if (found.event === "done") return;
       }
     } catch (error) {
-      if (error.name === "AbortError" || error instanceof ApiError) throw error;
+      if (error.name === "AbortError" || isRefusal(error)) throw error;
     }
   }
-  throw new Error("the stream of events was lost");
+  throw new StreamLost("the stream of events was lost");
 }
+
+/** Whether an error would come again: the API understood the request and refused it. */
+export const isRefusal = (error) => error instanceof ApiError && error.status < 500 && error.status !== TOO_MANY;
 
 async function* parsed(body) {
   const reader = body.pipeThrough(new TextDecoderStream()).getReader();

@@ -1,7 +1,7 @@
 // The frame: logs in, and shows the view that the address names.
 
 import { call, hasKey, useKey } from "./api.js";
-import { failure, h, keepFocus, put, say } from "./dom.js";
+import { failure, h, hush, keepFocus, put, say } from "./dom.js";
 import * as batches from "./batches.js";
 import * as invoices from "./invoices.js";
 import * as keys from "./keys.js";
@@ -99,7 +99,7 @@ async function show() {
   leaving.abort();
   leaving = new AbortController();
   const { signal } = leaving;
-  say("");
+  hush();
   const place = h("section", { class: "view" });
   put(main, place);
   window.scrollTo(0, 0);

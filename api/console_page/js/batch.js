@@ -1,7 +1,7 @@
 // One batch: its progress, files and errors.
 
-import { call, send } from "./api.js";
-import { badge, button, download, failure, h, keepFocus, put, say } from "./dom.js";
+import { call, pause, send } from "./api.js";
+import { badge, button, download, failure, h, keepFocus, put, say, sayThenOpen } from "./dom.js";
 import { dataTable } from "./tables.js";
 import { moment } from "./timing.js";
 import { count } from "./wording.js";
@@ -64,18 +64,6 @@ export async function showBatch(place, id, signal) {
   const errors = h("div", { class: "stack" });
   place.append(errors);
   await showErrors(batch, errors, signal);
-}
-
-function pause(ms, signal) {
-  return new Promise((resolve) => {
-    const end = () => {
-      clearTimeout(timer);
-      signal.removeEventListener("abort", end);
-      resolve();
-    };
-    const timer = setTimeout(end, ms);
-    signal.addEventListener("abort", end);
-  });
 }
 
 function facts(batch) {
@@ -160,8 +148,7 @@ async function save(id, signal) {
 async function retry({ endpoint, metadata }, inputFileId, signal) {
   const body = { input_file_id: inputFileId, endpoint, completion_window: "24h", ...(metadata && { metadata }) };
   const batch = await call("v1/batches", { method: "POST", body, signal });
-  say("The batch was created.");
-  location.hash = linkTo(batch.id);
+  sayThenOpen("The batch was created.", linkTo(batch.id));
 }
 
 async function retryFailed(batch, signal) {

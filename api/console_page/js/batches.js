@@ -2,7 +2,7 @@
 // `#batches?status=failed&after=ID` is the address of a page, and `#batches/ID` that of a batch.
 
 import { call } from "./api.js";
-import { badge, button, failure, h, put, say, table } from "./dom.js";
+import { badge, button, failure, h, put, sayThenOpen, table } from "./dom.js";
 import { cancelButton, fileButtons, isOpen, linkTo, progress, showBatch } from "./batch.js";
 import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { moment } from "./timing.js";
@@ -87,8 +87,7 @@ function creation(signal) {
       put(told, h("p", { class: "muted" }, "Uploading …"));
       const endpoint = await endpointOf(file.files[0]);
       const batch = await createBatch(file.files[0], endpoint, signal);
-      say("The batch was created.");
-      location.hash = linkTo(batch.id);
+      sayThenOpen("The batch was created.", linkTo(batch.id));
     } catch (error) {
       if (!signal.aborted) put(told, failure(error));
     } finally {

@@ -1,13 +1,13 @@
 // A chat with a text model. Each answer is a prediction, so it streams, can be stopped, and has its time and cost.
 
-import { call, events } from "./api.js";
+import { call } from "./api.js";
 import { button, failure, h, put, say } from "./dom.js";
+import { untilEnd } from "./follow.js";
 import { markdown } from "./markdown.js";
 import { dollars } from "./money.js";
 import { chatSnippets } from "./snippets.js";
 import { duration, placeInLine } from "./timing.js";
 
-const ENDS = ["succeeded", "failed", "canceled"];
 const USUAL_TOKENS = 512;
 const USUAL_TEMPERATURE = 0.7;
 const EXAMPLES = ["Write a short story", "Explain what an API is in two sentences", "List five names for a coffee shop"];
@@ -161,16 +161,18 @@ async function stream(place, answer, live, waiting) {
     put(live, answer.content ? markdown(answer.content) : waiting);
     if (isAtEnd) log.scrollTop = log.scrollHeight;
   };
-  for await (const { event, data } of events(`${path}/stream?events=queue`, signal)) {
+  const add = ({ event, data }) => {
     if (event === "queue") waiting.textContent = placeInLine(JSON.parse(data));
-    if (event !== "output") continue;
+    if (event !== "output") return;
     firstMs ??= performance.now() - beganMs;
     answer.content += data;
     drawing ||= requestAnimationFrame(draw);
-  }
+  };
+  const prediction = await untilEnd(path, "queue", signal, add, () => {
+    waiting.textContent = "The connection was lost. Asking for the answer from time to time …";
+    drawing ||= requestAnimationFrame(draw);
+  });
   cancelAnimationFrame(drawing);
-  let prediction = await call(path, { signal });
-  if (!ENDS.includes(prediction.status)) prediction = await call(path, { signal });
   if (typeof prediction.output === "string") answer.content = prediction.output;
   if (prediction.error) answer.error = prediction.error;
   answer.facts = factsOf(prediction, chat.body, firstMs, answer.content);

@@ -40,9 +40,25 @@ export function put(element, ...children) {
   return element;
 }
 
+let isForNextView = false;
+
 /** Says something to everyone, screen readers included. */
 export function say(text) {
+  isForNextView = false;
   document.getElementById("status").textContent = text;
+}
+
+/** Says something that stays when the next view opens. */
+export function sayThenOpen(text, address) {
+  say(text);
+  isForNextView = true;
+  location.hash = address;
+}
+
+/** Removes what was said about the view before. */
+export function hush() {
+  if (!isForNextView) say("");
+  isForNextView = false;
 }
 
 /** A note of what went wrong. */

@@ -2,8 +2,8 @@
 // `#predictions?model=NAME&cursor=CURSOR` is the address of a page, and `#predictions/ID` that of a prediction.
 
 import { call } from "./api.js";
-import { badge, button, h, keepFocus, put, say, table } from "./dom.js";
-import { follow } from "./follow.js";
+import { badge, button, h, keepFocus, put, say, sayThenOpen, table } from "./dom.js";
+import { ENDS, follow } from "./follow.js";
 import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { aligned, dollars } from "./money.js";
 import { modelOf, obstaclesOf } from "./replay.js";
@@ -13,7 +13,7 @@ import { moment, timeBar } from "./timing.js";
 
 const VIEW = "predictions";
 const OPEN = ["starting", "processing"];
-const STATES = [...OPEN, "succeeded", "failed", "canceled"];
+const STATES = [...OPEN, ...ENDS];
 const LONGEST_SUMMARY = 80;
 const FULL_PAGE = 10;
 const HEADS = ["Created", "State", "Model", "Input", "Time", "Cost", "Key", ""];
@@ -117,7 +117,7 @@ const refusal = (obstacle) => `Can't be retried: ${obstacle}.`;
 /** Creates a prediction with the same input and a new ID, and opens it. */
 async function retry({ model, input }, signal) {
   const created = await call("v1/predictions", { method: "POST", body: { version: model, input }, signal });
-  location.hash = linkTo(created);
+  sayThenOpen("The prediction was created.", linkTo(created));
 }
 
 const linkTo = ({ id }) => `#predictions/${encodeURIComponent(id)}`;

@@ -26,7 +26,10 @@ export async function obstaclesOf(predictions, signal) {
     predictions.map((prediction) => {
       const name = modelOf(prediction);
       const schema = schemas.get(name);
-      return [prediction.id, schema ? obstacleOf(prediction.input, schema, tasks.get(name)) : "this key can't use the model"];
+      if (!schema) return [prediction.id, "this key can't use the model"];
+      // Other endpoints have other fields and defaults, and files that are not part of the displayed input.
+      if (prediction.endpoint) return [prediction.id, `it was sent to ${prediction.endpoint}, not to /v1/predictions`];
+      return [prediction.id, obstacleOf(prediction.input, schema, tasks.get(name))];
     }),
   );
 }

@@ -1,6 +1,6 @@
 // Tables of numbers: pages of rows, totals, order by a click on a heading, and every row on paper.
 
-import { button, h, put } from "./dom.js";
+import { h, put } from "./dom.js";
 import { aligned, dollars } from "./money.js";
 import { cellText, heading, unitOf, unitWords } from "./wording.js";
 
@@ -24,7 +24,10 @@ export function dataTable(caption, columns, rows, signal) {
   const state = { first: 0, by: -1, down: false, all: false };
   const body = h("tbody");
   const heads = order.map((at) => head(columns[at], isNumber[at], () => sort(at)));
-  const pager = h("div", { class: "pager no-print" });
+  const pager = pages(rows.length, (by) => {
+    state.first += by;
+    draw();
+  });
   const draw = () => {
     const sorted = state.by < 0 ? rows : [...rows].sort(comparison(state.by, state.down));
     const shown = state.all ? sorted.slice(0, MOST_PRINTED) : sorted.slice(state.first, state.first + PAGE);
@@ -34,7 +37,7 @@ export function dataTable(caption, columns, rows, signal) {
       if (direction) heads[place].setAttribute("aria-sort", direction);
       else heads[place].removeAttribute("aria-sort");
     });
-    put(pager, rows.length > PAGE && pages(rows.length, state, draw));
+    pager.draw(state.first);
   };
   const sort = (at) => {
     state.down = state.by === at ? !state.down : isNumber[at];
@@ -59,7 +62,7 @@ export function dataTable(caption, columns, rows, signal) {
         totals(columns, words, order, rows),
       ),
     ),
-    pager,
+    rows.length > PAGE && pager.element,
   );
 }
 
@@ -145,20 +148,22 @@ function comparison(at, down) {
   };
 }
 
-function pages(total, state, draw) {
-  const move = (by) => {
-    state.first += by;
-    draw();
+/** Buttons to the rows before and after. They stay, so that the keyboard can continue from them. */
+function pages(total, move) {
+  const turn = (label, by) => h("button", { type: "button", class: "quiet", on: { click: () => move(by) } }, label);
+  const words = h("span", { class: "muted", "aria-live": "polite" });
+  const back = turn("Previous", -PAGE);
+  const on = turn("Next", PAGE);
+  const draw = (first) => {
+    const last = Math.min(total, first + PAGE);
+    const focused = document.activeElement;
+    words.textContent = `${first + 1}–${last} of ${total}`;
+    back.hidden = first === 0;
+    on.hidden = last === total;
+    if (focused === back && back.hidden) on.focus();
+    if (focused === on && on.hidden) back.focus();
   };
-  const last = Math.min(total, state.first + PAGE);
-  const back = button("Previous", () => move(-PAGE), { class: "quiet" });
-  const on = button("Next", () => move(PAGE), { class: "quiet" });
-  // `button` enables itself when its work is done, so the ends are left out instead.
-  return [
-    h("span", { class: "muted" }, `${state.first + 1}–${last} of ${total}`),
-    state.first > 0 && back,
-    last < total && on,
-  ];
+  return { element: h("div", { class: "pager no-print" }, words, back, on), draw };
 }
 
 function printsAll(state, draw, signal) {

@@ -3,13 +3,12 @@
 import { call } from "./api.js";
 import { chatOf } from "./chat.js";
 import { failure, h, put, say } from "./dom.js";
-import { follow } from "./follow.js";
+import { ENDS, follow } from "./follow.js";
 import { formOf } from "./form.js";
 import { about, inputSchemaOf } from "./models.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
 
-const ENDS = ["succeeded", "failed", "canceled"];
 const MOST_EARLIER = 12;
 
 /** Shows the view. */
@@ -85,11 +84,7 @@ async function predict(body, outcome, signal) {
   put(outcome, h("div", { class: "card" }, h("p", { class: "muted" }, "Sent …")));
   const created = await call("v1/predictions", { method: "POST", body, signal });
   const path = `v1/predictions/${encodeURIComponent(created.id)}`;
-  let prediction = created;
-  if (!ENDS.includes(created.status)) {
-    await follow(path, outcome, signal);
-    prediction = await call(path, { signal });
-  }
+  const prediction = ENDS.includes(created.status) ? created : await follow(path, outcome, signal);
   const link = h("a", { href: `#predictions/${encodeURIComponent(created.id)}` }, "Open the prediction");
   put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal), h("p", {}, link)), snippets(body));
   say(`The prediction ${prediction.status}.`);

@@ -123,7 +123,7 @@ async def test_an_owner_without_a_model_is_refused(api: ApiUnderTest) -> None:
     batch = await until(api.openai(), await created(api.openai(), jsonl([line("1")])))
     for name in (TEXT_MODEL.name, f"acme/{TEXT_MODEL.name}"):
         page = (await api.http.get("/v1/batches", params={"model": name})).json()
-        assert [one["id"] for one in page["data"]] == [batch.id]
+        assert [listed["id"] for listed in page["data"]] == [batch.id]
 
 
 async def test_key_of_other_models_reads_no_batch_and_no_output(

@@ -208,6 +208,22 @@ async def test_report_of_budgets_is_of_this_month(world: World, page: Page) -> N
     await expect(page.get_by_text(re.compile(r"from \d{4}-\d{2}-01 00:00 UTC to"))).to_be_visible()
 
 
+async def test_paging_a_table_keeps_the_focus(world: World, page: Page) -> None:
+    await traffic(world)
+    await log_in(page, "a")
+    await go(page, "reports/daily/90-days")
+    following = page.get_by_role("button", name="Next")
+    await following.focus()
+    for words in ("26–50 of 90", "51–75 of 90"):
+        await page.keyboard.press("Enter")
+        await expect(page.get_by_text(words)).to_be_visible()
+        await expect(following).to_be_focused()
+    await page.keyboard.press("Enter")
+    await expect(page.get_by_text("76–90 of 90")).to_be_visible()
+    await expect(following).to_be_hidden()
+    await expect(page.get_by_role("button", name="Previous")).to_be_focused()
+
+
 async def test_every_row_is_printed_and_no_control(world: World, page: Page) -> None:
     await traffic(world)
     await log_in(page, "a")
