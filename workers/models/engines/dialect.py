@@ -18,6 +18,7 @@ from shared.models.catalog import Model
 from workers.models.base import PreparedPrompt
 from workers.models.generation.vocabulary import Vocabulary
 
+CUT = "the stream ended before the text"
 Post = Callable[[str, Mapping[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 """Called as post(path, body). Leaving the context stops the computation."""
 Chances = Mapping[int, float]
@@ -137,6 +138,7 @@ class EngineDialect(ABC):
         """Yields the rest of a text as it is written.
 
         Raises:
+            ConnectionError: the stream has ended before the text.
             PenstockError: there is no reply.
         """
 

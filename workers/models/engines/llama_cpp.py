@@ -21,6 +21,7 @@ from shared.errors import ConfigurationError, ModelFailed, PenstockError
 from shared.models.catalog import Model
 from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.engines.dialect import (
+    CUT,
     Asked,
     EngineDialect,
     Hardware,
@@ -97,7 +98,7 @@ class LlamaCpp(EngineDialect):
         return reply
 
     async def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
-        count = 0
+        count, is_whole = 0, False
         async with post(PATH, request_of(item, asked, streams=True)) as response:
             if response.status != 200:
                 decode_answer(await response.read())
@@ -108,7 +109,10 @@ class LlamaCpp(EngineDialect):
                     continue
                 reply = self._complete(answer, count)
                 count += len(reply.tokens)
+                is_whole = answer.stop
                 yield reply
+        if not is_whole:
+            raise ConnectionError(CUT)
 
     def _complete(self, answer: Answer, count: int) -> Reply:
         """Adds the tokens that a stream has left out, if they can be reconstructed.

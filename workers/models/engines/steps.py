@@ -194,7 +194,8 @@ class EngineSteps:
         generation = self._items.pop(slot, None)
         if generation is not None:
             self._charge()
-            self._tasks[slot].cancel()
+            if slot in self._tasks:  # otherwise the engine has just died
+                self._tasks[slot].cancel()
             self._changed.set()
         return generation
 

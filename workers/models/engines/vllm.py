@@ -26,6 +26,7 @@ from shared.errors import BadInput, ConfigurationError, ModelFailed, PenstockErr
 from shared.models.catalog import Model
 from workers.models.base import PreparedPrompt
 from workers.models.engines.dialect import (
+    CUT,
     Asked,
     Chances,
     EngineDialect,
@@ -61,6 +62,8 @@ _MIN_TOP_P = 1e-6
 """It refuses 0."""
 _TOKEN_PREFIX = "token_id:"
 _DEAD = "EngineCore encountered an issue"
+_ENDING = "abort"
+"""Why a text ended: the server is shutting down. Nobody else can abort texts."""
 _SAFE_LINES = re.compile(
     r"\(\w+ pid=\d+\) (ERROR|CRITICAL) [\d-]+ [\d:]+ \[(core|core_client|utils|launcher)\.py:\d+\]"
 )
@@ -137,8 +140,13 @@ class Vllm(EngineDialect):
             schema_field = item.schema_field if item.json_schema else ""
             if response.status != 200:
                 await _answer_of(response, schema_field)
+            is_whole = False
             async for data in read_events(response):
-                yield _reply_of(_decode(data, schema_field), item)
+                answer = _decode(data, schema_field)
+                is_whole |= any(choice.finish_reason for choice in answer.choices)
+                yield _reply_of(answer, item)
+        if not is_whole:
+            raise ConnectionError(CUT)
 
     def _request_of(self, item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
         # The same numbers are not used again behind what was written before.
@@ -309,6 +317,8 @@ def _reply_of(answer: _Answer, item: PreparedPrompt) -> Reply:
     details = None if answer.usage is None else answer.usage.prompt_tokens_details
     reply = Reply(cached_tokens=None if details is None else details.cached_tokens or 0)
     for choice in answer.choices:
+        if choice.finish_reason == _ENDING:
+            raise ConnectionError("the engine is shutting down")
         if choice.finish_reason not in (None, "stop", "length"):
             raise ModelFailed(f"the engine ended the text: {choice.finish_reason}")
         reply.tokens = choice.token_ids or []

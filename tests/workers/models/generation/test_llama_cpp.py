@@ -119,6 +119,15 @@ class Told:
                 self.changed.clear()
                 await self.changed.wait()
 
+    async def until_any(self, tokens: int) -> None:
+        """Waits until an item that has not ended has reported this many tokens."""
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            while not any(
+                slot not in self.results and self.written(slot) >= tokens for slot in self.chunks
+            ):
+                self.changed.clear()
+                await self.changed.wait()
+
 
 async def run(engine: PooledProcess, *items: PreparedPrompt) -> list[Any]:
     """Returns the outcomes of items that are admitted together."""

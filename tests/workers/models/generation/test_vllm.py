@@ -62,6 +62,8 @@ LONG = {
         "chunk_tokens": 16,
     },
 }
+QUEUED = 40
+"""More texts than slots: some can't be over, however late the test kills their engine."""
 BLOCK = 32
 """Whole blocks of this many tokens are cached."""
 
@@ -279,12 +281,12 @@ class TestEngine:
     async def test_an_engine_that_dies_gives_its_texts_back_and_is_started_again(
         self, engine: PooledProcess
     ) -> None:
-        told = Told()
         item = tiny.prompt(IDS, 1000, **ENDLESS)
+        told = Told()
         running = asyncio.create_task(
-            engine.run_steps([item], timeout_s=WAIT_LIMIT_S, on_message=told)
+            engine.run_steps([item] * QUEUED, timeout_s=WAIT_LIMIT_S, on_message=told)
         )
-        await told.until(0, 2)
+        await told.until_any(2)
         pid = engine.pid or 0
         assert len(list_tree(pid)) > 1
         os.kill(pid, signal.SIGKILL)
@@ -294,8 +296,10 @@ class TestEngine:
             await engine.ready()
         with pytest.raises(ProcessLookupError):
             os.killpg(pid, 0)
-        (result,) = await run(engine, later(item, told.chunks[0]))
-        assert result.text.startswith("".join(chunk.text for chunk in told.chunks[0]))
+        assert all(isinstance(result, GenerationResult) for result in told.results.values())
+        begun = [chunks for slot, chunks in told.chunks.items() if slot not in told.results]
+        (result,) = await run(engine, later(item, begun[0]))
+        assert result.text.startswith("".join(chunk.text for chunk in begun[0]))
         assert result.output_tokens == 1000
 
 
@@ -377,6 +381,11 @@ def asked_of(item: PreparedPrompt, **more: Any) -> Asked:
     return Asked(IDS, 0, "owner", keeps=False, tokens=4, **more)
 
 
+def ended_by(reason: str) -> dict[str, Any]:
+    """A completion without tokens."""
+    return {"choices": [{"finish_reason": reason}]}
+
+
 BAD_SCHEMA = {"error": {"message": "grammar error", "code": 400}}
 DEAD = {"error": {"message": "EngineCore encountered an issue. See stack trace", "code": 500}}
 NO_NUMBER = {
@@ -402,7 +411,8 @@ NO_NUMBER = {
         (Answer(BAD_SCHEMA, 400), ModelFailed, "rejected the text"),
         (Answer("text"), ModelFailed, "an answer that is not JSON"),
         (Answer(NO_NUMBER), ModelFailed, NO_NUMBERS),
-        (Answer({"choices": [{"finish_reason": "abort"}]}), ModelFailed, "ended the text: abort"),
+        (Answer(ended_by("abort")), ConnectionError, "is shutting down"),
+        (Answer(ended_by("error")), ModelFailed, "ended the text: error"),
     ],
 )
 async def test_bad_answers_are_told_apart(
@@ -453,7 +463,7 @@ async def test_a_prompt_is_echoed_once_though_its_text_is_written_in_pieces(fold
 
 async def test_an_answer_without_tokens_is_not_asked_for_again(folder: Path) -> None:
     with pytest.raises(ModelFailed, match="an answer without tokens"):
-        await compute(folder, tiny.prompt(IDS[:3], 4), Server(*[Answer({})] * 2))
+        await compute(folder, tiny.prompt(IDS[:3], 4), Server(*[Answer(ended_by("length"))] * 2))
 
 
 COMMAND_OF_TEST = """

@@ -1,0 +1,135 @@
+"""Engines that die at each place of an answer.
+
+Their texts must be given back, so that another worker can continue them. A failure would end them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+from re import compile as pattern
+
+import pytest
+
+from shared.models.tasks.text import GenerationResult
+from tests.limits import WAIT_LIMIT_S
+from tests.workers.models.generation import fake_engine, tiny
+from tests.workers.models.generation.test_llama_cpp import IDS, Told, later
+from workers.models.base import PreparedPrompt
+from workers.models.client import ModelProcessDied
+from workers.models.engines.dialect import EngineDialect, Launch
+from workers.models.engines.llama_cpp import LlamaCpp
+from workers.models.engines.process import EngineProcess
+from workers.models.engines.steps import Engine, EngineSteps
+from workers.models.engines.vllm import Vllm
+from workers.models.generation.vocabulary import Vocabulary
+from workers.models.step_shares import StepRoom
+
+TOKENS = 12
+PLACES_IN_STREAM = (
+    "before the head",
+    "after the head",
+    "between events",
+    "in an event",
+    "in a chunk",
+    "behind an empty stream",
+    "behind a stream without an end",
+)
+PLACES_IN_BODY = ("before the head", "after the head", "in the body")
+DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
+
+pytestmark = pytest.mark.slow(about_s=20)
+
+
+@asynccontextmanager
+async def opened(folder: Path, protocol: str, answer: str, place: str) -> AsyncIterator[Engine]:
+    """An engine that dies at a place in this kind of answer. With no place, it does not."""
+    arguments = [protocol, answer, place]
+    launch = Launch(
+        {
+            "command": [sys.executable, fake_engine.__file__, *arguments],
+            "key_variable": "KEY",
+        },
+        context_path="/",
+        context_keys=(),
+        safe_lines=pattern("a^"),
+    )
+    entry = tiny.entry(engine=protocol, precision="auto")
+    process = await EngineProcess.start(launch, "key", 1, WAIT_LIMIT_S)
+    try:
+        dialect = DIALECTS[protocol](entry, Vocabulary(folder))
+        yield Engine(process, dialect, 1, 1000, shares_with_all=False)
+    finally:
+        await process.end()
+
+
+async def compute(engine: Engine, item: PreparedPrompt, told: Told) -> None:
+    steps = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, told)
+    try:
+        await steps.run([item], WAIT_LIMIT_S)
+    finally:
+        await asyncio.sleep(0)  # the last messages are delivered
+
+
+@pytest.mark.parametrize("protocol", DIALECTS)
+@pytest.mark.parametrize(
+    ("answer", "place"),
+    [
+        *(("stream", place) for place in PLACES_IN_STREAM),
+        *(("body", place) for place in PLACES_IN_BODY),
+    ],
+)
+async def test_a_text_is_given_back_wherever_its_engine_dies(
+    folder: Path, protocol: str, answer: str, place: str
+) -> None:
+    # llama.cpp's stream lacks log probabilities, so the text is written in pieces.
+    logprobs = 0 if (protocol, answer) == ("llama.cpp", "body") else -1
+    item = tiny.prompt(IDS, TOKENS, is_streamed=True, logprobs=logprobs)
+    told = Told()
+    async with opened(folder, protocol, answer, place) as engine:
+        with pytest.raises(ModelProcessDied, match="the engine closed the connection"):
+            await compute(engine, item, told)
+    assert not told.results
+    if logprobs >= 0:
+        return
+    chunks = told.chunks.get(0, [])
+    item, told = (later(item, chunks) if chunks else item), Told()
+    async with opened(folder, protocol, answer, "") as engine:
+        await compute(engine, item, told)
+    result = told.results[0]
+    assert isinstance(result, GenerationResult)
+    assert result.output_tokens == TOKENS
+
+
+@pytest.mark.parametrize("protocol", DIALECTS)
+async def test_a_text_that_is_complete_survives_its_engine(folder: Path, protocol: str) -> None:
+    """All its tokens have arrived, without the end of the stream."""
+    item = tiny.prompt(IDS, fake_engine.TOKENS_BEFORE, is_streamed=True)
+    told = Told()
+    async with opened(folder, protocol, "stream", "behind a stream without an end") as engine:
+        await compute(engine, item, told)
+    assert told.results[0].output_tokens == fake_engine.TOKENS_BEFORE
+
+
+async def test_a_text_of_an_engine_that_shuts_down_is_given_back(folder: Path) -> None:
+    told = Told()
+    async with opened(folder, "vllm", "stream", "as it shuts down") as engine:
+        with pytest.raises(ModelProcessDied):
+            await compute(engine, tiny.prompt(IDS, TOKENS, is_streamed=True), told)
+    assert not told.results
+
+
+async def test_a_text_can_be_dropped_when_its_engine_has_just_died(folder: Path) -> None:
+    told = Told()
+    async with opened(folder, "vllm", "stream", "after the head") as engine:
+        steps = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, told)
+        before = asyncio.all_tasks()
+        steps.admit([tiny.prompt(IDS, TOKENS)])
+        (task,) = asyncio.all_tasks() - before
+        await asyncio.wait([task])
+        steps.drop([0])
+        await asyncio.sleep(0)
+    assert told.results[0].code == "canceled"
