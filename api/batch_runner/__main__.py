@@ -10,7 +10,7 @@ from contextlib import nullcontext
 import uvloop
 
 from api import metrics
-from api.batch_runner.runner import opened_runner
+from api.batch_runner.runner import open_runner
 from shared.brokers import admin_of, transport_of
 from shared.errors import PenstockError
 from shared.logs import configure_logs
@@ -55,7 +55,7 @@ async def _run(settings: ApiSettings) -> None:
         spool_dir=settings.spool_dir,
         spool_max_bytes=settings.spool_max_bytes,
     )
-    async with opened_runner(
+    async with open_runner(
         settings,
         catalog,
         transport_of(settings),

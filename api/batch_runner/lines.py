@@ -8,7 +8,7 @@ from __future__ import annotations
 import codecs
 import hashlib
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 from pydantic import ValidationError
@@ -168,47 +168,41 @@ def default_seed(batch: BatchCreated, number: int) -> int:
     return int.from_bytes(digest, "big")
 
 
-def answered(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
+def encode_answer(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
     """Returns a line of the output file with an answer."""
-    return _line(batch, line.number, line.custom_id, 200, request_id, body)
+    return _encode_response(batch, line, 200, request_id, body)
 
 
-def refused(batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError) -> bytes:
+def encode_failure(
+    batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError
+) -> bytes:
     """Returns a line of the error file with the response of the live route."""
     response = error_response(error)
-    body = bytes(response.body)
-    return _line(batch, line.number, line.custom_id, response.status_code, request_id, body)
+    return _encode_response(batch, line, response.status_code, request_id, bytes(response.body))
 
 
-def not_run(batch: BatchCreated, number: int, custom_id: str, code: str, message: str) -> bytes:
+def encode_not_run(batch: BatchCreated, number: int, custom_id: str, code: str, why: str) -> bytes:
     """Returns a line of the error file with the reason why a request was not run."""
-    wrong = {"code": code, "message": message}
-    return msgspec.json.encode(
-        {
-            "id": _id(batch, number),
-            "custom_id": custom_id,
-            "response": None,
-            "error": wrong,
-        }
-    )
+    return _encode(batch, number, custom_id, error={"code": code, "message": why})
 
 
-def _line(
-    batch: BatchCreated, number: int, custom_id: str, status: int, request_id: str, body: bytes
+def _encode_response(
+    batch: BatchCreated, line: BatchLine, status: int, request_id: str, body: bytes
 ) -> bytes:
     response = {"status_code": status, "request_id": request_id, "body": msgspec.Raw(body)}
-    return msgspec.json.encode(
-        {
-            "id": _id(batch, number),
-            "custom_id": custom_id,
-            "response": response,
-            "error": None,
-        }
-    )
+    return _encode(batch, line.number, line.custom_id, response)
 
 
-def _id(batch: BatchCreated, number: int) -> str:
-    return f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
+def _encode(
+    batch: BatchCreated,
+    number: int,
+    custom_id: str,
+    response: dict[str, Any] | None = None,
+    error: dict[str, str] | None = None,
+) -> bytes:
+    line_id = f"batch_req_{batch.id.removeprefix('batch_')}_{number}"
+    line = {"id": line_id, "custom_id": custom_id, "response": response, "error": error}
+    return msgspec.json.encode(line)
 
 
 def _fields_of(line: Line) -> _Fields:

@@ -11,7 +11,6 @@ import logging
 import time
 from dataclasses import dataclass, field
 
-from api.batch_runner.execution import TurnProgress
 from api.batch_runner.lines import BatchLine, Line, LineRefused, LineSplitter, read_line
 from api.batch_runner.segments import (
     BatchLines,
@@ -21,6 +20,7 @@ from api.batch_runner.segments import (
     SegmentRun,
     Stop,
 )
+from api.batch_runner.turn_progress import TurnProgress
 from api.batch_runner.window import Share
 from api.batches.documents import (
     BatchCreated,

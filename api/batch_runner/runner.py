@@ -10,7 +10,7 @@ tenant. The number of items in flight is bounded per runner and shared equally a
 
 Leases keep runners from computing the same lines (api/batch_runner/leases.py).
 
-`opened_runner` composes it from parts of the API.
+`open_runner` composes it from parts of the API.
 """
 
 from __future__ import annotations
@@ -319,7 +319,7 @@ def _source_images(
 
 
 @asynccontextmanager
-async def opened_runner(
+async def open_runner(
     settings: ApiSettings,
     catalog: Catalog,
     transport: AbstractAsyncContextManager[Transport],
@@ -369,8 +369,14 @@ async def opened_runner(
             instance,
             instances=settings.inbox_pool,
         )
-        sources = _source_images(
-            settings, objects, storage, files, FetchedUrls(pipeline.redis), codec
+        executor = LineExecutor(
+            pipeline.dispatcher,
+            predictions,
+            objects,
+            codec,
+            limiter,
+            _source_images(settings, objects, storage, files, FetchedUrls(pipeline.redis), codec),
+            settings.files_max_bytes,
         )
         tools = RunTools(
             store=store,
@@ -378,15 +384,7 @@ async def opened_runner(
             outputs=Outputs(objects, store, files),
             catalog=catalog,
             terms=terms,
-            executor=LineExecutor(
-                pipeline.dispatcher,
-                predictions,
-                objects,
-                codec,
-                limiter,
-                sources,
-                settings.files_max_bytes,
-            ),
+            executor=executor,
         )
         window = ItemWindow(settings.batch_items_in_flight)
         yield BatchRunner(tools, leases, webhooks, window)

@@ -20,17 +20,19 @@ from enum import Enum, auto
 from typing import Protocol
 
 from api.batch_runner.answers import AnswerLog
-from api.batch_runner.execution import LINES, NOT_RUN, LineExecutor, TurnProgress, group_of
+from api.batch_runner.attempt import group_of, skip_line
+from api.batch_runner.execution import LineExecutor
 from api.batch_runner.lines import (
     Line,
     LineRefused,
     LineSplitter,
     custom_id_of,
-    not_run,
+    encode_not_run,
     read_line,
 )
 from api.batch_runner.outputs import Outputs
 from api.batch_runner.terms import CurrentTerms
+from api.batch_runner.turn_progress import TurnProgress
 from api.batch_runner.window import Share
 from api.batches.documents import (
     BatchCreated,
@@ -273,7 +275,7 @@ class SegmentRun:
         try:
             batch_line = read_line(line, self._batch, self._tools.catalog)
         except LineRefused as error:  # the catalog changed since the file was validated
-            self._end_line(index, line.number, answers, self._refused(line, error))
+            self._end_line(index, line.number, answers, self._refuse(line, error))
             return
         request, size_bytes = batch_line.request, len(line.data or b"")
         size_bytes = max(size_bytes, request.reply_bytes)
@@ -389,14 +391,12 @@ class SegmentRun:
                 )
                 if recovered is not None:
                     return recovered
-        code, message = NOT_RUN[self._stop.end or "cancelled"]
-        LINES.labels("not_run").inc()
-        data = not_run(self._batch, line.number, custom_id_of(line), code, message)
-        return LineAnswer(data, "not_run")
+        end = self._stop.end or "cancelled"
+        return skip_line(self._batch, line.number, custom_id_of(line), end)
 
-    def _refused(self, line: Line, error: LineRefused) -> LineAnswer:
+    def _refuse(self, line: Line, error: LineRefused) -> LineAnswer:
         custom_id = custom_id_of(line)
-        data = not_run(self._batch, line.number, custom_id, error.shown.code, error.message)
+        data = encode_not_run(self._batch, line.number, custom_id, error.shown.code, error.message)
         return LineAnswer(data, "failed")
 
 

@@ -232,13 +232,13 @@ def run_daily(
 
 def _run(asked: Mapping[str, str], *, hours: bool) -> None:
     from shared.reports.day_tables import days_asked
-    from shared.reports.scheduled import opened_reports
+    from shared.reports.scheduled import open_reports
     from shared.reports.summary import as_text
     from shared.settings import ReportSettings, read_settings
 
     settings = read_settings(ReportSettings)
     days = days_asked(asked, settings.billing_tz, datetime.now(UTC))
-    with opened_reports(settings) as reports:
+    with open_reports(settings) as reports:
         work = reports.judge_hours(settings.billing_tz) if hours else reports.run(days)
         result = asyncio.run(work)
     if result.summary is not None:

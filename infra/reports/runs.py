@@ -9,7 +9,7 @@ from typing import Any
 
 from shared.reports.budgets import read_budgets
 from shared.reports.definitions import ask, find_report
-from shared.reports.runner import MAX_BYTES, ReportRunner, opened_runner
+from shared.reports.runner import MAX_BYTES, ReportRunner, open_runner
 from shared.settings import ApiSettings, Settings, read_settings
 
 
@@ -23,7 +23,7 @@ def configured_runner(most_bytes: int = MAX_BYTES) -> Iterator[ReportRunner]:
     """
     settings = read_settings(ApiSettings)
     budgets_usd = asyncio.run(read_budgets(settings.keys_url))
-    with opened_runner(
+    with open_runner(
         settings.project, settings.dataset, settings.bigquery_endpoint, most_bytes, budgets_usd
     ) as runner:
         yield runner
@@ -37,6 +37,6 @@ def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], lis
         Unavailable: BigQuery is unreachable or refused the query.
     """
     report = find_report(name)
-    with opened_runner(settings.project, settings.dataset, settings.bigquery_endpoint) as runner:
+    with open_runner(settings.project, settings.dataset, settings.bigquery_endpoint) as runner:
         result = runner.run(report, ask("", "", days=days))
     return result.heads, list(result.rows)

@@ -220,7 +220,7 @@ def _item_type(parameter: Parameter) -> str:
 
 
 @contextmanager
-def opened_runner(
+def open_runner(
     project: str,
     dataset: str,
     endpoint: str,

@@ -162,7 +162,7 @@ class ScheduledReports:
 
 
 @contextmanager
-def opened_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
+def open_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
     """Yields scheduled reports with a separate BigQuery client.
 
     Raises:

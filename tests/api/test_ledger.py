@@ -14,7 +14,7 @@ import pytest
 import redis.asyncio
 from prometheus_client import REGISTRY
 
-from api.batch_runner.runner import opened_runner
+from api.batch_runner.runner import open_runner
 from api.dispatch.admission import Admission
 from shared.errors import Overloaded, Unavailable
 from shared.stores.cache import Hit, RedisLevel, ResultCache
@@ -758,7 +758,7 @@ async def running_batches(world: LedgerWorld) -> AsyncIterator[None]:
     """A process that runs batches. Its limiter returns unused amounts when the process ends."""
     rows, broker = RowList(), world.harness.broker
     world.ledger.row_lists.append(rows.rows)
-    async with opened_runner(
+    async with open_runner(
         world.settings, world.catalog, already_open(broker), already_open(broker), rows
     ) as runner:
         running = asyncio.create_task(runner.run())

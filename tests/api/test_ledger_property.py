@@ -31,7 +31,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, Phase, example, given, note, settings
 
-from api.batch_runner.runner import opened_runner
+from api.batch_runner.runner import open_runner
 from api.idempotency.store import IdempotencyStore
 from api.limits.counters import SLOTS_S
 from api.limits.limiter import Limiter
@@ -331,7 +331,7 @@ async def _api(
 @asynccontextmanager
 async def _runner(settings: ApiSettings, door: Any, rows: list[Row]) -> AsyncIterator[Limiter]:
     parts = (already_open(door), already_open(door), RowList(rows))
-    async with opened_runner(settings, CATALOG, *parts, lease_s=LEASE_S) as runner:
+    async with open_runner(settings, CATALOG, *parts, lease_s=LEASE_S) as runner:
         running = asyncio.create_task(runner.run())
         try:
             yield runner._tools.executor.limiter

@@ -16,7 +16,7 @@ import pytest
 import redis
 from PIL import Image
 
-from api.batch_runner.runner import opened_runner
+from api.batch_runner.runner import open_runner
 from shared.models.after_image import WITHHELD
 from shared.models.blob import Blob
 from shared.models.catalog import Model
@@ -433,7 +433,7 @@ async def test_lines_of_batches_are_checked_and_enlarged(
     models = (model, JUDGE, ENLARGE)
     async with (
         world(redis_url, models=models, computes=Draws, **objects) as images,
-        opened_runner(
+        open_runner(
             settings,
             catalog_of(models=models),
             already_open(images.broker),

@@ -12,7 +12,7 @@ from typing import Any
 import openai
 import pytest
 
-from api.batch_runner.runner import opened_runner
+from api.batch_runner.runner import open_runner
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings, read_settings
 from shared.usage.row_list import RowList
@@ -67,7 +67,7 @@ async def running_runner(
     catalog = catalog or catalog_of(SPELL, SAID)
     broker, rows = flows.broker, RowList()
     parts = (already_open(broker), already_open(broker), rows)
-    async with opened_runner(settings, catalog, *parts, lease_s=LEASE_S) as runner:
+    async with open_runner(settings, catalog, *parts, lease_s=LEASE_S) as runner:
         flows.written.append(rows.rows)
         task = asyncio.create_task(runner.run())
         try:

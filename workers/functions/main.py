@@ -30,7 +30,7 @@ from shared.logs import configure_logs
 from shared.process.inspection import deny_inspection
 from shared.process.loopback import exempt_loopback_from_proxies
 from shared.reports.day_tables import days_asked
-from shared.reports.scheduled import RUN_LIMIT_S, RunResult, opened_reports
+from shared.reports.scheduled import RUN_LIMIT_S, RunResult, open_reports
 from shared.settings import ReportSettings, read_settings
 from shared.tracing.setup import traced
 from workers.functions.dependencies import FunctionDependencies
@@ -118,7 +118,7 @@ def _read_message(body: bytes) -> dict[str, Any]:
 
 
 async def _run_reports(asked: dict[str, Any], settings: ReportSettings) -> RunResult:
-    with opened_reports(settings) as reports:
+    with open_reports(settings) as reports:
         if "only" in asked:
             return await reports.judge_hours(settings.billing_tz)
         return await reports.run(days_asked(asked, settings.billing_tz, datetime.now(UTC)))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from api.batch_runner.runner import BatchRunner, opened_runner
+from api.batch_runner.runner import BatchRunner, open_runner
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
 from shared.usage.row import Row
@@ -91,7 +91,7 @@ async def running_runner(
 ) -> AsyncIterator[Running]:
     """A runner next to an API, sharing its broker and object store."""
     rows = RowList()
-    async with opened_runner(
+    async with open_runner(
         settings,
         catalog,
         already_open(api.broker),

@@ -11,8 +11,9 @@ import pytest
 
 from api.batch_runner import run, segments
 from api.batch_runner import runner as runner_module
-from api.batch_runner.execution import LineExecutor, TurnProgress
+from api.batch_runner.execution import LineExecutor
 from api.batch_runner.lines import BatchLine
+from api.batch_runner.turn_progress import TurnProgress
 from api.batches.documents import BatchCreated, LineAnswer
 from shared.tenants.plan import Caller
 from tests.api.batches.batching import (

@@ -11,7 +11,7 @@ from typing import Any
 import openai
 import pytest
 
-from api.batch_runner import execution, run, terms
+from api.batch_runner import execution, run, terms, turn_progress
 from api.batch_runner import runner as runner_module
 from api.dispatch.dispatcher import Dispatcher
 from api.dispatch.request import InferenceRequest, InferenceResponse
@@ -230,7 +230,7 @@ async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, error: PenstockError
 ) -> None:
     """The worker for one model seems lost: the failure persists and is not caused by a budget."""
-    monkeypatch.setattr(execution, "STALLED_S", 0.2)
+    monkeypatch.setattr(turn_progress, "STALLED_S", 0.2)
     monkeypatch.setattr(execution, "MAX_PAUSE_S", 0.05)
     real, is_back, late = Dispatcher.dispatch, asyncio.Event(), list[str]()
 
