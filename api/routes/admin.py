@@ -107,6 +107,8 @@ class KeysPage(msgspec.Struct):
     has_more: bool
     first_id: str | None
     last_id: str | None
+    is_read_only: bool
+    """True if keys are in a file: the API can't change them, and does not record their last use."""
     object: Literal["list"] = "list"
 
 
@@ -262,7 +264,8 @@ async def list_keys(
     uses = await admin.store.uses()
     data = [_key(key, uses.get(key.id)) for key in keys[start : start + limit]]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    return _encode_uncached(KeysPage(data, len(keys) > start + limit, first_id, last_id))
+    has_more, is_read_only = len(keys) > start + limit, bool(admin.store.read_only)
+    return _encode_uncached(KeysPage(data, has_more, first_id, last_id, is_read_only))
 
 
 @router.post(

@@ -2,17 +2,20 @@
 
 import { call, hasKey, useKey } from "./api.js";
 import { failure, h, hush, keepFocus, put, say } from "./dom.js";
+import * as audit from "./audit.js";
 import * as batches from "./batches.js";
 import * as invoices from "./invoices.js";
 import * as keys from "./keys.js";
 import * as live from "./live.js";
 import * as overview from "./overview.js";
+import * as plans from "./plans.js";
 import * as predictions from "./predictions.js";
 import * as reports from "./reports.js";
+import * as tenants from "./tenants.js";
 import * as trial from "./trial.js";
 import * as usage from "./usage.js";
 
-const VIEWS = { overview, try: trial, predictions, batches, usage, reports, invoices, keys, live };
+const VIEWS = { overview, try: trial, predictions, batches, usage, reports, invoices, live, keys, tenants, plans, audit };
 const main = document.getElementById("main");
 const tabs = document.getElementById("tabs");
 let leaving = new AbortController();

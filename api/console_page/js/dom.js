@@ -52,7 +52,8 @@ export function say(text) {
 export function sayThenOpen(text, address) {
   say(text);
   isForNextView = true;
-  location.hash = address;
+  if (location.hash === address) window.dispatchEvent(new HashChangeEvent("hashchange"));
+  else location.hash = address;
 }
 
 /** Removes what was said about the view before. */
@@ -118,9 +119,11 @@ export function badge(state) {
     completed: "good",
     valid: "good",
     idle: "good",
+    active: "good",
     failed: "bad",
     expired: "bad",
     revoked: "bad",
+    frozen: "bad",
     busy: "warm",
   };
   return h("span", { class: `badge ${kinds[state] ?? "plain"}` }, state);
