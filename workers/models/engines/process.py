@@ -34,6 +34,8 @@ long as the system lets it run: where other programs take the cores too, a token
 0.04 s."""
 END_LIMIT_S = 5.0
 CONNECT_LIMIT_S = 30.0
+LAST_LINES_LIMIT_S = 1.0
+"""A process outside of its group may keep the pipe open."""
 MAX_LINES = 40
 MAX_LINE_CHARS = 200
 _PASSED_ON = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY")
@@ -51,10 +53,16 @@ class EngineProcess:
     """
 
     def __init__(
-        self, launch: Launch, process: asyncio.subprocess.Process, folder: Path, key: str
+        self,
+        launch: Launch,
+        process: asyncio.subprocess.Process,
+        output: _Output,
+        folder: Path,
+        key: str,
     ) -> None:
         self._launch = launch
         self._process = process
+        self._output = output
         self._folder = folder
         self._key = key
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
@@ -75,22 +83,26 @@ class EngineProcess:
         waiting = {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": SPINS}
         environment |= {"OMP_NUM_THREADS": str(threads), "TMPDIR": str(folder), **waiting}
         environment |= launch.environment
+        output = _Output()
         try:
+            await output.open()
             process = await asyncio.create_subprocess_exec(
                 *(sys.executable, "-I", "-B", program.__file__),
                 env=environment,
                 cwd=folder,
                 stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
+                stdout=output.write_end,
                 stderr=asyncio.subprocess.STDOUT,
                 start_new_session=True,
             )
         except BaseException as error:
+            output.close()
             shutil.rmtree(folder, ignore_errors=True)
             if isinstance(error, OSError):
                 raise ModelFailed(f"the engine could not be started: {error}") from error
             raise
-        server = cls(launch, process, folder, key)
+        output.close_write_end()
+        server = cls(launch, process, output, folder, key)
         try:
             await server._open({**launch.settings, "socket": str(socket), "key": key}, timeout_s)
         except BaseException:
@@ -99,14 +111,13 @@ class EngineProcess:
         return server
 
     async def _open(self, settings: Mapping[str, Any], timeout_s: float) -> None:
-        stdin, stdout = self._process.stdin, self._process.stdout
+        stdin = self._process.stdin
         assert stdin is not None, "it is a pipe; this is a bug"
-        assert stdout is not None, "it is a pipe; this is a bug"
         stdin.write(msgspec.json.encode(settings) + b"\n")
         is_ready = False
         try:
             async with asyncio.timeout(timeout_s):
-                while (line := await _read_line(stdout)) is not None:
+                while (line := await self._output.read_line()) is not None:
                     if line == program.READY:
                         is_ready = True
                         break
@@ -119,7 +130,7 @@ class EngineProcess:
                 f"the engine can't compute this model{self.last_lines()}", field="source"
             )
         self._lines.clear()
-        self._reading = asyncio.create_task(self._read_lines(stdout))
+        self._reading = asyncio.create_task(self._read_lines())
         self._http = aiohttp.ClientSession(
             "http://engine",
             # Connections are not kept: the server closes them while they are taken up again.
@@ -129,8 +140,8 @@ class EngineProcess:
             json_serialize=lambda body: msgspec.json.encode(body).decode(),
         )
 
-    async def _read_lines(self, stdout: asyncio.StreamReader) -> None:
-        while (line := await _read_line(stdout)) is not None:
+    async def _read_lines(self) -> None:
+        while (line := await self._output.read_line()) is not None:
             if self._launch.safe_lines.match(line):
                 self._lines.append(line)
                 log.warning("the engine printed", extra={"line": line})
@@ -177,28 +188,70 @@ class EngineProcess:
         """Waits until it has ended. Returns its exit status."""
         status = await self._process.wait()
         self.kill()
+        if self._reading is not None:
+            await asyncio.wait([self._reading], timeout=LAST_LINES_LIMIT_S)
         return status
 
     async def end(self) -> None:
-        """Ends it, and removes its folder."""
-        if self._http is not None:
-            await self._http.close()
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(END_LIMIT_S):
-                await self._process.wait()
-        self.kill()
-        await self._process.wait()
-        if self._reading is not None:
-            self._reading.cancel()
-            await asyncio.gather(self._reading, return_exceptions=True)
-        await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
+        """Ends it, and removes its folder. Kills it at once if this is canceled."""
+        try:
+            if self._http is not None:
+                await self._http.close()
+            if self._process.stdin is not None:
+                self._process.stdin.close()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(END_LIMIT_S):
+                    await self._process.wait()
+        finally:
+            self.kill()
+            await self._process.wait()
+            self._output.close()
+            if self._reading is not None:
+                await self._reading
+            await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def kill(self) -> None:
         """Kills it with the processes that it has started, which may outlive it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
+
+
+class _Output:
+    """A pipe for the output of a process and its children.
+
+    The pipe that asyncio creates stays open while a child has it, and `wait` waits for that child.
+    """
+
+    def __init__(self) -> None:
+        self._reader = asyncio.StreamReader()
+        self._transport: asyncio.ReadTransport | None = None
+        self.write_end = -1
+
+    async def open(self) -> None:
+        read_end, self.write_end = os.pipe()
+        self._transport, _ = await asyncio.get_running_loop().connect_read_pipe(
+            lambda: asyncio.StreamReaderProtocol(self._reader), os.fdopen(read_end, "rb")
+        )
+
+    def close_write_end(self) -> None:
+        """Leaves the pipe to the processes that have inherited it."""
+        if self.write_end >= 0:
+            os.close(self.write_end)
+            self.write_end = -1
+
+    def close(self) -> None:
+        self.close_write_end()
+        if self._transport is not None:
+            self._transport.close()
+
+    async def read_line(self) -> str | None:
+        """Returns the next line, shortened. None: there are no more."""
+        while True:
+            try:
+                line = await self._reader.readline()
+            except ValueError:  # it is longer than the buffer, which was dropped
+                continue
+            return line.decode(errors="replace").rstrip()[:MAX_LINE_CHARS] if line else None
 
 
 def list_tree(pid: int) -> list[int]:
@@ -216,13 +269,3 @@ def _measure_memory(pid: int) -> int:
     except (OSError, IndexError):
         return 0
     return int(pages) * _PAGE_BYTES
-
-
-async def _read_line(stream: asyncio.StreamReader) -> str | None:
-    """The next line, shortened. None: it has ended."""
-    while True:
-        try:
-            line = await stream.readline()
-        except ValueError:  # it is longer than the buffer, which was dropped
-            continue
-        return line.decode(errors="replace").rstrip()[:MAX_LINE_CHARS] if line else None

@@ -6,29 +6,40 @@ Their texts must be given back, so that another worker can continue them. A fail
 from __future__ import annotations
 
 import asyncio
+import gc
+import os
+import signal
 import sys
-from collections.abc import AsyncIterator
+import tempfile
+import warnings
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from functools import partial
 from pathlib import Path
 from re import compile as pattern
+from typing import Any
 
 import pytest
 
+from shared.errors import ModelFailed
 from shared.models.tasks.text import GenerationResult
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import fake_engine, tiny
 from tests.workers.models.generation.test_llama_cpp import IDS, Told, later
+from tests.workers.models.generation.test_vllm import COMMAND_OF_TEST, wait_until_gone
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
+from workers.models.engines import process
 from workers.models.engines.dialect import EngineDialect, Launch
 from workers.models.engines.llama_cpp import LlamaCpp
-from workers.models.engines.process import EngineProcess
+from workers.models.engines.process import EngineProcess, list_tree
 from workers.models.engines.steps import Engine, EngineSteps
 from workers.models.engines.vllm import Vllm
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.step_shares import StepRoom
 
 TOKENS = 12
+FAKE = (fake_engine.__file__, "vllm", "stream", "")
 PLACES_IN_STREAM = (
     "before the head",
     "after the head",
@@ -44,26 +55,32 @@ DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
 pytestmark = pytest.mark.slow(about_s=20)
 
 
+FLOODS = "while True: print('x' * 5000, flush=True)"
+LEAVES_OUTPUT_OPEN = """
+import subprocess, sys, time
+
+subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
+time.sleep(600)
+"""
+"""Its process is in a different group, which nobody kills."""
+
+
+def launch_of(*arguments: str) -> Launch:
+    command = {"command": [sys.executable, *arguments], "key_variable": "KEY"}
+    return Launch(command, context_path="/", context_keys=(), safe_lines=pattern("a^"))
+
+
 @asynccontextmanager
 async def opened(folder: Path, protocol: str, answer: str, place: str) -> AsyncIterator[Engine]:
     """An engine that dies at a place in this kind of answer. With no place, it does not."""
-    arguments = [protocol, answer, place]
-    launch = Launch(
-        {
-            "command": [sys.executable, fake_engine.__file__, *arguments],
-            "key_variable": "KEY",
-        },
-        context_path="/",
-        context_keys=(),
-        safe_lines=pattern("a^"),
-    )
+    launch = launch_of(fake_engine.__file__, protocol, answer, place)
     entry = tiny.entry(engine=protocol, precision="auto")
-    process = await EngineProcess.start(launch, "key", 1, WAIT_LIMIT_S)
+    server = await EngineProcess.start(launch, "key", 1, WAIT_LIMIT_S)
     try:
         dialect = DIALECTS[protocol](entry, Vocabulary(folder))
-        yield Engine(process, dialect, 1, 1000, shares_with_all=False)
+        yield Engine(server, dialect, 1, 1000, shares_with_all=False)
     finally:
-        await process.end()
+        await server.end()
 
 
 async def compute(engine: Engine, item: PreparedPrompt, told: Told) -> None:
@@ -133,3 +150,71 @@ async def test_a_text_can_be_dropped_when_its_engine_has_just_died(folder: Path)
         steps.drop([0])
         await asyncio.sleep(0)
     assert told.results[0].code == "canceled"
+
+
+async def end() -> None:
+    engine = await EngineProcess.start(launch_of(*FAKE), "key", 1, WAIT_LIMIT_S)
+    await engine.end()
+
+
+async def end_canceled() -> None:
+    engine = await EngineProcess.start(launch_of(*FAKE), "key", 1, WAIT_LIMIT_S)
+    ending = asyncio.create_task(engine.end())
+    await asyncio.sleep(0)
+    ending.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await ending
+    with pytest.raises(ProcessLookupError):
+        os.kill(engine.pid, 0)
+
+
+async def start_canceled() -> None:
+    starting = asyncio.create_task(
+        EngineProcess.start(launch_of(*FAKE), "key", 1, WAIT_LIMIT_S),
+    )
+    await asyncio.sleep(0)
+    starting.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await starting
+
+
+async def fail_to_start(code: str) -> None:
+    with pytest.raises(ModelFailed, match="was not ready"):
+        await EngineProcess.start(launch_of("-c", code), "key", 1, 0.5)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        end,
+        end_canceled,
+        start_canceled,
+        partial(fail_to_start, FLOODS),
+        partial(fail_to_start, LEAVES_OUTPUT_OPEN),
+    ],
+)
+def test_an_engine_leaves_nothing_open(
+    use: Callable[[], Coroutine[Any, Any, None]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with tempfile.TemporaryDirectory(dir="/tmp") as sockets:  # their paths must be short
+        monkeypatch.setattr(process, "SOCKETS", sockets)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            asyncio.run(use())
+            gc.collect()
+        assert os.listdir(sockets) == []
+    assert [str(warning.message) for warning in caught] == []
+
+
+async def test_an_end_is_noticed_though_a_process_of_the_engine_lives_on() -> None:
+    """It has inherited the engine's output."""
+    engine = await EngineProcess.start(launch_of("-c", COMMAND_OF_TEST), "key", 1, WAIT_LIMIT_S)
+    try:
+        group = list_tree(engine.pid)
+        assert len(group) == 3
+        os.kill(engine.pid, signal.SIGKILL)
+        async with asyncio.timeout(WAIT_LIMIT_S):
+            assert await engine.wait() == -signal.SIGKILL
+        await asyncio.to_thread(wait_until_gone, group)
+    finally:
+        await engine.end()
