@@ -29,6 +29,7 @@ from shared.errors import PenstockError
 from shared.logs import configure_logs
 from shared.models.catalog import Model
 from shared.process.inspection import deny_inspection
+from shared.process.process_tree import list_threads
 from workers.models.backend import Backend
 from workers.models.base import GpuLost, LoadedModel
 from workers.models.reports import Ready
@@ -172,7 +173,7 @@ def _fork_for(
         time.monotonic() - _BEGAN_S,
         len(loaded),
         resident_bytes(),
-        template.other_threads(),
+        list_threads(os.getpid()),
     )
     child = template.ForkServer(socket.socket(fileno=arguments.template_fd)).run(facts)
     if child is not None and not child.is_sound:

@@ -27,7 +27,6 @@ import select
 import socket
 import sys
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import msgspec
@@ -426,12 +425,6 @@ class ForkServer:
         os.close(pidfd)
         _, status = os.waitpid(pid, 0)
         send(self._control, ProcessEnded(pid, os.waitstatus_to_exitcode(status)))
-
-
-def other_threads() -> list[str]:
-    """Returns the names of this process's threads except the main one."""
-    tasks = [task for task in Path("/proc/self/task").iterdir() if int(task.name) != os.getpid()]
-    return [(task / "comm").read_text(encoding="utf-8").strip() for task in tasks]
 
 
 def _has_broken_cuda() -> bool:

@@ -28,6 +28,7 @@ from shared.models.interface import ModelInterface
 from shared.models.measurement import CPU, MEASUREMENT_FILE, ModelMeasurement
 from shared.models.tasks import Result
 from shared.models.tasks.custom import CUSTOM, CustomResult, interface_of
+from shared.process.process_tree import list_tree
 from workers.models.base import PreparedCustom, PreparedFile
 from workers.models.custom.aside import AsideClass
 from workers.models.custom.client import ClassClient
@@ -108,7 +109,7 @@ async def _measure_process(
     inputs: Sequence[PreparedCustom],
     conditions: Conditions,
 ) -> _Figures:
-    others = set(_below(os.getpid()))
+    others = set(list_tree(os.getpid()))
     client = await ClassClient.start(
         entry, folder, device, conditions.threads, MAX_STARTUP_S, _keep_all
     )
@@ -335,20 +336,13 @@ def _peak_bytes(others: set[int]) -> int:
     Excludes `others`, which don't belong to the class. 0 if the system doesn't report it.
     """
     total = 0
-    for pid in set(_below(os.getpid())) - others:
+    for pid in set(list_tree(os.getpid())) - others:
         try:
             lines = Path(f"/proc/{pid}/status").read_text(encoding="utf-8").splitlines()
         except OSError:
             continue
         total += sum(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
     return total
-
-
-def _below(pid: int) -> Iterator[int]:
-    for listed in Path(f"/proc/{pid}/task").glob("*/children"):
-        for child in map(int, listed.read_text(encoding="ascii").split()):
-            yield child
-            yield from _below(child)
 
 
 def _peak_of_children_bytes() -> int:

@@ -20,6 +20,7 @@ import aiohttp
 import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed
+from shared.process.process_tree import list_tree
 from workers.models.engines import program
 from workers.models.engines.dialect import Launch
 
@@ -252,15 +253,6 @@ class _Output:
             except ValueError:  # it is longer than the buffer, which was dropped
                 continue
             return line.decode(errors="replace").rstrip()[:MAX_LINE_CHARS] if line else None
-
-
-def list_tree(pid: int) -> list[int]:
-    """Returns a process and all that it has started."""
-    children: list[str] = []
-    for started in Path(f"/proc/{pid}/task").glob("*/children"):  # a file for each thread
-        with contextlib.suppress(OSError):
-            children += started.read_text(encoding="ascii").split()
-    return [pid, *(below for child in children for below in list_tree(int(child)))]
 
 
 def _measure_memory(pid: int) -> int:

@@ -25,6 +25,7 @@ import pytest
 
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.models.tasks.text import GenerationInput, GenerationResult
+from shared.process.process_tree import list_tree
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
 from tests.workers.models.generation.test_llama_cpp import (
@@ -40,7 +41,6 @@ from workers.models.client import ModelProcessDied
 from workers.models.engines import process, program
 from workers.models.engines.dialect import Asked, Hardware
 from workers.models.engines.generation import EngineGeneration
-from workers.models.engines.process import list_tree
 from workers.models.engines.slots import EngineSlots, ReadingPermits
 from workers.models.engines.vllm import COMMAND, Vllm
 from workers.models.generation.prompts import PromptPreparer
