@@ -103,10 +103,7 @@ class Batches:
         if asked.endpoint not in self._endpoints:
             accepted = ", ".join(self._endpoints)
             raise BadInput(f"endpoint: must be one of {accepted}", field="endpoint")
-        file = await self._files.find(caller.tenant, asked.input_file_id)
-        if file.purpose != "batch":
-            reason = f"the file has purpose {file.purpose}; purpose batch is required"
-            raise BadInput(f"input_file_id: {reason}", field="input_file_id")
+        file = await self._find_input(caller.tenant, asked.input_file_id)
         now_s = time.time()
         await self._files.keep_until(file, now_s + WINDOW_S + INPUT_KEEP_S)
         created = BatchCreated(
@@ -135,6 +132,13 @@ class Batches:
                 retry_after_s=FULL_RETRY_S,
             )
         return BatchState(created)
+
+    async def _find_input(self, tenant: str, file_id: str) -> BatchFile:
+        file = await self._files.find(tenant, file_id)
+        if file.purpose != "batch":
+            reason = f"the file has purpose {file.purpose}; purpose batch is required"
+            raise BadInput(f"input_file_id: {reason}", field="input_file_id")
+        return file
 
     async def find(self, tenant: str, batch_id: str) -> BatchState:
         """Finds a batch of this tenant.

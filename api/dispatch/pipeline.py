@@ -68,27 +68,22 @@ async def open_pipeline(
     Raises:
         Unavailable: the broker is unreachable, or no inbox is free.
     """
-    cache = await opened.enter_async_context(
-        ResultCache(settings.redis_url, settings.memory_cache_bytes)
-    )
-    redis = await opened.enter_async_context(RecordsRedis(settings.records_redis_url))
+    enter = opened.enter_async_context
+    cache = await enter(ResultCache(settings.redis_url, settings.memory_cache_bytes))
+    redis = await enter(RecordsRedis(settings.records_redis_url))
     records = Records(redis)
     prediction_store = PredictionStore(redis, max_bytes=settings.predictions_max_bytes)
     flow_runs = FlowRuns(redis, max_bytes=settings.predictions_max_bytes)
-    broker = await opened.enter_async_context(transport)
-    inbox_admin = await opened.enter_async_context(admin)
-    inbox = await opened.enter_async_context(ReplyInbox(settings, broker, inbox_admin, instance))
+    broker = await enter(transport)
+    inbox = await enter(ReplyInbox(settings, broker, await enter(admin), instance))
     # Closed right after the dispatcher: an inbox that is not removed in time merely expires, but
     # rows must be on disk before the process is killed.
-    row_sink = await opened.enter_async_context(rows)
+    row_sink = await enter(rows)
     admission = Admission(settings.max_in_flight, (*catalog.deployed, *catalog.flows))
     window = await _open_window(opened, settings, catalog, admission, broker, instance)
-    withdrawals = await opened.enter_async_context(
-        LiveWithdrawals(WithdrawalStore(settings.records_redis_url))
-    )
-    canaries = await opened.enter_async_context(
-        CanaryRouter(catalog, CanaryStore(settings.records_redis_url), withdrawals=withdrawals)
-    )
+    withdrawals = await enter(LiveWithdrawals(WithdrawalStore(settings.records_redis_url)))
+    canary_store = CanaryStore(settings.records_redis_url)
+    canaries = await enter(CanaryRouter(catalog, canary_store, withdrawals=withdrawals))
     flows = FlowEngine(catalog, records, flow_runs, broker, purges=withdrawals.purges)
     sender = JobSender(
         inbox,
@@ -101,7 +96,7 @@ async def open_pipeline(
         api_instance=instance,
         region=settings.region,
     )
-    dispatcher = await opened.enter_async_context(
+    dispatcher = await enter(
         Dispatcher(
             sender,
             cache,

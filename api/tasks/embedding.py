@@ -185,13 +185,7 @@ def windows_of(
         by: unit at which windows begin and end.
         most: stops once there is one more window than this.
     """
-    offsets = np.cumsum([0, *lengths[:-1]])
-    starts = np.concatenate(
-        [
-            np.frombuffer(section.starts, "<u4").astype(np.int64) + offset
-            for section, offset in zip(sections, offsets, strict=True)
-        ]
-    )
+    starts = _token_starts(sections, lengths)
     if not len(starts):
         return [Window(0, len(text), True)]
     begins = np.frombuffer(b"".join(section.begins_word for section in sections), np.uint8) == 1
@@ -203,6 +197,17 @@ def windows_of(
         units.insert(0, np.unique(words[np.searchsorted(words, sentences[sentences <= words[-1]])]))
     cuts = list(_cuts(len(starts), units, tokens, overlap, most))
     return [_window(text, starts, begins, begin, end) for begin, end in cuts]
+
+
+def _token_starts(sections: Sequence[TextTokens], lengths: Sequence[int]) -> NDArray[np.int64]:
+    """Returns the position in the whole text, in characters, at which each token starts."""
+    offsets = np.cumsum([0, *lengths[:-1]])
+    return np.concatenate(
+        [
+            np.frombuffer(section.starts, "<u4").astype(np.int64) + offset
+            for section, offset in zip(sections, offsets, strict=True)
+        ]
+    )
 
 
 def _cuts(

@@ -160,23 +160,11 @@ def fuse_graph(
         A description of the resulting operators by kind, or of why nothing was fused.
     """
     is_known = config.model_type in _BERT_LIKE
+    # A head count of 0: attention is not fused.
+    heads, width = (config.num_attention_heads, config.hidden_size) if has_all_heads else (0, 0)
     with _quiet():
-        # Its own passes only (level 0): ONNX Runtime's passes depend on the machine, and run when a
-        # graph is loaded.
-        heads, width = (config.num_attention_heads, config.hidden_size) if has_all_heads else (0, 0)
-        options = FusionOptions("bert")
-        # On a CPU, it takes eight times as long as an addition and a layer norm (encoder_onnx.py
-        # disables it too).
-        options.enable_skip_layer_norm = options.enable_bias_skip_layer_norm = to_fp16
         fused = (
-            optimize_model(
-                str(source),
-                model_type="bert",
-                num_heads=heads,
-                hidden_size=width,
-                optimization_options=options,
-                opt_level=0,
-            )
+            _fuse_operators(source, heads, width, skips_layer_norm=to_fp16)
             if is_known
             else OnnxModel(onnx.load(source))
         )
@@ -189,6 +177,23 @@ def fuse_graph(
         f"{count} {name}" for name, count in fused.get_fused_operator_statistics().items() if count
     ]
     return "fused: " + (", ".join(counts) or "nothing")
+
+
+def _fuse_operators(source: Path, heads: int, width: int, *, skips_layer_norm: bool) -> OnnxModel:
+    options = FusionOptions("bert")
+    # On a CPU, it takes eight times as long as an addition and a layer norm (encoder_onnx.py
+    # disables it too).
+    options.enable_skip_layer_norm = options.enable_bias_skip_layer_norm = skips_layer_norm
+    return optimize_model(
+        str(source),
+        model_type="bert",
+        num_heads=heads,
+        hidden_size=width,
+        optimization_options=options,
+        # Its own passes only: ONNX Runtime's passes depend on the machine, and run when a graph is
+        # loaded.
+        opt_level=0,
+    )
 
 
 @contextlib.contextmanager

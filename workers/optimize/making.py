@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
@@ -38,7 +38,7 @@ from workers.optimize.options import (
     tolerance_of,
     wanted_variants,
 )
-from workers.optimize.report import Made, verdict_table, verdicts_as_dict
+from workers.optimize.report import Made, Verdict, verdict_table, verdicts_as_dict
 from workers.tasks import WORKER_TASKS
 
 Maker = Callable[[Model, Path, Path, OptimizeOptions, Callable[[str], None]], Made]
@@ -140,28 +140,30 @@ def _make(
         output.show_made(optimized, target)
         reused = [] if there is None else take_over(there, draft)
         accepted = [verdict.variant for verdict in optimized.verdicts if verdict.is_accepted]
-        refused = [verdict for verdict in optimized.verdicts if not verdict.is_accepted]
         if not reused and not accepted:
             refusals = "; ".join(
-                f"{verdict.variant.name}: {verdict.refusal}" for verdict in refused
+                f"{verdict.variant.name}: {verdict.refusal}" for verdict in optimized.verdicts
             )
             raise ModelFailed(
                 f"{entry.name}: no variant was accepted, nothing was written ({refusals})"
             )
-        missed = {} if there is None else dict(there.manifest.refused)
-        # Variants that could not be created have no figures, and may be possible next time.
-        missed |= {
-            verdict.variant.name: tolerance_of(entry, options)
-            for verdict in refused
-            if verdict.figures
-        }
-        for variant in accepted:
-            missed.pop(variant.name, None)
-        write_manifest(
-            draft,
-            msgspec.structs.replace(_manifest(entry, digest, reused + accepted), refused=missed),
-        )
+        manifest = _manifest(entry, digest, reused + accepted)
+        refused = _list_refused(there, optimized.verdicts, tolerance_of(entry, options))
+        write_manifest(draft, msgspec.structs.replace(manifest, refused=refused))
     output.say(f"wrote {target}")
+
+
+def _list_refused(
+    there: Artifact | None, verdicts: Sequence[Verdict], tolerance: float
+) -> dict[str, float]:
+    """Returns the tolerance that each refused variant missed, now or in the existing artifact."""
+    refused = {} if there is None else dict(there.manifest.refused)
+    for verdict in verdicts:
+        if verdict.is_accepted:
+            refused.pop(verdict.variant.name, None)
+        elif verdict.figures:  # a variant without figures may be possible next time
+            refused[verdict.variant.name] = tolerance
+    return refused
 
 
 def _maker(entry: Model) -> Maker:

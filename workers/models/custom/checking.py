@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
@@ -22,6 +22,7 @@ from shared.models.measurement import MEASUREMENT_FILE, read_measurement
 from workers.models.custom.environments import python_for, unmet
 from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.confinement import SRC
+from workers.models.custom.runner.frames import Frame
 from workers.models.custom.sources import (
     find_without_effect,
     fixed_ports,
@@ -70,17 +71,7 @@ def inspect_folder(folder: Path) -> Inspected:
     frames = runner.receive(INSPECTION_LIMIT_S)
     printed = runner.printed.take().after(0).strip()
     limits = _limits_of_view(folder, runner)
-    status = runner.close()
-    if not frames or "ready" not in frames[0].message:
-        reason = f"its module was not imported within {INSPECTION_LIMIT_S:g} s"
-        if frames is None:
-            reason = f"its process {end_of(status)} before it was inspected"
-        elif frames:
-            reason = frames[0].message.get("failed", "it did not start")
-        raise ConfigurationError(
-            f"{folder}: {reason}" + (f"\n{printed}" if printed else ""), field="source"
-        )
-    message = frames[0].message
+    message = _read_inspection(folder, frames, runner.close(), printed)
     try:
         interface = ModelInterface(**message["ready"], sources_sha256=sources.sha256)
     except ValidationError as error:
@@ -89,6 +80,30 @@ def inspect_folder(folder: Path) -> Inspected:
     ports = [] if entry.processes == 1 else fixed_ports(folder)
     notes = [*read_notes(folder), *message["notes"], *left_out, *ports, *limits]
     return Inspected(interface, notes, printed)
+
+
+def _read_inspection(
+    folder: Path, frames: Sequence[Frame] | None, status: int, printed: str
+) -> dict[str, Any]:
+    """Returns the message with the interface of an inspected class.
+
+    Args:
+        frames: what its process sent. None: it ended.
+        status: exit status of the process.
+
+    Raises:
+        ConfigurationError: the class was not inspected.
+    """
+    message: dict[str, Any] = frames[0].message if frames else {}
+    if "ready" in message:
+        return message
+    reason = f"its module was not imported within {INSPECTION_LIMIT_S:g} s"
+    if frames is None:
+        reason = f"its process {end_of(status)} before it was inspected"
+    elif frames:
+        reason = message.get("failed", "it did not start")
+    output = f"\n{printed}" if printed else ""
+    raise ConfigurationError(f"{folder}: {reason}{output}", field="source")
 
 
 def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:

@@ -266,19 +266,7 @@ class PromptPreparer:
             raise BadInput("the prompt must have at least one token", field=value.field)
         max_tokens = value.room(len(ids), self._context_tokens)
         schema = self._read_schema(value)
-        if value.json_schema and value.messages and value.messages[-1].get("role") == "assistant":
-            raise BadInput(
-                f"{value.schema_field}: a prefilled assistant message can't be continued as JSON "
-                "that follows a schema; end with a user message",
-                field=value.schema_field,
-            )
-        self._check_vocabulary(value.logit_bias, "logit_bias")
-        if value.is_echoed and value.logprobs >= 0 and self._engine == "llama.cpp":
-            raise BadInput(
-                f"echo: engine {self._engine} of this model does not return log probabilities of "
-                "prompts; leave out echo or logprobs",
-                field="echo",
-            )
+        self._check_options(value)
         return PreparedPrompt(
             key="",
             length=len(ids) + max_tokens,
@@ -301,6 +289,21 @@ class PromptPreparer:
             schema_field=value.schema_field,
             is_streamed=value.is_streamed,
         )
+
+    def _check_options(self, value: GenerationInput) -> None:
+        if value.json_schema and value.messages and value.messages[-1].get("role") == "assistant":
+            raise BadInput(
+                f"{value.schema_field}: a prefilled assistant message can't be continued as JSON "
+                "that follows a schema; end with a user message",
+                field=value.schema_field,
+            )
+        self._check_vocabulary(value.logit_bias, "logit_bias")
+        if value.is_echoed and value.logprobs >= 0 and self._engine == "llama.cpp":
+            raise BadInput(
+                f"echo: engine {self._engine} of this model does not return log probabilities of "
+                "prompts; leave out echo or logprobs",
+                field="echo",
+            )
 
     def _count(self, value: PromptToCount) -> TokenCount:
         ids = self._read_messages(value) if value.messages else self._read_prompt(value.prompt)

@@ -144,14 +144,7 @@ def read_adapter(
             reason.
         BadInput: a caller's file can't be used. The message includes the reason.
     """
-    try:
-        file = adapter.find()
-    except (ConfigurationError, BadInput) as error:
-        reason = "its weights are missing on this worker"
-        raise adapter.failed(reason, error.message) from error
-    except Unavailable as error:
-        raise adapter.failed("its weights are unreachable; try again", error.message) from error
-    unet = pipeline.unet
+    file, unet = _find_file(adapter), pipeline.unet
     try:
         with file.open("rb") as opened:
             if adapter.is_callers:
@@ -171,6 +164,16 @@ def read_adapter(
         raise adapter.refused(str(error)) from error
     except OSError as error:
         raise adapter.failed(f"its file can't be read: {error.strerror}") from error
+
+
+def _find_file(adapter: AdapterFile) -> Path:
+    try:
+        return adapter.find()
+    except (ConfigurationError, BadInput) as error:
+        reason = "its weights are missing on this worker"
+        raise adapter.failed(reason, error.message) from error
+    except Unavailable as error:
+        raise adapter.failed("its weights are unreachable; try again", error.message) from error
 
 
 def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
