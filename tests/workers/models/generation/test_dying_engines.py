@@ -23,6 +23,7 @@ import pytest
 
 from shared.errors import ModelFailed
 from shared.models.tasks.text import GenerationResult
+from shared.process.process_tree import list_tree
 from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import fake_engine, tiny
 from tests.workers.models.generation.test_llama_cpp import IDS, Told, later
@@ -32,7 +33,7 @@ from workers.models.client import ModelProcessDied
 from workers.models.engines import process
 from workers.models.engines.dialect import EngineDialect, Launch
 from workers.models.engines.llama_cpp import LlamaCpp
-from workers.models.engines.process import EngineProcess, list_tree
+from workers.models.engines.process import EngineProcess
 from workers.models.engines.steps import Engine, EngineSteps
 from workers.models.engines.vllm import Vllm
 from workers.models.generation.vocabulary import Vocabulary
