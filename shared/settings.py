@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
+from decimal import Decimal
 from ipaddress import ip_network
 from pathlib import Path
 from typing import Literal, TypeVar
@@ -107,7 +108,18 @@ class Settings(BaseSettings):
         return self.records_url or self.redis_url
 
 
-class ApiSettings(Settings):
+class InvoiceSettings(Settings):
+    """Settings shared by processes that create invoices."""
+
+    invoice_seller: str = ""
+    """Name and address of the seller on invoices, in lines. Empty: none is shown."""
+    invoice_tax_name: str = "Tax"
+    """Name of the tax line, such as VAT."""
+    invoice_tax_percent: Decimal = Field(Decimal(0), ge=0, le=100)
+    """Tax added to the total of invoices, in percent. 0: invoices have no tax line."""
+
+
+class ApiSettings(InvoiceSettings):
     """The API process."""
 
     host: str = "127.0.0.1"
@@ -376,7 +388,7 @@ class WorkerSettings(ClassSettings):
         return list(dict.fromkeys(name.strip() for name in self.model.split(",")))
 
 
-class ReportSettings(Settings):
+class ReportSettings(InvoiceSettings):
     """Settings of the process that creates scheduled reports."""
 
     billing_tz: str = "UTC"

@@ -18,7 +18,8 @@ from api.routes.reports import NO_STORE, tenants_for
 from api.usage.service import ReportService
 from shared.money.amounts import plain
 from shared.reports.definitions import ask_month, find_report
-from shared.reports.invoice import RULES, Invoice, InvoiceLine, invoices
+from shared.reports.invoice import RULES, Invoice, InvoiceLine, invoices, terms_of
+from shared.settings import ApiSettings
 
 
 class InvoiceLineReply(msgspec.Struct, kw_only=True):
@@ -42,12 +43,22 @@ class InvoiceLineReply(msgspec.Struct, kw_only=True):
     amount_usd: str
 
 
+class InvoiceTaxReply(msgspec.Struct, kw_only=True):
+    """The tax on the rounded total."""
+
+    name: str
+    percent: str
+    amount_usd: str
+
+
 class InvoiceReply(msgspec.Struct, kw_only=True):
     """The amount that one tenant owes for one month."""
 
     object: Literal["invoice"] = "invoice"
     number: str
     """Unique, and the same whenever the invoice is created again."""
+    seller: str
+    """Name and address in lines. Empty: not set."""
     tenant: str
     month: str
     """Such as 2026-10."""
@@ -55,12 +66,18 @@ class InvoiceReply(msgspec.Struct, kw_only=True):
     """Time zone of the month."""
     is_final: bool
     """False while the month lasts: more may be added."""
+    issued_on: str | None
+    """Date of the invoice: the day after the month. Null while the month lasts."""
     currency: Literal["usd"] = "usd"
     lines: list[InvoiceLineReply]
     total_usd: str
     """Sum of the lines."""
-    due_usd: str
+    net_usd: str
     """The total, rounded to cents."""
+    tax: InvoiceTaxReply | None
+    """Null: no tax is added."""
+    due_usd: str
+    """The rounded total and the tax."""
 
 
 class InvoicesReply(msgspec.Struct, kw_only=True):
@@ -87,7 +104,7 @@ _QUESTION = [
     reply=InvoicesReply,
     errors=(400, 429),
 )
-async def list_invoices(call: Call, service: ReportService) -> Response:
+async def list_invoices(call: Call, service: ReportService, settings: ApiSettings) -> Response:
     """Returns the invoices of a month, computed from the rows in BigQuery."""
     params = call.http.query_params
     tenants = tenants_for(call, params.getlist("tenant"))
@@ -95,19 +112,28 @@ async def list_invoices(call: Call, service: ReportService) -> Response:
     result = await service.run(find_report("invoice"), question, call.tenant, {})
     # A month that has not ended is cut at the current time.
     is_final = result.question.until == question.until
-    data = [_reply(invoice, is_final=is_final) for invoice in invoices(result)]
+    billed = invoices(result, terms_of(settings))
+    data = [_reply(invoice, is_final=is_final) for invoice in billed]
     return encode_json(InvoicesReply(data=data, rules=list(RULES)), headers=NO_STORE)
 
 
 def _reply(invoice: Invoice, *, is_final: bool) -> InvoiceReply:
+    terms, tax = invoice.terms, None
+    if terms.tax_percent:
+        percent = f"{terms.tax_percent.normalize():f}"
+        tax = InvoiceTaxReply(name=terms.tax_name, percent=percent, amount_usd=f"{invoice.tax_usd}")
     return InvoiceReply(
         number=invoice.number,
+        seller=terms.seller,
         tenant=invoice.tenant,
         month=f"{invoice.month:%Y-%m}",
         tz=invoice.tz,
         is_final=is_final,
+        issued_on=f"{invoice.issued_on}" if is_final else None,
         lines=[_line(line) for line in invoice.lines],
         total_usd=f"{invoice.total_usd}",
+        net_usd=f"{invoice.net_usd}",
+        tax=tax,
         due_usd=f"{invoice.due_usd}",
     )
 

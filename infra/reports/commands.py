@@ -100,14 +100,16 @@ def invoice(
     """Create a month's invoices: pages to print, or CSV. With --output, one file per tenant."""
     from infra.reports.runs import configured_runner
     from shared.reports.definitions import ask_month, find_report
-    from shared.reports.invoice import invoice_page, invoices, invoices_csv
+    from shared.reports.invoice import invoice_page, invoices, invoices_csv, terms_of
+    from shared.settings import InvoiceSettings, read_settings
 
     if format_ not in ("html", "csv"):
         raise BadInput(f"format: {format_!r} must be html or csv", field="format")
     formatted = invoice_page if format_ == "html" else invoices_csv
     question = ask_month(month, tz, tenants=tuple(tenant) if tenant else None)
     with _waiting(), configured_runner(int(max_gib * GIB)) as runner:
-        documents = invoices(runner.run(find_report("invoice"), question))
+        result = runner.run(find_report("invoice"), question)
+    documents = invoices(result, terms_of(read_settings(InvoiceSettings)))
     if output is None:
         sys.stdout.buffer.write(formatted(documents))
         sys.stdout.buffer.flush()

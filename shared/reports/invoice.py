@@ -2,8 +2,8 @@
 
 Rounding: a line's amount is the sum of its rows' costs, rounded half up to a millionth of a dollar.
 The total is the sum of the lines as shown. The amount due is the total, rounded half up to a cent
-only once. So the printed numbers add up, and differ from the rows by less than half a millionth of
-a dollar per line.
+only once, and the tax on that. So the printed numbers add up, and differ from the rows by less than
+half a millionth of a dollar per line.
 
 An invoice is also rendered as a page to print (A4 or Letter) that states these rules.
 """
@@ -16,20 +16,21 @@ import html
 import io
 from collections.abc import Sequence
 from dataclasses import dataclass
-from datetime import date
+from datetime import date, timedelta
 from decimal import ROUND_HALF_UP, Decimal
 from importlib import resources
 from typing import Any
 
 from shared.money.amounts import plain
 from shared.reports.runner import ReportResult
+from shared.settings import InvoiceSettings
 
 LINE_USD = Decimal("0.000001")
 CENT_USD = Decimal("0.01")
 CSV_HEADS = (
     *("invoice", "tenant", "month", "position", "model", "unit", "price_version"),
     *("unit_price_usd", "kind", "charged_share", "items", "quantity", "amount_usd"),
-    *("invoice_total_usd", "amount_due_usd"),
+    *("invoice_total_usd", "amount_due_usd", "tax_usd"),
 )
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
@@ -48,8 +49,19 @@ RULES = (
     "lines for both.",
     "A line is quantity x unit price x share: the sum of its items, rounded half up to a millionth"
     " of a dollar. The total is the sum of the lines. The amount due is the total, rounded half up"
-    " to a cent.",
+    " to a cent, and the tax on that, if any, rounded in the same way.",
 )
+
+
+@dataclass(frozen=True)
+class InvoiceTerms:
+    """The seller's name and address, and the tax that is added to each total."""
+
+    seller: str = ""
+    """Lines of text. Empty: not shown."""
+    tax_name: str = "Tax"
+    tax_percent: Decimal = Decimal(0)
+    """0: invoices have no tax line."""
 
 
 @dataclass(frozen=True)
@@ -82,18 +94,41 @@ class Invoice:
     tz: str
     """Time zone of the month."""
     lines: Sequence[InvoiceLine]
+    terms: InvoiceTerms = InvoiceTerms()
 
     @property
     def total_usd(self) -> Decimal:
         return sum((line.amount_usd for line in self.lines), Decimal(0))
 
     @property
-    def due_usd(self) -> Decimal:
-        """The total, rounded to cents."""
+    def net_usd(self) -> Decimal:
+        """Returns the total, rounded to cents."""
         return self.total_usd.quantize(CENT_USD, ROUND_HALF_UP)
 
+    @property
+    def tax_usd(self) -> Decimal:
+        """Returns the tax on the rounded total, rounded to cents."""
+        return (self.net_usd * self.terms.tax_percent / 100).quantize(CENT_USD, ROUND_HALF_UP)
 
-def invoices(result: ReportResult) -> list[Invoice]:
+    @property
+    def due_usd(self) -> Decimal:
+        """Returns the rounded total with its tax."""
+        return self.net_usd + self.tax_usd
+
+    @property
+    def issued_on(self) -> date:
+        """Returns the day after the month."""
+        return (self.month.replace(day=1) + timedelta(days=32)).replace(day=1)
+
+
+def terms_of(settings: InvoiceSettings) -> InvoiceTerms:
+    """Returns the terms in the settings."""
+    return InvoiceTerms(
+        settings.invoice_seller, settings.invoice_tax_name, settings.invoice_tax_percent
+    )
+
+
+def invoices(result: ReportResult, terms: InvoiceTerms) -> list[Invoice]:
     """Returns one invoice per tenant and month, from a result of the `invoice` report."""
     lines: dict[tuple[str, date], list[dict[str, Any]]] = {}
     for record in result.records():
@@ -107,6 +142,7 @@ def invoices(result: ReportResult) -> list[Invoice]:
             month,
             result.question.tz,
             [_line(at, record) for at, record in enumerate(records, start=1)],
+            terms,
         )
         for (tenant, month), records in sorted(lines.items())
     ]
@@ -148,7 +184,7 @@ def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
                     *(line.position, plain_cell(line.model), line.unit, line.price_version),
                     *("" if price is None else plain(price), line.kind, f"{line.charged_share:f}"),
                     *(line.items, line.quantity, line.amount_usd),
-                    *(invoice.total_usd, invoice.due_usd),
+                    *(invoice.total_usd, invoice.due_usd, invoice.tax_usd),
                 )
             )
     return file.getvalue().encode()
@@ -180,7 +216,7 @@ def _sheet(invoice: Invoice) -> str:
     rules = "".join(f"<li>{html.escape(rule)}</li>" for rule in RULES)
     return (
         f'<article id="{invoice.number}"><header><h1>Invoice {invoice.number}</h1><dl>'
-        f"<dt>Customer</dt><dd>{html.escape(invoice.tenant)}</dd>"
+        f"{_seller_facts(invoice)}<dt>Customer</dt><dd>{html.escape(invoice.tenant)}</dd>"
         f"<dt>Month</dt><dd>{invoice.month:%B %Y} ({html.escape(invoice.tz)})</dd>"
         f"<dt>Amount due</dt><dd><b>${invoice.due_usd:,}</b></dd></dl></header>"
         '<div class="table" tabindex="0" role="region" aria-label="Lines"><table>'
@@ -192,9 +228,26 @@ def _sheet(invoice: Invoice) -> str:
         '<th scope="col" class="number">Amount, $</th></tr></thead>'
         f"<tbody>{lines}</tbody><tfoot>"
         f'<tr><th scope="row" colspan="7">Total</th><td>{invoice.total_usd:,}</td></tr>'
+        f"{_tax_line(invoice)}"
         f'<tr class="due"><th scope="row" colspan="7">Amount due, US dollars</th>'
         f"<td>{invoice.due_usd:,}</td></tr></tfoot></table></div>"
         f'<section class="rules"><h2>How it was computed</h2><ol>{rules}</ol></section></article>'
+    )
+
+
+def _seller_facts(invoice: Invoice) -> str:
+    lines = [html.escape(line) for line in invoice.terms.seller.splitlines() if line.strip()]
+    return f"<dt>Seller</dt><dd>{'<br>'.join(lines)}</dd>" if lines else ""
+
+
+def _tax_line(invoice: Invoice) -> str:
+    terms = invoice.terms
+    if not terms.tax_percent:
+        return ""
+    name = f"{html.escape(terms.tax_name)}, {terms.tax_percent.normalize():f} %"
+    return (
+        f'<tr><th scope="row" colspan="7">Rounded to a cent</th><td>{invoice.net_usd:,}</td></tr>'
+        f'<tr><th scope="row" colspan="7">{name}</th><td>{invoice.tax_usd:,}</td></tr>'
     )
 
 

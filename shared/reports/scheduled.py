@@ -26,7 +26,14 @@ from shared.reports.day_tables import (
     months_over,
 )
 from shared.reports.definitions import ask_month, find_report
-from shared.reports.invoice import Invoice, invoice_page, invoices, invoices_csv
+from shared.reports.invoice import (
+    Invoice,
+    InvoiceTerms,
+    invoice_page,
+    invoices,
+    invoices_csv,
+    terms_of,
+)
 from shared.reports.runner import QUERY_LIMIT_S, ReportRunner, translated_errors
 from shared.reports.summary import Summary, as_html, as_text, keys_of, summary_of
 from shared.settings import ReportSettings
@@ -66,6 +73,7 @@ class ScheduledReports:
 
     Args:
         limit_s: maximum seconds per run.
+        terms: the seller and tax on invoices.
     """
 
     def __init__(
@@ -75,12 +83,14 @@ class ScheduledReports:
         objects: ObjectStore,
         clock: Callable[[], datetime] = lambda: datetime.now(UTC),
         limit_s: float = RUN_LIMIT_S,
+        terms: InvoiceTerms = InvoiceTerms(),  # noqa: B008
     ) -> None:
         self._tables = tables
         self._runner = runner
         self._objects = objects
         self._clock = clock
         self._limit_s = limit_s
+        self._terms = terms
 
     async def run(self, days: Sequence[BillingDay]) -> RunResult:
         """Processes the days, oldest first.
@@ -146,7 +156,7 @@ class ScheduledReports:
         result = await asyncio.to_thread(
             self._runner.run, find_report("invoice"), question, None, limit_s
         )
-        documents = invoices(result)
+        documents = invoices(result, self._terms)
         folder = f"invoices/{month}"
         keys = [f"{folder}/all.csv"]
         await self._objects.put(keys[0], invoices_csv(documents), "text/csv; charset=utf-8")
@@ -175,7 +185,8 @@ def open_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
         closing(open_client(settings.project, settings.bigquery_endpoint)) as client,
     ):
         tables = DayTables(client, settings.dataset)
-        yield ScheduledReports(tables, ReportRunner(client, settings.dataset), objects)
+        runner = ReportRunner(client, settings.dataset)
+        yield ScheduledReports(tables, runner, objects, terms=terms_of(settings))
 
 
 class _Steps:

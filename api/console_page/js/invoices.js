@@ -60,6 +60,24 @@ function monthInWords(month) {
   return words.format(new Date(`${month}-01T00:00Z`));
 }
 
+/** A day in words, such as `December 1, 2026`. */
+function dayInWords(day) {
+  return new Intl.DateTimeFormat("en-US", { dateStyle: "long", timeZone: "UTC" }).format(new Date(`${day}T00:00Z`));
+}
+
+/** A decimal in text, divided by a million. */
+function perOne(text) {
+  const [whole, decimals = ""] = text.split(".");
+  const digits = whole.padStart(7, "0");
+  return `${digits.slice(0, -6).replace(/^0+(?=\d)/, "")}.${digits.slice(-6)}${decimals}`;
+}
+
+/** The price of a unit in words. Single items are priced by the piece, and all else by the million. */
+function unitPrice({ unit, unit_price_usd: price }) {
+  if (price === null) return "–";
+  return unit === "items" ? `${usd(perOne(price))} per item` : `${usd(price)} per million`;
+}
+
 /** A decimal in text with its currency and grouped digits. It is not made a number, which might round it. */
 function usd(text) {
   const [whole, decimals = ""] = text.replace("-", "").split(".");
@@ -92,12 +110,13 @@ function list(data, month) {
 }
 
 function sheet(invoice, rules, hasOthers) {
-  const { number, tenant, month, tz, lines, is_final: isFinal } = invoice;
+  const { number, seller, tenant, month, tz, lines, is_final: isFinal, issued_on: issuedOn } = invoice;
   const last = plusDays(`${plusDays(`${month}-28`, 4).slice(0, 7)}-01`, -1);
   const facts = {
     "Invoice number": number,
-    Customer: tenant,
-    "Billing period": `${month}-01 to ${last}, time zone ${tz}`,
+    "Issued on": issuedOn ? dayInWords(issuedOn) : "not yet",
+    "Billing period": `${dayInWords(`${month}-01`)} – ${dayInWords(last)}`,
+    "Time zone": tz,
     Currency: "US dollars (USD)",
     State: isFinal ? "Final: the month has ended" : "Preliminary: the month has not ended",
   };
@@ -116,20 +135,25 @@ function sheet(invoice, rules, hasOthers) {
         button("Save as CSV", () => saveCsv(number, HEADS, lines.map((line) => HEADS.map((head) => line[head]))), { class: "quiet" }),
       ),
     ),
+    h("div", { class: "parties" }, party("Seller", seller || "not set (PENSTOCK_INVOICE_SELLER)", !seller), party("Customer", tenant)),
     h("div", { class: "row between" }, h("dl", { class: "facts" }, Object.entries(facts).map(([name, value]) => [h("dt", {}, name), h("dd", {}, value)])), h("p", { class: "due" }, h("span", { class: "muted" }, "Amount due"), h("b", {}, usd(invoice.due_usd)))),
     table(invoice),
     h("section", { class: "rules" }, h("h3", {}, "How the amounts are computed"), h("ol", {}, rules.map((rule) => h("li", {}, rule)))),
   );
 }
 
-function table({ lines, total_usd: total, due_usd: due }) {
-  const heads = [["Model"], ["What"], ["Items", 1], ["Quantity", 1], ["Price per million", 1], ["Share charged", 1], ["Amount", 1]];
+/** A name and address. */
+const party = (label, text, isMissing = false) =>
+  h("div", {}, h("h3", { class: "muted" }, label), h("p", { class: isMissing ? "address muted" : "address" }, text));
+
+function table({ lines, total_usd: total, net_usd: net, tax, due_usd: due }) {
+  const heads = [["Model"], ["What"], ["Items", 1], ["Quantity", 1], ["Unit price", 1], ["Share charged", 1], ["Amount", 1]];
   const cells = (line) => [
     [`${line.model}`],
     [KINDS[line.kind] ?? line.kind],
     [whole.format(line.items), 1],
     [`${whole.format(line.quantity)} ${line.unit}`, 1],
-    [line.unit_price_usd === null ? "–" : usd(line.unit_price_usd), 1],
+    [unitPrice(line), 1],
     [`${Number((100 * Number(line.charged_share)).toFixed(4))} %`, 1],
     [usd(line.amount_usd), 1],
   ];
@@ -145,7 +169,7 @@ function table({ lines, total_usd: total, due_usd: due }) {
         {},
         h("thead", {}, h("tr", {}, heads.map(([text, isNumber]) => h("th", { scope: "col", class: isNumber && "number" }, text)))),
         h("tbody", {}, lines.map((line) => h("tr", {}, cells(line).map(([words, isNumber], at) => h(at ? "td" : "th", { class: isNumber ? "number" : "words", scope: at ? null : "row" }, words))))),
-        h("tfoot", {}, row("Total of the lines", usd(total)), row("Amount due, rounded to a cent", usd(due))),
+        h("tfoot", {}, row("Total of the lines", usd(total)), tax && row("Rounded to a cent", usd(net)), tax && row(`${tax.name}, ${tax.percent} %`, usd(tax.amount_usd)), row(tax ? "Amount due" : "Amount due, rounded to a cent", usd(due))),
       ),
     ),
   );

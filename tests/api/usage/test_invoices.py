@@ -6,20 +6,23 @@ import re
 import shutil
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Decimal
+from pathlib import Path
 
 import pytest
 from playwright.async_api import async_playwright, expect
 
 from shared.reports.definitions import ask_month, find_report
-from shared.reports.invoice import invoices
+from shared.reports.invoice import InvoiceTerms, invoices
 from shared.reports.runner import ReportRunner
 from tests.api.usage.test_reports import traffic
-from tests.api.usage.world import World
+from tests.api.usage.world import World, opened_world
+from tests.browser import needs_chromium, opened_page
 from tests.keys import key_for
 from tests.limits import WAIT_LIMIT_S
 
 CHROMIUM = shutil.which("chromium") or shutil.which("google-chrome")
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
+CENT = Decimal("0.01")
 
 
 def this_month() -> str:
@@ -42,7 +45,7 @@ async def test_amounts_are_those_of_the_command_and_add_up(world: World) -> None
     (invoice,) = (await world.get("/v1/invoices", "a", month=this_month())).json()["data"]
     runner = ReportRunner(world.client, world.settings.dataset)
     question = ask_month(this_month(), tenants=("acme",))
-    (expected,) = invoices(runner.run(find_report("invoice"), question))
+    (expected,) = invoices(runner.run(find_report("invoice"), question), InvoiceTerms())
     assert invoice["number"] == expected.number
     amounts = [Decimal(line["amount_usd"]) for line in invoice["lines"]]
     assert amounts == [line.amount_usd for line in expected.lines]
@@ -50,6 +53,34 @@ async def test_amounts_are_those_of_the_command_and_add_up(world: World) -> None
     cents = Decimal(invoice["total_usd"]).quantize(Decimal("0.01"), ROUND_HALF_UP)
     assert Decimal(invoice["due_usd"]) == cents
     assert invoice["is_final"] is False
+
+
+@needs_chromium
+async def test_seller_and_tax_are_those_of_the_settings(
+    redis_url: str, tmp_path: Path, bigquery_endpoint: str
+) -> None:
+    terms = {
+        "invoice_seller": "Mill Ltd\n1 River Road",
+        "invoice_tax_name": "VAT",
+        "invoice_tax_percent": "19.5",
+    }
+    async with opened_world(redis_url, tmp_path, bigquery_endpoint, **terms) as world:
+        await traffic(world)
+        reply = await world.get("/v1/invoices", "a", month=this_month())
+        (invoice,) = reply.json()["data"]
+        assert invoice["seller"] == terms["invoice_seller"]
+        assert invoice["issued_on"] is None
+        tax = (Decimal(invoice["net_usd"]) * Decimal("0.195")).quantize(CENT, ROUND_HALF_UP)
+        assert invoice["tax"] == {"name": "VAT", "percent": "19.5", "amount_usd": f"{tax}"}
+        assert Decimal(invoice["due_usd"]) == Decimal(invoice["net_usd"]) + tax
+        url = f"{world.apis[0].url}/console#invoices"
+        async with opened_page(url, timezone_id="UTC") as page:
+            await page.get_by_label("API key").fill(key_for("a"))
+            await page.get_by_role("button", name="Log in").click()
+            sheet = page.get_by_role("article", name=f"Invoice {invoice['number']}")
+            await expect(sheet.get_by_text("1 River Road")).to_be_visible()
+            line = sheet.locator("tfoot tr").filter(has_text="VAT, 19.5 %")
+            await expect(line).to_contain_text(f"${tax}")
 
 
 @pytest.mark.parametrize(
@@ -80,8 +111,8 @@ async def test_a_customer_checks_an_invoice_in_the_console(world: World) -> None
         number = await row.get_by_role("link").inner_text()
         await row.get_by_role("link").click()
         sheet = page.get_by_role("article", name=f"Invoice {number}")
-        for words in ("acme", "US dollars (USD)", "the month has not ended"):
-            await expect(sheet.get_by_text(words)).to_be_visible()
+        for words in ("acme", "US dollars (USD)", "the month has not ended", "not yet"):
+            await expect(sheet.get_by_text(words, exact=words == "acme")).to_be_visible()
         cells = sheet.locator("tbody tr > :last-child")
         await expect(cells.first).to_have_text(re.compile(r"\$\d+\.\d+"))
         amounts = [Decimal(text.lstrip("$")) for text in await cells.all_inner_texts()]

@@ -94,7 +94,9 @@ Creating them takes a second of CPU time, more than most tests here.
 
 
 @asynccontextmanager
-async def opened_world(redis_url: str, tmp_path: Path, endpoint: str) -> AsyncIterator[World]:
+async def opened_world(
+    redis_url: str, tmp_path: Path, endpoint: str, **given: object
+) -> AsyncIterator[World]:
     keys = keys_url(
         tmp_path,
         plans={"few": Plan(requests_per_min=1)},
@@ -116,6 +118,7 @@ async def opened_world(redis_url: str, tmp_path: Path, endpoint: str) -> AsyncIt
         keys_url=keys,
         bigquery_endpoint=endpoint,
         project=project,
+        **given,
     )
     client = bigquery.Client(
         project=settings.project,

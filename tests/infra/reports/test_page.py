@@ -2,6 +2,8 @@
 
 import shutil
 from collections.abc import Iterator
+from datetime import timedelta
+from decimal import Decimal
 from pathlib import Path
 
 import pytest
@@ -10,7 +12,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from infra.reports.formats import as_html
 from shared.reports.definitions import ask, find_report, reports
-from shared.reports.invoice import invoice_page, invoices
+from shared.reports.invoice import InvoiceTerms, invoice_page, invoices
 from shared.reports.runner import ReportRunner
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.test_other_tables import QUESTION, row
@@ -84,7 +86,7 @@ def test_names_of_strangers_are_text(page: Page, empty: bigquery.Client, tmp_pat
     expect(page.locator("figure .main-svg").first).to_be_visible()
     assert page.title() == "Usage reports"
     assert page.locator("img").count() == 0
-    opened(page, invoice_page(invoices(shown[2])), tmp_path)
+    opened(page, invoice_page(invoices(shown[2], InvoiceTerms())), tmp_path)
     assert page.title().startswith("Invoice 202610-")
     assert page.locator("img").count() == 0
     expect(page.get_by_text(MARKER).first).to_be_visible()
@@ -101,12 +103,17 @@ def test_empty_reports_say_so(page: Page, runner: ReportRunner, tmp_path: Path) 
 def test_invoices_print_on_sheets_of_their_own(
     page: Page, runner: ReportRunner, tmp_path: Path
 ) -> None:
-    made = invoices(runner.run(find_report("invoice"), ALL))
+    terms = InvoiceTerms("Mill Ltd\n<b>1 River Road</b>", "VAT", Decimal("19.5"))
+    made = invoices(runner.run(find_report("invoice"), ALL), terms)
     opened(page, invoice_page(made), tmp_path)
     assert page.get_by_role("article").count() == len(made)
     for sheet, invoice in zip(page.get_by_role("article").all(), made, strict=True):
         assert sheet.get_by_role("heading", level=1).inner_text() == f"Invoice {invoice.number}"
+        assert invoice.issued_on == (invoice.month + timedelta(days=31)).replace(day=1)
         assert f"{invoice.due_usd:,}" in sheet.locator(".due").inner_text()
+        assert invoice.due_usd == invoice.net_usd + invoice.tax_usd
+        assert f"VAT, 19.5 %\t{invoice.tax_usd:,}" in sheet.locator("tfoot").inner_text()
+        assert "Mill Ltd\n<b>1 River Road</b>" in sheet.locator("header").inner_text()
         assert sheet.locator("tbody tr").count() == len(invoice.lines)
     assert fits(page)
     for paper in ("A4", "Letter"):
