@@ -12,21 +12,13 @@ unknown fields 1.7 s.
 from __future__ import annotations
 
 import codecs
-import json
 import re
 from typing import Annotated, Any
 
 import msgspec
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    BeforeValidator,
-    ConfigDict,
-    Field,
-    GetJsonSchemaHandler,
-)
-from pydantic_core import CoreSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
+from api.validators import check_off, check_on, check_scale, check_short, resolve_scheduler
 from shared.errors import BadInput, InputTooLarge
 from shared.models.image_flow import SCALES
 from shared.models.schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
@@ -36,12 +28,6 @@ MAX_URL_CHARS = 2048
 MAX_SEED = 2**53 - 11
 """JSON numbers above 2^53 are not exact everywhere, and ten images use consecutive seeds."""
 MAX_PROMPT_CHARS = 32_000
-_WHITE = (
-    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAATUlEQVR42u3PQQ0AAAgEILV/5zOFDz"
-    "doQCepz6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3cqoDfaKuZM4AAAAASUVORK5CYI"
-    "I="
-)
-"""A white PNG of 64 x 64 pixels, so that the example works unchanged."""
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
@@ -54,7 +40,16 @@ Option = Annotated[str, Field(max_length=64)]
 """One of a few words. Unknown words are accepted."""
 ItemId = Annotated[str, Field(max_length=256)]
 """The ID of an answer, an answer part or a call. OpenAI's IDs are shorter."""
-OPTIONS_MAX_BYTES = 1024
+Options = Annotated[dict[str, Any], AfterValidator(check_short)]
+"""Options without effect."""
+Off = Annotated[
+    bool, Field(strict=True, json_schema_extra={"enum": [False]}), AfterValidator(check_off)
+]
+"""A switch that can only be off. A Literal would accept 0."""
+On = Annotated[
+    bool, Field(strict=True, json_schema_extra={"enum": [True]}), AfterValidator(check_on)
+]
+"""A switch that can only be on."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
@@ -62,6 +57,18 @@ Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]
 SCHEDULER_CHOICE = (
     f"One of {', '.join(SCHEDULER_NAMES)}, or its name in Replicate's API or diffusers."
 )
+SchedulerName = Annotated[
+    str,
+    AfterValidator(resolve_scheduler),
+    Field(json_schema_extra={"enum": [*SCHEDULER_NAMES, *SCHEDULER_ALIASES]}),
+]
+Upscale = Annotated[
+    int, AfterValidator(check_scale), Field(json_schema_extra={"enum": list(SCALES)})
+]
+"""Factor by which the width and height of an image grow.
+
+Not a Literal, because forms send it as text.
+"""
 ClipSkip = Annotated[int, Field(ge=0, le=32)]
 """Number of final CLIP layers to skip when reading the prompt. A model may have fewer."""
 GuidanceRescale = Annotated[float, Field(ge=0, le=1)]
@@ -84,81 +91,6 @@ class Usage(msgspec.Struct):
 
     prompt_tokens: int
     total_tokens: int
-
-
-def _resolve_alias(name: str) -> str:
-    known = SCHEDULER_ALIASES.get(name, name)
-    if known not in SCHEDULER_NAMES:
-        raise ValueError(
-            f"{name!r} is not a known scheduler; use one of {', '.join(SCHEDULER_NAMES)}"
-        )
-    return known
-
-
-SchedulerName = Annotated[
-    str,
-    AfterValidator(_resolve_alias),
-    Field(json_schema_extra={"enum": [*SCHEDULER_NAMES, *SCHEDULER_ALIASES]}),
-]
-
-
-def _is_scale(value: int) -> int:
-    if value not in SCALES:
-        raise ValueError(f"Input should be {' or '.join(map(str, SCALES))}")
-    return value
-
-
-Upscale = Annotated[int, AfterValidator(_is_scale), Field(json_schema_extra={"enum": list(SCALES)})]
-"""Factor by which the width and height of an image grow.
-
-Not a Literal, because forms send it as text.
-"""
-
-
-def _is_short(options: dict[str, Any]) -> dict[str, Any]:
-    if len(json.dumps(options)) > OPTIONS_MAX_BYTES:
-        raise ValueError(f"must have at most {OPTIONS_MAX_BYTES} bytes as JSON")
-    return options
-
-
-Options = Annotated[dict[str, Any], AfterValidator(_is_short)]
-"""Options without effect."""
-
-
-class _NullIs(BeforeValidator):
-    def __get_pydantic_json_schema__(
-        self, schema: CoreSchema, handler: GetJsonSchemaHandler
-    ) -> dict[str, Any]:
-        """The schema, or null."""
-        return {"anyOf": [handler(schema), {"type": "null"}]}
-
-
-def null_is(default: Any) -> BeforeValidator:
-    """Returns a validator that replaces null with `default`.
-
-    OpenAI's clients send null for unset fields.
-    """
-    return _NullIs(lambda value: default if value is None else value)
-
-
-def _is_off(value: bool) -> bool:
-    if value:
-        raise ValueError("must be false; true is not supported")
-    return value
-
-
-def _is_on(value: bool) -> bool:
-    if not value:
-        raise ValueError("must be true; false is not supported")
-    return value
-
-
-Off = Annotated[
-    bool, Field(strict=True, json_schema_extra={"enum": [False]}), AfterValidator(_is_off)
-]
-"""A switch that can only be off. A Literal would accept 0."""
-On = Annotated[bool, Field(strict=True, json_schema_extra={"enum": [True]}), AfterValidator(_is_on)]
-"""A switch that can only be on."""
 
 
 class Body(BaseModel):

@@ -21,10 +21,10 @@ from api.bodies import (
     Option,
     Options,
     Tokens,
-    null_is,
     shape_of,
 )
 from api.errors import WrongField
+from api.validators import null_is
 
 TOOL_NAME = r"^[A-Za-z0-9_-]{1,64}$"
 

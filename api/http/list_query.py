@@ -8,42 +8,23 @@ from typing import Annotated, Literal
 from fastapi import Query
 from pydantic import AfterValidator, BeforeValidator
 
+from api.validators import read_time, refuse_key
 from shared.errors import BadInput
-from shared.tenants.api_key import holds_key
-from shared.tenants.rules import NOT_AN_ID
-
-
-def _read_time(text: str | None) -> datetime | None:
-    if text is None:
-        return None
-    try:
-        return datetime.fromisoformat(text)
-    except ValueError:
-        raise ValueError(
-            f"must be a time in ISO 8601, such as 2026-10-01T12:00Z, got {text[:40]!r}"
-        ) from None
-
-
-def _refuse_key(text: str) -> str:
-    if holds_key(text):
-        raise ValueError(NOT_AN_ID)
-    return text
-
 
 CreatedAfter = Annotated[
     datetime | None,
-    BeforeValidator(_read_time),
+    BeforeValidator(read_time),
     Query(description="Only entries created at or after this time, in ISO 8601."),
 ]
 CreatedBefore = Annotated[
     datetime | None,
-    BeforeValidator(_read_time),
+    BeforeValidator(read_time),
     Query(description="Only entries created before this time, in ISO 8601."),
 ]
 OfModel = Annotated[str, Query(description="Only entries with this model.")]
 KeyId = Annotated[
     str,
-    AfterValidator(_refuse_key),
+    AfterValidator(refuse_key),
     Query(description="Only entries created by the API key with this public ID."),
 ]
 Include = Annotated[

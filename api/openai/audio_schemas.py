@@ -7,8 +7,9 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import ConfigDict, Field, model_validator
 
-from api.bodies import MAX_URL_CHARS, Body, Option, null_is
+from api.bodies import MAX_URL_CHARS, Body, Option
 from api.errors import WrongField
+from api.validators import null_is
 
 MAX_FILE_BYTES = 25 * 1024 * 1024
 """OpenAI's limit."""

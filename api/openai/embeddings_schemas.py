@@ -12,7 +12,8 @@ from pydantic import (
     Tag,
 )
 
-from api.bodies import Body, EndUser, Text, Tokens, Usage, null_is, shape_of
+from api.bodies import Body, EndUser, Text, Tokens, Usage, shape_of
+from api.validators import null_is
 
 
 class EmbeddingWindow(msgspec.Struct):

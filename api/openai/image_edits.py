@@ -14,7 +14,7 @@ from pydantic import ConfigDict, Field, field_validator, model_validator
 from starlette.datastructures import FormData, UploadFile
 from starlette.responses import Response
 
-from api.bodies import _WHITE, Body, Option
+from api.bodies import Body, Option
 from api.errors import WrongField
 from api.http.call import ModelCall
 from api.http.connection import while_connected
@@ -42,6 +42,12 @@ from shared.errors import BadInput
 from shared.models.catalog import Model
 from shared.models.tasks.image import ImageInput
 
+_WHITE = (
+    "data:image/png;base64,iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAIAAAAlC+aJAAAATUlEQVR42u3PQQ0AAAgEILV/5zOFDz"
+    "doQCepz6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3cqoDfaKuZM4AAAAASUVORK5CYI"
+    "I="
+)
+"""A white PNG of 64 x 64 pixels, so that the example works unchanged."""
 MASK = "The transparent area is redrawn. Must have the width and height of the image."
 
 VARIED_STRENGTH = 0.6

@@ -21,7 +21,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from api.batches.endpoint import Endpoint, LineCaller, LineRequest, ReplyTools
-from api.bodies import EndUser, Option, null_is
+from api.bodies import EndUser, Option
 from api.dispatch.request import InferenceRequest
 from api.errors import WrongField
 from api.http.call import ModelCall
@@ -56,6 +56,7 @@ from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
 from api.tasks.base import Inputs
 from api.tasks.image import image_server, images_of, plan_images
+from api.validators import null_is
 from shared.errors import BadInput, PenstockError, Unavailable
 from shared.messages import ItemOutcome
 from shared.models.blob import Blob

@@ -12,10 +12,11 @@ from typing import Annotated, Any, Literal
 import msgspec
 from pydantic import AliasChoices, ConfigDict, Discriminator, Field, Tag, model_validator
 
-from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Off, Option, Options, null_is
+from api.bodies import Body, CacheKey, EndUser, ItemId, Metadata, Off, Option, Options
 from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 from api.errors import WrongField
 from api.predictions.conversations import MAX_PARTS, count_parts
+from api.validators import null_is
 
 ResponseStatus = Literal["queued", "in_progress", "completed", "incomplete", "failed", "cancelled"]
 

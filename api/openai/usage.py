@@ -9,15 +9,25 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from datetime import UTC, datetime
-from typing import Annotated, Any, Literal
+from typing import Any
 
-import msgspec
 from starlette.responses import Response
 
 from api.http.call import Call
 from api.http.encode_json import encode_json
 from api.http.openapi import Described, array_parameter, query_parameter
 from api.http.router import Router
+from api.openai.usage_schemas import (
+    Costs,
+    EmbeddingsUsage,
+    ImagesUsage,
+    ModelUsage,
+    Money,
+    UsageBucket,
+    UsagePage,
+    UsageReply,
+    UsageSpan,
+)
 from api.usage.question import (
     COST_GROUPS,
     COST_LIMITS,
@@ -33,137 +43,20 @@ from api.usage.service import UsageRead, UsageService
 from shared.models.tasks import TASKS
 from shared.models.tasks.base import Unit
 
-Count = Annotated[int, msgspec.Meta(ge=0)]
-Amount = Annotated[float, msgspec.Meta(ge=0)]
-
 DAY_S = 86_400
 _MOMENT: Described = {"type": "integer", "minimum": 0}
 _DAY_OR_SECONDS: Described = {"type": "string", "examples": ["2026-11-01", "1793491200"]}
+_SUMMARY = [
+    query_parameter("from", "Unix seconds or a UTC date, inclusive.", _DAY_OR_SECONDS),
+    query_parameter("to", "Unix seconds or a UTC date, exclusive. Default: now.", _DAY_OR_SECONDS),
+]
+"""Parameters that api/usage/question.py reads, so that we control the wording of errors."""
 _SUMMED = UsageLine._fields[UsageLine._fields.index("requests") :]
-
-
-class EmbeddingsUsage(
-    msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.embeddings.result"
-):
-    """Usage of models billed by tokens."""
-
-    input_tokens: Count
-    """Input tokens of all delivered results, including those from the cache."""
-    charged_tokens: Amount
-    """The charged part of `input_tokens`."""
-    num_model_requests: Count
-    project_id: str | None
-    """The tenant."""
-    user_id: None = None
-    api_key_id: str | None
-    model: str | None
-
-
-class ImagesUsage(
-    msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.images.result"
-):
-    """Usage of models billed by pixel-steps."""
-
-    images: Count
-    """Delivered images, including those from the cache."""
-    pixel_steps: Count
-    charged_pixel_steps: Amount
-    num_model_requests: Count
-    source: None = None
-    size: None = None
-    project_id: str | None
-    """The tenant."""
-    user_id: None = None
-    api_key_id: str | None
-    model: str | None
-
-
-class Money(msgspec.Struct, kw_only=True):
-    """An amount."""
-
-    value: Amount
-    currency: Literal["usd"] = "usd"
-
-
-class Costs(msgspec.Struct, kw_only=True, tag_field="object", tag="organization.costs.result"):
-    """Charges."""
-
-    amount: Money
-    line_item: str | None
-    """The model."""
-    project_id: str | None
-    """The tenant."""
-    api_key_id: str | None
-    organization_id: None = None
-    quantity: None = None
-
-
-class UsageBucket(msgspec.Struct, kw_only=True):
-    """One time span. Empty spans are included."""
-
-    object: Literal["bucket"] = "bucket"
-    start_time: Count
-    end_time: Count
-    results: list[EmbeddingsUsage | ImagesUsage | Costs]
-
-
-class UsagePage(msgspec.Struct, kw_only=True):
-    """Buckets in order. `next_page` is the `page` for the next request."""
-
-    object: Literal["page"] = "page"
-    data: list[UsageBucket]
-    has_more: bool
-    next_page: str | None
-
-
-class ModelUsage(msgspec.Struct, kw_only=True):
-    """Usage of one model, or of all models."""
-
-    model: str | None
-    """None: all models."""
-    requests: Count
-    """All requests, including rejected ones, as in the reports."""
-    refused: Count
-    """The part of `requests` that was rejected as a whole, without items."""
-    items: Count
-    succeeded: Count
-    cached: Count
-    """Succeeded items that came from the cache or joined an identical item."""
-    tokens: Count
-    charged_tokens: Amount
-    pixel_steps: Count
-    charged_pixel_steps: Amount
-    device_s: Amount
-    cost_usd: Amount
-
-
-class UsageSpan(msgspec.Struct, kw_only=True):
-    """Usage in a span of time."""
-
-    start_time: Count
-    end_time: Count
-    total: ModelUsage
-    models: list[ModelUsage]
-
-
-class UsageReply(msgspec.Struct, kw_only=True):
-    """Usage of a tenant, in UTC."""
-
-    object: Literal["usage"] = "usage"
-    tenant: str
-    as_of: Amount
-    """Unix time at which the rows were read. Rows arrive a few seconds after their answers."""
-    today: UsageSpan
-    month: UsageSpan
-    range: UsageSpan | None
-    """Usage from `from` to `to`, if set."""
-    budget_usd_per_month: Amount | None
-
-
 Result = EmbeddingsUsage | ImagesUsage | Costs
+router = Router(scope="usage", tags=["usage"])
 
 
-def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]:
+def _list_parameters(groups: dict[str, str], most: int, models: str) -> list[Described]:
     return [
         query_parameter("start_time", "Unix seconds, inclusive.", _MOMENT, required=True),
         query_parameter("end_time", "Unix seconds, exclusive. Default: now.", _MOMENT),
@@ -185,15 +78,8 @@ def _of_pages(groups: dict[str, str], most: int, models: str) -> list[Described]
     ]
 
 
-_USAGE = _of_pages(GROUPS, max(most for _, most in LIMITS.values()), "models")
-_COSTS = _of_pages(COST_GROUPS, max(most for _, most in COST_LIMITS.values()), "line_items")
-_SUMMARY = [
-    query_parameter("from", "Unix seconds or a UTC date, inclusive.", _DAY_OR_SECONDS),
-    query_parameter("to", "Unix seconds or a UTC date, exclusive. Default: now.", _DAY_OR_SECONDS),
-]
-"""Parameters that api/usage/question.py reads, so that we control the wording of errors."""
-
-router = Router(scope="usage", tags=["usage"])
+_USAGE = _list_parameters(GROUPS, max(most for _, most in LIMITS.values()), "models")
+_COSTS = _list_parameters(COST_GROUPS, max(most for _, most in COST_LIMITS.values()), "line_items")
 
 
 @router.get(

@@ -20,6 +20,20 @@ from shared.models.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, To
 
 GPU_LOST_STATUS = 87
 """Exit status of a model process that has lost its GPU."""
+WithoutModel = TokenCount | TextTokens
+"""Results for inputs that need no model."""
+OnStep = Callable[[int, int], None]
+"""Called as on_step(step, steps) after each step of a batch, counting from 1.
+
+A model without known steps calls on_step(0, 0) only to check whether the batch is canceled.
+"""
+OpenGguf = Callable[[Path, Path], Path]
+"""Called with a GGUF file and the cache folder.
+
+Returns the model's folder, which it may have to create first.
+"""
+IsClose = Callable[[CustomResult, CustomResult], bool]
+"""Returns whether two outputs for one input are close. It may block or raise PenstockError."""
 
 
 class Prepared(msgspec.Struct, kw_only=True):
@@ -173,14 +187,7 @@ class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
 
 
 PreparedItem = PreparedText | PreparedImage | PreparedPair | PreparedPrompt | PreparedCustom
-WithoutModel = TokenCount | TextTokens
-"""Results for inputs that need no model."""
 PreparedOutcome = PreparedItem | WithoutModel | BadInput | ModelFailed
-OnStep = Callable[[int, int], None]
-"""Called as on_step(step, steps) after each step of a batch, counting from 1.
-
-A model without known steps calls on_step(0, 0) only to check whether the batch is canceled.
-"""
 
 
 class RgbImage(msgspec.Struct, array_like=True):
@@ -189,15 +196,6 @@ class RgbImage(msgspec.Struct, array_like=True):
     width: int
     height: int
     pixels: bytes
-
-
-OpenGguf = Callable[[Path, Path], Path]
-"""Called with a GGUF file and the cache folder.
-
-Returns the model's folder, which it may have to create first.
-"""
-IsClose = Callable[[CustomResult, CustomResult], bool]
-"""Returns whether two outputs for one input are close. It may block or raise PenstockError."""
 
 
 class Preparer(Protocol):

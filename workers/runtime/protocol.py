@@ -25,6 +25,7 @@ HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
 IN_FLIGHT = 2
 """An overlapping model's batches in a process: one is computed while the other is prepared."""
+_encoder = msgspec.msgpack.Encoder()
 
 
 class RunBatch(msgspec.Struct, tag="run"):
@@ -92,7 +93,6 @@ class Refused(msgspec.Struct, tag="refused"):
 ServerMessage = Ready | Refused | StepDone | Previews | BatchResult | StepMessage
 ClientMessage = RunBatch | Cancel | Watch | Admit | Drop | Preempt | Evict
 
-_encoder = msgspec.msgpack.Encoder()
 _client_message_decoder: msgspec.msgpack.Decoder[ClientMessage] = msgspec.msgpack.Decoder(
     ClientMessage
 )
