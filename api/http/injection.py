@@ -32,7 +32,7 @@ _injectable = set[type]()
 
 
 def authenticate(request: Request) -> Call:
-    """Authenticates a request and checks the key's scope.
+    """Authenticates a request and checks the key's scope, unless this is already done.
 
     Raises:
         Unauthorized: the API key is missing or invalid.
@@ -40,14 +40,15 @@ def authenticate(request: Request) -> Call:
         Unavailable: the keys are not known yet.
     """
     dependencies, context = dependencies_of(request), context_of(request)
-    caller = dependencies.access.caller_of(request.scope["headers"])
-    facts = context.facts
-    facts.tenant, facts.key_id = caller.tenant, caller.key_id
-    facts.plan, facts.weight = caller.plan_name, caller.plan.weight
-    context.record_refusal = dependencies.refusals.write_row
-    dependencies.access_rules.check(caller, request.method, request.scope["route"].path)
+    if context.caller is None:
+        caller, facts = dependencies.access.caller_of(request.scope["headers"]), context.facts
+        facts.tenant, facts.key_id = caller.tenant, caller.key_id
+        facts.plan, facts.weight = caller.plan_name, caller.plan.weight
+        context.record_refusal = dependencies.refusals.write_row
+        dependencies.access_rules.check(caller, request.method, request.scope["route"].path)
+        context.caller = caller
     public_url = dependencies.settings.public_url
-    return Call(request, context, caller, public_url, dependencies.access)
+    return Call(request, context, context.caller, public_url, dependencies.access)
 
 
 def open_call(request: Request) -> ModelCall:

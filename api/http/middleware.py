@@ -36,6 +36,7 @@ from shared.errors import BadInput, Overloaded, PenstockError
 from shared.messages import RequestFacts
 from shared.stores.objects import MEMORY_BYTES
 from shared.tenants.api_key import PREFIX
+from shared.tenants.plan import Caller
 from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, set_current
 
 MAX_SHARE = 0.75
@@ -179,6 +180,8 @@ class RequestContext:
     """The ID in the answer: the caller's if it has only allowed characters, otherwise ours."""
     facts: RequestFacts
     """The caller, the time and the terms. The tenant is empty before authentication."""
+    caller: Caller | None = None
+    """The caller, once authenticated and permitted to use the route."""
     started_s: float = field(default_factory=time.perf_counter)
     model: str = ""
     """Model name. Empty until the route has found the model."""
