@@ -64,7 +64,7 @@ class AnswerLog:
             self._numbers = itertools.count(logs[-1].number + 1)
         for at in range(0, len(logs), READ_AT_ONCE):
             some = logs[at : at + READ_AT_ONCE]
-            read = await asyncio.gather(*(self._store.logged_answers(log.key) for log in some))
+            read = await asyncio.gather(*(self._store.read_logged_answers(log.key) for log in some))
             for log, answers in zip(some, read, strict=True):
                 self._add_logged(log.key, answers, first_line)
         for number, answer in earlier.items():
@@ -136,7 +136,7 @@ class AnswerLog:
         """
         answers = {number: self._kept[number] for number in numbers if number in self._kept}
         for key in sorted({self._logged[number] for number in numbers if number not in answers}):
-            logged = await self._store.logged_answers(key)
+            logged = await self._store.read_logged_answers(key)
             of_log = [number for number in numbers if self._logged.get(number) == key]
             if not logged.keys() >= set(of_log):
                 raise Unavailable("logged answers of the batch are gone")

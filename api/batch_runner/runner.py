@@ -41,7 +41,7 @@ from api.inputs.codec_pool import CodecPool
 from api.inputs.files import MAX_BYTES, Files
 from api.inputs.image_codec import ImageCodec
 from api.inputs.source_images import SourceImages
-from api.inputs.storage import Storage, swept
+from api.inputs.storage import Storage, sweep
 from api.inputs.url_fetcher import UrlFetcher
 from api.limits.limiter import open_limiter
 from api.predictions.service import Predictions
@@ -347,7 +347,7 @@ async def open_runner(
     files = BatchFiles(objects, storage)
     async with AsyncExitStack() as opened:
         enter = opened.enter_async_context
-        await enter(swept(storage))
+        await enter(sweep(storage))
         leases = await enter(BatchLeases(settings.records_redis_url, instance, lease_s=lease_s))
         keys = key_store(settings.keys_url) if settings.keys_url else None
         terms = await enter(CurrentTerms(keys))

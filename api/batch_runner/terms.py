@@ -86,13 +86,13 @@ class CurrentTerms:
                 # For thousands of keys this takes tens of milliseconds, and lines continue.
                 document = await asyncio.to_thread(decode_document, stored.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
-                self._failed(str(error) or f"no answer in {READ_LIMIT_S:g} s")
+                self._note_failure(str(error) or f"no answer in {READ_LIMIT_S:g} s")
                 return
             self._reason = ""
             self._document, self._version = document, stored.version
             self._limits = {key.id: key.limits for key in document.keys}
 
-    def _failed(self, reason: str) -> None:
+    def _note_failure(self, reason: str) -> None:
         """Logs a reason only once, because the store is read repeatedly."""
         if self._store is not None and reason != self._reason:
             facts = {"source": self._store.source, "reason": reason}

@@ -266,12 +266,12 @@ def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
     outputs = [answer.data for answer in answers if answer.end == "completed"]
     errors = [answer.data for answer in answers if answer.end != "completed"]
     output, error = (b"".join(line + b"\n" for line in lines) for lines in (outputs, errors))
-    return _padded(SegmentHeader(counts, len(output), len(error))) + output + error
+    return _pad(SegmentHeader(counts, len(output), len(error))) + output + error
 
 
 def encode_answers(counts: Counts, answers: Mapping[int, LineAnswer]) -> bytes:
     """Returns the bytes of an answer log, by line number."""
-    return _padded(AnswersHeader(counts)) + msgspec.msgpack.encode(answers)
+    return _pad(AnswersHeader(counts)) + msgspec.msgpack.encode(answers)
 
 
 def decode_header(data: bytes) -> SegmentHeader:
@@ -289,5 +289,5 @@ def decode_answers(data: bytes) -> dict[int, LineAnswer]:
     return _answers_decoder.decode(data[HEADER_BYTES:])
 
 
-def _padded(header: msgspec.Struct) -> bytes:
+def _pad(header: msgspec.Struct) -> bytes:
     return msgspec.json.encode(header).ljust(HEADER_BYTES - 1) + b"\n"

@@ -155,7 +155,7 @@ class BatchFiles:
             purpose: only files of this purpose. Empty: all.
             models: only uploads and files written by batches of these models. None: all.
         """
-        now_s, stored = time.time(), _documents_of(await self._stored(tenant))
+        now_s, stored = time.time(), _documents_of(await self._list_stored(tenant))
 
         def is_listed(file: BatchFile | _Facts) -> bool:
             return (
@@ -173,12 +173,12 @@ class BatchFiles:
         wanted = window = min(limit, PAGE) + 1
         while ids and len(files) < wanted:
             some, ids, window = ids[:window], ids[window:], max(window, PAGE)
-            files += await self._listed(
+            files += await self._read_listed(
                 tenant, {file_id: stored[file_id] for file_id in some}, is_listed
             )
         return FilePage(files[: wanted - 1], len(files) >= wanted)
 
-    async def _listed(
+    async def _read_listed(
         self,
         tenant: str,
         documents: Mapping[str, StoredObject],
@@ -247,7 +247,7 @@ class BatchFiles:
             )
         return await self._objects.get(file.data_key, max_bytes), file.filename
 
-    async def _stored(self, tenant: str) -> list[StoredObject]:
+    async def _list_stored(self, tenant: str) -> list[StoredObject]:
         # Two objects per file, with room for outputs, which are never rejected.
         return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MAX_FILES)
 

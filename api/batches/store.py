@@ -65,7 +65,7 @@ class BatchStore:
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
-        self._admissions = Admissions(objects, self._marked)
+        self._admissions = Admissions(objects, self._list_marked)
 
     async def create(self, created: BatchCreated, most_open: int) -> bool:
         """Stores a new batch unless `most_open` batches of its tenant are open.
@@ -228,7 +228,7 @@ class BatchStore:
         ]
         return logs[::-1]
 
-    async def logged_answers(self, key: str) -> dict[int, LineAnswer]:
+    async def read_logged_answers(self, key: str) -> dict[int, LineAnswer]:
         """Reads a log. Returns its answers by line number."""
         try:
             return decode_answers(await self._objects.get(key, _ANSWERS_MAX_BYTES))
@@ -251,7 +251,7 @@ class BatchStore:
         """Reads the header of a segment."""
         return decode_header(await self._objects.get_range(segment.key, 0, HEADER_BYTES))
 
-    async def _marked(self, owner: str) -> set[str]:
+    async def _list_marked(self, owner: str) -> set[str]:
         return {batch.id for batch in await self.open(owner)}
 
     async def _counts(self, owner: str, batch_id: str) -> Counts:

@@ -97,7 +97,7 @@ class CanaryRouter:
             await self._refreshing.stop()
             await self.canary_store.__aexit__(*exc)
 
-    def routed(self, request: InferenceRequest) -> InferenceRequest:
+    def route(self, request: InferenceRequest) -> InferenceRequest:
         """Returns the request for its model's canary, or for the model itself.
 
         Raises:
@@ -113,7 +113,7 @@ class CanaryRouter:
             return request
         return replace(request, model=model, purges=purges)
 
-    def given_up(self, name: str) -> Model | None:
+    def find_given_up(self, name: str) -> Model | None:
         """Returns the model of this name if no worker computes it any more. None: one may."""
         model, canary = self._catalog.find_deployed(name), self._canaries.get(name)
         if not self.withdrawals.is_withdrawn(model):

@@ -124,7 +124,7 @@ class Dispatcher:
             Overloaded: the instance is full, or the items would wait too long for a worker.
             Unavailable: the instance is shutting down.
         """
-        routed = self.canaries.routed(request)
+        routed = self.canaries.route(request)
         if not isinstance(routed.model, Revision):
             return await self._compute(routed)
         try:
@@ -146,7 +146,7 @@ class Dispatcher:
         Raises:
             BadInput: an input has no canonical form.
         """
-        state = RequestState(self.canaries.routed(request))
+        state = RequestState(self.canaries.route(request))
         await self._recall_replies(state)
         pending_items = [state.items[index] for index in state.pending()]
         hits = await self._look_up([item.cache_key for item in pending_items if item.cache_key])

@@ -44,7 +44,7 @@ from shared.messages import (
 )
 from shared.models.catalog import Flow, Model, model_of_canary
 from shared.models.entry import Replies
-from shared.stores.objects import ObjectStore, stored_input
+from shared.stores.objects import ObjectStore, store_if_large
 from shared.stores.records import Records
 from shared.tracing.spans import STAGE, Attributes, current, span
 from shared.usage.row import RowSink, row_of
@@ -204,7 +204,7 @@ class JobSender:
         """Ends a record whose job was not published, unless the caller can repeat the request."""
         metrics.PREDICTIONS.labels(request.model.public_name, "refused").inc()
         if not request.new_record.is_keyed:
-            reply = failed_reply("unavailable", error.public_message)
+            reply = build_failed_reply("unavailable", error.public_message)
             await self._records.finish(request.facts.request_id, "failed", reply)
         if isinstance(error, Overloaded):
             raise error
@@ -261,7 +261,7 @@ class JobSender:
         sources = item.input.sources
         if not sources:
             return item
-        stored = [await stored_input(source, self._objects) for source in sources]
+        stored = [await store_if_large(source, self._objects) for source in sources]
         return msgspec.structs.replace(item, input=item.input.with_sources(stored))
 
     async def _publish_awaited(
@@ -343,7 +343,7 @@ def envelope_of(
     )
 
 
-def failed_reply(code: str, message: str) -> bytes:
+def build_failed_reply(code: str, message: str) -> bytes:
     """Returns the reply for a record that no worker ended, with an error code of shared.errors."""
     return encode_reply_body(ReplyBody([], ItemError(code, message), replied_at_s=time.time()))
 

@@ -205,7 +205,7 @@ class InboxPool:
 
 
 @asynccontextmanager
-async def own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[InboxLease]:
+async def open_own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[InboxLease]:
     """Creates an inbox with its slots, and removes it when the block ends.
 
     Raises:
@@ -501,7 +501,7 @@ class ReplyInbox:
         settings = self._settings
         if settings.inbox_pool == 0:
             return await stack.enter_async_context(
-                own_inbox(self._admin, settings.reply_slots, self._instance)
+                open_own_inbox(self._admin, settings.reply_slots, self._instance)
             )
         pool = InboxPool(
             settings.redis_url,
@@ -516,7 +516,7 @@ class ReplyInbox:
             log.warning("no inbox from the pool, creating one", extra={"reason": error.message})
         try:
             return await stack.enter_async_context(
-                own_inbox(self._admin, settings.reply_slots, self._instance)
+                open_own_inbox(self._admin, settings.reply_slots, self._instance)
             )
         except ConfigurationError as error:
             # In the cloud, the API may not create inboxes. The pool may soon have a free one.

@@ -1,6 +1,6 @@
 """Parses multipart forms, either incrementally or completely.
 
-`UploadForm` yields its file in pieces and has the other fields as text. `closed_form` reads the
+`UploadForm` yields its file in pieces and has the other fields as text. `open_form` reads the
 whole form and closes its files, even if the form is truncated.
 """
 
@@ -108,7 +108,7 @@ def check_charset(content_type: str) -> None:
 
 
 @asynccontextmanager
-async def closed_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
+async def open_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
     """Opens a multipart/form-data form, like `Request.form`, and closes it.
 
     `Request.form` leaves a file open if the body ends in the middle of it.
@@ -297,6 +297,6 @@ async def _messages(read: list[Message], receive: Receive) -> AsyncIterator[Mess
 async def form_asks_for_stream(request: Request, **limits: int) -> bool:
     """Returns whether a form sets `stream` to true. The form can be read again afterwards."""
     await request.body()  # both then read the buffered body
-    async with closed_form(request, **limits) as form:
+    async with open_form(request, **limits) as form:
         stream = form.get("stream", "")
         return isinstance(stream, str) and stream.lower() in _TRUE

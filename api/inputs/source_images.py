@@ -29,7 +29,7 @@ from api.inputs.url_fetcher import (
 )
 from shared.errors import BadInput
 from shared.models.blob import Blob
-from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, object_key, stored_input
+from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, object_key, store_if_large
 
 ACCEPTED = (
     "must be a data: URI, an https URL, or the ID or URL of a file of this API (POST /v1/files)"
@@ -293,7 +293,7 @@ class SourceImages:
 
     async def stored(self, source: Blob) -> Blob:
         """Returns the source for a message. A large one is moved to the object store."""
-        return await stored_input(source, self._objects)
+        return await store_if_large(source, self._objects)
 
 
 def is_elsewhere(url: str, caller: ImageCaller) -> bool:

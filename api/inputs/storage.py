@@ -438,7 +438,7 @@ class StorageReservation:
 
 
 @asynccontextmanager
-async def swept(storage: Storage) -> AsyncIterator[None]:
+async def sweep(storage: Storage) -> AsyncIterator[None]:
     """Removes expired files periodically for the duration of the block."""
     sweeping = asyncio.create_task(_sweep_forever(storage))
     try:

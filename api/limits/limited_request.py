@@ -51,7 +51,7 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     step_prices: list[ItemPrice] = []
     """For a flow, the terms of each step."""
 
-    def used_unreported(self) -> RequestDemand:
+    def count_unreported(self) -> RequestDemand:
         """Returns the usage to count if a worker had it and never reported back.
 
         The reserved work counts. It costs nothing, because nothing was delivered.

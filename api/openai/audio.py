@@ -42,7 +42,7 @@ from api.http.recording import Recording
 from api.http.request_options import wants_event_ids
 from api.http.router import Router
 from api.http.streaming import answer_events, begin_events
-from api.http.upload_form import MAX_EDIT_FIELDS, closed_form, form_asks_for_stream
+from api.http.upload_form import MAX_EDIT_FIELDS, form_asks_for_stream, open_form
 from api.inputs.source_images import ImageCaller, SourceImages
 from api.inputs.storage import Storage
 from api.openai.audio_schemas import (
@@ -143,7 +143,7 @@ def _check_is_form(request: Request) -> None:
 @asynccontextmanager
 async def _open_form(request: Request) -> AsyncIterator[FormData]:
     _check_is_form(request)
-    async with closed_form(request, **_FORM_LIMITS) as form:
+    async with open_form(request, **_FORM_LIMITS) as form:
         yield form
 
 

@@ -159,7 +159,7 @@ class BatchesPage(msgspec.Struct):
     object: Literal["list"] = "list"
 
 
-def shown_batch(state: BatchState) -> BatchObject:
+def build_batch_object(state: BatchState) -> BatchObject:
     """Returns the response body for a batch."""
     created, plan, counts = state.created, state.plan, state.counts or Counts()
     batch = BatchObject(
@@ -249,7 +249,7 @@ async def create_batch(call: Call, settings: ApiSettings, batches: Batches) -> R
         webhook=body.webhook or "",
         base_url=call.base_url,
     )
-    return encode_json(shown_batch(await batches.create(call.caller, new_batch)))
+    return encode_json(build_batch_object(await batches.create(call.caller, new_batch)))
 
 
 @router.get("/v1/batches", summary="List batches", reply=BatchesPage, errors=(400,))
@@ -279,7 +279,7 @@ async def list_batches(
         call.caller.models,
     )
     page = await batches.page(call.tenant, after=after, limit=limit, wanted=wanted)
-    data = [shown_batch(state) for state in page.batches]
+    data = [build_batch_object(state) for state in page.batches]
     if include:
         for batch, state in zip(data, page.batches, strict=True):
             batch.api_key_id = state.created.key_id or None
@@ -290,7 +290,7 @@ async def list_batches(
 @router.get("/v1/batches/{batch_id}", summary="Get a batch", reply=BatchObject)
 async def get_batch(call: Call, batches: Batches, batch_id: str) -> Response:
     """Returns a batch with the number of finished lines."""
-    return encode_json(shown_batch(await _found(call, batch_id, batches)))
+    return encode_json(build_batch_object(await _find(call, batch_id, batches)))
 
 
 @router.post(
@@ -301,11 +301,11 @@ async def get_batch(call: Call, batches: Batches, batch_id: str) -> Response:
 )
 async def cancel_batch(call: Call, batches: Batches, batch_id: str) -> Response:
     """Stops a batch. Unfinished lines get `batch_cancelled` in the error file."""
-    await _found(call, batch_id, batches)
-    return encode_json(shown_batch(await batches.cancel(call.tenant, batch_id)))
+    await _find(call, batch_id, batches)
+    return encode_json(build_batch_object(await batches.cancel(call.tenant, batch_id)))
 
 
-async def _found(call: Call, batch_id: str, batches: Batches) -> BatchState:
+async def _find(call: Call, batch_id: str, batches: Batches) -> BatchState:
     """Returns a batch of the tenant, unless the key may not use its model."""
     state = await batches.find(call.tenant, batch_id)
     if state.model:

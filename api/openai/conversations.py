@@ -21,7 +21,7 @@ from api.http.recording import Recording
 from api.http.router import Router
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.responses_schemas import InputItem, ItemReference
-from api.openai.stored import referenced_items, shown_items, state_of
+from api.openai.stored import read_referenced_items, shown_items, state_of
 from api.predictions.conversations import (
     Conversation,
     ConversationBusy,
@@ -315,7 +315,7 @@ async def items_to_add(
 ) -> list[dict[str, Any]]:
     """Returns items in stored form: with IDs, and with references resolved."""
     names = [item.id for item in items if isinstance(item, ItemReference)]
-    known = await referenced_items(call, names, catalog, recording)
+    known = await read_referenced_items(call, names, catalog, recording)
     dumped = [
         known[item.id]
         if isinstance(item, ItemReference)

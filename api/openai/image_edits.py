@@ -19,7 +19,7 @@ from api.errors import WrongField
 from api.http.call import ModelCall
 from api.http.connection import while_connected
 from api.http.router import Router
-from api.http.upload_form import closed_form
+from api.http.upload_form import open_form
 from api.inputs.guides import (
     GUIDE_IMAGES,
     MORE_CONTROLS,
@@ -225,7 +225,7 @@ async def _bytes_or_url(url: str, place: str) -> bytes | str:
 
 async def _read_form(call: ModelCall, kind: type[Form]) -> tuple[Form, Files]:
     call.check_charset()
-    async with closed_form(call.http, **FORM_LIMITS) as form:
+    async with open_form(call.http, **FORM_LIMITS) as form:
         sources = {IMAGE_URL: await _only_image(form)}
         mask = await _file(form, "mask") if kind is EditForm else None
         if mask is not None:

@@ -189,7 +189,7 @@ class ImageStream:
             raise snapshot.failure
         for index, result in enumerate(images_of(snapshot.record.reply.delivered, model)):
             if result is not None and index >= self._position.completed:
-                yield await self._completed(index, result)
+                yield await self._encode_completed(index, result)
 
     async def _partials(self, snapshot: PredictionSnapshot) -> AsyncGenerator[bytes]:
         """Yields new previews, up to the number that the reader wants."""
@@ -212,7 +212,7 @@ class ImageStream:
         """
         return preview.step * (self._wanted + 1) >= (number + 1) * preview.steps
 
-    async def _completed(self, index: int, result: ImageResult) -> bytes:
+    async def _encode_completed(self, index: int, result: ImageResult) -> bytes:
         data = await self._encode(result)
         self._position = self._position._replace(completed=index + 1)
         event = self._event("completed", data, index)

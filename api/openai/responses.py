@@ -37,7 +37,7 @@ from api.openai.responses_schemas import ResponseBody, ResponseDeleted, Response
 from api.openai.stored import (
     PATH_OF_RESPONSES,
     find_response,
-    referenced_items,
+    read_referenced_items,
     response_of,
     shown_items,
     state_of,
@@ -244,7 +244,9 @@ class PrecedingItems:
         if body.references:
             known = {item["id"]: item for item in before}
             names = [name for name in body.references if name not in known]
-            referenced = await referenced_items(self._call, names, self._catalog, self._recording)
+            referenced = await read_referenced_items(
+                self._call, names, self._catalog, self._recording
+            )
             body = body.with_items(known | referenced)
         own = body.dumped_items
         if body.previous_response_id is not None:

@@ -99,7 +99,7 @@ def state_of(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> Resp
     return events.failed(snapshot.failure)
 
 
-async def referenced_items(
+async def read_referenced_items(
     call: Call, names: Sequence[str], catalog: Catalog, recording: Recording
 ) -> dict[str, dict[str, Any]]:
     """Returns items of stored responses by ID.

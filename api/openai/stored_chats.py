@@ -132,8 +132,8 @@ async def change_chat(
 ) -> Response:
     snapshot = await _find(call, completion_id, recording)
     body = await call.read_json(ChatChange)
-    stored_input = snapshot.prediction.input | {"metadata": body.metadata or {}}
-    changed = await predictions.replace_input(snapshot, stored_input)
+    store_if_large = snapshot.prediction.input | {"metadata": body.metadata or {}}
+    changed = await predictions.replace_input(snapshot, store_if_large)
     return encode_json(stored_chat(call, changed, catalog))
 
 

@@ -115,7 +115,7 @@ class PredictionFollower:
             if record.reply is None and _may_be_reported(record, held_limits, time.time()):
                 return
             if record.reply is None and record.attempts:
-                used = held_limits.used_unreported()
+                used = held_limits.count_unreported()
             else:
                 outcomes = [] if record.reply is None else record.reply.outcomes
                 used = used_by(

@@ -22,7 +22,7 @@ import msgspec
 from api import metrics
 from api.dispatch.admission import Admission
 from api.dispatch.canary_routing import CanaryRouter
-from api.dispatch.job_sender import Inbox, JobSender, ReplyWaiter, failed_reply
+from api.dispatch.job_sender import Inbox, JobSender, ReplyWaiter, build_failed_reply
 from api.dispatch.pipeline import OpenParts
 from api.dispatch.request import InferenceRequest
 from api.errors import KeyReused, NotFound
@@ -367,7 +367,7 @@ class Predictions:
         return PredictionsRead(ended, ids[count:], sizes[count - 1] if count else 0)
 
     async def replace_input(
-        self, snapshot: PredictionSnapshot, stored_input: dict[str, Any]
+        self, snapshot: PredictionSnapshot, store_if_large: dict[str, Any]
     ) -> PredictionSnapshot:
         """Replaces the input of a finished prediction, as shown to callers.
 
@@ -378,7 +378,7 @@ class Predictions:
         """
         if not snapshot.record.is_over:
             raise PredictionNotOver("the prediction has not ended, so it can't be changed yet")
-        changed = msgspec.structs.replace(snapshot.prediction, input=stored_input)
+        changed = msgspec.structs.replace(snapshot.prediction, input=store_if_large)
         document = _encode_within_bounds(changed)
         if not await self._store.put_document(
             changed.record,
@@ -549,7 +549,7 @@ class Predictions:
     ) -> Creation:
         prediction = request.new_record.prediction
         document = _encode_within_bounds(prediction)
-        routed = self._canaries.routed(request)
+        routed = self._canaries.route(request)
         items = routed.items()
         unfinished = await self._create_record(request, document, hold)
         if unfinished:
@@ -619,7 +619,7 @@ class Predictions:
                 await self._flows.fail(prediction, error)
                 metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
         else:
-            reply = failed_reply(error.code, error.public_message)
+            reply = build_failed_reply(error.code, error.public_message)
             finish = await self._records.finish(prediction.record, "failed", reply)
             if finish is None:
                 return snapshot
@@ -636,7 +636,7 @@ class Predictions:
                 f"deadline exceeded: the prediction did not finish within {limit_s:.3g} s"
             )
         with suppress(UnknownModel):  # removed from the catalog, so only its record remains
-            model = self._canaries.given_up(prediction.model)
+            model = self._canaries.find_given_up(prediction.model)
             if model is not None and version_of(model) == prediction.version:
                 return withdrawn_error(model)
         return None

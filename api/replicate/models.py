@@ -15,7 +15,7 @@ from api.http.dependencies import StartedAt
 from api.http.encode_json import encode_json
 from api.http.openapi import Described, ref_to, success
 from api.http.router import Router
-from api.http.upload_form import MAX_EDIT_FIELDS, closed_form
+from api.http.upload_form import MAX_EDIT_FIELDS, open_form
 from api.inputs.files import File, Files
 from api.inputs.storage import Storage
 from api.predictions.creation import OWNER, find_version, version_of
@@ -222,7 +222,7 @@ async def create_file(
     quota = storage.quota_of(call.caller, "content")
     async with (
         files.receiving(quota, call.body_bytes) as reservation,
-        closed_form(call.http, max_files=2, max_fields=MAX_EDIT_FIELDS) as form,
+        open_form(call.http, max_files=2, max_fields=MAX_EDIT_FIELDS) as form,
     ):
         content, metadata = form.get("content"), form.get("metadata")
         if not isinstance(content, UploadFile):

@@ -20,9 +20,9 @@ from api.predictions.creation import OWNER, find_version, version_of
 from api.tasks.base import check_results
 from api.tasks.custom import (
     add_files,
-    checked_input,
     max_values_bytes,
     store_large_values,
+    validate_input,
 )
 from shared.errors import BadInput, ModelFailed, Unavailable
 from shared.messages import ItemOutcome
@@ -61,7 +61,7 @@ class PredictionsEndpoint(Endpoint):
                 field="version",
             )
         try:
-            custom_input, files = checked_input(body.input, model, max_values_bytes(model))
+            custom_input, files = validate_input(body.input, model, max_values_bytes(model))
         except (ValidationError, BadInput) as error:
             raise _in_input(error) from error
         for at, url in files:
@@ -82,7 +82,7 @@ class PredictionsEndpoint(Endpoint):
         Each attempt does this, but an unchanged file is not loaded again.
         """
         body = cast(PredictionLine, request.body)
-        custom_input, files = checked_input(
+        custom_input, files = validate_input(
             body.input, request.model, max_values_bytes(request.model)
         )
         custom_input.is_streamed = False

@@ -220,7 +220,7 @@ async def _receive(call: Call, batch_files: BatchFiles, storage: Storage) -> Fil
             )
         keep_s = fields.seconds or (fields.expiry or 0) * 3600 or KEEP_S
         upload.filename, upload.keep_s = form.filename or "file", keep_s
-    return _shown(upload.to_file(call.tenant))
+    return _build_object(upload.to_file(call.tenant))
 
 
 @router.get("/v1/files", summary="List files", reply=FilesPage, errors=(400,))
@@ -246,7 +246,7 @@ async def list_files(
         purpose=purpose,
         models=call.caller.models,
     )
-    data = [_shown(file) for file in page.files]
+    data = [_build_object(file) for file in page.files]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
     results = [] if after else await replicate_models.shown_files(call, files, url_signer)
     return encode_json(FilesPage(data, page.has_more, first_id, last_id, results=results))
@@ -268,7 +268,7 @@ async def get_file(
         return await _as_replicate(
             call, replicate_models.get_file(call, files, url_signer, file_id)
         )
-    return encode_json(_shown(await _found(call, batch_files, file_id)))
+    return encode_json(_build_object(await _find(call, batch_files, file_id)))
 
 
 @router.delete(
@@ -286,7 +286,7 @@ async def delete_file(
     """Deletes a file at once, unless a batch is still reading it."""
     if file_id.startswith("file_"):
         return await _as_replicate(call, replicate_models.delete_file(call, files, file_id))
-    file = await _found(call, batch_files, file_id)
+    file = await _find(call, batch_files, file_id)
     await batches.check_unused(file)
     await batch_files.delete(file)
     return encode_json(FileDeleted(file_id))
@@ -309,7 +309,7 @@ async def delete_file(
 )
 async def get_content(call: Call, batch_files: BatchFiles, file_id: str) -> Response:
     """Streams a file's data, or the part selected by `Range: bytes=first-last`."""
-    file = await _found(call, batch_files, file_id)
+    file = await _find(call, batch_files, file_id)
     start, end = _parse_range(call.http.headers.get("range", ""), file.size_bytes)
     is_part = (start, end) != (0, file.size_bytes)
     headers = {"accept-ranges": "bytes", "x-content-type-options": "nosniff"}
@@ -320,7 +320,7 @@ async def get_content(call: Call, batch_files: BatchFiles, file_id: str) -> Resp
     return StreamingResponse(chunks, 206 if is_part else 200, headers, media_type)
 
 
-async def _found(call: Call, batch_files: BatchFiles, file_id: str) -> BatchFile:
+async def _find(call: Call, batch_files: BatchFiles, file_id: str) -> BatchFile:
     """Returns a file of the tenant, unless a model that the key may not use wrote it."""
     file = await batch_files.find(call.tenant, file_id)
     if file.model:
@@ -353,7 +353,7 @@ async def _as_replicate(call: Call, answering: Awaitable[Response]) -> Response:
         return problem_response(call.http, error)
 
 
-def _shown(file: BatchFile) -> FileObject:
+def _build_object(file: BatchFile) -> FileObject:
     return FileObject(
         id=file.id,
         bytes=file.size_bytes,

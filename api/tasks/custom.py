@@ -67,7 +67,7 @@ class CustomApi(ApiTask):
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
         """Returns one item, because a class computes one prediction at a time."""
-        custom_input, files = checked_input(raw_input, model, max_values_bytes(model))
+        custom_input, files = validate_input(raw_input, model, max_values_bytes(model))
         shown_input = dict(raw_input)
         if files:
             await add_files(custom_input, files, caller, images, shown_input)
@@ -78,7 +78,7 @@ class CustomApi(ApiTask):
         return Inputs([custom_input], shown_input, is_list=False, is_repeatable=model.deterministic)
 
 
-def checked_input(
+def validate_input(
     raw_input: dict[str, Any], model: Model, max_bytes: int = MAX_MESSAGE_JSON_BYTES
 ) -> tuple[CustomInput, list[FileInput]]:
     """Validates an input against its model's interface.
@@ -191,7 +191,7 @@ def input_of_fields(
     for name in filled.keys() - interface_of(model).properties.keys():
         named = names.get(name, name)
         raise BadInput(f"{named}: is not supported by {model.name}; leave it out", field=named)
-    return checked_input(filled, model)
+    return validate_input(filled, model)
 
 
 class FieldNames(NamedTuple):
@@ -242,7 +242,7 @@ async def add_files(
     """Loads the files of an input.
 
     Args:
-        files: the files returned by `checked_input`.
+        files: the files returned by `validate_input`.
         caller: owner of the files that may be named.
         shown: the input as shown to its caller. Each `data:` URI is replaced by a link, and then
             kept. None: not shown.

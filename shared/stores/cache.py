@@ -308,7 +308,7 @@ class ResultCache(RedisStore):
             hits |= from_redis
         return hits
 
-    def kept_here(self, keys: Iterable[str]) -> list[str]:
+    def list_in_memory(self, keys: Iterable[str]) -> list[str]:
         """Returns the keys whose results are in this process's memory."""
         now_s = self._clock()
         return [key for key in keys if self._memory.get(key, now_s) is not None]
@@ -333,10 +333,10 @@ class ResultCache(RedisStore):
         values = await self._redis.get(names)
         now_s = self._clock()
         if values is None:
-            kept_here = ((key, self._memory.get(key, now_s)) for key in keys)
+            list_in_memory = ((key, self._memory.get(key, now_s)) for key in keys)
             return {
                 key: Hit(cached.entry.result, "memory")
-                for key, cached in kept_here
+                for key, cached in list_in_memory
                 if cached is not None and cached.state == "unknown"
             }
         entries, marked = dict[str, _Kept](), dict[str, _Kept]()

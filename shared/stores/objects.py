@@ -171,7 +171,7 @@ def key_of_digest(folder: str, digest: str, media_type: str) -> str:
     return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
 
 
-async def stored_input(blob: Blob, objects: ObjectStore) -> Blob:
+async def store_if_large(blob: Blob, objects: ObjectStore) -> Blob:
     """Returns the blob for a message. A large one is moved to the object store."""
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob

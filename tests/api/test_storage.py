@@ -235,7 +235,7 @@ async def test_old_objects_go_by_their_folder(
 async def test_a_runner_sweeps(storage: Storage, objects: ObjectStore, clock: Clock) -> None:
     await Files(objects, storage).add(quota(), b"a", name="a", content_type="", keep_s=60)
     clock.now_s += 61
-    async with module.swept(storage):
+    async with module.sweep(storage):
         async with asyncio.timeout(WAIT_LIMIT_S):
             while (await storage.use("alice")).files:
                 pass

@@ -82,7 +82,7 @@ def routed(router: CanaryRouter, inputs: list[TextInput], **given: str) -> bool:
         RequestOptions(),
         is_repeatable=bool(inputs),
     )
-    return isinstance(router.routed(request).model, Revision)
+    return isinstance(router.route(request).model, Revision)
 
 
 @pytest.mark.parametrize("share", [0.05, 0.3])
@@ -245,7 +245,7 @@ async def test_withdrawn_canary_gets_nothing_and_nobody_notices(redis_url: str) 
         await store.withdraw(Withdrawal(MODEL.name, "2", 1.0, "user x"))
         await live.refresh()
         assert not any(chosen(router, number) for number in range(50))
-        assert router.given_up(MODEL.name) is None
+        assert router.find_given_up(MODEL.name) is None
 
 
 async def test_canary_goes_on_while_the_other_revision_is_withdrawn(redis_url: str) -> None:
@@ -261,4 +261,4 @@ async def test_canary_goes_on_while_the_other_revision_is_withdrawn(redis_url: s
             except ModelWithdrawn:
                 outcomes["refused"] += 1
         assert outcomes.keys() == {"canary", "refused"}
-        assert router.given_up(MODEL.name) is None, "the canary may have its job"
+        assert router.find_given_up(MODEL.name) is None, "the canary may have its job"

@@ -14,7 +14,7 @@ from api.inputs.storage import owner_of
 from infra.local.process import free_port
 from shared.errors import BadInput, ConfigurationError, InputTooLarge, Unavailable
 from shared.models.blob import INLINE_LIMIT_BYTES, Blob
-from shared.stores.objects import TIMEOUT_S, ObjectStore, object_key, stored_input
+from shared.stores.objects import TIMEOUT_S, ObjectStore, object_key, store_if_large
 
 pytestmark = pytest.mark.anyio
 
@@ -42,8 +42,8 @@ async def test_a_large_input_is_digested_beside_the_event_loop(
 
     monkeypatch.setattr("shared.stores.objects.object_key", digested)
     small, large = b"a" * INLINE_LIMIT_BYTES, b"a" * (INLINE_LIMIT_BYTES + 1)
-    assert await stored_input(Blob("audio/wav", data=small), objects) == Blob("audio/wav", small)
-    stored = await stored_input(Blob("audio/wav", data=large), objects)
+    assert await store_if_large(Blob("audio/wav", data=small), objects) == Blob("audio/wav", small)
+    stored = await store_if_large(Blob("audio/wav", data=large), objects)
     assert stored.object_key == object_key("inputs", large, "audio/wav")
     assert await objects.get(stored.object_key, len(large)) == large
     assert len(threads) == 1

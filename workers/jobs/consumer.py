@@ -283,7 +283,7 @@ class JobConsumer:
                 keys = [item.cache_key for item in pulled.items if item.cache_key is not None]
                 is_asked = pulled.is_fresh and not pulled.envelope.flow
                 (in_memory if is_asked else in_redis).extend(keys)
-        return await self._cache.get_many([*self._cache.kept_here(in_memory), *in_redis])
+        return await self._cache.get_many([*self._cache.list_in_memory(in_memory), *in_redis])
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
         """Prepares inputs and queues them. A job that killed two workers runs alone."""

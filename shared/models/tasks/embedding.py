@@ -79,7 +79,7 @@ def _size_bytes(text: str) -> int:
     return len(text) if text.isascii() else len(text.encode("utf-8", "surrogatepass"))
 
 
-def checked_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str:
+def read_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str:
     """Returns the text in a flow step input.
 
     Raises:
@@ -243,7 +243,7 @@ class EmbeddingTask(Task):
         )
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        text = checked_text(entry, values, "text")
+        text = read_text(entry, values, "text")
         return StepInput(TextInput(text, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:

@@ -22,9 +22,9 @@ from shared.models.tasks.embedding import (
     Truncate,
     bound_tokens,
     bound_window,
-    checked_text,
     cut_estimate,
     estimate_tokens,
+    read_text,
 )
 
 RESULT_BYTES = 128
@@ -118,7 +118,7 @@ class SimilarityTask(EmbeddingTask):
         )
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        text, query = (checked_text(entry, values, field) for field in ("text", "query"))
+        text, query = (read_text(entry, values, field) for field in ("text", "query"))
         return StepInput(SimilarityInput(text, query, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
