@@ -2,9 +2,12 @@
 
 import { upload } from "./api.js";
 import { h, put } from "./dom.js";
+import { maskPainter } from "./mask_painter.js";
 
 const LARGEST_SEED = 2 ** 31;
 const LARGEST_INSIDE = 1024 * 1024;
+/** Images in the inputs of image models, whose schema does not call them files. */
+const IMAGES = ["image", "mask", "control_image", "ip_adapter_image"];
 /** What fields of known names begin with, so that a model can be tried at once. */
 const EXAMPLES = {
   prompt: "a large red circle on a white background",
@@ -20,8 +23,8 @@ const EXAMPLES = {
 /**
  * Makes the form of a model.
  * @param {object} schema of the input.
- * @returns {{element: HTMLElement, read: function(): Promise<object>}} `read` gives the input:
- *   fields that are empty are left out.
+ * @returns {{element: HTMLElement, read: function(): Promise<object>, source: function(): ?File}} `read` gives the input:
+ *   fields that are empty are left out. `source` gives the file that is chosen as `image`.
  */
 export function formOf(schema) {
   const required = new Set(schema.required ?? []);
@@ -33,6 +36,7 @@ export function formOf(schema) {
   const isFirst = required.size
     ? (field) => field.isRequired
     : (field) => field.kind === "texts" || (field.kind === "text" && !names.has(`${field.name}s`));
+  paintMask(fields);
   const first = fields.filter(isFirst);
   const more = fields.filter((field) => !isFirst(field));
   const element = h(
@@ -51,7 +55,18 @@ export function formOf(schema) {
         ),
       ),
   );
-  return { element, read: () => readAll(fields) };
+  const source = () => fields.find((field) => field.name === "image")?.picker?.files[0] ?? null;
+  return { element, read: () => readAll(fields), source };
+}
+
+/** Adds a painter to the field `mask`, if the model has one. */
+function paintMask(fields) {
+  const [image, mask] = ["image", "mask"].map((name) => fields.find((field) => field.name === name && field.kind === "file"));
+  if (!image || !mask) return;
+  const painter = maskPainter(image.picker, mask.picker);
+  mask.element.querySelector("label").after(painter.element);
+  const readFile = mask.read;
+  mask.read = async () => painter.read() ?? readFile();
 }
 
 async function readAll(fields) {
@@ -76,7 +91,7 @@ function kindOf(name, core, isOpen) {
   if (core.type === "integer" || core.type === "number") return "number";
   if (core.type === "array") return listKindOf(core.items ?? {});
   if (core.type !== "string") return "json";
-  if (name === "image" || core.format === "uri") return "file";
+  if (IMAGES.includes(name) || core.format === "uri") return "file";
   if (core.format === "password") return "secret";
   return core.pattern ? "word" : "text";
 }
@@ -107,7 +122,7 @@ function fieldOf(name, property, isRequired) {
     .filter(Boolean)
     .join(" ");
   const given = { id, name, required: isRequired, "aria-describedby": hint ? `${id}-hint` : null };
-  const { control, read } = CONTROLS[kind](given, core, property);
+  const { control, read, picker } = CONTROLS[kind](given, core, property);
   const element = h(
     "div",
     { class: `field ${kind}` },
@@ -120,7 +135,7 @@ function fieldOf(name, property, isRequired) {
     control,
     hint && h("p", { class: "hint", id: `${id}-hint` }, hint),
   );
-  return { name, kind, isRequired, element, read };
+  return { name, kind, isRequired, element, read, picker };
 }
 
 const CONTROLS = {
@@ -208,7 +223,7 @@ const CONTROLS = {
       if (required) throw new Error(`${given.name}: choose a file, or give its URL.`);
       return undefined;
     };
-    return { control: h("div", { class: "stack" }, picker, previewOf(picker), url), read };
+    return { control: h("div", { class: "stack" }, picker, previewOf(picker), url), read, picker };
   },
   files(given) {
     const picker = h("input", { ...given, type: "file", multiple: true });
@@ -241,7 +256,7 @@ function exampleOf({ name, required }, property, none) {
 function previewOf(picker) {
   const place = h("div", { class: "previews" });
   let urls = [];
-  picker.addEventListener("change", () => {
+  const show = () => {
     urls.forEach((url) => URL.revokeObjectURL(url));
     urls = [];
     put(
@@ -255,7 +270,9 @@ function previewOf(picker) {
         return h(kind, kind === "img" ? { ...name, class: "image" } : { ...name, controls: true });
       }),
     );
-  });
+  };
+  picker.addEventListener("change", show);
+  picker.addEventListener("cleared", show);
   return place;
 }
 

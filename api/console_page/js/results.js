@@ -1,5 +1,6 @@
 // Shows what a prediction gave, by the shape of its output.
 
+import { compared } from "./comparison.js";
 import { button, download, h, table } from "./dom.js";
 import { pagesOf, transcriptOf } from "./documents.js";
 import { heatMap } from "./heat_map.js";
@@ -12,15 +13,18 @@ const SHOWN_NUMBERS = 6;
 const MOST_ROWS = 200;
 const BAR = /^\s*\d+%\|/;
 
-/** The output of a finished prediction with its time and cost. */
-export function resultOf(prediction, signal) {
+/**
+ * The output of a finished prediction with its time and cost.
+ * @param {?string} source URL of the image that it began with, if that was chosen in this tab.
+ */
+export function resultOf(prediction, signal, source = null) {
   const { error, metrics = {}, output, status } = prediction;
   return h(
     "div",
     { class: "result" },
     error && h("p", { class: "error", role: "alert" }, error),
     status === "canceled" && h("p", { class: "note" }, "The prediction was canceled."),
-    output !== null && shown(prediction, signal),
+    output !== null && shown(prediction, signal, source),
     prediction.logs &&
       !BAR.test(prediction.logs) &&
       h(
@@ -41,7 +45,7 @@ export function resultOf(prediction, signal) {
   );
 }
 
-function shown(prediction, signal) {
+function shown(prediction, signal, source) {
   const { input, output } = prediction;
   const isWritten = typeof output === "string" && (input.messages || input.prompt);
   if (isWritten) return output.trim() ? markdown(output) : h("p", { class: "note" }, "The model wrote nothing. Text models that are made for chats need messages instead of a prompt.");
@@ -50,7 +54,7 @@ function shown(prediction, signal) {
   const list = Array.isArray(output) ? output : [output];
   if (list.length && list.every(isFile)) {
     const files = list.map((uri, index) => fileOf(prediction, uri, `output ${index + 1}`, signal));
-    return h("div", { class: "images" }, files);
+    return h("div", { class: "images" }, source ? files.map((file) => compared(file, source)) : files);
   }
   const save = saveOf(prediction);
   if (list.length && list.every(isVector)) return [heatMap(textsOf(prediction), list), save];

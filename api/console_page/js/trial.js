@@ -45,7 +45,7 @@ function selectOf(models, chosen) {
 }
 
 function formWithResults(model, schema, signal) {
-  const { element, read } = formOf(schema);
+  const { element, read, source } = formOf(schema);
   const outcome = h("div", { class: "outcome" }, h("p", { class: "note" }, "The result appears here. The form has an example: press Run."));
   const earlier = h("div", { class: "stack" });
   const run = h("button", { class: "main" }, "Run");
@@ -55,7 +55,8 @@ function formWithResults(model, schema, signal) {
     run.disabled = true;
     try {
       keep(outcome, earlier);
-      await predict({ version: model.id, input: await read() }, outcome, signal);
+      const before = source() && urlOf(source(), signal);
+      await predict({ version: model.id, input: await read() }, before, outcome, signal);
     } catch (error) {
       if (!signal.aborted) put(outcome, failure(error));
     } finally {
@@ -79,13 +80,20 @@ function keep(outcome, earlier) {
   while (earlier.children.length > MOST_EARLIER + 1) earlier.lastChild.remove();
 }
 
-async function predict(body, outcome, signal) {
+/** A URL of a chosen file, until the view is left. */
+function urlOf(file, signal) {
+  const url = URL.createObjectURL(file);
+  signal.addEventListener("abort", () => URL.revokeObjectURL(url));
+  return url;
+}
+
+async function predict(body, before, outcome, signal) {
   say("Sent.");
   put(outcome, h("div", { class: "card" }, h("p", { class: "muted" }, "Sent …")));
   const created = await call("v1/predictions", { method: "POST", body, signal });
   const path = `v1/predictions/${encodeURIComponent(created.id)}`;
   const prediction = ENDS.includes(created.status) ? created : await follow(path, outcome, signal);
   const link = h("a", { href: `#predictions/${encodeURIComponent(created.id)}` }, "Open the prediction");
-  put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal), h("p", {}, link)), snippets(body));
+  put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal, before), h("p", {}, link)), snippets(body));
   say(`The prediction ${prediction.status}.`);
 }

@@ -1,0 +1,97 @@
+"""The console's form for image models in a browser: painted masks, and results over sources."""
+
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+from axe_playwright_python.async_playwright import Axe
+from playwright.async_api import FilePayload, Page, expect
+
+from tests.api.harness import IMAGE_MODEL, ApiUnderTest, api_with_redis
+from tests.api.test_images import drawn
+from tests.api.test_masks import SOURCE, levels, white
+from tests.browser import needs_chromium, opened_page
+
+pytestmark = [pytest.mark.slow(about_s=15), pytest.mark.anyio, needs_chromium]
+api = api_with_redis(secret="s")
+
+
+@pytest.fixture
+async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
+    async with opened_page(f"{api.url}/console#try/{IMAGE_MODEL.name}") as page:
+        await page.get_by_label("Prompt (required)").fill("a circle")
+        await page.get_by_text("More options").click()
+        await page.get_by_label("Image", exact=True).set_input_files(png("source.png", SOURCE))
+        yield page
+
+
+def png(name: str, data: bytes) -> FilePayload:
+    return {"name": name, "mimeType": "image/png", "buffer": data}
+
+
+async def run(page: Page) -> None:
+    await page.get_by_role("button", name="Run").click()
+    await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+
+
+async def paint(page: Page, y: float) -> None:
+    """Paints a stroke over the left half of the image."""
+    canvas = page.get_by_role("img", name="Painted mask")
+    await canvas.scroll_into_view_if_needed()
+    box = await canvas.bounding_box()
+    assert box is not None
+    await page.mouse.move(box["x"] + 4, box["y"] + y * box["height"])
+    await page.mouse.down()
+    await page.mouse.move(box["x"] + box["width"] / 2, box["y"] + y * box["height"], steps=4)
+    await page.mouse.up()
+
+
+async def test_what_is_painted_is_drawn_anew(api: ApiUnderTest, page: Page) -> None:
+    await paint(page, 0.5)
+    await paint(page, 0.9)
+    await page.get_by_label("Erase").check()
+    await paint(page, 0.9)
+    await run(page)
+    (image,) = drawn(api)
+    mask = levels(image.mask)
+    assert mask.shape == (image.height, image.width)
+    height, width = mask.shape
+    assert mask[height // 2, width // 4] == 255
+    assert mask[height // 2, width * 3 // 4] == 0
+    assert mask[height * 9 // 10, width // 4] < 30
+
+
+async def test_a_mask_file_replaces_the_painting(api: ApiUnderTest, page: Page) -> None:
+    await paint(page, 0.5)
+    await page.get_by_label("Mask", exact=True).set_input_files(png("mask.png", white()))
+    await run(page)
+    mask = levels(drawn(api)[0].mask)
+    height, width = mask.shape
+    assert mask[height // 2, width // 4] == 255
+    assert mask[height // 2, 2] == 0
+
+
+async def test_a_result_is_compared_with_its_source(api: ApiUnderTest, page: Page) -> None:
+    await run(page)
+    slider = page.get_by_role("slider", name="Before and after")
+    await expect(slider).to_have_value("50")
+    before = page.get_by_role("img", name="Before")
+    await expect(before).to_have_js_property("naturalWidth", 64)
+    await slider.focus()
+    await page.keyboard.press("Home")
+    clip = "element => getComputedStyle(element).clipPath"
+    assert "100%" in await before.evaluate(clip)
+
+
+@pytest.mark.parametrize("width", [390, 1440])
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+async def test_it_has_no_serious_barriers(page: Page, width: int, scheme: Any) -> None:
+    await page.set_viewport_size({"width": width, "height": 900})
+    await page.emulate_media(color_scheme=scheme)
+    await paint(page, 0.5)
+    await run(page)
+    await expect(page.get_by_role("slider", name="Before and after")).to_be_visible()
+    violations = (await Axe().run(page)).response["violations"]
+    barriers = [rule for rule in violations if rule["impact"] in ("serious", "critical")]
+    assert [rule["id"] for rule in barriers] == []
+    assert await page.evaluate("document.documentElement.scrollWidth <= innerWidth")
