@@ -63,6 +63,7 @@ from api.openai.generation import (
 from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
 from api.predictions.generation_stream import (
+    AddedText,
     GenerationStreams,
     PromptSize,
     StreamPosition,
@@ -72,7 +73,7 @@ from api.tasks.base import Inputs
 from shared.errors import BadInput, PenstockError, error_for_code
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
-from shared.models.tasks.text import GenerationResult, TokenLogprob
+from shared.models.tasks.text import GenerationResult
 
 PATH = "/v1/messages"
 MESSAGE = "msg_"
@@ -182,16 +183,9 @@ class MessageEvents:
         begun = MessageReply(self._made, self._model.name, [], None, usage)
         return _event("message_start", message=begun)
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
+    def delta(self, added: AddedText) -> bytes | None:
         """Returns the event for new text. Text that may start a tool call is held back."""
-        visible_before, now = self._show_text(before), self._show_text(before + text)
+        visible_before, now = self._show_text(added.before), self._show_text(added.now)
         if now == visible_before:
             return None
         return (b"" if visible_before else _begin(0, ShownText(""))) + _text_delta(

@@ -67,6 +67,7 @@ from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.generation_stream import (
     HEARTBEAT,
     HEARTBEAT_BESIDE_IDS,
+    AddedText,
     GenerationStreams,
     StreamPosition,
     StreamShape,
@@ -92,7 +93,6 @@ from shared.models.tasks.custom import (
     interface_of,
     read_elements,
 )
-from shared.models.tasks.text import TokenLogprob
 
 TRANSCRIPTIONS, TRANSLATIONS = "/v1/audio/transcriptions", "/v1/audio/translations"
 MAX_FIELD_BYTES = 64 * 1024
@@ -360,18 +360,11 @@ class TranscriptEvents(StreamShape):
     def __init__(self, names: FieldNames) -> None:
         self._names = names
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
-        """Returns the events for the segments in `text`, which has one line of JSON per segment."""
-        values = [entry.value for entry in read_elements(text)]
+    def delta(self, added: AddedText) -> bytes | None:
+        """Returns the events for segments, each a line of JSON."""
+        values = [entry.value for entry in read_elements(added.text)]
         said = "".join(element.text for element in _elements(values))
-        said = said if before else said.lstrip()
+        said = said if added.before else said.lstrip()
         return _event(TranscriptDelta(said)) if said else None
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:

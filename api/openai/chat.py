@@ -58,6 +58,7 @@ from api.openai.generation import (
 from api.openai.stored import find_stored
 from api.predictions.creation import PredictionSnapshot, digest_of
 from api.predictions.generation_stream import (
+    AddedText,
     GenerationStreams,
     PromptSize,
     StreamShape,
@@ -68,7 +69,7 @@ from api.tasks.base import Inputs
 from shared.errors import PenstockError
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
-from shared.models.tasks.text import GenerationResult, TokenLogprob
+from shared.models.tasks.text import GenerationResult
 
 DONE = b"data: [DONE]\n\n"
 _encode = msgspec.json.Encoder().encode
@@ -107,38 +108,33 @@ class ChatEvents:
         """Returns the event with the message's role."""
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
+    def delta(self, added: AddedText) -> bytes | None:
         """Returns the event for new text. Text that may start a tool call is held back.
 
         If a call is required, its arguments are sent as they are generated.
         """
-        encoded = chat_logprobs(logprobs) if self._body.logprobs and logprobs else None
-        if self._is_forced and (call := self._call_delta(index, before, before + text)):
+        index, text = added.generation, added.text
+        has_logprobs = self._body.logprobs and added.logprobs
+        encoded = chat_logprobs(added.logprobs) if has_logprobs else None
+        if self._is_forced and (call := self._call_delta(added)):
             return self._chunk(ChatChunkChoice(index, ChatDelta(tool_calls=[call]), encoded))
         if self._has_tools:
-            text = shown_of(before + text)[len(shown_of(before)) :]
+            text = shown_of(added.now)[len(shown_of(added.before)) :]
         if not text and encoded is None:
             return None
         return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
 
-    def _call_delta(self, index: int, before: str, now: str) -> dict[str, object] | None:
-        """Returns the text added to the first call since `before`."""
-        begun, earlier = begun_call(now), begun_call(before)
+    def _call_delta(self, added: AddedText) -> dict[str, object] | None:
+        """Returns the text added to the first call."""
+        begun, earlier = begun_call(added.now), begun_call(added.before)
         if begun is None:
             return None
         if earlier is None:
-            call = first_call(begun, f"{self._completion_id}:{index}")
+            call = first_call(begun, f"{self._completion_id}:{added.generation}")
             fields: dict[str, object] = msgspec.to_builtins(call)
             return {"index": 0} | fields
-        added = begun.arguments[len(earlier.arguments) :]
-        return {"index": 0, "function": {"arguments": added}} if added else None
+        arguments = begun.arguments[len(earlier.arguments) :]
+        return {"index": 0, "function": {"arguments": arguments}} if arguments else None
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the text held back, the tool calls and the finish reason."""
@@ -188,21 +184,14 @@ class CompletionEvents(StreamShape):
         options = body.stream_options
         self._has_usage = options is not None and options.include_usage
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
+    def delta(self, added: AddedText) -> bytes | None:
         """Returns the event for new text."""
         encoded = None
-        if self._body.logprobs is not None and logprobs:
-            encoded = completion_logprobs(logprobs, len(before))
-        if not text and encoded is None:
+        if self._body.logprobs is not None and added.logprobs:
+            encoded = completion_logprobs(added.logprobs, len(added.before))
+        if not added.text and encoded is None:
             return None
-        return self._chunk(CompletionChoice(index, text, None, encoded))
+        return self._chunk(CompletionChoice(added.generation, added.text, None, encoded))
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
         """Returns the event with the finish reason."""

@@ -32,7 +32,7 @@ from api.openai.responses_schemas import (
     ResponseUsage,
     WrittenDetails,
 )
-from api.predictions.generation_stream import PromptSize
+from api.predictions.generation_stream import AddedText, PromptSize
 from shared.errors import Canceled, PenstockError, error_for_code
 from shared.messages import ItemOutcome
 from shared.models.catalog import Model
@@ -170,21 +170,14 @@ class ResponseEvents:
             self._event(1, "response.in_progress", response=begun),
         )
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
+    def delta(self, added: AddedText) -> bytes | None:
         """Returns the event for new text. Text that may start a tool call is held back."""
-        visible_before, now = self._show_text(before), self._show_text(before + text)
+        visible_before, now = self._show_text(added.before), self._show_text(added.now)
         if now == visible_before:
             return None
-        encoded = self._logprobs(logprobs)
-        tokens, ended = at
-        number = self._first_end + ended - 1 if ended else _PART + tokens
+        encoded = self._logprobs(added.logprobs)
+        is_rest = added.ended > 0
+        number = self._first_end + added.ended - 1 if is_rest else _PART + added.tokens
         begin = [] if visible_before else self._begin(_ITEM, _PART)
         return self._join_events(*begin, self._delta(number, now[len(visible_before) :], encoded))
 

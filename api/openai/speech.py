@@ -32,6 +32,7 @@ from api.openai.chat import failure_event
 from api.openai.images import read_blob
 from api.predictions.creation import digest_of
 from api.predictions.generation_stream import (
+    AddedText,
     GenerationStreams,
     StreamShape,
     seen_from_id,
@@ -48,7 +49,6 @@ from shared.models.tasks.custom import (
     read_elements,
     streamed_key,
 )
-from shared.models.tasks.text import TokenLogprob
 from shared.stores.objects import ObjectStore
 
 SPEECH = "/v1/audio/speech"
@@ -102,20 +102,13 @@ class SpeechEvents(StreamShape):
         self._record = record
         self._names = names
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
-        """Returns the events for the parts in `text`, which has one line of JSON per part."""
-        files = [file for element in read_elements(text) for file in element.files]
+    def delta(self, added: AddedText) -> bytes | None:
+        """Returns the events for parts, each a line of JSON."""
+        files = [file for element in read_elements(added.text) for file in element.files]
         return b"".join(
             _delta(file.uri.partition(",")[2])
             if file.uri
-            else _delta("", streamed_key(self._record, index, file))
+            else _delta("", streamed_key(self._record, added.generation, file))
             for file in files
         )
 

@@ -35,6 +35,7 @@ from api.predictions.creation import PredictionSnapshot
 from api.predictions.generation_stream import (
     HEARTBEAT,
     HEARTBEAT_S,
+    AddedText,
     StreamShape,
     follow_record,
 )
@@ -45,7 +46,6 @@ from shared.errors import Canceled, PenstockError
 from shared.messages import ItemOutcome
 from shared.models.flow_plan import MAX_STEP_ITEMS, MAX_STEPS
 from shared.models.tasks.custom import CustomResult, StreamedFile, read_elements, streamed_key
-from shared.models.tasks.text import TokenLogprob
 from shared.predictions import (
     Prediction,
     error_of,
@@ -254,16 +254,9 @@ def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
 class OutputEvents(StreamShape):
     """The events of one generation. The stream adds their IDs."""
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
+    def delta(self, added: AddedText) -> bytes | None:
         """Returns the event for new text."""
-        return encode_event("output", text) if text else None
+        return encode_event("output", added.text) if added.text else None
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         return [encode_event("done", "{}")]
@@ -304,17 +297,10 @@ class ElementEvents(OutputEvents):
             key = self._result.files[file.number].object_key or key
         return self._prediction.base_url + self._url_signer.path(key, file.media_type)
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
-        """Returns the events for the elements in `text`, which has one line of JSON per element.
+    def delta(self, added: AddedText) -> bytes | None:
+        """Returns the events for elements, each a line of JSON.
 
         Events without an ID are resumed after the last one with an ID.
         """
-        elements = [element.shown(self._link) for element in read_elements(text)]
+        elements = [element.shown(self._link) for element in read_elements(added.text)]
         return b"".join(encode_event("output", _text(element)) for element in elements) or None

@@ -88,6 +88,25 @@ class PromptSize(NamedTuple):
     cached_tokens: int = 0
 
 
+class AddedText(NamedTuple):
+    """Text added to a generation since its last event."""
+
+    generation: int
+    """Index of the generation in its stream."""
+    before: str
+    """The generation's earlier text."""
+    text: str
+    logprobs: Sequence[TokenLogprob]
+    tokens: int
+    """Number of tokens that a reader has after the event."""
+    ended: int = 0
+    """Number of end pieces that a reader has after the event."""
+
+    @property
+    def now(self) -> str:
+        return self.before + self.text
+
+
 class StreamShape(Protocol):
     """The format of the events. The parts of a generation are numbered from 0.
 
@@ -98,18 +117,8 @@ class StreamShape(Protocol):
         """Returns the first event of a generation."""
         return None
 
-    def delta(
-        self,
-        index: int,
-        before: str,
-        text: str,
-        logprobs: Sequence[TokenLogprob],
-        at: tuple[int, int],
-    ) -> bytes | None:
-        """Returns the event for text added since the last event. None if there is nothing to send.
-
-        `at`: numbers of tokens and end pieces that a reader has after the event.
-        """
+    def delta(self, added: AddedText) -> bytes | None:
+        """Returns the event for added text. None if there is nothing to send."""
 
     def ending(self, index: int, result: Any) -> Sequence[bytes]:
         """Returns the last events of a generation."""
@@ -523,10 +532,8 @@ class _Stream:
             generation.text += chunk.text
             if generation.tokens > generation.seen.tokens:
                 logprobs = chunk.logprobs if isinstance(chunk, TokenChunk) else []
-                event = self._shape.delta(
-                    index, before, chunk.text, logprobs, (generation.tokens, 0)
-                )
-                if event is not None:
+                added = AddedText(index, before, chunk.text, logprobs, generation.tokens)
+                if (event := self._shape.delta(added)) is not None:
                     yield self._with_id(event)
 
     def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
@@ -599,8 +606,8 @@ class _Stream:
                 continue
             logprobs = result.logprobs[rest.first :]
             at = (generation.tokens, generation.ended)
-            event = self._shape.delta(index, before, part.text, logprobs, at)
-            if event is not None:
+            added = AddedText(index, before, part.text, logprobs, *at)
+            if (event := self._shape.delta(added)) is not None:
                 yield self._with_id(event)
 
     def _parts(self, chunk: Chunk) -> Iterator[Chunk]:
