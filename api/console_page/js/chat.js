@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { button, failure, h, put, say } from "./dom.js";
 import { untilEnd } from "./follow.js";
+import { remember } from "./history.js";
 import { markdown } from "./markdown.js";
 import { dollars } from "./money.js";
 import { chatSnippets } from "./snippets.js";
@@ -152,6 +153,7 @@ async function stream(place, answer, live, waiting) {
   const beganMs = performance.now();
   let firstMs = null;
   const { id } = await call("v1/predictions", { method: "POST", body: chat.body, signal });
+  remember(id, chat.body);
   const path = `v1/predictions/${encodeURIComponent(id)}`;
   place.running = path;
   let drawing = 0;

@@ -24,7 +24,7 @@ const EXAMPLES = {
  * Makes the form of a model.
  * @param {object} schema of the input.
  * @returns {{element: HTMLElement, read: function(): Promise<object>, source: function(): ?File}} `read` gives the input:
- *   fields that are empty are left out. `source` gives the file that is chosen as `image`.
+ *   fields that are empty are left out. `source` gives the chosen file, preferably that of `image`.
  */
 export function formOf(schema) {
   const required = new Set(schema.required ?? []);
@@ -55,7 +55,10 @@ export function formOf(schema) {
         ),
       ),
   );
-  const source = () => fields.find((field) => field.name === "image")?.picker?.files[0] ?? null;
+  const source = () => {
+    const chosen = fields.filter(({ picker }) => picker?.files[0]);
+    return (chosen.find(({ name }) => name === "image") ?? chosen[0])?.picker.files[0] ?? null;
+  };
   return { element, read: () => readAll(fields), source };
 }
 

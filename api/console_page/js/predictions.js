@@ -4,6 +4,7 @@
 import { call } from "./api.js";
 import { badge, button, h, keepFocus, put, say, sayThenOpen, table } from "./dom.js";
 import { ENDS, follow } from "./follow.js";
+import { summary } from "./history.js";
 import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { aligned, dollars } from "./money.js";
 import { modelOf, obstaclesOf } from "./replay.js";
@@ -14,7 +15,6 @@ import { moment, timeBar } from "./timing.js";
 const VIEW = "predictions";
 const OPEN = ["starting", "processing"];
 const STATES = [...OPEN, ...ENDS];
-const LONGEST_SUMMARY = 80;
 const FULL_PAGE = 10;
 const HEADS = ["Created", "State", "Model", "Input", "Time", "Cost", "Key", ""];
 
@@ -121,12 +121,6 @@ async function retry({ model, input }, signal) {
 }
 
 const linkTo = ({ id }) => `#predictions/${encodeURIComponent(id)}`;
-
-function summary(input) {
-  const found = input.prompt ?? input.text ?? input.query ?? input.texts ?? input.input ?? input;
-  const text = typeof found === "string" ? found : JSON.stringify(found);
-  return text.length > LONGEST_SUMMARY ? `${text.slice(0, LONGEST_SUMMARY)}…` : text;
-}
 
 async function one(place, id, signal) {
   const path = `v1/predictions/${encodeURIComponent(id)}`;

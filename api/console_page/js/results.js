@@ -15,7 +15,7 @@ const BAR = /^\s*\d+%\|/;
 
 /**
  * The output of a finished prediction with its time and cost.
- * @param {?string} source URL of the image that it began with, if that was chosen in this tab.
+ * @param {?{url: string, type: string}} source the file that it began with, if it was chosen in this tab.
  */
 export function resultOf(prediction, signal, source = null) {
   const { error, metrics = {}, output, status } = prediction;
@@ -49,12 +49,12 @@ function shown(prediction, signal, source) {
   const { input, output } = prediction;
   const isWritten = typeof output === "string" && (input.messages || input.prompt);
   if (isWritten) return output.trim() ? markdown(output) : h("p", { class: "note" }, "The model wrote nothing. Text models that are made for chats need messages instead of a prompt.");
-  const document = pagesOf(output) ?? transcriptOf(output);
+  const document = pagesOf(output) ?? transcriptOf(output, source);
   if (document) return [document, saveOf(prediction)];
   const list = Array.isArray(output) ? output : [output];
   if (list.length && list.every(isFile)) {
     const files = list.map((uri, index) => fileOf(prediction, uri, `output ${index + 1}`, signal));
-    return h("div", { class: "images" }, source ? files.map((file) => compared(file, source)) : files);
+    return h("div", { class: "images" }, source?.type.startsWith("image/") ? files.map((file) => compared(file, source.url)) : files);
   }
   const save = saveOf(prediction);
   if (list.length && list.every(isVector)) return [heatMap(textsOf(prediction), list), save];

@@ -5,6 +5,7 @@ import { chatOf } from "./chat.js";
 import { failure, h, put, say } from "./dom.js";
 import { ENDS, follow } from "./follow.js";
 import { formOf } from "./form.js";
+import { historyList, remember } from "./history.js";
 import { about, inputSchemaOf } from "./models.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
@@ -25,6 +26,7 @@ export async function show(place, [wanted], signal) {
   place.append(
     h("div", { class: "card picker" }, h("div", { class: "field" }, h("label", { for: "model" }, "Model"), selectOf(models, model)), about(model, schema)),
     model.task === "text" ? chatOf(model, schema, signal) : formWithResults(model, schema, signal),
+    historyList(signal),
   );
 }
 
@@ -55,7 +57,7 @@ function formWithResults(model, schema, signal) {
     run.disabled = true;
     try {
       keep(outcome, earlier);
-      const before = source() && urlOf(source(), signal);
+      const before = source() && sourceOf(source(), signal);
       await predict({ version: model.id, input: await read() }, before, outcome, signal);
     } catch (error) {
       if (!signal.aborted) put(outcome, failure(error));
@@ -80,17 +82,18 @@ function keep(outcome, earlier) {
   while (earlier.children.length > MOST_EARLIER + 1) earlier.lastChild.remove();
 }
 
-/** A URL of a chosen file, until the view is left. */
-function urlOf(file, signal) {
+/** A chosen file as a source for results, until the view is left. */
+function sourceOf(file, signal) {
   const url = URL.createObjectURL(file);
   signal.addEventListener("abort", () => URL.revokeObjectURL(url));
-  return url;
+  return { url, type: file.type };
 }
 
 async function predict(body, before, outcome, signal) {
   say("Sent.");
   put(outcome, h("div", { class: "card" }, h("p", { class: "muted" }, "Sent …")));
   const created = await call("v1/predictions", { method: "POST", body, signal });
+  remember(created.id, body);
   const path = `v1/predictions/${encodeURIComponent(created.id)}`;
   const prediction = ENDS.includes(created.status) ? created : await follow(path, outcome, signal);
   const link = h("a", { href: `#predictions/${encodeURIComponent(created.id)}` }, "Open the prediction");
