@@ -73,10 +73,16 @@ def opened(settings: SentenceFolder, name: str) -> Encoder:
 
 
 def batch() -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and types, with noise in the padding, which must have no effect."""
+    """Token IDs and types, [items, longest], with noise beyond each item's length."""
     draw = np.random.default_rng(5)
     shape = (len(LENGTHS), int(LENGTHS.max()))
     return draw.integers(0, VOCABULARY, shape), draw.integers(0, 2, shape)
+
+
+def join(values: np.ndarray) -> np.ndarray:
+    """The values of all items, one after another."""
+    joined: np.ndarray = values[np.arange(values.shape[1]) < LENGTHS[:, None]]
+    return joined
 
 
 def expected(settings: SentenceFolder, ids: np.ndarray, types: np.ndarray) -> np.ndarray:
@@ -110,7 +116,7 @@ def test_encoders_pool_as_the_folder_says(tiny: Path, name: str, pooling: tuple[
     ids, types = batch()
     for normalize in (True, False):
         settings = settings_of(tiny, pooling, normalize=normalize)
-        ours = opened(settings, name).encode(ids, types, LENGTHS)
+        ours = opened(settings, name).encode(join(ids), join(types), LENGTHS)
         assert ours.dtype == np.float32
         assert np.abs(ours - expected(settings, ids, types)).max() < 1e-5
 
@@ -120,7 +126,8 @@ def test_pooling_in_numpy_is_that_in_torch(tiny: Path, pooling: tuple[str, ...])
     ids, types = batch()
     settings = settings_of(tiny, pooling)
     torchs, onnxs = (
-        opened(settings, name).encode(ids, types, LENGTHS) for name in ("torch-fp32", "onnx-typed")
+        opened(settings, name).encode(join(ids), join(types), LENGTHS)
+        for name in ("torch-fp32", "onnx-typed")
     )
     assert np.abs(torchs - onnxs).max() < 1e-6
 
@@ -129,21 +136,21 @@ def test_pooling_in_numpy_is_that_in_torch(tiny: Path, pooling: tuple[str, ...])
 def test_no_types_are_zeros(tiny: Path, name: str) -> None:
     ids, types = batch()
     settings = settings_of(tiny)
-    ours = opened(settings, name).encode(ids, None, LENGTHS)
+    ours = opened(settings, name).encode(join(ids), None, LENGTHS)
     assert np.abs(ours - expected(settings, ids, np.zeros_like(types))).max() < 1e-5
 
 
 def test_a_graph_without_types_refuses_them(tiny: Path) -> None:
     ids, types = batch()
     with pytest.raises(ModelFailed, match="without token types"):
-        opened(settings_of(tiny), "onnx-plain").encode(ids, types, LENGTHS)
+        opened(settings_of(tiny), "onnx-plain").encode(join(ids), join(types), LENGTHS)
 
 
 def test_an_id_beyond_the_vocabulary_fails_the_batch(tiny: Path) -> None:
     ids, types = batch()
     ids[0, 0] = 10 * VOCABULARY
     with pytest.raises(ModelFailed, match="ONNX Runtime"):
-        opened(settings_of(tiny), "onnx-typed").encode(ids, types, LENGTHS)
+        opened(settings_of(tiny), "onnx-typed").encode(join(ids), join(types), LENGTHS)
 
 
 @pytest.mark.parametrize(
@@ -184,12 +191,9 @@ def texts(minilm_preparer: Preparer) -> list[PreparedText]:
     return [item for item in minilm_preparer.prepare(inputs) if isinstance(item, PreparedText)]
 
 
-def padded(texts: list[PreparedText]) -> tuple[np.ndarray, np.ndarray]:
-    lengths = np.array([text.length for text in texts])
-    ids = np.zeros((len(texts), lengths.max()), np.int64)
-    for row, text in enumerate(texts):
-        ids[row, : text.length] = np.frombuffer(text.ids, "<u4")
-    return ids, lengths
+def joined(texts: list[PreparedText]) -> tuple[np.ndarray, np.ndarray]:
+    ids = np.frombuffer(b"".join(text.ids for text in texts), "<u4")
+    return ids, np.array([text.length for text in texts])
 
 
 @pytest.fixture(scope="module")
@@ -197,7 +201,7 @@ def reference(minilm_folder: Path, texts: list[PreparedText]) -> np.ndarray:
     """Each text alone, in torch fp32."""
     encoder = TorchEncoder(read_sentence_folder(minilm_folder), Device("cpu", 1, 1.0), "fp32")
     encoder.open()
-    rows = [encoder.encode(padded([text])[0], None, padded([text])[1]) for text in texts]
+    rows = [encoder.encode(joined([text])[0], None, joined([text])[1]) for text in texts]
     return np.concatenate(rows)
 
 
@@ -215,7 +219,7 @@ def test_minilm_in_onnx_fp32_is_that_in_torch(
     encoder.open()
     parts = [texts[at : at + size] for at in range(0, len(texts), size)]
     ours = np.concatenate(
-        [encoder.encode(padded(part)[0], None, padded(part)[1]) for part in parts]
+        [encoder.encode(joined(part)[0], None, joined(part)[1]) for part in parts]
     )
     assert np.abs(ours - reference).max() < 1e-5
 
@@ -225,7 +229,7 @@ def test_minilm_in_bf16_keeps_to_the_default_tolerance(
 ) -> None:
     encoder = TorchEncoder(read_sentence_folder(minilm_folder), Device("cpu", 1, 1.0), "bf16")
     encoder.open()
-    ours = encoder.encode(padded(texts)[0], None, padded(texts)[1])
+    ours = encoder.encode(joined(texts)[0], None, joined(texts)[1])
     cosines = (ours * reference).sum(axis=1)
     assert cosines.min() > catalog.default("embedding").tolerance.cosine
     assert np.abs(ours - reference).max() > 1e-5  # otherwise it was not bf16
@@ -244,7 +248,7 @@ def test_minilm_in_int8_is_near(
     )
     encoder = OnnxEncoder(read_sentence_folder(minilm_folder), graph, device="cpu", threads=1)
     encoder.open()
-    cosines = (encoder.encode(padded(texts)[0], None, padded(texts)[1]) * reference).sum(axis=1)
+    cosines = (encoder.encode(joined(texts)[0], None, joined(texts)[1]) * reference).sum(axis=1)
     assert 0.97 < cosines.min() < 0.9999
 
 

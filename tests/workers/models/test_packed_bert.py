@@ -110,11 +110,17 @@ PACKED = {name: packed(name) for name in FAMILIES}
 
 
 def texts_of(lengths: Sequence[int], seed: int = 5) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Padded ids and types, and the lengths. Padding is not 0, so that reading it would show."""
+    """Token IDs and types, [items, longest], and the lengths. Values beyond a length are noise."""
     draw = np.random.default_rng(seed)
     shape = len(lengths), max(lengths)
     ids = draw.integers(5, VOCABULARY, shape)
     return ids, draw.integers(0, 2, shape), np.array(lengths)
+
+
+def join(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """The values of all items, one after another."""
+    joined: np.ndarray = values[np.arange(values.shape[1]) < lengths[:, None]]
+    return joined
 
 
 def pool(mode: str, states: torch.Tensor) -> torch.Tensor:
@@ -132,7 +138,9 @@ def pool(mode: str, states: torch.Tensor) -> torch.Tensor:
 @pytest.mark.parametrize("name", ["bert", "relu"])
 def test_vectors_are_those_of_the_modules(name: str, has_types: bool, mode: str) -> None:
     ids, types, lengths = texts_of([7, 1, LONGEST, 3, 2])
-    vectors = packed(name, mode).encode(ids, types if has_types else None, lengths)
+    vectors = packed(name, mode).encode(
+        join(ids, lengths), join(types, lengths) if has_types else None, lengths
+    )
     for row, length in enumerate(lengths):
         arguments = {"input_ids": torch.from_numpy(ids[row : row + 1, :length])}
         if has_types:
@@ -146,7 +154,7 @@ def test_vectors_are_those_of_the_modules(name: str, has_types: bool, mode: str)
 def test_positions_that_begin_later_and_several_poolings() -> None:
     ids, _, lengths = texts_of([4, 9])
     both = packed("roberta", "cls", "mean", normalize=True)
-    vectors = both.encode(ids, None, lengths)
+    vectors = both.encode(join(ids, lengths), None, lengths)
     assert both.dimensions == vectors.shape[1] == 2 * WIDTH
     for row, length in enumerate(lengths):
         given_ids = torch.from_numpy(ids[row : row + 1, :length])
@@ -168,11 +176,13 @@ def test_a_text_has_the_same_vector_in_any_company(
 ) -> None:
     ids, types, counts = texts_of(lengths, seed)
     has_types &= name != "roberta"
-    vectors = PACKED[name].encode(ids, types if has_types else None, counts)
+    vectors = PACKED[name].encode(
+        join(ids, counts), join(types, counts) if has_types else None, counts
+    )
     for row, length in enumerate(lengths):
         alone = PACKED[name].encode(
-            ids[row : row + 1, :length],
-            types[row : row + 1, :length] if has_types else None,
+            ids[row, :length],
+            types[row, :length] if has_types else None,
             counts[row : row + 1],
         )
         assert np.allclose(vectors[row], alone[0], atol=1e-5)
@@ -221,7 +231,7 @@ def test_the_number_of_operators_does_not_depend_on_the_texts() -> None:
     for lengths in ([LONGEST], [3, 1], [5, 17, 2] * 40):
         ids, _, given_lengths = texts_of(lengths)
         with Operators() as operators:
-            bert.encode(ids, None, given_lengths)
+            bert.encode(join(ids, given_lengths), None, given_lengths)
         counts.append(len(operators.names))
     assert len(set(counts)) == 1, counts
     assert counts[0] <= MAX_OPERATORS, counts
@@ -234,7 +244,7 @@ def test_a_gpu_never_waits_for_the_host(dtype: torch.dtype, mode: str, has_types
     """With fake tensors, reading a number from the device is an error."""
     bert = six_layers()
     ids, types, lengths = texts_of([5, LONGEST, 1])
-    texts = pack_texts(ids, types if has_types else None, lengths)
+    texts = pack_texts(join(ids, lengths), join(types, lengths) if has_types else None, lengths)
     device = torch.device("cuda", 0)
     with FakeTensorMode(allow_non_fake_inputs=True), torch.inference_mode():
         tensors = {name: torch.empty(weight.shape) for name, weight in bert.weights.tensors.items()}

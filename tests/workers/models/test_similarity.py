@@ -135,7 +135,8 @@ class ZeroEncoder:
         return sum(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        return np.repeat((ids[:, :1] != 0).astype(np.float32), 2, axis=1)
+        firsts = ids[np.cumsum(lengths) - lengths]
+        return np.repeat((firsts[:, None] != 0).astype(np.float32), 2, axis=1)
 
 
 def test_text_without_a_direction_has_no_score(entry: Model) -> None:

@@ -15,6 +15,7 @@ import onnxruntime
 
 from shared.errors import ConfigurationError, ModelFailed
 from workers.models.base import OutOfMemory
+from workers.models.embedding.model import pad_texts
 from workers.models.embedding.model_folder import SentenceFolder
 from workers.models.processors import has_vnni
 
@@ -99,12 +100,15 @@ class OnnxEncoder:
         return max(lengths) * len(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Encodes token IDs [items, longest] to float32 [items, dimensions].
+        """Encodes the token IDs of joined texts to float32 [items, dimensions].
 
         See Encoder in model.py.
         """
-        mask = np.arange(ids.shape[1]) < lengths[:, None]
-        states = self._run({"input_ids": ids, "attention_mask": mask} | self._types(ids, types))
+        padded, mask = pad_texts(ids, lengths)
+        padded_types = None if types is None else pad_texts(types, lengths)[0]
+        states = self._run(
+            {"input_ids": padded, "attention_mask": mask} | self._types(padded, padded_types)
+        )
         vectors = np.concatenate(
             [pool(mode, states, mask, lengths) for mode in self._settings.pooling], axis=1
         )

@@ -46,6 +46,7 @@ from workers.models.embedding.bert_weights import (
     LoadedBert,
     read_bert_folder,
 )
+from workers.models.embedding.model import pad_texts
 from workers.models.embedding.model_folder import SentenceFolder
 
 if TYPE_CHECKING:
@@ -461,7 +462,7 @@ class TorchEncoder:
         return sum(lengths) if self._bert is None else self._bert.computed_tokens(lengths)
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Encodes token IDs [items, longest] to float32 [items, dimensions].
+        """Encodes the token IDs of joined texts to float32 [items, dimensions].
 
         See Encoder in model.py.
         """
@@ -478,12 +479,12 @@ class TorchEncoder:
     def _encode_padded(
         self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray
     ) -> torch.Tensor:
-        mask = None
-        if (lengths < ids.shape[1]).any():
-            mask = torch.from_numpy(np.arange(ids.shape[1]) < lengths[:, None]).to(self._device)
-        arguments = {"input_ids": torch.from_numpy(ids).to(self._device)}
+        padded, is_real = pad_texts(ids, lengths)
+        mask = None if is_real.all() else torch.from_numpy(is_real).to(self._device)
+        arguments = {"input_ids": torch.from_numpy(padded).to(self._device)}
         if types is not None:
-            arguments["token_type_ids"] = torch.from_numpy(types).to(self._device)
+            padded_types, _ = pad_texts(types, lengths)
+            arguments["token_type_ids"] = torch.from_numpy(padded_types).to(self._device)
         with attention_without_plans(self._device):
             states = self._model(
                 **arguments, attention_mask=None if mask is None else mask.long()
@@ -493,17 +494,16 @@ class TorchEncoder:
     def _encode_unpadded(
         self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray
     ) -> torch.Tensor:
-        is_real = np.arange(ids.shape[1]) < lengths[:, None]
-        real_ids = torch.from_numpy(ids[is_real])
-        real_types = None if types is None else torch.from_numpy(types[is_real])
+        row = torch.from_numpy(ids.astype(np.int64))
+        row_types = None if types is None else torch.from_numpy(types.astype(np.int64))
         counts = lengths.tolist()
         if self._bert is not None:
-            states = self._bert.states(real_ids, real_types, counts)
+            states = self._bert.states(row, row_types, counts)
         else:
             assert self._first_position is not None, (
                 "the position of the first token is unknown; this is a bug"
             )
-            states = run_unpadded(self._model, real_ids, real_types, counts, self._first_position)
+            states = run_unpadded(self._model, row, row_types, counts, self._first_position)
         return torch.cat(
             [self._pool_states(text[None], None) for text in torch.split(states.float(), counts)]
         )

@@ -1,4 +1,4 @@
-"""Embeddings in the model process: pads a batch, has an Encoder compute it, and packs the vectors.
+"""Embeddings in the model process: joins a batch's texts, and has an Encoder compute the vectors.
 
 The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library. A batch
 is split by length, to reduce the cost of padding and calls.
@@ -83,12 +83,12 @@ class Encoder(Protocol):
         """Returns how many tokens are computed for texts of these lengths, including padding."""
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Returns the vectors of padded texts: float32 [items, dimensions].
+        """Returns the vectors of texts: float32 [items, dimensions].
 
         Args:
-            ids: token IDs, int64 [items, longest]. Values beyond an item's length are ignored.
+            ids: token IDs of all items, one after another, uint32 [tokens].
             types: token type IDs in the same form. None means all 0.
-            lengths: number of tokens in each item, int64 [items], from 1 to `longest`.
+            lengths: number of tokens in each item, int64 [items], at least 1.
 
         Raises:
             OutOfMemory: the device has too little memory for this batch.
@@ -158,12 +158,11 @@ class EmbeddingModel:
         """Returns one EmbeddingResult per text, in order."""
         texts = [item for item in batch if isinstance(item, PreparedText)]
         lengths = np.array([text.length for text in texts])
-        ids = np.zeros((len(texts), lengths.max()), np.int64)
-        types = np.zeros_like(ids) if any(text.type_ids for text in texts) else None
-        for row, text in enumerate(texts):
-            ids[row, : text.length] = np.frombuffer(text.ids, "<u4")
-            if types is not None and text.type_ids:
-                types[row, : text.length] = np.frombuffer(text.type_ids, "<u4")
+        ids = np.frombuffer(b"".join([text.ids for text in texts]), "<u4")
+        types = None
+        if any(text.type_ids for text in texts):
+            joined = b"".join([text.type_ids or bytes(len(text.ids)) for text in texts])
+            types = np.frombuffer(joined, "<u4")
         vectors = self._encoder.encode(ids, types, lengths)
         on_step(1, 1)
         width = vectors.shape[1] * 4
@@ -174,6 +173,18 @@ class EmbeddingModel:
             )
             for row, text in enumerate(texts)
         ]
+
+
+def pad_texts(values: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Pads joined texts with zeros.
+
+    Returns:
+        The values, int64 [items, longest], and a mask of the same shape that is true for them.
+    """
+    mask = np.arange(lengths.max()) < lengths[:, None]
+    padded = np.zeros(mask.shape, np.int64)
+    padded[mask] = values
+    return padded, mask
 
 
 def _ignore_step(step: int, steps: int) -> None:

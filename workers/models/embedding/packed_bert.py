@@ -46,7 +46,7 @@ MIN_CAPABILITY = (8, 0)
 """Minimum compute capability for Flash Attention in torch: A100, L4, H100."""
 
 
-def _attend(
+def attend_packed(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
@@ -55,6 +55,7 @@ def _attend(
     longest: int,
     longest_key: int,
 ) -> torch.Tensor:
+    """Computes `varlen_attn`, in 16 bits on a GPU."""
     mixed = varlen_attn(query, key, value, borders, key_borders, longest, longest_key)
     assert isinstance(mixed, torch.Tensor), "nothing else was requested; this is a bug"
     return mixed
@@ -94,7 +95,7 @@ class PackedBert:
         normalize: bool,
         device: torch.device,
         dtype: torch.dtype = torch.float16,
-        attend: Attend = _attend,
+        attend: Attend = attend_packed,
     ) -> None:
         self._device, self._dtype, self._attend = device, dtype, attend
         self._pooling, self._normalize = tuple(pooling), normalize
@@ -120,7 +121,7 @@ class PackedBert:
         self.dimensions = len(self._pooling) * words.shape[1]
 
     def encode(self, ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-        """Encodes token IDs [items, longest] to float32 [items, dimensions].
+        """Encodes the token IDs of joined texts to float32 [items, dimensions].
 
         See Encoder in model.py.
 
@@ -222,21 +223,21 @@ class PackedBert:
 
 
 def pack_texts(ids: np.ndarray, types: np.ndarray | None, lengths: np.ndarray) -> np.ndarray:
-    """Packs padded texts into one array: int32 [2 or 3 x tokens + items + 1].
+    """Packs joined texts into one array: int32 [2 or 3 x tokens + items + 1].
 
     It contains the IDs of all tokens, their positions in their texts, their types if there are any,
     and the start of each text, followed by the end of the last one.
 
     Args:
-        ids: token IDs [items, longest].
+        ids: token IDs of all items, one after another [tokens].
         types: token type IDs in the same form. None means all 0.
         lengths: number of tokens in each item [items], at least 1.
     """
-    borders = np.concatenate([[0], np.cumsum(lengths)])
-    is_real = np.arange(ids.shape[1]) < lengths[:, None]
-    positions = np.arange(borders[-1]) - np.repeat(borders[:-1], lengths)
-    inputs = [ids[is_real], positions, *([] if types is None else [types[is_real]])]
-    return np.concatenate([*inputs, borders]).astype(np.int32)
+    borders = np.zeros(len(lengths) + 1, np.int32)
+    np.cumsum(lengths, out=borders[1:])
+    positions = np.arange(len(ids), dtype=np.int32) - np.repeat(borders[:-1], lengths)
+    inputs = [ids, positions, *([] if types is None else [types]), borders]
+    return np.concatenate(inputs, dtype=np.int32, casting="unsafe")
 
 
 def can_pack(weights: BertWeights, device: torch.device) -> bool:
