@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -41,7 +41,10 @@ PARTS = (
     "shared",
 )
 
+_OF_IMAGES = {"served-images", "images", "requests", "shared"}
 _WHO = ("plain", "ours")
+_OURS = ("bare", "ours, one at a time", "ours")
+_PERCENTILES = ("p50", "p95")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -54,10 +57,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         type=int,
         nargs="+",
         metavar="N",
-        help="batch sizes of images; each is compiled, which takes up to a minute",
+        help="batch sizes of images",
     )
     parser.add_argument(
         "--parts", choices=PARTS, nargs="+", default=PARTS, help="what to measure (all)"
+    )
+    parser.add_argument(
+        "--compiled",
+        type=int,
+        metavar="N",
+        help="largest compiled batch of images; all powers of two up to it are compiled",
     )
     parser.add_argument("--rounds", type=int, metavar="N", help="timed rounds of each (3)")
     options = parser.parse_args(argv)
@@ -74,6 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     scale = replace(
         scale,
         batches=tuple(options.batches or scale.batches),
+        compiled=options.compiled or scale.compiled,
         rounds=options.rounds or scale.rounds,
     )
     where, began_s = machine(), time.time()
@@ -82,18 +92,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "cuda": torch.version.cuda or "",
         "diffusers": diffusers.__version__,
     }
-    outcome = run(scale, options.parts)
     print(f"{where['card']}, torch {where['torch']}, diffusers {where['diffusers']}\n")
+    outcome = Outcome([])
+    for outcome in run(scale, options.parts):
+        if not options.tiny:  # small models on a CPU don't produce meaningful figures
+            keep("gpu", outcome, where, began_s)
     print(table({"gpu": outcome}))
-    if not options.tiny:  # small models on a CPU don't produce meaningful figures
-        print(f"\nkept in {keep('gpu', outcome, where, began_s)}")
     return 1 if outcome.failure else 0
 
 
-def run(scale: Scale, parts: Sequence[str] = PARTS) -> Outcome:
+def run(scale: Scale, parts: Sequence[str] = PARTS) -> Iterator[Outcome]:
     """Measures `parts` at one scale, with the models in a temporary folder.
 
-    If one part fails, the others' figures are kept.
+    Yields all figures so far after each part, because time on a GPU may end at any moment. If one
+    part fails, the others' figures are kept.
     """
     rate = matrix_tflops(scale.device, scale.precision, scale.matrix)
     figures = [Figure(f"matrix product of {scale.matrix}, {scale.precision}", rate, "TFLOP/s")]
@@ -101,47 +113,66 @@ def run(scale: Scale, parts: Sequence[str] = PARTS) -> Outcome:
     failures = []
     with tempfile.TemporaryDirectory(prefix="penstock-gpu-") as name:
         folder = Path(name)
-        gpu_images.write_pipeline(folder / "images", scale)
-        measures: dict[str, Callable[[], Any]] = {
-            "texts": lambda: gpu_texts.measure(scale, folder / "texts"),
-            "served": lambda: gpu_served.measure(scale),
-            "served-images": lambda: gpu_served.measure_images(scale, folder / "images"),
-            "images": lambda: gpu_images.measure(scale, folder / "images", rate),
-            "requests": lambda: gpu_requests.measure(scale, folder / "images", folder / "requests"),
-            gpu_flux.FAMILY: lambda: gpu_flux.measure(scale, folder / gpu_flux.FAMILY),
-            "shared": lambda: gpu_shared.measure(scale, folder / "images"),
-        }
+        if not _OF_IMAGES.isdisjoint(parts):
+            gpu_images.write_pipeline(folder / "images", scale)
+        measures = _measures(scale, folder, rate)
         for part in parts:
             try:
                 details[part] = measures[part]()
             except Exception as error:
                 traceback.print_exc()
                 failures.append(f"{part}: {error}")
-                continue
-            figures += _FIGURES[part](details[part])
-    return Outcome(figures, details, failure="; ".join(failures))
+            else:
+                figures += _FIGURES[part](details[part])
+            yield Outcome(figures, details, failure="; ".join(failures))
+
+
+def _measures(scale: Scale, folder: Path, matrix_rate: float) -> dict[str, Callable[[], Any]]:
+    images = folder / "images"
+    return {
+        "texts": lambda: gpu_texts.measure(scale, folder / "texts"),
+        "served": lambda: gpu_served.measure(scale, folder / "served"),
+        "served-images": lambda: gpu_served.measure_images(scale, images),
+        "images": lambda: gpu_images.measure(scale, images, matrix_rate),
+        "requests": lambda: gpu_requests.measure(scale, images, folder / "requests"),
+        gpu_flux.FAMILY: lambda: gpu_flux.measure(scale, folder / gpu_flux.FAMILY),
+        "shared": lambda: gpu_shared.measure(scale, images, folder / "shared"),
+    }
 
 
 def _text_figures(rows: list[dict[str, Any]]) -> list[Figure]:
-    return [
-        Figure(f"{row['model']}, {row['length']} tokens, {name}", row[name], "tokens/s")
-        for row in rows
-        for name in row
-        if name.startswith(("plain", "ours"))
-    ]
+    figures = []
+    for row in rows:
+        label = f"{row['model']}, batches of {row['batch_tokens']} tokens"
+        figures += [
+            Figure(f"{label}, {name}", row[name], "tokens/s")
+            for name in ("plain, first", "plain", "plain without plans", *_OURS)
+        ]
+        figures += [
+            Figure(f"{label}, ours over bare", row["ours"] / row["bare"], "times"),
+            Figure(f"{label}, ours over plain", row["ours"] / row["plain without plans"], "times"),
+            Figure(f"{label}, lowest cosine", row["cosine"], ""),
+        ]
+    return figures
 
 
 def _served_figures(rows: list[dict[str, Any]]) -> list[Figure]:
     figures = []
     for row in rows:
-        label = f"served, {row['in_flight']} in flight"
+        label = (
+            f"served {row['model']}, {row['apis']} APIs and workers, "
+            f"{row['per_request']} a request, {row['in_flight']} in flight"
+        )
         figures += [
-            Figure(f"{label}, plain model on sorted texts", row["plain_per_s"], "texts/s"),
-            Figure(f"{label}, through the stack", row["served_per_s"], "texts/s"),
-            Figure(f"{label}, p50", row["round_trip_ms"]["p50"], "ms"),
+            Figure(label, row["texts_per_s"], "texts/s"),
             *(
-                Figure(f"{label}, CPU per request, {name}", value, "ms")
+                Figure(f"{label}, {name}", row["round_trip_ms"][name], "ms")
+                for name in _PERCENTILES
+            ),
+            *(
+                Figure(f"{label}, CPU per text, {name}", value, "ms")
                 for name, value in row["cpu_ms"].items()
+                if row["apis"] == 1  # of the first processes only
             ),
         ]
     return figures
@@ -200,15 +231,13 @@ def _images_figures(rows: list[dict[str, Any]]) -> list[Figure]:
 
 
 def _image_figures(row: dict[str, Any]) -> list[Figure]:
-    label = f"{row['task']}, batch {row['batch']}"
+    label, rates = f"{row['task']}, batch {row['batch']}", row["images_per_s"]
     figures = []
-    for who in _WHO:
-        one = row[who]
-        figures.append(Figure(f"{label}, {who}", one["seconds_per_image"], "s/image"))
-        figures.append(Figure(f"{label}, {who}", one["images_per_s"], "images/s"))
-        figures.append(Figure(f"{label}, {who}", one["tflops"], "TFLOP/s"))
-        figures.append(Figure(f"{label}, {who}", one["of_matrix_rate"], "of matrix rate"))
-    return [*figures, Figure(f"{label}, ours against plain", row["ratio"], "times")]
+    for who, rate in rates.items():
+        figures.append(Figure(f"{label}, {who}", rate, "images/s"))
+        figures.append(Figure(f"{label}, {who}", row["of_matrix_rate"][who], "of matrix rate"))
+        figures.append(Figure(f"{label}, {who} over plain", rate / rates["plain"], "times"))
+    return figures
 
 
 _FIGURES: dict[str, Callable[[Any], list[Figure]]] = {

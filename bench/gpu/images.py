@@ -1,16 +1,25 @@
 """Stable Diffusion 1.5 with random weights: eager diffusers compared with our ImageModel.
 
-Nothing is downloaded: speed doesn't depend on the values of the weights. Ours produces PNG files,
-plain diffusers PIL images, so the comparison favors diffusers by the encoding time.
+Nothing is downloaded: speed doesn't depend on the values of the weights. Per batch size:
+
+- `plain`: diffusers' pipeline, as in its documentation, which ends with PIL images.
+- `ours, eager` and `ours`: ImageModel, without compiling and compiled. Both end with PNG files, so
+  the comparison favors `plain` by the encoding time.
+- `bare`: nothing but a compiled UNet with guidance, a fused DDIM step, and a compiled VAE. No
+  scheduler, text encoder, copy to the host or PNG.
 """
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
+import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace as replace_scale
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import diffusers
 import torch
@@ -40,12 +49,13 @@ WARMUP_LIMIT_S = 3600.0
 
 
 def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
-    """Returns a row per task and batch size: s per image, images/s and TFLOP/s, plain and ours."""
+    """Returns a row per task and batch size: each contender's images/s and TFLOP/s.
+
+    Batches larger than `scale.compiled` have no compiled contenders.
+    """
     plain = _Plain(folder, scale)
-    device = Device(scale.device, threads=1, memory_fraction=1.0)
-    ours = ImageModel(image_entry(folder, scale), folder, device, warmup_limit_s=WARMUP_LIMIT_S)
-    ours.setup()
-    ours.warmup()
+    eager = _load(folder, scale, max(scale.batches), compile="never")
+    compiled = _load(folder, scale, scale.compiled, compile="auto")
     rows = []
     for mode in ("text-to-image", "image-to-image"):
         items = [image_item(mode, number, scale) for number in range(max(scale.batches))]
@@ -53,21 +63,84 @@ def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, 
         for count in scale.batches:
             batch = items[:count]
             contenders: dict[str, Callable[[], Any]] = {
-                "plain": lambda batch=batch: plain.draw(batch),  # type: ignore[misc]
-                "ours": lambda batch=batch: draw(ours, batch),  # type: ignore[misc]
+                "plain": partial(plain.draw, batch),
+                "ours, eager": partial(draw, eager, batch),
             }
+            if count <= scale.compiled:
+                contenders["ours"] = partial(draw, compiled, batch)
+            if count == scale.compiled and mode == "text-to-image":
+                contenders["bare"] = _BareLoop(folder, scale, count).draw
             taken = in_turns(scale, contenders)
-            row: dict[str, Any] = {"task": mode, "batch": count}
-            for name, call_s in taken.items():
-                rate = count / call_s
-                row[name] = {
-                    "seconds_per_image": call_s / count,
-                    "images_per_s": rate,
-                    "tflops": rate * tera_per_image,
-                    "of_matrix_rate": rate * tera_per_image / matrix_tflops,
+            rates = {name: count / call_s for name, call_s in taken.items()}
+            rows.append(
+                {
+                    "task": mode,
+                    "batch": count,
+                    "images_per_s": rates,
+                    "of_matrix_rate": {
+                        name: rate * tera_per_image / matrix_tflops for name, rate in rates.items()
+                    },
                 }
-            rows.append(row | {"ratio": taken["plain"] / taken["ours"]})
+            )
+            print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
     return rows
+
+
+def _load(
+    folder: Path, scale: Scale, largest: int, *, compile: Literal["auto", "never"]
+) -> ImageModel:
+    entry = image_entry(folder, replace_scale(scale, batches=(largest,)))
+    entry = entry.model_copy(
+        update={"image": entry.image.model_copy(update={"compile": compile})}, deep=True
+    )
+    device = Device(scale.device, threads=1, memory_fraction=1.0)
+    model = ImageModel(entry, folder, device, warmup_limit_s=WARMUP_LIMIT_S)
+    model.setup()
+    model.warmup()
+    return model
+
+
+class _BareLoop:
+    """The denoising loop of DDIM and the VAE, compiled, with everything else left out."""
+
+    def __init__(self, folder: Path, scale: Scale, count: int) -> None:
+        options = {"torch_dtype": DTYPES[scale.precision], "local_files_only": True}
+        self._unet: Any = diffusers.UNet2DConditionModel.from_pretrained(folder / "unet", **options)
+        self._vae: Any = diffusers.AutoencoderKL.from_pretrained(folder / "vae", **options)
+        for part in (self._unet, self._vae):
+            part.to(scale.device, memory_format=torch.channels_last)
+        self._vae.enable_slicing()
+        self._decode = self._vae.decode
+        if scale.device != "cpu":
+            self._unet.fuse_qkv_projections()
+            self._unet.forward = torch.compile(
+                self._unet.forward, mode="reduce-overhead", dynamic=False
+            )
+            self._vae.decoder.forward = torch.compile(
+                self._vae.decoder.forward, mode="reduce-overhead", dynamic=False
+            )
+        make = partial(torch.randn, device=scale.device, dtype=DTYPES[scale.precision])
+        config = self._unet.config
+        side = scale.side // 2 ** (len(self._vae.config.block_out_channels) - 1)
+        self._latents = make(count, config.in_channels, side, side)
+        self._prompts = make(2 * count, PROMPT_TOKENS, config.cross_attention_dim)
+        # Like our hub, on the device, so that no step waits for the host.
+        self._times = torch.linspace(999, 1, scale.text_steps, device=scale.device)
+
+    def draw(self) -> torch.Tensor:
+        latents = self._latents
+        with torch.inference_mode():
+            for time in self._times:
+                torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+                predicted = self._unet(
+                    torch.cat([latents, latents]), time, self._prompts, return_dict=False
+                )[0]
+                without, with_prompt = predicted.chunk(2)
+                noise = without + GUIDANCE * (with_prompt - without)
+                latents = 0.98 * latents + 0.1 * noise
+            torch.compiler.cudagraph_mark_step_begin()  # type: ignore[no-untyped-call]
+            images: torch.Tensor = self._decode(latents, return_dict=False)[0]
+        return images
 
 
 def draw(model: ImageModel, batch: list[PreparedImage]) -> None:

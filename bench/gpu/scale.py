@@ -13,16 +13,28 @@ class Scale:
     precision: str = "fp16"
     is_full_width: bool = True
     side: int = 512
-    batches: tuple[int, ...] = (1, 2, 4, 8, 16)
+    batches: tuple[int, ...] = (1, 8)
+    compiled: int = 8
+    """The largest compiled batch of images. Each size up to it takes up to a minute."""
     text_steps: int = 25
     image_steps: int = 50
     rounds: int = 3
     matrix: int = 8192
-    lengths: tuple[int, ...] = (32, 128, 512)
-    tokens: int = 32768
+    batch_tokens: tuple[int, ...] = (2_048, 8_192, 32_768, 131_072)
+    """Tokens in a batch of an embedding model."""
+    pass_tokens: int = 262_144
+    """Tokens in one timed pass over all batches."""
     shared_s: float = 20.0
-    in_flight: tuple[int, ...] = (1, 128, 512)
-    served_texts: int = 6000
+    in_flight: tuple[int, ...] = (1, 128, 1024)
+    """Concurrent requests with one text each."""
+    in_flight_many: tuple[int, ...] = (1, 32, 128)
+    """Concurrent requests with many texts each."""
+    served_texts: int = 12_000
+    served_alone: int = 500
+    """Texts sent one after another."""
+    warm_up_texts: int = 2_000
+    more_processes: int = 3
+    """APIs and workers in addition to the first ones."""
     served_images: int = 32
     joined_steps: int = 20
     flow_side: int = 1024
@@ -37,15 +49,20 @@ TINY = Scale(
     is_full_width=False,
     side=64,
     batches=(1, 2),
+    compiled=2,
     text_steps=2,
     image_steps=4,
     rounds=1,
     matrix=256,
-    lengths=(16,),
-    tokens=64,
+    batch_tokens=(64,),
+    pass_tokens=128,
     shared_s=0.2,
     in_flight=(1, 8),
-    served_texts=16,
+    in_flight_many=(1,),
+    served_texts=128,
+    served_alone=8,
+    warm_up_texts=16,
+    more_processes=1,
     served_images=2,
     joined_steps=5,
     flow_side=64,

@@ -1,75 +1,154 @@
 """The whole stack on a GPU: texts/s and images/s of `penstock up`, and of the models alone.
 
-Callers send one text per request. The plain text model gets all of them at once, tokenized and
-sorted by length, so it has no server, no queue and hardly any padding. Images are drawn without
-compiling by both; alone, in batches as large as the worker's.
+Embedding models have random weights and MiniLM's tokenizer. No text is sent twice, so none is
+cached. First one API and one worker serve, then several of each, which share the GPU. Images are
+drawn without compiling by the stack and by the model alone, in batches as large as the worker's.
 """
 
 from __future__ import annotations
 
 import json
-import statistics
+import sys
 import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
-import torch
 import yaml
-from transformers import AutoModel
 
-from bench.gpu.card import DTYPES, seconds
+from bench.gpu.card import seconds
 from bench.gpu.company import drawn
 from bench.gpu.images import image_entry, image_item
 from bench.gpu.scale import Scale
+from bench.gpu.texts import SHAPES, TINY_SHAPES, text_entry, write_bert
 from bench.load.generator import LoadOrder, LoadReport, drive, percentiles
-from bench.pipeline import Part, Pipeline, running, say_nothing
+from bench.load.texts import Texts
+from bench.pipeline import Part, Parts, say_nothing
 from infra.local.ports import Ports
+from infra.local.process import Process, answers, free_port
 from infra.local.stack import Stack
 from shared.models.catalog import Model
+from shared.settings import environment_with
 from workers.models.device import Device
-from workers.models.embedding.model_folder import read_sentence_folder
 from workers.models.image.model import ImageModel
 from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME
 
-OF_A_BATCH = 64
+SERVED_TOKENS = 32_768
+"""Tokens in a batch. Larger ones gain little on an H200."""
+SERVED_SHAPES = ("MiniLM", "BERT-large")
+START_LIMIT_S = 120.0
+PER_REQUEST = 64
+"""Texts in a request with many texts."""
 
 
-def measure(scale: Scale) -> list[dict[str, Any]]:
-    """Returns a row per number of requests in flight: texts/s plain and served, CPU, latencies."""
-    changes = {"backend": "torch", "precision": scale.precision, "tolerance": {"cosine": 0.999}}
-    with running(changes, is_alone=True) as pipeline:
-        plain = _Plain(pipeline.model_folder, scale)
-        return [_row(pipeline, plain, scale, count) for count in scale.in_flight]
+def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
+    """Returns a row per model and load: texts/s, latencies, and CPU per text of each process."""
+    rows = []
+    for shape in SHAPES if scale.is_full_width else TINY_SHAPES:
+        if scale.is_full_width and shape.name not in SERVED_SHAPES:
+            continue
+        source = write_bert(folder / shape.name, shape)
+        entry = text_entry(shape, source, scale, SERVED_TOKENS)
+        with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry) as stack:
+            texts = Texts(source, seed=1)
+            narrow = _Served(Parts(stack), [stack.ports.api], entry.name, texts)
+            narrow.send(scale.warm_up_texts, 1, 32)
+            rows += [{"model": entry.name} | row for row in _rows(narrow, scale)]
+            with _more_processes(stack, entry, scale.more_processes) as apis:
+                wide = _Served(narrow.parts, [stack.ports.api, *apis], entry.name, texts)
+                rows += [{"model": entry.name} | row for row in _rows(wide, scale)]
+    return rows
 
 
-def _row(pipeline: Pipeline, plain: _Plain, scale: Scale, in_flight: int) -> dict[str, Any]:
-    count = scale.served_texts if in_flight > 1 else max(8, scale.served_texts // 40)
-    alone, served, cpu = [], [], []
-    report = None
-    for number in range(1 + scale.rounds):
-        texts = pipeline.texts.mixed(count)
-        ids = pipeline.texts.token_ids(texts)
-        alone_s = seconds(scale.device, partial(plain.embed, ids))
-        before = pipeline.cpu_s()
-        report = pipeline.ask(texts, in_flight)
-        after = pipeline.cpu_s()
-        if number:
-            alone.append(alone_s)
-            served.append(report.rate)
-            cpu.append({name: 1000 * (after[name] - before[name]) / count for name in after})
-    assert report is not None, "there is at least one round"
-    return {
-        "in_flight": in_flight,
-        "texts": count,
-        "plain_per_s": count / statistics.median(alone),
-        "served_per_s": statistics.median(served),
-        "round_trip_ms": percentiles([one.round_trip_ms for one in report.exchanges]),
-        "cpu_ms": {name: statistics.median(one[name] for one in cpu) for name in cpu[0]},
-    }
+def _rows(served: _Served, scale: Scale) -> list[dict[str, Any]]:
+    loads = [(1, in_flight) for in_flight in scale.in_flight]
+    loads += [(PER_REQUEST, in_flight) for in_flight in scale.in_flight_many]
+    rows = []
+    for per_request, in_flight in loads:
+        if in_flight < len(served.apis):
+            continue
+        count = scale.served_texts if in_flight > 1 or per_request > 1 else scale.served_alone
+        rows.append(served.send(count, per_request, in_flight))
+        print(json.dumps(rows[-1]), file=sys.stderr, flush=True)
+    return rows
+
+
+class _Served:
+    """A stack, and the ports of the APIs that share its load."""
+
+    def __init__(self, parts: Parts, apis: Sequence[int], model: str, texts: Texts) -> None:
+        self.parts, self.apis = parts, apis
+        self._model, self._texts = model, texts
+
+    def send(self, count: int, per_request: int, in_flight: int) -> dict[str, Any]:
+        """Sends `count` new texts, and returns the row.
+
+        Raises:
+            RuntimeError: not every request was answered.
+        """
+        bodies = self._bodies(count, per_request)
+        orders = [
+            LoadOrder(port, bodies[number :: len(self.apis)], in_flight // len(self.apis))
+            for number, port in enumerate(self.apis)
+        ]
+        before = self.parts.cpu_s()
+        with ThreadPoolExecutor(len(orders)) as threads:
+            reports = list(threads.map(drive, orders))
+        after = self.parts.cpu_s()
+        statuses = [report.statuses() for report in reports]
+        if any(status.keys() != {200} for status in statuses):
+            raise RuntimeError(f"every request should succeed, not {statuses}")
+        round_trips_ms = [one for report in reports for one in report.round_trip_ms]
+        return {
+            "apis": len(self.apis),
+            "per_request": per_request,
+            "in_flight": in_flight,
+            "texts": count,
+            "texts_per_s": count / max(report.wall_s for report in reports),
+            "round_trip_ms": percentiles(round_trips_ms),
+            "cpu_ms": {name: 1000 * (after[name] - before[name]) / count for name in after},
+        }
+
+    def _bodies(self, count: int, per_request: int) -> list[str]:
+        texts = self._texts.mixed(count)
+        return [
+            msgspec.json.encode(
+                {
+                    "model": self._model,
+                    "input": texts[first : first + per_request],
+                    "encoding_format": "base64",
+                }
+            ).decode()
+            for first in range(0, count, per_request)
+        ]
+
+
+@contextmanager
+def _more_processes(stack: Stack, entry: Model, count: int) -> Iterator[list[int]]:
+    """Starts `count` more APIs and workers at once. Yields the APIs' ports."""
+    with ExitStack() as started:
+        processes, apis = list[tuple[Process, int]](), list[int]()
+        for number in range(count):
+            port, health = free_port(), free_port()
+            api = {"PENSTOCK_METRICS_PORT": "0", "PENSTOCK_PORT": str(port)}
+            worker = {"PENSTOCK_MODEL": entry.name, "PENSTOCK_HEALTH_PORT": str(health)}
+            for module, own, its_port in (("api", api, port), ("workers", worker, health)):
+                process = Process(
+                    f"{module}-{number}",
+                    [sys.executable, "-m", module],
+                    stack.log_dir,
+                    environment=environment_with({**stack.environment, **own}),
+                )
+                processes.append((started.enter_context(process), its_port))
+            apis.append(port)
+        for process, its_port in processes:
+            process.wait_ready(partial(answers, its_port, "/readyz"), START_LIMIT_S)
+        yield apis
 
 
 IMAGES_LIMIT_S = 300.0
@@ -92,7 +171,7 @@ def measure_images(scale: Scale, folder: Path) -> dict[str, Any]:
     alone_s = seconds(scale.device, partial(drawn, model, batch))
     del model
     bodies = [_image_body(seed, scale) for seed in range(largest + scale.served_images)]
-    with tempfile.TemporaryDirectory() as name, _image_stack(Path(name), entry) as stack:
+    with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry) as stack:
         is_forked = _is_forked(stack.ports.health[0])
         _ask_images(stack, bodies[:largest], largest)
         report = _ask_images(stack, bodies[largest:], 2 * largest)
@@ -111,14 +190,18 @@ def _image_body(seed: int, scale: Scale) -> str:
 
 
 @contextmanager
-def _image_stack(folder: Path, entry: Model) -> Iterator[Stack]:
+def _stack_of(
+    folder: Path, entry: Model, settings: Mapping[str, str] | None = None
+) -> Iterator[Stack]:
     catalog = folder / "models.yaml"
     catalog.write_text(
         yaml.safe_dump({"models": [entry.model_dump(mode="json", exclude_defaults=True)]}),
         encoding="utf-8",
     )
-    settings = {"PENSTOCK_MODELS_FILE": str(catalog), "PENSTOCK_PROCESSES": "1"}
-    with Stack(folder, ports=Ports.free(1), settings=settings, say=say_nothing) as stack:
+    own = {"PENSTOCK_MODELS_FILE": str(catalog), "PENSTOCK_PROCESSES": "1"}
+    with Stack(
+        folder, ports=Ports.free(1), settings=own | dict(settings or {}), say=say_nothing
+    ) as stack:
         yield stack
 
 
@@ -146,26 +229,3 @@ def _ask_images(stack: Stack, bodies: list[str], in_flight: int) -> LoadReport:
     if report.statuses() != {200: len(bodies)}:
         raise RuntimeError(f"{len(bodies)} images were expected, not {report.statuses()}")
     return report
-
-
-class _Plain:
-    def __init__(self, folder: Path, scale: Scale) -> None:
-        model = AutoModel.from_pretrained(
-            read_sentence_folder(folder).transformer, dtype=DTYPES[scale.precision]
-        )
-        self._model = model.to(scale.device).eval()
-        self._device = scale.device
-
-    def embed(self, texts: list[list[int]]) -> None:
-        ordered = sorted(texts, key=len)
-        for first in range(0, len(ordered), OF_A_BATCH):
-            batch = ordered[first : first + OF_A_BATCH]
-            longest = max(map(len, batch))
-            ids = torch.tensor([one + [0] * (longest - len(one)) for one in batch])
-            mask = torch.tensor([[1] * len(one) + [0] * (longest - len(one)) for one in batch])
-            ids, mask = ids.to(self._device), mask.to(self._device)
-            with torch.inference_mode():
-                states = self._model(input_ids=ids, attention_mask=mask).last_hidden_state
-                weights = mask[..., None].to(states.dtype)
-                pooled = (states * weights).sum(1) / weights.sum(1)
-                torch.nn.functional.normalize(pooled, dim=1).cpu()

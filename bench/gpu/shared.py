@@ -13,7 +13,7 @@ import msgspec
 from bench.gpu.company import text_image
 from bench.gpu.images import GUIDANCE, image_entry
 from bench.gpu.scale import Scale
-from bench.gpu.texts import minilm_folder, text_entry, texts
+from bench.gpu.texts import SHAPES, TINY_SHAPES, draw_batches, prepare, text_entry, write_bert
 from workers.models.base import Prepared, PreparedImage
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.runtime.pooled_process import PooledProcess
@@ -21,19 +21,22 @@ from workers.runtime.pooled_process import PooledProcess
 MEMORY_FRACTION = 0.45
 START_TIMEOUT_S = 900.0
 BATCH_TIMEOUT_S = 120.0
+TEXT_TOKENS = 2_048
+"""Tokens in a batch of MiniLM."""
 
 
-def measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
+def measure(scale: Scale, images: Path, folder: Path) -> dict[str, dict[str, float]]:
     """Returns batches/s for the image model and MiniLM: `alone`, `together`, and share `kept`."""
-    return asyncio.run(_measure(scale, images))
+    return asyncio.run(_measure(scale, images, folder))
 
 
-async def _measure(scale: Scale, images: Path) -> dict[str, dict[str, float]]:
-    folder, precision = minilm_folder(), "fp32" if scale.device == "cpu" else "fp16"
-    entry = text_entry("MiniLM", folder, 384, precision, scale)
+async def _measure(scale: Scale, images: Path, folder: Path) -> dict[str, dict[str, float]]:
+    shape = (SHAPES if scale.is_full_width else TINY_SHAPES)[0]
+    entry = text_entry(shape, write_bert(folder, shape), scale, TEXT_TOKENS)
+    [texts, *_] = draw_batches(TEXT_TOKENS, TEXT_TOKENS)
     work: dict[str, tuple[HostedModel, list[Prepared]]] = {
         "images": (HostedModel(image_entry(images, scale), images), [*_images(scale)]),
-        "MiniLM": (HostedModel(entry, folder), [*texts(scale.lengths[0], 8)]),
+        "MiniLM": (HostedModel(entry, folder), [prepare(text) for text in texts]),
     }
     async with AsyncExitStack() as stack:
         loads: dict[str, tuple[PooledProcess, Sequence[Prepared]]] = {}

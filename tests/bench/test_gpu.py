@@ -15,12 +15,14 @@ def test_the_whole_benchmark_runs_small(capsys: pytest.CaptureFixture[str]) -> N
     reported = capsys.readouterr().out
     for count in TINY.batches:
         for task in ("text-to-image", "image-to-image"):
-            for who in ("plain", "ours", "ours against plain"):
+            for who in ("plain", "ours, eager", "ours", "ours over plain"):
                 assert f"{task}, batch {count}, {who} " in reported
     for what in (
         "matrix product",
-        "BERT-large, 16 tokens, ours fp32",
-        "MiniLM, 16",
+        "tiny, batches of 64 tokens, ours over bare",
+        "served tiny, 1 APIs and workers, 64 a request, 1 in flight, p95",
+        "served tiny, 2 APIs and workers, 1 a request, 8 in flight",
+        "text-to-image, batch 2, bare",
         "images kept while sharing",
         "four images, four adapters, over none",
         "joined, fp32, control, adapter, max",
