@@ -66,6 +66,9 @@ class Batch(EntryPart):
     """Limits of one batch: the task's budget, and a number of items."""
 
     max_tokens: Positive | None = None
+    """Tokens in one batch. Small models need tens of thousands to fill a GPU
+    (docs/measurements/gpu.md).
+    """
     max_pixel_steps: Positive | None = None
     max_items: Positive = 64
     max_work: Positive | None = None
