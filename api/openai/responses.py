@@ -11,7 +11,7 @@ import secrets
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, NamedTuple
 
 import msgspec
@@ -304,6 +304,7 @@ def _chat_of(body: ResponseBody) -> ChatBody:
         raise as_asked(to_bad_input(error)) from error
 
 
+@dataclass(frozen=True, slots=True)
 class _NewResponse:
     """A response to create.
 
@@ -312,34 +313,26 @@ class _NewResponse:
         inputs: the model's input, which is a single item.
     """
 
-    def __init__(
-        self,
-        call: ModelCall,
-        asked: WholeRequest,
-        model: Model,
-        inputs: Sequence[GenerationInput],
-        recording: Recording,
-        conversations: Conversations,
-    ) -> None:
-        self._call = call
-        self._asked = asked
-        self._model = model
-        self._inputs = inputs
-        self._recording = recording
-        self._conversations = conversations
+    call: ModelCall
+    full_request: WholeRequest
+    model: Model
+    inputs: Sequence[GenerationInput]
+    recording: Recording
+    conversations: Conversations
 
     async def start(self, catalog: Catalog, streams: GenerationStreams) -> Response:
         """Creates a prediction. Answers with its state or, if requested, with its events."""
-        call, full_request, body = self._call, self._asked, self._asked.body
+        call, full_request = self.call, self.full_request
+        body = full_request.body
         # Event numbers depend on the maximum number of tokens, so it is stored now.
-        fields = _dump_body(body) | {"max_output_tokens": self._inputs[0].max_tokens}
+        fields = _dump_body(body) | {"max_output_tokens": self.inputs[0].max_tokens}
         new = self._request(fields)
         if not body.is_kept and not full_request.conversation:
             new = replace(new, record=replace(new.new_record, keep_s=UNSTORED_KEEP_S))
         with ExitStack() as held:
             if body.stream:
                 held.enter_context(streams.room.reserve(call.tenant))
-            async with self._recording.create(call, new, waits=False) as creation:
+            async with self.recording.create(call, new, waits=False) as creation:
                 if creation.is_new and full_request.conversation:
                     prediction = new.new_record.prediction.id
                     await self._append(as_stored(full_request.own), prediction=prediction)
@@ -360,17 +353,17 @@ class _NewResponse:
         returned, marked as not stored, unless the request explicitly asks to store it and has no
         conversation.
         """
-        full_request, body = self._asked, self._asked.body
+        full_request, body = self.full_request, self.full_request.body
         prediction = self._request(_dump_body(body)).new_record.prediction
         response_id = answer_id(RESPONSE_PREFIX, prediction.id)
-        events = ResponseEvents(body, response_id, prediction.created_at_s, self._model)
+        events = ResponseEvents(body, response_id, prediction.created_at_s, self.model)
         reply = events.whole(outcomes, time.time())
         if full_request.conversation:
             await self._append([*as_stored(full_request.own), *msgspec.to_builtins(reply.output)])
         if not body.is_kept:
             return reply
         try:
-            keep_s = self._call.caller.plan.prediction_keep_s
+            keep_s = self.call.caller.plan.prediction_keep_s
             await predictions.keep(prediction, outcomes, keep_s)
         except PenstockError as error:
             has_no_room = isinstance(error, Overloaded | Unavailable)
@@ -380,18 +373,18 @@ class _NewResponse:
         return reply
 
     def _request(self, shown: dict[str, Any]) -> InferenceRequest:
-        repeats = is_repeatable(self._asked.body.to_chat())
-        read = Inputs(self._inputs, shown, is_list=False, is_repeatable=repeats)
-        digest = digest_of(json.dumps([self._model.name, PATH, shown], sort_keys=True))
-        return self._recording.request(self._call, self._model, read, digest=digest, endpoint=PATH)
+        repeats = is_repeatable(self.full_request.body.to_chat())
+        read = Inputs(self.inputs, shown, is_list=False, is_repeatable=repeats)
+        digest = digest_of(json.dumps([self.model.name, PATH, shown], sort_keys=True))
+        return self.recording.request(self.call, self.model, read, digest=digest, endpoint=PATH)
 
     async def _append(self, items: Sequence[dict[str, Any]], *, prediction: str = "") -> None:
         await add_to(
-            self._call,
-            self._asked.conversation,
+            self.call,
+            self.full_request.conversation,
             items,
-            self._conversations,
-            model=self._model.name,
+            self.conversations,
+            model=self.model.name,
             prediction=prediction,
         )
 

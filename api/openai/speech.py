@@ -11,6 +11,7 @@ import json
 import re
 from collections.abc import AsyncGenerator, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -217,6 +218,7 @@ async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> by
     return b"".join([await read_blob(objects, blob, "sound") for blob in outcome.result.blobs])
 
 
+@dataclass(frozen=True, slots=True)
 class _SpeechStream:
     """Answers with the audio parts as events, starting after `Last-Event-ID`.
 
@@ -224,19 +226,11 @@ class _SpeechStream:
         names: field names that error messages use.
     """
 
-    def __init__(
-        self,
-        call: ModelCall,
-        names: FieldNames,
-        recording: Recording,
-        streams: GenerationStreams,
-        objects: ObjectStore,
-    ) -> None:
-        self._call = call
-        self._names = names
-        self._recording = recording
-        self._streams = streams
-        self._objects = objects
+    call: ModelCall
+    names: FieldNames
+    recording: Recording
+    streams: GenerationStreams
+    objects: ObjectStore
 
     async def answer(self, body: SpeechBody, one: CustomInput) -> Response:
         """Creates the prediction, or finds it, and returns its events.
@@ -245,17 +239,17 @@ class _SpeechStream:
             BadInput: `Last-Event-ID` is not an event ID of this stream.
             PenstockError: the prediction failed before its first event.
         """
-        call = self._call
+        call = self.call
         last_id = call.http.headers.get("last-event-id", "")
         seen = seen_from_id(last_id, 1)
         new = self._request(body, one)
         with ExitStack() as held:
-            held.enter_context(self._streams.room.reserve(call.tenant))
-            snapshot = await self._recording.start(call, new)
-            shape = SpeechEvents(snapshot.prediction.record, self._names)
+            held.enter_context(self.streams.room.reserve(call.tenant))
+            snapshot = await self.recording.start(call, new)
+            shape = SpeechEvents(snapshot.prediction.record, self.names)
             has_ids = wants_event_ids(call.http.headers)
             if last_id:
-                events = self._streams.follow(
+                events = self.streams.follow(
                     snapshot,
                     shape,
                     seen,
@@ -266,15 +260,15 @@ class _SpeechStream:
                 )
             else:
                 events = await begin_events(
-                    call, self._streams, snapshot, shape, seen, has_ids=has_ids, has_elements=True
+                    call, self.streams, snapshot, shape, seen, has_ids=has_ids, has_elements=True
                 )
             location = f"/v1/predictions/{snapshot.prediction.id}"
-            return answer_events(_with_sound(events, self._objects), held, location)
+            return answer_events(_with_sound(events, self.objects), held, location)
 
     def _request(self, body: SpeechBody, one: CustomInput) -> InferenceRequest:
         """Returns the request for the prediction described by a body."""
-        model = self._names.model
+        model = self.names.model
         fields = body.model_dump(mode="json", exclude_unset=True)
         read = Inputs([one], fields, is_list=False, is_repeatable=model.deterministic)
         digest = digest_of(json.dumps([model.name, SPEECH, repr(one.cache_form())]))
-        return self._recording.request(self._call, model, read, digest=digest, endpoint=SPEECH)
+        return self.recording.request(self.call, model, read, digest=digest, endpoint=SPEECH)

@@ -13,6 +13,7 @@ import logging
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -324,34 +325,27 @@ def make_variants(
     return Made(verdicts, original)
 
 
+@dataclass(frozen=True)
 class _VariantBuilder:
     """Creates one graph at a time in `target`. Shared inputs are created once."""
 
-    def __init__(
-        self,
-        settings: SentenceFolder,
-        texts: Sequence[PreparedText],
-        lists: Sequence[PreparedText],
-        target: Path,
-        options: OptimizeOptions,
-    ) -> None:
-        self._settings = settings
-        self._texts = texts
-        self._lists = lists
-        self._target = target
-        self._options = options
+    settings: SentenceFolder
+    texts: Sequence[PreparedText]
+    lists: Sequence[PreparedText]
+    target: Path
+    options: OptimizeOptions
 
     def clear(self) -> None:
-        for path in self._target.glob(".*.onnx"):
+        for path in self.target.glob(".*.onnx"):
             path.unlink()
 
     def discard(self, variant: Variant) -> None:
-        (self._target / variant.file).unlink()
+        (self.target / variant.file).unlink()
 
     def encoder(self, variant: Variant) -> OnnxEncoder:
         """Returns the encoder that a worker would use to run the variant."""
         return OnnxEncoder(
-            self._settings, self._target / variant.file, device="cpu", threads=self._options.threads
+            self.settings, self.target / variant.file, device="cpu", threads=self.options.threads
         )
 
     def make(self, name: str) -> Variant:
@@ -364,7 +358,7 @@ class _VariantBuilder:
             "pruned": ("fp32", self._prune),
         }
         precision, maker = makers[name]
-        path = self._target / f"{name}.onnx"
+        path = self.target / f"{name}.onnx"
         note, recipe = maker(path)
         return Variant(
             name=f"onnx-{name}",
@@ -390,11 +384,11 @@ class _VariantBuilder:
         }
 
     def _int8_static(self, path: Path) -> tuple[str, dict[str, Any]]:
-        method = self._options.calibration
+        method = self.options.calibration
         feeds = (
             self._feeds
             if method == "minmax"
-            else equal_feeds(self._texts, self._inputs, _EQUAL_TOKENS)
+            else equal_feeds(self.texts, self._inputs, _EQUAL_TOKENS)
         )
         quantize_calibrated(self._smoothed, path, feeds, method)
         return "activations scaled once: a vector does not depend on its batch", {
@@ -403,10 +397,10 @@ class _VariantBuilder:
         }
 
     def _prune(self, path: Path) -> tuple[str, dict[str, Any]]:
-        model = load_transformer(self._settings.transformer)
-        parts = {"neurons": self._options.prune_neurons, "heads": self._options.prune_heads}
-        cut = prune(model, self._texts, **parts)
-        exported = self._target / ".pruned.onnx"
+        model = load_transformer(self.settings.transformer)
+        parts = {"neurons": self.options.prune_neurons, "heads": self.options.prune_heads}
+        cut = prune(model, self.texts, **parts)
+        exported = self.target / ".pruned.onnx"
         export_graph(model, exported, has_types=self._has_types)
         note = fuse_graph(exported, path, model.config, has_all_heads=not parts["heads"])
         words = (
@@ -417,7 +411,7 @@ class _VariantBuilder:
 
     @cached_property
     def _model(self) -> Any:
-        return load_transformer(self._settings.transformer)
+        return load_transformer(self.settings.transformer)
 
     @cached_property
     def _has_types(self) -> bool:
@@ -425,7 +419,7 @@ class _VariantBuilder:
 
         An input that is always 0 would slow every call down.
         """
-        return any(text.type_ids for text in self._texts) and takes_types(self._model)
+        return any(text.type_ids for text in self.texts) and takes_types(self._model)
 
     @property
     def _inputs(self) -> tuple[str, ...]:
@@ -434,17 +428,17 @@ class _VariantBuilder:
     @cached_property
     def _feeds(self) -> list[Feed]:
         # Every other text is as informative as all of them.
-        return [feed_of(text, self._inputs) for text in (*self._texts[::2], *self._lists)]
+        return [feed_of(text, self._inputs) for text in (*self.texts[::2], *self.lists)]
 
     @cached_property
     def _exported(self) -> Path:
-        path = self._target / ".exported.onnx"
+        path = self.target / ".exported.onnx"
         export_graph(self._model, path, has_types=self._has_types)
         return path
 
     @cached_property
     def _smoothed(self) -> Path:
-        path = self._target / ".smoothed.onnx"
+        path = self.target / ".smoothed.onnx"
         smooth_graph(self._exported, path, self._feeds)
         return path
 
