@@ -262,16 +262,17 @@ class TokenReader:
             limit_s: interval without new tokens after which an empty result is yielded, repeatedly.
                 While Redis is unreachable, there are no new tokens.
         """
-        has_news = asyncio.Event()
+        loop, has_news = asyncio.get_running_loop(), asyncio.Event()
         mine = {_Reader(record, item, has_news) for item in range(items)}
         self._readers |= mine
         if self._reading is None or self._reading.done():
             self._reading = asyncio.create_task(self._read_all())
         try:
             while mine & self._readers:
-                with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(limit_s):
-                        await has_news.wait()
+                # Costs a third of asyncio.timeout, and each event of a stream waits here.
+                timer = loop.call_later(limit_s, has_news.set)
+                await has_news.wait()
+                timer.cancel()
                 has_news.clear()
                 news = {reader: tokens for reader in mine if (tokens := reader.take()) is not None}
                 self._readers -= {reader for reader, tokens in news.items() if tokens.is_over}
@@ -314,6 +315,8 @@ class TokenReader:
         due = [
             record for record in records if now_s - self._marked_s.get(record, 0.0) > READER_S / 3
         ]
+        if not due:
+            return
         await asyncio.gather(*map(self._streams.mark_read, due))  # in one round trip
         self._marked_s |= dict.fromkeys(due, now_s)
         if len(self._marked_s) > 2 * len(self._readers) + MAX_IN_A_ROUND_TRIP:

@@ -498,19 +498,18 @@ class TokenOutput:
         try:
             while self._has_more:
                 self._has_more = False
-                # A preempted item may lose its readers while it waits.
-                self._open = {
-                    queued: sent for queued, sent in self._open.items() if _readers(queued)
-                }
                 await self._send()
         finally:
             self._is_sending = False
 
     async def _send(self) -> None:
+        readers = {queued: _readers(queued) for queued in self._open}
+        # A preempted item may lose its readers while it waits.
+        self._open = {queued: sent for queued, sent in self._open.items() if readers[queued]}
         due = [
             (sent, reader, chunk)
             for queued, sent in self._open.items()
-            for reader in _readers(queued)
+            for reader in readers[queued]
             if (chunk := merge_chunks(queued.written, sent.get(reader, 0))) is not None
         ]
         if not due:

@@ -22,8 +22,10 @@ from workers.models.step_shares import StepRoom, StepShares
 
 CHUNKS_EVERY_S = 0.05
 """At most 20 events a second reach the readers of a text."""
-GATHER_S = 0.005
-"""Wait after a first token: the other texts of the step get theirs in the same message."""
+GATHER_S = 0.02
+"""Wait after a first token: the other texts of the step get theirs in the same message. An engine
+takes up to 10 ms to send the tokens of 16 texts.
+"""
 SPARE_EVERY_S = 0.5
 
 
@@ -213,9 +215,14 @@ class EngineSteps:
         if slot in self._step:
             self._charge()
         self._step[slot] = tokens
-        if self._timer is None:
-            wait_s = max(GATHER_S, self._reported_s + CHUNKS_EVERY_S - self._alive_s)
-            self._timer = self._loop.call_later(wait_s, self._on_timer)
+        is_whole = len(self._step) >= len(self._items)
+        if self._timer is not None:
+            if not is_whole:
+                return
+            self._timer.cancel()
+        due_s = self._reported_s + CHUNKS_EVERY_S - self._alive_s
+        wait_s = max(0.0 if is_whole else GATHER_S, due_s)
+        self._timer = self._loop.call_later(wait_s, self._on_timer)
 
     def _charge(self) -> None:
         now_s = time.monotonic()

@@ -407,14 +407,14 @@ class Writing:
     def take_chunk(self) -> TokenChunk | None:
         """Returns the new text since the last call. None if there is none."""
         visible = self._stops.visible(self._text) if self.finish is None else len(self._text)
+        if len(self.ids) == self._reported_ids and visible <= self._reported_text:
+            return None
         chunk = TokenChunk(
             self._reported_ids,
             self.ids[self._reported_ids :],
             self._text[self._reported_text : visible],
             self._logprobs[self._reported_logprobs :],
         )
-        if not chunk.ids and not chunk.text:
-            return None
         self._reported_ids = len(self.ids)
         self._reported_text = max(self._reported_text, visible)
         self._reported_logprobs = len(self._logprobs)

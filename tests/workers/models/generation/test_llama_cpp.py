@@ -25,7 +25,7 @@ from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.generation import tiny
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
-from workers.models.engines import process
+from workers.models.engines import process, steps
 from workers.models.engines.dialect import Hardware
 from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.generation.prompts import PromptPreparer
@@ -308,6 +308,26 @@ async def test_a_dropped_text_frees_its_slot(weights: Path) -> None:
         assert told.results[0].code == "canceled"
         assert slot is not None
         assert told.results[slot].output_tokens == 3
+
+
+@pytest.mark.parametrize("texts", [1, 2])
+async def test_the_first_tokens_of_all_texts_are_reported_together(
+    weights: Path, monkeypatch: pytest.MonkeyPatch, texts: int
+) -> None:
+    """They wait for one another, and for nothing else."""
+    monkeypatch.setattr(steps, "GATHER_S", 10 * WAIT_LIMIT_S)
+    batch = {"max_tokens": 8192, "max_items": texts}
+    async with opened(weights, **LONG | {"batch": batch}) as engine:
+        reports: list[set[int]] = []
+
+        def note(message: StepMessage) -> None:
+            if isinstance(message, Chunks) and not reports:
+                reports.append(set(message.chunks))
+                engine.drop(range(texts))
+
+        items = [tiny.prompt(IDS[:5], 2000, **ENDLESS) for _ in range(texts)]
+        await engine.run_steps(items, timeout_s=WAIT_LIMIT_S, on_message=note)
+    assert reports == [set(range(texts))]
 
 
 async def test_an_engine_that_dies_gives_its_texts_back_and_is_started_again(
