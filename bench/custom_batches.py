@@ -23,7 +23,7 @@ from bench.report import Figure, Outcome
 from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from infra.local.up import served_stack
+from infra.local.up import build_stack
 
 NAME = "batches"
 ITEMS, OF_A_BATCH, IN_FLIGHT = 2000, 64, 128
@@ -72,7 +72,7 @@ def run() -> Outcome:
         refresh_interfaces(models_file, lambda line: None)
         variables = {"PENSTOCK_MODELS_FILE": str(models_file), "PENSTOCK_PROCESSES": "1"}
         state_dir = Path(folder) / "state"
-        with served_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
+        with build_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
             _predict(stack, WARM_UP, "warm")
             rounds = [_round(stack, source, number) for number in range(ROUNDS)]
     ratios = [times["alone_s"] / times["stack_s"] for times in rounds]

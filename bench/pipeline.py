@@ -26,7 +26,7 @@ from bench.load.texts import Texts
 from infra.local.ports import Ports
 from infra.local.process import Process, answers, free_port
 from infra.local.stack import Broker, Stack
-from infra.local.up import served_stack
+from infra.local.up import build_stack
 from shared.errors import ConfigurationError
 from shared.models.catalog_file import read_catalog
 from shared.settings import WorkerSettings, environment_with, read_settings
@@ -217,7 +217,7 @@ def running(
         model = read_catalog(models_file).find(MODEL)
         model_folder = resolve(model.source, model.revision, state_dir)
         texts = Texts(model_folder, seed=1)
-        with served_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
+        with build_stack(state_dir, Ports.free(), variables, say_nothing, BROKER) as stack:
             pipeline = Pipeline(stack, texts, model_folder)
             pipeline.ask(texts.mixed(WARM_UP_TEXTS), 32)
             yield pipeline

@@ -39,7 +39,7 @@ from infra.local.interfaces import refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.stack import Stack
 from infra.local.supervision import Supervisor
-from infra.local.up import WATCH_S, served_stack
+from infra.local.up import WATCH_S, build_stack
 from shared.errors import ConfigurationError, PenstockError
 from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import given_settings
@@ -227,7 +227,7 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
     refresh_interfaces(models_file, print)
     settings = given_settings() | {"PENSTOCK_MODELS_FILE": str(models_file)}
     ports = Ports() if stays else Ports.free()
-    with served_stack(results / "state", ports, settings) as stack:
+    with build_stack(results / "state", ports, settings) as stack:
         began_s = time.monotonic()
         result = call(stack, name, sent, results)
         print(f"\n{sent} -> {result}, in {time.monotonic() - began_s:.1f} s")

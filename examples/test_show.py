@@ -17,7 +17,7 @@ from examples.oracles import fetched, photograph
 from examples.show import EXAMPLES, KEPT, curl_line, extract, main, names, usual_input
 from shared.errors import ConfigurationError
 from tests.limits import START_LIMIT_S
-from workers.models.custom.sources import asked_packages
+from workers.models.custom.sources import read_packages
 
 ROOT = EXAMPLES.parent
 slow = pytest.mark.slow(about_s=60)
@@ -39,7 +39,7 @@ def shown(name: str, *words: str) -> subprocess.CompletedProcess[str]:
 
 def test_each_class_has_its_requirements_in_its_folder() -> None:
     folders = sorted(path.parent for path in EXAMPLES.glob("*/cog.yaml"))
-    asking = [folder.name for folder in folders if asked_packages(folder)]
+    asking = [folder.name for folder in folders if read_packages(folder)]
     assert {"ocr", "pages", "transcribe", "windows"} <= {*asking}
     for name in ("requirements.txt", "overrides.txt"):
         ours = [(EXAMPLES / folder / name).read_text() for folder in ("transcribe", "windows")]

@@ -65,7 +65,7 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
     return lines
 
 
-def uncovered(installed: str, allowed: list[str]) -> list[str]:
+def find_uncovered(installed: str, allowed: list[str]) -> list[str]:
     """Returns lines of `installed`, as `name==version`, that aren't in the lock at that version.
 
     Args:
@@ -120,7 +120,7 @@ def main(words: list[str]) -> int:
         print(f"{words[1]}=={locked.version}", *(f"--hash={digest}" for digest in locked.hashes))
         return 0
     if words[:1] == ["covers"] and len(words) > 1:
-        lines = uncovered(Path(words[1]).read_text(encoding="utf-8"), words[2:])
+        lines = find_uncovered(Path(words[1]).read_text(encoding="utf-8"), words[2:])
         if lines:
             print(f"not in {LOCK}: {', '.join(lines)}", file=sys.stderr)
         return 1 if lines else 0

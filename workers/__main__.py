@@ -44,7 +44,7 @@ from shared.tracing.setup import traced
 from shared.usage.senders import TABLE, sender_of
 from shared.usage.worker_hour import TABLE as HOURS
 from shared.usage.writer import RowWriter
-from workers.autotune.candidates import shared_layout, unmeasured_layout
+from workers.autotune.candidates import choose_shared_layout, choose_unmeasured_layout
 from workers.autotune.choice import Layout
 from workers.autotune.client import choose_backend
 from workers.autotune.hardware import this_machine
@@ -142,7 +142,7 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
     """
     layout = of_first
     if len(models) > 1 and not settings.threads:
-        layout = shared_layout(layout, this_machine())
+        layout = choose_shared_layout(layout, this_machine())
     if wanted := [model.processes for model in models if model.processes]:
         layout = Layout(min(wanted), layout.threads)
     return layout
@@ -168,7 +168,9 @@ async def _prepare(
         machine = this_machine()
         shares = model.definition.shares_weights
         is_wide = shares and is_alone and not machine.computes_on_gpu(settings.device)
-        layout = unmeasured_layout(settings.processes, settings.threads, machine, is_wide=is_wide)
+        layout = choose_unmeasured_layout(
+            settings.processes, settings.threads, machine, is_wide=is_wide
+        )
         return HostedModel(model, folder), layout
     choice = await choose_backend(model, folder, settings)
     return HostedModel(model, folder, choice.backend), choice.layout

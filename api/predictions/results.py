@@ -9,7 +9,7 @@ from api.errors import NotFound
 from api.inputs.image_codec import ImageCodec
 from api.predictions.creation import PredictionSnapshot
 from shared.errors import BadInput
-from shared.flows.run import own_objects
+from shared.flows.run import list_own_objects
 from shared.messages import ReplyBody
 from shared.models.tasks import Result
 from shared.models.tasks.image import ImagesResult
@@ -44,7 +44,7 @@ class ResultFetcher:
         """
         reply = snapshot.record.reply
         if snapshot.prediction.steps:
-            for key in await own_objects(self._runs, snapshot.prediction.record):
+            for key in await list_own_objects(self._runs, snapshot.prediction.record):
                 await self._objects.delete(key)
             return
         if reply is None or snapshot.prediction.is_cached:

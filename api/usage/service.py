@@ -18,7 +18,7 @@ from api.usage.rows import UsageLine, UsageQuery, UsageRows
 from shared.errors import Overloaded
 from shared.process.concurrency import FairPermits
 from shared.reports.definitions import Report, ReportQuestion
-from shared.reports.runner import ReportResult, ReportRunner, translated_errors
+from shared.reports.runner import ReportResult, ReportRunner, translate_errors
 from shared.usage.bigquery import open_client
 
 MAX_RUNNING = 4
@@ -190,7 +190,7 @@ class ReportService:
         self, report: Report, question: ReportQuestion, budgets_usd: Mapping[str, float]
     ) -> ReportResult:
         if self._client is None:
-            with translated_errors():
+            with translate_errors():
                 self._client = open_client(self._dataset.project, self._dataset.endpoint)
         runner = ReportRunner(
             self._client,

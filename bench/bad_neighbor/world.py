@@ -20,7 +20,7 @@ from bench.bad_neighbor.inputs import BAD, MAX_TOKENS, QUIET, SPENT, WRITER
 from bench.pipeline import MODELS_FILE, say_nothing
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from infra.local.up import served_stack
+from infra.local.up import build_stack
 from shared.tenants.plan import Limits, Plan
 from tests.keys import keys_url, stored
 
@@ -57,7 +57,7 @@ def serving() -> Iterator[Stack]:
                 ],
             ),
         }
-        with served_stack(folder, Ports.free(), settings, say_nothing) as stack:
+        with build_stack(folder, Ports.free(), settings, say_nothing) as stack:
             yield stack
 
 

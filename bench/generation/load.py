@@ -41,7 +41,7 @@ from bench.pipeline import Part, say_nothing
 from bench.report import Figure, Outcome
 from infra.local.ports import Ports
 from infra.local.stack import Stack
-from infra.local.up import served_stack
+from infra.local.up import build_stack
 from shared.errors import ConfigurationError, PenstockError
 from shared.models.catalog import Model
 from shared.models.tasks.text import GenerationInput
@@ -351,7 +351,7 @@ def running_stack(
         ]
         models_file.write_text(yaml.safe_dump({"models": entries}), encoding="utf-8")
         variables = {"PENSTOCK_MODELS_FILE": str(models_file)}
-        with served_stack(state_dir, Ports.free(), variables, say_nothing) as stack:
+        with build_stack(state_dir, Ports.free(), variables, say_nothing) as stack:
             yield stack
 
 

@@ -24,7 +24,7 @@ from infra.local.ports import Ports
 from infra.local.process import Process, free_port
 from infra.local.stack import Stack
 from infra.local.stack_processes import RabbitServer
-from infra.local.up import served_stack
+from infra.local.up import build_stack
 from shared.settings import environment_with
 
 HERE = Path(__file__).parent
@@ -131,4 +131,4 @@ def stack_of(contender: Contender, state_dir: Path) -> Stack:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
         # Not shared: an artifact made for one way of serving has fewer variants to choose from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
-    return served_stack(state_dir, Ports.free(), settings, say_nothing, contender.broker)
+    return build_stack(state_dir, Ports.free(), settings, say_nothing, contender.broker)

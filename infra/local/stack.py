@@ -60,7 +60,7 @@ REPLACED_BY = {
 """For each server, the setting that names another server to use in its place."""
 
 
-def kept_secrets(state_dir: Path) -> dict[str, str]:
+def load_secrets(state_dir: Path) -> dict[str, str]:
     """Returns the secrets of this state folder, by setting. They stay the same across starts.
 
     Args:
@@ -87,7 +87,7 @@ def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
 
     Omits models without graphs.
     """
-    wanted = {model.name: wanted_graphs(model) for model in catalog.deployed}
+    wanted = {model.name: choose_graphs(model) for model in catalog.deployed}
     return {
         name: ["infra.cli.main", "optimize", name, "--variants", graphs]
         for name, graphs in wanted.items()
@@ -95,7 +95,7 @@ def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
     }
 
 
-def wanted_graphs(model: Model) -> str:
+def choose_graphs(model: Model) -> str:
     """Returns the optimized graphs that a worker may use, by their names in `penstock optimize`."""
     if not model.definition.runs_graphs or model.backend == "torch":
         return ""
@@ -395,7 +395,7 @@ class Stack:
                 workers[name].start()
         signing = {
             name: value
-            for name, value in kept_secrets(self.state_dir).items()
+            for name, value in load_secrets(self.state_dir).items()
             if name not in self._given
         }
         # Webhook receivers on this machine are allowed.

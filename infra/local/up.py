@@ -42,7 +42,7 @@ WATCH_S = 0.25
 MODELS_FILE = "models.yaml"
 
 
-def exposed_settings(
+def secure_settings(
     state_dir: Path,
     variables: Mapping[str, str],
     say: Callable[[str], None],
@@ -108,7 +108,7 @@ async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool
             say(f"  PENSTOCK_KEYS_URL={url} {command}")
 
 
-def served_stack(
+def build_stack(
     state_dir: Path,
     ports: Ports,
     settings: Mapping[str, str],
@@ -129,14 +129,14 @@ def stay_up(
     Raises:
         PenstockError: see Stack.
     """
-    settings = exposed_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
+    settings = secure_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
     models_file = Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE))
     deny_inspection()  # a custom class runs as the same user
     with announced(state_dir) as announcement:
         if not settings.get("PENSTOCK_KEYS_URL"):
             asyncio.run(_ensure_directory(keys_url(state_dir)))
         refresh_interfaces(models_file, _say)
-        stack = served_stack(state_dir, ports, settings, _say, broker)
+        stack = build_stack(state_dir, ports, settings, _say, broker)
         announce = partial(_announce, announcement, stack)
         announce()
         with stack.without_waiting():

@@ -60,7 +60,7 @@ def report(
     if name == LIST:
         _list(as_json=as_json or format_ == "json")
         return
-    from infra.reports.runs import configured_runner
+    from infra.reports.runs import open_configured_runner
     from shared.reports.definitions import ask, find_report, reports
 
     format_ = "json" if as_json else format_
@@ -76,7 +76,7 @@ def report(
         for report_ in chosen
     ]
     results: list[ReportResult] = []
-    with _waiting(), configured_runner(int(max_gib * GIB)) as runner:
+    with _waiting(), open_configured_runner(int(max_gib * GIB)) as runner:
         for report_, question in zip(chosen, questions, strict=True):
             own = _own(report_, values, is_only=name != ALL)
             if dry_run:
@@ -98,7 +98,7 @@ def invoice(
     max_gib: MostGib = 20.0,
 ) -> None:
     """Create a month's invoices: pages to print, or CSV. With --output, one file per tenant."""
-    from infra.reports.runs import configured_runner
+    from infra.reports.runs import open_configured_runner
     from shared.reports.definitions import ask_month, find_report
     from shared.reports.invoice import invoice_page, invoices, invoices_csv, terms_of
     from shared.settings import InvoiceSettings, read_settings
@@ -107,7 +107,7 @@ def invoice(
         raise BadInput(f"format: {format_!r} must be html or csv", field="format")
     formatted = invoice_page if format_ == "html" else invoices_csv
     question = ask_month(month, tz, tenants=tuple(tenant) if tenant else None)
-    with _waiting(), configured_runner(int(max_gib * GIB)) as runner:
+    with _waiting(), open_configured_runner(int(max_gib * GIB)) as runner:
         result = runner.run(find_report("invoice"), question)
     documents = invoices(result, terms_of(read_settings(InvoiceSettings)))
     if output is None:

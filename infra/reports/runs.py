@@ -14,7 +14,7 @@ from shared.settings import ApiSettings, Settings, read_settings
 
 
 @contextmanager
-def configured_runner(most_bytes: int = MAX_BYTES) -> Iterator[ReportRunner]:
+def open_configured_runner(most_bytes: int = MAX_BYTES) -> Iterator[ReportRunner]:
     """Creates a runner for the BigQuery and key directory configured by PENSTOCK_* variables.
 
     Raises:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from infra import bigquery as usage
 from shared.errors import Unavailable
-from shared.reports.runner import RETRY_LIMIT_S, translated_errors
+from shared.reports.runner import RETRY_LIMIT_S, translate_errors
 from shared.settings import Settings
 from shared.usage.bigquery import open_client
 
@@ -49,7 +49,7 @@ def check_bigquery(settings: Settings, timeout_s: float) -> None:
 @contextmanager
 def _connect(settings: Settings) -> Iterator[Client]:
     with (
-        translated_errors(),
+        translate_errors(),
         closing(open_client(settings.project, settings.bigquery_endpoint)) as client,
     ):
         yield client

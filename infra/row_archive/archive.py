@@ -27,7 +27,7 @@ from pydantic import Field
 
 from infra.bigquery import schema
 from infra.row_archive.loads import RowLoader
-from infra.row_archive.parquet import different_rows, merge, parquet_of_lines
+from infra.row_archive.parquet import count_different_rows, merge, parquet_of_lines
 from shared.errors import BadInput
 from shared.settings import Settings
 from shared.stores.objects import ObjectStore, StoredObject
@@ -411,7 +411,7 @@ class ArchivedDays:
                 continue
             keys = [file.key for file in await self._files(day)]
             async with self._fetch_files(keys) as files:
-                if await asyncio.to_thread(different_rows, files) <= there.get(day, 0):
+                if await asyncio.to_thread(count_different_rows, files) <= there.get(day, 0):
                     continue
                 for key, path in zip(keys, files, strict=True):
                     name = f"restored-{secrets.token_hex(4)}-{Path(key).stem}"

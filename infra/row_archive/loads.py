@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from infra.row_archive.parquet import partition_column
 from shared.errors import Unavailable
-from shared.reports.runner import translated_errors
+from shared.reports.runner import translate_errors
 from shared.usage.bigquery import open_client
 
 LOAD_LIMIT_S = 120.0
@@ -47,7 +47,7 @@ class BigQueryLoader:
         """
         from google.api_core.exceptions import GoogleAPICallError
 
-        with translated_errors(), closing(open_client(self._project, self._endpoint)) as client:
+        with translate_errors(), closing(open_client(self._project, self._endpoint)) as client:
             for number in range(TRIES):
                 job, is_new = self._start(client, table, path, f"rows-{table}-{name}-{number}")
                 if is_new:
@@ -69,7 +69,7 @@ class BigQueryLoader:
             f"SELECT FORMAT_TIMESTAMP('%F', {column}) AS day, COUNT(DISTINCT row_id)"
             f" FROM `{self._dataset}.{table}` WHERE {column} >= TIMESTAMP '2000-01-01' GROUP BY day"
         )
-        with translated_errors(), closing(open_client(self._project, self._endpoint)) as client:
+        with translate_errors(), closing(open_client(self._project, self._endpoint)) as client:
             return {row[0]: row[1] for row in client.query(sql, timeout=LOAD_LIMIT_S).result()}
 
     def _start(self, client: Any, table: str, path: Path, job_id: str) -> tuple[Any, bool]:

@@ -76,7 +76,7 @@ def merge(files: Sequence[Path], merged: Path) -> int:
     return int(rows)
 
 
-def different_rows(files: Sequence[Path]) -> int:
+def count_different_rows(files: Sequence[Path]) -> int:
     """Returns the number of rows in some files, counting each row_id once."""
     if not files:
         return 0

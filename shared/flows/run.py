@@ -132,7 +132,7 @@ class RunFailed(BadInput):
         self.code = error.code
 
 
-async def own_objects(runs: FlowRuns, run_id: str) -> list[str]:
+async def list_own_objects(runs: FlowRuns, run_id: str) -> list[str]:
     """Returns the keys of files created by a run, except files that may be in the cache."""
     state = await runs.read(run_id)
     bodies = map(_bodies.decode, await runs.planned(run_id))

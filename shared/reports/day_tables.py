@@ -21,7 +21,7 @@ from shared.reports.runner import (
     MAX_ROWS,
     QUERY_LIMIT_S,
     RETRY_LIMIT_S,
-    translated_errors,
+    translate_errors,
 )
 
 if TYPE_CHECKING:
@@ -219,7 +219,7 @@ class DayTables:
     def _ask(self, statement: str, config: Any, limit_s: float, max_results: int) -> list[Any]:
         from google.cloud.bigquery import DEFAULT_RETRY
 
-        with translated_errors():
+        with translate_errors():
             retry = DEFAULT_RETRY.with_timeout(RETRY_LIMIT_S)
             job = self._client.query(
                 _sql(statement), job_config=config, retry=retry, job_retry=None, timeout=limit_s

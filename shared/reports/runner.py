@@ -125,7 +125,7 @@ class ReportRunner:
         from google.cloud.bigquery import DEFAULT_RETRY
 
         question = widen(report, question, datetime.now(UTC))
-        with translated_errors():
+        with translate_errors():
             retry = DEFAULT_RETRY.with_timeout(RETRY_LIMIT_S)
             config = self._config(report, question, values)
             config.maximum_bytes_billed = self._most_bytes
@@ -160,7 +160,7 @@ class ReportRunner:
             Unavailable: BigQuery is unreachable or rejected the query.
         """
         question = widen(report, question, datetime.now(UTC))
-        with translated_errors():
+        with translate_errors():
             # No limit, because the result determines what limit is needed.
             config = self._config(report, question, values)
             config.dry_run = True
@@ -232,7 +232,7 @@ def open_runner(
     Raises:
         Unavailable: there are no credentials.
     """
-    with translated_errors(), closing(open_client(project, endpoint)) as client:
+    with translate_errors(), closing(open_client(project, endpoint)) as client:
         yield ReportRunner(client, dataset, most_bytes, budgets_usd)
 
 
@@ -250,7 +250,7 @@ def _fetch_rows(result: RowIterator) -> list[tuple[Any, ...]]:
 
 
 @contextmanager
-def translated_errors() -> Iterator[None]:
+def translate_errors() -> Iterator[None]:
     """Converts errors of Google's client to ours.
 
     Raises:

@@ -34,7 +34,7 @@ from shared.reports.invoice import (
     invoices_csv,
     terms_of,
 )
-from shared.reports.runner import QUERY_LIMIT_S, ReportRunner, translated_errors
+from shared.reports.runner import QUERY_LIMIT_S, ReportRunner, translate_errors
 from shared.reports.summary import Summary, as_html, as_text, keys_of, summary_of
 from shared.settings import ReportSettings
 from shared.stores.objects import ObjectStore
@@ -181,7 +181,7 @@ def open_reports(settings: ReportSettings) -> Iterator[ScheduledReports]:
     """
     objects = ObjectStore(settings.objects_url)
     with (
-        translated_errors(),
+        translate_errors(),
         closing(open_client(settings.project, settings.bigquery_endpoint)) as client,
     ):
         tables = DayTables(client, settings.dataset)

@@ -6,7 +6,7 @@ from pathlib import Path
 from bench.peers.roster import OURS
 from bench.peers.serving import stack_of
 from bench.pipeline import MODEL, MODELS_FILE, catalog_with
-from infra.local.up import served_stack
+from infra.local.up import build_stack
 from shared.models.catalog_file import read_catalog
 
 SHIPPED, FP32, *_ = OURS
@@ -14,7 +14,7 @@ SHIPPED, FP32, *_ = OURS
 
 def test_penstock_is_measured_as_penstock_up_serves_it(tmp_path: Path) -> None:
     measured = stack_of(SHIPPED, tmp_path)
-    served = served_stack(tmp_path, measured.ports, {})
+    served = build_stack(tmp_path, measured.ports, {})
     assert measured.environment == served.environment
     assert measured.settings.models_file == MODELS_FILE
     assert vars(measured).keys() == vars(served).keys()
@@ -30,5 +30,5 @@ def test_a_changed_entry_changes_nothing_else(tmp_path: Path) -> None:
     others = [model for model in shipped.models if model.name != MODEL]
     assert [model for model in changed.models if model.name != MODEL] == others
     environment = stack_of(replace(FP32), tmp_path).environment
-    plain = served_stack(tmp_path, stack_of(FP32, tmp_path).ports, {}).environment
+    plain = build_stack(tmp_path, stack_of(FP32, tmp_path).ports, {}).environment
     assert environment.keys() - plain.keys() == {"PENSTOCK_ARTIFACTS_DIR"}

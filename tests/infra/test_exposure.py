@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from api.http.auth import access_of
-from infra.local.up import PLAIN, exposed_settings
+from infra.local.up import PLAIN, secure_settings
 from shared.errors import Unavailable
 from shared.settings import ApiSettings
 from tests.keys import keys_url
@@ -29,27 +29,27 @@ def tenant_of(settings: dict[str, str], key: str) -> str:
 def test_nothing_is_needed_on_loopback(tmp_path: Path, host: str) -> None:
     said: list[str] = []
     given = {"PENSTOCK_HOST": host}
-    assert exposed_settings(tmp_path, given, said.append, may_show_key=True) == given
-    assert exposed_settings(tmp_path, {}, said.append, may_show_key=True) == {}
+    assert secure_settings(tmp_path, given, said.append, may_show_key=True) == given
+    assert secure_settings(tmp_path, {}, said.append, may_show_key=True) == {}
     assert said == []
     assert list(tmp_path.iterdir()) == []
 
 
 def test_first_start_makes_a_key_and_shows_it_once(tmp_path: Path) -> None:
     said: list[str] = []
-    settings = exposed_settings(tmp_path / "var", OUTSIDE, said.append, may_show_key=True)
+    settings = secure_settings(tmp_path / "var", OUTSIDE, said.append, may_show_key=True)
     (key,) = re.findall(r"pk_live_\w+", "\n".join(said))
     assert tenant_of(settings, key) == "default"
     assert key not in (tmp_path / "var/keys.json").read_text()
     said.clear()
-    assert settings == exposed_settings(tmp_path / "var", OUTSIDE, said.append, may_show_key=True)
+    assert settings == secure_settings(tmp_path / "var", OUTSIDE, said.append, may_show_key=True)
     assert said == [PLAIN]
     assert tenant_of(settings, key) == "default"
 
 
 def test_key_does_not_go_into_logs(tmp_path: Path) -> None:
     said: list[str] = []
-    settings = exposed_settings(tmp_path, OUTSIDE, said.append, may_show_key=False)
+    settings = secure_settings(tmp_path, OUTSIDE, said.append, may_show_key=False)
     assert "pk_live_" not in "\n".join(said)
     given, *command = said[-1].split()
     name, _, url = given.partition("=")
@@ -67,7 +67,7 @@ def test_key_does_not_go_into_logs(tmp_path: Path) -> None:
 
 def test_given_keys_and_webhooks_are_kept(tmp_path: Path) -> None:
     own = {"PENSTOCK_KEYS_URL": keys_url(tmp_path), "PENSTOCK_WEBHOOKS_PRIVATE": "1"}
-    settings = exposed_settings(
+    settings = secure_settings(
         tmp_path / "var", OUTSIDE | own, lambda line: None, may_show_key=True
     )
     assert settings == OUTSIDE | own
@@ -75,19 +75,17 @@ def test_given_keys_and_webhooks_are_kept(tmp_path: Path) -> None:
 
 
 def test_webhooks_go_to_public_addresses_only(tmp_path: Path) -> None:
-    settings = exposed_settings(tmp_path, OUTSIDE, lambda line: None, may_show_key=True)
+    settings = secure_settings(tmp_path, OUTSIDE, lambda line: None, may_show_key=True)
     assert settings["PENSTOCK_WEBHOOKS_PRIVATE"] == "0"
 
 
 def test_tls_silences_the_warning(tmp_path: Path) -> None:
     said: list[str] = []
-    exposed_settings(
-        tmp_path, OUTSIDE | {"PENSTOCK_TLS_CERT": "/c"}, said.append, may_show_key=True
-    )
+    secure_settings(tmp_path, OUTSIDE | {"PENSTOCK_TLS_CERT": "/c"}, said.append, may_show_key=True)
     assert PLAIN not in said
 
 
 def test_directory_that_cannot_be_read_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "keys.json").mkdir()
     with pytest.raises(Unavailable, match=r"keys\.json: Is a directory"):
-        exposed_settings(tmp_path, OUTSIDE, lambda line: None, may_show_key=True)
+        secure_settings(tmp_path, OUTSIDE, lambda line: None, may_show_key=True)

@@ -10,7 +10,7 @@ from google.api_core.exceptions import BadRequest
 from google.cloud.bigquery import Client, QueryJobConfig
 
 from shared.errors import BadInput, Unavailable
-from shared.reports.runner import translated_errors
+from shared.reports.runner import translate_errors
 from shared.usage.bigquery import open_client, run_query
 from tests.limits import WAIT_LIMIT_S
 
@@ -48,7 +48,7 @@ def test_query_in_time_says_what_it_found(client: Client) -> None:
 
 
 def test_zone_that_bigquery_does_not_know_is_the_callers_to_change() -> None:
-    with pytest.raises(BadInput, match="Invalid time zone") as raised, translated_errors():
+    with pytest.raises(BadInput, match="Invalid time zone") as raised, translate_errors():
         raise BadRequest("GET http://10.9.8.7/p/jobs/1: Invalid time zone: Mars/Olympus")
     assert raised.value.field == "tz"
     assert raised.value.public_message == "tz: must be a time zone such as Europe/Berlin"

@@ -99,7 +99,9 @@ def layouts(
     return _distinct([Layout(many, _part(cores, many)), Layout(1, cores)])
 
 
-def unmeasured_layout(processes: int, threads: int, machine: Machine, *, is_wide: bool) -> Layout:
+def choose_unmeasured_layout(
+    processes: int, threads: int, machine: Machine, *, is_wide: bool
+) -> Layout:
     """Returns the layout for a model that isn't measured. Given values (not 0) are kept.
 
     Args:
@@ -111,7 +113,7 @@ def unmeasured_layout(processes: int, threads: int, machine: Machine, *, is_wide
     return Layout(processes, _part(machine.cores, max(1, processes)) if is_wide else 1)
 
 
-def shared_layout(layout: Layout, machine: Machine) -> Layout:
+def choose_shared_layout(layout: Layout, machine: Machine) -> Layout:
     """Returns the layout for several models, the first of which was measured in `layout`.
 
     Torch may run one of the others, so the processes divide the cores.

@@ -22,7 +22,7 @@ from workers.autotune.candidates import layouts
 from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice
 from workers.autotune.hardware import this_machine
 from workers.models.artifact import Artifact, find_artifact, source_digest
-from workers.models.backend import unmeasured_backend
+from workers.models.backend import choose_unmeasured_backend
 from workers.runtime.child_process import child_environment
 
 SCHEME = 4
@@ -104,7 +104,7 @@ def making_command(entry: Model, settings: WorkerSettings) -> str:
 
 def _check_artifact_needed(entry: Model, settings: WorkerSettings) -> None:
     command = making_command(entry, settings)
-    unmeasured_backend(entry, command)
+    choose_unmeasured_backend(entry, command)
     if entry.backend == "auto":
         log.info("no artifact, so torch only", extra={"model": entry.name, "make_it_with": command})
 
@@ -152,7 +152,7 @@ def _fallback(entry: Model, tuning: TuningSettings, reason: str) -> Choice:
         tuning.processes, tuning.threads, machine, is_gpu=machine.computes_on_gpu(tuning.device)
     )[0]
     return Choice(
-        backend=unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True
+        backend=choose_unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True
     )
 
 

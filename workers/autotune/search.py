@@ -28,7 +28,7 @@ from workers.autotune.choice import Choice, Finding, Layout
 from workers.autotune.contest import LAYOUT_MARGIN, Contest, Option, Timing
 from workers.autotune.hardware import Machine
 from workers.models.artifact import Artifact, Calibration, read_calibration
-from workers.models.backend import Backend, unmeasured_backend
+from workers.models.backend import Backend, choose_unmeasured_backend
 from workers.models.base import PreparedText
 from workers.models.embedding.model_folder import read_sentence_folder
 
@@ -355,7 +355,10 @@ def _without_figures(entry: Model, layout: Layout, findings: list[Finding]) -> C
     if entry.precision in ("auto", "fp32") and entry.backend != "onnx":
         reason = f"no backend could be measured, so torch fp32 is used ({reasons})"
         return Choice(
-            backend=unmeasured_backend(entry), layout=layout, reason=reason, findings=findings
+            backend=choose_unmeasured_backend(entry),
+            layout=layout,
+            reason=reason,
+            findings=findings,
         )
     raise ConfigurationError(
         f"{entry.name}: no {entry.backend} backend in {entry.precision} is within its tolerance "

@@ -29,7 +29,7 @@ class Backend(msgspec.Struct, frozen=True, kw_only=True):
         return self.variant or f"{self.backend}-{self.precision}"
 
 
-def unmeasured_backend(entry: Model, making_command: str = "") -> Backend:
+def choose_unmeasured_backend(entry: Model, making_command: str = "") -> Backend:
     """Returns the backend for `entry` without measuring: torch, in the entry's precision or fp32.
 
     Raises:

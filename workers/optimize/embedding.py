@@ -49,7 +49,7 @@ from workers.optimize.calibration import (
     vocabulary,
     word_lists,
 )
-from workers.optimize.options import OptimizeOptions, tolerance_of, wanted_variants
+from workers.optimize.options import OptimizeOptions, choose_variants, tolerance_of
 from workers.optimize.pruning import prune
 from workers.optimize.quality import VectorQuality, compare_vectors
 from workers.optimize.quantization import Feed, quantize_calibrated, quantize_per_call, smooth_graph
@@ -293,7 +293,7 @@ def make_variants(
     Raises:
         ConfigurationError: the model can't be loaded or exported, or an option is invalid.
     """
-    names = wanted_variants(entry, options)
+    names = choose_variants(entry, options)
     settings = read_sentence_folder(folder)
     preparer = TextPreparer(folder)
     say("computing the reference vectors with torch fp32")

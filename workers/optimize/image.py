@@ -23,7 +23,7 @@ from workers.models.image.hub import Hub
 from workers.models.image.own_pipeline import Interception
 from workers.models.image.pipeline import load_pipelines
 from workers.models.image.plan import ImagePlan
-from workers.optimize.options import OptimizeOptions, tolerance_of, wanted_variants
+from workers.optimize.options import OptimizeOptions, choose_variants, tolerance_of
 from workers.optimize.quality import feature_distance, psnr_db, ssim
 from workers.optimize.report import Made, Verdict
 
@@ -61,7 +61,7 @@ def make_variants(
     Raises:
         ConfigurationError: the folder is not a pipeline, or an option is invalid.
     """
-    names = wanted_variants(entry, options)
+    names = choose_variants(entry, options)
     device, device_name = Device("auto", options.threads, 1.0).open()
     say(f"drawing the reference images in fp32 on {device_name}")
     original = _Studio(entry, folder, device, _plan("", entry))

@@ -34,9 +34,9 @@ from workers.models.processors import this_cpu
 from workers.models.source import resolve
 from workers.optimize.options import (
     OptimizeOptions,
+    choose_variants,
     missing_variants,
     tolerance_of,
-    wanted_variants,
 )
 from workers.optimize.report import Made, Verdict, verdict_table, verdicts_as_dict
 from workers.tasks import WORKER_TASKS
@@ -87,7 +87,7 @@ def make_artifact(
         ModelFailed: no variant was accepted, so nothing was written.
     """
     entry = read_catalog(settings.models_file).find(settings.model)
-    wanted = wanted_variants(entry, options)
+    wanted = choose_variants(entry, options)
     folder = resolve(
         entry.source, entry.revision, settings.models_dir, weights_dir=settings.weights_dir
     )

@@ -33,7 +33,7 @@ class OptimizeOptions:
     threads: int = 1
 
 
-def wanted_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
+def choose_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
     """Returns the variants to try, in the task's order.
 
     Raises:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from shared.errors import ConfigurationError
 from shared.models.catalog import Model
-from workers.models.backend import Backend, unmeasured_backend
+from workers.models.backend import Backend, choose_unmeasured_backend
 from workers.models.base import InferenceModel, Preparer
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
 from workers.tasks.base import Resources, WorkerTask
@@ -75,7 +75,7 @@ def encoder_model(entry: Model, folder: Path, resources: Resources) -> Embedding
     # Read first, so that an invalid folder is rejected without first spending seconds importing
     # torch.
     settings = read_sentence_folder(folder)
-    backend = resources.backend or unmeasured_backend(entry)
+    backend = resources.backend or choose_unmeasured_backend(entry)
     encoder = _encoder(settings, backend, resources)
     return EmbeddingModel(entry, encoder, call_tokens=backend.call_tokens)
 

@@ -1,7 +1,12 @@
 import pytest
 
 from shared.models.catalog import Model
-from workers.autotune.candidates import candidates, layouts, shared_layout, unmeasured_layout
+from workers.autotune.candidates import (
+    candidates,
+    choose_shared_layout,
+    choose_unmeasured_layout,
+    layouts,
+)
 from workers.autotune.choice import Layout
 from workers.autotune.hardware import Machine, this_machine
 
@@ -84,9 +89,9 @@ def test_processes_of_onnx_runtime_may_each_have_all_cores(
 
 
 def test_processes_of_several_models_divide_the_cores() -> None:
-    assert shared_layout(Layout(2, 2), machine_of(2)) == Layout(2, 1)
-    assert shared_layout(Layout(1, 2), machine_of(2)) == Layout(1, 2)
-    assert shared_layout(Layout(4, 16), machine_of(16)) == Layout(4, 4)
+    assert choose_shared_layout(Layout(2, 2), machine_of(2)) == Layout(2, 1)
+    assert choose_shared_layout(Layout(1, 2), machine_of(2)) == Layout(1, 2)
+    assert choose_shared_layout(Layout(4, 16), machine_of(16)) == Layout(4, 4)
 
 
 @pytest.mark.parametrize(
@@ -103,7 +108,7 @@ def test_a_layout_without_measurements_is_one_process_with_all_cores_or_threads_
     processes: int, threads: int, wide: tuple[int, int], narrow: tuple[int, int]
 ) -> None:
     for is_wide, expected in ((True, wide), (False, narrow)):
-        found = unmeasured_layout(processes, threads, machine_of(8), is_wide=is_wide)
+        found = choose_unmeasured_layout(processes, threads, machine_of(8), is_wide=is_wide)
         assert found == Layout(*expected)
 
 

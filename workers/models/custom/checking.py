@@ -24,8 +24,8 @@ from workers.models.custom.process import RunnerProcess, end_of
 from workers.models.custom.runner.confinement import SRC
 from workers.models.custom.runner.frames import Frame
 from workers.models.custom.sources import (
+    find_fixed_ports,
     find_without_effect,
-    fixed_ports,
     place_of,
     read_sources,
 )
@@ -77,7 +77,7 @@ def inspect_folder(folder: Path) -> Inspected:
     except ValidationError as error:
         raise ConfigurationError(f"{folder}: {error.errors()[0]['msg']}", field="source") from error
     _check_size(folder, interface)
-    ports = [] if entry.processes == 1 else fixed_ports(folder)
+    ports = [] if entry.processes == 1 else find_fixed_ports(folder)
     notes = [*read_notes(folder), *message["notes"], *left_out, *ports, *limits]
     return Inspected(interface, notes, printed)
 

@@ -36,7 +36,7 @@ from uv import find_uv_bin
 
 from shared.errors import ConfigurationError
 from shared.settings import ClassSettings, read_settings
-from workers.models.custom.sources import OVERRIDES, AskedPackages, asked_packages
+from workers.models.custom.sources import OVERRIDES, AskedPackages, read_packages
 
 INSTALL_LIMIT_S = 1800.0
 """Time limit per installation. torch with CUDA's libraries is 3 GB."""
@@ -78,7 +78,7 @@ def python_for(folder: Path) -> str:
         ConfigurationError: its requirements can't be installed. The message ends with uv's output.
     """
     folder = folder.resolve()  # uv runs in another directory
-    requested = asked_packages(folder)
+    requested = read_packages(folder)
     if not requested:
         return sys.executable
     base = _interpreter(requested.python_version)
@@ -92,7 +92,7 @@ def python_for(folder: Path) -> str:
 
 def unmet(folder: Path) -> list[str]:
     """Describes the class's environment requests that are not met here."""
-    requested = asked_packages(folder)
+    requested = read_packages(folder)
     return [*_find_other_cog(requested), *_find_other_python(requested)]
 
 

@@ -336,7 +336,7 @@ class RunnerProcess:
 
     def read_only_files(self) -> list[str]:
         """Returns the files in its folder that it can't write because they are only links."""
-        return self._scratch.linked_files()
+        return self._scratch.find_linked_files()
 
     @property
     def is_used_up(self) -> bool:

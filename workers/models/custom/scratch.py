@@ -53,7 +53,7 @@ class Scratch:
         (self.path / WORKING_DIR).mkdir()
         _fill(folder, self.path / WORKING_DIR)
 
-    def linked_files(self) -> list[str]:
+    def find_linked_files(self) -> list[str]:
         """Returns the paths of files and folders that are only links in the view.
 
         Excludes those in LINKED, because nobody writes there.

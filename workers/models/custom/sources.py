@@ -94,7 +94,7 @@ def source_files(folder: Path) -> list[Path]:
     return files
 
 
-def fixed_ports(folder: Path) -> list[str]:
+def find_fixed_ports(folder: Path) -> list[str]:
     """Returns where sources name a local port, because two processes can't share one.
 
     Raises:
@@ -190,7 +190,7 @@ def _shows_tracebacks(folder: Path, environment: dict[str, str]) -> bool:
     return value == "on"
 
 
-def asked_packages(folder: Path) -> AskedPackages:
+def read_packages(folder: Path) -> AskedPackages:
     """Returns the packages that a class requests: `build` in cog.yaml, or else requirements.txt.
 
     Raises:

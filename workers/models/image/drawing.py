@@ -133,7 +133,7 @@ def _squares(item: PreparedImage, scale: int) -> torch.Tensor:
     return torch.nn.functional.interpolate(squares, size=(item.height, item.width))
 
 
-def pasted(drawn: np.ndarray, item: PreparedImage) -> np.ndarray:
+def paste(drawn: np.ndarray, item: PreparedImage) -> np.ndarray:
     """Returns drawn pixels [height, width, 3] where the mask is 255, source pixels where it is 0.
 
     In between, they are blended proportionally.

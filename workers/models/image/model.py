@@ -38,7 +38,7 @@ from workers.models.base import (
 from workers.models.device import Device, memory_errors
 from workers.models.image.compilation import only_what_is_compiled
 from workers.models.image.deep_cache import DeepCache
-from workers.models.image.drawing import Drawing, pasted
+from workers.models.image.drawing import Drawing, paste
 from workers.models.image.folders_beside import control_folders, ip_adapter_files
 from workers.models.image.guides import Controls, IpAdapters
 from workers.models.image.hub import Hub, Run
@@ -587,7 +587,7 @@ def _finish(
             "the image has NaN or infinite values; the precision may be too low for this model"
         )
     if item.mask is not None:
-        pixels = pasted(pixels, item)
+        pixels = paste(pixels, item)
     return ImageResult(
         image=Blob("image/png", encode(pixels)),
         width=item.width,

@@ -10,7 +10,7 @@ import yaml
 
 from tests.workers.models.custom.classes import write_class
 from workers.models.custom.checking import inspect_folder
-from workers.models.custom.sources import fixed_ports
+from workers.models.custom.sources import find_fixed_ports
 
 CLASS = """
 class Predictor(BasePredictor):
@@ -38,7 +38,7 @@ class Predictor(BasePredictor):
 )
 def test_a_port_is_found_where_it_is_said(tmp_path: Path, line: str, port: int | None) -> None:
     write_class(tmp_path, CLASS.format(line=line))
-    notes = fixed_ports(tmp_path)
+    notes = find_fixed_ports(tmp_path)
     assert len(notes) == (port is not None)
     if port is not None:
         assert f": port {port}: " in notes[0]

@@ -9,7 +9,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from shared.reports.definitions import ReportQuestion, find_report
-from shared.reports.runner import RETRY_LIMIT_S, ReportRunner, translated_errors
+from shared.reports.runner import RETRY_LIMIT_S, ReportRunner, translate_errors
 from shared.settings import Settings
 from shared.usage.bigquery import open_client
 
@@ -127,7 +127,7 @@ class LoadRows:
             query_parameters=parameters,
         )
         sql = resources.files("penstock_load").joinpath(file).read_text(encoding="utf-8")
-        with translated_errors():
+        with translate_errors():
             retry = DEFAULT_RETRY.with_timeout(RETRY_LIMIT_S)
             job = self._client.query(
                 sql, job_config=config, retry=retry, job_retry=None, timeout=QUERY_LIMIT_S
@@ -151,7 +151,7 @@ def opened_rows(settings: Settings, most_bytes: int) -> Iterator[LoadRows]:
         Unavailable: no credentials were found.
     """
     with (
-        translated_errors(),
+        translate_errors(),
         closing(open_client(settings.project, settings.bigquery_endpoint)) as client,
     ):
         yield LoadRows(client, settings.dataset, most_bytes)
