@@ -178,7 +178,7 @@ class BatchRun:
         self._progress = TurnProgress(turns.is_anyone_waiting, attempts)
 
     async def run(self) -> BatchEnded | Paused:
-        """Returns the stored end of the batch, or why it continues in a later turn.
+        """Returns the batch's stored final state, or the reason it will continue on a later turn.
 
         Raises:
             Unavailable: the object store is unreachable. Stored segments are not lost.

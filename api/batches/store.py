@@ -258,7 +258,7 @@ class BatchStore:
         try:
             segments = await self.segments(owner, batch_id)
             counts = (await self.header(segments[-1])).counts if segments else Counts()
-        except BadInput:  # the batch has ended in the meantime, and its segments are deleted
+        except BadInput:  # the batch has since ended, and its segments have been deleted
             return Counts()
         folder = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}"
         newest = await self._objects.listing(folder, 1)

@@ -1,1 +1,1 @@
-"""Computes requests: single-flight, admission, jobs and replies."""
+"""Runs inference requests: single-flight, admission, jobs and replies."""

@@ -1,9 +1,9 @@
-"""Admission control: bounds waiting items, and rejects requests that would be late.
+"""Admission control: limits the number of waiting items and rejects requests that would be late.
 
 The dispatcher checks admission before it publishes. Tenants share each bound by weight
-(api/fair_room.py). The expected wait is based on the number of items that workers compute before
-the request, in fair order, and on the service rate (shared/models/service_rate.py). Estimates can
-be wrong, so a request that finds nothing in flight is always admitted: it measures the rate again.
+(api/fair_room.py). The expected wait depends on how many items workers will run before the request,
+in fair order, and on the service rate (shared/models/service_rate.py). Estimates can be wrong, so a
+request is always admitted when nothing is in flight, and the rate is measured again.
 """
 
 from __future__ import annotations
@@ -29,19 +29,20 @@ BATCH_SHARE = 0.5
 INTERACTIVE_SHARE = 0.75
 """Minimum share of a worker's time for `interactive` priority while both priorities wait.
 
-Batches with urgent batch jobs take at most the rest (workers/scheduling/priority_queue.py).
+Batches that contain urgent batch jobs get at most the remaining time
+(workers/scheduling/priority_queue.py).
 """
 
 
 class WaitEstimate(NamedTuple):
-    """Wait estimate for one more demand of a tenant."""
+    """Wait estimate for one additional demand from a tenant."""
 
     is_busy: bool
-    """True if items of any tenant are in flight."""
+    """True if any tenant has items in flight."""
     held: int
-    """The tenant's items in flight, in both priorities."""
+    """The tenant's items in flight, across both priorities."""
     wait_s: float | None
-    """Expected wait until its last item starts, without the margin that admission adds.
+    """Expected wait until the demand's last item starts, without admission's safety margin.
 
     None if items are in flight and the model's rate was not measured recently.
     """
@@ -55,8 +56,8 @@ class Admission:
     Each priority has separate bounds for the instance and for each model.
 
     Args:
-        max_in_flight: total room of `interactive` priority for all models, in items.
-        models: all models in the catalog. Each has its own bound as well.
+        max_in_flight: total capacity for `interactive` priority across all models, in items.
+        models: all models in the catalog. Each also has a separate bound.
         clock: monotonic seconds. Replaced by tests.
     """
 
@@ -92,12 +93,12 @@ class Admission:
         return self._rates[model]
 
     def admit(self, demand: Demand, *, remaining_s: float = math.inf) -> None:
-        """Admits items, which must be answered within `remaining_s`.
+        """Admits items whose results are due within `remaining_s`.
 
         Raises:
-            Overloaded: the tenant's room in the instance or for the model is full, or the answer
-                would be late. After `retry_after_s` the same request would be admitted unless
-                others arrive first.
+            Overloaded: the tenant's capacity on this instance or for the model is used up, or the
+                response would be late. After `retry_after_s` the same request would be admitted
+                unless others arrive first.
         """
         self.check(demand, remaining_s=remaining_s)
         rooms = self._rooms_of(demand.model)
@@ -145,13 +146,13 @@ class Admission:
         was_late: bool = False,
         took_s: float | None = None,
     ) -> None:
-        """Releases items that were admitted. Only answered items count for the service rate.
+        """Releases admitted items. Only answered items count toward the service rate.
 
         Args:
             demand: the admitted demand, or a part of it. All of its items are released together.
             answered: True if a worker computed them in time.
-            was_late: True if their deadline passed without an answer.
-            took_s: seconds that the model took.
+            was_late: True if their deadline passed without a result.
+            took_s: how long the model took, in seconds.
         """
         rooms = self._rooms_of(demand.model)
         rate = self.rate_of(demand.model)
@@ -219,14 +220,14 @@ class _Rooms:
 
 
 def _describe_held(room: FairRoom, demand: Demand) -> str:
-    # The load of other tenants is not disclosed to this tenant.
+    # Other tenants' load is not disclosed to this tenant.
     return f"{room.held_by(demand.tenant)} of your items are waiting for a worker"
 
 
 def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:
-    """Returns how many items leave before the demand's last item. Exact only above `enough`."""
+    """Returns how many items leave before the demand's last item. Exact only if over `enough`."""
     if demand.priority == "batch":
-        # This priority gets the time that interactive work leaves.
+        # This priority gets whatever time interactive work leaves free.
         return rooms.total + demand.items - 1
     return rooms.interactive.ahead_of(demand, enough)
 
@@ -241,12 +242,12 @@ def _item_s(rooms: _Rooms, demand: Demand, item_s: float) -> float:
 
 
 def _wait_s(rooms: _Rooms, rate: ServiceRate, ahead: float, item_s: float) -> float:
-    # No order interrupts the batch that is running now.
+    # The batch that is already running is never interrupted.
     return max(ahead * item_s, min(rooms.total * item_s, rate.service_s))
 
 
 def _turns_until_earlier(rooms: _Rooms, demand: Demand, ahead: float, turns: float) -> float:
-    """Returns how many items must leave until `ahead` is smaller by `turns`, or all of them.
+    """Returns how many items must leave before `ahead` drops by `turns`: at most all of them.
 
     `ahead` shrinks with every item while the tenant has items in flight. After that, it shrinks
     only when others have fewer items left than were counted.

@@ -1,7 +1,7 @@
 """Compares canary results with the other revision after the caller has received them.
 
-The other revision also computes a share of the requests that a canary answered, at batch priority
-and without a tenant, so the caller neither waits nor pays for it.
+A share of the requests served by a canary is also sent to the other revision, at batch priority and
+without a tenant, so the caller neither waits nor pays for the comparison.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class CanaryComparisons:
     """Runs comparisons in the background. The owner calls `close` when done.
 
     Args:
-        dispatch: computes a request with the revision that it names.
+        dispatch: runs a request on the revision that the request names.
     """
 
     def __init__(
@@ -77,11 +77,11 @@ class CanaryComparisons:
     def consider(
         self, asked: InferenceRequest, canary: Revision, response: InferenceResponse
     ) -> None:
-        """Starts a comparison of a canary's answer for a share of the requests.
+        """Starts a comparison of a canary's results for a share of requests.
 
         Args:
-            asked: the request for the model that the caller named.
-            canary: the model that it was routed to.
+            asked: the request, with the model named by the caller.
+            canary: the model that the request was routed to.
         """
         if random.random() >= canary.canary.compare_share or len(self._tasks) >= AT_ONCE:
             return
@@ -90,7 +90,7 @@ class CanaryComparisons:
             for outcome in response.outcomes
             if outcome.result is not None and outcome.receipt.revision == canary.revision
         ]
-        if len(results) < len(response.outcomes):  # answered by the other revision or the cache
+        if len(results) < len(response.outcomes):  # served by the other revision or the cache
             return
         tolerance = _tolerance_of(canary)
         compared = [

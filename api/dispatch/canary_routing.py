@@ -1,10 +1,10 @@
 """Chooses the model revision for each request, and rolls canaries back.
 
-A revision that an operator withdrew receives no requests (shared/stores/withdrawals.py).
+A revision withdrawn by an operator receives no requests (shared/stores/withdrawals.py).
 
 Every instance reads the canary state from Redis (shared/canary/store.py) once a second. Each
-second, one of them judges the canaries, and all follow. While Redis is unreachable, canaries
-receive no requests, because they could not be judged.
+second, one instance judges the canaries, and the others follow its verdict. While Redis is
+unreachable, canaries receive no requests because they can't be judged.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from shared.stores.withdrawals import LiveWithdrawals, no_withdrawals
 REFRESH_S = 1.0
 READ_LIMIT_S = 2.0
 STALE_LIMIT_S = 4.0
-"""State older than STALE_LIMIT_S counts as unknown."""
+"""State older than STALE_LIMIT_S is treated as unknown."""
 _WHOLE = 1 << 64
 
 log = logging.getLogger(__name__)
 
 
 class Counters(Protocol):
-    """The state of canaries. Implemented by shared/canary/store.py."""
+    """Canary state. Implemented by shared/canary/store.py."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -61,10 +61,10 @@ class Counters(Protocol):
 
 
 class CanaryRouter:
-    """Sends a share of the requests to canaries. An async context manager that runs the refresh.
+    """Sends a share of requests to canaries. An async context manager that runs the refresh task.
 
     Args:
-        canary_store: state in Redis. It is opened and closed with this object.
+        canary_store: state in Redis. This object opens and closes it.
         clock: monotonic seconds.
         withdrawals: already open. None: nothing is ever withdrawn.
     """
@@ -98,7 +98,7 @@ class CanaryRouter:
             await self.canary_store.__aexit__(*exc)
 
     def route(self, request: InferenceRequest) -> InferenceRequest:
-        """Returns the request for its model's canary, or for the model itself.
+        """Returns the request routed to its model's canary or to the model itself.
 
         Raises:
             ModelWithdrawn: the revision that would serve it is withdrawn.
@@ -114,7 +114,7 @@ class CanaryRouter:
         return replace(request, model=model, purges=purges)
 
     def find_given_up(self, name: str) -> Model | None:
-        """Returns the model of this name if no worker computes it any more. None: one may."""
+        """Returns the model with this name if no worker serves it any more. None: one still may."""
         model, canary = self._catalog.find_deployed(name), self._canaries.get(name)
         if not self.withdrawals.is_withdrawn(model):
             return None
@@ -123,14 +123,14 @@ class CanaryRouter:
     def _choose(self, request: InferenceRequest) -> Model:
         """Returns the revision that serves a request: its model or the model's canary."""
         model, facts = request.model, request.facts
-        # Flows do not have a canary, and their steps go to the models themselves.
+        # Flows do not have canaries, and their steps go directly to the models.
         canary = None if model.canary is None else self._canaries.get(model.name)
         if canary is None or not self.is_serving(canary):
             return model
         key: tuple[object, ...] = (facts.tenant,)
         if canary.canary.by == "input":
             key = (facts.request_id,)
-            # results must be equal each time, so one revision serves them all
+            # results must be the same every time, so one revision serves them all
             if request.is_repeatable:
                 key = (facts.tenant, *(task_input.cache_form() for task_input in request.inputs))
         return canary if _part_of(canary, key) < canary.canary.share else model
@@ -142,7 +142,7 @@ class CanaryRouter:
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:
-        """Reads the state once, and judges if it is this instance's turn."""
+        """Reads the state once, and judges the canaries if it is this instance's turn."""
         async with asyncio.TaskGroup() as tasks:
             for canary in self._canaries.values():
                 tasks.create_task(self._refresh(canary))
@@ -169,7 +169,7 @@ class CanaryRouter:
         metrics.CANARY_SHARE.labels(canary.public_name).set(share)
 
     async def _is_good(self, canary: Revision) -> bool:
-        """Judges if it is this instance's turn. Rolls a bad canary back."""
+        """Judges the canary if it is this instance's turn, and rolls it back if it is bad."""
         if not await self.canary_store.may_judge(canary):
             return True
         verdict = judge(await self.canary_store.counts(canary), canary.canary)
@@ -184,8 +184,8 @@ class CanaryRouter:
 def _part_of(canary: Revision, key: tuple[object, ...]) -> float:
     """Returns a number from 0 to 1 that is equal for equal keys and differs between canaries.
 
-    It does not depend on the share, so raising the share keeps requests that already go to the
-    canary.
+    The number does not depend on the share, so requests that already go to the canary stay there
+    when the share is raised.
     """
     try:
         text = msgspec.msgpack.encode((canary.name, canary.revision, key))

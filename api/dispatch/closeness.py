@@ -1,7 +1,7 @@
 """Chooses the results of two revisions to compare, and decides whether they are close.
 
-Pixels of images are compared in canary_comparison.py, because they are decoded first. Outputs of
-custom classes are compared by workers (workers/jobs/canary_comparison.py).
+Image pixels are compared in canary_comparison.py, because images must be decoded first. Custom
+class outputs are compared by workers (workers/jobs/canary_comparison.py).
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from shared.models.tasks.similarity import SimilarityResult
 from shared.models.tasks.text import GenerationInput, GenerationResult
 
 _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
-"""A word, a punctuation mark, or a character of a script without spaces between words."""
+"""A word, a punctuation mark, or a character in a script without spaces between words."""
 
 
 def repeat_input(value: Input, result: Result, tolerance: Tolerance) -> Input | None:
-    """Returns the input that the other revision computes for a comparison with `result`.
+    """Returns the input to run on the other revision for comparison with `result`.
 
-    None: they can't be compared. Texts are compared if the entry sets `rouge_l` and the model chose
-    the most likely tokens.
+    None: the result can't be compared. Texts are compared if the entry sets `rouge_l` and the model
+    chose the most likely tokens.
     """
     match value, result:
         case _, EmbeddingResult() | SimilarityResult() | ImageResult():
@@ -45,7 +45,7 @@ def is_close(ours: Result, theirs: Result, tolerance: Tolerance) -> bool | None:
             is_as_long = len(ours.vector) == len(theirs.vector)
             return is_as_long and _cosine(ours.vector, theirs.vector) >= tolerance.cosine
         case SimilarityResult(), SimilarityResult():
-            # The maximum change of the score if both vectors turn by the tolerance.
+            # The maximum change in the score if both vectors rotate by the tolerance.
             turn = math.sqrt(2 * (1 - tolerance.cosine))
             return abs(ours.score - theirs.score) <= 2 * turn
         case GenerationResult(), GenerationResult() if tolerance.rouge_l is not None:
@@ -57,7 +57,7 @@ def rouge_l(ours: str, theirs: str) -> float:
     """Returns ROUGE-L: the F1 of the longest common subsequence of words, from 0 to 1 (equal).
 
     Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, with
-    beta 1. Two texts without words are equal.
+    beta 1. Two texts without words count as equal.
     """
     first, second = _WORD.findall(ours), _WORD.findall(theirs)
     if not first and not second:
@@ -83,7 +83,7 @@ def _common(first: list[str], second: list[str]) -> int:
 
 
 def _cosine(one: bytes, other: bytes) -> float:
-    """Returns the cosine of two float32 vectors. NaN if one of them has no direction."""
+    """Returns the cosine of two float32 vectors. NaN if either is a zero vector."""
     ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (one, other))
     length = math.hypot(*ours) * math.hypot(*theirs)
     return sum(map(operator.mul, ours, theirs)) / length if length else math.nan

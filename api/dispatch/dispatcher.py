@@ -2,16 +2,16 @@
 
 Each item counts as one row (`row_id` = request_id:index):
 
-- The worker writes the row of an item whose job it received, as soon as it has replied.
-- The API writes it here for a cache hit, and for an item that was coalesced with another.
+- The worker writes the row for each item in a job it received, as soon as it has replied.
+- The API writes the row here for a cache hit or an item that was coalesced with another.
 - The API also writes a row for each item that was not delivered because the caller hung up, the
-  answer is an error, or no reply came in time, unless the worker has written the same row. The
-  worker may have written a row with a result for it, or may do so later. Of two such rows, reports
-  count the one without a delivery (decision 79).
+  response was an error, or no reply arrived in time, unless the worker has written the same row.
+  The worker may already have written a row with the item's result, or may do so later. Of two such
+  rows, reports count the one without a delivery (decision 79).
 - A request rejected as a whole (bad input, 429) has no items yet: api/http/refusals.py writes one
   row for it.
 
-Rows are written at the end of the response's block, once it is known which items were delivered.
+Rows are written when the response's block exits, once it is known which items were delivered.
 """
 
 from __future__ import annotations
@@ -62,9 +62,9 @@ CLOSING = "this instance is shutting down"
 
 
 class Dispatcher:
-    """Answers inference requests.
+    """Serves inference requests.
 
-    An async context manager that owns the tasks of all jobs in flight.
+    An async context manager that owns the tasks for all jobs in flight.
     """
 
     def __init__(
@@ -112,11 +112,11 @@ class Dispatcher:
         return len(self._jobs) + len(self._single_flight)
 
     async def dispatch(self, request: InferenceRequest) -> InferenceResponse:
-        """Computes the outcomes of all inputs, by the deadline or soon after it.
+        """Computes outcomes for all inputs, by the deadline or shortly after it.
 
         Items fail independently: an outcome without a result has an error. Canceling the call
-        immediately cancels everything that no other request waits for. The response must be entered
-        as a context manager: its block builds the answer and decides what is charged.
+        immediately cancels all work that no other request is waiting for. The response must be
+        entered as a context manager: its block builds the HTTP response and determines the charge.
 
         Raises:
             BadInput: an input has no canonical form.
@@ -130,18 +130,18 @@ class Dispatcher:
         try:
             response = await self._compute(routed)
         except Overloaded:
-            # A canary has few workers. If they are full, the caller is not rejected.
+            # A canary has few workers, so callers are not rejected when they are full.
             return await self._compute(self.canaries.to_revision(request, request.model))
         self._comparisons.consider(request, routed.model, response)
         return response
 
     async def recall(self, request: InferenceRequest) -> InferenceResponse:
-        """Returns the outcomes that an earlier process computed for the same request.
+        """Returns the outcomes that an earlier process obtained for the same request.
 
         Sends no jobs.
 
-        Items whose results are neither in the records of its jobs nor in the cache are canceled.
-        The response must be entered, as with `dispatch`.
+        Items whose results are found in neither the request's job records nor the cache are
+        canceled. The response must be entered, as with `dispatch`.
 
         Raises:
             BadInput: an input has no canonical form.
@@ -159,7 +159,7 @@ class Dispatcher:
         return state.response(partial(self._end, state))
 
     async def _recall_replies(self, state: RequestState) -> None:
-        """Takes over the results in a request's job records, because all of its jobs were sent."""
+        """Loads results from a request's job records, because all of its jobs were already sent."""
         items = [InFlightItem(item) for item in state.items]
         for part in split_into_jobs(state.request.model, items):
             job = state.new_job(part, state.request.demand(len(part)))
@@ -168,14 +168,14 @@ class Dispatcher:
             # None: no worker has claimed it yet, but one may
             if ended is None or not ended.is_over:
                 status = await self._records.cancel(record, state.request.deadline_s)
-                if status != "canceled":  # it ended in the meantime
+                if status != "canceled":  # it has since finished
                     ended = await self._records.read(record)
             for outcome in () if ended is None or ended.reply is None else ended.reply.outcomes:
                 if outcome.result is not None:
                     state.completions[outcome.index] = ItemCompletion(outcome, by_worker=True)
 
     async def _compute(self, request: InferenceRequest) -> InferenceResponse:
-        """Computes the outcomes with the revision that the request names."""
+        """Computes the outcomes on the revision that the request names."""
         state, error = RequestState(request), None
         try:
             while pending := state.pending():
@@ -203,9 +203,9 @@ class Dispatcher:
                 self._mark_unpaid(state.request, state.leave_unpaid())
 
     async def _run_round(self, state: RequestState, pending: Sequence[int]) -> None:
-        """Coalesces or starts each pending item, and waits for completions until the deadline.
+        """Coalesces or starts each pending item, then waits for completions until the deadline.
 
-        Items that their leader abandoned stay pending for another round.
+        Items abandoned by their leader stay pending for another round.
         """
         if self._is_closing:
             raise Unavailable(public=CLOSING)
@@ -237,7 +237,7 @@ class Dispatcher:
             self._mark_abandoned(state.request, [in_flight for _, in_flight, _ in coalesced])
 
     async def _start(self, state: RequestState, led: Sequence[InFlightItem]) -> None:
-        """Completes cache hits and starts jobs for the other items."""
+        """Completes cache hits and starts jobs for the remaining items."""
         request = state.request
         missing = await self._complete_cache_hits(led) if request.options.cache_read else led
         if not missing:
@@ -255,11 +255,11 @@ class Dispatcher:
             sending = asyncio.create_task(self._send(request, job))
             job.task = sending
             self._jobs[sending] = request
-            # A task callback runs no matter how the task ends.
+            # A task callback runs no matter how the task finishes.
             sending.add_done_callback(partial(self._end_job, state, job))
 
     async def _complete_cache_hits(self, led: Sequence[InFlightItem]) -> list[InFlightItem]:
-        """Completes items found in the cache, and returns the others."""
+        """Completes items found in the cache and returns the rest."""
         keys = [in_flight.item.cache_key for in_flight in led if in_flight.item.cache_key]
         hits = await self._look_up(keys) if keys else {}
         missing = []
@@ -315,14 +315,14 @@ class Dispatcher:
                 else ItemCompletion(outcome, by_worker, job.queued_at_s if by_worker else 0.0)
             )
             self._single_flight.complete(in_flight, completion)
-        # Items refer to their job. Without this, all of it would stay in memory until a garbage
-        # collection.
+        # Items hold a reference to their job. Without this, the whole cycle would stay in memory
+        # until the next garbage collection.
         job.items.clear()
 
     def _outcomes_of(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> Sequence[ItemOutcome | None]:
-        """Returns one outcome per item of an ended job.
+        """Returns one outcome per item in a finished job.
 
         None: all callers hung up, so the item is abandoned.
         """
@@ -350,7 +350,7 @@ class Dispatcher:
         ]
 
     def _end_withdrawn(self) -> None:
-        """Ends the jobs of revisions that were just withdrawn. Workers do the same."""
+        """Stops the jobs of revisions that were just withdrawn. Workers do the same."""
         for task, request in list(self._jobs.items()):
             if self._is_withdrawn(request):
                 task.cancel()
@@ -361,10 +361,10 @@ class Dispatcher:
     def _cancel_on_workers(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> None:
-        """Notifies workers, in the background, that no caller waits for the job any more.
+        """Notifies workers, in the background, that no caller is waiting for the job any more.
 
-        Called when all callers hung up, or when the broker did not confirm a message that it may
-        have received. Workers drop late jobs by themselves.
+        Called when all callers have hung up, or when the broker did not confirm a message that it
+        may have received. Workers drop late jobs on their own.
         """
         if task.cancelled():
             metrics.JOBS_CANCELED.labels(request.model.name).inc()
@@ -386,14 +386,14 @@ class Dispatcher:
         deadline_s: float,
         keys: Mapping[int, str | None],
     ) -> None:
-        """Cancels a job. If it has ended, marks its results as unpaid.
+        """Cancels a job. If it has already finished, marks its results as unpaid.
 
         Args:
             deadline_s: Unix time after which workers drop the job.
-            keys: cache keys of its items by index.
+            keys: its items' cache keys, by index.
         """
         record, reply = record_id(request.facts.request_id, part), None
-        # Without Redis, workers compute the job and the result is not used.
+        # Without Redis, workers run the job anyway and the result goes unused.
         with contextlib.suppress(Unavailable):
             if await self._records.cancel(record, deadline_s) != "canceled":
                 ended = await self._records.read(record)
@@ -408,7 +408,7 @@ class Dispatcher:
     def _keep_in_memory(
         self, request: InferenceRequest, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]
     ) -> None:
-        """Puts results into the memory cache. The worker fills Redis, but only after its reply."""
+        """Puts results into the in-memory cache. The worker fills Redis only after replying."""
         if not request.options.cache_write:
             return
         results, finished_at_s = dict[str, Result](), dict[str, float | None]()
@@ -431,9 +431,9 @@ class Dispatcher:
         self._cache.mark_unpaid(owed, request.model.cache.ttl_s)
 
     def _release(self, job: InFlightJob, outcomes: Sequence[ItemOutcome | None]) -> None:
-        """Releases the items of an ended job from admission, and updates the service rate."""
+        """Releases a finished job's items from admission and updates the service rate."""
         ended = [outcome for outcome in outcomes if outcome is not None]
-        # Workers drop expired items quickly, so those times do not reflect the service rate.
+        # Workers drop expired items quickly, so their times do not reflect the service rate.
         receipts = [outcome.receipt for outcome in ended if outcome.status != "expired"]
         self._admission.release(
             job.demand,
@@ -446,7 +446,7 @@ class Dispatcher:
         )
 
     def _write_rows(self, state: RequestState, *, is_delivered: bool) -> None:
-        """Writes the rows of the items that no worker writes."""
+        """Writes rows for items that no worker writes."""
         request = state.request
         ours = [
             completion.outcome
@@ -486,7 +486,7 @@ async def _wait_for_items(
 ) -> None:
     """Waits up to `timeout_s` for all items to finish.
 
-    asyncio.wait takes twice as long for one item. Items of one job finish together, so this wakes
+    asyncio.wait takes twice as long for a single item. A job's items finish together, so this wakes
     once per job.
     """
     loop = asyncio.get_running_loop()

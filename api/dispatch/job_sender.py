@@ -1,6 +1,7 @@
-"""Publishes jobs, and waits for replies if their callers wait.
+"""Publishes jobs, and waits for replies if the callers are waiting.
 
-Splits the items of such a request into jobs, and publishes each once workers can get to it.
+For a waiting caller, splits the request's items into jobs, and publishes each job once workers can
+get to it.
 """
 
 from __future__ import annotations
@@ -51,13 +52,13 @@ from shared.usage.row import RowSink, row_of
 
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
-"""Interval between reads of the record while the reply is outstanding."""
+"""Interval at which the record is read while the reply is outstanding."""
 TIMER_EARLY_S = 0.002
 """Event loop timers have a resolution of 1 ms, so they may fire just before the deadline."""
 
 
 class ReplyWaiter(Protocol):
-    """Waits for the reply of one job."""
+    """Waits for the reply to one job."""
 
     @property
     def inbox(self) -> str:
@@ -71,7 +72,7 @@ class ReplyWaiter(Protocol):
         """Returns the reply, or raises DeadlineExceeded after `timeout_s`."""
 
     def look(self) -> None:
-        """Ends this wait, or else the next one, with DeadlineExceeded.
+        """Interrupts this wait, or the next one if none is in progress, with DeadlineExceeded.
 
         Called when the record may have changed.
         """
@@ -83,14 +84,14 @@ class Inbox(Protocol):
     def waiter(
         self, request_id: str, job_index: int, replies: Replies
     ) -> AbstractContextManager[ReplyWaiter]:
-        """Registers a waiter while the context is open. `replies` is from the model's entry."""
+        """Registers a waiter while the context is open. `replies` comes from the model's entry."""
 
 
 def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[list[InFlightItem]]:
-    """Splits items into as few jobs of about equal size as the maximum job size allows.
+    """Splits items into as few equal-sized jobs as the maximum job size allows.
 
-    A job's reply stays below INLINE_LIMIT_BYTES. Each image is a separate job, so that images
-    spread over workers.
+    A job's reply stays below INLINE_LIMIT_BYTES. Each image is a separate job, to spread images
+    across workers.
     """
     largest = model.definition.largest_job(model)
     jobs = math.ceil(len(items) / largest)
@@ -102,7 +103,7 @@ class JobSender:
     """Sends jobs, with or without a record, and starts flow runs. Keeps no state between calls.
 
     Args:
-        rows: receives rows for flow steps that ended at once.
+        rows: receives rows for flow steps that finish immediately.
     """
 
     def __init__(
@@ -129,16 +130,16 @@ class JobSender:
         self._region = region
 
     async def send(self, request: InferenceRequest, job: InFlightJob) -> list[ItemOutcome]:
-        """Publishes the job once its window has room, and waits for its reply.
+        """Publishes the job once its window has room, then waits for its reply.
 
         Returns one outcome per item. The waiter is registered before the job is published, so a
         reply can't arrive too early. Sets `job.is_sent` before publishing begins, and
         `job.is_answered` with the reply.
 
         Raises:
-            DeadlineExceeded: no reply came in time, or the window had no room in time.
+            DeadlineExceeded: no reply arrived in time, or the window had no room in time.
             Unavailable: the broker or the object store is unreachable.
-            PenstockError: the worker could not read the job, or its answer was malformed.
+            PenstockError: the worker could not read the job, or its reply was malformed.
         """
         job.queued_at_s = time.time()
         await self._take_permit(request, job.demand)
@@ -164,18 +165,18 @@ class JobSender:
         """Publishes the job for a request whose record already exists.
 
         If the caller can repeat the request, the record is then marked as published. Other records
-        are not marked, because the mark costs a round trip to Redis and is never read.
+        are not marked, because marking costs a Redis round trip and the mark would never be read.
 
-        Publish windows don't hold it back: it is durable, so it must not be lost with this
-        instance. Instead, a tenant with many unfinished predictions gets `batch` priority for
-        further ones, so they do not run before other tenants' interactive requests.
+        Publish windows do not delay this job: it is durable, so it must not be lost if this
+        instance dies. Instead, once a tenant has many unfinished predictions, its new ones get
+        `batch` priority so that they do not run before other tenants' interactive requests.
 
         Args:
             waiter: receives the reply. None: the caller reads the record instead.
-            unfinished: number of the tenant's unfinished predictions, as far as known.
+            unfinished: the tenant's known number of unfinished predictions.
 
         Raises:
-            Unavailable: the broker is unreachable. A record without a key was ended as failed.
+            Unavailable: the broker is unreachable. A record without a key was marked as failed.
         """
         envelope = envelope_of(request, self._api_instance, waiter)
         if unfinished > BATCHES_HELD * request.model.batch.max_items:
@@ -188,7 +189,8 @@ class JobSender:
         except PenstockError as error:
             await self._give_up(request, error)
         if request.new_record.is_keyed:
-            # Without the mark, a repeated request publishes the job again, which is harmless.
+            # Without the mark, a repeated request publishes the job a second time, which is
+            # harmless.
             with suppress(Unavailable):
                 await self._records.mark_published(request.facts.request_id)
 
@@ -201,7 +203,7 @@ class JobSender:
             self._rows.write(row_of(planned, outcome, model, region=self._region))
 
     async def _give_up(self, request: InferenceRequest, error: PenstockError) -> NoReturn:
-        """Ends a record whose job was not published, unless the caller can repeat the request."""
+        """Marks an unpublished job's record as failed, unless the caller can repeat the request."""
         metrics.PREDICTIONS.labels(request.model.public_name, "refused").inc()
         if not request.new_record.is_keyed:
             reply = build_failed_reply("unavailable", error.public_message)
@@ -269,8 +271,9 @@ class JobSender:
     ) -> None:
         """Publishes a job whose caller is waiting.
 
-        The broker may have the job as soon as this begins, however the call ends, because a message
-        on its way can't be taken back. Only a rejection proves that it does not.
+        The broker may have the job as soon as publishing begins, no matter how the call ends,
+        because a message in transit can't be recalled. Only a rejection proves that the broker does
+        not have it.
         """
         now_s = time.time()
         timeout_s = min(PUBLISH_LIMIT_S, job.deadline_s - now_s)
@@ -286,7 +289,7 @@ class JobSender:
             raise
         except BadInput as error:
             job.is_sent = False
-            # The caller's input is already validated, so a rejection is about the topics.
+            # The caller's input is already validated, so a rejection must concern the topics.
             raise Unavailable(f"the broker rejected the job: {error.message}") from error
         except Unavailable as error:
             if time.time() >= job.deadline_s - TIMER_EARLY_S:
@@ -322,7 +325,7 @@ class JobSender:
 def envelope_of(
     request: InferenceRequest, api_instance: str, waiter: ReplyWaiter | None = None
 ) -> Envelope:
-    """Returns the envelope of a request's first job, also for the rows that the API writes.
+    """Returns the envelope for a request's first job, which the API's rows use as well.
 
     The publish time and trace are not set yet.
     """
@@ -344,7 +347,7 @@ def envelope_of(
 
 
 def build_failed_reply(code: str, message: str) -> bytes:
-    """Returns the reply for a record that no worker ended, with an error code of shared.errors."""
+    """Returns the reply for a record that no worker completed. The code is from shared.errors."""
     return encode_reply_body(ReplyBody([], ItemError(code, message), replied_at_s=time.time()))
 
 
@@ -366,9 +369,9 @@ def _outcomes(items: Sequence[Item], body: ReplyBody) -> list[ItemOutcome]:
 async def _publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: float) -> None:
     """Publishes a job.
 
-    A canary's job goes to the other revision if the canary does not have a topic.
+    A canary's job goes to the other revision if the canary has no topic.
 
-    So instances may know of a canary before its topic exists and after it is deleted.
+    This lets instances know of a canary before its topic is created and after it is deleted.
 
     Raises:
         PenstockError: the broker did not accept it.

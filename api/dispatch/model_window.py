@@ -1,28 +1,29 @@
 """Limits unacknowledged jobs per model and priority so that no tenant can fill a topic.
 
-A topic delivers jobs in order of arrival, regardless of tenant. So once workers are full, a
-tenant's further jobs delay all other tenants. Jobs beyond the window wait here, each tenant's by
-deadline, and leave as replies arrive.
+A topic delivers jobs in order of arrival, regardless of tenant. So once workers are full, any more
+jobs from one tenant delay all other tenants. Jobs beyond the window wait here, ordered by deadline
+within each tenant, and leave as replies arrive.
 
-- The size follows from Little's law: the workers' rate times the time that a job may spend there.
-  This is the round trip to the broker, a short wait there, one running and one ready batch.
-- While the window has room, any job leaves. Among waiting jobs, the tenant with the
-  smallest share of the window relative to its weight goes first.
+- The size follows from Little's law: the workers' rate times how long a job may spend in the
+  window. That time covers the round trip to the broker, a short wait there, one running batch and
+  one ready batch.
+- While the window has room, any job may leave. Among waiting jobs, the tenant with the smallest
+  share of the window relative to its weight goes first.
 - A tenant can always use its fair share, and a tenant with nothing in the window can always
   publish. So the window may be exceeded briefly, until replies to other tenants arrive.
-- Other instances report the items they hold through Redis. A tenant's share is divided among
+- Other instances report, through Redis, how many items they hold. A tenant's share is divided among
   instances in proportion to the tenant's items on each.
 
-This order counts items, which is coarse. Workers order the jobs that they hold by work. With a
-round robin here, a tenant with small items would get no more items than others, and less work.
+This order counts items, which is coarse. Workers order the jobs they hold by work. With round robin
+here, a tenant with small items would get the same number of items as others but less work.
 
-Each instance has a field in a hash per model and priority, with a lease. A dead instance is
-forgotten when its leases expire. Requests never wait for Redis. While Redis is unreachable, the
-last known state counts until the lease expires. After that, each instance stays within its own
-service rate, which is its part of the workers' rate.
+Each instance has a leased field in a hash per model and priority. A dead instance is forgotten when
+its leases expire. Requests never wait for Redis. While Redis is unreachable, the last known state
+applies until the lease expires. After that, each instance stays within the service rate it measured
+itself, which is its share of the workers' rate.
 
-An instance without work for a model does not report about it. Its pauses are proportional to the
-number of instances, so the load on Redis does not grow with the square of that number.
+An instance without work for a model does not report on that model. Its pauses are proportional to
+the number of instances, so the load on Redis does not grow with the square of that number.
 """
 
 from __future__ import annotations
@@ -56,15 +57,15 @@ DIGEST_BYTES = 8
 BATCHES_HELD = 2
 """Batches per worker: one running and one ready."""
 ROUND_TRIPS = 2
-"""A job's trips to the broker and to the worker, and its reply's trips back."""
+"""A job's trip to the worker through the broker, and its reply's trip back."""
 
 Key = tuple[str, Priority]
 """Model and priority."""
 
 PAUSE_S, PAUSE_PER_INSTANCE_S = 0.25, 0.01
-"""Pause between two exchanges: the minimum, and the addition per other instance."""
+"""Pause between two exchanges: the minimum, and the increment per additional instance."""
 LEASE_PAUSES = 8
-"""Number of pauses without a report after which an instance counts as dead."""
+"""Number of pauses without a report after which an instance is considered dead."""
 MAX_TENANTS = 32
 """Maximum number of tenants reported individually, starting with the largest.
 
@@ -83,7 +84,7 @@ _EXCHANGE = load_script("api/dispatch/model_window.lua")
 
 @dataclass(frozen=True, slots=True)
 class Elsewhere:
-    """State of other instances for one model and priority."""
+    """Other instances' state for one model and priority."""
 
     instances: int = 0
     size: float = 0.0
@@ -99,7 +100,7 @@ class Elsewhere:
 
 @dataclass(order=True, slots=True)
 class _Waiting:
-    """A waiting job, ordered by the time at which it must leave."""
+    """A waiting job, ordered by the time by which it must leave."""
 
     until_s: float
     number: int
@@ -108,7 +109,7 @@ class _Waiting:
 
 
 class _Tenant:
-    """The jobs of one tenant, in items."""
+    """One tenant's jobs, counted in items."""
 
     def __init__(self, name: str, weight: float) -> None:
         self.name = name
@@ -123,7 +124,7 @@ class _Tenant:
 
 
 def digest_of(tenant: str) -> str:
-    """Returns a tenant's name in messages between instances."""
+    """Returns the name used for a tenant in messages between instances."""
     return hashlib.blake2b(tenant.encode(), digest_size=DIGEST_BYTES).hexdigest()
 
 
@@ -137,8 +138,8 @@ class ModelWindow:
         round_trip: measured round trip to the broker. A job and its reply each take one, assuming
             that workers are equally far away.
         is_guess_used: True to derive the size from an assumed rate until the rate is measured.
-            Items above the floor may then stay at the broker for as long as an item takes, with
-            other tenants' items queued after them.
+            Items above the floor may then stay at the broker for as long as an item takes to run,
+            with other tenants' items queued after them.
     """
 
     def __init__(
@@ -159,9 +160,9 @@ class ModelWindow:
         self._queues: dict[str, _Tenant] = {}
         """Tenants with waiting jobs."""
         self.weights = 0.0
-        """Sum over all tenants here, plus tenants that only other instances have."""
+        """Total weight of all tenants here, plus tenants found only on other instances."""
         self.elsewhere = Elsewhere()
-        """State of other instances, set by `update`."""
+        """Other instances' state, set by `update`."""
         self._numbers = itertools.count()
         self.published = 0
         self.held = 0
@@ -174,10 +175,10 @@ class ModelWindow:
 
     @property
     def size(self) -> float:
-        """Number of items that this instance adds to the size of the window.
+        """Number of items that this instance adds to the window size.
 
-        Limited to the items it has, because an instance with little work has not measured the rate
-        under load.
+        Limited to the number of items it has, because an instance with little work has not measured
+        the rate under load.
         """
         if self._rate.is_guess and not self._is_guess_used:
             return 0.0
@@ -198,7 +199,7 @@ class ModelWindow:
         )
 
     def update(self, elsewhere: Elsewhere) -> None:
-        """Sets the state of other instances, and releases jobs that fit now."""
+        """Sets the other instances' state and releases jobs that now fit."""
         self.elsewhere = elsewhere
         digests = {tenant.digest for tenant in self._tenants.values()} if elsewhere.tenants else ()
         self.weights = (
@@ -211,10 +212,10 @@ class ModelWindow:
         self._let_leave()
 
     async def take(self, demand: Demand, until_s: float) -> None:
-        """Takes a permit to publish one job. Waits until `until_s` at most.
+        """Takes a permit to publish one job, waiting no later than `until_s`.
 
         Raises:
-            DeadlineExceeded: the time (Unix seconds) has passed. The permit was not taken.
+            DeadlineExceeded: `until_s` (Unix seconds) has passed. No permit was taken.
         """
         tenant = self._tenants.get(demand.tenant) or self._add(demand)
         tenant.held += demand.items
@@ -234,7 +235,7 @@ class ModelWindow:
         metrics.HELD_SECONDS.labels(demand.model).observe(time.perf_counter() - started_s)
 
     def release(self, demand: Demand) -> None:
-        """Returns the permit of one job, and releases waiting jobs that fit."""
+        """Returns one job's permit and releases waiting jobs that fit."""
         tenant = self._tenants[demand.tenant]
         tenant.published -= demand.items
         self.published -= demand.items
@@ -257,7 +258,7 @@ class ModelWindow:
             raise
 
     def _let_leave(self) -> None:
-        """Releases jobs as long as one fits.
+        """Releases jobs for as long as one fits.
 
         The tenant with the fewest published items goes first.
         """
@@ -276,10 +277,10 @@ class ModelWindow:
             first.left.set_result(None)
 
     def _fits(self, tenant: _Tenant, items: int) -> bool:
-        """Returns whether a job of `tenant` that was counted as held may leave."""
+        """Returns whether a job that was counted as held for `tenant` may leave."""
         if not tenant.published:
             return True
-        # Without reports from other instances, stay within our part of the smallest window.
+        # Without reports from other instances, stay within our share of the smallest window.
         instances = 1 + self.elsewhere.instances if self.elsewhere.is_guess else 1
         size = max(self._floor / instances, self.size + self.elsewhere.size)
         if self.published + self.elsewhere.published + items <= size:
@@ -325,7 +326,7 @@ class ModelWindow:
 
 
 class PublishWindow:
-    """The windows of all models and priorities.
+    """The windows for all models and priorities.
 
     Args:
         models: all models in the catalog.
@@ -348,20 +349,20 @@ class PublishWindow:
         """By model and priority, created on first use."""
 
     async def take(self, demand: Demand, until_s: float) -> None:
-        """Takes a permit to publish one job. Waits until `until_s` at most.
+        """Takes a permit to publish one job, waiting no later than `until_s`.
 
         Raises:
-            DeadlineExceeded: the time (Unix seconds) has passed. The permit was not taken.
+            DeadlineExceeded: `until_s` (Unix seconds) has passed. No permit was taken.
         """
         await self.of_demand(demand).take(demand, until_s)
 
     def release(self, demand: Demand, *, is_in_topic: bool) -> None:
-        """Returns the permit of one job.
+        """Returns one job's permit.
 
         Args:
-            is_in_topic: True if the job was published and no caller waits for its answer any more.
-                Its permit is kept until workers usually reach such a job. Otherwise, a caller who
-                keeps hanging up would fill the topic.
+            is_in_topic: True if the job was published and no caller is waiting for its result any
+                more. Its permit is kept for as long as workers usually take to reach such a job.
+                Otherwise, a caller who keeps hanging up would fill the topic.
         """
         window = self.of_demand(demand)
         if is_in_topic:
@@ -370,7 +371,7 @@ class PublishWindow:
             window.release(demand)
 
     def of_demand(self, demand: Demand) -> ModelWindow:
-        """Returns the window in which a job of this demand takes a permit."""
+        """Returns the window from which a job with this demand takes a permit."""
         key = (demand.model, demand.priority)
         window = self.of.get(key)
         if window is None:
@@ -380,7 +381,7 @@ class PublishWindow:
                 BATCHES_HELD * model.batch.max_items,
                 self._broker_wait_s,
                 self._round_trip,
-                # A text may take minutes.
+                # Generating a text may take minutes.
                 is_guess_used=not model.definition.shares_weights,
             )
         return window
@@ -400,7 +401,7 @@ _decoder = msgspec.json.Decoder(WindowReport)
 
 
 class WindowExchange:
-    """Keeps the windows of this instance up to date. An async context manager that owns its task.
+    """Keeps this instance's windows up to date. An async context manager that owns its task.
 
     Args:
         redis_url: the Redis server shared by all instances that publish to the same topics.
@@ -416,7 +417,7 @@ class WindowExchange:
         self._reported: set[Key] = set()
         self._heard_s: dict[Key, float] = {}
         self._instances = 0
-        """Maximum number of other instances with work for the same model, at the last exchange."""
+        """Most other instances with work for the same model, as of the last exchange."""
         self._exchanging = BackgroundTask("exchanging publish windows", self._run)
 
     async def __aenter__(self) -> Self:
@@ -438,7 +439,7 @@ class WindowExchange:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Reports and reads, once, the state of each model with current or recent work here."""
+        """Reports and reads the state of each model with current or recent work here, once."""
         windows = [
             (key, window)
             for key, window in self._windows.of.items()
@@ -503,4 +504,4 @@ def _decode_reports(answers: Iterable[bytes]) -> Iterable[WindowReport]:
         try:
             yield _decoder.decode(answer)
         except msgspec.MsgspecError:
-            continue  # an instance of another release
+            continue  # an instance running a different release

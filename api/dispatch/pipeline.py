@@ -56,12 +56,12 @@ async def open_pipeline(
     instance: str,
     images: ImageComparer,
 ) -> OpenParts:
-    """Opens everything in dependency order. `opened` closes it in reverse order.
+    """Opens everything in dependency order. `opened` closes the parts in reverse order.
 
     Args:
         transport: connection to the broker, not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
-        rows: receives the rows that this process writes. Not yet open.
+        rows: receives the rows written by this process. Not yet open.
         instance: process ID.
         images: compares a canary's images with the other revision.
 
@@ -76,8 +76,8 @@ async def open_pipeline(
     flow_runs = FlowRuns(redis, max_bytes=settings.predictions_max_bytes)
     broker = await enter(transport)
     inbox = await enter(ReplyInbox(settings, broker, await enter(admin), instance))
-    # Closed right after the dispatcher: an inbox that is not removed in time merely expires, but
-    # rows must be on disk before the process is killed.
+    # Closed right after the dispatcher, because rows must be on disk before the process is killed,
+    # whereas an inbox that is not removed in time merely expires.
     row_sink = await enter(rows)
     admission = Admission(settings.max_in_flight, (*catalog.deployed, *catalog.flows))
     window = await _open_window(opened, settings, catalog, admission, broker, instance)

@@ -1,4 +1,4 @@
-"""Checks readiness: API keys must be known, and a probe must pass through the broker and back."""
+"""Checks readiness: API keys must be known, and a probe must get through the broker and back."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.stores.redis_client import find_eviction_fault
 PROBE_LIMIT_S = 2.0
 REDIS_LIMIT_S = 0.5
 REUSED_S = 1.0
-"""Time for which a result is reused, so that frequent checks do not load the broker."""
+"""How long a result is reused, so that frequent checks do not load the broker."""
 _KEYS_READY = frozenset({"ok", "not required"})
 
 log = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ log = logging.getLogger(__name__)
 class ReadinessStatus:
     """The result of a check.
 
-    Without Redis, or with a Redis that may evict records, an instance is degraded but ready.
+    If Redis is missing or may evict records, an instance is degraded but ready.
     """
 
     is_ready: bool
@@ -51,11 +51,11 @@ class ReadinessStatus:
 
 
 class Readiness:
-    """Probes the broker and Redis, each within a time limit.
+    """Probes the broker and Redis, each with a time limit.
 
     Args:
-        records_url: URL of the records, perhaps in the same Redis. It must not evict keys without
-            an expiry.
+        records_url: URL of the records Redis, which may be the same one. It must not evict keys
+            without an expiry.
         keys_status: returns `ok`, `not required`, or why API keys can't be checked.
     """
 
@@ -77,7 +77,7 @@ class Readiness:
         self._last = ReadinessStatus(False, *["not asked yet"] * 3)
 
     async def check(self) -> ReadinessStatus:
-        """Returns the status, which is at most REUSED_S old."""
+        """Returns the status, at most REUSED_S old."""
         async with self._probing:
             if time.monotonic() - self._probed_s > REUSED_S:
                 pubsub, redis_found = await asyncio.gather(
@@ -90,7 +90,7 @@ class Readiness:
         return self._last
 
     async def _probe_redis(self) -> str:
-        """Returns `ok` or the reason.
+        """Returns `ok`, or what is wrong.
 
         Uses separate connections, because the stores' connections have a circuit breaker.
         """
@@ -112,7 +112,7 @@ class Readiness:
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """Returns `ok` after a round trip through the broker on both topics, else the reason."""
+        """Returns `ok` after a round trip through the broker on both topics, or what went wrong."""
         reasons = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
         return next((reason for reason in reasons if reason != "ok"), "ok")
 
@@ -129,7 +129,7 @@ class Readiness:
         except TimeoutError:
             return f"no round trip within {PROBE_LIMIT_S:g} s"
         except PenstockError as error:
-            # Anyone may read this answer, but the broker's message is for operators.
+            # Anyone may read this response, but the broker's message is for operators only.
             log.warning("no round trip through the broker", extra={"reason": error.message})
             return "no round trip: unreachable, or rejects messages"
         return "ok"

@@ -1,6 +1,6 @@
-"""The reply inbox of this instance, leased from the pool through Redis or created.
+"""This instance's reply inbox, either leased from the pool through Redis or created.
 
-`ReplyInbox` receives on both topics and replaces a lost inbox. `OpenInbox` has the jobs waiting for
+`ReplyInbox` receives on both topics and replaces a lost inbox. `OpenInbox` tracks jobs waiting for
 replies while this instance holds the inbox. `InboxPool` leases inboxes.
 """
 
@@ -59,7 +59,7 @@ https://docs.cloud.google.com/run/docs/container-contract#instance-shutdown
 OWN_INBOX_EXPIRES_S = 86_400
 """The minimum that Pub/Sub accepts: one day, according to `ExpirationPolicy.ttl` in pubsub.proto.
 
-It removes inboxes of crashed instances.
+Expiration removes crashed instances' inboxes.
 """
 
 ERRORS = Counter(
@@ -94,14 +94,14 @@ START_LIMIT_S = 10.0
 MAX_MESSAGES = 1000
 """Maximum unacknowledged messages per subscription.
 
-A quarter of this number ends the pause between acks.
+Once a quarter of this number are waiting, acks are sent without further pause.
 """
 ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
-"""Acks wait this long to be combined, because an ack call costs as much as a publish.
+"""How long acks wait to be combined, because an ack call costs as much as a publish.
 
-Without this pause, acks took a fifth of the API's CPU time. Requests never wait for a reply's
-ack. With 10 s of retries it stays below the lease.
+Without this pause, acks took a fifth of the API's CPU time. Requests never wait for a reply to be
+acked. The pause plus 10 s of retries is shorter than the lease.
 """
 
 
@@ -123,17 +123,17 @@ class InboxLease:
 class InboxPool:
     """The inboxes of the pool, numbered from `first`.
 
-    Each inbox has a key in Redis with its holder's ID.
+    Each inbox has a Redis key that contains its holder's ID.
 
     While Redis is unreachable, an instance keeps its inbox, because no other instance can lease it
     either. If only this instance is cut off and another leases its inbox, replies may go to the
-    wrong instance until Redis answers again. Their requests then read the record.
+    wrong instance until Redis responds again. The affected requests then read the record.
 
     Args:
         redis_url: the Redis with the leases.
         first: number of the first inbox. Regions with separate Redis servers use separate ranges.
         size: number of inboxes in the pool.
-        lease_s: a lease expires after this time without renewal.
+        lease_s: a lease expires if it is not renewed for this long.
     """
 
     def __init__(
@@ -171,7 +171,7 @@ class InboxPool:
         numbers = range(self._first, self._first + self._size)
         held = await redis.run("MGET", *map(_key, numbers))
         free = [number for number, holder in zip(numbers, held, strict=True) if holder is None]
-        # In random order, so that instances starting together try different inboxes.
+        # Random order, so that instances starting at the same time try different inboxes.
         for number in random.sample(free, len(free)):
             if await redis.run("SET", _key(number), self._instance, "NX", "PX", self._lease_ms()):
                 return number
@@ -206,7 +206,7 @@ class InboxPool:
 
 @asynccontextmanager
 async def open_own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterator[InboxLease]:
-    """Creates an inbox with its slots, and removes it when the block ends.
+    """Creates an inbox with its slots, and removes it when the block exits.
 
     Raises:
         ConfigurationError: this process does not have permission to create inboxes.
@@ -228,9 +228,9 @@ def _key(number: int) -> str:
 
 
 class PendingReply:
-    """Waits for the reply to one job, which arrives at `inbox` (a topic ID) and `slot`.
+    """Waits for one job's reply, which arrives at `inbox` (a topic ID) and `slot`.
 
-    `slot` is empty if the topic does not have slots.
+    `slot` is empty if the topic has no slots.
     """
 
     def __init__(self, inbox: str, slot: str) -> None:
@@ -250,7 +250,7 @@ class PendingReply:
         """
         if not self._reply.done() and not self._has_news:
             self._woken = self._loop.create_future()
-            # Saves one iteration of the event loop compared to asyncio.wait.
+            # Saves one event loop iteration compared to asyncio.wait.
             timer = self._loop.call_later(timeout_s, self._wake)
             try:
                 await self._woken
@@ -262,7 +262,7 @@ class PendingReply:
         return self._reply.result()
 
     def look(self) -> None:
-        """Ends this wait, or else the next one, with DeadlineExceeded.
+        """Interrupts this wait, or the next one if none is in progress, with DeadlineExceeded.
 
         Called when the record may have changed.
         """
@@ -278,7 +278,7 @@ class PendingReply:
         return True
 
     def fail(self, error: InboxLost) -> None:
-        """Ends the wait with `error`."""
+        """Fails the wait with `error`."""
         if not self._reply.done():
             self._reply.set_exception(error)
             self._reply.exception()  # marks it as retrieved, in case no task waits
@@ -290,7 +290,7 @@ class PendingReply:
 
 
 class ReplySubscription:
-    """A subscription of an inbox, used by `requests` requests.
+    """An inbox subscription, used by `requests` requests.
 
     Args:
         slot: the slot in its filter. Empty: no filter.
@@ -306,14 +306,14 @@ class ReplySubscription:
 
     @property
     def is_connected(self) -> bool:
-        """Returns whether replies can arrive on it."""
+        """Returns whether replies can arrive on this subscription."""
         return self.subscription is not None and self.subscription.is_connected
 
 
 class OpenInbox:
     """An inbox held by this instance: its subscriptions and pending replies.
 
-    Replies are matched by request and job, whichever subscription they arrive on.
+    Replies are matched by request and job, no matter which subscription they arrive on.
 
     Args:
         inbox: a number in the pool, or an instance ID.
@@ -328,7 +328,7 @@ class OpenInbox:
             for number in range(slots)
         ]
         self.subscriptions = [self.direct, *self.slots]
-        # Last in, first out: at low load few slots are in use, so acks share calls.
+        # Last in, first out, so that few slots are in use at low load and acks share calls.
         self._free = self.slots[::-1]
         self._subscription_of: dict[str, ReplySubscription] = {}
         self._pending: dict[str, dict[int, PendingReply]] = {}
@@ -339,7 +339,7 @@ class OpenInbox:
         return all(each.is_connected for each in self.subscriptions)
 
     def register(self, request_id: str, job_index: int, replies: Replies) -> PendingReply:
-        """Registers a job. All jobs of a request use the same subscription."""
+        """Registers a job. All of a request's jobs use the same subscription."""
         chosen = self._subscription_of.get(request_id)
         if chosen is None:
             chosen = self.direct if replies == "direct" else self._choose_slot()
@@ -350,7 +350,7 @@ class OpenInbox:
         return pending
 
     def remove(self, request_id: str, job_index: int) -> None:
-        """Forgets a job. The last job of a request frees its slot, if it has one."""
+        """Forgets a job. A request's last job frees its slot, if it has one."""
         jobs = self._pending[request_id]
         jobs.pop(job_index, None)
         if jobs:
@@ -393,7 +393,7 @@ class OpenInbox:
             return None
 
     def fail(self, error: InboxLost) -> None:
-        """Ends every wait with `error`."""
+        """Fails every wait with `error`."""
         for jobs in self._pending.values():
             for pending in jobs.values():
                 pending.fail(error)
@@ -519,7 +519,8 @@ class ReplyInbox:
                 open_own_inbox(self._admin, settings.reply_slots, self._instance)
             )
         except ConfigurationError as error:
-            # In the cloud, the API may not create inboxes. The pool may soon have a free one.
+            # In the cloud, the API is not allowed to create inboxes, but the pool may soon have a
+            # free one.
             raise Unavailable(
                 f"no inbox from the pool, and creating one is not permitted: {error.message}"
             ) from error
@@ -538,7 +539,7 @@ class ReplyInbox:
                     self._open = inbox
                     if not opened.done():
                         opened.set_result(None)
-                    await asyncio.Event().wait()  # runs until a task of the group fails
+                    await asyncio.Event().wait()  # runs until a task in the group fails
         except ExceptionGroup as failures:
             INBOXES_LOST.inc()
             raise failures.exceptions[0] from failures
@@ -548,8 +549,8 @@ class ReplyInbox:
         try:
             yield
         finally:
-            # Done before the streams are closed, which takes a while: new jobs must not use this
-            # inbox.
+            # Done before the streams are closed, which takes a while, so that new jobs do not use
+            # this inbox.
             self._open = None
             inbox.fail(InboxLost("the reply inbox was lost"))
 

@@ -1,11 +1,12 @@
-"""A request to compute inputs: its options, its state in the dispatcher, and its response.
+"""An inference request: its options, its state in the dispatcher, and its response.
 
-Predictions are such requests too. The state has the items, the jobs and the completions so far.
+Predictions are inference requests too. The state holds the items, the jobs and the completions so
+far.
 
-Single flight: identical items of concurrent requests are computed once. The first request for an
+Single flight: identical items in concurrent requests are computed once. The first request for an
 item leads it. Later requests with the same cache key are coalesced with it and wait for the same
-outcome. An item exists as long as a request waits for it. If its leader gives up or runs out of
-time, the item is abandoned, and requests that still have time start it again.
+outcome. An item exists for as long as a request is waiting for it. If its leader gives up or runs
+out of time, the item is abandoned, and requests that still have time restart it.
 """
 
 from __future__ import annotations
@@ -46,36 +47,36 @@ REVISION_HEADER = "x-penstock-revision"
 
 
 OUTCOME_BYTES = 512
-"""Size of an outcome in a reply, excluding its result: index, status and receipt."""
+"""Size of an outcome in a reply, excluding the result: index, status and receipt."""
 
 _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """Options of one request, parsed once from its headers. None or empty: not set.
+    """One request's options, parsed once from its headers. None or empty: not set.
 
-    Times count from the request's arrival.
+    Times are measured from the request's arrival.
     """
 
     deadline_s: float | None = None
-    """Seconds until the answer is due."""
+    """Seconds until the response is due."""
     queue_limit_s: float | None = None
-    """Seconds after which the model no longer starts."""
+    """Seconds after which the model is no longer started."""
     cancel_after_s: float | None = None
     """Seconds after which a prediction is stopped."""
     wait_s: float = 0.0
-    """Maximum seconds to wait for the prediction to end before answering."""
+    """Maximum seconds to wait for the prediction to finish before responding."""
     cache_read: bool = True
     cache_write: bool = True
     idempotency_key: str = ""
 
     def limit_s(self, bound: Deadline) -> float:
-        """Seconds until the answer is due, within the bounds of a model."""
+        """Seconds until the response is due, within a model's bounds."""
         return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
 
     def done_within_s(self, bound: Deadline) -> float:
-        """Returns the seconds after which a prediction is stopped, the smaller of two limits."""
+        """Returns when to stop a prediction, in seconds: the smaller of two limits."""
         given_s = [
             limit_s for limit_s in (self.deadline_s, self.cancel_after_s) if limit_s is not None
         ]
@@ -92,7 +93,7 @@ class NewRecord:
     prediction: Prediction
     """Its prediction document."""
     keep_s: int | None
-    """Seconds to store it after its end, from the tenant's plan. None: the default."""
+    """Seconds to store it after it ends, from the tenant's plan. None: the default."""
     is_keyed: bool
     """True if the caller can repeat the request and get the same prediction."""
 
@@ -102,12 +103,12 @@ class InferenceRequest:
     """One validated request: inputs, model and caller.
 
     A request with a record is a prediction. It has a single job with all items, and its result goes
-    to the record. Any other request is answered only to a waiting caller.
+    to the record. The result of any other request goes only to a waiting caller.
     """
 
     facts: RequestFacts
     model: Model
-    """The revision to compute it with."""
+    """The revision to run it on."""
     inputs: Sequence[Input]
     deadline_s: float
     """Unix time, within the model's maximum deadline."""
@@ -123,7 +124,7 @@ class InferenceRequest:
     canceled.
     """
     purges: int = 0
-    """How often the revision's cached results were purged."""
+    """How many times the revision's cached results have been purged."""
 
     @property
     def new_record(self) -> NewRecord:
@@ -143,7 +144,7 @@ class InferenceRequest:
             price_share=price_share,
         )
         options, limit_s = self.options, self.options.queue_limit_s
-        if limit_s is not None:  # counts from this request, not from the first
+        if limit_s is not None:  # measured from this request, not from the first
             later_s = self.facts.received_at_s - first.created_at_s
             options = replace(options, queue_limit_s=limit_s + later_s)
         return replace(
@@ -170,7 +171,7 @@ class InferenceRequest:
         return cache_key(self.model, one, self.facts.tenant, self.purges)
 
     def demand(self, items: int) -> Demand:
-        """Returns the demand that a number of its items put on the workers."""
+        """Returns the demand that the given number of its items puts on the workers."""
         return Demand(
             self.model.name,
             items,
@@ -193,7 +194,7 @@ class InferenceRequest:
 
     @property
     def start_by_s(self) -> float:
-        """Unix time after which the model no longer starts. 0: only the deadline applies."""
+        """Unix time after which the model is no longer started. 0: only the deadline applies."""
         limit_s = self.options.queue_limit_s
         return 0.0 if limit_s is None else self.facts.received_at_s + limit_s
 
@@ -217,10 +218,10 @@ class InferenceRequest:
 
 @dataclass(slots=True)
 class InferenceResponse:
-    """One outcome per input, in order. `queue_ms` is the longest wait of an item at the broker.
+    """One outcome per input, in order. `queue_ms` is the longest time an item waited at the broker.
 
-    A context manager: its block builds the answer. If the block raises, the caller received nothing
-    and is not charged. Rows are written at its end.
+    A context manager whose block builds the HTTP response. If the block raises, the caller received
+    nothing and is not charged. Rows are written when the block exits.
     """
 
     outcomes: Sequence[ItemOutcome]
@@ -232,9 +233,9 @@ class InferenceResponse:
     error: PenstockError | None = None
     """Why the request ended before its items did."""
     on_end: Callable[[InferenceResponse], None] = lambda _: None
-    """Called at the end of the block."""
+    """Called when the block exits."""
     is_delivered: bool = True
-    """True if the results were delivered to the caller, as far as known."""
+    """True if, as far as is known, the results were delivered to the caller."""
     is_broken_off: bool = False
     """True if the block was canceled, so the work may be repeated."""
 
@@ -258,9 +259,9 @@ class InferenceResponse:
         return sum(cost_usd(self.price, outcome) for outcome in delivered)
 
     def headers(self) -> dict[str, str]:
-        """Returns the response headers of every inference answer.
+        """Returns the headers included in every inference response.
 
-        Times belong to the slowest item, because items run in parallel. The cache is `hit`, `miss`
+        Times come from the slowest item, because items run in parallel. The cache is `hit`, `miss`
         or `joined` if all items agree, and `partial` otherwise. Device time and cost are sums.
         """
         receipts = [outcome.receipt for outcome in self.outcomes]
@@ -280,7 +281,7 @@ class InferenceResponse:
         }
 
     def raise_failed(self) -> None:
-        """Raises the error of the first item without a result. Partial answers are not returned.
+        """Raises the error of the first item without a result. Partial responses are not returned.
 
         Raises:
             PenstockError: the item's error, with its code, or the request's.
@@ -324,16 +325,16 @@ def _error_of(outcome: ItemOutcome, *, several: bool) -> PenstockError:
 
 @dataclass(slots=True, eq=False)
 class InFlightJob:
-    """The items of one message, and the task that sends the message and waits for its reply."""
+    """One message's items, and the task that sends the message and waits for its reply."""
 
     items: list[InFlightItem]
     index: int
-    """Number of the job within its request. The wire format calls it `part`."""
+    """The job's index within its request. The wire format calls it `part`."""
     deadline_s: float
     demand: Demand
-    """Demand of its items."""
+    """Its items' demand."""
     queued_at_s: float = 0.0
-    """Unix time at which the job could be published. 0 before that."""
+    """Unix time at which the job was allowed to be published. 0 before that."""
     is_sent: bool = False
     """True once the broker may have the job: publishing has started, and the broker did not reject
     it.
@@ -345,7 +346,7 @@ class InFlightJob:
 
 @dataclass(frozen=True, slots=True)
 class ItemCompletion:
-    """The end of an in-flight item.
+    """The completion of an in-flight item.
 
     `by_worker`: the outcome comes from a worker, which writes the leader's row.
     """
@@ -353,7 +354,7 @@ class ItemCompletion:
     outcome: ItemOutcome
     by_worker: bool
     queued_at_s: float = 0.0
-    """Unix time at which its job could be published. 0 if it was not published."""
+    """Unix time at which its job was allowed to be published. 0 if it was not published."""
 
 
 def _new_future() -> asyncio.Future[ItemCompletion | None]:
@@ -392,7 +393,7 @@ class InFlightItem:
 
 
 def receipt_without_answer(in_flight: InFlightItem, model: Model) -> Receipt:
-    """Returns the receipt of an item whose job ended without a reply.
+    """Returns the receipt of an item whose job finished without a reply.
 
     If its job was published, a worker may have computed it, so it is marked as estimated.
     """
@@ -426,7 +427,7 @@ class SingleFlight:
         return in_flight, is_leader
 
     def leave(self, in_flight: InFlightItem) -> None:
-        """Removes one waiter. Cancels the job once none of its items have waiters."""
+        """Removes one waiter. Cancels the job once none of its items has a waiter."""
         in_flight.waiters -= 1
         job = in_flight.job
         if in_flight.waiters or in_flight.completed.done() or job is None:
@@ -435,9 +436,9 @@ class SingleFlight:
             job.task.cancel()
 
     def complete(self, in_flight: InFlightItem, completion: ItemCompletion | None) -> None:
-        """Ends the item for all of its waiters. Later requests start a new one.
+        """Completes the item for all of its waiters. Later requests start a new item.
 
-        A second completion is ignored. None abandons the item.
+        A second completion is ignored. A completion of None abandons the item.
         """
         key = in_flight.item.cache_key
         if key and self._by_key.get(key) is in_flight:
@@ -458,11 +459,11 @@ class RequestState:
         options = request.options
         self.items = request.items()
         self.is_shareable = options.cache_read and options.cache_write
-        """False for callers that want nothing stored, or nothing older than their request."""
+        """False for callers who want nothing stored, or nothing older than their request."""
         self.completions: list[ItemCompletion | None] = [None] * len(self.items)
         self._jobs: list[InFlightJob] = []
         self._led: dict[int, InFlightItem] = {}
-        """Items led by this request, by index."""
+        """The items that this request leads, by index."""
 
     def pending(self) -> list[int]:
         """Returns the indexes of the items without an outcome."""
@@ -476,8 +477,8 @@ class RequestState:
         """Puts items into a job with a new index in this request."""
         index = len(self._jobs)
         if self.request.facts.batch_id and len(items) < len(self.items):
-            # A line may be repeated when more of its items are cached. The job for the remaining
-            # items must not find the record of a job for other items.
+            # A batch line may be repeated after more of its items have been cached. The job for the
+            # remaining items must not find the record of a job with other items.
             index = zlib.crc32(repr([in_flight.item.index for in_flight in items]).encode())
         job = InFlightJob(list(items), index, self.request.deadline_s, demand)
         for in_flight in items:
@@ -504,9 +505,9 @@ class RequestState:
         self.completions[index] = completion
 
     def leave_unpaid(self) -> dict[str, Owed]:
-        """Stops paying, because the request is not delivered.
+        """Stops paying, because the response is not delivered.
 
-        Other requests that wait for the same items pay for them.
+        Other requests waiting for the same items pay for them.
 
         Returns:
             The amounts that no request pays for, by cache key.
@@ -523,7 +524,7 @@ class RequestState:
         return owed
 
     def give_up_paying(self) -> None:
-        """Leaves payment for its jobs' items to other waiting requests, because an item has failed.
+        """Leaves payment for its jobs' items to other waiting requests because an item has failed.
 
         The request fails as a whole.
         """
@@ -537,7 +538,7 @@ class RequestState:
         return completion is not None and completion.outcome.result is not None
 
     def cancel(self, error: PenstockError) -> None:
-        """Ends every pending item with `error`."""
+        """Completes every pending item with `error`."""
         for index in self.pending():
             self.completions[index] = ItemCompletion(failure(index, error), by_worker=False)
 
@@ -550,7 +551,7 @@ class RequestState:
 
         Args:
             on_end: called once it is known whether the caller received them.
-            error: why the request ended with items pending.
+            error: why the request ended with items still pending.
         """
         completions = [completion for completion in self.completions if completion is not None]
         waits_ms = [
@@ -576,7 +577,7 @@ class RequestState:
 def _is_of_leader(outcome: ItemOutcome) -> bool:
     """Returns whether only the leader failed.
 
-    Others may still receive a late or unreadable item.
+    Other requests may still receive an item that is late or unreadable for the leader.
     """
     unreadable = outcome.error is not None and outcome.error.code == UndecodableMessage.code
     return outcome.status == "expired" or unreadable
@@ -590,7 +591,7 @@ def cache_hit(item: Item, hit: Hit) -> ItemOutcome:
 def _of_coalesced(index: int, in_flight: InFlightItem, completion: ItemCompletion) -> ItemOutcome:
     """Returns the leader's outcome, adapted to a coalesced item.
 
-    If the leader does not pay, the first request to receive the result counts as its source.
+    If the leader does not pay, the first request to receive the result is treated as its source.
     """
     outcome = completion.outcome
     is_owed = outcome.result is not None and owed_by(outcome.receipt) is not None

@@ -146,7 +146,7 @@ class ChatEvents:
         if isinstance(choice.message.tool_calls, list):
             for number, call in enumerate(choice.message.tool_calls):
                 if number == 0 and self._is_forced and begun_call(result.text) is not None:
-                    continue  # already sent while it was generated
+                    continue  # already sent while it was being generated
                 tool_call = {"index": number} | msgspec.to_builtins(call)
                 delta = ChatDelta(tool_calls=[tool_call])
                 events.append(self._chunk(ChatChunkChoice(index, delta)))

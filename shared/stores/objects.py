@@ -1,9 +1,8 @@
 """The object store: large inputs and results, uploaded files, and the documents of batches.
 
 It is a folder on one machine or a bucket in the cloud, both accessed through obstore. Objects never
-change: the key of an input or a result depends on its content, so repeating a put is harmless, and
-a cached key always means the same data. A document is written once (`create`); the first writer
-wins.
+change: inputs and results are keyed by their content, so repeating a put is harmless and a cached
+key always refers to the same data. A document is written once (`create`); the first writer wins.
 
 obstore's synchronous calls run in threads. Its asynchronous calls abort the process (1 of 12 here,
 obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python

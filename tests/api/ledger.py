@@ -102,7 +102,7 @@ class Ledger:
         return once(row for rows in self.row_lists for row in rows)
 
     def charged_usd(self, key: str) -> float:
-        """Returns the sum that the rows charge to a key."""
+        """Returns the total amount the rows charge to a key."""
         key_id = stored(key, self.tenant_of[key]).id
         return sum(row.cost_usd or 0.0 for row in self.rows() if row.key_id == key_id)
 

@@ -85,7 +85,7 @@ async def test_quiet_tenant_waits_for_one_piece_of_a_tenant_with_many_uploads() 
     assert uploads.handled.count("busy") == UPLOADS * PIECES, "none is lost"
     at = [place for place, tenant in enumerate(uploads.handled) if tenant == "quiet"]
     assert len(at) == PIECES
-    # The first piece is small, and all first pieces arrive together.
+    # Each first piece is small, and all the first pieces arrive together.
     between = [after - before - 1 for before, after in pairwise(at[1:])]
     assert max(between) <= 2, f"pieces of the other between two of its own: {between}"
 

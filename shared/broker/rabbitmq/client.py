@@ -220,7 +220,7 @@ class ConfirmedPublisher:
 
     async def _new_channel(self) -> ChannelWaits:
         waits = ChannelWaits(await self._connection.channel(confirms=True))
-        # Publishing to a missing exchange would end the channel for all.
+        # Publishing to a nonexistent exchange would close the channel for everyone.
         declared = waits.channel.exchange_declare(
             self._exchange, exchange_type="direct", durable=True
         )

@@ -152,8 +152,8 @@ _element_decoder = msgspec.json.Decoder(StreamedElement)
 
 def read_elements(text: str) -> list[StreamedElement]:
     """Parses the lines of a stream."""
-    # JSON does not contain LF, but may contain other characters that `splitlines` treats as line
-    # ends.
+    # JSON does not contain LF, but it may contain other characters that `splitlines` treats as line
+    # breaks.
     return [_element_decoder.decode(line) for line in text.split("\n")[:-1]]
 
 

@@ -58,7 +58,7 @@ class Setup:
             await self.limiter.give_back(math.inf)
 
     async def until_given_back(self) -> None:
-        """Retries until Redis has everything: a lost connection is reopened."""
+        """Retries until Redis has everything, reconnecting if the connection is lost."""
         for _ in range(20):
             await self.give_back()
             await self.limiter.store.wait_up(REDIS_LIMIT_S)
