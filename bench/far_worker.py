@@ -2,8 +2,7 @@
 
 A real worker with a model that takes a fixed time per batch (bench/timed_worker.py), and callers
 that keep a number of jobs in flight, are both behind a proxy (bench/distant_link.py). Redis is
-nearby. Because the model computes nothing, any difference from no delay is time spent waiting for
-the broker.
+nearby. Because the model does no work, any slowdown is time spent waiting for the broker.
 """
 
 from __future__ import annotations

@@ -211,7 +211,7 @@ class ProcessTimes:
             self._states[process] = state
 
     def batch_ended(self, done: BatchResult) -> None:
-        """Counts a batch. Time spent loading models for it does not count as its own."""
+        """Counts a batch. Time spent loading models for it doesn't count toward the batch time."""
         self._advance()
         self._open.batches += 1
         self._open.items += len(done.results)

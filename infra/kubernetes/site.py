@@ -345,7 +345,7 @@ def _conditional(schema: Any) -> Any:
         ]
         return chosen | {"allOf": rules}
     if "patternProperties" in schema:
-        # Pydantic refuses other names, but omits that from its schema.
+        # Pydantic rejects other names, but its schema doesn't show it.
         schema = schema | {"additionalProperties": False}
     optional = [option for option in schema.get("anyOf", ()) if option != {"type": "null"}]
     if len(optional) == 1 and len(schema["anyOf"]) == 2:

@@ -130,7 +130,7 @@ class Process:
                     f"{self.name} {self.ending} before it was ready{self.last_words()}"
                 )
             if time.monotonic() > deadline_s:
-                self.stop()  # first, because output during the stop may contain the reason
+                self.stop()  # first, because output during shutdown may contain the reason
                 raise Unavailable(
                     f"{self.name} was not ready within {limit_s:g} s{self.last_words()}"
                 )

@@ -113,7 +113,7 @@ async def _passes(
     pauses = backoff(1.0, MAX_PAUSE_S)
     while not stopped.is_set():
         began_s = time.monotonic()
-        # A table that fails does not delay the rows of other tables.
+        # A failing table doesn't hold up other tables' rows.
         if all([await table.take(stopped) for table in tables]):
             pauses = backoff(1.0, MAX_PAUSE_S)
             pause_s = settings.archive_every_s - (time.monotonic() - began_s)

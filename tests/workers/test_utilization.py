@@ -1,4 +1,4 @@
-"""Every second of a worker is busy, idle or loading, in reports that each fall within an hour."""
+"""Every second of a worker's time is busy, idle or loading; no report spans two clock hours."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Computes a job's answer and the state of its record from the outcomes of its items.
+"""Computes a job's answer and its record's state from its items' outcomes.
 
-A generation that ends without a result is charged for the tokens that its readers received.
+A generation that ends without a result is charged for the tokens its readers received.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def is_streamed(item: Item) -> bool:
 
 
 async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
-    """Ends delivery of generations that their callers ended. Receipts count the tokens read.
+    """Limits stopped generations to the tokens their callers read. Receipts count those tokens.
 
-    An item of a custom class without a result has the pieces yielded so far. If its caller ended
-    it, it has only the pieces that were read; otherwise all pieces, and none is charged.
+    A custom class's item without a result keeps the pieces yielded so far. If its caller stopped
+    it, only the pieces that were read are kept; otherwise all are kept and none are charged.
 
     Raises:
         Unavailable: Redis did not respond.
@@ -124,7 +124,7 @@ def answer_after_reply(ours: ReplyBody, finish: Finish | None, *, is_sent: bool)
     reply does not show whether it came in time.
     """
     answered = answer_of(ours, finish)
-    if finish is None or finish.is_ours:  # otherwise the caller took another attempt's reply
+    if finish is None or finish.is_ours:  # otherwise the caller accepted another attempt's reply
         return answered if is_sent else without_results(answered)
     return answered
 

@@ -1,4 +1,4 @@
-"""One batch of a model that computes whole batches, while it is on a model process."""
+"""A batch running on a model process, for a model that computes whole batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class BatchRun:
 
     Args:
         number: the model's number in the pool.
-        busy: counts the process as busy from `count_busy` to the end.
+        busy: counts the process as busy from `count_busy` until the batch finishes.
     """
 
     def __init__(
@@ -46,10 +46,10 @@ class BatchRun:
         """True if the process had other batches when it died."""
 
     async def start(self, on_over: Callable[[], None]) -> str:
-        """Sends the batch. Returns why the process died before that, or an empty string.
+        """Sends the batch. Returns why the process died before it could, or an empty string.
 
         Args:
-            on_over: called when the batch has ended.
+            on_over: called when the batch has finished.
         """
         await self._noted.enter_async_context(self.consumer.note_suspects(self.batch))
         batches = self.consumer.batches
@@ -65,7 +65,7 @@ class BatchRun:
             await self.close()
             return error.message
         self._running.done.add_done_callback(lambda _: on_over())
-        self.stop_unwanted()  # its callers may have left while it was waiting
+        self.stop_unwanted()  # the batch's callers may have left while it was waiting
         return ""
 
     @property
@@ -107,7 +107,7 @@ class BatchRun:
         return done
 
     async def abandon(self) -> None:
-        """Ignores the result: the worker stops."""
+        """Ignores the result because the worker is stopping."""
         if self._running is not None:
             self._running.done.cancel()
         await self.close()

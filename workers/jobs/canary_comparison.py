@@ -1,4 +1,4 @@
-"""Compares outputs of a canary in the workers of both revisions, if only the workers have the code.
+"""Compares a canary's outputs in both revisions' workers, if only the workers have the code.
 
 The API compares all other outputs (api/dispatch/canary_comparison.py). A custom class decides
 itself which outputs are close, and it only computes predictions, which the API does not wait for.
@@ -52,10 +52,10 @@ class RevisionComparison:
         self._is_close = is_close
 
     async def after(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> list[bool]:
-        """Asks for comparisons of a job that has ended, or compares. Never fails.
+        """Requests comparisons for a finished job, or performs them. Never fails.
 
         Returns:
-            For each output that was compared, whether it was close.
+            True for each compared output that was close.
         """
         compared = []
         for item, outcome in zip(pulled.items, outcomes, strict=False):

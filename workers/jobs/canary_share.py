@@ -1,11 +1,11 @@
 """Extra work for workers whose model has a canary: counting for the comparison, and draining.
 
 Workers of both revisions count the results of their items. The canary's workers report that they
-are alive. If none of them is alive, or the canary was rolled back, the other revision's workers
-also pull from the canary's subscriptions and forward the jobs, so that none are left there.
+are alive. If none are alive, or the canary was rolled back, the other revision's workers also pull
+from the canary's subscriptions and forward the jobs so that none are stranded.
 
-Canary jobs that fail or take too long are handed over to the other revision. So the caller gets
-the other revision's answer, not the canary's error.
+Canary jobs that fail or take too long are handed over to the other revision. The caller therefore
+gets the other revision's answer instead of the canary's error.
 """
 
 from __future__ import annotations
@@ -59,9 +59,9 @@ class Forwarding:
 
     @staticmethod
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
-        """Returns whether the other revision must try: an item failed, for any reason.
+        """Returns whether the other revision must try, because an item failed for any reason.
 
-        A caller's mistake fails there too, but with the error messages that callers know.
+        An invalid input fails there too, but with the error messages that callers know.
         """
         return any(outcome.status == "failed" for outcome in outcomes)
 
@@ -72,10 +72,10 @@ class Forwarding:
             self._registry.spawn(self.forward(pulled, reason))
 
     async def forward(self, pulled: PulledJob, reason: str) -> None:
-        """Forwards a job that was ended here, and acks it. Hands it back if that fails."""
+        """Forwards a job that `begin` ended, and acks it. Hands it back if that fails."""
         metrics.CANARY_FORWARDED.labels(reason).inc()
         try:
-            # Done first, so that a crash of the job does not count against the next worker.
+            # Done first, so that a crash caused by the job doesn't count against the next worker.
             await self._records.hand_over(pulled.record)
             await forward(self._publisher, self._canary.public_name, pulled.message)
         except PenstockError as error:
@@ -154,7 +154,7 @@ class CanaryShare:
         return left_s < self._canary.deadline.default_s - ROUNDING_S
 
     async def compare(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> None:
-        """Compares a finished job's outputs with the other revision's, or has them compared.
+        """Compares a finished job's outputs with the other revision's, or requests the comparison.
 
         Never fails.
         """
@@ -173,7 +173,7 @@ class CanaryShare:
                 if not self._is_canary:
                     tasks.create_task(self._drain_when_needed(subscriber))
         finally:
-            # A worker whose batches all fail exits, and its counts show this.
+            # A worker whose batches all fail exits, and its counts show the failures.
             with contextlib.suppress(Unavailable, TimeoutError):
                 async with asyncio.timeout(LAST_COUNT_LIMIT_S):
                     await self._send_counts()
@@ -217,7 +217,7 @@ class CanaryShare:
                 await asyncio.sleep(DRAIN_RETRY_S)
 
     async def _drain(self, subscriber: Subscriber) -> None:
-        """Forwards the canary's jobs until it serves again."""
+        """Forwards the canary's jobs until the canary serves again."""
         async with AsyncExitStack() as stack:
             pulling = []
             for name in (workers_subscription_id, batch_subscription_id):

@@ -46,7 +46,7 @@ class Cancellation:
         self.on_unwanted()
 
     def fail(self, pulled_jobs: Iterable[PulledJob], error: PenstockError) -> None:
-        """Ends jobs with an error. Existing results of their items are not delivered."""
+        """Ends jobs with an error. Their items' existing results are not delivered."""
         for pulled in pulled_jobs:
             if not pulled.is_over:
                 pulled.outcomes.clear()
@@ -62,7 +62,7 @@ class Cancellation:
         self._queue.discard_unwanted()
 
     def has_started(self, pulled: PulledJob) -> bool:
-        """Returns whether every item of a job that has no outcome yet is already with the model."""
+        """Returns whether all of a job's unfinished items have already reached the model."""
         started = _items_in(self._queue.running, pulled)
         return all(item.index in started or item.index in pulled.outcomes for item in pulled.items)
 
@@ -87,7 +87,7 @@ class Cancellation:
                     receipt = _receipt_of_leaver(pulled, item, queued)
                 outcome = pulled.unwanted(item.index, receipt, started=queued is not None)
                 self._completion.settle(pulled, outcome)
-        # The ack makes room for new jobs, so the items of this one must not stay in the queue.
+        # The ack makes room for new jobs, so this job's items must not stay in the queue.
         self._queue.discard_unwanted()
 
 
@@ -95,7 +95,7 @@ def _receipt_of_leaver(pulled: PulledJob, item: Item, queued: QueuedItem) -> Rec
     """Returns the receipt for an item whose caller leaves while its batch continues for others.
 
     If another caller is waiting for the same item, that caller pays for all of it. The part of a
-    stream that was read is charged to its reader, because a caller that stays may leave later
+    stream that was read is charged to its reader, because the remaining caller may also leave
     without reading anything.
     """
     is_last = all(other is pulled or other.is_unwanted for other, _ in queued.waiters)

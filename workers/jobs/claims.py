@@ -1,4 +1,4 @@
-"""Claims the records of jobs, and gives up jobs that keep killing workers."""
+"""Claims jobs' records, and gives up on jobs that keep killing workers."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from workers.scheduling.job import PulledJob
 
 UNFINISHED_MAX, ALONE_MAX = 3, 2
 """Number of worker deaths after which a job is given up. Counted separately for all workers that
-held it and for those in which it ran alone. As with model processes, deaths from other causes or
-over other jobs count against no job.
+held the job and for those in which it ran by itself. As with model processes, deaths with other
+causes count against no job.
 """
 
 
@@ -34,14 +34,14 @@ class Claims:
         self._cancellation = cancellation
 
     async def claim(self, pulled_jobs: Sequence[PulledJob]) -> None:
-        """Claims the records of jobs. Waits only for jobs that may have been delivered before.
+        """Claims jobs' records. Waits only for jobs that may have been delivered before.
 
         Nearly all jobs are on their first delivery, and are claimed in the background. If such a
-        job turns out to have ended, it is dropped wherever it is by then.
+        job turns out to have finished, it is dropped wherever it is by then.
         """
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
-            # A batch line may be requested again, under the id of a job that has ended.
+            # A batch line may be requested again, under the id of a finished job.
             envelope = pulled.envelope
             is_known = envelope.has_record or envelope.batch_id or envelope.flow
             is_first = pulled.is_fresh and not is_known
@@ -55,7 +55,7 @@ class Claims:
     async def mark_alone(self, pulled_jobs: Iterable[PulledJob]) -> AsyncIterator[None]:
         """Marks jobs that have killed workers as this worker's only work, inside the context.
 
-        So if this worker dies as well, its death counts against them.
+        If this worker dies as well, its death therefore counts against those jobs.
         """
         marked = []
         for pulled in pulled_jobs:
@@ -93,7 +93,7 @@ class Claims:
                 self._cancellation.cancel(pulled.record)
             else:
                 self._completion.repeat(pulled, claim.reply)
-            self._cancellation.on_unwanted()  # the model may have begun before the claim was back
+            self._cancellation.on_unwanted()  # the model may have started before the claim returned
         elif claim.unfinished >= UNFINISHED_MAX and claim.alone >= ALONE_MAX:
             error = ModelFailed(
                 f"{claim.unfinished} workers died while they held this job, {claim.alone} of them "

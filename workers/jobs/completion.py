@@ -3,16 +3,16 @@
 `finish` decides the outcome. It hands a job back only if Redis (for a prediction), the object
 store or the broker fails. A job is acked last, so a crash at any earlier step makes the broker
 deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
-answer and write equal rows.
+answer and write identical rows.
 
-Most jobs end in the same turn of the event loop as the rest of their batch, and need only these
-steps. All of them with the same inbox take each step together, in one task (`_finish_together`).
+Most jobs end in the same event loop turn as the rest of their batch, and need only these steps. All
+such jobs with the same inbox take each step together, in one task (`_finish_together`).
 
 Pure functions turn the outcomes of a job's items into its record's state, and the record into rows.
-A generation that ends without a result is charged for the tokens that its readers received.
+A generation that ends without a result is charged for the tokens its readers received.
 
 Results that are too large for a message are stored in the object store. Records and the cache
-contain the keys of the largest results, replies also the keys of smaller ones.
+contain keys for the largest results; replies also contain keys for smaller ones.
 """
 
 from __future__ import annotations
@@ -71,13 +71,13 @@ log = logging.getLogger(__name__)
 class Completion:
     """Ends the jobs of one model.
 
-    `registry` holds them until then, and `replies` publishes their replies. `canary` is this
+    `registry` holds the jobs until then, and `replies` publishes their replies. `canary` is this
     worker's part in the comparison of two revisions, and `forwarding` hands over jobs that this
-    revision can't do. None: the model has no canary, or isn't one.
+    revision can't do. None: the model has no canary and isn't one.
     """
 
     has_flows: ClassVar = False
-    """True if it can end the jobs of flow steps."""
+    """True if it can end flow step jobs."""
 
     def __init__(
         self,
@@ -151,7 +151,7 @@ class Completion:
         )
 
     def _finish_ended(self) -> None:
-        """Finishes the jobs of this turn. A slow inbox delays no other inbox's jobs."""
+        """Finishes this turn's jobs. A slow inbox doesn't delay another inbox's jobs."""
         ended, self._ended = self._ended, {}
         with entered(None):  # they belong to many traces
             for (_, has_record), jobs in ended.items():
@@ -159,7 +159,7 @@ class Completion:
                 self.registry.spawn(finish(jobs))
 
     async def _finish_together(self, jobs: Sequence[PulledJob]) -> None:
-        """Does for plain jobs of one inbox, without records, what `finish` does for one job."""
+        """Does what `finish` does, for all plain jobs without records that share an inbox."""
         ours = self._bodies_of(jobs)
         encoded = [encode_reply_body(body) for body in ours]
         ending = asyncio.ensure_future(self._end_records(jobs, ours, encoded))
@@ -176,9 +176,9 @@ class Completion:
         await self._after_replies(answers, sent)
 
     async def _finish_recorded(self, jobs: Sequence[PulledJob]) -> None:
-        """Does for plain predictions of one inbox what `finish` does for one job.
+        """Does what `finish` does, for all plain predictions that share an inbox.
 
-        All are finished one by one if any is late, as are those whose records Redis did not end.
+        If any is late, all are finished one by one, as are those whose records Redis did not end.
         """
         ours = self._bodies_of(jobs)
         if any(state_of(body) != "succeeded" for body in ours):  # some are late by now
@@ -215,7 +215,7 @@ class Completion:
         self.write_rows(ended)
 
     def _bodies_of(self, jobs: Sequence[PulledJob]) -> list[ReplyBody]:
-        """Returns the answers of jobs that end now, without results for late jobs."""
+        """Returns the answers for jobs that end now, without results for late jobs."""
         now_s, who = time.time(), (self.worker.worker, self.worker.device)
         bodies = (
             ReplyBody([pulled.outcomes[item.index] for item in pulled.items], None, *who, now_s)
@@ -238,7 +238,7 @@ class Completion:
         return ReplyBody(list(outcomes), None, worker.worker, worker.device, time.time())
 
     def repeat(self, pulled: PulledJob, reply: bytes) -> None:
-        """Ends a job whose record has a reply. Sends it again, in case the first was lost."""
+        """Ends a job whose record has a reply. Sends the reply again in case the first was lost."""
         if not pulled.is_over:
             pulled.end()
             self._spawn(pulled, self._repeat(pulled, reply))
@@ -251,7 +251,7 @@ class Completion:
             self._spawn(pulled, work)
 
     def _spawn(self, pulled: PulledJob, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work` as a background task within the trace of its job."""
+        """Runs `work` as a background task within its job's trace."""
         with entered(pulled.trace):
             self.registry.spawn(work)
 
@@ -298,9 +298,9 @@ class Completion:
         await self.replies.publish(pulled.envelope, body)
 
     async def _end(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
-        """Ends the record, and publishes reply and webhook events. Fills the cache.
+        """Ends the record, publishes the reply and webhook events, and fills the cache.
 
-        Returns the answer, ours or another attempt's.
+        Returns the answer, whether ours or another attempt's.
 
         Raises:
             Unavailable: Redis did not accept a record that the API promised.
@@ -320,7 +320,7 @@ class Completion:
     async def _record_and_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
         """Ends the record and publishes the reply at the same time. Returns the answer.
 
-        The caller accepts the first reply, and doesn't need Redis for it.
+        The caller accepts the first reply, and doesn't need Redis to receive it.
         """
         reply, now_s = await self.large_results.for_reply(pulled.envelope, ours), time.time()
         ours, reply = in_time(pulled, ours, now_s), in_time(pulled, reply, now_s)
@@ -354,7 +354,7 @@ class Completion:
         return answered
 
     async def _try_end(self, pulled: PulledJob, ours: ReplyBody) -> tuple[ReplyBody, Finish | None]:
-        """Ends a prediction's record. Returns our answer, and None if Redis is unreachable."""
+        """Ends a prediction's record. Returns our answer and the end, or None if Redis is down."""
         try:
             ours = await with_delivered(self._tokens, pulled, ours)
             finish = await self._records.finish(
@@ -433,7 +433,7 @@ class Completion:
             await self._cache.put_many(results, ttl_s, finished_at_s)
 
     def give_up(self, pulled: PulledJob, error: PenstockError) -> None:
-        """Hands back a job that could not be ended, so that it is redelivered."""
+        """Hands back a job that could not be finished, so that it is redelivered."""
         facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
         log.warning("job not completed", extra=facts)
         self.registry.hand_back(pulled)

@@ -1,10 +1,10 @@
 """Pulls the jobs of one model and queues their items.
 
-In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, asks the
-cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue`
-and passes their results to `batches` (both in items.py). Every outcome goes to completion.py.
+In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, checks the
+cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue` and
+passes their results to `batches` (both in items.py). Every outcome goes to completion.py.
 
-Canceled and late jobs are dropped, in the queue or in a running batch. Each held job has a timer,
+Canceled and late jobs are dropped, whether queued or in a running batch. Each held job has a timer,
 which fires at the queue limit and at the deadline.
 """
 
@@ -48,10 +48,10 @@ log = logging.getLogger(__name__)
 
 
 class JobConsumer:
-    """Consumes the subscriptions of one model. The caller opens and closes the parts it is given.
+    """Consumes the subscriptions of one model. The caller opens and closes the parts passed in.
 
-    `queue` holds the waiting items, `batches` takes the results, `tokens` takes partial output of
-    generations, and `cancellation` drops jobs.
+    `queue` holds the waiting items, `batches` takes the results, `tokens` takes generations'
+    partial output, and `cancellation` drops jobs.
     """
 
     def __init__(
@@ -103,7 +103,7 @@ class JobConsumer:
 
     @property
     def canary(self) -> CanaryShare | None:
-        """Its part in the comparison of two revisions. None: the model has no canary."""
+        """The worker's part in the comparison of two revisions. None: the model has no canary."""
         return self._completion.canary
 
     @property
@@ -143,7 +143,7 @@ class JobConsumer:
             self._on_unwanted()
 
     def note_suspects(self, batch: Sequence[QueuedItem]) -> AbstractAsyncContextManager[None]:
-        """Records that a suspect is computed alone, until the context exits."""
+        """Records that a suspect is running by itself, until the context exits."""
         is_alone = len(batch) == 1 and batch[0].is_suspect
         return self._claims.mark_alone(
             [pulled for pulled, _ in batch[0].open_waiters()] if is_alone else ()
@@ -201,14 +201,14 @@ class JobConsumer:
                     self._completion.settle(pulled, pulled.hit(item, hit))
                 elif not self.queue.coalesce(pulled, item):
                     missing.append((pulled, item))
-        # Nobody needs cache hits for jobs that have ended in the meantime.
+        # Cache hits are useless for jobs that have ended by now.
         unused = {key: hit.owed for key, hit in cached.items() if hit.owed is not None}
         self._cache.mark_unpaid(unused, self.model.cache.ttl_s)
         if missing:
             await self._enqueue(missing)
 
     async def _claim_and_look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, Hit]:
-        """Claims jobs, and returns cached results of their items."""
+        """Claims jobs, and returns their items' cached results."""
         if all(pulled.is_fresh for pulled in pulled_jobs):  # the Redis cache is not read
             await self._claims.claim(pulled_jobs)
             return await self._look_up(pulled_jobs)
@@ -216,7 +216,7 @@ class JobConsumer:
         return hits
 
     def _decode(self, message: ReceivedMessage, subscription: Subscription) -> PulledJob | None:
-        """Returns the job of `message`. None if it is late or for another model; that ends it."""
+        """Returns the job in `message`. Ends it and returns None if late or misdirected."""
         now_s = time.time()
         try:
             job = decode_job(message.data, message.attributes)
@@ -275,7 +275,7 @@ class JobConsumer:
     async def _look_up(self, pulled_jobs: Sequence[PulledJob]) -> dict[str, Hit]:
         """Returns cached results. Doesn't read Redis again right after the API did.
 
-        Doesn't look up first steps of flows.
+        Doesn't look up flows' first steps.
         """
         in_memory, in_redis = list[str](), list[str]()
         for pulled in pulled_jobs:
@@ -286,7 +286,7 @@ class JobConsumer:
         return await self._cache.get_many([*self._cache.list_in_memory(in_memory), *in_redis])
 
     async def _enqueue(self, missing: list[tuple[PulledJob, Item]]) -> None:
-        """Prepares inputs and queues them. A job that killed two workers runs alone."""
+        """Prepares inputs and queues them. A job that killed two workers runs by itself."""
         parts: dict[PulledJob | None, list[tuple[PulledJob, Item]]] = {}
         for pulled, item in missing:
             is_suspect = pulled.unfinished_claims > TOLERATED_CRASHES
@@ -296,7 +296,7 @@ class JobConsumer:
         self.queue.on_queued()
 
     def _work_of_refusal(self, item: Item, error: PenstockError) -> int:
-        """Returns what is counted for an input that could not be prepared.
+        """Returns the work counted for an input that could not be prepared.
 
         Measuring an input of a custom class takes little work, unless it reached its time limit.
         """
@@ -309,7 +309,7 @@ class JobConsumer:
     ) -> None:
         """Prepares all inputs in one call and queues them.
 
-        An input that can't be prepared fails alone.
+        An input that can't be prepared fails on its own.
         """
         async with self._claims.mark_alone(suspects):
             prepared = await self._preprocessor.prepare([item for _, item in missing])

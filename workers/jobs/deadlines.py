@@ -13,7 +13,7 @@ JobCallback = Callable[[PulledJob], None]
 
 
 class Clock(Protocol):
-    """The clock that deadlines are measured by. Tests use one that they advance themselves."""
+    """The clock used for deadlines. Tests use one that they advance themselves."""
 
     def now_s(self) -> float:
         """Returns Unix seconds."""

@@ -1,11 +1,11 @@
 """One model's items, from the queue to their results.
 
-Items are waiting for a batch, running, or have just run. Identical items share one result.
-Progress, previews, tokens and results of a batch are passed on to their jobs, and failed items are
+Items are waiting for a batch, running, or have just run. Identical items share one result. A
+batch's progress, previews, tokens and results are passed on to its jobs, and failed items are
 retried.
 
 Previews are encoded as WebP. Generated tokens go to a stream as they are produced, so that callers
-can follow along. A worker that takes over from one that died continues from the tokens there.
+can follow along. A worker that takes over from a dead one continues from the tokens in the stream.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ After that, its result has reached the cache.
 
 QUALITY = 60
 FASTEST = 0
-"""libwebp's method. A 256 x 256 image takes 1.5 ms and has about 7 KB."""
+"""libwebp's method. A 256 x 256 image takes 1.5 ms and about 7 KB."""
 
 PROGRESS_EVERY_S = 0.5
 
@@ -90,12 +90,12 @@ class ModelQueue:
 
     @property
     def oldest_s(self) -> float:
-        """Returns when the oldest of them was queued, in Unix seconds."""
+        """Returns when the oldest waiting item was queued, in Unix seconds."""
         return self._queue.oldest_s
 
     @property
     def running(self) -> list[list[QueuedItem]]:
-        """Returns the batches that were taken and have not ended."""
+        """Returns the batches that were taken and have not finished."""
         return self._queue.running
 
     def earliest_deadline_s(self, after_s: float) -> float:
@@ -140,7 +140,7 @@ class ModelQueue:
 
     def take(self, processes: int) -> list[QueuedItem]:
         """Returns the next batch for one of `processes`. Empty if no wanted item is waiting."""
-        self._earliest_s = float("-inf")  # may be in the batch, so it is recomputed on demand
+        self._earliest_s = float("-inf")  # its item may be taken, so recompute it on demand
         return self._queue.take(processes, self._is_wanted, time.time())
 
     def admit(self, inside: Collection[QueuedItem], processes: int) -> list[QueuedItem]:
@@ -167,7 +167,7 @@ class ModelQueue:
         self._queue.add(queued)
 
     def requeue_unfinished(self, queued: QueuedItem) -> None:
-        """Queues an item again that arrived too late to be admitted, or was preempted."""
+        """Requeues an item that arrived too late to be admitted, or was preempted."""
         self._queue.batch_ended([queued])
         self._queue.add(queued)
 
@@ -189,18 +189,18 @@ class ModelQueue:
         return failed
 
     def requeue(self, queued: QueuedItem) -> None:
-        """Queues an item again for callers coalesced with one that was being canceled."""
+        """Requeues an item for callers that were coalesced with it while it was being canceled."""
         self._queue.add(queued)
         self.on_queued()
 
     def forget(self, queued: QueuedItem) -> None:
-        """After this, an identical item is found in the cache or computed again."""
+        """From now on, an identical item is found in the cache or computed again."""
         key = queued.cache_key
         if key and self._by_cache_key.get(key) is queued:
             del self._by_cache_key[key]
 
     def forget_when_cached(self, queued: QueuedItem) -> None:
-        """Same, but waits until the result is in the cache if it goes there."""
+        """Same as `forget`, but first waits until the result is cached, if it will be."""
         if queued.is_cached:
             asyncio.get_running_loop().call_later(LINGER_S, self.forget, queued)
         else:
@@ -224,7 +224,7 @@ class ModelQueue:
 
 def encode_preview(preview: RgbImage) -> bytes:
     """Returns the image as a small WebP."""
-    from PIL import Image  # few models have previews, and this would delay every worker by 0.1 s
+    from PIL import Image  # rarely needed, and takes 0.1 s to import
 
     encoded = io.BytesIO()
     image = Image.frombytes("RGB", (preview.width, preview.height), preview.pixels)
@@ -288,14 +288,14 @@ class BatchResults:
         watched = {
             pulled for pulled, is_watched in zip(predictions, reported, strict=True) if is_watched
         }
-        # By now, the process may be at its next batch.
+        # By now, the process may be running its next batch.
         if watched and any(running is batch for running in self._queue.running):
             watch([index for index, queued in enumerate(batch) if _wait_for(queued, watched)])
 
     async def _note(self, pulled: PulledJob, step: int, steps: int) -> bool:
-        """Records a prediction's progress. Returns whether a reader wants previews of it.
+        """Records a prediction's progress. Returns whether a reader wants previews.
 
-        A flow run counts its items when they end.
+        A flow run counts its items when they finish.
         """
         noted = (step, steps) if pulled.envelope.has_record else (0, 0)
         return await self._records.progress(pulled.shown_in, *noted)
@@ -398,7 +398,7 @@ class BatchResults:
         self._waits.observe(wait_s, traces[0].exemplar if traces else None)
 
     def _requeue_coalesced(self, queued: QueuedItem) -> None:
-        """Queues a canceled item again for callers coalesced with it in the meantime."""
+        """Requeues a canceled item for callers that have been coalesced with it since."""
         coalesced = [waiter for waiter in queued.open_waiters() if not waiter[0].is_unwanted]
         if coalesced:
             queued.waiters = [waiter for waiter in queued.waiters if waiter[0].is_unwanted]
@@ -443,7 +443,7 @@ class TokenOutput:
         self._open: dict[QueuedItem, dict[_Reader, int]] = {}
         """Number of tokens in each reader's stream, for each item being generated."""
         self._held: dict[QueuedItem, deque[_HeldChunk]] = {}
-        """Chunks whose files are being stored, and the chunks after them."""
+        """Chunks whose files are being stored, and the chunks that follow."""
         self._grown: dict[PulledJob, int] = {}
         """Number of pieces in each prediction's output, while its webhook is being notified."""
         self._is_sending = False
@@ -472,7 +472,7 @@ class TokenOutput:
                             pulled.envelope, key, Blob(file.media_type, data=data)
                         )
                 held.popleft()
-                if self._held.get(queued) is held:  # otherwise it has ended
+                if self._held.get(queued) is held:  # otherwise the item has finished
                     self._append(queued, chunk)
         except Unavailable as error:  # the final reply includes what is missing
             log.warning("file of a stream not stored", extra={"reason": error.message})
@@ -489,12 +489,12 @@ class TokenOutput:
             self._completion.registry.spawn(self._send_all())
 
     def forget(self, queued: QueuedItem) -> None:
-        """Forgets an item. The rest of its streams is in the reply."""
+        """Forgets an item. The reply contains the rest of its streams."""
         self._open.pop(queued, None)
         self._held.pop(queued, None)
 
     async def _send_all(self) -> None:
-        """Sends until there is no new output. One round trip serves all items."""
+        """Sends until there is no new output, with one round trip for all items."""
         try:
             while self._has_more:
                 self._has_more = False
@@ -519,10 +519,10 @@ class TokenOutput:
             for _, (pulled, index), chunk in due
         ]
         ends = await self._streams.append(written)
-        if ends is None:  # no Redis: all of it is sent with the next tokens
+        if ends is None:  # no Redis, so everything is sent with the next tokens
             return
         for (sent, reader, chunk), end in zip(due, ends, strict=True):
-            # A reader whose record is held by another worker gets nothing more from here.
+            # A reader whose record is now claimed by another worker gets nothing more from here.
             sent[reader] = end if end is not None else _NEVER
             self._has_more |= end is not None and end < chunk.end
             if end and isinstance(chunk, PieceChunk):

@@ -64,7 +64,7 @@ class LargeResults:
         return await self._with_key(envelope, outcome, INLINE_LIMIT_BYTES)
 
     async def for_reply(self, envelope: Envelope, body: ReplyBody) -> ReplyBody:
-        """Returns the body for its reply. It is the same object if nothing changes.
+        """Returns the body for the reply. It is the same object if nothing changes.
 
         A prediction is read from its record, so its reply has no results.
 
@@ -96,12 +96,12 @@ class LargeResults:
                 own_key, data = key + result.blob_suffix(number), blob.data or b""
                 if own_key not in self._streamed:
                     await self._put(own_key, data, blob.media_type, envelope.deadline_s)
-                # Another step may look in the cache for its result for these bytes.
+                # Another step may look up its cached result by these bytes.
                 digest = content_digest(data) if envelope.flow else ""
                 blob = Blob(blob.media_type, object_key=own_key, digest=digest)
                 stored_bytes += len(data)
             blobs.append(blob)
-        is_kept = envelope.has_record or envelope.flow  # else a caller is waiting for the answer
+        is_kept = envelope.has_record or envelope.flow  # otherwise a caller is waiting
         if stored_bytes and is_kept and isinstance(result, CustomResult):
             until_s = envelope.deadline_s + RESULTS_COUNT_S
             with contextlib.suppress(Unavailable):  # a result isn't lost if it can't be counted

@@ -49,7 +49,7 @@ class Preprocessor:
         )
 
     async def _with_sources(self, item: Item) -> Item | PenstockError:
-        """Returns `item` with its sources inline, or why they can't be read."""
+        """Returns `item` with its sources inline, or the reason they can't be read."""
         if not any(source.object_key for source in item.input.sources):
             return item
         try:
@@ -74,8 +74,8 @@ class Preprocessor:
         try:
             return self._preparer.prepare(inputs)
         except Exception:
-            # The boundary to tokenizers and templates. An input that crashes one of them fails
-            # alone. Otherwise it would kill this worker and the next one that gets the job.
+            # The boundary to tokenizers and templates. An input that crashes one of them fails on
+            # its own. Otherwise it would kill this worker and the next one to get the job.
             if len(inputs) > 1:
                 return [ready for value in inputs for ready in self._prepare_inputs([value])]
             log.warning("input not prepared", exc_info=True)

@@ -1,8 +1,8 @@
 """A worker's jobs for one model, and the messages it sends to the broker about them.
 
-Each is acked, handed back, or still in progress. Replies that end together and go to the same inbox
-share messages, if the API instance supports that: the broker then carries, and bills, one message
-instead of many, and the instance receives one.
+Each job is acked, handed back, or still in progress. Replies that are ready together and go to the
+same inbox share messages if the API instance supports it, so the broker carries, bills and delivers
+one message instead of many.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ EncodedReply = tuple[Envelope, bytes]
 """A job, and its reply body as written by `encode_reply_body`."""
 
 REASON_LIMIT_BYTES = 1000
-"""Maximum length of an attribute is 1,024 bytes."""
+"""The maximum attribute length is 1,024 bytes."""
 
 
 class JobRegistry:
@@ -80,7 +80,7 @@ class JobRegistry:
         return [pulled for pulled in self._jobs if record in (None, pulled.record, pulled.run)]
 
     def ack(self, pulled: PulledJob) -> None:
-        """Acks a finished job, unless it was handed back in the meantime."""
+        """Acks a finished job, unless it has been handed back."""
         if pulled in self._jobs:
             self.completion.record(time.monotonic() - pulled.over_since_s)
             pulled.subscription.ack(pulled.message)
@@ -102,7 +102,7 @@ class JobRegistry:
         await self.release_claims(self._jobs)
 
     async def release_claims(self, pulled_jobs: Iterable[PulledJob]) -> None:
-        """Releases the claims of jobs that stay here. They no longer count if the worker dies."""
+        """Releases the claims of jobs that stay here, so they don't count if the worker dies."""
         released = []
         for pulled in pulled_jobs:
             if pulled.is_claimed and not pulled.is_released:
@@ -155,7 +155,7 @@ class JobRegistry:
 
 
 class ReplyPublisher:
-    """Publishes replies, refusals and dead letters of one model."""
+    """Publishes one model's replies, refusals and dead letters."""
 
     def __init__(self, model: str, worker: str, publisher: Publisher) -> None:
         self._model = model
@@ -183,7 +183,8 @@ class ReplyPublisher:
     async def publish_all(self, replies: Sequence[EncodedReply]) -> list[bool | PenstockError]:
         """Publishes replies for one inbox, and waits until the broker has them.
 
-        Returns what `publish` would return or raise for each. Replies in a message share its fate.
+        Returns what `publish` would return or raise for each. Replies in one message all succeed or
+        fail together.
         """
         sent: list[bool | PenstockError] = []
         publishing = [self._publish_some(some) for some in _messages_of(replies)]

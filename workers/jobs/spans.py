@@ -1,4 +1,4 @@
-"""The spans of a job, recorded when it ends: `queue`, `batch` and `infer`.
+"""A job's spans, recorded when it ends: `queue`, `batch` and `infer`.
 
 The message identifies their parent, the span that published the job. A batch has items from many
 jobs, so each job has its own `infer` span with its batch's times and links to the other jobs in it
@@ -74,7 +74,7 @@ def _record_batch(
 ) -> None:
     """Records the wait for a batch.
 
-    The wait of an item that was coalesced with an earlier one starts with its own job.
+    The wait of a coalesced item starts when its own job does, not the earlier one's.
     """
     facts: Attributes = {STAGE: "batch", "penstock.items": items}
     times_s = max(pulled.pulled_at_s, queued_at_s), max(pulled.pulled_at_s, started_at_s)

@@ -1,6 +1,6 @@
-"""Ends the jobs of flow steps: marks their items, continues the run, writes rows, acks.
+"""Ends flow step jobs: marks their items, continues the run, writes rows, acks.
 
-As with any job, the ack comes last, after the broker has the messages of the next steps. If this
+As with any job, the ack comes last, after the broker has the next steps' messages. If this
 worker dies before that, the message is delivered again, its items turn out to be done, and the run
 continues from there (shared/flows/engine.py).
 """
@@ -111,7 +111,7 @@ class StepCompletion(Completion):
             return list(outcomes)
         retried = [outcome.index for outcome in outcomes if may_retry(pulled.job, outcome)]
         if retried:
-            # Otherwise the claim would count as a worker that died with these items.
+            # Otherwise the claim would count as a worker that died while holding these items.
             await self._records.release([ReleasedClaim(pulled.record)])
             pulled.is_released = True
             await self._engine.retry(pulled.job, retried)

@@ -1,6 +1,6 @@
-"""A batch of a model that computes in steps, while it runs on one model process.
+"""A batch running on one model process, for a model that computes in steps.
 
-Continuous batching: items are admitted between steps, and leave one by one. The batch ends when no
+Continuous batching: items are admitted between steps and leave one by one. The batch ends when no
 items are left in it.
 """
 
@@ -88,7 +88,7 @@ class StepRun:
     async def run(self, batch: Sequence[QueuedItem]) -> str:
         """Runs until no items are left. Returns why the process died, or an empty string.
 
-        If the process dies or items fail together, they are queued again in halves.
+        If the process dies or items fail together, the items are requeued in halves.
         """
         self._add(0, batch)
         try:
@@ -119,7 +119,7 @@ class StepRun:
         admitted = self._queue.admit(self._inside.values(), self._processes)
         if admitted:
             first = self._process.admit([to_compute(queued) for queued in admitted])
-            if first is None:  # it has just ended
+            if first is None:  # it has just finished
                 for queued in admitted:
                     self._queue.requeue_unfinished(queued)
                 return
@@ -195,7 +195,7 @@ class StepRun:
         )
 
     def _wait_again(self, message: Preempted) -> None:
-        """Queues items again that were preempted or ran out of memory."""
+        """Requeues items that were preempted or ran out of memory."""
         was_preempted = bool(self._preempted & set(message.slots))
         for slot in message.slots:
             queued = self._inside.pop(slot, None)

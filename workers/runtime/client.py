@@ -1,4 +1,4 @@
-"""The client for one model process: starts it, sends it batches, and reports how it ended."""
+"""The client for one model process: starts it, sends it batches, and reports how it exited."""
 
 from __future__ import annotations
 
@@ -74,11 +74,11 @@ class _Pending:
 
 
 class ModelClient:
-    """ProcessClient for a model process that is ready. Its batches fail when the process ends.
+    """ProcessClient for a model process that is ready. Its batches fail when the process exits.
 
-    On a CPU it runs one batch at a time. A second one was tried and rejected: the process is busy
-    99 % of the time without it (batches of 1,000 tokens), and a batch formed later is fuller. On a
-    device that computes asynchronously it runs two (decision 143).
+    On a CPU it runs one batch at a time. A second one was tried and rejected, because the process
+    is busy 99 % of the time without it (batches of 1,000 tokens), and a batch formed later is
+    fuller. On a device that computes asynchronously it runs two (decision 143).
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class ModelClient:
 
         Raises:
             PenstockError: it refused to start (usually ConfigurationError), died, or was not ready
-                in time (ModelFailed, with the end of its output).
+                in time (ModelFailed, with the last part of its output).
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -134,7 +134,7 @@ class ModelClient:
         return child
 
     async def _abandon(self) -> None:
-        """Kills a process that is not ready, and so doesn't notice that the socket is closed."""
+        """Kills a process that isn't ready and so doesn't notice that the socket is closed."""
         self.kill("it was not ready")
         await self.close()
 
@@ -196,7 +196,7 @@ class ModelClient:
     async def _begin(
         self, size: int, timeout_s: float, model: int, is_overlapping: bool
     ) -> _Pending:
-        # Turns end with the batch, not with the caller. A canceled caller leaves a process that is
+        # Turns end with the batch, not with the caller. When a caller is canceled, the process is
         # still computing.
         turns = await self._take_turns(model, is_overlapping)
         if self._reason:
@@ -292,10 +292,10 @@ class ModelClient:
             self._process.kill()
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """Handles messages until the process ends.
+        """Handles messages until the process exits.
 
         Then fails its batches, and returns the reason with the process's last output. Only
-        operators may read that output: it contains paths, and may come from any tenant.
+        operators may read that output, because it contains paths and may come from any tenant.
         """
         try:
             while (message := await self._read()) is not None and not self._fault:
@@ -371,7 +371,7 @@ class ModelClient:
         return None if pending.done.done() else pending.done
 
     async def close(self) -> None:
-        """Closes the socket, which ends the process. Kills it if that takes too long."""
+        """Closes the socket, which makes the process exit. Kills it if that takes too long."""
         self._writer.transport.abort()
         try:
             async with asyncio.timeout(EXIT_LIMIT_S):
@@ -388,7 +388,7 @@ async def _connect(
     try:
         return await asyncio.open_unix_connection(sock=ours)
     except BaseException:
-        # Only a cancellation gets here, because the connection itself can't fail.
+        # Only a cancellation can lead here, because the connection itself can't fail.
         ours.close()
         process.kill()
         await process.wait()

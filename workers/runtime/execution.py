@@ -1,8 +1,8 @@
 """Runs batches in a model process: whole ones, or one that items join between steps.
 
-Groups in a whole batch that fail are halved, and the batch stops when it is canceled. Batches of a
+In a whole batch, groups that fail are halved, and the batch stops when it is canceled. Batches of a
 model that computes asynchronously overlap (workers/runtime/overlap.py). For a SteppedModel, each
-step measures its items' share of the process. Callers see their progress, and previews if they
+step measures its items' share of the process. Callers see the items' progress, and previews if they
 watch.
 """
 
@@ -63,13 +63,13 @@ PREVIEW_EVERY_S = 0.5
 PREVIEW_SHARE = 0.04
 """Maximum share of a batch's time spent on previews after the first one."""
 FIRST_PREVIEW_S = 0.25
-"""A batch that ends sooner doesn't get a preview."""
+"""A batch that finishes sooner doesn't get a preview."""
 WATCH_VALID_S = 2.0
 """How long a Watch is valid. The I/O process repeats it every half second while a reader is
 watching.
 """
 MAX_PREVIEWED = 8
-"""Maximum slots of a batch previewed at a time."""
+"""Maximum number of a batch's slots previewed at a time."""
 
 CHUNKS_EVERY_S = 0.05
 """At most 20 events per second reach an item's readers."""
@@ -155,7 +155,7 @@ class BatchSteps:
         self.slots = slots
 
     def __call__(self, step: int, steps: int) -> None:
-        """Called when step `step` of `steps` has ended.
+        """Called after step `step` of `steps`.
 
         Raises:
             Canceled: the batch is canceled.
@@ -163,7 +163,7 @@ class BatchSteps:
 
 
 class StepReporter(BatchSteps):
-    """Reports progress, and ends batch `number` if it is canceled.
+    """Reports progress, and stops batch `number` if it is canceled.
 
     It reads the socket between two steps. A thread for this would slow down every batch.
 
@@ -202,8 +202,8 @@ class StepReporter(BatchSteps):
     def _is_canceled(self) -> bool:
         while select.select([self._connection], [], [], 0)[0]:
             message = read_client_message(self._connection)
-            # While a batch runs, only its Watch and Cancel, late ones for another batch, or the end
-            # can arrive.
+            # While a batch runs, the only possible messages are its Watch and Cancel, late ones for
+            # another batch, and the end of the connection.
             if isinstance(message, Watch):
                 if message.number == self._number:
                     self._watched = message.slots
@@ -239,7 +239,7 @@ class StepReporter(BatchSteps):
 class BatchExecution:
     """Computes one batch group by group.
 
-    A group that fails is halved until the bad item is alone.
+    A group that fails is halved until the bad item is on its own.
     """
 
     def __init__(self, model: InferenceModel, steps: BatchSteps) -> None:
@@ -250,7 +250,7 @@ class BatchExecution:
         self.padded: dict[int, int] = {}
         """Work of the padded items, including padding, by slot."""
         self.calls: dict[int, Call] = {}
-        """The calls that computed items after others had failed, by slot."""
+        """The calls that recomputed items after other items had failed, by slot."""
         self._has_failed = False
         self.out_of_memory = False
 
@@ -325,7 +325,7 @@ class StepPreviews:
         self._watched_until_s = time.monotonic() + WATCH_VALID_S
 
     def report(self) -> None:
-        """Reports progress and draws previews if they are due."""
+        """Reports progress, and draws previews when they are due."""
         now_s = time.monotonic()
         if now_s - self._reported_s < PROGRESS_EVERY_S:
             return
@@ -357,7 +357,7 @@ class StepPreviews:
 
 
 class StepExecution:
-    """One batch, until no items are left in the model.
+    """One batch, which runs until no items are left in the model.
 
     Args:
         room: the model's room in this process.
@@ -380,7 +380,7 @@ class StepExecution:
         self._previews: StepPreviews | None = None
 
     def run(self) -> None:
-        """Computes steps, and reports their results to the I/O process."""
+        """Runs the steps, and reports their results to the I/O process."""
         try:
             model = cast(SteppedModel, self._resident_models.use(self._batch.model))
         except Exception as error:
@@ -437,7 +437,7 @@ class StepExecution:
             try:
                 model.admit(slot, item)
             except PenstockError as error:
-                # An item that has the device to itself would otherwise wait for room forever.
+                # Otherwise, an item that has the device to itself would wait for room forever.
                 if isinstance(error, OutOfMemory) and self._shares.slots:
                     self._send(Preempted(self._batch.number, [slot]))
                 else:
@@ -483,7 +483,7 @@ class StepExecution:
             self._send(Chunks(self._batch.number, chunks))
 
     def _end_all(self, end: StepEnd) -> None:
-        """Reports the items that ended in a step or have to wait."""
+        """Reports the items that finished in a step or have to wait."""
         for slot, result in end.results.items():
             self._end(slot, result)
         if end.preempted:

@@ -11,7 +11,7 @@ from shared.process.concurrency import backoff
 from workers.models.client import ModelProcessDied, ProcessClient
 
 START_TRIES = 5
-"""Number of consecutive failed starts after a death before giving up on the process."""
+"""Number of consecutive failed restarts before giving up on the process."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 16.0
 
 log = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class KeptProcess:
     async def keep_alive(self) -> None:
         """Starts the process, and restarts it when it dies.
 
-        Returns once it can't be started any more.
+        Returns once the process can no longer be started.
         """
         try:
             await self._keep_alive()

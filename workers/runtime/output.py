@@ -1,4 +1,4 @@
-"""A model process's output: passed on, with the end kept for error messages."""
+"""A model process's output, which is passed on. The last lines are kept for error messages."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ _TAIL_BYTES = 4000
 
 
 class ChildOutput:
-    """Copies a process's output to stderr, and keeps the end for error messages."""
+    """Copies a process's output to stderr, and keeps the last lines for error messages."""
 
     def __init__(self, process: ChildProcess) -> None:
         assert process.stdout is not None, "started with a pipe; this is a bug"
@@ -27,7 +27,7 @@ class ChildOutput:
             sys.stderr.write(chunk.decode(errors="replace"))
 
     async def finish(self) -> None:
-        """Waits for the rest after the process has ended.
+        """Waits for the remaining output after the process has exited.
 
         The wait is short, because a grandchild may hold the pipe open.
         """

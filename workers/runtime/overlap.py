@@ -43,7 +43,7 @@ class OverlappedBatches:
         self._ended_s = 0.0
 
     def start(self, batch: RunBatch, model: InferenceModel) -> None:
-        """Starts a batch. Returns before it has ended."""
+        """Starts a batch. Returns before it finishes."""
         self._running = {
             number: running for number, running in self._running.items() if not running[0].done()
         }
@@ -51,12 +51,12 @@ class OverlappedBatches:
         self._running[batch.number] = self._threads.submit(self._run, batch, model, check), check
 
     def cancel(self, number: int) -> None:
-        """Ends a batch before its next call of the model, if it is still running."""
+        """Stops a batch before its next call to the model, if it is still running."""
         if (running := self._running.get(number)) is not None:
             running[1].cancel()
 
     def finish(self) -> None:
-        """Waits until every batch has ended and sent its result."""
+        """Waits until every batch has finished and sent its result."""
         wait([future for future, _ in self._running.values()])
 
     def _run(self, batch: RunBatch, model: InferenceModel, check: CancelCheck) -> None:
@@ -75,14 +75,14 @@ class OverlappedBatches:
         execution.compute(batch.items)
         with self._ending, contextlib.suppress(ConnectionError):  # the I/O process has hung up
             now_s = time.perf_counter()
-            # Before that, the device was computing the previous batch.
+            # Until then, the device was computing the previous batch.
             inference_s = now_s - max(began_s, self._ended_s)
             self._ended_s = now_s
             self._send(report_batch(self._resident_models, batch, execution, inference_s))
 
 
 class CancelCheck(BatchSteps):
-    """Ends a batch between two calls of the model once it is canceled."""
+    """Stops a canceled batch between two calls to the model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,8 +102,8 @@ class CancelCheck(BatchSteps):
 
 
 def leave_without_gpu(error: GpuLost) -> NoReturn:
-    """Ends this process after its GPU failed, so that its items are retried."""
+    """Exits this process after its GPU failed, so that its items are retried."""
     log.error("GPU lost", extra={"error": str(error)})
     logging.shutdown()
-    # Skips the libraries' exit handlers, which may wait for the GPU forever.
+    # Skip the libraries' exit handlers, which may wait for the GPU forever.
     os._exit(GPU_LOST_STATUS)

@@ -57,8 +57,8 @@ class ProcessPool:
 
         Raises:
             ConfigurationError: the folder, the entry or the device is invalid.
-            ModelFailed: a process died or was not ready in time. The message ends with its last
-                output.
+            ModelFailed: a process died or was not ready in time. The message ends with the
+                process's last output.
         """
         self._tasks = [asyncio.create_task(process.keep_alive()) for process in self.processes]
         try:
@@ -92,8 +92,8 @@ class ProcessPool:
 class ModelPool(ProcessPool):
     """The processes that compute a worker's models.
 
-    Each place in the pool has all models: our models in one model process, and each custom class in
-    a separate process.
+    Each place in the pool has all models, with our models in one model process and each custom
+    class in a separate process.
 
     Args:
         models: at least one. A model's index here is the number that `run` takes.
@@ -102,8 +102,8 @@ class ModelPool(ProcessPool):
         threads: threads per process on a CPU.
         memory_fraction: the fraction of a GPU's memory that each process may use.
         memory_budget_bytes: limit for all models in a place together. 0: no limit.
-        start_timeout_s: time limit for a process to get ready.
-        command: starts a model process, or the template that they are forked from.
+        start_timeout_s: time limit for a process to become ready.
+        command: starts a model process, or the template that model processes are forked from.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class _ModelProcesses:
 
     Args:
         threads: threads per process on a CPU.
-        device: the device for which their template loads ahead.
+        device: the device that their template preloads for.
     """
 
     def __init__(self, command: Sequence[str], threads: int, timeout_s: float, device: str) -> None:

@@ -1,8 +1,8 @@
 """A place in a worker's pool: the processes that take turns on one device.
 
 A worker's models are computed by one model process plus a separate process for each custom class.
-To the worker, they look like a single process that holds some of the models and runs one model's
-batches at a time.
+To the worker, they look like a single process that has some of the models loaded and runs one
+model's batches at a time.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Host(NamedTuple):
     models: Sequence[int]
 
     def residency(self) -> ResidencyReport:
-        """The models that the process holds, as last reported, by the process's own numbers."""
+        """The models loaded in the process, as last reported, by the process's own numbers."""
         client = self.process.client
         return _NOTHING if client is None else client.residency
 
@@ -92,7 +92,7 @@ class PooledProcess:
             try:
                 for host in self._hosts:
                     group.create_task(host.process.keep_alive())
-                    with contextlib.suppress(PenstockError):  # `ready` raises it again
+                    with contextlib.suppress(PenstockError):  # `ready` re-raises it
                         await host.process.ready()
                         await self._evict_if_too_large(host)
             finally:
@@ -156,7 +156,7 @@ class PooledProcess:
         return done
 
     def overlaps(self, model: int) -> bool:
-        """Returns whether the process accepts a batch for `model` before the last one ended."""
+        """Returns whether the process accepts a batch for `model` before the last one finishes."""
         host, number = self._find(model)
         client = host.process.client
         return client is not None and number in client.facts.overlapping
@@ -169,7 +169,7 @@ class PooledProcess:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """Runs items on a model that computes in steps until none are left. More may be admitted.
+        """Runs items on a model that computes in steps until none are left. Others may be admitted.
 
         Args:
             batch: at least one item.
@@ -202,7 +202,7 @@ class PooledProcess:
         self._used_s[model] = time.monotonic()
         self._current = client
         if self._early_drops:
-            # After the batch's first turn, in which the process receives it.
+            # After the batch's first turn, during which the process receives the batch.
             asyncio.get_running_loop().call_soon(client.drop, self._early_drops)
         return client
 
@@ -219,7 +219,7 @@ class PooledProcess:
         return sum(sizes.get(number, 0) for number in numbers) > self._budget_bytes
 
     async def _evict_if_too_large(self, host: _Host) -> None:
-        """Evicts the models of a process that was just started if its last one doesn't fit."""
+        """Evicts a newly started process's models if its last one doesn't fit."""
         last = host.models[-1]
         if (
             self._budget_bytes
@@ -277,7 +277,7 @@ class PooledProcess:
 
     @property
     def residency(self) -> ResidencyReport:
-        """The models that the processes hold, as last reported. A new object after each change."""
+        """The models loaded in the processes, as last reported. A new object after each change."""
         reports = [host.residency() for host in self._hosts]
         if any(new is not old for new, old in zip(reports, self._reports, strict=True)):
             changed = [new is not old for new, old in zip(reports, self._reports, strict=True)]

@@ -4,11 +4,11 @@ A frame is its length in bytes (unsigned 32-bit, little-endian), followed by one
 below or in workers/models/reports.py. The model process receives RunBatch, Watch, Cancel and Evict.
 It sends Ready or Refused once, then StepDone, Previews and BatchResult.
 
-For a model that computes in steps, items are added by Admit and removed by Drop or Preempt while
-their batch runs. The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare and
-Preempted, and StepsEnded when no items are left. An Admit may cross with StepsEnded. The process
-therefore ignores one for a batch that is over, and the I/O process queues the items again that
-StepsEnded left without an outcome.
+For a model that computes in steps, Admit adds items to a running batch, and Drop or Preempt removes
+them. The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare and Preempted, and
+StepsEnded when no items are left. An Admit and a StepsEnded may cross. The process therefore
+ignores an Admit for a batch that is over, and the I/O process requeues any items that have no
+outcome when StepsEnded arrives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.models.reports import BatchResult, Previews, Ready, StepDone, StepM
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
 IN_FLIGHT = 2
-"""An overlapping model's batches in a process: one is computed while the other is prepared."""
+"""An overlapping model's batches in a process: one running while the other is prepared."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -45,7 +45,7 @@ class Cancel(msgspec.Struct, tag="cancel"):
 
 
 class Admit(msgspec.Struct, tag="admit"):
-    """Add items to batch `number`, which may already be over. Slots continue from `first`."""
+    """Add items to batch `number`, which may already be over. Their slots start at `first`."""
 
     number: int
     first: int
@@ -151,7 +151,7 @@ def decode_server_message(body: bytes) -> ServerMessage:
 
 
 def read_client_message(connection: socket.socket) -> ClientMessage | None:
-    """Returns the next message, or None at the end of the connection. Reads nothing beyond it."""
+    """Returns the next message, or None at the end of the connection. Never reads past it."""
     header = _read(connection, HEADER.size)
     if header is None:
         return None

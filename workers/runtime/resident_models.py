@@ -6,8 +6,8 @@ possible.
 Also measures the memory of the process and the machine, and returns unused memory.
 
 Restoring from a copy is about twenty times faster than loading from disk. Only models with plain
-parameters can be offloaded. A compiled model or a CUDA graph contains their addresses, and a
-quantized model hides them in other objects.
+parameters can be offloaded. Compiled models and CUDA graphs contain the parameters' addresses, and
+quantized models hide parameters in other objects.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class Offloaded:
     def restore(self) -> LoadedModel:
         """Copies the weights back to their device.
 
-        Raises:
-            RuntimeError: there is no room. Some weights may already be restored: call `release`.
+        Raises: RuntimeError: there is not enough memory. Some weights may already be restored, so
+            call `release`.
         """
         for tensor, copy, device in zip(self._tensors, self._copies, self._devices, strict=True):
             tensor.data = copy.to(device, copy=True, non_blocking=True)
@@ -75,7 +75,7 @@ def offload(model: LoadedModel, room_bytes: int) -> Offloaded | None:
 
     Returns None and changes nothing if the weights can't be moved, or exceed `room_bytes`.
     """
-    if "torch" not in sys.modules:  # another library computes and owns the weights
+    if "torch" not in sys.modules:  # another library owns the weights and runs the model
         return None
     networks = list(_networks(vars(model), _DEPTH))
     tensors = list(
@@ -179,7 +179,7 @@ def weights_bytes(root: Path) -> int:
 
 
 def free_host_bytes() -> int:
-    """Returns the memory free without swapping: the machine's, or less under a cgroup limit."""
+    """Returns the memory that is free without swapping, taking any cgroup limit into account."""
     free = []
     with contextlib.suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
@@ -196,7 +196,7 @@ def free_host_bytes() -> int:
 def give_back(*, is_empty: bool) -> None:
     """Returns freed memory to the machine.
 
-    `is_empty`: no model is left, so all other objects are permanent.
+    `is_empty`: no models are loaded, so all remaining objects are permanent.
     """
     gc.collect()
     if is_empty:
@@ -221,9 +221,9 @@ class ResidentModels:
     Args:
         makers: create each model without loading it. A model's number is its index here.
         weights: each model's weights file or folder, for estimating its size before the first load.
-        budget_bytes: limit for all resident models together. A model above it is resident alone. 0:
-            only the device's limit, which also leads to evictions.
-        loaded: models, by number, that were loaded before this process was forked.
+        budget_bytes: limit for all resident models together. A larger model is the only resident
+            one. 0: only the device's own limit, which also causes evictions.
+        loaded: models loaded before this process was forked, by number.
         more_weights: additional files that models load, by number. Included in the estimate.
     """
 
@@ -258,10 +258,10 @@ class ResidentModels:
     def open(self) -> None:
         """Loads every model once, so that an invalid one is rejected now.
 
-        The first ones that fit stay.
+        The first models that fit stay loaded.
 
-        Evicted models are loaded a second time to measure a switch, because a first load also
-        imports libraries.
+        Evicted models are loaded a second time to measure the switch time, because their first load
+        also imported libraries.
 
         Raises:
             PenstockError: a model can't be loaded.

@@ -59,7 +59,7 @@ def main() -> int:
     """Serves the models until the socket closes. Returns the exit status."""
     arguments = _arguments()
     configure_logs("WARNING")
-    # Only the I/O process obeys signals sent to the whole group (Ctrl-C, a supervisor's TERM). It
+    # Only the I/O process handles signals sent to the whole group (Ctrl-C, a supervisor's TERM). It
     # drains, then hangs up.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
@@ -116,9 +116,9 @@ def _arguments() -> argparse.Namespace:
 
 @contextmanager
 def gpus_hidden() -> Iterator[None]:
-    """Within this context, libraries find no GPU.
+    """Hides all GPUs from libraries within this context.
 
-    diffusers looks for one when it is imported. Both CUDA and NVML start a thread to answer, and a
+    diffusers looks for one when it is imported. Both CUDA and NVML start a thread to do so, and a
     process with threads can't be forked.
     """
     name = "CUDA_VISIBLE_DEVICES"
@@ -167,7 +167,7 @@ def _fork_for(
 ) -> template.ForkedChild | None:
     """Forks on request.
 
-    Returns in each forked process, and returns None in the template when it ends.
+    Returns in each forked process, and returns None in the template when it shuts down.
     """
     facts = TemplateReady(
         time.monotonic() - _BEGAN_S,
@@ -259,7 +259,7 @@ class ModelServer:
 def _exit_on_hangup(fd: int) -> None:
     """Exits at once when the I/O process closes its end or dies."""
     poller = select.poll()
-    poller.register(fd, 0)  # no events, so only a hang-up is reported, never data
+    poller.register(fd, 0)  # no events, so poll reports only a hang-up, never data
     poller.poll()
     os._exit(0)
 

@@ -2,17 +2,17 @@
 
 A fork is ready in a fraction of the time that importing torch takes, and all forks share the memory
 pages of libraries and weights. The first fork request starts the template. If the template dies,
-the next request restarts it. The processes it has forked live on.
+the next request restarts it, and the processes it has forked live on.
 
 Between the I/O process and the template, one message is one packet. The I/O process sends a
 ForkRequest with two descriptors: the model process's end of its socket, and its output pipe. The
 template sends one TemplateReady, one ForkResult with a pidfd for each ForkRequest, and one
-ProcessEnded for each process that ended.
+ProcessEnded for each process that exited.
 
-The template process loads libraries and weights, and forks model processes on request. It runs no
-model, starts no thread and does not initialize CUDA, because none of these survives a fork. If a
-library does so anyway, the forked process re-executes its program. That is as slow as running
-without a template, and just as safe.
+The template process loads libraries and weights, and forks model processes on request. It doesn't
+run models, start threads or initialize CUDA, because none of these survive a fork. If a library
+does so anyway, the forked process re-executes its program. That is as slow as running without a
+template, and just as safe.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class ForkRequest(msgspec.Struct, tag="fork"):
 class TemplateReady(msgspec.Struct, tag="loaded"):
     """The libraries and the weights of `models` models are loaded.
 
-    `other_threads` has the name of each thread except the main one. Forks are sound if it is empty.
+    `other_threads` has the name of each thread except the main one. Forks are safe if it is empty.
     """
 
     load_s: float
@@ -74,7 +74,7 @@ class ForkResult(msgspec.Struct, tag="forked"):
 
 
 class ProcessEnded(msgspec.Struct, tag="ended"):
-    """Process `pid` has ended. `status` is the same as in subprocess."""
+    """Process `pid` has exited. `status` is the same as in subprocess."""
 
     pid: int
     status: int
@@ -210,7 +210,7 @@ class Template:
         return running
 
     async def _watch(self, running: _TemplateProcess) -> None:
-        """Cleans up after a template that died. Starts the next one if this one ever forked."""
+        """Cleans up after a template that died. Starts a new one if the old one ever forked."""
         await running.is_over.wait()
         await running.close(at_once=True)
         log.error(
@@ -224,7 +224,7 @@ class Template:
                 await self._up()
 
     async def close(self) -> None:
-        """Ends the template. The forked processes end when their sockets close."""
+        """Shuts down the template. The forked processes exit when their sockets close."""
         for task in list(self._watching):
             task.cancel()
         await asyncio.gather(*self._watching, return_exceptions=True)
@@ -332,7 +332,7 @@ class _TemplateProcess:
             self._process.kill()
 
     async def close(self, *, at_once: bool = False) -> None:
-        """Closes the socket, which ends the template. Kills it if that takes too long."""
+        """Closes the socket, which makes the template exit. Kills it if that takes too long."""
         self._end()
         if at_once:
             self.kill()
@@ -354,7 +354,7 @@ class _Output(asyncio.StreamReaderProtocol):
 
 
 class ForkedChild(NamedTuple):
-    """A forked process's state: its socket, its device, and whether the fork is sound."""
+    """A forked process's state: its socket, its device, and whether the fork is safe."""
 
     fd: int
     device: str
@@ -374,7 +374,7 @@ class ForkServer:
         Returns in each forked process, and returns None in the template.
         """
         gc.collect()
-        gc.freeze()  # a collection would write to all objects and thus copy the shared pages
+        gc.freeze()  # garbage collection would write to all objects and thus copy the shared pages
         with contextlib.suppress(ConnectionError):
             send(self._control, loaded)
             return self._serve(is_alone=not loaded.other_threads)

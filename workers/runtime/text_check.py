@@ -1,7 +1,7 @@
-"""`penstock models check NAME` for a text model: how much memory it takes, and how much fits.
+"""`penstock models check NAME` for a text model: how much memory it takes, and how much text fits.
 
 Starts the model the way a worker does, with one model process and all cores. The size of keys and
-values per token follows from the layers in the model's configuration.
+values per token is derived from the layers in the model's configuration.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_text_model(name: str, device: str) -> Iterator[str]:
 
 
 class _Started(NamedTuple):
-    """A model that was ready. `free_bytes`: the machine's free memory while it was running."""
+    """A model that became ready. `free_bytes`: the machine's free memory while it was running."""
 
     device: str
     load_s: float

@@ -10,27 +10,28 @@ take items while its deficit is above 0, and pays back any excess in the followi
 tenant's turn therefore doesn't depend on its next item's length.
 - **Within a tenant**: earliest deadline first, then order of arrival for equal deadlines.
 - **Keys**: only items with equal keys share a batch. The tenant whose turn it is leads with its
-first item, whose key becomes the batch's. Other items with that key follow in the order of their
-tenants' turns. All of it is charged, so a tenant gains nothing by using keys. In this way, a tenant
+    first item, whose key becomes the batch's. Other items with that key follow in the order of
+    their tenants' turns. All of them are charged, so a tenant gains nothing by using keys. In this
+    way, a tenant
 may run ahead of its turn by at most one batch.
 
 Rounds are counted rather than iterated: each tenant has the number of the first round in which it
-may take an item, and a heap orders the tenants by it. Rounds without an item therefore cost
-nothing, whatever the weights, and an item costs O(log n).
+may take an item, and a heap orders the tenants by that number. Rounds without an item therefore
+cost nothing, regardless of the weights, and an item costs O(log n).
 
 The bounds, with quantum q = budget / HEAVIEST x weight and longest item l:
 
 - For two tenants i, j that are always waiting: |work_i / weight_i - work_j / weight_j| is at most 2
 x budget / HEAVIEST + l_i / weight_i + l_j / weight_j. With several keys, add one budget / weight
-for each of the two, for the batches that ran ahead of their turn.
+for each of the two tenants, for the batches that ran ahead of their turn.
 - When an item arrives for a tenant without debts and all keys are equal, the batches before the one
 with the tenant's first item contain at most 2 x q_j + l_j work from each other tenant j. With
 several keys, each such item from another tenant may bring along a batch of its key.
-- A tenant with nothing waiting keeps no deficit. It keeps any excess until its round has come, so
-it can't get more by sending items one at a time.
+- A tenant with nothing waiting keeps no deficit. It keeps any excess until its round comes, so it
+    can't get more by sending items one at a time.
 
-A batch that completes all of some tenant's items is not made much longer by a tenant with more than
-a batch waiting: by at most `spare` work, or to at most twice its length.
+If a batch completes all of a tenant's items, a tenant with more than a batch waiting can lengthen
+it only by `spare` work, or to twice its length.
 
 `TenantQueue` holds one tenant's waiting items, and the used part of the tenant's share.
 """
@@ -50,7 +51,9 @@ STALE_MAX = 16
 """Maximum number of removed entries that a tenant may keep in addition to its waiting items."""
 
 HeapEntry: TypeAlias = "tuple[float, int, ItemT, TenantQueue[ItemT]]"
-"""Deadline, arrival number, item, tenant. It is stale once the item was taken or filed again."""
+"""Deadline, arrival number, item, tenant. It is stale once the item has been taken or filed
+again.
+"""
 Filed: TypeAlias = "Mapping[ItemT, HeapEntry[ItemT]]"
 """Each waiting item's heap entry."""
 
@@ -59,7 +62,7 @@ IDLE_MAX = 1024
 Ring: TypeAlias = "list[tuple[int, int, TenantQueue[ItemT]]]"
 """A heap of tenants by the round of their next turn, and by their order in that round.
 
-A round may be outdated. It is never later than the tenant's next round.
+A round may be outdated, but it is never later than the tenant's next round.
 """
 
 
@@ -76,7 +79,7 @@ class Batchable(Protocol):
 
     @property
     def deadline_s(self) -> float:
-        """When it must have started, in Unix seconds."""
+        """The latest start time, in Unix seconds."""
 
     @property
     def key(self) -> str:
@@ -235,7 +238,7 @@ class BatchQueue(Generic[ItemT]):
         return len(self._tenants)
 
     def earliest(self) -> ItemT | None:
-        """Returns the earliest deadline's item among tenants that may run ahead of their turn.
+        """Returns the item with the earliest deadline among tenants that may run ahead of turn.
 
         Takes O(tenants).
         """
@@ -316,7 +319,7 @@ class BatchQueue(Generic[ItemT]):
         may_take: Callable[[ItemT], bool] = always,
         room_of: Callable[[ItemT], float] | None = None,
     ) -> list[ItemT]:
-        """Removes and returns items for a running batch, strictly in turn order.
+        """Removes and returns items for a running batch, in strict turn order.
 
         Stops at the first item that does not fit, so that its tenant's items are not overtaken.
 
@@ -325,7 +328,7 @@ class BatchQueue(Generic[ItemT]):
             room: maximum work, or the unit measured by `room_of`.
             key: the running batch's key. None: any, and all items must have the first item's key.
             is_wanted: unwanted items are removed without charging for them.
-            may_take: tenants whose next item may not be taken lose their turn but keep the item.
+            may_take: a tenant whose next item may not be taken loses its turn but keeps the item.
             room_of: returns the room an item takes. None: uses its work.
         """
         admitted: list[ItemT] = []
@@ -425,9 +428,9 @@ class BatchQueue(Generic[ItemT]):
             heappush(ring, (tenant.next_round, next(self._turns), tenant))
 
     def _queue_of(self, name: str) -> TenantQueue[ItemT]:
-        """Returns the queue of tenant `name`, which has nothing waiting.
+        """Returns a queue for tenant `name`, which has nothing waiting.
 
-        It is due next round, or once its debt is paid.
+        The tenant is due next round, or once its debt is paid.
         """
         self._advance()
         tenant = self._tenants.get(name)
@@ -458,7 +461,7 @@ class BatchQueue(Generic[ItemT]):
         self._next_of_key(entry[2].key)
 
     def _may_run(self, tenant: TenantQueue[ItemT]) -> bool:
-        """Returns whether it has overdrawn its share by less than a batch."""
+        """Returns whether the tenant has overdrawn its share by less than a batch."""
         return (tenant.spent - self._round) * tenant.quantum < self.budget
 
     def _count_idle(self) -> None:

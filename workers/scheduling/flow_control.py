@@ -1,11 +1,11 @@
-"""Limits the number of jobs that a worker holds.
+"""Limits how many jobs a worker holds.
 
 The model should never wait for the broker. With a nearby broker, two batches per process are
 enough: one running and one waiting. A finished job's permit becomes available again only after its
 reply and ack have traveled to the broker and the next job has come back. The worker therefore also
-holds the jobs that its model computes in that time: its rate times the round trip, which is the
-bandwidth-delay product of a network path. The number is limited: if a worker dies, its jobs wait
-until their leases expire, and are computed again.
+holds the jobs that its model computes in that time, which is its rate times the round trip, like
+the bandwidth-delay product of a network path. The number is limited, because if a worker dies, its
+jobs wait until their leases expire and are then computed again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class FlowControl:
     """The number of jobs that one subscription holds.
 
     Args:
-        held: the number of jobs with a nearby broker: two batches per process.
+        held: the number of jobs for a nearby broker, which is two batches per process.
         completion: time from the end of a job's last item to its ack.
         ack_linger_s: how long acks wait to be sent together.
     """

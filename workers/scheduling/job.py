@@ -37,7 +37,9 @@ from workers.models.reports import BatchResult, Call
 FRESH_S = 0.05
 TOKEN_ID_BYTES = 4
 TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
-"""Workers that may die while holding a job, or a text generation, before its items run alone."""
+"""Workers that may die while holding a job, or a text generation, before its items run one by
+one.
+"""
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
 """The event that did not happen before an item's time ran out."""
@@ -65,7 +67,7 @@ class PulledJob:
     undelivered: frozenset[int] = frozenset()
     """Indexes of items whose results were not part of the answer, once known."""
     written: dict[int, list[Chunk]] = field(default_factory=dict)
-    """Output of custom classes for items that have ended, by item index."""
+    """Custom classes' output for finished items, by item index."""
     is_over: bool = False
     """The job is being finished, is finished, or was handed back. Its queued items are dropped."""
     is_canceled: bool = False
@@ -73,7 +75,7 @@ class PulledJob:
     is_late: bool = False
     """The deadline passed. The job ends as if canceled."""
     timer: JobTimer | None = None
-    """Set until the job is over."""
+    """Set until the job ends."""
     over_since_s: float = 0.0
     """Monotonic time of the last item's outcome."""
     unfinished_claims: int = 0
@@ -81,13 +83,13 @@ class PulledJob:
     is_claimed: bool = False
     """True if this worker's claim is in the job's record."""
     is_alone: bool = False
-    """True if, according to the record, the worker is computing nothing else."""
+    """True if, according to the record, the worker is running nothing else."""
     is_released: bool = False
     """True if the claim was released because the worker is shutting down."""
     dead_letter_reason: str = ""
     """Why the job was given up. A copy of its message goes to the dead-letter topic."""
     trace: TraceContext | None = None
-    """The span that published it."""
+    """The span that published the job."""
     runs: list[ItemRun] | None = None
     """Batches of its items so far. None if its spans are not kept."""
 
@@ -114,12 +116,12 @@ class PulledJob:
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
-        When a node is lost, all of its jobs are redelivered: a second of work or more. Computed one
-        by one, each would take as long as a batch.
+        When a node is lost, all of its jobs are redelivered, which is a second of work or more. Run
+        one by one, each job would take as long as a batch.
 
-        A generation tolerates more: it takes long, a caller is waiting, it continues from its last
-        token, and generations run one by one take many times as long. A generation that crashes
-        kills only its model process, and those deaths are counted separately.
+        A generation tolerates more, because it takes long, a caller is waiting, it continues from
+        its last token, and generations run one by one take many times as long. A generation that
+        crashes kills only its model process, and those deaths are counted separately.
         """
         is_text = isinstance(self.items[0].input, GenerationInput)
         return GENERATION_TOLERATED_CRASHES if is_text else TOLERATED_CRASHES
@@ -149,20 +151,20 @@ class PulledJob:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the API checked the cache a moment ago, so that checking again is useless.
+        """True if the API checked the cache so recently that checking again is useless.
 
-        The way here takes one round trip to the broker: half from the API and half to the worker.
+        A job takes one broker round trip to get here: half from the API and half to the worker.
         """
         age_s = self.pulled_at_s - self.envelope.published_at_s
         return self.envelope.attempt == 1 and age_s < FRESH_S + self.subscription.round_trip.most_s
 
     @property
     def is_unwanted(self) -> bool:
-        """True if the caller no longer waits for it."""
+        """True if the caller is no longer waiting for the job."""
         return self.is_over or self.is_canceled or self.is_late
 
     def is_undelivered(self, index: int) -> bool:
-        """Returns whether an item's result is known not to reach the caller."""
+        """Returns whether an item's result is known not to have reached the caller."""
         return self.is_canceled or self.is_late or index in self.undelivered
 
     def end(self) -> None:
@@ -229,9 +231,9 @@ class Computed:
     computed_work: int | None = None
     """Its work, including its share of the padding. None: nothing was padded."""
     logs: PrintedLogs | None = None
-    """Output of the model's process, if the item was computed alone."""
+    """The model process's output, if the item was computed on its own."""
     call: Call | None = None
-    """The call that computed it. None: all calls in its batch did."""
+    """The call that computed the item. None: all calls in its batch did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,7 +263,7 @@ class QueuedItem:
     deaths: int = 0
     """Number of model processes that died while computing it."""
     deaths_alone: int = 0
-    """How many of them were computing nothing else."""
+    """How many of these processes were computing nothing else."""
     written: list[Chunk] = field(default_factory=list)
     """A generation's output so far, if it is being streamed or was preempted."""
     has_started: bool = False
@@ -278,7 +280,7 @@ class QueuedItem:
 
     @property
     def deadline_s(self) -> float:
-        """When its first waiter gives up unless it has started, in Unix seconds."""
+        """When its first waiter gives up unless the item has started, in Unix seconds."""
         if len(self.waiters) == 1:  # as is nearly always the case
             return self.waiters[0][0].start_by_s
         return min(pulled.start_by_s for pulled, _ in self.waiters)
@@ -305,14 +307,14 @@ class QueuedItem:
 
     @property
     def work(self) -> int | None:
-        """Work of a custom model's item, for its receipt. None: the result includes it."""
+        """The work in a custom model's item, for the receipt. None: the result includes it."""
         return self.prepared.length if isinstance(self.prepared, PreparedCustom) else None
 
     def spent_work(self, steps_saved: int | None = None) -> int:
         """Returns the work done for it if it ends without a result.
 
         A streamed text counts its prompt and its output so far. Anything else counts as estimated
-        by the queue, minus the steps of an image that were not computed.
+        by the queue, minus an image's skipped steps.
 
         Args:
             steps_saved: denoising steps that were skipped. None: the model has no steps.
@@ -343,7 +345,7 @@ class QueuedItem:
     def is_suspect(self) -> bool:
         """True if a model process or worker died while holding this item.
 
-        See `PulledJob.tolerated_crashes`: suspects run alone.
+        See `PulledJob.tolerated_crashes`: suspects run by themselves.
         """
         return self.deaths > 0 or any(
             pulled.unfinished_claims > pulled.tolerated_crashes for pulled, _ in self.waiters
@@ -355,8 +357,7 @@ class QueuedItem:
     def outcomes(self) -> Iterator[tuple[PulledJob, ItemOutcome]]:
         """Yields one outcome per open waiter, once `computed` is set.
 
-        The first waiter that gets the result counts as a cache miss. The others were coalesced with
-        it.
+        The first waiter that gets the result counts as a cache miss. The others count as coalesced.
         """
         has_miss = False
         for number, (pulled, item) in enumerate(self.open_waiters()):

@@ -7,15 +7,15 @@ from dataclasses import dataclass
 from typing import Protocol
 
 SWITCH_SHARE = 0.06
-"""Maximum share of the processes' time spent on switches.
+"""Maximum share of the processes' time to spend on switches.
 
-Leaves room, below a tenth, for their other costs, such as cold caches.
+Keeps the total under a tenth, including other costs of switches, such as cold caches.
 """
 URGENT_SHARE = 0.5
 MIN_WAIT_S = 2.0
 """Minimum wait, for models that load quickly.
 
-Several consecutive batches of one model are fuller than alternating ones.
+A model's consecutive batches are fuller than alternating ones.
 """
 LOAD_GUESS_S = 1.0
 """Estimate for a model that has not been loaded yet."""
@@ -56,18 +56,17 @@ class ModelScheduler:
 
     Pure: no clock, no I/O. Times are Unix seconds from the same clock.
 
-    Loading a model takes time, so a process sticks with the models it holds (the resident ones). It
-    switches to another in three cases. `switch_wait_s` is the sum of all load times, divided by
-    SWITCH_SHARE and the number of processes, so switches in the first case take at most that share
-    of the time:
+    Loading a model takes time, so a process sticks with its loaded (resident) models. It switches
+    to another in three cases. `switch_wait_s` is the sum of all load times, divided by SWITCH_SHARE
+    and the number of processes, so switches in the first case take at most that share of the time:
 
     1. Due: the model's oldest job has waited for `switch_wait_s`, and the model has not been served
     for that long.
     2. Urgent: a job's deadline would otherwise pass, and can still be met. This makes a model due
-    early, at most once per wait at URGENT_SHARE. Otherwise, urgent callers could make a worker do
-    nothing but switch.
-    3. Worthwhile: no resident model has jobs, and the other jobs' total waiting time since then has
-    reached the load time. From then on, waiting costs more than the switch.
+    early, at most once per wait at URGENT_SHARE. Otherwise, urgent callers could keep a worker
+    doing nothing but switching. 3. Worthwhile: no resident model has jobs, and the other jobs'
+    total waiting time since then has reached the load time. From then on, waiting costs more than
+    the switch.
 
     The bound: due models run first, in the order in which they became due, resident or not. A model
     that was served is due again only after a wait, so it queues behind all models that are due now.
@@ -85,7 +84,7 @@ class ModelScheduler:
 
     @property
     def switch_wait_s(self) -> float:
-        """The maximum time that a job waits until its model is due, in seconds."""
+        """The maximum time, in seconds, that a job waits until its model is due."""
         return max(MIN_WAIT_S, self._wait_s(SWITCH_SHARE))
 
     def choose(
@@ -118,7 +117,7 @@ class ModelScheduler:
     def _due_s(self, model: int, queue: QueueState, now_s: float) -> float:
         usual_s = max(queue.oldest_s, self._served_s[model]) + self.switch_wait_s
         deadline_s = queue.earliest_deadline_s(now_s + self._load_s[model])
-        # Time for the batch running then, and for the job's own batch.
+        # Time for the batch running at that point, and for the job's own batch.
         urgent_s = deadline_s - self._load_s[model] - 2 * self._batch_s
         allowed_s = self._served_s[model] + max(MIN_WAIT_S, self._wait_s(URGENT_SHARE))
         return min(usual_s, max(urgent_s, allowed_s))

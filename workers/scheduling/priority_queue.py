@@ -2,21 +2,22 @@
 
 Pure: no clock, no I/O.
 
-- Interactive items go first. Items with `batch` priority fill the room that a batch of interactive
-items leaves, with at most FILL_S of work, so they hardly make it longer. They get a separate batch
-in three cases: no interactive item is waiting, they are owed BATCH_SHARE of the work, or one's
-deadline would otherwise pass. The last case takes at most one batch in URGENT_TURN.
+- Interactive items go first. Items with `batch` priority fill the room left in an interactive
+    batch, with at most FILL_S of work, so they hardly make it longer. They get a separate batch in
+    three cases: no interactive item is waiting, they are owed BATCH_SHARE of the work, or a
+    deadline would otherwise pass. The last case takes at most one batch in URGENT_TURN.
 - A `batch` priority batch has at most TURN_S of work while interactive items are waiting or have
 recently arrived. A process can't be interrupted, so this limits how long an interactive item waits.
-- A suspect is an item whose model process or worker died. One death's suspects are retried in
-halves until the lethal item is alone. One group runs at a time, so the other processes stay up for
-other items. Groups and other items take turns.
-- An item is given up after DEATHS_MAX deaths, if it was alone for DEATHS_ALONE_MAX of them. A death
+- A suspect is an item whose model process or worker died. The suspects from one death are retried
+    in halves until the lethal item is isolated. One group runs at a time, so the other processes
+    stay up for other items. Groups and other items take turns.
+- An item is given up on after DEATHS_MAX deaths, if it was on its own for DEATHS_ALONE_MAX of them.
+    A death
 with another cause (a manual kill, too little memory) costs other items only time, even in the
 middle of a retry.
 - With continuous batching, the same order applies to the items admitted next.
 - If a model's items can't be interrupted, no single tenant may hold all of a worker's slots
-(workers/scheduling/tenant_shares.py). Its items wait while others go first.
+    (workers/scheduling/tenant_shares.py). That tenant's items wait while others go first.
 - If a device runs out of memory, the budget is halved. It grows by a tenth with each batch that
 fits.
 
@@ -24,12 +25,12 @@ fits.
 interactive work. `BatchTime` estimates how long a model process takes for a batch. Times are Unix
 seconds from the same clock; durations are in seconds.
 
-Preemption interrupts running texts and images for another tenant. They normally stay in their
-process until they end, which can take minutes. A tenant that took all slots while they were free
+Preemption interrupts running texts and images for another tenant. These normally stay in their
+process until they finish, which can take minutes. A tenant that took all slots while they were free
 would block the other tenants until then. A text later resumes from its existing tokens. An image
-waits in its process and continues with its next step. The comparison uses the room that tenants
-have in the process, relative to their weights. The slot's owner keeps at least as much as the
-newcomer gets, so slots never go back and forth.
+waits in its process and continues with its next step. The comparison uses the room tenants occupy
+in the process, relative to their weights. The slot's owner keeps at least as much as the newcomer
+gets, so slots never go back and forth.
 """
 
 from __future__ import annotations
@@ -54,9 +55,9 @@ While it can't be distinguished from noise, batches therefore grow by small fact
 """
 
 FILL_S = 0.005
-"""The extra time that a batch may take for items other than those it runs for.
+"""The extra time that a batch may take for `batch` items added to interactive ones.
 
-On a GPU, that is still free room in a batch of short items. On a CPU, it is about one text.
+On a GPU, that is otherwise unused room in a batch of short items. On a CPU, it is about one text.
 """
 TURN_S = 0.02
 """Maximum length of a `batch` priority batch during interactive traffic, unless it is a single
@@ -65,7 +66,7 @@ item.
 An interactive item may have to wait for it.
 """
 RECENT_S = 60.0
-"""How long after an interactive item there is considered to be interactive traffic."""
+"""How long after an interactive item traffic is considered interactive."""
 BATCH_SHARE = 1 / 16
 """Share of the work that `batch` priority gets while interactive items are always waiting.
 
@@ -75,13 +76,13 @@ waits for at most one additional short batch.
 URGENT_TURN = 4
 """While interactive items are waiting, at most one batch in this many runs for a batch deadline.
 
-Admission relies on the rest (api/dispatch/admission.py, INTERACTIVE_SHARE).
+Admission relies on the remaining time (api/dispatch/admission.py, INTERACTIVE_SHARE).
 """
 
 DEATHS_MAX = 3
 """Number of model process deaths after which an item can be given up."""
 DEATHS_ALONE_MAX = 2
-"""How many of those deaths must have happened while the item was alone."""
+"""How many of those deaths must have happened while the item was on its own."""
 BUDGET_GROWTH = 1.1
 """Growth factor of a budget with each batch that fits in memory."""
 BESIDE_OVERSIZED = 1 / 4
@@ -122,12 +123,13 @@ def to_preempt(
 
     Args:
         inside: the items that have a slot, in order of arrival.
-        part_of: returns the share of the process that an item takes.
+        part_of: returns an item's share of the process.
         fits: returns True if `first` fits alongside these items.
 
     Returns:
-        The most recent items of the tenants with the most room, because they are the cheapest to
-        reread. Empty if `first` fits, if no tenant has too much, or if the excess is not enough.
+        The most recent items of the tenants occupying the most room, because recent items are the
+        cheapest to reread. Empty if `first` fits, if no tenant has too much, or if the excess is
+        not enough.
     """
     remaining, chosen = list(inside), list[ItemT]()
     while not fits(remaining):
@@ -157,7 +159,7 @@ def _next(first: ItemT, inside: list[ItemT], part_of: Callable[[ItemT], float]) 
 class BatchTime:
     """A line fitted to past batches: a fixed time per batch, plus time proportional to work.
 
-    Fitted by least squares, with weights that fade with age.
+    Fitted by least squares, with weights that decay with age.
     """
 
     def __init__(self) -> None:
@@ -209,7 +211,7 @@ class BatchPriorityPolicy:
 
     @property
     def fill_work(self) -> float:
-        """The work that lengthens a batch by FILL_S. Infinite until a batch has been measured."""
+        """Work that lengthens a batch by FILL_S. Infinite until a batch has been measured."""
         return self._time.more_work_in(FILL_S)
 
     def observe_batch(self, work: int, seconds: float) -> None:
@@ -276,7 +278,7 @@ class PriorityQueue:
     def __init__(self, budget: int, max_items: int, shares: TenantShares | None = None) -> None:
         self._shares = shares
         self._held_up: set[str] = set()
-        """Tenants that may take nothing until one of their items ends or a new item arrives."""
+        """Tenants that may take nothing until one of their items finishes or a new item arrives."""
         self._full_budget = budget
         self._interactive: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
         self._batch: BatchQueue[QueuedItem] = BatchQueue(budget, max_items)
@@ -371,7 +373,7 @@ class PriorityQueue:
         is_wanted: Callable[[QueuedItem], bool],
         now_s: float,
     ) -> list[QueuedItem]:
-        """Adds items to the ones that a process of `processes` computes step by step.
+        """Adds items to a batch that one of `processes` computes step by step.
 
         Each counts as a separate batch from now on. Suspects run by themselves: while some are
         waiting, nothing is admitted until the process is empty and takes them.
@@ -439,7 +441,7 @@ class PriorityQueue:
         return admitted + batch
 
     def _slot_limit(self, slots: int, now_s: float) -> Callable[[QueuedItem], bool]:
-        """Returns a function that lets an item take one of `slots` and counts it, or refuses."""
+        """Returns a function that lets an item take one of `slots` and counts it, or declines."""
         shares = self._shares
         if shares is None:
             return always
@@ -489,8 +491,8 @@ class PriorityQueue:
     def _room_taken(self, inside: Iterable[QueuedItem]) -> float:
         """Returns the room taken by the items in the process.
 
-        One that exceeds the whole budget leaves part of it free, so that small items don't wait for
-        a large one that takes minutes.
+        An item that exceeds the whole budget leaves part of it free, so that small items don't wait
+        for a large one that takes minutes.
         """
         budget = self._full_budget
         return sum(
@@ -551,7 +553,7 @@ class PriorityQueue:
         return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
 
     def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Adds `batch` priority items to a batch of interactive ones, if that is nearly free."""
+        """Adds `batch` priority items to an interactive batch, if that is nearly free."""
         if not batch:
             return
         interactive = _work(batch)
@@ -608,7 +610,7 @@ class PriorityQueue:
         self._policy.observe_batch(_work(batch), seconds)
 
     def adjust_budget(self, *, was_short: bool) -> None:
-        """Halves the budget if the last batch ran short of memory, or lets it grow."""
+        """Halves the budget if the last batch ran short of memory; otherwise lets it grow."""
         for queue in self._queues:
             target = queue.budget // 2 if was_short else int(queue.budget * BUDGET_GROWTH) + 1
             queue.budget = max(1, min(self._full_budget, target))

@@ -1,15 +1,15 @@
-"""Keeps one tenant from holding all slots of a worker, for models whose items can't be interrupted.
+"""Keeps one tenant from taking all of a worker's slots, if the model's items can't be interrupted.
 
 A custom class without `predict_batch` computes an item from start to end, which may take minutes.
-If one tenant had all slots in all processes, others would have to wait for one of its items to end.
-So while others are using the model, a tenant whose items take a long time doesn't get the last free
-slot.
+If one tenant had all slots in all processes, others would have to wait for one of its items to
+finish. So while others are using the model, a tenant whose items take a long time doesn't get the
+last free slot.
 
 - A tenant whose items in the last hour have all been short (SHORT_S) may take all slots: others
-wait no longer than that. So may a tenant that is alone (OTHERS_S), so that no capacity stays idle.
-A tenant that has not completed any items yet counts as one with long items.
-- Started work is never interrupted. So a tenant's first item after a quiet period, or while another
-tenant's items are becoming long, may have to wait for one running item.
+    wait no longer than that. So may a tenant with no others using the model (OTHERS_S), so that no
+    capacity stays idle. A tenant that has not completed any items yet counts as having long items.
+- Started work is never interrupted. A tenant's first item after a quiet period, or while another
+    tenant's items are getting longer, may therefore have to wait for one running item.
 
 Pure: no clock, no I/O. Times are seconds from any single clock.
 """
@@ -28,7 +28,7 @@ MAX_TENANTS = 4096
 
 
 class _Longest(NamedTuple):
-    """A tenant's longest item, and when it ended."""
+    """A tenant's longest item, and when it finished."""
 
     seconds: float
     at_s: float

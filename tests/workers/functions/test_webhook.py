@@ -263,7 +263,7 @@ async def test_refusals_are_repeated_for_an_hour(
 ) -> None:
     receiver.statuses = [404, status]
     await world.create(receiver.url)
-    # However long it waited for its turn before, the hour begins with the first refusal.
+    # No matter how long the event waited its turn, the hour starts at the first rejection.
     assert await world.push_event("start", 2 * age_s) == 503
     before = await world.count(METRIC, end, 0)
     redis = Redis.from_url(functions_settings["PENSTOCK_REDIS_URL"])

@@ -54,7 +54,7 @@ class AsideClass:
 
         Raises:
             BadInput: the class rejects the input, or its work exceeds the maximum.
-            ModelFailed: the class can't determine its work.
+            ModelFailed: the class can't determine the item's work.
         """
         work = int(self._ask("work", *message_of(0, item)))
         if work < 1:

@@ -82,7 +82,7 @@ class ReadingPermits:
     and an engine reads its prompts in a different order.
 
     Args:
-        most: tokens at a time.
+        most: maximum number of tokens to process at a time.
     """
 
     def __init__(self, most: int) -> None:

@@ -68,7 +68,7 @@ class PromptLookup:
         if position is None:
             return []
         period = len(ids) - position
-        # If it reaches the end of the generation, it continues with itself.
+        # Past the end of the generated text, the guess repeats itself.
         return [ids[position + offset % period] for offset in range(min(self._now, room))]
 
     def learn(self, guessed: int, right: int) -> None:

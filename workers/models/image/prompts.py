@@ -133,7 +133,7 @@ def _copy(encoded: Any) -> Any:
 
 
 def _key(value: Any) -> Hashable | None:
-    """Returns a value as part of a key. None: it contains something that can't be in a key."""
+    """Formats a value for use in a key. None: it contains something that can't be in a key."""
     if value is None or isinstance(value, str | int | float | torch.device | torch.dtype):
         return (type(value).__name__, value)
     if isinstance(value, list | tuple):

@@ -118,8 +118,8 @@ def test_a_step_tells_the_tokens_that_it_computed(model: GenerationModel) -> Non
     assert model.step().work == len(PROMPTS[3])
     assert [model.step().work for _ in range(3)] == [1, 1, 1]
     model.admit(1, tiny.prompt(PROMPTS[1], 20))
-    # Its 40 tokens are read 16 at a time, along with one token of the first text. In the step that
-    # yields its own first token, the first text waits.
+    # Its 40 tokens are read 16 at a time, along with one token of the first text. The first text
+    # waits during the step that yields the second text's first token.
     assert [model.step().work for _ in range(5)] == [17, 17, 8, 2, 2]
     model.drop(0)
     model.drop(1)

@@ -122,7 +122,7 @@ class Day:
         return round(self.burst_share * self.requests) if self.bursts else 0
 
     def tenant_shares(self) -> list[float]:
-        """The share of each tenant, by index."""
+        """Returns each tenant's share, by index."""
         weights = [1 / place**self.zipf for place in range(1, len(self.tenants) + 1)]
         return [weight / sum(weights) for weight in weights]
 

@@ -192,7 +192,7 @@ def _groups(bounds: Bounds, runbook_url: str) -> list[dict[str, Any]]:
     others = [alert for alert in alerts(bounds) if alert.key not in keys]
     return [
         {"name": f"{NAME}-ratios-fast", "interval": "30s", "rules": _recorded(fast)},
-        # Less than the five minutes after which a series counts as gone.
+        # Less than the five minutes after which a series is considered stale.
         {"name": f"{NAME}-ratios-slow", "interval": "2m", "rules": _recorded(slow)},
         {
             "name": f"{NAME}-objectives",

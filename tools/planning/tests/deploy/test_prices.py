@@ -79,7 +79,7 @@ def test_a_month_adds_up() -> None:
     assert priced["Pub/Sub, jobs: 1 publish, 2 deliveries"].mean == pytest.approx(jobs)
     replies = priced["Pub/Sub, direct replies: 1 publish, 1 delivery"].mean
     assert replies is not None
-    # 384 floats in base64 are 2,048 bytes; receipt and attributes are about 500.
+    # 384 floats take 2,048 bytes in base64; the receipt and attributes take about 500.
     assert replies / jobs == pytest.approx(2 / 3 * 2.5, rel=0.1)
     assert priced["Pub/Sub, replies to slots: 1 publish, 4 deliveries"].mean_usd == 0
     assert totals(plan.costs)[0] == pytest.approx(sum(cost.mean_usd or 0 for cost in plan.costs))

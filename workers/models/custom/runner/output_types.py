@@ -188,7 +188,7 @@ def _fields(kind: type) -> dict[str, Any] | None:
     try:
         hints = typing.get_type_hints(kind, include_extras=True)
     except Exception:
-        # The boundary to the class's code: a name in a type may not exist at run time.
+        # The boundary with the class's code: a name used in a type may not exist at run time.
         hints = {}
     return {name: hints.get(name, Any) for name in names}
 

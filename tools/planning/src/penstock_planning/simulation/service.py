@@ -454,7 +454,7 @@ class Service:
             self._idle[worker] = None
 
     def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
-        """Handles jobs that a worker has finished, with the model's time for them.
+        """Handles jobs that a worker has finished, and the model time they took.
 
         The worker continues.
         """

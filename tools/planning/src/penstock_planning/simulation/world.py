@@ -423,7 +423,7 @@ class World:
         if pool not in self.parts.fleets:
             cluster = scenario.cluster
             if model.gpu.type == "none":
-                # General nodes are never kept warm, and they are not spot.
+                # General nodes are never kept warm and are never spot instances.
                 cluster = cluster.model_copy(update={"buffer": 0, "spot": False})
             most = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
             self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu.share, most, self._chance)
