@@ -54,7 +54,11 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
             continue
         source = write_bert(folder / shape.name, shape)
         entry = text_entry(shape, source, scale, SERVED_TOKENS)
-        with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry) as stack:
+        most = PER_REQUEST * max(*scale.in_flight, *scale.in_flight_many)
+        # The defaults admit 512 items of a model, and 1,024 in all.
+        entry = entry.model_copy(update={"max_in_flight": most})
+        room = {"PENSTOCK_MAX_IN_FLIGHT": str(most)}
+        with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry, room) as stack:
             texts = Texts(source, seed=1)
             narrow = _Served(Parts(stack), [stack.ports.api], entry.name, texts)
             narrow.send(scale.warm_up_texts, 1, 32)
