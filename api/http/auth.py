@@ -2,11 +2,11 @@
 
 - Keys: requests read a snapshot of the key directory in memory (api/http/key_refresh.py).
 - Scopes: each endpoint declares the scope that a key needs (api/http/router.py).
-- Access without keys: only for APIs that no other machine can reach. Browsers on that machine open
-  foreign pages, which must not use the API. Such a page can send a form to http://127.0.0.1:8080
-  from its own origin, and its own name can point to 127.0.0.1 (DNS rebinding). So the names in
-  `Host` and `Origin` must be names of this machine. A reverse proxy on this machine forwards the
-  public name, so it does not expose the API either.
+- Access without keys: only for APIs that no other machine can reach. Browsers on this machine open
+  third-party pages, which must not be able to use the API. Such a page can submit a form to
+  http://127.0.0.1:8080 from its origin, and its host name can be made to resolve to 127.0.0.1 (DNS
+  rebinding). So the names in `Host` and `Origin` must be names of this machine. A reverse proxy on
+  this machine forwards the public name, so the API is not exposed through a proxy either.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ DENIED = Counter(
 RawHeaders = Iterable[tuple[bytes, bytes]]
 HOW_TO_SEND = "send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'"
 _SCHEMES = frozenset({b"bearer", b"token"})
-"""`Token` is for older Replicate clients."""
+"""`Token` is used by older Replicate clients."""
 
 _NOT_VALID = "the API key is not valid"
 _REFUSED = {
@@ -70,11 +70,11 @@ class ModelForbidden(Forbidden):
 
 
 class StoredWork(Protocol):
-    """A stored result of a model."""
+    """A model's stored result."""
 
     @property
     def endpoint(self) -> str:
-        """The path that created it. Empty: predictions."""
+        """The path of the endpoint that created the result. Empty: predictions."""
 
     @property
     def model(self) -> str:
@@ -101,8 +101,8 @@ class AccessRules:
 
         Args:
             path: path template of the route, such as `/v1/files/{file_id}`.
-            stored: the result that it reads or changes, if a model computed it. The key also needs
-                its endpoint's scope.
+            stored: the result that the request reads or changes, if a model computed it. The key
+                also needs the scope of the result's endpoint.
 
         Raises:
             MissingScope: the key lacks a scope.
@@ -116,7 +116,7 @@ class AccessRules:
             check_model(caller, stored.model)
 
     def may_see(self, caller: Caller, path: str, stored: StoredWork) -> bool:
-        """Returns whether a list at `path` includes this result for the caller."""
+        """Returns whether the caller sees this result in a list at `path`."""
         try:
             self.check(caller, "GET", path, stored)
         except Forbidden:
@@ -124,7 +124,7 @@ class AccessRules:
         return True
 
     def scope_of(self, method: str, path: str) -> KeyScope:
-        """Returns the scope that an endpoint needs. Its path may start with /v1, /v2 or neither."""
+        """Returns the scope that an endpoint needs. The path may start with /v1, /v2 or neither."""
         return self._scopes.get((method, _strip_version(path)), "all")
 
 
@@ -153,10 +153,10 @@ def check_model(caller: Caller, model: str) -> None:
 
 
 class OpenOnLoopback:
-    """Admits every caller on this machine as the `default` tenant.
+    """Admits all callers on this machine as the `default` tenant.
 
     Args:
-        host: the address that the API listens on.
+        host: the address the API listens on.
         cors_origins: origins that may call it, comma-separated, or `*`.
 
     Raises:
@@ -179,10 +179,11 @@ class OpenOnLoopback:
         return None
 
     def caller_of(self, headers: Iterable[tuple[bytes, bytes]]) -> Caller:
-        """Returns the caller, whatever key the headers contain.
+        """Returns the caller, no matter which key the headers contain.
 
         Raises:
-            Forbidden: the request is for another host name, or from a page of another origin.
+            Forbidden: the request is for a different host name, or from a page with a different
+                origin.
         """
         for name, value in headers:
             if name == b"host" and not _is_loopback_host(value):
@@ -209,7 +210,7 @@ class OpenOnLoopback:
     """None: without keys there is nothing to administer."""
 
     def budgets(self) -> frozenset[BudgetHolder]:
-        """Empty: without keys, tenants do not have plans."""
+        """Empty, because tenants do not have plans without keys."""
         return frozenset()
 
     async def refresh(self) -> None:
@@ -241,7 +242,7 @@ class Access(Protocol):
     async def __aexit__(self, *exc: object) -> None: ...
 
     def caller_of(self, headers: RawHeaders) -> Caller:
-        """Returns the caller of a request with these headers, whose names are lowercase.
+        """Returns the caller who sent these headers. Header names are lowercase.
 
         Raises:
             Unauthorized: the key is missing or invalid.
@@ -260,11 +261,11 @@ class Access(Protocol):
 
     @property
     def store(self) -> KeyStore | None:
-        """The store in which keys are administered. None if keys are not required."""
+        """The store used to administer keys. None if keys are not required."""
         ...
 
     def budgets(self) -> frozenset[BudgetHolder] | None:
-        """Tenants and keys with a budget. None if the directory may have changed."""
+        """Tenants and keys that have a budget. None if the directory may have changed."""
         ...
 
     async def refresh(self) -> None: ...
@@ -277,8 +278,8 @@ def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
         catalog: the models that plans and keys in a file may name. None: not checked.
 
     Raises:
-        ConfigurationError: keys are not set although other machines can reach this API, or the keys
-            are invalid.
+        ConfigurationError: keys are not configured although other machines can reach this API, or
+            the keys are invalid.
     """
     if not settings.keys_url:
         return OpenOnLoopback(settings.host, settings.cors_origins)
@@ -297,7 +298,7 @@ class ApiKeys:
     """Admits callers by their API keys.
 
     Args:
-        directory: key directory. It is opened and closed with this object.
+        directory: key directory. This object opens and closes it.
         clock: Unix seconds.
     """
 
@@ -313,7 +314,7 @@ class ApiKeys:
         await self.directory.__aexit__(*exc)
 
     def caller_of(self, headers: RawHeaders) -> Caller:
-        """Returns the caller of a request with these headers, whose names are lowercase.
+        """Returns the caller who sent these headers. Header names are lowercase.
 
         Raises:
             Unauthorized: the key is missing or invalid, or two different keys were sent.
@@ -344,7 +345,7 @@ class ApiKeys:
         key = parse_key(sent.pop()) if len(sent) == 1 else None
         if key is None or directory is None:
             return
-        # All unknown keys take the same time, including a known ID with a wrong secret.
+        # All unknown keys take the same time to reject, including a known ID with the wrong secret.
         if directory.find(key, self._clock()).state == "unknown":
             await self.directory.look_again(key)
 
@@ -354,11 +355,11 @@ class ApiKeys:
 
     @property
     def store(self) -> KeyStore:
-        """The store in which keys are administered."""
+        """The store used to administer keys."""
         return self.directory.store
 
     def budgets(self) -> frozenset[BudgetHolder] | None:
-        """Tenants and keys with a budget. None if the directory may have changed."""
+        """Tenants and keys that have a budget. None if the directory may have changed."""
         return self.directory.budgets()
 
     async def refresh(self) -> None:

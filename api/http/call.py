@@ -1,6 +1,6 @@
 """An authenticated request: the caller, the options, and the connection.
 
-A call has no services. Endpoints receive those as parameters (api/http/injection.py).
+A call carries no services. Endpoints receive services as parameters (api/http/injection.py).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Call:
     """An authenticated request.
 
     Args:
-        public_url: the API's URL as set by its operator. Empty: as in the request.
+        public_url: the API's URL as configured by the operator. Empty: taken from the request.
         access: decides whether the caller's key is still valid.
     """
 
@@ -57,7 +57,7 @@ class Call:
         return strip_mark(await self.http.body())
 
     def check_charset(self) -> None:
-        """Accepts only forms in UTF-8.
+        """Accepts only UTF-8 forms.
 
         Raises:
             BadInput: the form has another charset.
@@ -67,7 +67,7 @@ class Call:
     def check_key(self) -> None:
         """Rejects a caller whose key has become invalid since the request began.
 
-        Call it from any long-running work.
+        Long-running work should call this periodically.
 
         Raises:
             Unauthorized: the key was revoked or has expired, or its secret is no longer valid.
@@ -75,7 +75,7 @@ class Call:
         self.access.caller_of(self.http.scope["headers"])
 
     def use(self, model: Model) -> None:
-        """Records `model` as the one that this request runs, including in metrics and rows.
+        """Records that this request runs `model`, including in metrics and rows.
 
         Raises:
             ModelForbidden: the key may not use the model.
@@ -88,7 +88,7 @@ class Call:
 
         Raises:
             UnknownModel: the model does not exist, or does not serve this endpoint.
-            ModelForbidden: the key may not use the model, whatever it serves.
+            ModelForbidden: the key may not use the model, no matter which endpoints it serves.
         """
         if name is not None:
             self.use(catalog.find(name))
@@ -118,7 +118,7 @@ class Call:
 
     @property
     def route(self) -> str:
-        """The path of the route, with names in place of values."""
+        """The route's path, with names in place of values."""
         path: str = self.http.scope["route"].path
         return path
 
@@ -134,7 +134,7 @@ class Call:
 
     @property
     def body_bytes(self) -> int | None:
-        """The body size announced in the request. None if not announced."""
+        """The body size declared in the request. None if not declared."""
         length = self.http.headers.get("content-length", "")
         return int(length) if length.isascii() and length.isdigit() else None
 
@@ -145,10 +145,10 @@ class ModelCall(Call):
 
     options: RequestOptions
     preparation: Preparation | None = None
-    """Counts the work done for this request before it runs its model."""
+    """Counts the work done for this request before the model runs."""
 
     def answer_by_s(self, model: Model) -> float:
-        """Returns the Unix time at which the answer is due."""
+        """Returns the Unix time at which the response is due."""
         return self.context.facts.received_at_s + self.options.limit_s(model.deadline)
 
     def prediction_stops_at_s(self, model: Model) -> float:
@@ -158,7 +158,7 @@ class ModelCall(Call):
 
 @lru_cache(maxsize=256)
 def _base_url(scheme: str, host: str, server: tuple[str, int | None] | None, root: str) -> str:
-    """The URL that the caller used. Starlette computes the same, but takes 40 µs each time."""
+    """The URL that the caller used. Starlette computes the same URL, but takes 40 µs each time."""
     headers = [(b"host", host.encode("latin-1"))] if host else []
     scope = {"type": "http", "scheme": scheme, "server": server, "root_path": root}
     return str(HTTPConnection({**scope, "path": "/", "headers": headers}).base_url).rstrip("/")

@@ -1,4 +1,4 @@
-"""Cancels the work of a request when its caller hangs up or may no longer wait."""
+"""Cancels a request's work when the caller hangs up or may no longer wait."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ async def while_connected(
     """Awaits `work`, and cancels it as soon as the caller hangs up.
 
     Args:
-        receive: ASGI channel of the request, whose body is already read.
+        receive: the request's ASGI channel. The body has already been read.
         check: called every CHECK_S. It raises PenstockError once the caller may no longer wait,
             which also cancels `work`.
 
@@ -35,7 +35,7 @@ async def while_connected(
     try:
         return await work
     except asyncio.CancelledError:
-        # Clears only its own cancellation. The server also cancels tasks when it stops.
+        # Clears only the cancellation requested here. The server also cancels tasks when it stops.
         if watch.refused is not None and task.uncancel() == 0:
             raise watch.refused from None
         raise
@@ -46,16 +46,17 @@ async def while_connected(
 class _Watch:
     """Cancels a request's task once its caller hangs up or may no longer wait.
 
-    Starts in the next turn of the event loop: anything that does not wait has finished by then. It
-    refers to itself through a handle, a timer and a task, all of which end with `stop`. Otherwise,
-    all objects of a request would stay in memory until the next garbage collection.
+    Starts in the next event loop iteration, by which time anything that does not wait has finished.
+    The watch refers to itself through a handle, a timer and a task, all of which are canceled by
+    `stop`. Otherwise, all of a request's objects would stay in memory until the next garbage
+    collection.
     """
 
     def __init__(
         self, receive: Receive, check: Callable[[], object], task: asyncio.Task[Any]
     ) -> None:
         self.refused: PenstockError | None = None
-        """Why the task was canceled. None: it was not."""
+        """Why the task was canceled. None: it was not canceled."""
         self._receive = receive
         self._check = check
         self._task = task

@@ -1,6 +1,6 @@
-"""The services of the app. Its lifespan opens them and stores them in the app's state.
+"""The app's services. The lifespan opens them and stores them in the app's state.
 
-Endpoints name the services that they need as parameters (api/http/injection.py).
+Endpoints declare the services that they need as parameters (api/http/injection.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ StartedAt = NewType("StartedAt", float)
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Each service once, by its type. Open while the app runs."""
+    """Holds one instance of each service, by type. Open while the app runs."""
 
     settings: ApiSettings
     catalog: Catalog
@@ -84,7 +84,7 @@ class Dependencies:
 
 
 def dependencies_of(request: Request) -> Dependencies:
-    """Returns the services of the app that got a request."""
+    """Returns the services of the app that received a request."""
     dependencies = request.app.state.dependencies
     assert isinstance(dependencies, Dependencies), (
         "the lifespan sets them before the first request; this is a bug"

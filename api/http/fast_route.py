@@ -1,8 +1,8 @@
 """Calls inference endpoints directly, bypassing ten layers of FastAPI.
 
 This saves a tenth of a request's CPU time. FastAPI still includes these routes in the OpenAPI
-document. Large answers with float vectors are compressed to half their size for callers that accept
-gzip.
+document. Large responses with float vectors are compressed to half their size for callers who
+accept gzip.
 
 Measurements: docs/measurements/api.md.
 """
@@ -32,7 +32,7 @@ from api.http.request_options import IDEMPOTENCY_HEADER
 from api.problem_details import ProblemRoute, problem_response
 
 MIN_BYTES = 64 * 1024
-"""About eight vectors. A smaller answer takes one or two round trips, compressed or not."""
+"""About eight vectors. A smaller response takes one or two round trips, compressed or not."""
 _LEVEL = 1
 """Level 6 takes seven times as long and saves another 5 %."""
 _GZIP = re.compile(r"\s*(?:gzip|\*)\s*(?:;\s*q\s*=\s*(?P<q>[0-9.]+)\s*)?", re.IGNORECASE)
@@ -69,7 +69,7 @@ _PREFLIGHT_MAX_AGE_S = 7200
 
 
 async def compress(response: Response, accept_encoding: str) -> None:
-    """Compresses a large answer in another thread if the caller accepts gzip."""
+    """Compresses a large response in another thread if the caller accepts gzip."""
     if len(response.body) < MIN_BYTES or response.status_code != 200:
         return
     response.headers["vary"] = "accept-encoding"
@@ -82,10 +82,10 @@ async def compress(response: Response, accept_encoding: str) -> None:
 def accepts_gzip(accept_encoding: str) -> bool:
     """Returns whether the header allows gzip (RFC 9110, 12.5.3).
 
-    Without the header, nothing is compressed.
+    If the header is missing, nothing is compressed.
     """
     matches = [match for match in map(_GZIP.fullmatch, accept_encoding.split(",")) if match]
-    # The weight of gzip takes precedence over the weight of `*`.
+    # The weight for `gzip` takes precedence over the weight for `*`.
     matches.sort(key=lambda match: "*" in match[0])
     return bool(matches) and (matches[0]["q"] or "1").strip("0.") != ""
 
@@ -110,10 +110,10 @@ _streamed_decoder = msgspec.json.Decoder(_Streamed)
 
 
 class FastRoute(APIRoute):
-    """A route without path parameters, whose endpoint takes only the request."""
+    """A route without path parameters. Its endpoint takes only the request."""
 
     has_own_keys: ClassVar[bool] = False
-    """True if its endpoint handles an Idempotency-Key itself."""
+    """True if the endpoint itself handles an Idempotency-Key."""
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
         """Returns the response to one of the EXPECTED_ERRORS."""
@@ -121,10 +121,10 @@ class FastRoute(APIRoute):
 
 
 class StreamedRoute(FastRoute):
-    """A route that can stream its answer, and handles an Idempotency-Key for streams itself."""
+    """A route that can stream its response, and handles an Idempotency-Key for streams itself."""
 
     async def asks_for_stream(self, request: Request) -> bool:
-        """Returns whether the body requests a streamed answer. An invalid body does not."""
+        """Returns whether the body requests a streamed response. False for an invalid body."""
         try:
             return bool(_streamed_decoder.decode(strip_mark(await request.body())).stream)
         except (msgspec.MsgspecError, RecursionError):
@@ -168,7 +168,7 @@ class FastRouteApp(FastAPI):
     """A FastAPI app that calls its fast routes' endpoints directly.
 
     Args:
-        origins: origins whose pages may call the API from a browser. `*` allows all.
+        origins: origins whose pages may call the API from a browser. `*` allows all origins.
     """
 
     def __init__(self, bodies: BodyBudget, *, origins: Sequence[str] = (), **options: Any) -> None:
@@ -191,7 +191,7 @@ class FastRouteApp(FastAPI):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            # Answered like GET. The server omits the body (RFC 9110, 9.3.2).
+            # Handled like GET. The server omits the body (RFC 9110, 9.3.2).
             scope = dict(scope, method="GET", **{IS_HEAD: True})
         route = (
             self._fast_routes.get((scope["method"], scope["path"]))

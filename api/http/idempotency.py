@@ -1,10 +1,10 @@
-"""Handles requests with an `Idempotency-Key`: equal requests with the same key are computed once.
+"""Handles requests with an `Idempotency-Key`: identical requests with the same key run only once.
 
-Follows draft-ietf-httpapi-idempotency-key-header. Using a key again with another body is a 422. If
-the first request is still running when the second must be answered, the second gets a 409. OpenAI's
-clients retry a 409 but not a 422, which is right for both. Each tenant has separate keys. While
-Redis is unreachable, a request with a key gets a 503. api/idempotency/service.py decides which
-request computes the answer.
+Follows draft-ietf-httpapi-idempotency-key-header. Reusing a key with a different body returns a
+422. If the first request is still running when the second one's response is due, the second gets a
+409. OpenAI's clients retry a 409 but not a 422, which is right in both cases. Each tenant has
+separate keys. While Redis is unreachable, a request with a key gets a 503.
+api/idempotency/service.py decides which request computes the response.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from api.limits.messages import LIMITS_PREFIX
 
 REPLAYED = "idempotent-replayed"
 LARGE_BYTES = 256 * 1024
-"""Larger bodies are hashed in a thread, which releases the interpreter lock: 30 MB take 40 ms."""
+"""Larger bodies are hashed in a thread, which releases the GIL. Hashing 30 MB takes 40 ms."""
 _BOUNDARY = re.compile(r'boundary="?([^";,]+)"?', re.IGNORECASE)
 Endpoint = Callable[[Request], Awaitable[Response]]
 AnswerError = Callable[[Request, Exception], Awaitable[Response]]
@@ -43,7 +43,7 @@ class _Code(msgspec.Struct):
 
 
 class _StoredError(_Code):
-    """The code in the body of an error, in OpenAI's shape or in Mistral's."""
+    """The code in an error body, in OpenAI's or Mistral's format."""
 
     error: _Code = msgspec.field(default_factory=_Code)
 
@@ -51,7 +51,7 @@ class _StoredError(_Code):
 async def run_idempotent(
     request: Request, endpoint: Endpoint, answer_error: AnswerError
 ) -> Response:
-    """Answers a request with the header: runs `endpoint` or returns the stored answer.
+    """Handles a request with the header: runs `endpoint` or returns the stored response.
 
     Args:
         answer_error: returns the response to one of EXPECTED_ERRORS that `endpoint` raised.
@@ -60,8 +60,8 @@ async def run_idempotent(
         Unauthorized: the API key is missing or invalid.
         Forbidden: the API key does not permit this request.
         BadInput: the Idempotency-Key is empty, too long, or not visible ASCII.
-        KeyReused: the key was used with another body or route.
-        KeyInUse: the first request is still running at the deadline of this one.
+        KeyReused: the key was used with a different body or route.
+        KeyInUse: the first request is still running at this request's deadline.
     """
     call, dependencies = open_call(request), dependencies_of(request)
     body = await request.body()
@@ -85,13 +85,13 @@ async def run_idempotent(
     wait_s = call.options.limit_s(dependencies.catalog.deadline)
     running = dependencies.idempotency.run(keyed, compute, wait_s)
     stored, is_replayed = await while_connected(request.receive, running, call.check_key)
-    if stored.model:  # the first request may have used another key of the tenant
+    if stored.model:  # the first request may have used a different key of the same tenant
         check_model(call.caller, stored.model)
     return _response(stored, call.context, is_replayed=is_replayed)
 
 
 def _fingerprint(request: Request, body: bytes) -> str:
-    """Returns a digest of method, path, query and body, equal for equal requests."""
+    """Returns a digest of method, path, query and body. Identical requests have the same digest."""
     kind = request.headers.get("content-type", "")
     if boundary := _BOUNDARY.search(kind):
         # Clients choose a new boundary for each retry of the same form.
@@ -109,7 +109,7 @@ def _fingerprint(request: Request, body: bytes) -> str:
 
 
 def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
-    """Receives from a caller that never hangs up, so that the request runs to its end."""
+    """Receives from a caller that never hangs up, so that the request runs to completion."""
     messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:
@@ -134,7 +134,7 @@ async def _compute_response(
     headers = context.headers | {
         name: value for name, value in response.headers.items() if name != "content-length"
     }
-    # The headers of the stored answer apply, which may come from another instance.
+    # Use the stored response's headers, which may come from another instance.
     context.headers.clear()
     return StoredResponse(
         response.status_code,

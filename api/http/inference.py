@@ -1,4 +1,4 @@
-"""Runs the inputs of a call on a model while the caller waits, within the caller's limits."""
+"""Runs a call's inputs on a model while the caller waits, within the caller's limits."""
 
 from __future__ import annotations
 
@@ -34,16 +34,18 @@ class Inference:
     async def compute(
         self, call: ModelCall, model: Model, inputs: Sequence[Input], *, is_repeatable: bool = True
     ) -> AsyncGenerator[InferenceResponse]:
-        """Computes `inputs`. The block builds the answer from the results.
+        """Computes `inputs`. The block builds the response from the results.
 
-        The request is charged if the block ends without an error. Rows, response headers and
+        The request is charged if the block exits without an error. Rows, response headers and
         budgets all agree.
 
         Args:
-            is_repeatable: True if equal inputs have equal results, which the cache may deliver.
+            is_repeatable: True if identical inputs have identical results, so the cache may serve
+                them.
 
         Raises:
-            PenstockError: an item failed, or the request was rejected. RateLimited: by its plan.
+            PenstockError: an item failed, or the request was rejected. RateLimited: the plan
+                rejected it.
         """
         context = call.context
         due_s = call.answer_by_s(model)
@@ -66,10 +68,10 @@ class Inference:
     async def ask(
         self, call: ModelCall, model: Model, inputs: Sequence[Input]
     ) -> list[Result | None]:
-        """Returns a worker's answers about `inputs`, on which the items of the call are based.
+        """Returns a worker's results for `inputs`, from which the call's items are built.
 
         This step is free. Its work counts toward the per-minute limits as part of the request, even
-        if the request is rejected afterwards. Its rows have a separate ID.
+        if the request is rejected afterwards. The rows for this step have a separate ID.
 
         Raises:
             PenstockError: an item failed, or there is no room. ClientGone: the caller hung up.
@@ -90,9 +92,9 @@ class Inference:
             return [outcome.result for outcome in response.outcomes]
 
     def check_room(self, call: ModelCall, model: Model, items: int) -> None:
-        """Rejects requests early that `compute` would reject, before the endpoint prepares inputs.
+        """Rejects requests that `compute` would reject, before the endpoint prepares their inputs.
 
-        Only for requests that rarely hit the cache.
+        Use it only for requests that rarely hit the cache.
 
         Raises:
             Overloaded: there is no room for the items, or not enough time until the deadline.
@@ -104,7 +106,7 @@ class Inference:
     def limit(
         self, call: ModelCall, model: Model, inputs: Sequence[Input], longest_s: float
     ) -> LimitedRequest:
-        """Returns a context that runs within the caller's limits. See LimitedRequest."""
+        """Returns a context that enforces the caller's limits. See LimitedRequest."""
         facts = call.context.facts
         return LimitedRequest(
             self._limiter,
@@ -126,12 +128,12 @@ class Inference:
         deadline_s: float,
         keep_s: float = 0.0,
     ) -> ImageCaller:
-        """Returns the owner of the files in a field of the body.
+        """Returns the owner of the files in a body field.
 
         Args:
-            quota: the tenant's storage quota, with the field that errors name.
+            quota: the tenant's storage quota, with the field named in errors.
             deadline_s: Unix time at which work on the files is stopped.
-            keep_s: seconds to keep a file that belongs to the request.
+            keep_s: how long to keep a file that belongs to the request, in seconds.
         """
         begin = self.preparation(call, model).begin
         return ImageCaller(call.tenant, quota, call.base_url, deadline_s, keep_s, begin)

@@ -1,12 +1,12 @@
-"""Passes to each endpoint the parameters that its signature names.
+"""Passes each endpoint the parameters named in its signature.
 
     async def create_embeddings(
         call: ModelCall, catalog: Catalog, inference: Inference
     ) -> Response: ...
 
-`Call` and `ModelCall` are authenticated before the endpoint runs. A parameter whose type is a
-field of `Dependencies` gets that service. A parameter whose type is marked with `injectable` gets
-object built from these services. FastAPI passes the others, from the path and the query.
+`Call` and `ModelCall` are authenticated before the endpoint runs. A parameter whose type is a field
+of `Dependencies` gets that service. A parameter whose type is marked with `injectable` gets an
+object built from these services. FastAPI passes the other parameters, from the path and the query.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _injectable = set[type]()
 
 
 def authenticate(request: Request) -> Call:
-    """Authenticates a request and checks the key's scope, unless this is already done.
+    """Authenticates a request and checks the key's scope, unless that has already been done.
 
     Raises:
         Unauthorized: the API key is missing or invalid.
@@ -64,7 +64,7 @@ def open_call(request: Request) -> ModelCall:
     if context.options is None:
         context.options = read_options(request.scope["headers"], facts)
     if call.caller.max_priority == "batch" and facts.priority == "interactive":
-        # The plan does not allow another priority. Clients that don't know about priorities still
+        # The plan does not allow any other priority. Clients that don't know about priorities still
         # work.
         facts.priority = "batch"
         context.headers[PRIORITY_HEADER] = "batch"
@@ -72,9 +72,9 @@ def open_call(request: Request) -> ModelCall:
 
 
 def inject(endpoint: Endpoint) -> Endpoint:
-    """Returns an endpoint that takes the request and the values of path and query.
+    """Returns an endpoint that takes the request and the path and query values.
 
-    It passes the other parameters of `endpoint`, by type.
+    It passes the remaining parameters to `endpoint`, by type.
     """
     hints = get_type_hints(endpoint, include_extras=True)
     signature = inspect.signature(endpoint)
@@ -108,14 +108,14 @@ def inject(endpoint: Endpoint) -> Endpoint:
 
 
 def injectable(kind: type[T]) -> type[T]:
-    """Marks a class whose constructor takes only calls, services and classes marked like it."""
+    """Marks a class whose constructor takes only calls, services and other injectable classes."""
     _injectable.add(kind)
     return kind
 
 
 @cache
 def _provider_of(kind: Any) -> Provider | None:
-    """Returns how to get the value of a parameter by its type. None: FastAPI passes it."""
+    """Returns how to get a parameter's value from its type. None: FastAPI passes the value."""
     if kind is Call:
         return authenticate
     if kind is ModelCall:

@@ -1,9 +1,10 @@
 """Keeps the key directory in memory up to date.
 
-Requests read a snapshot in memory. A task asks the store every REFRESH_S seconds for a new version.
-An unreadable or invalid version does not replace the snapshot, because a broken file must not lock
-everyone out. The directory also survives an outage of its store, for STALE_LIMIT_S. If the store is
-in another region, a copy in the region's Redis lets new instances start in the meantime.
+Requests read a snapshot in memory. A task checks the store for a new version every REFRESH_S
+seconds. An unreadable or invalid version does not replace the snapshot, because a broken file must
+not lock everyone out. The directory also survives an outage of its store for up to STALE_LIMIT_S.
+If the store is in another region, a copy in the local region's Redis lets new instances start
+during an outage.
 """
 
 from __future__ import annotations
@@ -31,18 +32,18 @@ REFRESH_S = 2.0
 """A change takes effect within this time plus the duration of one read."""
 READ_LIMIT_S = 2.0
 LOOK_AGAIN_S = 1.0
-"""Minimum interval between lookups of unknown keys, over all requests."""
+"""Minimum interval between lookups of unknown keys, across all requests."""
 MAX_LOOKED_FOR = 4096
 MAX_LOOKING = 64
-"""Maximum number of requests that may wait for a lookup. Others are answered from the snapshot."""
+"""Maximum number of requests that may wait for a lookup. Others use the snapshot."""
 NOTE_USES_S = 60.0
-"""Interval between writes of key uses."""
+"""Interval at which key usage is written."""
 COPY_S = 60.0
-"""Interval between writes of the copy, which is also written with each change."""
+"""Interval at which the copy is written, in addition to after each change."""
 STALE_LIMIT_S = 86_400.0
 """While the store is unreachable, keys can't be revoked.
 
-After a day, that is worse than being unavailable. Expiry does not need the store.
+After a day, that is worse than being unavailable. Keys still expire without the store.
 """
 UP = Gauge("penstock_keys_up", "1 if API keys could be read at the last attempt, else 0.")
 AGE_SECONDS = Gauge(
@@ -59,16 +60,16 @@ log = logging.getLogger(__name__)
 
 
 class LiveDirectory:
-    """The latest valid directory of a store. An async context manager that runs the refresh.
+    """A store's latest valid directory. An async context manager that runs the refresh task.
 
     Args:
-        store: store of the directory. It is opened and closed with this object.
+        store: the directory's store. This object opens and closes it.
         clock: monotonic seconds.
         served: models that plans and keys may name. A file that names any other model is invalid.
-            In Redis, where changes were checked when made, it is only logged because the catalog
-            has changed since. None: not known.
-        copy: store of a copy for instances that start while the main store is unreachable. It is
-            opened and closed with this object. None: no copy.
+            In Redis, changes were checked when they were made, so a name missing from the catalog
+            is only logged: the catalog has changed since then. None: not known.
+        copy: stores a copy for instances that start while the main store is unreachable. This
+            object opens and closes it. None: no copy.
 
     Raises:
         ConfigurationError: the directory in the store is invalid at startup.
@@ -98,7 +99,7 @@ class LiveDirectory:
         self._salt, self._looked_for = secrets.token_bytes(SALT_BYTES), set[bytes]()
         self._looking, self._looked_s, self._waiting = asyncio.Lock(), -math.inf, 0
         self.uses: dict[str, int] = {}
-        """When keys were last used, by ID in Unix seconds, unless already written."""
+        """When keys were last used (Unix seconds), by ID. Excludes uses already written."""
         if (first := store.read_at_start()) is not None:
             self._directory, self._version = self._decode(first), first.version
 
@@ -118,19 +119,19 @@ class LiveDirectory:
         await self.store.__aexit__(*exc)
 
     def current(self) -> Directory | None:
-        """The directory to check keys with. None if it does not exist or is too old."""
+        """The directory used to check keys. None if it does not exist or is too old."""
         if self._clock() - self._current_s > STALE_LIMIT_S:
             return None
         return self._directory
 
     def budgets(self) -> frozenset[BudgetHolder] | None:
-        """Tenants and keys with a budget. None if the last read of the store failed."""
+        """Tenants and keys that have a budget. None if the last read of the store failed."""
         if self._failure is not None or self._directory is None:
             return None
         return self._directory.budgets
 
     def status(self) -> str:
-        """Returns `ok` if keys can be checked, else a public reason. The details are logged."""
+        """Returns `ok` if keys can be checked, or a public reason. Details are logged."""
         if self.current() is not None:
             return "ok"
         return self._failure.public_message if self._failure else "not read yet"
@@ -143,7 +144,7 @@ class LiveDirectory:
     async def look_again(self, key: ApiKey) -> None:
         """Reads the directory again for an unknown key, which may be brand new.
 
-        Concurrent requests with such keys wait for the same read. The next read is at least
+        Concurrent requests with unknown keys wait for the same read. The next read is at least
         LOOK_AGAIN_S later, for all callers. A key is looked up only once while the directory is
         unchanged, so a caller with an invalid key does not wait each time.
         """
@@ -171,7 +172,8 @@ class LiveDirectory:
                 document = await self.store.read(self._version)
             self._current_s = self._clock()
             if document is not None:
-                # For thousands of keys this takes tens of milliseconds, and requests continue.
+                # For thousands of keys this takes tens of milliseconds, and requests continue to be
+                # served.
                 self._directory = await asyncio.to_thread(self._decode, document)
                 self._version = document.version
                 self._stored, self._copied_s = document, -math.inf
@@ -244,9 +246,9 @@ class LiveDirectory:
         self._failure = error
 
     async def note_uses(self) -> None:
-        """Writes which keys were used since the last write.
+        """Records which keys were used since the last write.
 
-        If that fails, they are written later.
+        If the write fails, it is retried later.
         """
         uses, self.uses = self.uses, {}
         try:

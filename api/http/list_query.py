@@ -1,4 +1,4 @@
-"""Query parameters that lists share: filters by creation time, model and key."""
+"""Query parameters shared by list endpoints: filters by creation time, model and key."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Include = Annotated[
 
 
 def model_name(text: str) -> str:
-    """Returns the name in `model`, without the owner that it may have. Empty: all models.
+    """Returns the name in `model`, without the optional owner. Empty: all models.
 
     Raises:
-        BadInput: there is only an owner.
+        BadInput: it contains only an owner.
     """
     if text.endswith("/"):
         raise BadInput("model: must be a model name, with or without its owner", field="model")
@@ -45,7 +45,7 @@ def model_name(text: str) -> str:
 
 
 def unix_s(moment: datetime | None, default_s: float) -> float:
-    """Returns a time in Unix seconds. Without a time zone, it is in UTC."""
+    """Returns a time in Unix seconds. A time without a time zone is in UTC."""
     if moment is None:
         return default_s
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

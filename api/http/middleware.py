@@ -1,14 +1,14 @@
-"""The outermost layer of every request: its ID and times, body limits, headers, metrics and errors.
+"""The outermost layer of every request: ID and times, body limits, headers, metrics and errors.
 
-Plain ASGI, because a middleware that wraps responses costs more than a cache hit. It bounds the
-memory and the connections that request bodies may hold, in total and per tenant. The span of a
-request (`receive`) lasts from its arrival until the answer ends. It does not include the URL,
-query or headers, because callers put texts and keys there by mistake.
+Plain ASGI, because a middleware that wraps responses costs more than a cache hit. It limits the
+memory and connections that request bodies may occupy, in total and per tenant. A request's span
+(`receive`) lasts from its arrival until the response ends. It does not include the URL, query or
+headers, because callers put texts and keys there by mistake.
 
 All requests in an instance share one event loop. A tenant with many uploads has many chunks ready
-at any time, and every other request would wait for all these chunks each time that it awaits. So
-chunks of large bodies take turns: one per tenant in each turn of the event loop. A tenant that is
-alone loses nothing, because a turn of an idle loop is short.
+at any time, and every other request would wait for all of these chunks at each `await`. So chunks
+of large bodies take turns, one per tenant in each event loop iteration. A single tenant loses
+nothing, because an iteration of an idle loop is short.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ from shared.tenants.plan import Caller
 from shared.tracing.spans import STAGE, Attributes, Span, begin, read_headers, set_current
 
 MAX_SHARE = 0.75
-"""Maximum share of a bound that one tenant may take. The rest is left for the others."""
+"""Maximum share of a limit that one tenant may use. The rest is left for other tenants."""
 
 UNTRACED = frozenset({"/health", "/healthz", "/livez", "/readyz"})
-"""Paths without traces, because most traces of an idle service would be probes."""
+"""Paths that are not traced, because most traces of an idle service would be probes."""
 METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-"""Methods named in spans. OpenTelemetry's conventions use `_OTHER` for any other."""
+"""Methods named in spans. OpenTelemetry's conventions use `_OTHER` for any other method."""
 
 BODY_IDLE_S = 30.0
 """Maximum pause between two chunks of a body."""
@@ -55,7 +55,7 @@ STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
 FULL_RETRY_S = 1.0
 """Retry-After for a request rejected because body memory is full."""
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
-"""A body may take this long, plus the time for its bytes at this rate, so trickles are cut off."""
+"""A body may take this long, plus the time its bytes take at this rate. Cuts off trickles."""
 CLIENT_GONE = 499
 """Status in logs and rows if the caller hung up, as in nginx."""
 RECORDED_METHODS = frozenset({"POST", "PUT"})
@@ -66,14 +66,14 @@ log = logging.getLogger(__name__)
 
 
 class BodyPermits:
-    """Admits one chunk per tenant in each turn of the event loop, and queues the rest."""
+    """Admits one chunk per tenant in each event loop iteration, and queues the rest."""
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By tenant, for tenants with a chunk in this turn or the previous one."""
+        """By tenant, for tenants with a chunk in this iteration or the previous one."""
 
     async def take(self, tenant: str) -> None:
-        """Waits until a chunk of the tenant may be handled.
+        """Waits until one of the tenant's chunks may be handled.
 
         Chunks are handled in order of arrival.
         """
@@ -99,28 +99,28 @@ class BodyPermits:
 
 
 def share_of(most: int) -> int:
-    """Returns how much of `most` one tenant may take."""
+    """Returns how much of `most` one tenant may use."""
     return max(1, int(most * MAX_SHARE))
 
 
 @dataclass(slots=True)
 class BodyBudget:
-    """The memory and connections for request bodies.
+    """The memory and connections used by request bodies.
 
-    Memory is held until the request is answered, a connection until its body has arrived.
+    Memory is held until the response has been sent, a connection until its body has arrived.
     """
 
     largest_bytes: int
     """Maximum size of one body."""
     together_bytes: int
-    """Maximum size of all bodies together. Above it, only small bodies are accepted."""
+    """Maximum total size of all bodies. Once it is exceeded, only small bodies are accepted."""
     arriving: FairRoom
     """Connections whose bodies are still arriving."""
     turns: BodyPermits = field(default_factory=BodyPermits)
-    """Turns in which chunks of large bodies are handled."""
+    """Schedules chunks of large bodies fairly."""
     held_bytes: int = 0
     held_of: Counter[str] = field(default_factory=Counter)
-    """The bytes held, by tenant."""
+    """Bytes held by each tenant."""
 
     def hold(self, tenant: str, size_bytes: int) -> None:
         """Counts a chunk of a body. `size_bytes` is negative when the chunk is released."""
@@ -130,7 +130,7 @@ class BodyBudget:
             del self.held_of[tenant]
 
     def is_full(self, tenant: str) -> bool:
-        """Returns whether to reject large bodies of this tenant now."""
+        """Returns whether to reject this tenant's large bodies now."""
         return self.held_bytes > self.together_bytes or self.held_of[tenant] > share_of(
             self.together_bytes
         )
@@ -151,9 +151,9 @@ def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: A
 
     Args:
         span: the span returned by `begin_span`.
-        scope: request scope, with its route.
+        scope: request scope, including its route.
         status: response status. 0: none was sent.
-        error_code: error code of the answer, or empty.
+        error_code: the response's error code, or empty.
         facts: additional attributes. Empty values are left out.
     """
     method, route = _method(scope), getattr(scope.get("route"), "path", "")
@@ -174,31 +174,31 @@ def _method(scope: Scope) -> str:
 
 @dataclass(slots=True)
 class RequestContext:
-    """Facts about a request. Created by the middleware; routes add tenant, model and headers."""
+    """Facts about a request. The middleware creates them; routes add tenant, model and headers."""
 
     shown_id: str
-    """The ID in the answer: the caller's if it has only allowed characters, otherwise ours."""
+    """The ID in the response: the caller's if it has only allowed characters, otherwise ours."""
     facts: RequestFacts
     """The caller, the time and the terms. The tenant is empty before authentication."""
     caller: Caller | None = None
     """The caller, once authenticated and permitted to use the route."""
     started_s: float = field(default_factory=time.perf_counter)
     model: str = ""
-    """Model name. Empty until the route has found the model."""
+    """Model name. Empty until the route has resolved the model."""
     headers: dict[str, str] = field(default_factory=dict)
-    """Answer headers in addition to the common ones."""
+    """Response headers in addition to the common ones."""
     options: RequestOptions | None = None
-    """Options from its headers, once they are read."""
+    """Options from the request's headers, once they have been read."""
     is_compressible: bool = False
     """True if a long response body is worth compressing."""
     key_seed: int | None = None
-    """Default seed of images for a request with an Idempotency-Key, the same on every instance."""
+    """Default image seed for a request with an Idempotency-Key, the same on every instance."""
     error_code: str = ""
-    """Error code of the answer."""
+    """Error code in the response."""
     has_rows: bool = False
-    """True if its items produce rows, however they end."""
+    """True if the request's items produce rows, no matter how they end."""
     streamed_max_bytes: int = 0
-    """Maximum size of a body that its route streams. 0: the body is held in memory."""
+    """Maximum size of a body streamed by the route. 0: the body is held in memory."""
     record_refusal: Callable[[RequestContext], None] | None = None
     """Writes the row of a rejected request. Set once the tenant is known."""
 
@@ -215,10 +215,10 @@ def context_of(request: Request) -> RequestContext:
 
 
 class ContextMiddleware:
-    """Creates the RequestContext of each HTTP request, and sets the headers of its answer.
+    """Creates the RequestContext for each HTTP request and sets the response headers.
 
     Args:
-        bodies: body limits shared by all middlewares of the process.
+        bodies: body limits shared by all middlewares in the process.
     """
 
     def __init__(self, app: ASGIApp, bodies: BodyBudget) -> None:
@@ -233,7 +233,7 @@ class ContextMiddleware:
         exchange = _Exchange(scope, receive, send, self._bodies)
         with metrics.REQUESTS_OPEN.track_inprogress():
             try:
-                # Before the route, because none of this depends on the caller.
+                # Done before the route, because none of this depends on the caller.
                 await scope["app"].state.dependencies.access.meet(scope["headers"])
                 await self._app(scope, exchange.receive, exchange.send)
             except Exception as error:
@@ -243,7 +243,7 @@ class ContextMiddleware:
 
 
 class _Exchange:
-    """One request and its answer."""
+    """One request and its response."""
 
     def __init__(self, scope: Scope, receive: Receive, send: Send, bodies: BodyBudget) -> None:
         self._scope, self._receive, self._send = scope, receive, send
@@ -316,7 +316,7 @@ class _Exchange:
             ) from error
 
     async def _receive_within(self, limit_s: float) -> Message:
-        """Does the same as asyncio.timeout in a fifth of the time.
+        """Does the same as asyncio.timeout, in a fifth of the time.
 
         Raises:
             TimeoutError: nothing arrived within `limit_s`.
@@ -339,7 +339,7 @@ class _Exchange:
         task.cancel()
 
     def _hold_connection(self) -> None:
-        """Counts the connection while its body arrives. Most bodies arrive in one chunk."""
+        """Counts the connection until its body has arrived. Most bodies arrive in one chunk."""
         if self._body_ended:
             self._release_connection()
         elif self._arriving is None:
@@ -420,7 +420,7 @@ class _Exchange:
 
     @property
     def _route(self) -> str:
-        """The route's path template, so that metrics have few label values."""
+        """The route's path template, which keeps the number of metric label values small."""
         return getattr(self._scope.get("route"), "path", "unmatched")
 
     def _count_error(self) -> None:
@@ -447,7 +447,7 @@ def _digest_of(key: str) -> str:
 def _number(text: str) -> int:
     """Returns the value of Content-Length.
 
-    Python does not parse very long numbers, so they become maxsize.
+    Python does not parse very long numbers, so those become maxsize.
     """
     if not (text and text.isascii() and text.isdigit()):
         return 0

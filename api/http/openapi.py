@@ -25,9 +25,9 @@ Schema: TypeAlias = type[BaseModel] | type[msgspec.Struct]
 
 TRUNCATED_HEADER = "x-penstock-truncated-tokens"
 AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
-"""Security for every endpoint that requires an API key."""
+"""Security for endpoints that require an API key."""
 AUTHENTICATED_OR_LINKED: Described = {"security": [*AUTHENTICATED["security"], {}]}
-"""Security for every endpoint that requires an API key or a signed link."""
+"""Security for endpoints that require an API key or a signed link."""
 SCHEMA_REF = "#/components/schemas/{name}"
 
 _DESCRIPTIONS = {
@@ -177,10 +177,10 @@ INFERRING = (
     *("X-Penstock-Deadline-Ms", "X-Penstock-Queue-Limit-Ms", "Cache-Control", "Idempotency-Key"),
     *("X-Penstock-Lane", "Traceparent"),
 )
-"""Headers of requests that run a model."""
+"""Headers for requests that run a model."""
 _INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
 NOT_OVER = "The prediction has not ended."
-"""Reason for a 409 of an endpoint that requires a prediction to have ended."""
+"""Reason for a 409 from an endpoint that requires a finished prediction."""
 _ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
 OF_LIMITS = ("X-Penstock-Lane", *(name for name in _HEADERS if name.startswith("X-Ratelimit-")))
 _OF_INFERENCE = (
@@ -199,7 +199,7 @@ _OF_STATUS = {
     504: ("X-Should-Retry",),
 }
 _referenced: dict[str, Schema] = {}
-"""The schemas that endpoints refer to, by name."""
+"""The schemas referenced by endpoints, by name."""
 
 
 def ref_to(kind: Schema) -> Described:
@@ -210,7 +210,7 @@ def ref_to(kind: Schema) -> Described:
 
 
 def describe_components() -> Described:
-    """Returns everything that the descriptions of endpoints refer to."""
+    """Returns everything referenced by the endpoint descriptions."""
     bodies = [kind for kind in _referenced.values() if issubclass(kind, BaseModel)]
     structs = [kind for kind in _referenced.values() if issubclass(kind, msgspec.Struct)]
     template = SCHEMA_REF.replace("{name}", "{model}")
@@ -232,12 +232,12 @@ def header_parameters(names: Iterable[str]) -> list[Described]:
 def query_parameter(
     name: str, description: str, schema: Described, *, required: bool = False
 ) -> Described:
-    """Returns a parameter that an endpoint reads from the query itself."""
+    """Returns a query parameter that the endpoint parses itself."""
     return _parameter("query", name, description, schema, required=required)
 
 
 def array_parameter(name: str, description: str) -> Described:
-    """Returns an optional parameter with several values."""
+    """Returns an optional parameter that can have several values."""
     values = {"type": "array", "items": {"type": "string"}, "maxItems": 100}
     return query_parameter(name, description, values)
 
@@ -255,12 +255,12 @@ def _parameter(
 
 
 def references(*names: str) -> Described:
-    """Returns references to the headers of one answer, including the common ones."""
+    """Returns references to one response's headers, including the common ones."""
     return {name: {"$ref": f"#/components/headers/{name}"} for name in (*_ALWAYS, *names)}
 
 
 def request_body(json: Schema | None, form: Schema | None) -> Described:
-    """Returns the body of a request: JSON, a form, or either."""
+    """Returns a request body: JSON, a form, or either."""
     kinds = {"multipart/form-data": form, "application/json": json}
     content = {kind: {"schema": ref_to(body)} for kind, body in kinds.items() if body is not None}
     return {"requestBody": {"required": True, "content": content}}
@@ -273,7 +273,7 @@ def success(text: str, reply: Schema, *headers: str) -> Described:
 
 
 def any_object(text: str) -> Described:
-    """Returns a response with a JSON object that has one of many formats."""
+    """Returns a response with a JSON object in one of many formats."""
     content = {"application/json": {"schema": {"type": "object"}}}
     return {"description": text, "content": content, "headers": references()}
 
@@ -303,9 +303,9 @@ def event_stream(*kinds: str) -> Described:
 
 
 def streamed(answers: Responses) -> Responses:
-    """Returns the responses of an endpoint that also answers with an event stream on request.
+    """Returns the responses of an endpoint that can also return an event stream.
 
-    The `Location` of a stream is the URL for reading it again.
+    A stream's `Location` is the URL for rereading it.
     """
     properties = {name: {"type": "string"} for name in ("event", "id", "data")}
     event = {"type": "object", "required": ["data"], "properties": properties}
@@ -318,7 +318,7 @@ def inference_responses(answers: Responses, error: Schema) -> Responses:
     """Returns the responses of an endpoint that runs a model, with errors in the format `error`."""
     responses = answers | errors_as(error, *_INFERENCE_ERRORS)
     responses[422]["description"] = "This `Idempotency-Key` was used with another request."
-    # If some items of a request fail, the others were computed and are still reported.
+    # Even if some of a request's items fail, the others were computed and are reported.
     computed = references(*_OF_INFERENCE)
     for status in (*answers, *_INFERENCE_ERRORS):
         headers = computed | responses[status]["headers"]

@@ -1,4 +1,4 @@
-"""Predictions: calls with a record, whose results are kept and can be read from any instance."""
+"""Predictions: calls with a record. Their results are stored and can be read from any instance."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ Failure = Callable[[PredictionSnapshot], PenstockError]
 
 
 class Delivery(NamedTuple):
-    """Everything that the answer to a call is built from."""
+    """Everything needed to build the response to a call."""
 
     outcomes: Sequence[ItemOutcome]
-    """Outcomes of the inputs. For a flow, a single one with its output."""
+    """The inputs' outcomes. For a flow, a single outcome with the flow's output."""
     deadline_s: float
-    """Unix time at which work on the answer is stopped."""
+    """Unix time at which work on the response is stopped."""
 
 
 class Recording:
-    """Creates and reads the predictions of callers."""
+    """Creates and reads callers' predictions."""
 
     def __init__(
         self,
@@ -68,10 +68,10 @@ class Recording:
         """Returns the request for a prediction with the inputs `read`.
 
         Args:
-            model: the model that computes it.
+            model: the model that runs the prediction.
             digest: digest of the whole request.
             own_id: the ID chosen by the caller, if any.
-            shown: additional fields of its document.
+            shown: additional fields for the prediction document.
         """
         key = call.options.idempotency_key
         prediction_id, record_id = ids_of(call.tenant, own_id, key)
@@ -104,16 +104,18 @@ class Recording:
     async def create(
         self, call: ModelCall, request: InferenceRequest, *, waits: bool
     ) -> AsyncGenerator[Creation]:
-        """Creates a prediction, or finds the one created by an equal request.
+        """Creates a prediction, or finds the one created by an identical request.
 
-        The block may wait for its end. Its cost is counted when it ends, here or on any instance.
+        The block may wait for the prediction to end. Its cost is counted when it ends, here or on
+        any other instance.
 
         Args:
             request: returned by the method `request`.
-            waits: True if the block waits for the end.
+            waits: True if the block waits for the prediction to end.
 
         Raises:
-            PenstockError: as raised by `Predictions.creating`. RateLimited: by its plan.
+            PenstockError: as raised by `Predictions.creating`. RateLimited: the plan rejected the
+                request.
             StorageFull: its results may be files, and the tenant's storage quota is used up.
         """
         new = request.new_record
@@ -132,7 +134,7 @@ class Recording:
                     limited.settle(request.price, reply.outcomes)
 
     async def start(self, call: ModelCall, request: InferenceRequest) -> PredictionSnapshot:
-        """Creates a prediction, or finds it, without waiting for its end.
+        """Creates or finds a prediction without waiting for it to end.
 
         Raises:
             PenstockError: as raised by `create`.
@@ -151,13 +153,13 @@ class Recording:
         is_repeatable: bool,
         failure: Failure = lambda run: run.failure,
     ) -> AsyncGenerator[Delivery]:
-        """Computes `inputs` with a model, or runs a flow. The block builds the answer.
+        """Runs `inputs` on a model, or runs a flow. The block builds the response.
 
         Args:
-            served: the model or the flow that the endpoint serves.
-            run_request: returns the request for the prediction of a flow.
-            is_repeatable: True if equal inputs have equal results.
-            failure: returns why a run failed, in the words of the endpoint.
+            served: the model or flow that the endpoint serves.
+            run_request: returns the request for a flow's prediction.
+            is_repeatable: True if identical inputs have identical results.
+            failure: returns why a run failed, in the endpoint's terms.
 
         Raises:
             PenstockError: as raised by `Inference.compute`. For a flow: it failed, or as raised by
@@ -174,7 +176,7 @@ class Recording:
                 yield Delivery(response.outcomes, call.answer_by_s(served))
 
     async def _run(self, call: ModelCall, request: InferenceRequest, failure: Failure) -> ReplyBody:
-        """Returns the reply of a flow run. Cancels the run once no caller waits any more."""
+        """Returns a flow run's reply. Cancels the run once no caller is waiting."""
         async with self.create(call, request, waits=True) as creation:
             limit_s = request.deadline_s - time.time() + GRACE_S
             prediction = creation.snapshot.prediction
@@ -198,12 +200,12 @@ class Recording:
 
         Raises:
             NotFound: the tenant does not have such a prediction, or it has expired.
-            Forbidden: the key does not permit this with results of that endpoint or model.
+            Forbidden: the key does not permit this for that endpoint's or model's results.
         """
         snapshot = await self._predictions.read(call.tenant, prediction_id)
         self._rules.check(call.caller, call.http.method, call.route, snapshot.prediction)
         return snapshot
 
     def is_visible(self, call: Call, snapshot: PredictionSnapshot) -> bool:
-        """Returns whether a list of predictions includes this one for the caller."""
+        """Returns whether the caller sees this prediction in a list of predictions."""
         return self._rules.may_see(call.caller, call.route, snapshot.prediction)

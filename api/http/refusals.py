@@ -1,7 +1,7 @@
 """Writes the row of a rejected request: one per request, because it has no items yet.
 
-Callers without a valid key do not produce a row, so that they can't fill the table. Metrics count
-both. The row contains nothing from the caller except its `x-request-id`.
+Requests without a valid key do not produce a row, so that they can't fill up the table. Metrics
+count both kinds of rejection. The row contains nothing from the caller except the `x-request-id`.
 """
 
 from __future__ import annotations

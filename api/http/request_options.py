@@ -2,12 +2,13 @@
 
 No other code reads these headers.
 
-Accepted values are within the bounds of the job decoder, so workers can read every published job.
-Other values are rejected, and the error names the header. Invalid values of Cache-Control and
-Prefer are ignored, as their standards require.
+Accepted values are within the job decoder's bounds, so workers can read every published job. Other
+values are rejected with an error that names the header. Invalid values of Cache-Control and Prefer
+are ignored, as their standards require.
 
-The kind of client comes from its `User-Agent`. Rows contain the kind, never the header. The set of
-kinds is closed, so that reports can group by it and callers can't write text into the table.
+The kind of client is derived from its `User-Agent`. Rows contain the kind, never the header. The
+set of kinds is fixed, so reports can group by kind and callers can't write arbitrary text into the
+table.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ _FAMILIES = (
     ("postmanruntime/", "postman"),
     ("mozilla/", "browser"),
 )
-"""Substrings of the header in lowercase.
+"""Lowercase substrings of the header.
 
 The first match wins: wrappers come before the libraries they wrap, and browsers come last because
 many clients claim to be one.
@@ -69,7 +70,7 @@ MAX_MS = MAX_DEADLINE_S * 1000
 MAX_KEY_CHARS = 255
 MAX_WAIT_S = 60.0
 _SHOWN = 40
-"""Maximum number of characters that an error repeats from an invalid value."""
+"""Maximum number of characters repeated from an invalid value in an error."""
 _MS = re.compile(r"[0-9]{1,12}")
 _CANCEL_AFTER = re.compile(r"(?=[0-9])(?:([0-9]{1,3})h)?(?:([0-9]{1,5})m)?(?:([0-9]{1,6})s?)?")
 _WAIT = re.compile(r"wait(?:\s*=\s*\"?([0-9]+)\"?)?(?:\s*;.*)?", re.IGNORECASE)
@@ -78,7 +79,7 @@ _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 @lru_cache(maxsize=512)
 def family_of(user_agent: str) -> str:
-    """Returns the kind of client with this header: empty without a header, `other` if unknown."""
+    """Returns the kind of client for this header: empty without a header, `other` if unknown."""
     agent = user_agent[:MAX_READ].strip().lower()
     if not agent:
         return ""
@@ -90,14 +91,14 @@ def family_of(user_agent: str) -> str:
 def wants_event_ids(headers: Mapping[str, str]) -> bool:
     """Returns whether events have IDs.
 
-    OpenAI's events do not, and some readers only know `data:`.
+    OpenAI's events have no IDs, and some readers only understand `data:`.
     """
     value = headers.get(EVENT_IDS_HEADER, "").strip().lower()
     return value == "true" or (not value and IDEMPOTENCY_HEADER in headers)
 
 
 def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) -> RequestOptions:
-    """Parses a request's options. Its priority and kind of client are added to its facts.
+    """Parses a request's options. Adds the priority and the kind of client to the request's facts.
 
     Args:
         headers: raw headers, with lowercase names.
@@ -120,7 +121,7 @@ def read_options(headers: Iterable[tuple[bytes, bytes]], facts: RequestFacts) ->
 
 
 def _join_headers(name: bytes, first: str, second: str) -> str:
-    """Joins headers of the same name if they are lists.
+    """Joins headers with the same name if they are lists.
 
     Other option headers may be sent only once.
     """
@@ -177,10 +178,10 @@ def _cache_control(text: str) -> dict[str, Any]:
 
 
 def _prefer(text: str) -> dict[str, Any]:
-    """Parses `Prefer` (RFC 7240). Unknown preferences are ignored, and the first one counts."""
+    """Parses `Prefer` (RFC 7240). The first value counts. Unknown preferences are ignored."""
     for match in filter(None, (_WAIT.fullmatch(part.strip()) for part in text.split(","))):
         seconds = match[1]
-        # Check the number of digits before parsing, because there may be any number of them.
+        # Check the number of digits before parsing, because it is unlimited.
         return {
             "wait_s": MAX_WAIT_S
             if seconds is None or len(seconds) > 4

@@ -1,4 +1,4 @@
-"""A router whose endpoints declare what they need, take and answer, each in one place.
+"""A router whose endpoints each declare their requirements, input and output in one place.
 
     router = Router(scope="embeddings", route_class=FastRoute)
 
@@ -12,8 +12,8 @@
     )
     async def rank_documents(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
 
-The scopes that keys need, the OpenAPI document and the endpoints of batch lines derive from this
-(api/endpoints.py).
+The scopes that keys need, the OpenAPI document and the batch line endpoints are derived from these
+declarations (api/endpoints.py).
 """
 
 from __future__ import annotations
@@ -51,40 +51,40 @@ Method: TypeAlias = Literal["GET", "POST", "PUT", "DELETE"]
 _PASSED_ON = frozenset(
     {"summary", "description", "status_code", "response_class", "include_in_schema"}
 )
-"""Fields that FastAPI evaluates."""
+"""Fields evaluated by FastAPI."""
 
 
 class Declared(TypedDict, total=False):
-    """An endpoint. Errors that follow from the other fields need not be listed.
+    """An endpoint. Errors implied by the other fields need not be listed.
 
-    They are 401 with a scope; 400, 408 and 413 with a body; 404 with a parameter in the path; and
-    all errors of inference if the endpoint takes a ModelCall.
+    The implied errors are 401 with a scope; 400, 408 and 413 with a body; 404 with a path
+    parameter; and all inference errors if the endpoint takes a ModelCall.
     """
 
     summary: str
     description: str
     """Default: the docstring."""
     scope: KeyScope | None
-    """Scope that keys need. None: it is public. Default: the router's."""
+    """Scope that keys need. None: the endpoint is public. Default: the router's scope."""
     body: Schema
     form: Schema
     takes: tuple[str, ...]
-    """Additional headers of the request."""
+    """Additional request headers."""
     query: list[Described]
     """Parameters that the endpoint reads from the query itself."""
     reply: type[msgspec.Struct]
     reply_text: str
     headers: tuple[str, ...]
-    """Additional headers of the reply."""
+    """Additional reply headers."""
     is_streamed: bool
     """True if the reply can also be a stream of events."""
     errors: tuple[int, ...]
     conflict: str
     """The reason for a 409."""
     responses: Responses
-    """All responses, if errors do not follow from the other fields."""
+    """All responses, if errors are not implied by the other fields."""
     lines: LineEndpoint
-    """Computes lines of batches with the same body."""
+    """Computes batch lines with the same body."""
     answers: Responses
     """Successful responses, instead of a 200 with `reply`."""
     status_code: int
@@ -97,8 +97,8 @@ class Router(APIRouter):
     """A router whose endpoints get their parameters by type (api/http/injection.py).
 
     Args:
-        scope: scope that keys need for its endpoints. None: they are public.
-        route_class: its `error_reply` is the format of errors, which is OpenAI's by default.
+        scope: scope that keys need for the router's endpoints. None: the endpoints are public.
+        route_class: its `error_reply` sets the error format, which is OpenAI's by default.
         tags: groups on the page /docs. Default: its scope.
     """
 
@@ -117,7 +117,7 @@ class Router(APIRouter):
         self.scopes: dict[tuple[str, str], KeyScope] = {}
         """Scopes by method and path."""
         self.lines: dict[str, LineEndpoint] = {}
-        """Endpoints of batch lines by path."""
+        """Batch line endpoints by path."""
 
     def get(self, path: str, **declared: Unpack[Declared]) -> Callable[[E], E]:  # type: ignore[override]
         return self._declare("GET", path, declared)

@@ -1,4 +1,4 @@
-"""Answers with a prediction's events, from the start or from where a reader left off."""
+"""Streams a prediction's events, from the start or from where a reader left off."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _HEADERS = {"cache-control": "no-store", "x-accel-buffering": "no"}
 
 
 class HeldResponse(StreamingResponse):
-    """A stream that holds resources until it ends, however it ends."""
+    """A stream that holds resources until it ends, no matter how it ends."""
 
     def __init__(self, content: AsyncIterable[bytes], held: ExitStack, **options: Any) -> None:
         super().__init__(content, **options)
@@ -38,10 +38,10 @@ class HeldResponse(StreamingResponse):
 def answer_events(
     events: AsyncGenerator[bytes], held: ExitStack, location: str = ""
 ) -> HeldResponse:
-    """Returns a response with these events. Takes over `held` until the last of them.
+    """Returns a response with these events. Owns `held` until the last event is sent.
 
     Args:
-        location: URL for reading the stream again, if there is one.
+        location: URL for rereading the stream, if there is one.
     """
     headers = _HEADERS | ({"location": location} if location else {})
     return HeldResponse(events, held.pop_all(), headers=headers, media_type=EVENTS_TYPE)
@@ -63,10 +63,10 @@ async def begin_events(
     has_numbers: bool = False,
     has_elements: bool = False,
 ) -> AsyncGenerator[bytes]:
-    """Returns the events of a new prediction as soon as the first one is known.
+    """Returns a new prediction's events as soon as the first one is known.
 
     Args:
-        has_numbers: True if readers can resume after the number of an event.
+        has_numbers: True if readers can resume after a numbered event.
 
     Raises:
         PenstockError: the prediction failed before its first event. ClientGone: the caller hung up.

@@ -1,6 +1,6 @@
 """Parses multipart forms, either incrementally or completely.
 
-`UploadForm` yields its file in pieces and has the other fields as text. `open_form` reads the
+`UploadForm` yields the file in pieces and stores the other fields as text. `open_form` reads the
 whole form and closes its files, even if the form is truncated.
 """
 
@@ -28,7 +28,7 @@ from shared.errors import BadInput
 if TYPE_CHECKING:
     from python_multipart.multipart import MultipartCallbacks
 
-# Possessive and with an optional end, so the expression reads each byte only once.
+# Possessive quantifiers and an optional end make the expression read each byte only once.
 _QUOTED = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _EXTENDED_NAME = re.compile(rb"""; *filename\* *= *(?:([\w.-]*)'[^']*')?([^;]*)""", re.I)
 _ENCODED_WORD = re.compile(rb"=\?([\w.-]+)\?[BQbq]\?[^?]*\?=")
@@ -47,7 +47,7 @@ _TRUE = ("true", "1", "on", "t", "y", "yes")
 def plain_disposition(header: bytes) -> bytes:
     """Returns a Content-Disposition with the file name as plain UTF-8 in `filename`.
 
-    Clients send non-ASCII names in `filename*` (RFC 8187), sometimes together with a `filename` for
+    Clients send non-ASCII names in `filename*` (RFC 8187), sometimes along with a `filename` for
     old servers, or as an encoded word (RFC 2047).
     """
     extended = _EXTENDED_NAME.search(_QUOTED.sub(b'""', header))
@@ -65,7 +65,7 @@ def plain_disposition(header: bytes) -> bytes:
     field = options.get(b"name", b"")
     return b'form-data; name="%s"; filename="%s"' % (
         _escape(field),
-        _escape(name.encode(errors="replace")),  # a charset may produce half of a surrogate pair
+        _escape(name.encode(errors="replace")),  # decoding may produce half of a surrogate pair
     )
 
 
@@ -90,7 +90,7 @@ class _FormParser(MultiPartParser):
 
 
 def check_charset(content_type: str) -> None:
-    """Accepts only forms in UTF-8, which all clients send, because some of Python's codecs fail.
+    """Accepts only UTF-8 forms, which all clients send, because some of Python's codecs fail.
 
     Args:
         content_type: value of the request header.
@@ -109,13 +109,13 @@ def check_charset(content_type: str) -> None:
 
 @asynccontextmanager
 async def open_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
-    """Opens a multipart/form-data form, like `Request.form`, and closes it.
+    """Opens a multipart/form-data form, like `Request.form`, and closes it afterward.
 
-    `Request.form` leaves a file open if the body ends in the middle of it.
+    `Request.form` leaves a file open if the body ends in the middle of the file.
 
     Args:
-        request: request whose body has not been read.
-        limits: limits of Starlette's MultiPartParser: `max_files`, `max_fields`, `max_part_size`.
+        request: request whose body has not yet been read.
+        limits: Starlette's MultiPartParser limits: `max_files`, `max_fields`, `max_part_size`.
 
     Raises:
         BadInput: the form is not in UTF-8.
@@ -171,7 +171,7 @@ class UploadForm:
             raise BadInput(f"the form can't be read: {error}") from error
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Parses a piece of the body. Returns the pieces of the file in it.
+        """Parses a piece of the body. Returns the pieces of the file that it contains.
 
         Raises:
             BadInput: the form can't be read or has too many fields.
@@ -187,7 +187,7 @@ class UploadForm:
         """Checks that the form is complete.
 
         Raises:
-            BadInput: the end of the form or its file is missing.
+            BadInput: the form is truncated, or the file is missing.
         """
         if not self._is_complete:
             raise BadInput("the form ends before its last boundary")
@@ -255,7 +255,7 @@ class UploadForm:
 
 
 async def first_field(request: Request) -> tuple[str, Request]:
-    """Returns the name of a form's first field, and a request that can be read again."""
+    """Returns a form's first field name, and a request that can be read again."""
     read: list[Message] = []
     name, is_all = None, False
     while name is None and not is_all:
@@ -296,7 +296,7 @@ async def _messages(read: list[Message], receive: Receive) -> AsyncIterator[Mess
 
 async def form_asks_for_stream(request: Request, **limits: int) -> bool:
     """Returns whether a form sets `stream` to true. The form can be read again afterwards."""
-    await request.body()  # both then read the buffered body
+    await request.body()  # both readers then use the buffered body
     async with open_form(request, **limits) as form:
         stream = form.get("stream", "")
         return isinstance(stream, str) and stream.lower() in _TRUE
