@@ -1,1 +1,1 @@
-"""Limits of callers: rates per minute, items in flight, and monthly budgets."""
+"""Caller limits: rates per minute, items in flight, and monthly budgets."""

@@ -1,12 +1,12 @@
-"""The accounts of an instance, and the store in Redis that counts usage over all instances.
+"""An instance's accounts, and the Redis store that counts usage across all instances.
 
-An account groups the counters that apply to one caller and model: the counters of the tenant, the
-key and the requested model.
+An account groups the counters that apply to one caller and model: those for the tenant, the key and
+the requested model.
 
-In Redis, one script takes from several limits. The script (take.lua) defines how windows, months
-and slots are counted. Only Redis's clock counts, so instances' clocks need not agree.
+In Redis, a single script takes from several limits. The script (take.lua) defines how windows,
+months and slots are counted. Only Redis's clock is used, so instances' clocks need not agree.
 
-Calls raise Unavailable if Redis does not answer.
+Calls raise Unavailable if Redis does not respond.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 
 MAX_ACCOUNTS = 8192
-"""Maximum number of accounts (caller and model) kept. The oldest is created again when needed."""
+"""Maximum number of accounts (caller and model) kept. Dropped ones are recreated as needed."""
 
 ERRORS = prometheus_client.Counter(
     "penstock_limits_errors_total",
@@ -52,23 +52,22 @@ UP = prometheus_client.Gauge(
     "1 while Redis is being asked about limits, 0 while the breaker is open.",
 )
 MAX_TOTALS = 16_384
-"""Maximum number of budgets whose usage an instance knows, in addition to budgets that it serves.
-"""
+"""Maximum number of budgets an instance tracks, in addition to the budgets that it serves."""
 CALLS_S = 24 * 3600
 """How long Redis remembers the counted calls of an instance, and the counted operations of a group,
 after the last one.
 """
 ENDED_GROUP_S = 3600
-"""How long Redis remembers the counted operations of a finished group.
+"""How long Redis remembers a finished group's counted operations.
 
 Another instance may still be settling them.
 """
 TOTALS_KEPT_MS = 62 * 24 * 3600 * 1000
 CLOCK = "api/limits/now.lua"
 MAX_COMPARED = 64
-"""Maximum number of budgets in one call of the script that compares budgets with their rows."""
+"""Maximum number of budgets per call to the script that compares budgets with their rows."""
 MARKS_LOCK_MS = 180_000
-"""Lease of the instance that maintains marks. If it dies, others wait until the lease ends."""
+"""Lease of the instance that maintains marks. If it dies, others wait for the lease to expire."""
 _RENEW = load_script("shared/stores/lease_renew.lua")
 _RELEASE = load_script("shared/stores/lease_release.lua")
 
@@ -92,7 +91,7 @@ class Account:
 
 
 class Accounts:
-    """All accounts and counters of this instance. Accounts share counters."""
+    """This instance's accounts and counters. Accounts share counters."""
 
     def __init__(self) -> None:
         self._accounts: dict[tuple[str, str, str, float], Account] = {}
@@ -102,7 +101,7 @@ class Accounts:
         self._totals_at_s = 0.0
 
     def of(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
-        """Returns the account of a caller for a model whose work is counted in `unit`.
+        """Returns a caller's account for a model whose work is counted in `unit`.
 
         Args:
             month: month in which the request arrived, as counted by `month_of`. 0: the current
@@ -120,16 +119,16 @@ class Accounts:
         return account
 
     def note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
-        """Records the answer to an ask that took nothing, if its limit is known here."""
+        """Records the answer to an ask that took nothing, if this instance knows its limit."""
         counter = self._counters.get((ask.key, ask.month))
         if counter is not None:
             counter.accept(ask, answer, sent_s, need=0)
 
     def learn(self, totals: Totals, at_s: float) -> None:
-        """Records the spent amounts of budgets, including budgets used only on other instances.
+        """Records amounts spent from budgets, including budgets used only on other instances.
 
         Args:
-            totals: totals of the budgets that changed since the last call.
+            totals: totals for the budgets that changed since the last call.
         """
         is_first = not self._totals_at_s
         self._has_all_totals = totals.is_whole and (is_first or self._has_all_totals)
@@ -145,7 +144,7 @@ class Accounts:
                 self._update(counter)
 
     def _update(self, counter: MonthCounter) -> None:
-        """Updates a counter with the known usage of its budget."""
+        """Updates a counter with its budget's known usage."""
         used = self._totals.get(counter.key)
         if used is not None:
             month = counter.month or max(used)
@@ -154,7 +153,7 @@ class Accounts:
             counter.learn(0.0, self._totals_at_s)
 
     def forget(self, since_s: float) -> None:
-        """Forgets counters that hold nothing and were not used since then."""
+        """Forgets counters that hold nothing and have not been used since then."""
         recent_counters = {
             key: counter
             for key, counter in self._counters.items()
@@ -235,7 +234,7 @@ class Accounts:
 
 
 class AnswerLost(Unavailable):
-    """Redis may have counted a call. `LimitStore.resolve` finds out by the call's number."""
+    """Redis may have counted a call. `LimitStore.resolve` uses the call's number to find out."""
 
     def __init__(self, call: int, error: Unavailable) -> None:
         super().__init__(error.message, public=error.public_message)
@@ -243,7 +242,7 @@ class AnswerLost(Unavailable):
 
 
 class Totals(NamedTuple):
-    """The spent amounts of budgets."""
+    """Amounts spent from budgets."""
 
     by_key: dict[str, dict[float, float]]
     """US dollars by month, for the latest month and the previous one."""
@@ -254,23 +253,21 @@ class Totals(NamedTuple):
 
 
 class RowsAsk(NamedTuple):
-    """Compares one month of a budget with its rows, and adds the missing amount (rows.lua)."""
+    """Compares one month of a budget with its rows and adds the missing amount (rows.lua)."""
 
     name: str
     """The budget's counter: `t:TENANT:usd`, or `k:TENANT:KEY_ID:usd`."""
     month: int
     """Months since January of year 0, as counted by `month_of`."""
     rows: float = -1.0
-    """Total of the rows, in US dollars, of all requests answered before an earlier reading.
+    """Total, in US dollars, of the rows for all requests answered before an earlier reading.
 
     Negative: only read.
     """
     seen: float = 0.0
     """`used` minus `raised` at that reading."""
     lowers: bool = False
-    """Also subtract the amount counted in excess of the rows, if no request in flight has reserved
-    any.
-    """
+    """Also subtract the excess over the rows, if no request in flight has reserved any."""
 
 
 class BudgetReading(msgspec.Struct, frozen=True):
@@ -308,11 +305,11 @@ _readings = msgspec.json.Decoder(list[BudgetReading])
 
 
 class LimitStore(RedisStore):
-    """The counts in one Redis. An async context manager that opens quickly, with or without Redis.
+    """The counts in one Redis. An async context manager that opens quickly even without Redis.
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL, the same for all instances.
-        timeout_s: time limit of one round trip.
+        timeout_s: time limit for one round trip.
         clock: file with Redis's time. Replaced by tests.
     """
 
@@ -342,21 +339,21 @@ class LimitStore(RedisStore):
         self._budgets_key = f"{self._prefix}budgets"
         self._marks_key, self._lock_key = f"{self._prefix}marks", f"{self._prefix}marks_lock"
         self._record_prefix = f"{KEY_PREFIX}record:"
-        # Two processes may use the same ID, one after the other. Their calls must stay distinct.
+        # Two processes may use the same ID in succession. Their calls must remain distinct.
         self.process = uuid4().hex
-        """Distinguishes this process from others of the same instance."""
+        """Distinguishes this process from other processes in the same instance."""
         self._calls_key = f"{self._prefix}calls:{instance}:{self.process}"
         self._calls = itertools.count(1)
         self._unanswered: dict[int, None] = {}
         """Numbers of pending calls, lowest first."""
 
     async def take(self, asks: Sequence[Ask]) -> list[Answer]:
-        """Takes the amounts of all asks, or nothing if one of them does not fit.
+        """Takes the amounts in all asks, or nothing if any of them does not fit.
 
         Raises:
-            AnswerLost: Redis did not answer, but may have counted the asks. Also raised if Redis
+            AnswerLost: Redis did not respond, but may have counted the asks. Also raised if Redis
                 could not be informed that an operation has ended.
-            Unavailable: Redis was not asked, because it has not answered for a while.
+            Unavailable: Redis was not called, because it has not responded for a while.
         """
         call, was_up = next(self._calls), self.is_up
         self._unanswered[call] = None
@@ -373,14 +370,14 @@ class LimitStore(RedisStore):
     async def resolve(self, call: int, asks: Sequence[Ask]) -> list[Answer]:
         """Returns the amounts granted by a call whose answer was lost.
 
-        If the call was not counted, its returned amounts are counted now, and nothing is taken. If
-        a copy of the call arrives later, it has no effect.
+        If the call was not counted, the amounts it returned are counted now, and nothing is taken.
+        If a copy of the call arrives later, it has no effect.
 
         Args:
-            asks: asks of the call, except for slots.
+            asks: the call's asks, except for slots.
 
         Raises:
-            Unavailable: Redis did not answer. Ask again.
+            Unavailable: Redis did not respond. Try again.
         """
         late = [msgspec.structs.replace(ask, need=0, extra=0, held=-1) for ask in asks]
         answers = await self._run(late, "", call)
@@ -392,15 +389,15 @@ class LimitStore(RedisStore):
         self._unanswered.pop(call, None)
 
     async def settle(self, record_id: str, asks: Sequence[Ask]) -> list[Answer]:
-        """Returns the unused part of a prediction's hold, and removes the hold.
+        """Returns the unused part of a prediction's hold to the limits and removes the hold.
 
-        Returns nothing if it was already settled.
+        Does nothing if the hold was already settled.
 
         Args:
             asks: asks without a need, with the amounts to return.
 
         Raises:
-            Unavailable: Redis did not answer, but may have settled it.
+            Unavailable: Redis did not respond, but may have settled it.
         """
         return await self._run(asks, f"{self._record_prefix}{record_id}")
 
@@ -421,7 +418,7 @@ class LimitStore(RedisStore):
         """Marks a group as finished: its operations will not be started again.
 
         Raises:
-            Unavailable: Redis did not answer. It remembers the operations for CALLS_S.
+            Unavailable: Redis did not respond. It remembers the operations for CALLS_S.
         """
         await self._commands.run("EXPIRE", self._group_key(group), ENDED_GROUP_S)
 
@@ -437,7 +434,7 @@ class LimitStore(RedisStore):
         return Standing(int(rank), int(instances))
 
     async def totals(self, since_ms: float) -> Totals:
-        """Returns the totals of the budgets that changed since a time of Redis's clock."""
+        """Returns totals for the budgets that changed since a given time on Redis's clock."""
         args = (since_ms, MAX_TOTALS, f"{self._prefix}month:", TOTALS_KEPT_MS)
         now_ms, changed, settled = await self._commands.run_script(
             self._totals, [self._budgets_key], *args
@@ -449,12 +446,12 @@ class LimitStore(RedisStore):
         return Totals(totals, int(now_ms), is_whole=int(changed) <= MAX_TOTALS)
 
     async def compare(self, asks: Sequence[RowsAsk]) -> list[BudgetReading]:
-        """Adds amounts to budgets that are in their rows but missing in Redis.
+        """Adds to budgets the amounts that are in their rows but missing from Redis.
 
         Returns the resulting budgets.
 
         Raises:
-            Unavailable: Redis did not answer, but may have added some. Ask again.
+            Unavailable: Redis did not respond, but may have added some. Try again.
         """
         readings = list[BudgetReading]()
         for start in range(0, len(asks), MAX_COMPARED):
@@ -475,8 +472,8 @@ class LimitStore(RedisStore):
     async def lock_marks(self) -> bool:
         """Returns whether this instance may maintain the marks now. Release with `unlock_marks`.
 
-        An instance that holds the lock gets it again, because the answer to an earlier call may
-        have been lost.
+        An instance that already holds the lock gets it again, because the answer to an earlier call
+        may have been lost.
         """
         args = (self.process, MARKS_LOCK_MS)
         return bool(await self._commands.run_script(_RENEW, [self._lock_key], *args))
@@ -485,7 +482,7 @@ class LimitStore(RedisStore):
         """Allows other instances to maintain the marks.
 
         Raises:
-            Unavailable: Redis did not answer. The lock expires after MARKS_LOCK_MS.
+            Unavailable: Redis did not respond. The lock expires after MARKS_LOCK_MS.
         """
         await self._commands.run_script(_RELEASE, [self._lock_key], self.process)
 
@@ -495,10 +492,10 @@ class LimitStore(RedisStore):
         return {name.decode(): mark for name, mark in marks.items()}
 
     async def put_marks(self, marks: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
-        """Stores marks, and removes others.
+        """Stores these marks and removes all others.
 
         Raises:
-            Unavailable: Redis did not answer, but may have stored them.
+            Unavailable: Redis did not respond, but may have stored them.
         """
         if gone := list(removed):
             await self._commands.run("HDEL", self._marks_key, *gone)
@@ -509,7 +506,7 @@ class LimitStore(RedisStore):
         """Unregisters this instance.
 
         Raises:
-            Unavailable: Redis did not answer. The registration expires after SLOTS_S.
+            Unavailable: Redis did not respond. The registration expires after SLOTS_S.
         """
         await self._commands.run("ZREM", f"{self._prefix}instances", self._instance)
 
@@ -517,7 +514,7 @@ class LimitStore(RedisStore):
         """Returns whether this caller is the first to warn about this share of a month's budget.
 
         Raises:
-            Unavailable: Redis did not answer, but may have recorded the warning.
+            Unavailable: Redis did not respond, but may have recorded the warning.
         """
         field = _format_warning_field(period, share)
         return bool(await self._commands.run("HSETNX", f"{self._prefix}month:{key}", field, "1"))
@@ -526,7 +523,7 @@ class LimitStore(RedisStore):
         """Forgets a claim, because the warning was not sent.
 
         Raises:
-            Unavailable: Redis did not answer. The warning is never sent.
+            Unavailable: Redis did not respond. The warning is never sent.
         """
         await self._commands.run(
             "HDEL", f"{self._prefix}month:{key}", _format_warning_field(period, share)

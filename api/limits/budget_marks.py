@@ -1,13 +1,13 @@
 """Counts spending on a budget from before the budget existed.
 
 A budget's counter is the sum of its rows (docs/reference/limits.md). While a tenant or a key has no
-budget, its spending is not counted. So when it gets a budget in the middle of a month, an API
-instance marks the time and adds the rows of earlier answers from BigQuery. Rows may arrive late, so
-the mark is checked again, less and less often, for a day. Once no request in flight has reserved
-any of the budget, the mark moves to that moment. This adds the requests admitted by instances that
-did not know of the budget yet.
+budget, its spending is not counted. So when one of them gets a budget in mid-month, an API instance
+marks the time and adds the BigQuery rows for earlier responses. Rows may arrive late, so the mark
+is checked again, less and less often, for a day. Once no request in flight has reserved any of the
+budget, the mark moves to that moment. This includes requests admitted by instances that did not yet
+know of the budget.
 
-The marks are in Redis, next to the counters. If Redis loses both, all budgets are marked again.
+The marks are in Redis, alongside the counters. If Redis loses both, all budgets are marked again.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ POLL_S = 1.0
 PASS_S = 10.0
 """Seconds between two passes while the directory does not change."""
 CHECKS_AFTER_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 43_200.0)
-"""Pauses between the checks of a mark. On Google a row is in BigQuery after about 150 s."""
+"""Pauses between checks of a mark. On Google Cloud, a row takes about 150 s to reach BigQuery."""
 RETRY_S = 60.0
 """Pause after a check that failed or could not read the rows."""
 SETTLE_S = 10.0
-"""Age of a Redis at which all instances have reported their spending without it.
+"""Age at which a new Redis has received every instance's report of spending without Redis.
 
-An instance notices within MAX_RETRY_S that Redis is back, and reports with its next round trip.
+An instance notices within MAX_RETRY_S that Redis is back, and reports on its next round trip.
 """
 log = logging.getLogger(__name__)
 
 
 class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The state of a budget's counter at one time."""
+    """The state of a budget's counter at a point in time."""
 
     at_s: float
     """Unix time, by Redis's clock."""
@@ -95,7 +95,7 @@ class BudgetMarks:
                 try:
                     if await self.check():
                         passed_s = now_s
-                except Unavailable:  # Redis is unreachable. The next pass is soon.
+                except Unavailable:  # Redis is unreachable. The next pass comes soon.
                     pass
                 except Exception:  # a bug must not leave budgets unmarked until a restart
                     log.exception("budgets not checked")
@@ -107,24 +107,23 @@ class BudgetMarks:
 
         Returns:
             False if another instance is doing so now, if the directory may have changed, or if
-            Redis is younger than SETTLE_S. Rows contain amounts that instances spent without Redis,
-            which would count twice if reported after a mark.
+            Redis is younger than SETTLE_S. Rows include amounts that instances spent without Redis,
+            which would be counted twice if they were reported after a mark.
         """
         if await self._store.read_age_s() < SETTLE_S:
             return False
-        # until Redis denies it, because the answer may be lost or this task canceled
+        # assumed until Redis denies it, because the answer may be lost or this task canceled
         is_locked = True
         try:
             is_locked = await self._store.lock_marks()
-            # Read under the lock, because an old directory would remove the marks of another
-            # instance.
+            # Read under the lock, because an old directory would remove another instance's marks.
             budgets = self._budgets() if is_locked else None
             if budgets is None:
                 return False
             await self._check({budget_name(budget): budget for budget in budgets})
         finally:
             if is_locked:
-                # Must not replace the error that ended this check, especially a cancellation.
+                # Must not replace the error that stopped this check, especially a cancellation.
                 with suppress(Unavailable):
                     await self._store.unlock_marks()
         self._passed = budgets
@@ -144,7 +143,7 @@ class BudgetMarks:
             await self._put(await self._check_due(budgets, due, now_s))
 
     async def _mark_now(self, names: Sequence[str], now_s: float) -> dict[str, Mark]:
-        """Returns marks of the current moment, which are due at once."""
+        """Returns marks for the current moment, which are due immediately."""
         month = int(month_of(now_s))
         asks = [
             RowsAsk(name, compared_month) for name in names for compared_month in (month, month - 1)
@@ -196,7 +195,7 @@ def _mark(readings: Mapping[int, BudgetReading], *, due_s: float, checks: int) -
 
 
 def _next_mark(mark: Mark, readings: Mapping[int, BudgetReading], now_s: float) -> Mark:
-    """Returns the mark after a check. It moves to now if none of the budget is reserved."""
+    """Returns the mark after a check. The mark moves to now if none of the budget is reserved."""
     is_last = mark.checks >= len(CHECKS_AFTER_S)
     due_s = 0.0 if is_last else now_s + CHECKS_AFTER_S[mark.checks]
     if any(reading.held > 0 for reading in readings.values()):

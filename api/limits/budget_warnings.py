@@ -1,4 +1,4 @@
-"""Warns tenants when shares of their budgets are spent, once per share and month."""
+"""Warns tenants when given shares of their budgets are spent, once per share and month."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class BudgetWarnings:
 
     Args:
         store: records which warnings were sent.
-        publisher: sends warnings to the function that posts webhooks.
+        publisher: sends warnings to the function that delivers webhooks.
     """
 
     def __init__(self, store: LimitStore, publisher: Publisher) -> None:
@@ -55,7 +55,8 @@ class BudgetWarnings:
     ) -> None:
         """Warns if a share is reached for the first time.
 
-        A request rejected by the budget reaches all shares, because it does not fit in the rest.
+        A request rejected by the budget counts as reaching every share, because it does not fit in
+        what is left.
         """
         if not plan.budget_webhook or not counter.period:
             return
@@ -83,7 +84,7 @@ class BudgetWarnings:
     async def _send(self, warning: _Warning, event: BudgetEvent) -> None:
         """Claims the warning, so that only one instance sends it.
 
-        If that fails, another instance may.
+        If the claim fails, another instance may send the warning.
         """
         is_claimed = False
         try:

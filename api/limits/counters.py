@@ -1,13 +1,14 @@
-"""The state of each limit in this instance, with amounts leased for upcoming requests.
+"""The state of each limit in this instance, including amounts leased for upcoming requests.
 
-Plain data without I/O. An instance takes slightly more of a limit than a request needs if the limit
-is far from full and requests arrive fast: a lease. Requests use it without a round trip to Redis
-for LEASE_S. The rest then goes back. An amount that was taken but not needed goes into the lease,
-or back to the period in which it was taken. Items in flight hold slots.
+Plain data without I/O. If a limit is far from full and requests arrive fast, an instance takes
+slightly more of the limit than a request needs: a lease. Requests use the lease for LEASE_S without
+a round trip to Redis. The rest is then returned. An amount that was taken but not needed goes into
+the lease, or back to the period in which it was taken. Items in flight hold slots.
 
 While Redis is unreachable, each instance admits its share of the limit: the limit divided by the
-number of registered instances. So all of them together admit at most the limit. For a budget, it is
-a share of the remaining amount. If that is unknown, the plan decides whether requests are admitted.
+number of registered instances. So together they admit at most the limit. For a budget, each
+instance admits a share of the remaining amount. If the remaining amount is unknown, the plan
+decides whether requests are admitted.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ import msgspec
 
 Kind: TypeAlias = Literal["window", "month", "slots"]
 SLOTS_S = 30
-"""Slots and registrations of a dead instance are freed after this time."""
+"""A dead instance's slots and registrations are freed after this time."""
 LEASE_S = 0.25
 """LEASE_BUCKETS in take.lua: a window covers amounts taken in it that may still be used."""
 BLOCK_S = 0.25
-"""How long a rejection is repeated without asking Redis again."""
+"""How long a rejection is repeated without querying Redis again."""
 RECENT_S = 1.0
-"""A lease is renewed with more than needed if the last one ended less than this long ago."""
+"""A new lease is taken if the last one ended less than this long ago."""
 MINUTE_S = 60.0
 ROUNDING_USD = 1e-9
 """Tolerance for sums of doubles, as in take.lua."""
 ALONE = -1.0
-"""The period of amounts taken while Redis was unreachable."""
+"""The period recorded for amounts taken while Redis was unreachable."""
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """A request by an instance to one limit."""
+    """An instance's request to one limit."""
 
     key: str
     kind: Kind
@@ -51,14 +52,14 @@ class Ask(msgspec.Struct, frozen=True):
     held: float = -1.0
     """For a budget: the part of the used amount that this instance may return, including `need`.
 
-    Negative: as reported before.
+    Negative: the same as last reported.
     """
     month: float = 0
     """For a budget: the month in which the request arrived. 0: the current month."""
     operation: str = ""
-    """GROUP/NAME of work that another process would start again.
+    """GROUP/NAME of work that another process would restart.
 
-    All of its reservations are returned.
+    All of the work's reservations are returned.
     """
     used: float = 0.0
     """Amount used by the operation, no matter how often it was started."""
@@ -79,9 +80,9 @@ class Answer(msgspec.Struct, frozen=True):
     returned.
     """
     reset_ms: float
-    """Milliseconds until nothing counts as used any more."""
+    """Milliseconds until nothing counts as used."""
     held: float = 0.0
-    """For a month: the part of `used` that all instances may return. The rest is spent."""
+    """For a month: the part of `used` that instances may still return. The rest is spent."""
 
 
 class Standing(NamedTuple):
@@ -97,7 +98,7 @@ class Counter(ABC):
     Args:
         key: counter name, also in Redis.
         unit: counted unit: requests, tokens, pixel_steps, work, items or usd.
-        subject: limited subject, in words for callers.
+        subject: what is limited, as described to callers.
     """
 
     kind: ClassVar[Kind]
@@ -108,7 +109,7 @@ class Counter(ABC):
         self.unit = unit
         self.subject = subject
         self.used = 0.0
-        """Amount used by all instances when Redis was last asked."""
+        """Amount used by all instances as of the last Redis response."""
         self.touched_s = 0.0
         self._reset_at_s = 0.0
         self._blocked_need = math.inf
@@ -117,7 +118,7 @@ class Counter(ABC):
 
     @abstractmethod
     def take(self, need: float, now_s: float) -> float | None:
-        """Takes `need` from the amount that this instance holds.
+        """Takes `need` from the amount held by this instance.
 
         Returns its period, or None if Redis must decide.
         """
@@ -126,7 +127,7 @@ class Counter(ABC):
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
         """Takes `need` while Redis is unreachable.
 
-        Returns its period, or None if it is too much.
+        Returns its period, or None if `need` is too much.
         """
 
     @abstractmethod
@@ -135,7 +136,7 @@ class Counter(ABC):
 
     @abstractmethod
     def ask(self, need: float, now_s: float) -> Ask:
-        """Returns the ask to send to Redis for a request with this need. 0: only return amounts."""
+        """Returns the ask to send to Redis for a request with this need. 0: only returns."""
 
     @abstractmethod
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
@@ -146,10 +147,10 @@ class Counter(ABC):
 
     @abstractmethod
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Records that Redis did not answer. If the answer is lost, `resolve` follows."""
+        """Records that Redis did not respond. If the answer is lost, `resolve` follows."""
 
     def resolve(self, ask: Ask, answer: Answer, now_s: float) -> None:
-        """Returns the amount granted to an ask whose answer was lost.
+        """Returns the amount granted for an ask whose answer was lost.
 
         Args:
             answer: the amount that Redis had counted, or counts now.
@@ -161,11 +162,11 @@ class Counter(ABC):
         """Records that an unfinished request has reserved `amount` in `period`."""
 
     def release(self, amount: float, period: float) -> None:  # noqa: B027  nor here
-        """Records that this request is finished. Its unused part was returned before."""
+        """Records that this request is finished. Its unused part has already been returned."""
 
     @abstractmethod
     def is_due(self, now_s: float) -> bool:
-        """Returns whether there is an amount to return now."""
+        """Returns whether an amount should be returned now."""
 
     @property
     @abstractmethod
@@ -177,12 +178,12 @@ class Counter(ABC):
         return max(0.0, self._room_at_s - now_s)
 
     def reset_s(self, now_s: float) -> float:
-        """Seconds until nothing counts as used any more, without further requests."""
+        """Seconds until nothing counts as used, assuming no further requests."""
         return max(0.0, self._reset_at_s - now_s)
 
     @property
     def remaining(self) -> float:
-        """Returns the remaining amount of the limit, as far as known here."""
+        """Returns how much of the limit remains, as far as this instance knows."""
         return max(0.0, self.limit - self.used)
 
     def is_blocked(self, need: float, now_s: float) -> bool:
@@ -201,7 +202,7 @@ class Counter(ABC):
 
 
 class LeasedCounter(Counter):
-    """A limit on use within a period, in units that are used up."""
+    """A limit on usage within a period, in units that are consumed."""
 
     def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
         super().__init__(key, limit, unit, subject)
@@ -221,7 +222,7 @@ class LeasedCounter(Counter):
         return self._period
 
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Adds to a lease of the same period, or returns the amount with the next round trip."""
+        """Adds the amount to a lease of the same period, or returns it on the next round trip."""
         if period == ALONE:
             self._give_back_alone(amount)
         elif period == self._period and now_s < self._ends_s and amount >= -self._left:
@@ -231,7 +232,7 @@ class LeasedCounter(Counter):
             self._return(period, amount)
 
     def ask(self, need: float, now_s: float) -> Ask:
-        """Asks for twice the last lease if that ended a moment ago."""
+        """Asks for twice the last lease if that lease ended only a moment ago."""
         self._retire()
         is_recent = now_s < self._ends_s + RECENT_S
         extra = 2 * max(self._spent, need) if need and is_recent else 0.0
@@ -247,12 +248,12 @@ class LeasedCounter(Counter):
             self._ends_s, self._spent = sent_s + LEASE_S, ask.need
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Keeps the amounts to return for the next round trip, unless they may be back already."""
+        """Keeps amounts for the next round trip, unless they may already have been returned."""
         for period, amount in () if is_lost else ask.returns:
             self._return(period, amount)
 
     def is_due(self, now_s: float) -> bool:
-        """Returns whether a lease has ended, so that its rest must be returned."""
+        """Returns whether a lease has ended, so that what remains of it must be returned."""
         return bool(self._returns) or (self._left > 0 and now_s >= self._ends_s)
 
     @property
@@ -312,7 +313,7 @@ class WindowCounter(LeasedCounter):
 
 
 class MonthCounter(LeasedCounter):
-    """A budget of a calendar month."""
+    """A budget for a calendar month."""
 
     kind = "month"
 
@@ -323,17 +324,17 @@ class MonthCounter(LeasedCounter):
         Redis's clock.
         """
         self.period = 0.0
-        """The month reported by Redis. 0: not known yet."""
+        """The month reported by Redis. 0: not yet known."""
         self.key_id = ""
         """The key that the budget belongs to. Empty: the tenant's budget."""
         self.is_known = False
         """True if Redis has reported the amount used, even if that was 0."""
         self.is_open = False
-        """True if it may be spent without Redis while the amount used is unknown."""
+        """True if the budget may be spent without Redis while the amount used is unknown."""
         self.spent = 0.0
-        """Amount spent, not just reserved, by all instances when Redis was last asked."""
+        """Amount spent, not just reserved, by all instances as of the last Redis response."""
         self._reserved = 0.0
-        """Amount reserved by unfinished requests of this instance."""
+        """Amount reserved by this instance's unfinished requests."""
         self._asking = 0.0
         """Maximum amount that unanswered asks may take."""
         self._reported = 0.0
@@ -355,9 +356,9 @@ class MonthCounter(LeasedCounter):
             self._reserved += amount
 
     def release(self, amount: float, period: float) -> None:
-        """Records that the used part is not returned.
+        """Records that the used part will not be returned.
 
-        The rest may suffice for a rejected request.
+        The unused part may be enough for a rejected request.
         """
         self._blocked_need = math.inf
         if period == self.period:
@@ -369,7 +370,7 @@ class MonthCounter(LeasedCounter):
         """Asks for the month in which the request arrived, because its rows belong to that month.
 
         Also reports the amount that may be returned. Asks are answered in order, so the last report
-        counts.
+        applies.
         """
         held = self._reserved + self._asking + need
         ask = msgspec.structs.replace(super().ask(need, now_s), month=self.month, held=held)
@@ -379,7 +380,7 @@ class MonthCounter(LeasedCounter):
         return ask
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Also records the month and its spent amount."""
+        """Also records the month and the amount spent in it."""
         super().accept(ask, answer, sent_s, need=need)
         self._end_asking(ask)
         self._has_told(ask)
@@ -410,7 +411,7 @@ class MonthCounter(LeasedCounter):
             self.used, self.is_known = used, True
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Reports the amounts that may be returned again with the next round trip."""
+        """Reports again, on the next round trip, the amounts that may be returned."""
         super().abandon(ask, need, is_lost=is_lost)
         if not is_lost:
             self._end_asking(ask)
@@ -446,7 +447,7 @@ class MonthCounter(LeasedCounter):
         return super().is_idle and not self._reserved and is_known
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """Takes up to this instance's part of the remaining amount. Redis is informed afterwards.
+        """Takes up to this instance's share of the remaining amount. Redis is informed afterward.
 
         Takes nothing if the remaining amount is unknown and the plan does not allow it.
         """
@@ -460,7 +461,7 @@ class MonthCounter(LeasedCounter):
 
     @property
     def may_spend_alone(self) -> bool:
-        """Returns whether any of it may be spent while Redis is unreachable."""
+        """Returns whether any of the budget may be spent while Redis is unreachable."""
         return self.is_known or self.is_open
 
     def _give_back_alone(self, amount: float) -> None:
@@ -478,7 +479,7 @@ def month_of(at_s: float) -> float:
 
 
 def part_of(limit: float, standing: Standing) -> float:
-    """Returns the share that one instance may admit alone. All shares add up to the limit."""
+    """Returns the share that one instance may admit on its own. All shares add up to the limit."""
     part, rest = divmod(limit, standing.instances)
     return part + (1 if standing.rank < rest else 0)
 
@@ -519,7 +520,7 @@ class SlotCounter(Counter):
 
         `need` counts as in use until it is rejected.
 
-        Asks are answered in order, so the last answer has the number held.
+        Asks are answered in order, so the last answer contains the number held.
         """
         self.in_use += need
         extra = max(1.0, self.in_use) if need else 0.0
@@ -534,11 +535,11 @@ class SlotCounter(Counter):
             self.in_use -= need
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Does nothing: the slots may be held or not, and the next ask has the total number."""
+        """Does nothing. The slots may or may not be held, and the next ask has the total number."""
         self.in_use -= need
 
     def is_due(self, now_s: float) -> bool:
-        """Returns whether there are spare slots, or their lifetime must be renewed."""
+        """Returns whether there are spare slots to return, or slots whose lease must be renewed."""
         if self._held > self.in_use:
             return now_s >= self._spare_since_s + LEASE_S
         return self._held > 0 and now_s >= self._held_until_s - SLOTS_S / 2
@@ -549,5 +550,5 @@ class SlotCounter(Counter):
         return not self.in_use and not self._held
 
     def is_blocked(self, need: float, now_s: float) -> bool:
-        """Returns whether Redis has just rejected this many."""
+        """Returns whether Redis has just rejected this number of slots."""
         return super().is_blocked(self.in_use + need, now_s)

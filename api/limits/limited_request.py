@@ -1,4 +1,4 @@
-"""Runs a request within its caller's limits, and reports them in the headers."""
+"""Runs a request within its caller's limits and reports the limits in the headers."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from shared.predictions import Prediction
 from shared.tenants.plan import Caller
 
 STOPS_WITHIN_S = 5.0
-"""Late or canceled work may still be computed a little later, and is charged if it was read."""
+"""Late or canceled work may still finish a little later, and is charged if it was read."""
 
 Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
 
@@ -44,17 +44,17 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     prediction_id: str
     deadline_s: float
-    """Unix time after which no work is done on it."""
+    """Unix time after which no work is done on the prediction."""
     unit: Unit
     price: ItemPrice
     takings: list[Taking]
     step_prices: list[ItemPrice] = []
-    """For a flow, the terms of each step."""
+    """For a flow, each step's terms."""
 
     def count_unreported(self) -> RequestDemand:
-        """Returns the usage to count if a worker had it and never reported back.
+        """Returns the usage to count if a worker took the prediction and never reported back.
 
-        The reserved work counts. It costs nothing, because nothing was delivered.
+        The reserved work counts, but it costs nothing because nothing was delivered.
         """
         work = max(
             (taking.amount for taking in self.takings if taking.unit == self.unit), default=0.0
@@ -69,7 +69,7 @@ class Hold:
     record_id: str
     kept: HeldLimits
     is_stored: bool | None = False
-    """None: not known, because Redis did not answer."""
+    """None: unknown, because Redis did not respond."""
 
     @property
     def data(self) -> bytes:
@@ -84,19 +84,19 @@ class LimitedRequest:
     - `settle` sets the actual usage.
     - `hold` is for work that outlives the context: a prediction. Redis stores the reservations with
       its record, and any instance settles them.
-    - If the caller hangs up before that, the estimate counts. Only the budget is returned, because
-      such work is not charged.
-    - Any other error means that the request was not accepted, so nothing counts.
+    - If the caller hangs up before then, the estimate counts. Only the budget is returned, because
+      work for such callers is not charged.
+    - Any other error means that the request was not accepted, so nothing is counted.
 
     Does nothing for callers without limits.
 
     Args:
-        model: the model that computes it.
+        model: the model that runs the request.
         headers: response headers. The rate-limit headers are added to them.
-        received_at_s: Unix time at which the request arrived. Its rows have this time.
+        received_at_s: Unix time at which the request arrived. Its rows use this time.
         longest_s: maximum compute time in seconds. None: the model's maximum.
-        price_share: fraction of the list price that it pays.
-        preparation: amounts taken by its preparation. None: it had no preparation.
+        price_share: fraction of the list price that the request pays.
+        preparation: amounts taken by the request's preparation. None: it had no preparation.
         operation: GROUP/NAME, the same each time that this request is repeated after a process
             died. Budgets count it once. Empty: it is never repeated.
     """
@@ -174,11 +174,11 @@ class LimitedRequest:
             self._limiter.wake_all_next(self._account)
 
     def hold(self, prediction: Prediction, follow: Follow) -> Hold | None:
-        """Returns the hold to create a prediction's record with. None: there are no limits.
+        """Returns the hold to store with a prediction's record. None: there are no limits.
 
         Args:
-            follow: called at the end of the context if the prediction continues, or if it is
-                unknown whether it was created.
+            follow: called when the context exits if the prediction continues, or if it is unknown
+                whether it was created.
         """
         if self._account is None:
             return None
@@ -200,11 +200,11 @@ class LimitedRequest:
         self._reservation.cancel()
 
     def hand_over(self) -> None:
-        """Leaves the amounts to whichever instance settles the hold. Items stay in flight."""
+        """Leaves the amounts to whichever instance settles the hold. Items remain in flight."""
         self._reservation.hand_over()
 
     def cancel(self) -> None:
-        """Ends it after the context without counting: the prediction was not created."""
+        """Ends the hold without counting, because the prediction was not created."""
         self._reservation.cancel()
 
     async def _hand_over(self, hold: Hold) -> None:
@@ -212,7 +212,7 @@ class LimitedRequest:
             self.hand_over()
             if self._used is not None:
                 self.end()
-                # Other instances settle it if Redis does not answer now.
+                # Other instances settle it if Redis does not respond now.
                 with suppress(Unavailable):
                     await self._limiter.settle_hold(hold.record_id, hold.kept.takings, self._used)
                 return
@@ -224,10 +224,10 @@ class LimitedRequest:
     ) -> None:
         """Records the outcomes of the items. Work and cost count as charged.
 
-        Work for an undelivered answer counts, but costs nothing.
+        Work for an undelivered response counts, but costs nothing.
 
         Args:
-            price: terms of the items.
+            price: the items' terms.
             is_delivered: True if they were delivered to the caller.
         """
         if self._account is not None:
@@ -254,7 +254,7 @@ class LimitedRequest:
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
 
     def _highest_cost_of_steps_usd(self) -> float:
-        """Returns the maximum that a flow's steps can cost, with the maximum items in each."""
+        """Returns the maximum cost of a flow's steps if each has as many items as it can."""
         steps = zip(self._model.find_bounds(self._inputs), self._step_prices(), strict=True)
         return sum(
             highest_cost_usd(price, model.definition.unit, bound, self._longest_s)
@@ -264,7 +264,7 @@ class LimitedRequest:
 
 
 class RecoveredRequest(LimitedRequest):
-    """A context for a request whose result another process has computed.
+    """A context for a request whose result was computed by another process.
 
     It reserves nothing and is never rejected. `settle` counts delivered results, even in excess of
     a budget. It requires an operation and the time at which the request was received.
@@ -283,19 +283,19 @@ def used_by(
     charged: Sequence[ItemOutcome] | None = None,
     step_prices: Sequence[ItemPrice] = (),
 ) -> RequestDemand:
-    """Returns the usage of items to count toward limits, including their charge.
+    """Returns the items' usage to count toward limits, including their charge.
 
     Args:
-        price: terms of the items.
-        charged: outcomes as delivered. None: the same as `outcomes`.
-        step_prices: for a flow, the terms of each step. The items then belong to the steps.
+        price: the items' terms.
+        charged: the outcomes as delivered. None: the same as `outcomes`.
+        step_prices: for a flow, each step's terms. The items then belong to the steps.
     """
     delivered = outcomes if charged is None else charged
     if step_prices:
         priced = [(step_prices[step_of(outcome.index)], outcome) for outcome in delivered]
-        if unit == "work":  # the models of a flow have different units, so each item counts as one
+        if unit == "work":  # a flow's models have different units, so each item counts as one
             work = float(sum(_is_computed(outcome) for outcome in outcomes))
-        else:  # for image requests, only the work of items that draw counts
+        else:  # for image requests, only work for items that draw is counted
             own = [(step_prices[0], outcome) for outcome in outcomes if step_of(outcome.index) == 0]
             work = sum(counted_work(terms, outcome) for terms, outcome in own)
     else:
@@ -312,10 +312,10 @@ def _is_computed(outcome: ItemOutcome) -> bool:
 def highest_cost_usd(
     price: ItemPrice, unit: Unit, bound: WorkBound, longest_s: float = 0.0
 ) -> float:
-    """Returns the maximum charge of an item.
+    """Returns the maximum charge for an item.
 
     Args:
-        bound: maximum work of the item.
+        bound: maximum work for the item.
         longest_s: maximum compute time in seconds.
     """
     read = bound.work - bound.output_tokens if unit == "tokens" else 0

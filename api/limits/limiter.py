@@ -1,9 +1,9 @@
-"""Decides whether a request is within the limits of its tenant, key and model.
+"""Decides whether a request is within its tenant's, key's and model's limits.
 
 A request reserves its estimated usage from every limit at once, or is rejected. Work and cost are
-known only when it ends: then the reservation is settled, and the unused part is returned. Callers
-without limits never get here. A caller's counters belong to its tenant, its key and the requested
-model.
+known only when the request ends. The reservation is then settled, and the unused part is returned.
+Callers without limits never get here. A caller's counters belong to its tenant, its key and the
+requested model.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ from shared.tenants.plan import Caller
 
 REGISTER_S = SLOTS_S / 3
 MAX_ASKS = 64
-"""Maximum number of limits in one call of the script that returns amounts."""
+"""Maximum number of limits per call to the script that returns amounts."""
 MAX_LOST = 16_384
 """Maximum number of calls that Redis may or may not have counted.
 
-Amounts taken by even older calls stay counted.
+Amounts taken by older calls remain counted.
 """
 TOTALS_OVERLAP_MS = 1000
 IDLE_S = 300.0
@@ -59,8 +59,8 @@ class RequestDemand:
     """A request's estimated or actual usage.
 
     Args:
-        items: number of items in flight.
-        work: work in this unit, rounded up.
+        items: number of items that will be in flight.
+        work: work in the model's unit, rounded up.
     """
 
     def __init__(self, unit: Unit, *, items: int, work: float, cost_usd: float) -> None:
@@ -76,7 +76,7 @@ class RequestDemand:
 
 
 class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
-    """The amount taken from one limit by a request, as stored in a hold. Fields as in Ask."""
+    """The amount a request took from one limit, as stored in a hold. See Ask for the fields."""
 
     kind: Kind
     key: str
@@ -88,7 +88,7 @@ class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
     owner: str = ""
     """The process that took it without Redis."""
     before: float = 0
-    """The amount taken by the request's preparation. It is not returned."""
+    """The amount taken by the request's preparation, which is not returned."""
 
     def settled(self, used: float) -> Ask:
         """Returns the ask that returns everything except `used`."""
@@ -105,7 +105,7 @@ class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class Limiter:
-    """The limits of all callers, in this instance. An async context manager.
+    """All callers' limits in this instance. An async context manager.
 
     Args:
         store: counts for all instances. Opened and closed by the limiter.
@@ -134,7 +134,7 @@ class Limiter:
         self._is_touched = asyncio.Event()
         self._takings: set[asyncio.Task[list[Answer]]] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiters for the reserved part of a budget, by its key, longest waiting first."""
+        """Waiters for a budget's reserved part, by the budget's key, longest waiting first."""
         self._keeping = BackgroundTask("keeping counts of limits", self._keep)
 
     async def __aenter__(self) -> Self:
@@ -152,7 +152,7 @@ class Limiter:
         await self.store.__aexit__(*exc)
 
     def account(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
-        """Returns the counters for a caller, a model whose work is counted in `unit`, and a month.
+        """Returns the counters for a caller, a month, and a model whose work is counted in `unit`.
 
         `month` is the month in which the request arrived, as counted by `month_of`. 0: the current
         month.
@@ -160,7 +160,7 @@ class Limiter:
         return self._accounts.of(caller, model, unit, month)
 
     def headers(self, account: Account) -> dict[str, str]:
-        """Returns the `x-ratelimit-*` headers of an answer."""
+        """Returns a response's `x-ratelimit-*` headers."""
         return headers_of(account.counters, self._clock())
 
     async def reserve(
@@ -169,9 +169,9 @@ class Limiter:
         """Reserves a request's estimated usage from all limits, or from none.
 
         Args:
-            account: counters of its caller and model.
+            account: counters for the request's caller and model.
             demand: total usage of the request.
-            before: the part taken by its preparation. None: nothing.
+            before: the part already taken by its preparation. None: nothing.
 
         Raises:
             RateLimited: a limit is reached. BudgetExceeded: the monthly budget is spent.
@@ -188,7 +188,7 @@ class Limiter:
         return await self._reserve(reservation, account, needs)
 
     def reserve_nothing(self, account: Account) -> Reservation:
-        """Returns an empty reservation, to settle work that is already computed.
+        """Returns an empty reservation, used to settle work that has already been computed.
 
         Budgets count the settled amounts even if there is no room for them.
         """
@@ -220,7 +220,7 @@ class Limiter:
         try:
             missing = self._take(reservation, needs)
             if missing and account.asking is not None:
-                # The answer may include enough for this request too.
+                # The answer may include enough for this request as well.
                 await asyncio.wait([account.asking])
                 missing = self._take(reservation, missing)
             if missing:
@@ -231,7 +231,7 @@ class Limiter:
         return reservation
 
     def _take(self, reservation: Reservation, needs: Sequence[Need]) -> list[Need]:
-        """Takes from leases. Returns the needs that only Redis can grant."""
+        """Takes amounts from leases. Returns the needs that only Redis can grant."""
         now_s, missing = self._clock(), []
         for need in needs:
             period = need.counter.take(need.amount, now_s)
@@ -246,7 +246,7 @@ class Limiter:
     async def _ask(
         self, reservation: Reservation, account: Account, missing: Sequence[Need]
     ) -> None:
-        """Asks Redis for all missing amounts at once. Without an answer, takes them locally."""
+        """Asks Redis for all missing amounts at once. If there is no answer, takes them locally."""
         sent_s = self._clock()
         asks = [counter.ask(amount, sent_s) for counter, amount in missing]
         asking = account.asking = asyncio.get_running_loop().create_future()
@@ -279,7 +279,7 @@ class Limiter:
             reservation.note(need, answer.period)
 
     def _warn(self, account: Account, asked: Sequence[Need], answers: Sequence[Answer]) -> None:
-        """Warns the tenant about budgets that are spent up to one of the shares."""
+        """Warns the tenant about budgets whose spending has reached one of the shares."""
         for (counter, amount), answer in zip(asked, answers, strict=True):
             if self._warnings is not None and isinstance(counter, MonthCounter):
                 is_refused = not answer.fits and counter.is_spent(amount)
@@ -295,7 +295,7 @@ class Limiter:
         """Handles a canceled request: if Redis grants the amounts anyway, they are returned."""
         late = list[tuple[Need, Ask]]()
         for need, ask in zip(missing, asks, strict=True):
-            if ask.kind == "slots":  # the next ask has the number needed
+            if ask.kind == "slots":  # the next ask contains the number needed
                 need.counter.abandon(ask, need.amount)
             else:
                 late.append((need, ask))
@@ -347,10 +347,10 @@ class Limiter:
             self.store.forget(oldest)
 
     async def _resolve(self) -> None:
-        """Finds out which amounts were counted for calls whose answers were lost.
+        """Determines which amounts were counted for calls whose answers were lost.
 
         Raises:
-            Unavailable: Redis did not answer. The rest is resolved next time.
+            Unavailable: Redis did not respond. The remaining calls are resolved next time.
         """
         while self._lost:
             calls = list(itertools.islice(self._lost, MAX_ASKS))
@@ -385,7 +385,7 @@ class Limiter:
     async def settle_hold(
         self, record_id: str, takings: Sequence[Taking], used: RequestDemand | None
     ) -> None:
-        """Settles a prediction's reservations, once, whichever instance created it.
+        """Settles a prediction's reservations exactly once, no matter which instance created it.
 
         Args:
             used: actual usage. None: unknown, so the reserved amounts count.
@@ -403,7 +403,7 @@ class Limiter:
         """Reports an operation's usage to Redis, now or as soon as Redis is reachable.
 
         Args:
-            asked: its budgets, with asks that need nothing.
+            asked: the operation's budgets, with asks that need nothing.
         """
         settling = asyncio.create_task(self._settle_operation(asked))
         self._takings.add(settling)
@@ -426,12 +426,12 @@ class Limiter:
             await self.store.end_group(group)
 
     def touch(self, counters: Iterable[Counter]) -> None:
-        """Marks counters that may soon have amounts to return."""
+        """Marks counters that may have amounts to return soon."""
         self._touched.update(dict.fromkeys(counters))
         self._is_touched.set()
 
     async def wait_released(self, account: Account, limit_s: float) -> bool:
-        """Waits until a request finishes that has reserved part of one of the account's budgets.
+        """Waits for a request that has reserved part of one of the account's budgets to finish.
 
         Each finished request wakes one waiter, and `wake_all_next` wakes the next. Requests on
         other instances do not wake waiters, so try again when the time is up.
@@ -441,7 +441,7 @@ class Limiter:
             limit_s: maximum seconds to wait.
 
         Returns:
-            True if a request of this instance finished.
+            True if a request on this instance finished.
         """
         woken = asyncio.get_running_loop().create_future()
         keys = [counter.key for counter in account.counters if isinstance(counter, MonthCounter)]
@@ -476,11 +476,11 @@ class Limiter:
             self.wake_next(counter.key)
 
     def give_back_to(self, counter: Counter, amount: float, period: float) -> None:
-        """Returns the unused amount of a reservation."""
+        """Returns a reservation's unused amount to its limit."""
         counter.give_back(amount, period, self._clock())
 
     async def register(self) -> None:
-        """Registers this instance, and reads the number of instances and the spent amounts."""
+        """Registers this instance, and reads the number of instances and the amounts spent."""
         self._standing = await self.store.register()
         sent_s = self._clock()
         totals = await self.store.totals(self._totals_since_ms)
@@ -491,7 +491,7 @@ class Limiter:
         """Returns amounts not needed at `now_s` to Redis, and renews slots.
 
         Raises:
-            Unavailable: Redis did not answer. The amounts are kept for the next attempt.
+            Unavailable: Redis did not respond. The amounts are kept for the next attempt.
         """
         await self._resolve()
         self._touched = dict.fromkeys(counter for counter in self._touched if not counter.is_idle)
@@ -509,7 +509,7 @@ class Limiter:
                 counter.accept(ask, answer, sent_s, need=0)
 
     async def _keep(self) -> None:
-        """Registers this instance, returns the rest of ended leases, and forgets idle callers."""
+        """Registers this instance, returns the rest of expired leases, and forgets idle callers."""
         registered_s = -math.inf
         while True:
             with contextlib.suppress(Unavailable):
@@ -528,10 +528,11 @@ class Limiter:
 
 
 class Reservation:
-    """Amounts taken by one request. Settled or canceled exactly once, when the request ends.
+    """The amounts one request has taken. Settled or canceled exactly once, when the request ends.
 
     Args:
-        before: amounts taken by the request's preparation. They stay counted, however this ends.
+        before: amounts taken by the request's preparation. They remain counted no matter how this
+            ends.
     """
 
     def __init__(self, limiter: Limiter, before: Reservation | None = None) -> None:
@@ -542,7 +543,7 @@ class Reservation:
         self._handed_over: list[tuple[Need, float]] = []
 
     def missing_of(self, counter: Counter, demand: RequestDemand) -> Need | None:
-        """Returns the amount still to take from a limit. None: the preparation took enough."""
+        """Returns the amount still to be taken from a limit. None: the preparation took enough."""
         amount, period = self._before.get(counter, (0.0, 0.0))
         missing = demand.of(counter) - amount
         if amount and missing <= 0:
@@ -561,11 +562,11 @@ class Reservation:
         need.counter.hold(need.amount, period)
 
     def settle(self, used: RequestDemand, operation: str = "") -> None:
-        """Ends the reservation with the actual usage. Nothing is in flight any more.
+        """Ends the reservation with the actual usage. Nothing remains in flight.
 
         Args:
-            operation: GROUP/NAME of a request that another process may repeat if this one dies. Its
-                budgets count it once. Empty: it is never repeated.
+            operation: GROUP/NAME of a request that another process may repeat if this one dies. The
+                request's budgets count it once. Empty: it is never repeated.
         """
         budgets = list[tuple[Counter, Ask]]()
         for (counter, amount), period in self._taken:
@@ -601,7 +602,7 @@ class Reservation:
         ]
 
     def hand_over(self) -> None:
-        """Leaves the amounts to whichever instance settles the hold. Only items in flight stay.
+        """Leaves the amounts to whichever instance settles the hold. Only items in flight remain.
 
         Amounts handed over may be returned until the end, so they are not spent.
         """
@@ -609,15 +610,15 @@ class Reservation:
         self._taken = [taken for taken in self._taken if taken[0].counter.unit == "items"]
 
     def cancel(self) -> None:
-        """Ends the reservation of a request that was not accepted, without counting anything."""
+        """Ends a rejected request's reservation without counting anything."""
         for (counter, amount), period in self._taken:
             self._limiter.give_back_to(counter, amount, period)
         self._end()
 
     def leave(self, *, is_charged: bool) -> None:
-        """Ends it without knowing the actual usage, so the reserved amounts count.
+        """Ends the reservation without knowing the actual usage, so the reserved amounts count.
 
-        Nothing is in flight here.
+        Nothing remains in flight here.
 
         Args:
             is_charged: True if the budget pays for it. False if the caller hung up.

@@ -16,7 +16,7 @@ from shared.money.amounts import plain
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`, the same as for a full instance (api/dispatch/admission.py)."""
 RESERVED_RETRY_S = 1.0
-"""Retry-After for a budget whose rest is reserved. Most requests finish sooner."""
+"""Retry-After for a budget whose remainder is reserved. Most requests finish sooner."""
 BUDGET_UNIT = "usd"
 LIMITS_PREFIX = "x-ratelimit-"
 SHOWN_UNITS = ("requests", "tokens", "pixel_steps", "work")
@@ -65,7 +65,7 @@ def duration(seconds: float) -> str:
 def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
     """Returns the error for the limit that rejected a request.
 
-    If several limits rejected it, the one with the longest wait.
+    If several limits rejected it, the error is for the limit with the longest wait.
     """
     larger = [need for need in refused if _is_larger_than_budget(*need)]
     counter, amount = max(larger or refused, key=lambda need: need.counter.retry_after_s(now_s))
@@ -120,7 +120,7 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
         f"requested {plain(amount)}. It resets at the start of the next month (UTC).",
         unit=counter.unit,
         # 0: the request exceeds the whole budget, so Redis was not asked when the next month
-        # begins.
+        # starts.
         retry_after_s=counter.retry_after_s(now_s) or MAX_RETRY_S,
         is_final=True,
     )

@@ -1,9 +1,10 @@
 """Counts work done for a request before its inputs are known.
 
-Fetching, decoding and cutting come before a request can be weighed, and may fail. So a request
-takes amounts from the per-minute limits before that work starts. If the request continues, those
-amounts become part of its reservation (api/limits/limited_request.py). If the work fails, they stay
-counted: nothing needs to be reported later, so the death of an instance has no effect.
+Inputs must be fetched, decoded and cut before a request's size is known, and any of this may fail.
+So a request takes amounts from the per-minute limits before this preparation starts. If the request
+continues, those amounts become part of its reservation (api/limits/limited_request.py). If the
+preparation fails, they remain counted. Nothing needs to be reported later, so it does not matter if
+the instance dies.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from shared.tenants.plan import Caller
 
 
 class Preparation:
-    """The preparation of one request. For callers without limits, it counts nothing.
+    """One request's preparation. Counts nothing for callers without limits.
 
     Args:
-        model: the model that the request is for.
+        model: the model the request is for.
         headers: response headers. The rate-limit headers are added to them.
         received_at_s: Unix time at which the request arrived.
     """
@@ -44,15 +45,15 @@ class Preparation:
         )
         self._lock = asyncio.Lock()
         self.taken: Reservation | None = None
-        """None: no countable work has started."""
+        """None: no work that counts has started."""
 
     async def begin(self, work: float | None = None) -> None:
-        """Takes one request and its minimum work, unless already called.
+        """Takes one request and its minimum work from the limits, unless already called.
 
         Call it before each piece of work.
 
         Args:
-            work: work in the model's unit. None: the work of the model's smallest item.
+            work: work in the model's unit. None: the work for the model's smallest item.
 
         Raises:
             RateLimited: a per-minute limit is reached.

@@ -4,10 +4,11 @@ A budget's counter is the sum of its rows (docs/reference/limits.md). So the row
 determine the correct counters for this month and the previous one. Only budgets that a plan or a
 key currently has are restored.
 
-It may run while requests arrive, and several times concurrently. It reads a counter, then the rows
-of requests answered before that, and adds the amount by which the rows exceed the counter. Amounts
-reserved by requests in flight at that moment count as if their rows existed. So no counter exceeds
-its rows, but a budget in use may still be short. Running it again adds the missing amount.
+It may run while requests arrive, and several runs may be concurrent. It reads a counter, then the
+rows for requests answered before that reading, and adds the amount by which the rows exceed the
+counter. Amounts reserved by requests in flight at that moment count as if their rows existed. So no
+counter ends up higher than its rows, but a budget in use may still be too low. Running it again
+adds the missing amount.
 """
 
 from __future__ import annotations
@@ -32,19 +33,19 @@ QUERY_LIMIT_S = 120.0
 
 
 class Restored(NamedTuple):
-    """One counter of a month, before and after."""
+    """One month's counter, before and after."""
 
     name: str
     """`t:TENANT:usd`, or `k:TENANT:KEY_ID:usd`."""
     month: int
     counted_usd: float
-    """Amount in Redis, without reservations of requests in flight."""
+    """Amount in Redis, excluding reservations by requests in flight."""
     rows_usd: float
-    """Amount in rows of requests answered before the counter was read."""
+    """Amount in rows for requests answered before the counter was read."""
     is_busy: bool
-    """True if requests in flight have reserved some of it."""
+    """True if requests in flight have reserved part of it."""
     is_changed: bool
-    """True if it was adjusted to its rows, or would have been."""
+    """True if it was adjusted to match its rows, or would have been."""
 
 
 async def restore(
@@ -56,7 +57,7 @@ async def restore(
     writes: bool = True,
     now_s: float | None = None,
 ) -> list[Restored]:
-    """Adds amounts to budget counters that are in rows but missing in Redis.
+    """Adds to budget counters the amounts that are in rows but missing from Redis.
 
     Args:
         lowers: True to also lower a counter that exceeds its rows. Only use it while no request is
@@ -67,7 +68,7 @@ async def restore(
     The counters that differ.
 
     Raises:
-        Unavailable: Redis or BigQuery did not answer. Earlier changes remain.
+        Unavailable: Redis or BigQuery did not respond. Earlier changes remain in effect.
     """
     month = int(month_of(time.time() if now_s is None else now_s))
     places = [(budget_name(holder), of) for holder in holders for of in (month, month - 1)]
@@ -105,14 +106,14 @@ def _restore_budget(
 async def restore_deployment(
     settings: ApiSettings, *, lowers: bool, writes: bool, max_bytes: int
 ) -> list[Restored]:
-    """Restores the budgets of the deployment in the settings, as `restore` does.
+    """Restores the budgets of the deployment named in the settings, as `restore` does.
 
     Args:
         max_bytes: maximum number of bytes that the query may read.
 
     Raises:
-        ConfigurationError: there is no directory of keys.
-        Unavailable: the directory, Redis or BigQuery did not answer.
+        ConfigurationError: there is no key directory.
+        Unavailable: the directory, Redis or BigQuery did not respond.
     """
     if not settings.keys_url:
         raise ConfigurationError(
@@ -137,7 +138,7 @@ async def restore_deployment(
 
 
 def describe(counter: Restored, *, writes: bool) -> str:
-    """Returns a line about a counter that differs. `writes`: as in `restore`."""
+    """Returns a line describing a counter that differs. `writes`: as in `restore`."""
     year, month = divmod(counter.month, 12)
     outcome = (
         "exceeds its rows, unchanged" if counter.rows_usd < counter.counted_usd else "not restored"

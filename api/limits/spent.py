@@ -1,4 +1,4 @@
-"""Reads spending on budgets from the rows in BigQuery."""
+"""Reads budget spending from the rows in BigQuery."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class SpentQuestion(NamedTuple):
 
 
 class SpentReader(Protocol):
-    """Adds up rows. Calls block, so they run in threads."""
+    """Adds up rows. Calls are blocking, so they run in threads."""
 
     def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
         """Returns US dollars per question, for the month and the previous month.
@@ -42,7 +42,7 @@ class SpentRows:
     """Reads the usage table.
 
     Args:
-        project: project of the dataset, which pays for the queries.
+        project: the dataset's project, which pays for the queries.
         endpoint: URL of an embedded BigQuery. Empty for Google's.
         most_bytes: a query that would read more bytes is rejected.
         limit_s: maximum seconds per query.
