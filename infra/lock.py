@@ -2,7 +2,7 @@
 
 `make constraints` writes the lock. Run as a program, this module has these commands:
 
-- `pins`: the versions alone. pip requires hashes for all packages or none.
+- `pins`: only the versions. pip requires hashes for all packages or none.
 - `only NAME`: one package with its hashes.
 - `check`: requirements that are missing from the lock.
 - `covers FILE [NAME...]`: installed packages that aren't in the lock. FILE has the format of `uv
@@ -69,7 +69,7 @@ def find_uncovered(installed: str, allowed: list[str]) -> list[str]:
     """Returns lines of `installed`, as `name==version`, that aren't in the lock at that version.
 
     Args:
-        allowed: packages that need not be in the lock, as `name`, `name==version` or `name*`.
+        allowed: packages that don't have to be in the lock, as `name`, `name==version` or `name*`.
     """
     versions = {name: locked.version for name, locked in read_lock().items()}
     patterns = [normalized(requirement.partition("==")[0]) for requirement in allowed]

@@ -2,6 +2,6 @@
 
 import os
 
-# Without it ONNX Runtime starts a telemetry thread at import, and a process with threads can't be
-# forked (workers/runtime/template.py).
+# Without this, ONNX Runtime starts a telemetry thread on import, and a process with threads can't
+# be forked (workers/runtime/template.py).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

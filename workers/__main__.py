@@ -1,6 +1,6 @@
 """`python -m workers`: a worker that serves one or several models.
 
-Opens its parts in order and runs until SIGTERM.
+It opens its parts in order and runs until SIGTERM.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def main() -> int:
                 field="model",
             )
         if any(model.definition.has_interface for model in models):
-            deny_inspection()  # a custom class runs as the same user
+            deny_inspection()  # custom classes run as the same user
         uvloop.run(
             serve(settings, list({model.name: model for model in models}.values()), catalog)
         )  # an alias may repeat a model
@@ -135,10 +135,10 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
 
 
 def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: Layout) -> Layout:
-    """Returns the processes and threads of a worker.
+    """Returns a worker's process and thread counts.
 
     Args:
-        of_first: the layout chosen for the first model alone.
+        of_first: the layout chosen for the first model by itself.
     """
     layout = of_first
     if len(models) > 1 and not settings.threads:
@@ -177,7 +177,7 @@ async def _prepare(
 
 
 class _Stores(NamedTuple):
-    """The stores that a worker reads and writes, except for its rows."""
+    """The stores that a worker reads and writes, not including its rows."""
 
     cache: ResultCache
     redis: RecordsRedis
@@ -208,7 +208,7 @@ async def _open(
 ) -> Worker:
     """Opens every part.
 
-    Row writers open first, because an earlier process may have left rows behind, and close last.
+    Row writers open first, because an earlier process may have left rows behind. They close last.
     """
     models = [model.entry for model in hosted]
     rows = await stack.enter_async_context(_writer(settings, models, "worker", TABLE))
@@ -297,7 +297,7 @@ async def _canary_parts(
     publisher: Publisher,
     objects: ObjectStore,
 ) -> dict[str, CanaryShare]:
-    """Returns the parts that compare revisions, by name, for models that have a comparison."""
+    """Returns the parts that compare revisions, by name, for models that need a comparison."""
     canaries = {
         model.entry.name: model.entry
         if isinstance(model.entry, Revision)

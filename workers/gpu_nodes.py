@@ -1,13 +1,13 @@
 """`python -m workers.gpu_nodes`: empties nodes whose GPU has failed, one deployment per cluster.
 
-A device plugin or node-problem-detector reports it in a condition of the node. Nothing acts on it:
-GKE's node auto-repair checks only `Ready` and disks, and a pod that fails is restarted on the same
-GPU. So this node is cordoned and its pods are evicted, like `kubectl drain` does. Evictions respect
-the disruption budgets, pods drain and hand back their jobs, and their successors are scheduled
-elsewhere. The cluster autoscaler deletes a node that is empty.
+A device plugin or node-problem-detector reports the failure as a node condition. Nothing else acts
+on it, because GKE's node auto-repair checks only `Ready` and disks, and a failing pod is restarted
+on the same GPU. So this process cordons the node and evicts its pods, like `kubectl drain` does.
+Evictions respect the disruption budgets, pods drain and hand back their jobs, and their successors
+are scheduled elsewhere. The cluster autoscaler deletes the empty node.
 
-A tenth of all GPU nodes may be cordoned at a time, at least one: a driver that calls every GPU
-broken must not empty the cluster. A node whose condition is gone serves again.
+At most a tenth of all GPU nodes, but at least one, may be cordoned at a time, so a driver that
+reports every GPU as broken can't empty the cluster. A node whose condition clears serves again.
 """
 
 from __future__ import annotations

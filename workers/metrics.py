@@ -2,8 +2,8 @@
 
 Utilization is for the `worker_hours` table and for the autoscaler. `ProcessTimes` measures it, so
 that idle GPU time is attributed too. `UtilizationReports` writes it every five minutes and at
-shutdown. A worker that is killed loses only the time since its last report, at most five minutes.
-The worker's event loop writes `BusyRatio`, and the thread that serves scrapes reads it.
+shutdown. A worker that is killed loses only the time since its last report, which is at most five
+minutes. The worker's event loop writes `BusyRatio`, and the thread that serves scrapes reads it.
 """
 
 from __future__ import annotations
@@ -126,12 +126,15 @@ MODEL_PROCESS_DEATHS = Counter(
 
 State = Literal["busy", "idle", "loading"]
 REPORT_EVERY_S = 300.0
-"""Interval between reports of worker time. It divides an hour evenly, so one ends with the hour."""
+"""Interval between reports of worker time. It divides an hour evenly, so a report ends with each
+hour.
+"""
 
 FADE_S = 30.0
-"""After this time, a second's weight has dropped to about a third, so the ratio covers a minute.
+"""After this time, a second's weight has decayed to about a third, so the ratio covers a minute.
 
-With a shorter time, batches that take seconds make it jump. With a longer one, it lags behind load.
+With a shorter time, batches that take seconds make the ratio jump. With a longer one, the ratio
+lags behind the load.
 """
 DIGITS = 3
 """Decimal places of a busy share: a decaying average never reaches 0, but an idle worker must."""
@@ -150,7 +153,7 @@ class BatchMetrics:
         items = len(done.results)
         self._items.observe(items)
         ITEMS_AT_A_TIME.observe(done.batch_items)
-        # inference_ms covers all items computed together. Each reports it when it ends.
+        # inference_ms covers all items computed together. Each item reports it when it finishes.
         inference_s = done.inference_ms / 1000 * items / done.batch_items
         self._inference_seconds.observe(inference_s, exemplar)
         self._spare_seconds.inc(done.spare_s)
@@ -177,7 +180,7 @@ class TimeReport:
     seconds: dict[State, float] = field(
         default_factory=lambda: {"busy": 0.0, "idle": 0.0, "loading": 0.0}
     )
-    """Add up to the time between the two. With several processes, averaged over them."""
+    """These add up to the time between the two. With several processes, they are averages."""
     batches: int = 0
     items: int = 0
     loads: int = 0
@@ -227,7 +230,7 @@ class ProcessTimes:
         self._open.loads += residency.loads
 
     def take(self) -> list[TimeReport]:
-        """Returns everything since the last call, as reports that each stay within one hour."""
+        """Returns everything since the last call, in reports that each stay within one hour."""
         self._advance()
         if self._at_s > self._open.since_s:
             self._close(self._at_s)
@@ -334,11 +337,11 @@ class UtilizationReports:
 
 
 class _State(NamedTuple):
-    """Replaced as a whole, so that another thread never reads a partial update."""
+    """Replaced as a whole, so other threads never read a partial update."""
 
     at_s: float
     running: float
-    """Fraction of the processes that run a batch. A batch with both priorities is split."""
+    """Fraction of the processes that are running a batch. A batch with both priorities is split."""
     average: float
 
     def average_at(self, now_s: float) -> float:
@@ -351,7 +354,8 @@ class BusyRatio:
     """Fraction of the model processes' capacity in use, by priority.
 
     A batch counts while it is still running, so minute-long batches show up right away. If more
-    items could have joined it at no extra cost, its process reports the spare time afterwards.
+    items could have joined the batch at no extra cost, its process reports the spare time
+    afterwards.
 
     Args:
         processes: the number of model processes.
@@ -385,7 +389,7 @@ class BusyRatio:
         self._add(parts, -1)
 
     def spare(self, parts: dict[Priority, float], seconds: float) -> None:
-        """Records the spare seconds among the last seconds of a batch with these parts."""
+        """Records how many of a batch's last seconds were spare."""
         now_s = self._clock()
         for priority, part in parts.items():
             state = self._of[priority]

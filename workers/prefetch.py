@@ -108,7 +108,7 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
     with tempfile.TemporaryDirectory(prefix="penstock-weights-") as cache:
         folder = download_from_hub(repository, revision, Path(cache))
         if _is_there(store, list_of(repository, revision)):
-            # A worker that starts in the meantime uses the Hub instead of a partial copy.
+            # Until then, a worker that starts uses the Hub instead of a partial copy.
             obstore.delete(store, listed)
         files = {}
         for path in sorted(path for path in folder.rglob("*") if path.is_file()):
@@ -122,7 +122,7 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
 
 
 def _delete_others(store: ObjectStore, into: PurePosixPath, kept: dict[str, int]) -> None:
-    """Deletes files from earlier commits, which would be mistaken for part of this one."""
+    """Deletes files from earlier commits, which would be mistaken for part of this commit."""
     for page in obstore.list(store, f"{into}/"):
         for entry in page:
             if PurePosixPath(entry["path"]).relative_to(into).as_posix() not in kept:

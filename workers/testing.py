@@ -3,8 +3,8 @@
     async with running_worker(InMemoryBroker(), ENTRY, preparer=..., model=...) as worker:
         [outcome] = await worker.compute(TextInput("a cat"))
 
-Everything between the message and the model is what runs in production: admission, priorities, fair
-queues, batches limited by the entry's budget, halving of failed batches, continuous batching,
+Everything between the message and the model is the same as in production: admission, priorities,
+fair queues, batches limited by the entry's budget, halving of failed batches, continuous batching,
 replies, rows and acks. Three things differ. The model runs on a thread instead of in a process, so
 it can't be killed. Without `redis_url`, nothing is recorded, so there are no predictions, streams
 or cancellation. Rows are kept in a list.
@@ -61,7 +61,7 @@ _INBOX = "testing"
 
 @dataclass
 class WorkerUnderTest:
-    """A running worker from its callers' point of view. `rows`: rows it would send to BigQuery."""
+    """A running worker as its callers see it. `rows`: the rows it would send to BigQuery."""
 
     broker: InMemoryBroker
     entry: Model
@@ -78,7 +78,7 @@ class WorkerUnderTest:
             inputs: inputs for the model's task, up to its maximum batch size.
 
         Raises:
-            TimeoutError: no reply came by the deadline.
+            TimeoutError: no reply arrived by the deadline.
             UndecodableMessage: the worker could not read the job.
         """
         request_id, now_s = f"req_{next(self._numbers)}", time.time()
@@ -147,7 +147,7 @@ async def running_worker(
     """
     if folder is None and (preparer is None or model is None):
         raise ValueError("without a folder, both preparer and model are required")
-    # Not the working directory, which may be large, because all file sizes are added up.
+    # Not the working directory, because all file sizes are added up, and it may be large.
     files = folder or Path(os.devnull)
     preparer = preparer or preparer_for(entry, files)
     thread = _ModelThread(entry, model or (lambda: model_for(entry, files, "cpu")), files)
@@ -188,7 +188,7 @@ async def running_worker(
 
 @asynccontextmanager
 async def _running(worker: Worker, stop: asyncio.Event) -> AsyncIterator[None]:
-    """Runs the worker, and lets it finish the jobs it holds at the end."""
+    """Runs the worker, and lets it finish its remaining jobs at the end."""
     task = asyncio.create_task(worker.run(stop))
     try:
         yield
@@ -246,7 +246,7 @@ class _ModelThread:
         output: asyncio.StreamReader,
         connection: socket.socket,
     ) -> None:
-        """Runs the server. Text that a process would print when dying becomes its output."""
+        """Runs the server. Text that a process would print when it dies becomes its output."""
         models = ResidentModels([lambda: next(self._made)], [self._folder])
         printed = b""
         try:

@@ -1,15 +1,15 @@
 """The worker's I/O process: pulls its models' jobs and feeds batches to the model processes.
 
 Guarantees relied on: Pub/Sub delivers a job at least once and keeps it until it is acked. The
-transport extends the lease of every held message, and flow control limits how many are held. The
-models run in separate processes (workers/runtime/pool.py), so a busy or broken model interpreter
-delays neither leases nor replies.
+transport extends every held message's lease, and flow control limits how many are held. The models
+run in separate processes (workers/runtime/pool.py), so a busy or broken model interpreter delays
+neither leases nor replies.
 
 In call order: `run` opens each model's subscriptions and starts its consumer
 (workers/jobs/consumer.py). `_serve`, one task per model process, asks ModelScheduler which model is
 next and takes its next batch. A device that computes asynchronously gets the next full batch before
-the last one has ended, and before the results of the one before that are distributed (decision
-143). `_listen` drops canceled jobs.
+the current one has finished, and before the previous one's results are distributed (decision 143).
+`_listen` drops canceled jobs.
 """
 
 from __future__ import annotations
@@ -50,12 +50,12 @@ from workers.scheduling.model_scheduler import Idle, ModelScheduler
 log = logging.getLogger(__name__)
 
 FAILED_BATCHES_MAX = 20
-"""After this many consecutive failed batches, the worker itself is considered broken and exits."""
+"""After this many consecutive failed batches, the worker is considered broken and exits."""
 LOST_GPUS_MAX = 2
 """The worker exits after this many consecutive model processes have lost their GPU.
 
-This happens before any item is given up (workers/scheduling/priority_queue.py), so another worker
-computes everything held by this one. The first crash may have been caused by the item being
+This happens before any item is given up on (workers/scheduling/priority_queue.py), so another
+worker computes everything held by this one. The first crash may have been caused by the item being
 computed.
 """
 
@@ -98,7 +98,7 @@ class Worker:
         self._times = times or ProcessTimes()
         self._flow_controls: dict[JobConsumer, list[FlowControl]] = {}
         self._woken = asyncio.Event()
-        """Set when an item is queued or an overlapping batch has ended."""
+        """Set when an item is queued or an overlapping batch has finished."""
         self._in_flight: list[deque[BatchRun]] = [deque() for _ in pool.processes]
         """Each process's batches, oldest first."""
         self._idle: set[int] = set()
@@ -134,7 +134,7 @@ class Worker:
                 tasks.append(stopping)
                 done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stopping}:
-                    task.result()  # they only end with an error
+                    task.result()  # they end only with an error
                 await self._drain()
             finally:
                 await _cancel(tasks)
@@ -238,7 +238,7 @@ class Worker:
                 await self._send(process_index, process, choice)
 
     async def _advance(self, process_index: int, process: PooledProcess) -> None:
-        """Waits until the oldest batch has ended, and distributes its results.
+        """Waits until the oldest batch has finished, and distributes its results.
 
         If the device computes asynchronously, the next batch is sent first.
         """
@@ -264,10 +264,10 @@ class Worker:
             self._end_died(oldest, result, in_flight)
 
     def _may_send(self, process: PooledProcess, number: int, *, is_free: bool) -> bool:
-        """Returns whether a model's next batch may be sent before the last one has ended.
+        """Returns whether a model's next batch may be sent before the last one has finished.
 
-        Queued after another batch, it must be full, because more items may arrive if it is formed
-        later. Idle processes have precedence.
+        A batch queued behind another must be full, because if it were formed later, more items
+        might have arrived. Idle processes have precedence.
         """
         queue = self._queues[number]
         if not queue.waiting or (not is_free and (self._idle or not queue.has_full_batch)):
@@ -332,7 +332,7 @@ class Worker:
         self._count_failed(has_failed=done.has_failed)
 
     def _end_died(self, run: BatchRun, reason: str, others: Iterable[BatchRun]) -> None:
-        """Requeues a batch whose process died. A process with several batches counts once.
+        """Requeues a batch whose process died. A process with several batches is counted once.
 
         Args:
             others: the other batches on the same process.

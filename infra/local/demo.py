@@ -147,7 +147,7 @@ class DemoCall:
     inference_ms: float
 
     def row(self) -> tuple[object, ...]:
-        """Returns the call's row. Time spent neither waiting nor computing counts as overhead."""
+        """Returns the call's row. Time not spent waiting or computing counts as overhead."""
         overhead_ms = self.round_trip_ms - self.queue_ms - self.batch_ms - self.inference_ms
         parts = (self.round_trip_ms, self.queue_ms, self.batch_ms, self.inference_ms, overhead_ms)
         return (self.what, self.cache, *(f"{part:.1f}" for part in parts))
@@ -267,7 +267,7 @@ class Visitor:
         with _translate_errors("chat"):
             answer = stream_answer(self._client)
         self._items += 1
-        # With temperature 0 there is one answer, and it is cached.
+        # With temperature 0, there is only one possible answer, and it is cached.
         chat = partial(
             self._client.chat.completions.with_raw_response.create,
             model=MODEL,
@@ -341,7 +341,7 @@ class Visitor:
 
 
 def what_it_shows(png: bytes) -> str:
-    """Describes what image analysis finds in the image, without knowing the prompt."""
+    """Describes the image based on image analysis, without knowing the prompt."""
     with Image.open(io.BytesIO(png)) as image:
         reading = read(np.asarray(image.convert("RGB")))
     figures = " and ".join(_in_words(figure) for figure in reading.figures)

@@ -147,7 +147,7 @@ def examine() -> Iterator[Diagnosis]:
 def _python() -> Diagnosis:
     facts = ".".join(map(str, sys.version_info[:3]))
     if not is_optimized():
-        # Only a note, because it works too.
+        # Only a note, because it also works.
         facts += (
             ", built without --enable-optimizations: the API and workers take about 15 % more CPU "
             "time than with the Python of Docker, Debian or uv"
@@ -230,7 +230,7 @@ def _disk() -> Diagnosis:
 def _memory() -> Diagnosis:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        # Includes caches that Linux can free. Memory without them is low on any busy machine.
+        # Includes caches that Linux can free. Without them, free memory is low on any busy machine.
         available = re.search(
             r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")
         )
@@ -273,7 +273,7 @@ def _sources(catalog: Catalog) -> Iterator[Diagnosis]:
 def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
     """Tries to reach each configured service.
 
-    `penstock up` starts its own if none is configured.
+    `penstock up` starts its own server if none is configured.
     """
     if not settings.model_fields_set & _PLACES:
         yield Diagnosis("endpoints", "none configured: penstock up starts its own")

@@ -1,4 +1,4 @@
-"""Inspects custom models whose sources changed, and writes their penstock.schema.json.
+"""Inspects custom models whose sources have changed, and writes their penstock.schema.json.
 
 The class runs in a separate process, as in `penstock models check`, which also installs its
 packages.
@@ -56,7 +56,7 @@ class Inspection:
         self._process.wait()
 
     def end(self) -> list[str]:
-        """Ends it if it is running. Returns lines to show to the user.
+        """Stops the inspection if it is running. Returns lines to show to the user.
 
         Raises:
             ConfigurationError: the class can't be served. The message contains the reason.

@@ -1,4 +1,4 @@
-"""The TCP ports of a local stack: the defaults of `penstock up`, or free ones."""
+"""A local stack's TCP ports: `penstock up`'s defaults, or free ones."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ class Ports:
     health: Sequence[int] = field(default_factory=lambda: range(8091, 8191))
     functions: int = 8090
     metrics: int = 9464
-    """Port of the API's metrics."""
+    """Port for the API's metrics."""
     rabbitmq: int = 5672
     row_archive: int = 8089
-    """Port of the row archive's metrics."""
+    """Port for the row archive's metrics."""
 
     @classmethod
     def free(cls, workers: int = 8) -> Ports:

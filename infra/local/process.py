@@ -1,6 +1,6 @@
 """A process of the local stack in its own process group, with a log file and a stop limit.
 
-It ends when the process that started it ends, for whatever reason (infra/local/reaper.py).
+It is killed when the process that started it exits, for whatever reason (infra/local/reaper.py).
 """
 
 from __future__ import annotations
@@ -41,14 +41,15 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 class Process:
     """A running program. Entering the context starts it, leaving it stops it.
 
-    Once it has ended, it remains a zombie until it is stopped or started again, so that no other
+    Once it has exited, it remains a zombie until it is stopped or started again, so that no other
     process gets its id, which is also its group's id (except on macOS before Python 3.13, see
     `exit_code`).
 
     Args:
         log_dir: folder of `<name>.log`, which contains both output streams and is overwritten at
-            the first start. Later starts append to it, so the reason for the last exit stays in it.
-        environment: all of its environment variables. None: this process's variables.
+            the first start. Later starts append to the file, so it still contains the reason for
+            the last exit.
+        environment: the process's complete environment. None: this process's variables.
         stop_limit_s: seconds from SIGTERM until its whole group is killed.
     """
 
@@ -120,8 +121,8 @@ class Process:
         """Waits until `is_ready` returns true.
 
         Raises:
-            Unavailable: it ended first, or was stopped after `limit_s` seconds. The message
-            contains the end of its log.
+            Unavailable: it exited first, or was stopped after `limit_s` seconds. The message
+                contains the end of its log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
@@ -163,7 +164,7 @@ class Process:
 
     @property
     def ending(self) -> str:
-        """Returns how it ended, for messages."""
+        """Returns how it exited, for messages."""
         code = self.exit_code
         if code is None:
             return "is running" if self._popen else "was not started"
@@ -175,19 +176,19 @@ class Process:
         """Sends SIGTERM and returns immediately, so that processes can stop concurrently."""
         if self.is_running:
             self.send_signal(signal.SIGTERM)
-            # A paused process handles SIGTERM only once it continues.
+            # A paused process handles SIGTERM only once it is resumed.
             self.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Sends SIGTERM and later kills its group. Does nothing if it was not started."""
+        """Sends SIGTERM, then kills its group. Does nothing if it was not started."""
         self.ask_to_stop()
         try:
             self._ends_within(self.stop_limit_s)
         finally:
             popen, self._popen = self._popen, None
             if popen is not None:
-                # Ends it if it ignores SIGTERM, and also processes that it left in its group. This
-                # comes before the wait that frees its id, which another group may get.
+                # Kills it if it ignores SIGTERM, and also kills any processes left in its group.
+                # This comes before the wait that frees its id, which another group may then get.
                 _kill_group(popen.pid)
                 popen.wait(KILL_LIMIT_S)
 
@@ -202,7 +203,7 @@ class Process:
             raise Unavailable(f"{self.name} did not exit within {KILL_LIMIT_S:g} s of SIGKILL")
 
     def pause(self) -> None:
-        """Freezes it like a machine that hangs: connections stay open, but nothing answers."""
+        """Freezes it like a machine that hangs: connections stay open, but nothing responds."""
         self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
@@ -235,7 +236,7 @@ class Process:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def _ends_within(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` seconds for it to end. Returns whether it has ended."""
+        """Waits up to `limit_s` seconds for it to exit. Returns whether it has exited."""
         deadline_s, pause_s = time.monotonic() + limit_s, POLL_S / 32
         while self.is_running:
             if time.monotonic() > deadline_s:
@@ -308,7 +309,7 @@ def free_port() -> int:
         # Below the kernel's ephemeral ports, which another process might get before our caller.
         port = _random.randrange(*FREE_PORTS)
         # The UDP port with the same number is otherwise unused and serves as the reservation. The
-        # kernel frees it when this process ends.
+        # kernel frees it when this process exits.
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             claim.bind(("127.0.0.1", port))
@@ -317,7 +318,7 @@ def free_port() -> int:
         except OSError:
             claim.close()
             continue
-        claim.detach()  # keeps it open until this process ends
+        claim.detach()  # keeps it open until this process exits
         return port
     raise Unavailable(
         f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[1]} in {PORT_TRIES} tries"

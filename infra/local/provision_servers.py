@@ -33,7 +33,7 @@ from shared.process.concurrency import backoff
 from shared.settings import ApiSettings
 
 PUSH_LIMIT_S = 60
-"""Time limit of a function per message."""
+"""A function's time limit per message."""
 EVENT_RETENTION_S = 24 * 3600
 
 CONNECT_LIMIT_S = 5.0
@@ -50,11 +50,11 @@ async def provision(
         catalog: each model gets a jobs topic, a subscription per priority for its workers, and a
             dead-letter topic.
         inbox_pool: number of reply inboxes to create, numbered from 0.
-        slots: filtered subscriptions of each inbox.
+        slots: number of filtered subscriptions per inbox.
         functions_url: URL of the functions, each at its own path. Empty: no functions run.
 
     Raises:
-        PenstockError: the broker refused or did not answer.
+        PenstockError: the broker rejected the request or did not respond.
     """
     await admin.ensure_topic(WEBHOOKS_TOPIC_ID)
     await asyncio.gather(*(make_jobs(admin, model.name) for model in catalog.deployed))
@@ -96,7 +96,7 @@ def provision_servers(
     """Creates missing resources on each local server. Changes nothing that exists.
 
     Args:
-        settings: endpoints of the servers. A server without an endpoint is Google's and is left
+        settings: endpoints of the servers. A server without an endpoint is Google's, and is left
             alone.
         functions_url: URL to which Pub/Sub pushes dead letters and webhooks. Empty: it pushes
             nothing.
@@ -104,7 +104,7 @@ def provision_servers(
 
     Raises:
         ConfigurationError: the catalog can't be read. Unavailable: a server was not ready in time,
-        or refused.
+            or rejected a request.
     """
     deadline_s = time.monotonic() + limit_s
     catalog = read_catalog(settings.models_file)
@@ -124,10 +124,10 @@ def provision_servers(
 
 
 def provision_broker(settings: ApiSettings, catalog: Catalog, functions_url: str) -> None:
-    """Makes the topics and subscriptions.
+    """Creates the topics and subscriptions.
 
     Raises:
-        Unavailable: the broker is unreachable or refused.
+        Unavailable: the broker is unreachable or rejected a request.
     """
     asyncio.run(_provision(settings, catalog, functions_url))
 

@@ -1,13 +1,13 @@
-"""Ends this process's direct and indirect children once the process is gone.
+"""Kills this process's direct and indirect children once the process is gone.
 
 A program that starts others may be killed, or its terminal may close, before it can stop them. So a
-small program, run from this file, waits until that process ends. It then ends every process that
+small program, run from this file, waits until that process exits. It then kills every process that
 has its mark in the environment. Children inherit the mark, so this also covers children in other
 sessions and children whose parents are gone.
 
-A signal at the parent's death (PR_SET_PDEATHSIG) would reach only direct children, and would end
-them along with the thread that started them. This works only on Linux. Elsewhere nothing is marked
-and nothing is ended.
+A signal sent when the parent dies (PR_SET_PDEATHSIG) would reach only direct children, and would
+kill them when the thread that started them exits. The reaper works only on Linux. Elsewhere nothing
+is marked and nothing is killed.
 """
 
 from __future__ import annotations
@@ -22,27 +22,27 @@ import uuid
 from collections.abc import Container
 
 VARIABLE = "STARTED_BY"
-"""Environment variable with the marks of all processes above, separated by spaces.
+"""Environment variable with the marks of all ancestor processes, separated by spaces.
 
 Not a Penstock setting, because settings aren't passed to every child.
 """
 GRACE_S = 5.0
 """Time from SIGTERM to SIGKILL."""
 LOOK_AGAIN_S = 0.2
-"""Time until the second check, by which a process that was still starting during the first one has
-its environment.
+"""Time until the second check. By then, a process that was still starting during the first check
+has its environment.
 """
 
 _started: tuple[int, str, int] | None = None
-"""The reaper of this process: the process's id (a fork is another process), its mark, and the
-descriptor through which it is notified of children.
+"""This process's reaper: the process's id (a fork is a different process), its mark, and the
+descriptor through which the reaper is notified of children.
 """
 
 
 def child_marks() -> dict[str, str]:
-    """Returns the variables that a child needs in its environment to end with this process.
+    """Returns the variables that a child needs in its environment to be killed with this process.
 
-    The first call starts the program that waits for this process to end.
+    The first call starts the program that waits for this process to exit.
     """
     global _started
     if not _is_supported():
@@ -57,7 +57,7 @@ def child_marks() -> dict[str, str]:
 def add_child(pid: int) -> None:
     """Registers the child `pid`, started with `child_marks`, in case it overwrites its environment.
 
-    Redis does, to set its title. Call this before waiting for the child.
+    Redis does so to set its title. Call this before waiting for the child.
     """
     if _started is not None:
         # If the program was killed, its children are left running.
@@ -71,7 +71,7 @@ def _is_supported() -> bool:
 
 def _start(mark: str) -> int:
     """Starts the program. Returns the descriptor to write the ids of children to."""
-    # It has no mark because it ends by itself, after the process that it waits for.
+    # It has no mark because it exits by itself, after the process that it waits for.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     theirs, ours = os.pipe()
     os.set_blocking(ours, False)
@@ -93,7 +93,7 @@ def _start(mark: str) -> int:
 
 
 def main(pid: int, mark: str) -> None:
-    """Waits for the parent `pid` to end, then ends all processes with its `mark`."""
+    """Waits for the parent `pid` to exit, then kills all processes with its `mark`."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     children = _wait_for_parent(pid)
@@ -107,7 +107,7 @@ def main(pid: int, mark: str) -> None:
                 _send(pidfd, signal.SIGKILL)
             elif marked_pid not in signaled:
                 _send(pidfd, signal.SIGTERM)
-                # A paused process handles SIGTERM only once it continues.
+                # A paused process handles SIGTERM only once it is resumed.
                 _send(pidfd, signal.SIGCONT)
             signaled.add(marked_pid)
             if marked_pid not in children:
@@ -118,7 +118,7 @@ def main(pid: int, mark: str) -> None:
 
 
 def _wait_for_parent(pid: int) -> dict[int, int]:
-    """Waits for the parent `pid` to end. Returns the registered children that are still running."""
+    """Waits for the parent `pid` to exit. Returns the registered children still running."""
     children: dict[int, int] = {}
     waited_for = [0]
     with contextlib.suppress(ProcessLookupError):
@@ -156,7 +156,7 @@ def _open_marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) in excluded:
             continue
-        # It may have ended in the meantime, or belong to another user.
+        # It may have exited by now, or belong to a different user.
         with contextlib.suppress(OSError):
             pidfd = os.pidfd_open(int(name))
             if _has_mark(name, mark):

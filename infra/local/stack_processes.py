@@ -27,9 +27,9 @@ CONSUMER_TIMEOUT_S = 2 * 3600
 It exceeds any deadline, so jobs are never taken away.
 """
 _SERVER = "PENSTOCK_RABBITMQ_SERVER"
-"""Variable with the path of the script, to use another version than the installed package."""
+"""Variable with the script's path, to use a different version than the installed package."""
 _LIBRARY = Path("/usr/lib/rabbitmq/bin")
-"""Debian's folder of the scripts. The one on PATH runs only as root or rabbitmq."""
+"""Debian's folder for the scripts. The one on PATH runs only as root or rabbitmq."""
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 API_STOP_LIMIT_S = 12.0
@@ -60,7 +60,7 @@ def find_rabbitmq_server() -> Path:
 
 
 class RabbitServer(Process):
-    """A RabbitMQ node on 127.0.0.1. `start` returns once it answers. The ports survive restarts.
+    """A RabbitMQ node on 127.0.0.1. `start` returns once it responds. The ports survive restarts.
 
     Erlang's port mapper runs alongside on its own port, so that several nodes on one machine are
     unaware of each other.
@@ -89,7 +89,7 @@ class RabbitServer(Process):
 
     @property
     def url(self) -> str:
-        """The value of the setting `broker` for its clients."""
+        """The value of its clients' `broker` setting."""
         return f"rabbitmq://guest:guest@127.0.0.1:{self.port}/"
 
     def start(self) -> None:
@@ -226,7 +226,7 @@ class StackProcesses:
         return self.module("api", ["api"], settings, stop_limit_s=API_STOP_LIMIT_S)
 
     def batches(self, settings: Mapping[str, str]) -> Process:
-        # Its metrics would use the same port as the API's.
+        # Its metrics would use the same port as the API.
         return self.module(
             "batches", ["api.batch_runner"], {**settings, "PENSTOCK_METRICS_PORT": "0"}
         )

@@ -1,4 +1,4 @@
-"""Waits for parts of the local stack to get ready, and restarts parts that die.
+"""Waits for the local stack's parts to become ready, and restarts parts that die.
 
 Pauses between restarts grow, and the number of restarts is limited. An optional part that has not
 been ready since its last start is restarted without a limit, because whatever it needs may become
@@ -41,7 +41,7 @@ class SupervisedPart:
 
     Args:
         is_ready: returns whether it is working.
-        limit_s: maximum time to get ready after a start, in seconds.
+        limit_s: maximum time to become ready after a start, in seconds.
         was_ready: true if it has been ready since it was started.
         is_optional: true if the others can work without it. Workers are optional.
     """
@@ -89,7 +89,7 @@ class Supervisor:
 
         Returns:
             None while all parts are running, will be restarted, or are optional. Otherwise the
-            reason why the stack can't continue: a part that died too often, with the end of its
+            reason that the stack can't continue: a part that died too often, with the end of its
             log.
         """
         for watched in self._watched:
@@ -98,9 +98,9 @@ class Supervisor:
         return None
 
     def restart(self, name: str, on_started: Callable[[], None]) -> None:
-        """Has a part stop as usual, and starts it again when it has ended.
+        """Stops a part as usual, and starts it again when it has exited.
 
-        If it doesn't get ready, it stays down until the next restart, because its sources are
+        If it doesn't become ready, it stays down until the next restart, because its sources are
         broken and the user is about to fix them.
         """
         for watched in self._watched:
@@ -162,13 +162,13 @@ class _Watched:
         self._part.process.ask_to_stop()
 
     def _restart(self) -> str | None:
-        """Starts it again if it has ended, or if its time to stop has run out."""
+        """Starts it again if it has exited, or if its time to stop has run out."""
         process = self._part.process
         if process.is_running and self._clock() - self._since_s < process.stop_limit_s:
             return None
         if process.is_running:
             process.kill()
-        process.stop()  # also ends processes left in its group
+        process.stop()  # also kills processes left in its group
         on_started, self._on_started = self._on_started, None
         self._is_changed = True
         failure = self._start()
@@ -192,7 +192,7 @@ class _Watched:
         if self._part.is_ready():
             self._on_ready()
         elif self._clock() > self._ready_by_s:
-            process.stop()  # first, because output during the stop may contain the reason
+            process.stop()  # first, because output during shutdown may contain the reason
             return self._handle_death(f"was not ready within {self._part.limit_s:g} s")
         elif self._clock() >= self._progress_s:
             waited_s = self._clock() - self._since_s
@@ -218,7 +218,7 @@ class _Watched:
         process, now_s = self._part.process, self._clock()
         death = f"{process.name} {how}{process.last_words()}"
         is_hopeless = process.exit_code == WRONG_CONFIGURATION and self._part.is_optional
-        # This also ends processes left in its group, which may hold its port or memory.
+        # This also kills processes left in its group, which may hold its port or memory.
         process.stop()
         was_ready, self._ready_by_s = self._ready_by_s is None, None
         if self._is_changed:

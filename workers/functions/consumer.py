@@ -41,7 +41,9 @@ MESSAGES = Gauge(
 MESSAGES_IN_HAND = 128
 """Limit per queue. Webhook receivers are slow and must not delay each other."""
 STOP_LIMIT_S = 20.0
-"""How long handlers may take to finish after shutdown starts. Other messages are redelivered."""
+"""How long handlers may take to finish after shutdown starts. Unfinished messages are
+redelivered.
+"""
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +73,7 @@ class QueueDepths:
             await asyncio.sleep(EVERY_S)
 
     async def look(self) -> None:
-        """Checks once. A queue that can't be read has no value, as an old one would mislead."""
+        """Checks once. Unreadable queues have no value, because an old one would mislead."""
         try:
             counts = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))
         except PenstockError as error:
@@ -124,7 +126,7 @@ class FunctionConsumer:
 
     @asynccontextmanager
     async def running(self, wanted: list[MessageSource]) -> AsyncIterator[None]:
-        """Receives messages inside the context. Messages held when it exits are finished."""
+        """Receives messages inside the context. Messages held at exit are finished."""
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as taking:
             self._subscriptions = [
                 await stack.enter_async_context(
@@ -145,7 +147,7 @@ class FunctionConsumer:
                     await subscription.stop()
 
     async def _take(self, subscription: QueueSubscription, function: str) -> None:
-        """Handles messages until the subscription stops, with the concurrency it allows."""
+        """Handles messages until the subscription stops, with as much concurrency as it allows."""
         running: set[asyncio.Task[None]] = set()
         async for message in subscription:
 

@@ -1,4 +1,4 @@
-"""Ends a job that no worker could finish: record, reply to the caller, webhook event, rows.
+"""Ends a job that no worker could finish: record, caller's reply, webhook event, rows.
 
 If the message is redelivered, every step is repeated, because a process may die after any of them.
 This is safe: the caller accepts only one reply, and events and rows have ids. A job already
@@ -101,7 +101,7 @@ class DeadLetters:
         self._flows = FlowEngine(catalog, records, runs, publisher)
 
     async def answer(self, message: ReceivedMessage) -> None:
-        """Does everything for a dead-lettered job that its worker could not.
+        """Does everything for a dead-lettered job that its worker could not do.
 
         Raises:
             UndecodableMessage: it does not identify its job.
@@ -127,7 +127,7 @@ class DeadLetters:
                 await self._answer(envelope, message)
 
     async def _end_step(self, envelope: Envelope, message: ReceivedMessage) -> None:
-        """Ends a flow step's items, and with them the run, unless the step has a default."""
+        """Ends a flow step's items and thus the run, unless the step has a default."""
         items, error = _reading(message)
         facts = {
             "request_id": envelope.request_id,
@@ -155,7 +155,7 @@ class DeadLetters:
     async def _forward(self, envelope: Envelope, message: ReceivedMessage) -> bool:
         """Hands a job that no canary worker could finish to the other revision.
 
-        Returns whether it was such a job.
+        Returns whether the job was a canary's.
         """
         if (model := model_of_canary(envelope.model)) is None:
             return False
@@ -194,7 +194,7 @@ class DeadLetters:
     async def _end(self, envelope: Envelope, ours: ReplyBody) -> tuple[ReplyBody, str] | None:
         """Ends the record. Returns the reply from this or an earlier attempt.
 
-        Returns None if the job was answered elsewhere.
+        Returns None if the job was already answered elsewhere.
         """
         record = record_id(envelope.request_id, envelope.part)
         finish = await self._records.finish(record, "failed", encode_reply_body(ours))
@@ -270,7 +270,7 @@ def _reply_of(envelope: Envelope, body: ReplyBody) -> Reply:
 
 
 def _mark_canceled(body: ReplyBody) -> ReplyBody:
-    """Returns the same, for a caller who no longer wants an answer."""
+    """Returns the same, for a caller that no longer wants a reply."""
     outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in body.outcomes]
     return msgspec.structs.replace(body, outcomes=outcomes)
 

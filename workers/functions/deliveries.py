@@ -44,7 +44,7 @@ DeliveryDecision = Literal["due", "throttled", "late"]
 WRITE_LIMIT_S = 3.0
 """A push is acknowledged only after its row is written, and Pub/Sub waits for that."""
 RETRY_S = 15.0
-"""After a failure, no rows are written for this long, so that an outage delays only one push."""
+"""After a failure, no rows are written for this long, so an outage delays only one push."""
 
 UNWRITTEN = Counter(
     "penstock_functions_deliveries_unwritten_total",
@@ -62,7 +62,7 @@ class DeliveryState(RedisStore):
         self._commands = self._link.commands("the delivery state of webhooks")
 
     async def admit(self, record: str, event: str) -> DeliveryDecision:
-        """Returns whether an event is due, too soon after the last one of its kind, or late."""
+        """Returns whether an event is due, late, or too soon after the last one of its kind."""
         sent_key, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
         answer = None
         with contextlib.suppress(Unavailable):  # better to send it twice than not at all
@@ -76,14 +76,14 @@ class DeliveryState(RedisStore):
         return decisions.get(answer, "due")
 
     async def close(self, record: str) -> None:
-        """Ends deliveries for this prediction: no event is due after this."""
+        """Ends deliveries for this prediction. No event is due after this."""
         with contextlib.suppress(Unavailable):
             await self._commands.run("SET", self._key(record, "done"), 1, "EX", KEEP_S)
 
     async def refused_since(self, delivery_id: str, now_s: float) -> float | None:
-        """Returns when an event was first rejected, in Unix time.
+        """Returns when an event was first rejected, in Unix seconds.
 
-        Returns `now_s` if it wasn't rejected before, or None if that is unknown.
+        Returns `now_s` if this is its first rejection, or None if that is unknown.
         """
         key = self._key(delivery_id, "refused")
         with contextlib.suppress(Unavailable):
@@ -120,7 +120,7 @@ class Deliveries:
 
     @asynccontextmanager
     async def recorded(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
-        """A context for an attempt, which sets `status_code` and `outcome` of its row."""
+        """A context for an attempt, which sets its row's `status_code` and `outcome`."""
         began_s = time.time()
         try:
             yield

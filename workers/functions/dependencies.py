@@ -1,8 +1,8 @@
 """Dependencies shared by the functions in one process, opened when the first message arrives.
 
 They can't be opened earlier: functions-framework loads a function in a parent process and calls it
-in another, which has the event loop. It doesn't notify a function when it exits, but nothing is
-lost, because a push is acknowledged only after all of its work is done.
+in another, which has the event loop. functions-framework doesn't notify a function when it exits,
+but nothing is lost, because a push is acknowledged only after all of its work is done.
 """
 
 from __future__ import annotations
@@ -162,7 +162,8 @@ class RowTable:
             group.error = error
             return
         except BaseException:
-            # The task that sends on behalf of others may be canceled; the result is then unknown.
+            # The task that sends on behalf of others may be canceled, in which case the result is
+            # unknown.
             group.error = Unavailable("BigQuery: the call was cut off")
             raise
         for fields, reason in refused:

@@ -2,15 +2,16 @@
 
 Authenticates the caller, decodes the message, runs the function, and responds with a status.
 
-A 2xx acknowledges a message. After any other status, Pub/Sub sends it again with increasing
-backoff. So a message that can never be handled gets a 2xx too, and is counted and logged with its
-ids. Message contents are never logged.
+A 2xx acknowledges a message. After any other status, Pub/Sub sends the message again with
+increasing backoff. So a message that can never be handled also gets a 2xx, and is counted and
+logged with its ids. Message contents are never logged.
 
 All formats in which Pub/Sub sends a message to a function are decoded here and not by
-functions-framework: its CloudEvent targets respond with 400 to a raw push under ASGI, and to a
-message that has only attributes even under WSGI, so Pub/Sub would retry it forever. Formats:
-https://cloud.google.com/pubsub/docs/push, https://cloud.google.com/pubsub/docs/payload-unwrapping
-and, for CloudEvents, https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
+functions-framework, because its CloudEvent targets respond with 400 to a raw push under ASGI, and
+to a message that has only attributes even under WSGI. Pub/Sub would then retry the message forever.
+Formats: https://cloud.google.com/pubsub/docs/push,
+https://cloud.google.com/pubsub/docs/payload-unwrapping and, for CloudEvents,
+https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
 """
 
 from __future__ import annotations
@@ -41,9 +42,9 @@ _CREDENTIALS = frozenset({"authorization", "cookie", "x-serverless-authorization
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 HANDLE_LIMIT_S = 50.0
-"""Pub/Sub waits 60 s for a response, then resends the message while it is still being handled."""
+"""Pub/Sub waits 60 s for a response, then resends the message even if it is still being handled."""
 MAX_BODY_BYTES = 16 * 1024 * 1024
-"""The largest message is 10 MB, which is a third larger in base64."""
+"""The largest message is 10 MB, and base64 makes it a third larger."""
 LOGGED_CHARACTERS = 128
 
 UNREADABLE = Counter(
@@ -206,7 +207,7 @@ async def handle_push(
 
 
 async def handle_message(message: ReceivedMessage, function: str, handle: Handler) -> str:
-    """Runs `handle`. Returns why the message must be redelivered, or "" if it is done."""
+    """Runs `handle`. Returns why the message must be redelivered, or "" if it was handled."""
     try:
         async with asyncio.timeout(HANDLE_LIMIT_S):
             await handle(message)

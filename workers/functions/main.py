@@ -47,7 +47,7 @@ from workers.functions.settings import FunctionSettings
 
 MAX_BODY_BYTES = 4096
 GRACE_S = 30.0
-"""How long a run may exceed its own limit to finish its current step."""
+"""How long a run may exceed its limit to finish its current step."""
 
 RUNS = Counter(
     "penstock_reports_runs_total",

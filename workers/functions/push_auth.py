@@ -1,8 +1,8 @@
 """Authenticates pushes by their OpenID Connect token, before the body is read.
 
 https://cloud.google.com/pubsub/docs/authenticate-push-subscriptions: the signature and audience
-prove that Google created the token for this service; only the account proves that the request came
-from our subscription.
+prove that Google created the token for this service, but only the account proves that the request
+came from our subscription.
 """
 
 from __future__ import annotations

@@ -4,11 +4,12 @@ All tenants share one subscription, and the broker limits how many messages it s
 receiver that doesn't respond ties up its message for 20 s. So each tenant may have only a limited
 number of posts in flight, and even fewer to receivers not known to respond quickly. Other messages
 are handed back at once, and the broker redelivers them after its backoff. This does not count as an
-attempt: no row, no entry in the webhook log, no progress toward giving up on an event.
+attempt, so there is no row, no entry in the webhook log, and no progress toward giving up on the
+event.
 
 A receiver that didn't respond is left alone for a pause that doubles each time, and then receives
-one message at a time until it responds. Once it is quick again, it receives all waiting messages as
-the broker delivers them.
+one message at a time until it responds. Once it is quick again, it gets all waiting messages as the
+broker delivers them.
 
 The state is local to the process. No other process needs it, because it only limits the messages
 held by this process.
@@ -30,16 +31,16 @@ from shared.errors import Overloaded, Unavailable
 MAX_OF_TENANT = 8
 """Maximum concurrent deliveries per tenant. The embedded Pub/Sub pushes 32 messages at a time."""
 MAX_OF_RECEIVER = 6
-"""Maximum of these per receiver, so that a tenant's other receivers have room."""
+"""Maximum concurrent deliveries per receiver, so that a tenant's other receivers have room."""
 MAX_UNPROVEN = 4
 """Maximum concurrent deliveries per tenant to receivers not known to respond quickly.
 
 Halved for each failure to respond since the last response, down to one.
 """
 MAX_WAITING = 8
-"""Maximum deliveries per tenant that may wait for a quick receiver."""
+"""Maximum number of deliveries per tenant that may wait for a quick receiver."""
 WAIT_LIMIT_S = 0.25
-"""How long they wait, so that a burst to a quick receiver isn't handed back."""
+"""How long these deliveries wait, so that a burst to a quick receiver isn't handed back."""
 QUICK_S = 1.0
 """A receiver that responds within this time counts as quick."""
 MIN_PAUSE_S = 5.0

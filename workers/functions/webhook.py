@@ -4,8 +4,8 @@ Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `web
 the retries. A 410 ends all events for the prediction. Other 4xx responses and redirects are retried
 for an hour after the first one. None of this changes the prediction's record.
 
-If a prediction was deleted before its end was reported, that body has no input or output, and its
-earlier events are dropped.
+If a prediction was deleted before its end was reported, its final event has no input or output, and
+its earlier events are dropped.
 
 Batch completions and budget warnings are sent as events in OpenAI's format. Their messages contain
 everything needed to send them. They are retried like other webhooks.
@@ -62,10 +62,10 @@ from workers.functions.receiver_permits import ReceiverBusy, ReceiverPermits, Tu
 
 TOTAL_LIMIT_S = 20.0
 READ_BYTES = 1024
-"""How much of the response is logged. Only the status matters."""
+"""Maximum length of a logged response. Only the status matters."""
 
 GONE = 410
-"""Status that a receiver returns to end its webhook: the event is not sent again."""
+"""Status that a receiver returns to end its webhook. The event is not sent again."""
 WORTH_RETRYING = frozenset({408, 425, 429})
 """4xx statuses after which a later attempt may succeed."""
 REFUSED_LIMIT_S = 3600.0

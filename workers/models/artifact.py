@@ -2,7 +2,7 @@
 
 An artifact is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz
 (for embedding models) and the graphs listed in the manifest. The digest covers the source files, so
-an artifact made from different weights is never used.
+an artifact created from different weights is never used.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FORMAT_VERSION = 3
-"""Also incremented when new artifacts are better. Artifacts of earlier versions are ignored."""
+"""Also incremented when new artifacts are better. Artifacts from earlier versions are ignored."""
 MANIFEST = "manifest.json"
 CALIBRATION = "calibration.npz"
 _DOCUMENT_SUFFIXES = (".md", ".rst", ".png", ".jpg")
@@ -41,7 +41,7 @@ class Variant(msgspec.Struct, kw_only=True):
 
     Cosines and `ranking_agreement` (0 to 1) were measured on texts not used for calibration.
     `relative_speed` is the speed relative to torch fp32 in the same run. `recipe` records how it
-    was made (for image models: the options that a worker applies to its pipeline).
+    was created (for image models, the options that a worker applies to its pipeline).
     """
 
     name: str
@@ -64,8 +64,8 @@ class Manifest(msgspec.Struct, kw_only=True):
     `made_by`: the versions of torch, transformers, onnx and onnxruntime. `measured_on`: the CPU's
     instruction sets that affect speed. `relative_speed` is valid only for the same sets, while
     quality is valid for any (see session_options in workers/models/embedding/encoder_onnx.py). A
-    worker with a choice measures both itself. `refused`: the variants that were measured but
-    rejected, with the tolerance that they missed.
+    worker that has a choice measures both itself. `refused`: the variants that were measured but
+    rejected, with the tolerance that each one missed.
     """
 
     format_version: int = FORMAT_VERSION
@@ -109,7 +109,7 @@ class Artifact:
 def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | None:
     """Returns the artifact of `model` for source files with this `digest`.
 
-    None if there is none, or if it is broken (which is logged).
+    None if it doesn't exist or is broken (which is logged).
     """
     folder = artifacts_dir / model / digest
     if not folder.is_dir():
@@ -218,7 +218,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock file `path`, first waiting until no other process on this machine holds it."""
+    """Locks the file `path`, first waiting until no other process on this machine has it locked."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -227,9 +227,9 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextmanager
 def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]:
-    """Yields an empty folder for a new artifact, which takes effect if the block succeeds.
+    """Yields an empty folder for a new artifact, which is published if the block succeeds.
 
-    Open files of a replaced artifact stay readable.
+    A replaced artifact's open files stay readable.
 
     Raises:
         ConfigurationError: the folder is not a complete artifact.

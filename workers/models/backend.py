@@ -13,7 +13,7 @@ from shared.models.catalog import Model
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
     """A library and precision, fully resolved.
 
-    `variant` is its name in the artifact, and `graph` its file. Both are empty for torch.
+    `variant` is its name in the artifact, and `graph` is its file. Both are empty for torch.
     `call_tokens` is the fixed cost of one call in tokens, as measured on this machine. 0: it was
     not measured, and the device's default is used.
     """

@@ -40,9 +40,9 @@ class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
 
     `key`: only items with equal keys may share a batch. `length`: the item's work, in its task's
-    unit, which counts against the batch budget. If a model pads, every item in a call costs as much
-    as the longest. `room`: the part of the budget it takes if items join and leave between steps.
-    0: its length.
+        unit, which counts against the batch budget. If a model pads, every item in a call costs as
+        much as the longest. `room`: the part of the budget that the item takes if items join and
+        leave between steps. 0: its length.
     """
 
     key: str
@@ -53,7 +53,7 @@ class Prepared(msgspec.Struct, kw_only=True):
 class PreparedText(Prepared, tag="text", omit_defaults=True):
     """One text as token IDs: `length` little-endian uint32, including special tokens.
 
-    `type_ids` has the same form, and is empty if all are 0, as is nearly always the case.
+    `type_ids` has the same format, and is empty if all of them are 0, as is nearly always the case.
     `truncated_tokens` is the number of tokens that were cut off.
     """
 
@@ -66,7 +66,7 @@ class PreparedControl(msgspec.Struct, array_like=True):
     """An image's ControlNet, by its name in the catalog.
 
     `map`: width x height RGB pixels of 3 bytes each, row by row. `scale` multiplies its
-    contribution, during the part of the steps from `start` to `end`, 0 to 1.
+        contribution between `start` and `end`, which are fractions of the steps.
     """
 
     name: str
@@ -80,11 +80,12 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     """One image to draw.
 
     `source`: the image to start from, width x height RGB pixels of 3 bytes each, row by row.
-    `mask`: width x height bytes: how strongly each pixel is redrawn. 0: the source's pixel, 255: a
-    new pixel. `adapter`: name of an adapter in the catalog, and `adapter_scale` its strength.
-    Empty: none. For an adapter by URL, the name is its digest, `adapter_key` its key in the object
+    `mask`: width x height bytes that set how strongly each pixel is redrawn. 0: the source's pixel,
+        255: a new pixel. `adapter`: name of an adapter in the catalog, with `adapter_scale` as its
+        strength. Empty: none. For an adapter by URL, the name is its digest, `adapter_key` its key
+        in the object
     store, and `adapter_owner` its tenant's digest. `ip_adapter`: name of an IP-Adapter, with its
-    image as RGB pixels of the square that its image encoder reads, and its scale.
+    scale and its image, as RGB pixels of the square that its image encoder reads.
     """
 
     prompt: str
@@ -120,17 +121,17 @@ class PreparedPair(Prepared, tag="pair"):
 class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     """A prompt to continue.
 
-    `length` is the maximum number of tokens for which it stores keys and values.
+    `length` is the maximum number of tokens for which the prompt stores keys and values.
 
     `ids` and `written_ids` are token IDs as little-endian uint32. `written_ids` were generated
     before another worker died, or before the text was preempted. The model continues from there.
-    `written_text` is the part of them that readers have seen, and `written_cached_tokens` the
-    number of cached prompt tokens reported to them. `json_schema` constrains the tokens, and
-    `checked_schema`, if any, must match the whole text. The other fields have the same meaning as
-    in GenerationInput.
+    `written_text` is the part of them that readers have seen, and `written_cached_tokens` is the
+    number of cached prompt tokens reported to those readers. `json_schema` constrains the tokens,
+    and `checked_schema`, if any, must match the whole text. The other fields have the same meaning
+    as in GenerationInput.
 
-    `owner`: only prompts with the same owner share keys and values of equal prefixes, because
-    `cached_tokens` reveals them. Empty: nothing is shared.
+    `owner`: only prompts with the same owner share the keys and values of equal prefixes, because
+        `cached_tokens` reveals sharing. Empty: nothing is shared.
     """
 
     ids: bytes
@@ -161,7 +162,7 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
 class PreparedFile(msgspec.Struct, array_like=True):
     """An input file: where it belongs, its name, and its bytes.
 
-    `is_json`: True if it is a value, as JSON that is too large for a message.
+    `is_json`: True if it is a JSON value that is too large for a message.
     """
 
     at: list[str | int]
@@ -173,9 +174,9 @@ class PreparedFile(msgspec.Struct, array_like=True):
 class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
     """A custom class's input. `length` is its work.
 
-    Null stands for each file in `values`. `written_pieces` and `written_text`: number and text of
-    the pieces that another process has already streamed. The class yields them again, but they are
-    not streamed again.
+    Null stands for each file in `values`. `written_pieces` and `written_text`: the number and text
+    of the pieces that another process has already streamed. The class yields these pieces again,
+    but they are not streamed again.
     """
 
     values: dict[str, Any]
@@ -225,7 +226,7 @@ class LoadedModel(Protocol):
         """
 
     def warmup(self) -> None:
-        """Does the work that would otherwise slow down the first batch or step."""
+        """Does work that would otherwise slow down the first batch or step."""
 
 
 class InferenceModel(LoadedModel, Protocol):
@@ -252,7 +253,7 @@ class InferenceModel(LoadedModel, Protocol):
 
 @runtime_checkable
 class OverlappingModel(Protocol):
-    """An InferenceModel whose device can compute while the interpreter does something else."""
+    """An InferenceModel whose device can compute while the interpreter does other work."""
 
     overlaps: bool
     """True if `predict` may be called on two threads at once, because the device computes one call
@@ -261,10 +262,11 @@ class OverlappingModel(Protocol):
 
 
 class StepEnd(msgspec.Struct):
-    """The items that ended in a SteppedModel's step, by slot.
+    """The items that finished in a SteppedModel's step, by slot.
 
     `results`: finished items. `preempted`: items that have to wait and start over, because the
-    device had too little memory for all. `work`: the step's total work for all items, in tokens or
+        device had too little memory for all of them. `work`: the step's total work for all items,
+        in tokens or
     pixels. 0: unknown. `waiting`: admitted items that the step did not compute, because they wait
     for something other than the device.
     """
@@ -309,8 +311,8 @@ class SteppedModel(LoadedModel, Protocol):
 class Resumable(Protocol):
     """A SteppedModel whose items can be interrupted, and resume if they are admitted again.
 
-    A text carries along what it has generated. An image resumes if its process still holds it.
-    Otherwise it starts over.
+    A text carries along its generated tokens. An image resumes if its process still has it;
+    otherwise it starts over.
     """
 
     def interrupt(self, slot: int) -> TokenChunk | None:
@@ -349,8 +351,8 @@ class OutOfMemory(ModelFailed):
 
 
 class GpuLost(BaseException):
-    """The process can no longer use its GPU. The items are not at fault: others can compute them.
+    """The process can no longer use its GPU. The items are not at fault and can run elsewhere.
 
-    Not an Exception, because at the boundary to the model libraries exceptions fail the items. This
-    ends the process, so the items are retried.
+    Not an Exception, because at the boundary with the model libraries an Exception fails the items.
+    This makes the process exit, so the items are retried.
     """

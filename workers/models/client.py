@@ -1,6 +1,6 @@
 """The interface of a process that computes items, used by the pool (workers/runtime/pool.py).
 
-One of our model processes holds all of a worker's models that share its libraries
+One of our model processes runs all of a worker's models that share its libraries
 (workers/runtime/client.py). Any other process, such as a custom class's
 (workers/models/custom/client.py), has one model and a separate client.
 """
@@ -35,9 +35,9 @@ class RunningBatch:
     """A batch running in a process.
 
     `done` raises ModelProcessDied if the process died, or was killed because the batch took too
-    long or its answer was invalid. `cancel` stops the batch after its current step if it has steps:
-    items without a result fail as canceled. `watch` requests previews of these slots for a moment.
-    Both do nothing once the batch has ended.
+    long or the response was invalid. If the batch has steps, `cancel` stops it after the current
+    one, and items without a result fail as canceled. `watch` requests previews of these slots for a
+    moment. Both do nothing once the batch has finished.
     """
 
     done: asyncio.Future[BatchResult]
@@ -54,7 +54,7 @@ class ProcessClient(Protocol):
     facts: Ready
     """Information about its startup."""
     residency: ResidencyReport
-    """The models it holds. Replaced by a new object after each change."""
+    """The models loaded in it. Replaced by a new object after each change."""
 
     @property
     def memory_bytes(self) -> int:
@@ -72,7 +72,7 @@ class ProcessClient(Protocol):
         model: int = 0,
         on_previews: OnPreviews | None = None,
     ) -> RunningBatch:
-        """Sends one batch for model number `model` as soon as the process can take it.
+        """Sends one batch for model number `model` as soon as the process can accept it.
 
         `timeout_s` counts from when the batch is the oldest one in the process, not counting the
         time in which the model is set up.
@@ -90,7 +90,7 @@ class ProcessClient(Protocol):
     ) -> StepsEnded:
         """Runs items on model number `model`, which computes in steps, until none are left.
 
-        More may be admitted.
+        More items may be admitted.
 
         Args:
             timeout_s: maximum time without a sign of life.
@@ -103,8 +103,8 @@ class ProcessClient(Protocol):
     def admit(self, items: Sequence[Prepared]) -> int | None:
         """Adds items to the batch that runs in steps. Returns the first item's slot.
 
-        None if no batch is running. The batch may have just ended, which its final message reports:
-        these items then get no separate outcome.
+        None if no batch is running. If the batch has just ended, which its final message reports,
+        these items get no separate outcome.
         """
 
     def drop(self, slots: Sequence[int]) -> None:
@@ -120,10 +120,10 @@ class ProcessClient(Protocol):
         """Frees the memory of these models between two batches. They are loaded again when used."""
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """Runs until the process has ended for good. Returns the reason, for operators.
+        """Runs until the process has exited for good. Returns the reason, for operators.
 
         `on_end` is called before the current batch fails. A process that sets itself up again does
-        not count as ended. Canceling this ends the process.
+        not count as having exited. Canceling this call stops the process.
         """
 
 
@@ -133,7 +133,7 @@ StartClient = Callable[[MakeRoom], Awaitable[ProcessClient]]
 """Starts a process and waits until it is ready.
 
 Raises PenstockError: it refused to start (usually ConfigurationError), died, or was not ready in
-time (ModelFailed, with the end of its output).
+time (ModelFailed, with the last part of its output).
 """
 
 

@@ -1,7 +1,7 @@
 """Sets up a model process's torch device, and CPU computation: threads and bf16.
 
-A model on a CPU computes with as many threads as there are free cores. The threads of a computation
-spin while they wait for one another. A thread without a core therefore delays the others, and their
+A model on a CPU computes with as many threads as there are free cores. A computation's threads spin
+while they wait for one another. A thread without a core therefore delays the others, and their
 spinning delays the process that has that core: two workers with two threads each on the same two
 cores generated 114 tokens/s together, compared with 364 with one thread each (decision 24).
 """
@@ -27,8 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WINDOW_S = 0.3
 """Length of a computation window that is evaluated as a whole."""
 _FREE = 0.75
-"""Minimum share of the time for which a thread must have a core. Below it, there are too many
-threads.
+"""Minimum share of the time for which a thread must have a core. Any less means too many threads.
 """
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
 """Pause before trying more threads. It doubles each time the new number is too high again."""
@@ -66,7 +65,7 @@ class Device:
             raise ConfigurationError(
                 f"device {kind!r}: this machine does not have this GPU", field="device"
             )
-        # Torch requires the number whenever a GPU setting is changed.
+        # torch requires the device number whenever a GPU setting is changed.
         device = torch.device("cuda", device.index or 0)
         torch.cuda.set_per_process_memory_fraction(self.memory_fraction, device)
         return device, torch.cuda.get_device_name(device)
@@ -76,10 +75,10 @@ class Device:
 def attention_without_plans(device: torch.device) -> Iterator[None]:
     """Disables cuDNN's attention on a GPU, for calls whose shapes keep changing.
 
-    torch prefers it on GPUs with compute capability 9 and 10. It builds a plan for each new number
-    and length of texts, which made a step take ten times as long in modelscope/FunASR#3704. The
-    environment variable TORCH_CUDNN_SDPA_DEPRIORITIZED=1 would also affect the image models in this
-    process, whose shapes rarely change.
+    torch prefers it on GPUs with compute capability 9 and 10. cuDNN builds a plan for each new
+    number and length of texts, which made a step take ten times as long in modelscope/FunASR#3704.
+    Setting TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment would also affect this process's
+    image models, whose shapes rarely change.
     """
     if device.type != "cuda":
         yield
@@ -98,8 +97,8 @@ def memory_errors() -> Iterator[None]:
         torch.cuda.empty_cache()
         raise OutOfMemory(str(error)) from error
     except torch.AcceleratorError as error:
-        # ECC errors, a GPU that fell off the bus, illegal addresses: after any such error, this
-        # process's context can't compute anything.
+        # After an error such as an ECC error, an illegal address, or a GPU that fell off the bus,
+        # this process's context can't compute anything.
         raise GpuLost(str(error)) from error
     except RuntimeError as error:
         # The CPU allocator has no error class for this.
@@ -111,8 +110,8 @@ def memory_errors() -> Iterator[None]:
 def idle_s() -> float:
     """Returns the total idle seconds of all cores on this machine (man 5 proc_stat).
 
-    If the system doesn't report it, returns the time of all cores, so more threads are tried after
-    each pause.
+    If the system doesn't report it, returns the total time of all cores, so that more threads are
+    tried after each pause.
     """
     try:
         ticks = int(Path("/proc/stat").read_text(encoding="ascii").split(maxsplit=5)[4])
@@ -124,7 +123,7 @@ def idle_s() -> float:
 class CpuThreads:
     """Adapts the thread count to the CPU: starts with one, and adds more if cores are idle.
 
-    There are too many threads if they get less CPU time than they have cores. One such computation
+    There are too many threads if they get less CPU time than they have cores. Such a computation
     may take seconds, so more threads are not tried until cores have been idle. The maximum is
     torch's thread count: a forked process sets its own after the fork.
 
@@ -143,7 +142,7 @@ class CpuThreads:
         self._count = 1
         self._wall_s = self._used_s = 0.0
         self._watched: tuple[float, float] | None = None
-        """The time and the idle time at the start of this window."""
+        """The time and the total idle time at the start of this window."""
         self._pause_s = _FIRST_PAUSE_S
         self._more_at_s = 0.0
 

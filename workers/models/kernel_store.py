@@ -1,10 +1,10 @@
 """Compiled kernels that outlive their worker: one archive per model, GPU, driver and torch version.
 
 Inductor, Triton and the CUDA driver store compiled kernels in separate folders, as thousands of
-small files that they rename and lock. A mounted bucket handles that poorly, but handles one large
-file well. So a new worker unpacks the archive before it loads the model, and packs it again if its
-warm-up has compiled more. A different GPU, driver or torch version uses a different archive.
-Kernels are looked up by their computation, so at worst an old archive is useless.
+small files that they rename and lock. A mounted bucket handles many small files poorly, but one
+large file well. So a new worker unpacks the archive before it loads the model, and repacks it if
+its warm-up compiled more kernels. A different GPU, driver or torch version uses a different
+archive. Kernels are looked up by their computation, so at worst an outdated archive is useless.
 
 A process that may write an archive can run code in the workers that read it. Each model therefore
 has a separate folder, which only its own workers may write (infra/terraform/platform/storage.tf).
@@ -36,7 +36,7 @@ SD 1.5 with four batch sizes compiles to a fraction of this.
 _NOT_KEPT = ("locks", "tmp")
 """Folders for files that belong to a single process."""
 _FOLDERS = {"triton": "TRITON_CACHE_DIR", "cuda": "CUDA_CACHE_PATH"}
-"""Folders in addition to Inductor's, with the variable that contains each one's path.
+"""Folders in addition to Inductor's, each with the variable that contains its path.
 
 If the variable is missing, Triton's folder is inside Inductor's, and the driver's folder is not
 saved.
@@ -86,7 +86,7 @@ class KernelStore:
     """One model's archive on the device that it runs on.
 
     Args:
-        folder: the archives' folder. None: nothing is unpacked or kept.
+        folder: the archives' folder. None: nothing is unpacked or packed.
         device: the device its kernels are compiled for.
         max_bytes: maximum total size of the archive's files.
     """
@@ -126,8 +126,8 @@ class KernelStore:
                 continue
             path = folders[top] / rest
             path.parent.mkdir(parents=True, exist_ok=True)
-            # By hand, because tarfile has no filters before Python 3.11.4, and Debian 12's is
-            # older.
+            # Checked manually, because tarfile has no filters before Python 3.11.4, and Debian 12's
+            # Python is older.
             with archive.extractfile(member) or io.BytesIO() as packed, path.open("wb") as file:
                 shutil.copyfileobj(packed, file)
             path.chmod(0o755 if member.mode & 0o100 else 0o644)
@@ -155,7 +155,7 @@ class KernelStore:
         return False
 
     def _write_files(self, path: Path, files: dict[str, Path]) -> bool:
-        # In a bucket, an object appears as a whole when its file is closed.
+        # In a bucket, the complete object appears when its file is closed.
         part = path.with_name(f"{path.name}.{platform.node()}-{os.getpid()}")
         try:
             path.parent.mkdir(parents=True, exist_ok=True)

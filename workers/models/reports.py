@@ -17,7 +17,7 @@ from workers.models.base import RgbImage
 
 
 class ResidencyReport(msgspec.Struct):
-    """The models that a process holds, and its loads and evictions since the last report.
+    """The models loaded in a process, and its loads and evictions since the last report.
 
     `load_s`: duration of each model's last load, in seconds. `size_bytes`: each model's memory,
     first estimated, then measured. `switch_s`: seconds spent on loads and evictions.
@@ -40,7 +40,7 @@ class Ready(msgspec.Struct, tag="ready"):
     memory_bytes: int
     residency: ResidencyReport | None = None
     overlapping: list[int] = []
-    """Models whose next batch the process accepts before it has finished the last one."""
+    """Models whose next batch the process accepts before finishing the previous one."""
 
 
 class StepDone(msgspec.Struct, tag="progress"):
@@ -117,15 +117,17 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     computed_work: list[int] = []
     """Each item's tokens or pixel-steps, including its share of the padding. Empty: no padding."""
     spare_s: float = 0.0
-    """The spare seconds of its steps that belong to it, if it was added to a running batch."""
+    """Its part of its steps' spare seconds, if it was added to a running batch."""
     average_items: int = 0
-    """The average number of items computed at a time, if items join between steps. 0: all."""
+    """The average number of items computed at a time, if items join between steps. 0: all of
+    them.
+    """
     calls: dict[int, Call] = {}
-    """The calls that computed items after others had failed, by item index. An item does not pay
-    for calls that failed because of another one.
+    """The calls that computed items after other items had failed, by item index. An item does not
+    pay for calls that failed because of a different item.
     """
     logs: dict[int, PrintedLogs] = {}
-    """The model's printed output, by the index of the item that it was computing alone."""
+    """The model's printed output, by the index of the item that it was computing by itself."""
 
     @property
     def batch_items(self) -> int:
@@ -148,7 +150,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
 
 
 class FileOfPiece(msgspec.Struct, array_like=True):
-    """A file that belongs in a piece of an output, and its bytes."""
+    """A file that belongs in one piece of the output, and its bytes."""
 
     file: StreamedFile
     data: bytes
@@ -198,7 +200,7 @@ class ItemPreview(msgspec.Struct, tag="item_preview"):
 
 
 class ItemEnded(msgspec.Struct, tag="ended"):
-    """One slot of batch `number` has ended. `done` describes this item alone."""
+    """One slot of batch `number` has finished. `done` describes only this item."""
 
     number: int
     slot: int
@@ -208,7 +210,7 @@ class ItemEnded(msgspec.Struct, tag="ended"):
 class Spare(msgspec.Struct, tag="spare"):
     """Spare seconds in the steps of batch `number` since the last such message.
 
-    More items could have been computed in them for free (shared/models/service_rate.py).
+    More items could have been computed in that time for free (shared/models/service_rate.py).
     """
 
     number: int
@@ -230,7 +232,8 @@ class Preempted(msgspec.Struct, tag="preempted"):
 class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """Batch `number` has no items left.
 
-    `failure`: the reason that the model failed on the remaining items, which have not ended. None:
+    `failure`: the reason that the model failed on the remaining items, which have not finished.
+        None:
     it did not fail.
     """
 
@@ -254,9 +257,9 @@ StepMessage = (
 
 
 def check_result(result: Result | Exception) -> Result | Failure:
-    """Returns a result if all of its numbers are valid, or else the reason why it isn't.
+    """Returns a result if all of its numbers are valid, or else the reason they aren't.
 
-    Every model's results pass through here, so none that is invalid is returned, charged or cached.
+    Every model's results pass through here, so no invalid result is returned, charged or cached.
     """
     if isinstance(result, Exception):
         return Failure.from_error(result)

@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 class Copy(msgspec.Struct, kw_only=True):
-    """The contents of a copy: its revision's commit at the time, and each file's size in bytes."""
+    """A copy's contents: its revision's commit at the time, and each file's size in bytes."""
 
     commit: str
     files: dict[str, int]
 
 
 def folder_of(repository: str, revision: str) -> PurePosixPath:
-    """Returns a copy's path in the bucket. A revision such as refs/pr/1 is a single folder, too."""
+    """Returns a copy's path in the bucket. Even a revision such as refs/pr/1 is a single folder."""
     return PurePosixPath("hub", repository, revision.replace("/", "--"))
 
 
@@ -107,14 +107,14 @@ def resolve(
     open_bucket: OpenBucket = open_gcs_bucket,
     open_gguf: OpenGguf | None = None,
 ) -> Path:
-    """Returns the folder with the model's files. Downloads it if necessary: may take minutes.
+    """Returns the folder with the model's files. Downloads it if necessary, which may take minutes.
 
     Args:
         source: `package:IMPORT.NAME/sub/path` (a folder in an installed package), `local:PATH`
             (either may be a GGUF file, see workers/models/generation/gguf.py), `hf:ORG/NAME` (the
             Hugging Face Hub, or its cache on this machine), `hf:ORG/NAME/FILE.gguf` or
             `gs://BUCKET/PREFIX`.
-        revision: branch, tag or commit of a Hub repository. A bucket's copy is kept under this
+        revision: branch, tag or commit of a Hub repository. A bucket's copy is stored under this
             name.
         cache_dir: folder for copies of buckets and converted files.
         weights_dir: folder where copies of Hub repositories are mounted (workers/models/source.py).
@@ -225,7 +225,7 @@ def download_from_hub(repository: str, revision: str, cache_dir: Path | None = N
 
     Args:
         revision: branch, tag or commit.
-        cache_dir: the Hub's cache. None: this machine's usual one.
+        cache_dir: the Hub's cache. None: this machine's default.
 
     Raises:
         ConfigurationError: the repository or revision doesn't exist, or the token has no access.
@@ -266,7 +266,7 @@ def _from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: OpenB
         try:
             partial.rename(folder)
         except OSError:
-            # Another worker on this machine was faster. Its copy is just as good.
+            # Another worker on this machine was faster, and its copy is just as good.
             if not folder.is_dir():
                 raise
     except (BaseError, OSError) as error:

@@ -52,7 +52,7 @@ class _Item:
     """The part of the budget it takes."""
     steps: int = 0
     item_steps: int = 0
-    """Number of items per step, added up over all steps it was in."""
+    """Number of items per step, summed over all of this item's steps."""
     share_s: float = 0.0
     spare_s: float = 0.0
 
@@ -87,7 +87,7 @@ class StepShares:
         Args:
             step_s: duration of the step, in seconds.
             work: work that it computed, in tokens or pixels. 0: unknown.
-            waiting: slots of items that it did not compute.
+            waiting: slots of items that the step did not compute.
         """
         computed = [item for slot, item in self._items.items() if slot not in waiting]
         if not (count := len(computed)):
@@ -133,8 +133,8 @@ class StepShares:
             results=[check_result(result)],
             started_at_s=item.started_at_s,
             finished_at_s=time.time(),
-            # Divided by the batch's items, as everywhere else, this is the item's share of the
-            # time.
+            # Divided by the number of items in the batch, as everywhere else, this is the item's
+            # share of the time.
             inference_ms=item.share_s * batch_items * 1000,
             spare_s=item.spare_s,
             real_work=work,

@@ -1,4 +1,4 @@
-"""The worker's side of a task: how its items are prepared and computed."""
+"""A task's worker side: how its items are prepared and computed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Resources:
     """The resources a model runs on.
 
     `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` applies on a CPU. `memory_fraction` is
-    the part of a GPU's memory that the process may take. `backend` computes embeddings. None: torch
-    in the entry's precision.
+    the fraction of a GPU's memory that the process may use. `backend` computes embeddings. None:
+    torch in the entry's precision.
     """
 
     device: str
@@ -89,9 +89,9 @@ class WorkerTask(ABC):
         return False
 
     def comparer(self, entry: Model, folder: Path) -> IsClose | None:
-        """Returns a function that compares two results, if only the model has the code for it.
+        """Returns a function that compares two results, if only the model has the code to do so.
 
-        None, the default: the API does (api/dispatch/closeness.py), or nobody.
+        None, the default: the API compares them (api/dispatch/closeness.py), or nothing does.
         """
         return None
 

@@ -64,7 +64,7 @@ def check_window(entry: Model, max_length: int) -> None:
 
 
 def encoder_model(entry: Model, folder: Path, resources: Resources) -> EmbeddingModel:
-    """Returns the model that computes vectors of texts, not yet loaded.
+    """Returns the model that computes text vectors, not yet loaded.
 
     Raises:
         ConfigurationError: the folder is not a sentence encoder, or the entry requires a backend
