@@ -56,9 +56,9 @@ def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
     """Returns the GoogleSQL of the views for a tenant's analysts: usage rows and `${only}` views.
 
     Args:
-        dataset: dataset that holds the tables. The views go into another one, the only one analysts
-            can read.
-        tenant: only this tenant's rows are visible. Terraform refuses names with quotes or
+        dataset: dataset that holds the tables. The views go into a separate dataset, the only one
+            analysts can read.
+        tenant: only this tenant's rows are visible. Terraform rejects names with quotes or
             backslashes.
     """
     views, only = _files("views") | _files("tenant_views"), f"tenant = '{tenant}'"
@@ -92,10 +92,11 @@ def _files(folder: str) -> dict[str, str]:
 def create(client: bigquery.Client, dataset: str) -> None:
     """Creates the data set, the tables and the views, or updates existing ones.
 
-    Unknown columns are kept: a later release added them and was then rolled back.
+    Unknown columns are kept, because a later release may have added them before it was rolled back.
 
     Raises:
-        google.api_core.exceptions.GoogleAPICallError: BigQuery refused, or is unreachable.
+        google.api_core.exceptions.GoogleAPICallError: BigQuery is unreachable or rejected a
+        request.
     """
     client.create_dataset(dataset, exists_ok=True)
     name = f"{client.project}.{dataset}"

@@ -4,15 +4,15 @@ There are three triggers; the highest one counts (decision 43):
 
 - `arrivals`: the seconds of work that callers send each second, in full-worker seconds. It detects
 a step before workers are busy with it, and starts the first worker.
-- `work`: the workers that are kept busy, plus those needed to finish the waiting work in time. It
+- `work`: the workers that are busy, plus the workers needed to finish the waiting work in time. It
 covers work that arrivals don't show: jobs from another region, and items that take longer than
 usual.
 - `messages`: unacknowledged messages in Pub/Sub, one to three minutes late (its metric is sampled
   every 60 s and may stay invisible for 120 s more), or messages in the queues of a RabbitMQ, for
-  predictions that no API waits for. If neither counts them, this trigger is omitted.
+  predictions that no API waits for. If no metric counts them, this trigger is omitted.
 
 Lost metrics never remove workers. A trigger without samples fails, so the HPA does not scale down.
-If a trigger loses some of its samples, another one keeps the count. Metrics of workers may be
+If a trigger loses some of its samples, another trigger keeps the count up. Worker metrics may be
 missing only for a model without recent requests.
 """
 
@@ -39,7 +39,7 @@ ARRIVED = "90s"
 MEASURED = "30m"
 """Seconds per item are averaged over this period, which is longer than most gaps in the metrics."""
 MAX_STEP = 4
-"""Arrivals count up to this multiple of the workers' throughput, because callers may hang up
+"""Arrivals count only up to this multiple of the workers' throughput, because callers may hang up
 immediately.
 """
 QUIET = "10m"
@@ -48,12 +48,12 @@ QUIET = "10m"
 UTILIZATION = 0.7
 """Share of worker time used by arrivals.
 
-The rest absorbs growth while nodes start, and random peaks.
+The rest absorbs random peaks, and growth while nodes are starting.
 """
 HPA_WAIT_SHARE = 0.3
 """Work waiting per worker, as a share of the default deadline, if no worker can be added."""
 FALLBACK_FAILURES = 6
-"""Failed reads of a trigger before KEDA's fallback takes over.
+"""Number of times a trigger may fail before KEDA's fallback takes over.
 
 Until then the HPA keeps the count.
 """
@@ -61,7 +61,7 @@ Until then the HPA keeps the count.
 
 @dataclass(frozen=True)
 class MetricSource:
-    """Labels that select a deployment's series in one region of a Prometheus."""
+    """Labels that select a deployment's series for one region in a Prometheus."""
 
     deployment: Mapping[str, str]
     """Labels on all series of the deployment."""
@@ -105,7 +105,7 @@ def _matchers(labels: Mapping[str, str]) -> str:
 
 
 def patient_s(model: Model) -> float:
-    """Returns within how many seconds work is finished if no caller is waiting on a connection."""
+    """Returns how soon work must finish, in seconds, if no caller is waiting on a connection."""
     return model.deadline.longest_s * PATIENT_SHARE
 
 
@@ -114,13 +114,13 @@ class TriggerQueries:
 
     Only requests from callers of this region count. Workers in all regions pull from one
     subscription, and each region's autoscaler is responsible for its own callers and workers. So if
-    one region has no GPUs left, workers elsewhere get busier and their number grows.
+    one region runs out of GPUs, workers elsewhere get busier and their number grows.
 
-    Requests for several models are added up, each weighted with its own seconds per item.
+    Requests for several models are added up, weighted by each model's seconds per item.
 
     Args:
-        processes: model processes per worker. They compute concurrently, so a worker finishes an
-            item in that fraction of a process's time.
+        processes: model processes per worker. They run concurrently, so on average a worker
+            finishes an item in a process's time divided by this number.
     """
 
     def __init__(
@@ -203,7 +203,7 @@ class TriggerQueries:
         """Returns PromQL for the time per item in full-worker seconds.
 
         Spare time is time that other items could have used at no cost
-        (shared/models/service_rate.py). Workers report seconds of their processes.
+        (shared/models/service_rate.py). Workers report process seconds.
         """
         # Workers from earlier releases serve one model and don't set this label.
         of_model = {"model": model.name} if len(self._models) > 1 else {}
@@ -214,7 +214,7 @@ class TriggerQueries:
             for name in ("inference_seconds_sum", "spare_seconds_total", "batch_items_sum")
         )
         guess_s = model.definition.first_guesses.item_s
-        # It is 0 for workers that don't report spare time: their items count for more, not less.
+        # Spare time is 0 for workers that don't report it, so their items count for more, not less.
         taken = f"({seconds} - ({spare} or vector(0)))"
         process_s = f"{taken} / ({items} > 0) or vector({guess_s:g})"
         return process_s if self._processes == 1 else f"({process_s}) / {self._processes}"
@@ -266,7 +266,7 @@ def _trigger(name: str, query: str, threshold: float, deployment: Deployment) ->
         "query": query,
         "threshold": f"{threshold:g}",
         "activationThreshold": "0",
-        # A missing value is an error, because 0 would be a reason to stop workers.
+        # A missing value is an error, because 0 would cause workers to be stopped.
         "ignoreNullValues": "false",
     }
     trigger: dict[str, Any] = {"type": "prometheus", "name": name, "metadata": metadata}
@@ -281,8 +281,8 @@ def hpa_patch(
     """Returns the metrics of a worker's HorizontalPodAutoscaler, which can't multiply or add.
 
     Waiting work is therefore counted in items, using the initial estimate of seconds per item. If a
-    step computes many items for little more than the cost of one, items in a full worker don't
-    wait. The busy share of workers covers all models; waiting items are counted per model. The
+    step computes many items for little more than the cost of one, items in a busy worker don't have
+    to wait. The busy share of workers covers all models; waiting items are counted per model. The
     arguments are the same as for `keda_patch`.
     """
     here = {"resource.labels.location": deployment.region}

@@ -38,7 +38,7 @@ def main() -> int:
 
 
 def _refuse_unknown(document: object, known: Any, where: str) -> None:
-    # The models accept unknown fields and drop them, so a dropped field is unknown.
+    # The models silently drop unknown fields, so a dropped field is an unknown one.
     if isinstance(document, dict):
         newer = NEWER.get(where, set())
         unknown = document.keys() - known.keys() if isinstance(known, dict) else document.keys()

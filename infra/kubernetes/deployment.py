@@ -60,13 +60,13 @@ class OwnPrometheus(BaseModel):
 
     url: str
     labels: dict[str, str]
-    """Labels that all series of this deployment have there, and no other series has."""
+    """Labels that all of this deployment's series have there, and no other series have."""
     has_rabbitmq: bool
     """True if the broker is RabbitMQ, whose queue lengths are exported."""
 
 
 class Deployment(BaseModel):
-    """The workers of one region, or of a cluster outside Google.
+    """The workers in one region, or in a cluster outside Google.
 
     Most fields come from Terraform's output `deployments` (or `outside`). The API and workers must
     agree on everything up to `rows_url`, so those values come from one place.
@@ -84,7 +84,9 @@ class Deployment(BaseModel):
     rows_url: str = ""
     """The bucket that workers write rows to. Empty: they write directly to BigQuery."""
     redis_cidrs: tuple[str, ...] = Field(min_length=1)
-    """IP addresses of both for the network policy, in which an empty list would allow all."""
+    """IP addresses of both, for the network policy, in which an empty list would allow
+    everything.
+    """
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
     """The audience of the workers' tokens. Empty on GKE, which needs no such tokens."""
     is_self_hosted: bool = False
@@ -92,12 +94,12 @@ class Deployment(BaseModel):
     time_slicing: bool = False
     """True if nodes outside Google have a label for the number of workers per GPU."""
     settings: dict[str, str] = {}
-    """Additional environment variables of the workers."""
+    """Additional environment variables for the workers."""
     models: tuple[str, ...] | None = None
     """Catalog models to run there. None: all."""
     spot: bool
     overflow: GpuTypeName | None
-    """GPU type to use where another is out of stock."""
+    """GPU type to use where the requested one is out of stock."""
     reservations: dict[GpuTypeName, GpuReservation] = {}
     """Reservations by GPU type. They are used up first."""
     weights_bucket: str | None = None
@@ -109,14 +111,14 @@ class Deployment(BaseModel):
     compute_classes: bool
     """True if nodes come from ComputeClasses instead of the node pools created by Terraform."""
     traces: dict[str, str] = {}
-    """OpenTelemetry variables of the workers. Empty: no spans are recorded."""
+    """OpenTelemetry variables for the workers. Empty: no spans are recorded."""
     image: str = Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")
     """The worker image, by digest or tag."""
     autoscaler: Literal["keda", "hpa"] = "keda"
     prometheus: OwnPrometheus | None = None
     """The autoscaler's metrics. None: Managed Prometheus on GKE, and no autoscaler elsewhere."""
     buffer: int = Field(1, ge=0)
-    """Warm places to keep for each class of GPU nodes."""
+    """Number of warm places to keep for each GPU node class."""
     capacity_buffers: bool = False
     """True to keep them with CapacityBuffer, which the cluster must support, instead of balloon
     pods.
@@ -136,7 +138,7 @@ class Deployment(BaseModel):
     def metrics_url(self) -> str:
         """The URL for Prometheus queries; by default Managed Prometheus.
 
-        KEDA's Pub/Sub scaler is deprecated because it uses the old query language of Monitoring:
+        KEDA's Pub/Sub scaler is deprecated because it uses Monitoring's old query language:
         https://keda.sh/docs/2.18/scalers/gcp-pub-sub/
         """
         if self.prometheus is not None:
@@ -180,7 +182,7 @@ def zones_with(
     """Returns the zones of a region whose nodes can have this GPU.
 
     Raises:
-        ConfigurationError: there are none. Terraform refuses the same configurations.
+        ConfigurationError: there are none. Terraform rejects the same configurations.
     """
     if zones := gpu_types[type_].zones_in(region, among):
         return zones
@@ -192,7 +194,7 @@ def zones_with(
 
 
 def gpu_class(gpu: Gpu) -> str:
-    """Returns the class of nodes that offers this GPU in this way.
+    """Returns the node class that offers this GPU in this way.
 
     Terraform labels its pools with it.
     """

@@ -1,14 +1,14 @@
-"""Writes the Kustomize overlay of a region: one folder per worker and per class of GPU nodes.
+"""Writes the Kustomize overlay of a region: one folder per worker and per GPU node class.
 
 Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` applies it to a
 cluster, and the Terraform stage `workloads` reads the rendered file.
 
-Each class of GPU nodes gets a ComputeClass and warm places. Workers outside Google have a
-Kubernetes token that is exchanged for one of Google's (RFC 8693): the cluster's API server signs
-it, the kubelet renews it, and Google checks it against the issuer in
+Each GPU node class gets a ComputeClass and warm places. Workers outside Google have a Kubernetes
+token that is exchanged for a Google token (RFC 8693). The cluster's API server signs the Kubernetes
+token, the kubelet renews it, and Google checks it against the issuer in
 infra/terraform/platform/outside.tf. No key is created, copied or stored anywhere.
 
-A worker gets the weights of a hub model from a mounted bucket, or from the hub itself. The bucket
+A worker gets a hub model's weights from a mounted bucket, or from the hub itself. The bucket
 contains copies made by `penstock weights prefetch`, in the layout of workers/models/source.py.
 Cloud Storage FUSE mounts one model's part of it into the pod, through a sidecar that GKE adds. Its
 file cache is on the node's disk and is filled by several downloads at once. Kernels that a worker
@@ -50,21 +50,21 @@ from shared.models.kubernetes_names import slug
 
 HUB = "hf:"
 BUCKETS = "gcsfuse.csi.storage.gke.io"
-"""Driver of volumes that are buckets."""
+"""Driver for volumes that are buckets."""
 WEIGHTS_DIR = "/var/cache/penstock-weights"
 KERNELS_DIR, KERNELS_FOLDER = "/var/cache/penstock-kernels", "kernels"
 WORKER_ID = 10001
 """User and group of the worker (infra/kubernetes/worker/deployment.yaml)."""
 TOKEN_DIR, TOKEN_FILE = "/var/run/penstock", "token"
 CACHE_VOLUME = "gke-gcsfuse-cache"
-"""The sidecar uses a volume of this name for its file cache."""
+"""The sidecar uses a volume with this name for its file cache."""
 STARTUP_PERIOD_S, BASE_STARTUP_TRIES, BASE_PROGRESS_S = 5, 240, 1800
 """The startup probe and the progress deadline in infra/kubernetes/worker/deployment.yaml.
 
 The probe allows 1020 s for weights and measurements, and DEFAULT_STARTUP_S for the models.
 """
 SIDECAR_CPU_M, SIDECAR_MIB = 100, 256
-"""Resource requests of the sidecar. The worker next to it requests that much less."""
+"""The sidecar's resource requests. The worker alongside it requests that much less."""
 TMP_MIB = 2048
 """Size of `/tmp`, as in infra/kubernetes/worker. A pod that exceeds it is evicted."""
 CACHE_SHARE = 0.75
@@ -83,7 +83,7 @@ HEALTH_PORT = 8081
 
 @dataclass(frozen=True)
 class Weights:
-    """The parts of a pod through which its worker gets weights."""
+    """The parts of a pod that provide its worker with weights."""
 
     annotations: dict[str, str]
     settings: dict[str, str]
@@ -96,7 +96,7 @@ NOTHING = Weights({}, {}, (), ())
 
 
 def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -> Weights:
-    """Returns the source of the weights for the models of one worker.
+    """Returns the source of the weights for one worker's models.
 
     Only models and adapters from the Hub need any.
     """
@@ -153,7 +153,7 @@ def _volume(name: str, repository: str, bucket: str, cache_mib: int) -> dict[str
         f"file-cache:max-size-mb:{cache_mib}",
         "file-cache:enable-parallel-downloads:true",
         "file-cache:cache-file-for-range-read:true",
-        # The copies do not change while a worker runs.
+        # The copies don't change while a worker is running.
         "metadata-cache:ttl-secs:-1",
     )
     attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
@@ -176,7 +176,7 @@ def _with_kernels(weights: Weights, bucket: str) -> Weights:
         f"only-dir={KERNELS_FOLDER}",
         f"uid={WORKER_ID}",
         f"gid={WORKER_ID}",
-        # Other workers replace the archive.
+        # Other workers may replace the archive.
         "metadata-cache:ttl-secs:0",
     )
     attributes = {"bucketName": bucket, "mountOptions": ",".join(options)}
@@ -244,7 +244,7 @@ def _buffer_patches(
 ) -> list[dict[str, Any]]:
     """Returns placeholder pods the size of a worker.
 
-    They run on its nodes, not on overflow nodes.
+    They run on the class's own nodes, not on overflow nodes.
     """
     share = share_of(gpu, gpu_types) | {"nvidia.com/gpu": "1"}
     pod: dict[str, Any] = {"tolerations": [{"operator": "Exists", "effect": "NoSchedule"}]}
@@ -307,8 +307,8 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
 
     Raises:
         ConfigurationError: a model to run there is not in the catalog or is missing models that
-        share its workers, the models of a worker do not fit into its GPU, or `out` is a folder that
-        does not contain an overlay.
+            share its workers, a worker's models do not fit on its GPU, or `out` is a folder that
+            does not contain an overlay.
     """
     groups = _chosen(catalog, deployment)
     gpu_types = read_gpu_types()
@@ -395,7 +395,7 @@ def _write_gpu_nodes(folder: Path, deployment: Deployment) -> str:
 
 
 def clear_folder(out: Path, mark: str = "kustomization.yaml", kind: str = "an overlay") -> None:
-    """Empties the folder of an overlay, or creates it.
+    """Empties an overlay's folder, or creates it.
 
     Args:
         mark: file that each folder of this kind contains.
@@ -492,11 +492,11 @@ def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str
 
 
 def _size_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str, Any]]:
-    """Yields worker volumes whose size differs from infra/kubernetes/worker."""
+    """Yields worker volumes whose size differs from that in infra/kubernetes/worker."""
     if placement.cache_gib is not None:
         yield {"name": "cache", "emptyDir": {"sizeLimit": f"{placement.cache_gib}Gi"}}
     classes = [model for model in group.models if model.definition.has_interface]
-    if classes:  # each process of a class may write a limited amount to /tmp
+    if classes:  # each of a class's processes may write a limited amount to /tmp
         process_mib = sum(-(-model.resources.disk_bytes // 2**20) for model in classes)
         tmp_mib = TMP_MIB + process_mib * placement.processes
         yield {"name": "tmp", "emptyDir": {"sizeLimit": f"{tmp_mib}Mi"}}
@@ -511,7 +511,7 @@ def _additional_startup_s(group: WorkerGroup, deployment: Deployment) -> int:
 def _secret_variables(group: WorkerGroup) -> dict[str, Any]:
     """Returns container variables with the Kubernetes secrets that the worker's classes receive.
 
-    Not as files: every class of the worker could read those.
+    Not as files, because every class in the worker could read those.
     """
     texts = {text for model in group.models for text in model.secrets.values()}
     references = [SecretReference.parse(text) for text in sorted(texts)]

@@ -1,4 +1,4 @@
-"""Placement of a worker and its share of the node: a whole GPU, part of one, or none."""
+"""A worker's placement and its share of the node: a whole GPU, part of one, or none."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ DRAIN_S = 60
 KILL_MARGIN_S = 10
 """Time from the end of the drain to SIGKILL, for writing rows to disk and closing connections."""
 SPOT_SHUTDOWN_S = 30
-"""Time from the notice to the end of a spot node, GKE's default.
+"""Time from the notice to a spot node's shutdown. This is GKE's default.
 
 GKE also allows 120 s (not tested).
 """
 SPOT_SYSTEM_S = 5
-"""The final part of the shutdown time, reserved for system pods.
+"""The final part of the shutdown time, which is reserved for system pods.
 
 GKE's default is 15 s, which would leave workers 15 s.
 """
@@ -48,7 +48,7 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Placement:
-    """The placement of one worker. `components` are folders below infra/kubernetes/components."""
+    """One worker's placement. `components` are folders below infra/kubernetes/components."""
 
     components: tuple[str, ...]
     node_selector: dict[str, str]
@@ -59,7 +59,7 @@ class Placement:
 
     @property
     def processes(self) -> int:
-        """Model processes of the worker, which compute at the same time."""
+        """Number of the worker's model processes, which run concurrently."""
         return int(self.settings["PENSTOCK_PROCESSES"])
 
     @property
@@ -79,7 +79,7 @@ def processes_of(models: Sequence[Model]) -> int:
     """Returns the number of model processes in a worker that serves these models.
 
     This is the number in the catalog entry, if set. Otherwise it is one per GPU, or on a CPU one
-    per core, or a single process if weights are shared. All processes compute concurrently.
+    per core, or a single process if weights are shared. All processes run concurrently.
     """
     if wanted := [model.processes for model in models if model.processes]:
         return min(wanted)
@@ -90,7 +90,7 @@ def processes_of(models: Sequence[Model]) -> int:
 
 
 def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuType]) -> Placement:
-    """Returns the placement of the workers for one or several models.
+    """Returns the placement of workers for one or several models.
 
     Raises:
         ConfigurationError: the GPU's memory is too small for all models.
@@ -105,7 +105,7 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
     }
     grace_s = PAUSE_S + drain_s + margin_s
     if gpu.type == "none":
-        # A container sees all cores of the node, so its share is set explicitly.
+        # A container sees all of the node's cores, so its share is set explicitly.
         processes = processes_of(group.models)
         settings |= {
             "PENSTOCK_DEVICE": "cpu",
@@ -116,7 +116,7 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
     processes = processes_of(group.models)
     settings |= {"PENSTOCK_DEVICE": "cuda", "PENSTOCK_PROCESSES": str(processes)}
     if not may_be_spot and not deployment.is_outside:
-        settings["PENSTOCK_SPOT"] = "false"  # otherwise the pod can't find out
+        settings["PENSTOCK_SPOT"] = "false"  # otherwise the pod has no way to find out
     resources = _resources(share_of(gpu, gpu_types), gpu=gpu_types[gpu.type])
     if deployment.is_outside:
         chosen = {PLUGIN_CONFIG: shared_by(gpu)} if deployment.time_slicing else {}
@@ -167,13 +167,13 @@ def memory_fraction(gpu: Gpu) -> float:
 
 
 def gpu_memory_bytes(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
-    """Returns how much GPU memory the models of one worker may use, not counting CUDA contexts."""
+    """Returns how much GPU memory one worker's models may use, not counting CUDA contexts."""
     part = min(SHARED_MEMORY, memory_fraction(gpu))
     return int(gpu_types[gpu.type].gpu_memory_gib * GIB * part)
 
 
 def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
-    """Checks that all models that share a worker fit into its GPU's memory at the same time.
+    """Checks that all models that share a worker fit in its GPU's memory at the same time.
 
     Raises:
         ConfigurationError: they don't fit, or one's memory need is not specified.
@@ -202,7 +202,7 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
 
 
 def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
-    """Returns the CPU, memory and disk of one worker on a shared node."""
+    """Returns one worker's CPU, memory and disk on a shared node."""
     node = gpu_types[gpu.type]
     return {
         "cpu": f"{node.cpu * 1000 // gpu.share}m",
@@ -218,7 +218,7 @@ def memory_mib(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
 def leave_room(
     resources: dict[str, dict[str, str]], cpu_m: int, memory_mib: int
 ) -> dict[str, dict[str, str]]:
-    """Subtracts a sidecar's requests from the worker's, so that as many pods fit on a node."""
+    """Subtracts a sidecar's requests from the worker's, so no fewer pods fit on a node."""
     requests = resources["requests"]
     cpu = f"{_milli(requests['cpu']) - cpu_m}m"
     memory = f"{_mib(requests['memory']) - memory_mib}Mi"

@@ -1,8 +1,8 @@
 """`python -m infra.kubernetes.self_hosted`: the overlay of a whole deployment outside Google.
 
-Workers are the same as in every other cluster (overlay.py). The rest is the API, the batch runner,
-the functions, the row archive, any servers that the site does not provide itself, and the scrape
-configuration through which the autoscaler's queries find our metrics in the site's Prometheus.
+Workers are the same as in every other cluster (overlay.py). The rest consists of the API, the batch
+runner, the functions, the row archive, any servers that the site does not provide itself, and the
+scrape configuration that lets the autoscaler's queries find our metrics in the site's Prometheus.
 Processes get addresses and the secrets that they read. Policies, ingress and volumes are also here.
 """
 
@@ -50,7 +50,7 @@ from shared.models.catalog_file import inline_interfaces, read_catalog
 TREE = "self-hosted"
 CONTAINER = "/spec/template/spec/containers/0"
 NAMESPACE_NAME = "kubernetes.io/metadata.name"
-"""Label on each namespace that contains its name."""
+"""Label on each namespace that contains the namespace's name."""
 REDIS_DATA_PERCENT = 60
 """Percentage of the pod's memory for data.
 
@@ -61,7 +61,7 @@ OBJECTS_DIR = "/var/lib/penstock/objects"
 CREDENTIALS_DIR = "/etc/penstock-google"
 KEYS_URL = "file:///etc/penstock-keys/keys.json"
 NO_NETWORK = ("127.0.0.1/32",)
-"""Addresses of a Redis in the cluster. Its pods are selected by label instead."""
+"""Addresses for a Redis in the cluster. Its pods are selected by label instead."""
 
 CLIENTS = ("api", "batches", "functions", "row-archive")
 
@@ -217,7 +217,7 @@ def _objects_url(site: SelfHostedSite) -> str:
 
 
 def _endpoints(site: SelfHostedSite) -> dict[str, str]:
-    """Returns the addresses of servers outside Google, and access to the ones that are Google's."""
+    """Returns the addresses of servers outside Google, and access to Google's servers."""
     files = {}
     if isinstance(site.broker, EmbeddedBroker):
         files["PENSTOCK_PUBSUB_ENDPOINT"] = "pubsub:8085"
@@ -232,7 +232,7 @@ def _endpoints(site: SelfHostedSite) -> dict[str, str]:
 
 
 def client_settings(site: SelfHostedSite) -> dict[str, str]:
-    """Returns the environment of API, batch runner and functions.
+    """Returns the environment of the API, batch runner and functions.
 
     Other variables are in their images.
     """
@@ -261,7 +261,7 @@ def client_settings(site: SelfHostedSite) -> dict[str, str]:
 def secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
     """Returns the source of the variable that names a RabbitMQ.
 
-    Empty: the broker is another one.
+    Empty: the broker is a different one.
     """
     if not isinstance(site.broker, RabbitBroker):
         return []
@@ -340,8 +340,8 @@ def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
             {"name": "PENSTOCK_HEALTH_PORT", "value": "8080"},
         ],
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
-        # Checks that it is alive, not that it is connected: a restart would not bring the broker
-        # back.
+        # Checks that it is alive, not that it is connected, because a restart would not bring the
+        # broker back.
         "livenessProbe": {"httpGet": {"path": "/metrics", "port": "http"}},
     }
 
@@ -460,7 +460,7 @@ def write_self_hosted(out: Path, site: SelfHostedSite, catalog: Catalog, models_
 
 
 def _patches_of_all(site: SelfHostedSite) -> list[dict[str, Any]]:
-    """Returns patches for every pod that computes or answers: object store, Google credentials."""
+    """Returns patches for every pod that computes or serves: object store, Google credentials."""
     added: list[tuple[str, dict[str, Any]]] = []
     added += [("envFrom", source) for source in secret_of_broker(site)]
     if isinstance(site.objects, VolumeObjects):

@@ -2,11 +2,11 @@
 
 Its values are the fields of a site file, and its schema comes from the site's models (site.py). So
 `helm install --values site.yaml` accepts the same file as self_hosted.py and creates the same
-objects. The chart contains the models' objects, so it is for one catalog, like the images.
+objects. The chart contains the models' objects, so like the images, it is for one catalog.
 
 The templates are not written by hand. Kustomize renders the overlays of a site in which every value
-is a placeholder mark. Each mark is replaced by the template expression of its value, and objects
-that only some sites have get a condition. So a change of the tree reaches the chart too.
+is a placeholder mark. Each mark is replaced by its value's template expression, and objects that
+only some sites have get a condition. So any change to the tree also reaches the chart.
 """
 
 from __future__ import annotations
@@ -114,10 +114,10 @@ _CONDITIONS = {
 }
 """Conditions for the objects with this name, except its policy. Other objects are in every site."""
 _SERVERS = f'not (and ({OF_GOOGLE}) (eq .Values.rows.kind "google"))'
-"""The condition of SelfHostedSite.has_servers."""
+"""The condition in SelfHostedSite.has_servers."""
 
 Block = Callable[[str], str]
-"""Puts template lines in place of a value, with its key or the dash before it.
+"""Replaces a value, along with its key or the dash before it, with template lines.
 
 `INDENT` in them becomes the number of spaces before that line.
 """
@@ -142,7 +142,7 @@ def write_site_chart(out: Path, catalog: Catalog, models_file: Path, *, version:
         version: version of both the chart and the deployed software, as in pyproject.toml.
 
     Raises:
-        ConfigurationError: kubectl is missing or refuses the overlay, or `out` is a folder that
+        ConfigurationError: kubectl is missing or rejects the overlay, or `out` is a folder that
         does not contain a chart.
     """
     own = _render_objects(catalog, models_file, _OWN)

@@ -25,7 +25,7 @@ from shared.reports.runner import USD_PER_TIB, Drawing, ReportResult, drawings
 
 Formatted = Callable[[Sequence[ReportResult]], bytes]
 CSV_PLACES = 12
-"""Decimals of an amount in CSV. A program may add up many of them."""
+"""Number of decimals for an amount in CSV. A program may add up many amounts."""
 _DUCKDB_TYPES = {
     "STRING": "VARCHAR",
     "INTEGER": "BIGINT",
@@ -38,7 +38,7 @@ _DUCKDB_TYPES = {
 }
 
 MAX_LINES = 500
-"""Maximum rows of a table. CSV and Parquet have all rows."""
+"""Maximum number of rows in a table. CSV and Parquet have all rows."""
 LONG = 40
 """Maximum characters per line in a cell."""
 PLOT_PX = 320
@@ -254,7 +254,7 @@ def _figure(drawing: Drawing) -> Any:
         margin={"l": 8, "r": 8, "t": 8, "b": 8},
         legend={"orientation": "h", "y": -0.25},
         showlegend=len(drawing.series) > 1 and drawing.kind != "heat",
-        # Readable on white and on black, so that the page may have either background.
+        # Readable on both white and black, so the page may have either background.
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"color": "#808080"},

@@ -34,7 +34,7 @@ def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], lis
 
     Raises:
         BadInput: the report does not exist.
-        Unavailable: BigQuery is unreachable or refused the query.
+        Unavailable: BigQuery is unreachable or rejected the query.
     """
     report = find_report(name)
     with open_runner(settings.project, settings.dataset, settings.bigquery_endpoint) as runner:

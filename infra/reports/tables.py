@@ -20,10 +20,10 @@ def create_tables(settings: Settings) -> None:
     """Creates or updates the dataset, tables and views.
 
     Raises:
-        Unavailable: BigQuery is unreachable or refused.
+        Unavailable: BigQuery is unreachable or rejected a request.
     """
     with _connect(settings) as client:
-        # Fails at once if BigQuery is unreachable. The calls below would retry for ten minutes.
+        # Fails immediately if BigQuery is unreachable. The calls below would retry for ten minutes.
         next(iter(client.list_datasets(max_results=1, retry=None, timeout=RETRY_LIMIT_S)), None)
         usage.create(client, settings.dataset)
 

@@ -28,12 +28,12 @@ class Example(NamedTuple):
     """A task's example, for one of its models."""
 
     request: Callable[[Model, str], ExampleRequest]
-    """Returns the request. The text makes it unique, so that no cache answers it."""
+    """Returns the request. The text makes it unique, so it is never served from a cache."""
     describe_answer: Callable[[Model, Any], str]
     """Describes the response in a few words.
 
-    Raises ValueError with the reason if the answer is wrong, and KeyError, IndexError or TypeError
-    if it has a different structure.
+    Raises ValueError with the reason if the response is wrong, and KeyError, IndexError or
+    TypeError if its structure is different.
     """
 
 

@@ -54,10 +54,10 @@ class GoogleClient:
         *,
         missing_ok: bool = False,
     ) -> dict[str, Any] | None:
-        """Returns the resource at `path`. None if it does not exist and that is allowed.
+        """Returns the resource at `path`. None if it is allowed to be missing and doesn't exist.
 
         Raises:
-            Unavailable: there was no answer, or an error, which is quoted in the message.
+            Unavailable: there was no response, or an error, which is quoted in the message.
         """
         return self._ask("GET", api, path, missing_ok=missing_ok, params=query)
 

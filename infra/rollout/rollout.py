@@ -1,7 +1,7 @@
 """The rollout, by region: tests the candidate, increases its traffic, rolls back if it fails.
 
 Between rollouts, traffic is pinned to a revision by name. So `terraform apply` creates a revision
-that serves no traffic, whatever is done manually in between. Terraform ignores `traffic`
+that serves no traffic, no matter what is done manually in between. Terraform ignores `traffic`
 (infra/terraform/modules/region/api.tf). The test sends a real request, as a caller would, to each
 model that always has a worker.
 """
@@ -29,20 +29,20 @@ Check = Callable[[str], list[str]]
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
     """Sends a request for each model of `catalog` with replicas.min >= 1. Returns a line for each.
 
-    Models that scale to zero are skipped: their first answer waits for a GPU, which does not depend
-    on the API.
+    Models that scale to zero are skipped, because their first response waits for a GPU, which does
+    not depend on the API.
 
     Raises:
-        Unavailable: an answer did not arrive within the model's deadline, or was wrong.
+        Unavailable: a response did not arrive within the model's deadline, or was wrong.
     """
-    # Not /healthz: on Cloud Run, Google's front end answers that path itself, with 404.
+    # Not /healthz, because on Cloud Run, Google's front end itself responds to that path with 404.
     _call(f"{url}/readyz", "", None, 10.0)
     warm_models = [model for model in catalog.models if model.replicas.min >= 1]
     return [f"{url} answers"] + [_ask(url, key, model) for model in warm_models]
 
 
 def _ask(url: str, key: str, model: Model) -> str:
-    # The text is unique, so that no cache answers instead of a worker.
+    # The text is unique, so the response comes from a worker and not from a cache.
     text = f"smoke test {uuid.uuid4()}"
     try:
         return _ask_with(text, url, key, model)
@@ -90,7 +90,7 @@ class Rollout:
         services: by region, in rollout order.
         public_urls: public URL of each region, checked after each step.
         steps_percent: shares of the candidate, rising to 100.
-        watch_s: seconds for which each share is watched. The counts are three minutes late.
+        watch_s: how long each share is watched, in seconds. The counts are three minutes late.
     """
 
     def __init__(
@@ -121,7 +121,7 @@ class Rollout:
         self._say = say
 
     def hold(self) -> None:
-        """Pins traffic to the serving revisions by name, so that the next one gets none.
+        """Pins traffic to the serving revisions by name, so that the next revision gets none.
 
         Callers are not affected.
         """
@@ -149,7 +149,7 @@ class Rollout:
         """Assigns each region's newest revision a URL without traffic, and sends requests to it.
 
         Raises:
-            Unavailable: an answer was missing or wrong.
+            Unavailable: a response was missing or wrong.
         """
         for region, service in self._services.items():
             traffic = _present(region, service)
@@ -167,7 +167,7 @@ class Rollout:
             self._report(region, self._check(url))
 
     def roll(self) -> None:
-        """Moves all traffic to the newest revisions in steps. Undoes that at the first failure.
+        """Moves all traffic to the newest revisions in steps. Rolls back at the first failure.
 
         Raises:
             Unavailable: the rollout was undone. The message contains the reason.
@@ -191,7 +191,8 @@ class Rollout:
         Requires one region, because revision names are per region.
 
         Raises:
-            Unavailable: Cloud Run refused, for example because the revision does not exist.
+            Unavailable: Cloud Run rejected the change, for example because the revision does not
+                exist.
         """
         for region, service in self._services.items():
             service.give({revision: 100})
@@ -204,9 +205,10 @@ class Rollout:
         if not others:
             service.give({candidate: 100})
             self._say(f"{region}: {candidate} is already serving")
-            self._check_public(region)  # nothing tried a first release before
+            self._check_public(region)  # a first release has not been tested
             return
-        # If an earlier rollout was interrupted, two revisions serve; callers know the larger one.
+        # If an earlier rollout was interrupted, two revisions are serving; most callers know the
+        # one with the larger share.
         stable = max(others, key=lambda name: others[name])
         for percent in self._steps:
             began_s = time.time()

@@ -25,7 +25,8 @@ class Traffic:
 
     Attributes:
         shares: percentage of requests by revision name.
-        follows_latest: True if the newest revision automatically gets its share once it exists.
+        follows_latest: True if the newest revision automatically gets its share as soon as it
+            exists.
         candidate_url: URL of the revision with the `candidate` tag. Empty without one.
     """
 
@@ -49,7 +50,7 @@ class CloudRunService:
         """Returns the current traffic. None if the service does not exist yet.
 
         Raises:
-            Unavailable: Cloud Run is unreachable or refused.
+            Unavailable: Cloud Run is unreachable or rejected the request.
         """
         service = self._google.get("run", f"v2/{self.name}", missing_ok=True)
         if service is None:
@@ -78,7 +79,7 @@ class CloudRunService:
         """Splits the traffic by revision, and assigns `candidate` its own URL. Returns when done.
 
         Raises:
-            Unavailable: Cloud Run refused, or did not finish in time.
+            Unavailable: Cloud Run rejected the change, or did not finish in time.
         """
         if sum(shares.values()) != 100:
             raise ValueError(f"shares {shares} do not add up to 100: this is a bug")

@@ -124,7 +124,7 @@ async def _passes(
 
 
 class _Table:
-    """The rows and days of one table."""
+    """One table's rows and days."""
 
     def __init__(self, objects: ObjectStore, table: str, loader: BigQueryLoader | None) -> None:
         self._archive = RowArchive(objects, table, loader)

@@ -1,10 +1,10 @@
 """Moves a table's rows from the object store into Parquet files and BigQuery, in passes.
 
-A pass begins with a list of its objects, `pending/TABLE.json`. Any process that finds a list
+A pass starts with a list of its objects, `pending/TABLE.json`. Any process that finds a list
 continues with it, so an interrupted pass is repeated with the same rows, file names and load job
-names. Lines are checked against the schema of their table. Rows are removed from `incoming` once
-their Parquet file exists and BigQuery has them. Later the small files of a day are merged into one,
-and lost tables are restored from them.
+names. Lines are checked against their table's schema. Rows are removed from `incoming` once
+their Parquet file exists and BigQuery has them. Later, a day's small files are merged into one, and
+lost tables are restored from these files.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ PASS_OBJECTS = 2000
 PASS_MAX_BYTES = 64 * 1024 * 1024
 """Maximum compressed size of a pass.
 
-Its rows take up about ten times that, in a folder that may be in memory.
+Its rows take up about ten times that much, in a folder that may be in memory.
 """
 CALLS = 8
 """Number of objects read or removed concurrently."""
@@ -93,7 +93,7 @@ class CheckedLines(NamedTuple):
 
     good: list[bytes]
     trimmed: int
-    """Number of rows with a column that this release does not know."""
+    """Number of rows with a column unknown to this release."""
     bad: list[bytes]
     """Lines that are not rows of the table."""
 
@@ -172,10 +172,10 @@ class RowArchive:
     """The archive of one table.
 
     Two processes may run for a moment, such as the old and new one of a deployment. They do the
-    same work under the same names. The slower one stops in favor of the other.
+    same work under the same names, and the slower one stops in favor of the other.
 
     Args:
-        loader: also loads them into BigQuery. None: they are not loaded.
+        loader: also loads the rows into BigQuery. None: they are not loaded.
     """
 
     def __init__(self, objects: ObjectStore, table: str, loader: RowLoader | None) -> None:
@@ -212,7 +212,7 @@ class RowArchive:
         return begun.has_more
 
     async def _begin_pass(self) -> _Pass | None:
-        """Returns an earlier unfinished pass, or a new one. None without rows."""
+        """Returns an earlier unfinished pass, or a new one. None if there are no rows."""
         objects = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
         waiting = [
             stored_object
@@ -247,7 +247,7 @@ class RowArchive:
             return None
 
     async def _archive(self, begun: _Pass) -> int:
-        """Writes the rows of a pass. Returns the number of rows."""
+        """Writes the rows in a pass. Returns the number of rows."""
         with tempfile.TemporaryDirectory(prefix="penstock-rows-") as name:
             folder = Path(name)
             lines = folder / "rows.jsonl"
@@ -281,7 +281,7 @@ class RowArchive:
         return rows
 
     async def _lines(self, begun: _Pass, key: str) -> list[bytes]:
-        """Returns the lines of an object.
+        """Returns an object's lines.
 
         A damaged object yields none, and is kept under `rejected/`.
 
@@ -328,7 +328,7 @@ def archive_folder(table: str, day: str) -> str:
 
 
 def _age_s(key: str) -> float:
-    """Returns the age of an object from its name. 0 if the name has another format."""
+    """Returns an object's age from its name. 0 if the name has a different format."""
     try:
         at = datetime.strptime(key.rpartition("/")[2][:22], "%Y%m%dT%H%M%S.%f").replace(tzinfo=UTC)
     except ValueError:
@@ -344,7 +344,7 @@ class ArchivedDays:
         self._table = table
 
     async def days(self) -> list[str]:
-        """Returns the days that have files, in order, as `2026-11-23`.
+        """Returns the days that have files, in order, such as `2026-11-23`.
 
         Raises:
             Unavailable: the store is unreachable.
@@ -397,7 +397,7 @@ class ArchivedDays:
     ) -> list[str]:
         """Loads days into BigQuery again after its table has lost rows.
 
-        Rows that it still has then exist twice, and the views drop the duplicates.
+        Rows that the table still has then exist twice, and the views drop the duplicates.
 
         Args:
             there: number of distinct rows in the table, by day. Complete days are skipped.

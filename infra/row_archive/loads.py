@@ -59,7 +59,7 @@ class BigQueryLoader:
         raise Unavailable(f"BigQuery: {TRIES} loads of {name} have failed")
 
     def days(self, table: str) -> dict[str, int]:
-        """Returns how many different rows a table has, by day (`2026-11-23`, UTC).
+        """Returns how many distinct rows a table has, by day (`2026-11-23`, UTC).
 
         Raises:
             Unavailable: BigQuery is unreachable.
@@ -95,7 +95,7 @@ class BigQueryLoader:
                     timeout=LOAD_LIMIT_S,
                 )
         except Conflict:
-            # Without its location a job is found only in the US and in the EU.
+            # Without its location, a job is found only in the US and the EU.
             location = client.get_table(into, retry=None, timeout=LOAD_LIMIT_S).location
             job = client.get_job(job_id, location=location, retry=None, timeout=LOAD_LIMIT_S)
             return job, False

@@ -27,7 +27,7 @@ def partition_column(table: str) -> str:
 
 
 class ParquetFiles(NamedTuple):
-    """The rows of some lines, in files."""
+    """Files with the rows from some lines."""
 
     whole: Path
     """A file with all rows."""
@@ -77,7 +77,7 @@ def merge(files: Sequence[Path], merged: Path) -> int:
 
 
 def count_different_rows(files: Sequence[Path]) -> int:
-    """Returns the number of rows in some files, counting each row_id once."""
+    """Returns the number of rows in these files, counting each row_id once."""
     if not files:
         return 0
     with _connect(files[0].parent) as connection:

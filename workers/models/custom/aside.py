@@ -3,7 +3,7 @@
 `work(self, input) -> int` is called before an item is queued, and `is_close(self, a, b) -> bool`
 after it is computed. Both run in a separate runner, because the others are busy computing. This
 runner has imported the class but not set it up. It handles one question at a time and is killed if
-it doesn't answer in time, so no input delays the others for long.
+it doesn't respond in time, so no input delays the others for long.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class AsideClass:
         )
 
     def _ask(self, name: str, message: dict[str, Any], blobs: Sequence[bytes]) -> Any:
-        """Returns the field `name` of the answer to a message."""
+        """Returns the field `name` from the response to a message."""
         function = "is_close" if name == "close" else name
         with self._turn:
             runner = self._runner or self._start_runner(function)
@@ -135,7 +135,7 @@ class AsideClass:
             return None
 
     def _reason(self, runner: RunnerProcess, frames: list[Frame] | None, limit_s: float) -> str:
-        """Returns why no answer came. Ends the runner: the next question gets a new one."""
+        """Returns why no response arrived. Closes the runner; the next question gets a new one."""
         self._runner = None
         if frames is not None:
             runner.kill("it took too long")

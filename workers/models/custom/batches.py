@@ -1,8 +1,8 @@
-"""A batch for a class with `predict_batch`: it goes to the class's runner and comes back whole.
+"""A batch for a class with `predict_batch`, sent to the class's runner and returned whole.
 
 A call that raises, exits or returns the wrong number of outputs fails its batch, which is then
-computed in halves until the culprit is alone. If the system killed the process, the batch is
-retried, just as after the death of a model process (decision 25).
+computed in halves until the culprit is isolated. If the system killed the process, the batch is
+retried, just as when a model process dies (decision 25).
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class ClassBatch:
         self._changed = asyncio.Event()
         self._is_canceled = False
         self._numbers = range(0)
-        """Numbers of the predictions that the process is computing now."""
+        """Numbers of the predictions that the process is currently running."""
         self._answers: dict[int, Frame] = {}
         self._error: Frame | None = None
         """Reports that the batch failed as a whole."""
@@ -60,7 +60,7 @@ class ClassBatch:
         self._has_failed = False
 
     async def run(self, timeout_s: float) -> BatchResult:
-        """Computes the batch. `timeout_s` applies to each call of the class.
+        """Computes the batch. `timeout_s` applies to each call to the class.
 
         Raises:
             ModelProcessDied: the process was killed, by the system or because it took too long.
@@ -93,7 +93,7 @@ class ClassBatch:
         self._changed.set()
 
     def handle(self, frame: Frame) -> None:
-        """Handles an answer from the process.
+        """Handles a response from the process.
 
         Raises:
             WrongAnswer: no prediction is waiting for the frame.
@@ -103,7 +103,8 @@ class ClassBatch:
         else:
             number = frame.message.get("id", BATCH)
             if number not in self._numbers or number in self._answers:
-                # Ensures that what it sends later is never taken for another batch's answer.
+                # Ensures that anything it sends later is never mistaken for another batch's
+                # response.
                 raise WrongAnswer("it sent an answer to another request")
             self._answers[number] = frame
         self._changed.set()
@@ -141,11 +142,11 @@ class ClassBatch:
             self._calls |= dict.fromkeys(slots, Call(took_s * 1000, len(slots)))
 
     async def _wait_ready(self) -> None:
-        """Waits until the class is set up, or set up again if it has ended.
+        """Waits until the class is set up, or set up again if its process has exited.
 
         Raises:
-            Canceled: nobody is waiting for the batch any more.
-            NotSetUp: it could not be set up.
+            Canceled: nobody is waiting for the batch any more. NotSetUp: the class could not be set
+                up.
         """
         process = self._process
         while True:
@@ -237,7 +238,7 @@ class ClassBatch:
             pass_on(printed)
 
     def _note_traceback(self, slot: int, frame: Frame) -> None:
-        """Keeps an item's traceback, if its answer includes one."""
+        """Keeps an item's traceback, if its response includes one."""
         if frame.message.get("log"):
             logs = self._logs.get(slot, PrintedLogs())
             self._logs[slot] = self._process.add_traceback(logs, frame)
@@ -254,7 +255,7 @@ class ClassBatch:
         return ModelFailed(self._process.paths.remove(str(frame.message["batch_error"])))
 
     def _explain(self, slots: Sequence[int], ended: Ended) -> ModelFailed:
-        """Returns the error for a process that ended in the middle of a call."""
+        """Returns the error for a process that exited in the middle of a call."""
         self._note_logs(slots, ended.printed.take())
         if ended.killed_for:
             return ModelFailed(f"the process of the model was killed: {ended.killed_for}")

@@ -36,7 +36,7 @@ INSPECTION_LIMIT_S = 300.0
 
 
 class Inspected(NamedTuple):
-    """A class's interface, and what its author should know about it.
+    """A class's interface, and notes for its author.
 
     `notes`: cog.yaml settings that have no effect here. `printed`: its module's output during
     import.
@@ -88,7 +88,7 @@ def _read_inspection(
     """Returns the message with the interface of an inspected class.
 
     Args:
-        frames: what its process sent. None: it ended.
+        frames: the frames its process sent. None: it exited.
         status: exit status of the process.
 
     Raises:
@@ -126,7 +126,7 @@ def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
 def show_inspection(folder: Path) -> ModelInterface:
     """Inspects a class as `inspect_folder` does, and prints its output and the notes to stderr.
 
-    Notes about cog.yaml come first, because an ignored setting may be why the class fails.
+    Notes about cog.yaml come first, because the class may be failing due to an ignored setting.
     """
     early = read_notes(_check_folder(folder))
     for note in early:
@@ -209,7 +209,7 @@ def check_class(folder: Path, *, only_if_changed: bool) -> Iterator[str]:
 
 
 def _describe_capacity(folder: Path, interface: ModelInterface) -> str:
-    """Describes how many predictions a process computes at a time, and the memory this takes."""
+    """Describes how many predictions a process runs at a time, and how much memory they take."""
     many = f"up to {interface.concurrency} predictions at a time (concurrency.max)"
     count = "batches, by default of up to 64 items" if interface.batches else many
     if not interface.batches and interface.concurrency == 1:

@@ -1,4 +1,4 @@
-"""A class's process across restarts: set up, watched, and set up again after it ends."""
+"""A class's process across restarts: set up, watched, and set up again after it exits."""
 
 from __future__ import annotations
 
@@ -38,12 +38,12 @@ FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
 with each failure.
 """
 GPU_LOST = "AcceleratorError: CUDA error: "
-"""Start of the error message after which a process can no longer compute on the GPU.
+"""Prefix of error messages after which a process can no longer compute on the GPU.
 
 No caller's input can cause an error that starts like this.
 """
 MAX_LAST_READS = 8
-"""Maximum reads, of one megabyte each, from a process that has ended.
+"""Maximum number of one-megabyte reads from a process that has exited.
 
 Its own data fits in the socket buffer, but a surviving child may send data forever.
 """
@@ -57,18 +57,18 @@ class NotSetUp(ModelFailed):
 
 
 class Ended(NamedTuple):
-    """The end of a class process that was set up."""
+    """The end of a class process that had been set up."""
 
     status: int
     """The exit status, or the negated number of the signal that killed it."""
     killed_for: str
-    """The reason we killed it. Empty: we did not."""
+    """The reason we killed it. Empty: we didn't."""
     is_at_fault: bool
     """True if we killed it because of the class's behavior."""
     printed: PrintedOutput
-    """Printed output that has not been taken yet."""
+    """Printed output that has not been read yet."""
     computing: int
-    """Number of predictions it was computing, including dropped ones."""
+    """Number of predictions it was running, including dropped ones."""
 
 
 class ClassProcess:
@@ -104,7 +104,7 @@ class ClassProcess:
         """Time limit for each later `setup`."""
         self._runner: RunnerProcess | None = None
         self._answer: asyncio.Future[Frame | None] | None = None
-        """A process's first message. None: it ended without sending one."""
+        """A process's first message. None: it exited without sending one."""
         self._starting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._kills: dict[int, asyncio.TimerHandle] = {}
@@ -117,14 +117,14 @@ class ClassProcess:
         self._sources_of_runner: Sources
         self._ended: Ended | None = None
         self._is_gone = False
-        """True if a process has ended before it was ready."""
+        """True if a process has exited before it was ready."""
         self.paths = PathRemover(None, ())
         """Removes this machine's paths from text that callers read."""
         self.shows_tracebacks = True
         """True if callers may read the class's tracebacks."""
         self.is_ready = False
         self.computing: set[int] = set()
-        """Numbers of the predictions being computed, including dropped ones."""
+        """Numbers of the running predictions, including dropped ones."""
         self._numbers = 0
         self.setup_s = 0.0
         """How long the last set-up took."""
@@ -189,7 +189,7 @@ class ClassProcess:
         return failure
 
     def take_end(self) -> Ended | None:
-        """Returns how the process ended since the last call, once. None if it did not end."""
+        """Returns how the process has ended since the last call, once. None if it hasn't."""
         ended, self._ended = self._ended, None
         return ended
 
@@ -292,7 +292,7 @@ class ClassProcess:
     async def _explain(
         self, runner: RunnerProcess, reason: str, *, is_final: bool = False
     ) -> PenstockError:
-        """Ends a process that was not set up. Returns the error, including the printed output."""
+        """Closes a process that was not set up. Returns the error, including the printed output."""
         printed = runner.printed.take().after(0).strip()
         status = await self._finish(runner, reason or runner.killed_for)
         if not reason:
@@ -348,11 +348,11 @@ class ClassProcess:
         return may_come
 
     def _on_end(self, runner: RunnerProcess) -> None:
-        """Handles a process that has ended or closed its end of the socket."""
+        """Handles a process that has exited or closed its end of the socket."""
         if self._runner is not runner:
             return
         self._unwatch(runner)
-        if not self.is_ready:  # the task that is setting it up will end it
+        if not self.is_ready:  # the task that is setting it up will close it
             self._is_gone = True
             if self._answer is not None and not self._answer.done():
                 self._answer.set_result(None)
@@ -370,7 +370,7 @@ class ClassProcess:
             )
 
     async def _finish(self, runner: RunnerProcess, reason: str) -> int:
-        """Ends a process and removes its files. Returns its exit status."""
+        """Closes a process and removes its files. Returns its exit status."""
         if self._runner is runner:
             self._runner, self.is_ready = None, False
             self._unwatch(runner)
@@ -422,7 +422,7 @@ class ClassProcess:
             asyncio.get_running_loop().remove_writer(runner.fileno())
 
     def cancel(self, number: int) -> None:
-        """Cancels a prediction, and ends the process if the prediction does not stop.
+        """Cancels a prediction, and kills the process if the prediction does not stop.
 
         The prediction gets as long as set-up took, so no caller can keep a class in `setup`.
         """
@@ -445,7 +445,7 @@ class ClassProcess:
         self._do(asyncio.to_thread(runner.kill, reason))
 
     async def end(self, reason: str) -> None:
-        """Ends the process if it is running or starting. `begin` restarts it."""
+        """Stops the process if it is running or starting. `begin` restarts it."""
         if (starting := self._starting) is not None:
             starting.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -456,7 +456,7 @@ class ClassProcess:
             await asyncio.wait(list(self._tasks))
 
     def add_traceback(self, logs: PrintedLogs, frame: Frame) -> PrintedLogs:
-        """Returns logs with an answer's traceback, unless the author hides it from callers."""
+        """Returns logs with a response's traceback, unless the author hides it from callers."""
         traceback = str(frame.message.get("log", ""))
         if not self.shows_tracebacks:
             pass_on(PrintedLogs(traceback))
@@ -464,22 +464,22 @@ class ClassProcess:
         return PrintedLogs(logs.text + self.paths.remove(traceback), logs.left_out)
 
     def has_lost_gpu(self, frame: Frame) -> bool:
-        """Returns whether an answer reports that the process can no longer use its GPU."""
+        """Returns whether a response reports that the process can no longer use its GPU."""
         error = str(frame.message.get("error", "")) or str(frame.message.get("batch_error", ""))
         return self._device.startswith("cuda") and error.startswith(GPU_LOST)
 
     async def give_up(self) -> ModelProcessDied:
-        """Ends a process that has lost its GPU. Returns the error for its current predictions."""
+        """Stops a process that has lost its GPU. Returns the error for its current predictions."""
         reason = f"the process of the class lost its GPU (status {GPU_LOST_STATUS})"
         await self.end(reason)
         return ModelProcessDied(reason)
 
     async def renew_if_used_up(self) -> bool:
-        """Ends the process if its predictions left too little memory or disk.
+        """Stops the process if its predictions left too little memory or disk.
 
-        This includes a process that is already being killed for that, so that the next prediction
-        doesn't fail because of it. Call this only while nothing is being computed. Returns whether
-        it was ended.
+        This includes a process that is already being killed for this reason, so that the next
+        prediction doesn't fail because of it. Call this only while nothing is running. Returns
+        whether it was stopped.
         """
         runner = self.runner
         try:
@@ -497,14 +497,14 @@ class ClassProcess:
 
 
 def paths_of(folder: Path, sources: Sources, runner: RunnerProcess) -> PathRemover:
-    """Returns a remover of the paths that a folder's class sees in its runner."""
+    """Returns a remover for the paths that a folder's class sees in its runner."""
     named = sources.environment.get("COG_WEIGHTS") or os.environ.get("COG_WEIGHTS")
     weights = [Path(named)] if named and named.startswith("/") else []
     return PathRemover(runner.scratch_path, [folder, Path(SRC), *weights])
 
 
 def _end(runner: RunnerProcess, reason: str) -> int:
-    """Kills a process if there is a reason, and waits for it to end. Returns its exit status."""
+    """Kills a process if there is a reason, and waits for it to exit. Returns its exit status."""
     if reason:
         runner.kill(reason)
     return runner.close()

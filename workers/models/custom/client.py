@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 
 
 class ClassClient:
-    """Implements ProcessClient for a class's process, which is set up again after it ends.
+    """Implements ProcessClient for a class's process, which is set up again after it exits.
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
@@ -97,11 +97,12 @@ class ClassClient:
         model: int = 0,
         on_previews: OnPreviews | None = None,
     ) -> RunningBatch:
-        """Same as in ProcessClient. `timeout_s` applies to each call of the class."""
+        """Same as in ProcessClient. `timeout_s` applies to each call to the class."""
         await self._turn.acquire()
         self._run = run = ClassBatch(self._process, self._interface, batch)
         running = asyncio.ensure_future(self._run_batch(run, timeout_s))
-        # The turn ends when the batch does, not the caller: the class may still be computing it.
+        # The turn ends with the batch, not with the caller, because the class may still be running
+        # it.
         running.add_done_callback(lambda done: done.cancelled() or done.exception())
         done = asyncio.shield(running)
         done.add_done_callback(lambda caller: run.cancel() if caller.cancelled() else None)
@@ -145,9 +146,10 @@ class ClassClient:
         return StepsEnded(0)
 
     async def _die(self, error: Exception) -> ModelProcessDied:
-        """Ends the process after an unexpected error. Its items are retried.
+        """Stops the process after an unexpected error. Its items are retried.
 
-        This is the boundary to the class's code: no failure that it causes here ends the worker.
+        This is the boundary with the class's code. No failure that it causes here crashes the
+        worker.
         """
         log.error("a class could not be operated", exc_info=error)
         await self._process.end("the worker failed to process its answers")
@@ -164,10 +166,10 @@ class ClassClient:
         """Does nothing, because a prediction can't be interrupted and resumed."""
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Does nothing: a class draws no previews."""
+        """Does nothing, because a class draws no previews."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Ends the process between two batches. It is restarted on the next use."""
+        """Stops the process between two batches. It is restarted on the next use."""
         async with self._turn:
             await self._process.end("its memory is needed by another model")
             self._process.take_end()
@@ -175,7 +177,7 @@ class ClassClient:
             self.residency = ResidencyReport([], known.load_s, known.size_bytes, evictions=1)
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """Waits until it is canceled, then ends the process."""
+        """Waits until it is canceled, then stops the process."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -190,7 +192,7 @@ class ClassClient:
         """Passes on an answer.
 
         Raises:
-            ValueError: the answer is not valid; see predictions.MALFORMED for other errors.
+            ValueError: the response is invalid; see predictions.MALFORMED for other errors.
         """
         number = frame.message.get("id")
         if number is not None and "piece" not in frame.message:

@@ -8,8 +8,8 @@ existing one is complete. Environments in a worker's image are created by the sa
 image is built (infra/docker/worker.Dockerfile).
 
 A package that is built from source runs its own code. That code runs under the same conditions as
-the class: without our variables, without capabilities, and writing only to the environment and uv's
-cache.
+the class: without our variables, without capabilities, and with write access only to the
+environment and uv's cache.
 """
 
 from __future__ import annotations
@@ -52,7 +52,8 @@ _PASSED_ON = re.compile(
 )
 """The variables passed to uv. None are ours."""
 _UNHURRIED = {"UV_COMPILE_BYTECODE_TIMEOUT": "0"}
-"""uv gives up after a minute, which torch takes on a busy machine. INSTALL_LIMIT_S still applies.
+"""uv gives up after a minute, but torch takes that long on a busy machine. INSTALL_LIMIT_S still
+applies.
 """
 _ROOT = Path(__file__).resolve().parents[3]
 _CONFINED = (
@@ -77,7 +78,7 @@ def python_for(folder: Path) -> str:
     Raises:
         ConfigurationError: its requirements can't be installed. The message ends with uv's output.
     """
-    folder = folder.resolve()  # uv runs in another directory
+    folder = folder.resolve()  # uv runs in a different directory
     requested = read_packages(folder)
     if not requested:
         return sys.executable
@@ -91,7 +92,7 @@ def python_for(folder: Path) -> str:
 
 
 def unmet(folder: Path) -> list[str]:
-    """Describes the class's environment requests that are not met here."""
+    """Describes the class's environment requests that can't be met here."""
     requested = read_packages(folder)
     return [*_find_other_cog(requested), *_find_other_python(requested)]
 

@@ -1,12 +1,12 @@
 """Limits on a runner and everything it starts: memory, disk, processes. Also ends them all.
 
-A system limit on address space (RLIMIT_AS) does not help, because CUDA reserves more than the
+A system limit on address space (RLIMIT_AS) doesn't help, because CUDA reserves more than the
 machine has. In a container, we can't create a control group. So a thread checks ten times a second.
 A process's private and shared memory count, but mapped files don't: the system can reclaim their
 pages.
 
-Disk is measured as well: quotas need privileges that a container lacks, and an in-memory file
-system would use a scarcer resource. The system itself keeps any single file below the limit
+Disk use is also measured, because quotas need privileges that a container lacks, and an in-memory
+file system would use a scarcer resource. The system itself keeps any single file below the limit
 (RLIMIT_FSIZE, set in the runner), so only several files together can exceed it between two counts.
 """
 
@@ -30,15 +30,15 @@ MAX_PROCESSES = 512
 DEFAULT_SHARE = 0.8
 """Share of the machine's or control group's memory, if the entry does not specify a limit."""
 MAX_ENTRIES = 500_000
-"""Maximum files and folders below the scratch folder."""
+"""Maximum number of files and folders below the scratch folder."""
 MAX_OUTSIDE = 10_000
-"""Maximum files outside of it that are remembered."""
+"""Maximum number of files to remember outside the scratch folder."""
 MIN_DISK_BYTES = 16 * 1024 * 1024
-"""Lowest limit on a full disk, so that a class that writes nothing can still be served."""
+"""Lowest limit when the disk is full, so that a class that writes nothing can still be served."""
 COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
 """Maximum share of the time spent counting files: when the disk is filling up, and otherwise."""
 MAX_REST_S = 30.0
-"""Longest time between two counts, as long as counting stays within COUNT_SHARE."""
+"""Maximum time between two counts, as long as counting stays within COUNT_SHARE."""
 END_LIMIT_S = 2.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROC = Path("/proc")
@@ -96,10 +96,10 @@ class ProcessFamily:
         return bool(self._namespace) and _namespace(pid) == self._namespace
 
     def end(self) -> None:
-        """Kills all of them, including processes that they start in the meantime."""
+        """Kills all of them, including processes that they start while being killed."""
         until_s = time.monotonic() + END_LIMIT_S
         while (members := self.members()) and time.monotonic() < until_s:
-            # The runner first: otherwise it could still report that its child processes have ended.
+            # The runner first. Otherwise it could still report that its child processes died.
             for member in sorted(members, key=lambda pid: pid != self._pid):
                 with contextlib.suppress(ProcessLookupError, PermissionError):
                     os.kill(member, signal.SIGKILL)
@@ -137,7 +137,7 @@ def _namespace(pid: int) -> str:
 
 
 def memory_of(pid: int) -> int:
-    """Returns a process's private and shared memory in bytes. 0: it has ended."""
+    """Returns a process's private and shared memory in bytes. 0: it has exited."""
     with contextlib.suppress(OSError, KeyError, ValueError):  # an ended process has no such lines
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
@@ -156,7 +156,7 @@ def proportional_memory_of(pid: int) -> int:
 
 
 def resident_bytes_of(pid: int) -> int:
-    """Returns the resident memory of a process, including shared memory. 0: it has ended."""
+    """Returns a process's resident memory, including shared memory. 0: it has exited."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((_PROC / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
     return 0
@@ -173,7 +173,7 @@ class DiskUse:
     def __init__(self, scratch: Path, most_bytes: int) -> None:
         self._scratch = scratch
         self.devices = {scratch.stat().st_dev}
-        """Devices of its files: its view of the class's folder may be on another device."""
+        """Devices of its files. Its view of the class's folder may be on a different device."""
         self._free_bytes, self._free_files = _free_room(scratch)
         self.limit_bytes = min(most_bytes, max(self._free_bytes // 2, MIN_DISK_BYTES))
         self._outside: dict[str, tuple[int, int]] = {}
@@ -210,7 +210,7 @@ class DiskUse:
         return time.monotonic() - self._counted_s
 
     def count(self, family: set[int]) -> str:
-        """Counts disk use. Describes the exceeded limit. Empty: nothing does.
+        """Counts disk use. Describes the exceeded limit. Empty: no limit is exceeded.
 
         Args:
             family: processes whose open files are counted.
@@ -238,7 +238,7 @@ class DiskUse:
             self.count(set())
             self._first_bytes = max(0, self._bytes)
         elif self.has_lost_much():
-            # Regardless of how recent the last count is: otherwise a prediction's leftovers would
+            # Regardless of how recent the last count is. Otherwise a prediction's leftovers would
             # be counted during the next prediction, which would then fail because of them.
             self.count(set())
         return self._holds_half()
@@ -270,7 +270,7 @@ class DiskUse:
                             if stat.S_ISDIR(status.st_mode):
                                 waiting.append(entry.path)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # it has been removed in the meantime
+                continue  # it has been removed since
             except OSError as error:
                 return size_bytes, f"it has a folder that can't be read: {error.strerror}"
         return size_bytes, ""
@@ -331,7 +331,7 @@ def _is_written(process: Path, descriptor: str) -> bool:
 
 
 class LimitWatch:
-    """Watches a runner until it ends or exceeds a limit.
+    """Watches a runner until it exits or exceeds a limit.
 
     Args:
         pid: ID of the runner process, which must not be waited for before `close`.
@@ -374,7 +374,7 @@ class LimitWatch:
                 return
 
     def is_above_memory(self) -> bool:
-        """Returns whether the runner alone exceeds its limit. Takes 20 µs if it doesn't."""
+        """Returns whether the runner by itself exceeds its limit. Takes 20 µs if it doesn't."""
         if not self._memory_bytes or resident_bytes_of(self._pid) <= self._memory_bytes:
             return False
         return proportional_memory_of(self._pid) > self._memory_bytes

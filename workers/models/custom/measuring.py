@@ -38,14 +38,14 @@ from workers.models.reports import BatchResult, ItemEnded, StepMessage
 
 MIB = 1024 * 1024
 BATCH_LIMIT_S = 3600.0
-"""Time limit for one call of the class. A person may interrupt it sooner."""
+"""Time limit for one call to the class. The user may interrupt it sooner."""
 
 
 class Conditions(NamedTuple):
     """The conditions under which a class is measured."""
 
     repeats: int = 5
-    """Number of runs per batch. The median counts."""
+    """Number of runs per batch. The median is used."""
     threads: int = 1
     """Number of threads per process on a CPU."""
     uses_gpu: bool = True
@@ -92,7 +92,7 @@ def measure(
 
 
 class _Figures(NamedTuple):
-    """The measurements of one class process."""
+    """One class process's measurements."""
 
     setup_s: float
     results: list[CustomResult]
@@ -128,7 +128,7 @@ async def _measure_process(
 
 
 async def _keep_all() -> bool:
-    """Does nothing: no other model is on the device."""
+    """Does nothing, because no other model is on the device."""
     return False
 
 
@@ -193,7 +193,7 @@ class MeasuredClass:
         return statistics.fmean(medians)
 
     async def compute(self, batch: Sequence[PreparedCustom], first: int) -> list[CustomResult]:
-        """Computes items together until all are done.
+        """Runs items together until all are done.
 
         Args:
             batch: the items.
@@ -383,7 +383,7 @@ def _gpu() -> str:
 
 
 def _round_to_three(seconds: float) -> float:
-    """Rounds to three digits: the rest is noise."""
+    """Rounds to three digits, because the rest is noise."""
     return float(f"{seconds:.3g}")
 
 

@@ -1,4 +1,4 @@
-"""The messages that a worker sends to a class's runner, and the parsing of its answers."""
+"""The messages that a worker sends to a class's runner, and the parsing of its responses."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MALFORMED = (
     RecursionError,
     msgspec.MsgspecError,
 )
-"""Errors from reading an invalid answer: a class may write to its socket."""
+"""Errors from reading an invalid response. A class may write to its own socket."""
 NO_ANSWER = "it sent an invalid answer"
 MAX_PIECES = 1_000_000
 """Maximum number of pieces in one prediction.
@@ -48,11 +48,11 @@ _MEDIA_TYPE = re.compile(r"[\w.+-]{1,100}/[\w.+-]{1,100}")
 
 
 class WrongAnswer(ValueError):
-    """An answer to no question."""
+    """A response without a matching request."""
 
 
 class Prediction:
-    """An item being computed: its input, and its pieces that have not been reported yet.
+    """An item being computed: its input, and its unreported pieces.
 
     A restarted runner yields the first pieces again. If their text has changed, no more pieces are
     reported, because readers could not continue.
@@ -67,9 +67,9 @@ class Prediction:
         self.item = item
         self.is_sent = False
         self.is_suspect = False
-        """True if it was in a runner that ended while computing several items.
+        """True if it was in a runner that died while running several items.
 
-        It runs alone from then on.
+        From then on, it runs by itself.
         """
         self.logs = PublicLogs(PathRemover(None, ()))
         """Its printed output."""
@@ -92,7 +92,7 @@ class Prediction:
         """Files of unreported pieces that are too large to include in them."""
 
     def start_over(self) -> None:
-        """Records that the runner has ended and that another one will compute this."""
+        """Records that the runner has died and that a new one will compute this."""
         self.is_sent, self._received, self._received_bytes = False, 0, 0
         self._text.seek(0)
 
@@ -168,7 +168,7 @@ def outcome_of(
         streamed: the files of the prediction's pieces.
 
     Raises:
-        ValueError: the frame is not a valid answer; see MALFORMED for other errors.
+        ValueError: the frame is not a valid response; see MALFORMED for other errors.
     """
     message = frame.message
     if "error" not in message:
@@ -226,7 +226,7 @@ def message_of(number: int, item: PreparedCustom) -> tuple[dict[str, Any], list[
 
 
 def _check_place(output: Any, where: dict[str, Any]) -> None:
-    """Raises an error if a file has no place in an output: a class may write to its socket."""
+    """Raises an error if a file has no place in an output. A class may write to its socket."""
     _check_file(where)
     place = output
     for part in where["at"]:

@@ -15,7 +15,7 @@ from shared.messages import PrintedLogs
 from workers.models.custom.runner.printing import split_records
 
 MAX_LOG_CHARS = 32 * 1024
-"""Maximum characters kept of a prediction's output. Only the end is kept."""
+"""Maximum number of characters kept from a prediction's output. Only the end is kept."""
 MAX_READ_BYTES = 256 * 1024
 """Maximum bytes per read. A pipe holds 64 KiB, so only nonstop output exceeds this."""
 READ_BYTES_PER_S, MAX_BURST_BYTES = 8 * 1024 * 1024, 16 * 1024 * 1024
@@ -30,7 +30,7 @@ line.
 MIN_PART_BYTES = 128
 """A shorter marked part counts as this many bytes, to account for its processing time."""
 MIN_HIDDEN_CHARS = 6
-"""Shorter secrets are not hidden in what a class prints: they may be parts of other words."""
+"""Shorter secrets are not hidden in a class's output, because they may be parts of other words."""
 HIDDEN = "[secret]"
 SHOWN_BYTES_PER_S, MAX_SHOWN_BYTES = 16 * 1024, 64 * 1024
 """Average rate and burst size of `setup` output in the operator's log."""
@@ -42,7 +42,7 @@ class PrintedOutput:
     A thread reads it, so the process never waits for a reader.
 
     The process marks each prediction's output (workers/models/custom/runner/printing.py). Unmarked
-    output belongs to the prediction that runs alone, or to none.
+    output belongs to the only running prediction, or to none.
 
     Args:
         shows: receives the text as it arrives, until `end_showing`. None: it isn't shown.
@@ -93,7 +93,7 @@ class PrintedOutput:
             return {number: log.look() for number, log in self._logs.items()}
 
     def take_log(self, number: int) -> PrintedLogs:
-        """Returns the output of a prediction that has ended.
+        """Returns the output of a prediction that has finished.
 
         Anything it prints later is unowned.
         """
@@ -129,7 +129,7 @@ class PrintedOutput:
                 self._unowned.shows = None
 
     def close(self) -> None:
-        """Closes the pipe once the process has ended. Data already read can still be taken."""
+        """Closes the pipe once the process has exited. Data already read can still be taken."""
         self._drain()
         self._is_over.set()
         self._thread.join(timeout=1.0)
@@ -236,7 +236,7 @@ class HiddenValues:
     """Replaces the values of secrets in what a class prints and raises."""
 
     def __init__(self, values: Sequence[str]) -> None:
-        # Longest first: another value may be a substring of it.
+        # Longest first, because one value may be a substring of another.
         long = {value for value in values if len(value) >= MIN_HIDDEN_CHARS}
         self._values = sorted(long, key=len, reverse=True)
 
@@ -273,7 +273,7 @@ def _overlap(text: str, value: str) -> int:
 
 
 def show(text: str) -> None:
-    """Writes text to stderr, which is the operator's log or a user's terminal."""
+    """Writes text to stderr, which is the operator's log or the user's terminal."""
     sys.stderr.buffer.write(text.encode(errors="replace"))
     sys.stderr.buffer.flush()
 

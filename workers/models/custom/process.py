@@ -32,7 +32,7 @@ from workers.models.custom.runner.frames import (
 from workers.models.custom.scratch import Scratch
 
 KILL_AFTER_S = 2.0
-"""How long a canceled prediction has to end on its own."""
+"""How long a canceled prediction has to stop on its own."""
 MAX_WAITING_BYTES = 512 * 1024 * 1024
 """Maximum data waiting to be sent to a process that isn't reading."""
 SAID = frozenset({"error", "failed", "log", "batch_error"})
@@ -52,8 +52,8 @@ _PASSED_ON = (
     # Marks processes of the local stack, so that leftovers are found if the stack is killed.
     "STARTED_BY",
 )
-"""The only variables a runner gets from our environment. None holds a key, address or token of
-ours.
+"""The only variables a runner gets from our environment. None of them contain our keys, addresses
+or tokens.
 """
 _LOOKS = os.WEXITED | os.WNOHANG | os.WNOWAIT
 _ROOT = Path(__file__).resolve().parents[3]
@@ -134,7 +134,7 @@ class RunnerProcess:
         hidden: values of secrets, which are replaced in what the class prints and raises.
         resources: limits for it and everything it starts. None: same as an entry without limits.
         denied_ports: TCP ports it may not connect to.
-        inspects_only: True if it ends once the class has been inspected.
+        inspects_only: True if it exits once the class has been inspected.
         is_aside: True if it calls only `work` and `is_close`, and doesn't set up the class.
         shows: receives its output as it arrives, until `printed.end_showing`. None: it isn't shown.
     """
@@ -168,7 +168,7 @@ class RunnerProcess:
         variables = runner_environment(self._scratch.path, python, threads, environment or {})
         self._process, output = self._start(python, options, variables, theirs)
         self.pidfd = -1
-        """Readable once the process has ended. -1 if the system doesn't support it (Linux before
+        """Readable once the process has exited. -1 if the system doesn't support it (Linux before
         5.3).
         """
         with contextlib.suppress(OSError, AttributeError):
@@ -220,7 +220,7 @@ class RunnerProcess:
     def receive(self, timeout_s: float) -> list[Frame] | None:
         """Waits for frames, and sends pending data. Returns the frames that arrived in time.
 
-        None if the process has ended or closed its end.
+        None if the process has exited or closed its end.
 
         Raises:
             ValueError: the received data is not a frame.
@@ -262,7 +262,7 @@ class RunnerProcess:
         return bool(piece)
 
     def may_read(self) -> bool:
-        """True if data from a process that has ended remains to be read."""
+        """True if data from an exited process remains to be read."""
         with contextlib.suppress(OSError):
             return bool(self._socket.recv(1, socket.MSG_PEEK))
         return False
@@ -290,7 +290,7 @@ class RunnerProcess:
     def send(self, message: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
         """Sends a message, as much as the process will read. `receive` sends the rest.
 
-        A process that has ended doesn't receive it; `receive` reports that.
+        A process that has exited doesn't receive it; `receive` reports that.
         """
         self.send_all([(message, blobs)])
 
@@ -303,7 +303,7 @@ class RunnerProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(
                     self._process.pid, signal.SIGKILL
-                )  # `close` ends the processes that it started
+                )  # `close` kills the processes that it started
 
     def flush(self) -> bool:
         """Sends pending data, as much as the process will read. Returns whether some remains."""
@@ -358,7 +358,7 @@ class RunnerProcess:
         return self._process.pid
 
     def look(self) -> None:
-        """Measures what it uses before it computes anything. This may be slow."""
+        """Measures its memory and disk use before it computes anything. This may be slow."""
         self._limits.look()
         self._limits.disk.is_half_full()
 
@@ -373,11 +373,11 @@ class RunnerProcess:
 
     @property
     def has_ended(self) -> bool:
-        """True if the process has ended. `close` waits for it."""
+        """True if the process has exited. `close` waits for it."""
         return bool(os.waitid(os.P_PID, self._process.pid, _LOOKS))
 
     def close(self) -> int:
-        """Ends the process and removes its files. Returns its exit status."""
+        """Kills the process and removes its files. Returns its exit status."""
         self._limits.close()
         self._socket.close()
         until_s = time.monotonic() + KILL_AFTER_S
@@ -398,7 +398,7 @@ class RunnerProcess:
 
 
 def end_of(status: int) -> str:
-    """Describes the end of a process that has this exit status."""
+    """Describes how a process with this exit status ended."""
     if status < 0:
         name = ""
         with contextlib.suppress(ValueError):  # most real-time signals do not have a name

@@ -14,7 +14,7 @@ from shared.messages import PrintedLogs
 from workers.models.custom.printed import MAX_LOG_CHARS
 
 MAX_PATH_CHARS = 4096
-"""Longer words are not held back: they can't be paths (PATH_MAX on Linux)."""
+"""Longer words are not held back, because they can't be paths (PATH_MAX on Linux)."""
 _SEPARATORS = r"\s'\"`()\[\]{}<>|:,;="
 _PYTHON = rf"(?<![^{_SEPARATORS}])[^{_SEPARATORS}]*/lib/python\d\.\d+/(?:(?:site|dist)-packages/)?"
 """Matches from the start of a word, so a long word is scanned only once."""
@@ -34,7 +34,7 @@ class PathRemover:
 
     def __init__(self, scratch: Path | None, folders: Iterable[Path]) -> None:
         known = {str(form) for folder in folders for form in (folder, folder.resolve())}
-        # Longest first: one may be inside another.
+        # Longest first, because one folder may be inside another.
         known_forms = [
             re.escape(path) for path in sorted(known, key=len, reverse=True) if path != "/"
         ]
@@ -49,14 +49,14 @@ class PathRemover:
 
 
 class PublicLogs:
-    """One prediction's output, as its caller may read it, with positions in that text."""
+    """One prediction's output as its caller may read it, with positions in that text."""
 
     def __init__(self, paths: PathRemover) -> None:
         self._paths = paths
         self._seen = 0
         """Number of printed characters that were received."""
         self._held = ""
-        """The start of a possible path, until the rest arrives."""
+        """The start of a possible path, kept until the rest arrives."""
         self.printed = PrintedLogs()
 
     def add(self, printed: PrintedLogs, *, is_all: bool = False) -> PrintedLogs:

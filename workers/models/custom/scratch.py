@@ -31,7 +31,7 @@ MAX_COPIES_BYTES = 64 * 1024 * 1024
 MAX_ENTRIES = 10_000
 """Above this, folders are linked as a whole, and the class can't write into the linked folders."""
 MAX_LINKED_ENTRIES = 1000
-"""Maximum entries, at all levels, of a linked folder that is copied. One with more stays a link."""
+"""Maximum entries, at all levels, in a linked folder to copy. A larger folder stays a link."""
 LINKED = frozenset(
     {"__pycache__", "node_modules", "venv", "site-packages", ".git", ".hg", ".svn", ".tox", ".venv"}
 )
@@ -42,8 +42,8 @@ _FICLONE = 0x40049409
 class Scratch:
     """A scratch folder with the files from a class's folder, until it is closed.
 
-    It is locked while this process lives. If a process is killed, its scratch folder is removed by
-    the next process that creates one on this machine.
+    It is locked while this process is alive. If a process is killed, its scratch folder is removed
+    by the next process that creates one on this machine.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -56,7 +56,7 @@ class Scratch:
     def find_linked_files(self) -> list[str]:
         """Returns the paths of files and folders that are only links in the view.
 
-        Excludes those in LINKED, because nobody writes there.
+        Excludes folders in LINKED, because nothing writes there.
         """
         view = self.path / WORKING_DIR
         links = []
@@ -73,7 +73,7 @@ class Scratch:
 
 
 def remove_left() -> None:
-    """Removes scratch folders whose processes ended without removing them."""
+    """Removes scratch folders whose processes died without removing them."""
     for path in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
         with contextlib.suppress(OSError):
             is_new = time.time() - path.stat().st_mtime < LEFT_AFTER_S

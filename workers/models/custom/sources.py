@@ -32,7 +32,7 @@ _PORT = re.compile(
 """A port on this machine, as written in sources: in an address, an option or an argument."""
 MAX_PORT_NOTES = 3
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
-"""Files that mark a folder as a Python environment, whatever its name."""
+"""Files that mark a folder as a Python environment, regardless of its name."""
 
 
 @dataclass(frozen=True)
@@ -201,7 +201,7 @@ def read_packages(folder: Path) -> AskedPackages:
     if not isinstance(build, dict):
         raise ConfigurationError(f"{where}: build: must be a mapping", field="source")
     version = str(build.get("python_version") or "")
-    version = "3.10" if version == "3.1" else version  # how YAML reads it without quotes
+    version = "3.10" if version == "3.1" else version  # how YAML parses it without quotes
     lines = tuple(_lines(folder, build, "python_packages", "requirements", "build."))
     named = build.get("python_requirements")
     if named and lines:

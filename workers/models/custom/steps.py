@@ -1,4 +1,4 @@
-"""Items for a class that computes predictions one at a time or several at once."""
+"""Items for a class that runs predictions one at a time or several at once."""
 
 from __future__ import annotations
 
@@ -27,7 +27,8 @@ from workers.models.step_shares import StepRoom, StepShares
 CHUNKS_EVERY_S = 0.05
 """At most 20 events per second reach an item's readers."""
 LOGS_EVERY_S = 0.5
-"""How often webhooks and prediction streams check progress. Spare seconds are sent along with it.
+"""How often webhooks and prediction streams check progress. Spare seconds are sent along with
+progress.
 """
 
 log = logging.getLogger(__name__)
@@ -113,13 +114,13 @@ class ClassSteps:
         self._changed.set()
 
     def _cancel_all(self) -> None:
-        """Stops everything the process is still computing. Nobody gets a result."""
+        """Stops everything the process is still running. Nobody gets a result."""
         for prediction in self._items.values():
             self._stop(prediction)
         self._items.clear()
 
     def _stop(self, prediction: Prediction) -> None:
-        """Stops a prediction if the process is computing it. Its printed output is discarded."""
+        """Stops a prediction if the process is running it. Its printed output is discarded."""
         if prediction.is_sent and self._process.is_ready:
             self._process.cancel(prediction.number)
             self._process.runner.printed.take_log(prediction.number)
@@ -155,7 +156,7 @@ class ClassSteps:
         await self._changed.wait()
 
     def _send_items(self) -> None:
-        # A dropped prediction may still be running, and a class may compute only one at a time.
+        # A dropped prediction may still be running, and a class may run only one at a time.
         inside = len(self._process.computing)
         is_alone = any(
             prediction.is_sent and prediction.is_suspect for prediction in self._items.values()
@@ -174,17 +175,17 @@ class ClassSteps:
                 self._process.send([message], [prediction.number])
 
     def handle(self, frame: Frame) -> None:
-        """Handles an answer from the process.
+        """Handles a response from the process.
 
         Raises:
-            ValueError: the answer is not valid; see predictions.MALFORMED for other errors.
+            ValueError: the response is invalid; see predictions.MALFORMED for other errors.
         """
         number = frame.message["id"]
         prediction = next(
             (candidate for candidate in self._items.values() if candidate.number == number), None
         )
         if prediction is None or not prediction.is_sent:
-            self._changed.set()  # a dropped prediction has ended
+            self._changed.set()  # a dropped prediction has finished
         elif "piece" in frame.message:
             prediction.add_piece(frame)
             self._report_pieces()
@@ -205,7 +206,7 @@ class ClassSteps:
         self._changed.set()
 
     def _on_end(self, ended: Ended) -> None:
-        """Handles the end of the process. Its items fail, unless it was killed from outside."""
+        """Handles the process's exit. Its items fail, unless it was killed from outside."""
         pass_on(ended.printed.take())
         inside = [prediction for prediction in self._items.values() if prediction.is_sent]
         for prediction in inside:
@@ -215,7 +216,7 @@ class ClassSteps:
             return
         if ended.status == -signal.SIGKILL and inside and not ended.killed_for:
             raise ModelProcessDied(f"the process of the class {end_of(ended.status)}")
-        if ended.computing > 1:  # one of them, or a dropped one, caused it; the others continue
+        if ended.computing > 1:  # one of them, or a dropped one, is the cause; the others continue
             for prediction in inside:
                 prediction.is_suspect = True
             return
@@ -230,7 +231,7 @@ class ClassSteps:
         """Charges the time since the last call to the current items.
 
         Nobody pays while the class is being set up, or while an item waits for a dropped one to
-        end: another caller's item may be the cause.
+        stop, because another caller's item may be the cause.
         """
         now_s = time.monotonic()
         if self._charged_s is not None:
@@ -242,7 +243,7 @@ class ClassSteps:
         self, slot: int, outcome: CustomResult | PenstockError, logs: PrintedLogs | None = None
     ) -> None:
         if isinstance(outcome, PenstockError):
-            self._report_chunks()  # a result has all pieces, a failure none
+            self._report_chunks()  # a result includes all pieces, a failure none
         self._report_end(slot, outcome, logs)
         del self._items[slot]
 

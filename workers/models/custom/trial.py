@@ -62,7 +62,7 @@ def _run(
 
     Raises:
         ConfigurationError: the class can't be loaded or set up.
-        ModelFailed: its process ended.
+        ModelFailed: its process exited.
     """
     values, files, blobs = read_assignments(interface, assignments)
     variables = variables_of(folder, entry_variables(folder))
@@ -96,7 +96,7 @@ def _run(
 
 
 def _frames(runner: RunnerProcess) -> Iterator[Frame]:
-    """Yields what the process sends until it ends. A person may interrupt the wait."""
+    """Yields what the process sends until it exits. The user may interrupt the wait."""
     while (frames := runner.receive(WAIT_S)) is not None:
         yield from frames
 
@@ -137,7 +137,7 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
 
 
 def _text_of(output: Any, interface: ModelInterface) -> str:
-    """Formats an output for a file: text as it is, and anything else as JSON."""
+    """Formats an output for a file: text as is, and anything else as JSON."""
     if interface.streams == "text":
         return "".join(map(written_piece, output))
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False) + "\n"

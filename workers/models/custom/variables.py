@@ -1,4 +1,4 @@
-"""The environment variables of a class, from the operator, its cog.yaml and its catalog entry.
+"""A class's environment variables, from the operator, its cog.yaml and its catalog entry.
 
 Secrets are read here when the class's process starts. They exist only in
 its environment: they are removed from the class's output and errors

@@ -337,7 +337,7 @@ class _Prediction:
     def blamed(self, error: BaseException) -> BaseException:
         """Returns the error, as a WrongInput if the class blames its caller's input.
 
-        A class does so with an attribute `field` that names an input, or by the name of the
+        A class does so with an attribute `field` that names an input, or through the name of the
         exception's class, so it doesn't need to import anything from us.
         """
         field = getattr(error, "field", None)
@@ -377,7 +377,7 @@ def _traceback_of(error: BaseException) -> str:
     """
     if _kind_of(error) != "model" or isinstance(error, WrongOutput):
         return ""
-    # Without our own frames: the first ones are from this file.
+    # Without our own frames, because the first ones are from this file.
     frames = error.__traceback__
     while frames is not None and frames.tb_frame.f_code.co_filename == __file__:
         frames = frames.tb_next
@@ -401,7 +401,7 @@ class SyncRunner:
     def run(self) -> None:
         with contextlib.suppress(ConnectionError):
             while (frame := self._read_frame()) is not None:
-                if "id" in frame.message:  # otherwise a cancellation that arrived too late
+                if "id" in frame.message:  # otherwise it is a cancellation that arrived too late
                     self._compute(frame)
 
     def _read_frame(self) -> Frame | None:
@@ -439,11 +439,11 @@ class SyncRunner:
         failure: Callable[[BaseException], bytes],
         predictions: Sequence[_Prediction],
     ) -> None:
-        """Computes predictions and sends the answer, or the failure if the class raises.
+        """Runs predictions and sends the response, or the failure if the class raises.
 
         Args:
-            answer: computes them and returns the answer's frames.
-            failure: returns the frame for an error.
+            answer: runs them and returns the response's frames. failure: returns the frame for an
+                error.
         """
         self._is_canceled = False
         try:
@@ -454,7 +454,7 @@ class SyncRunner:
             finally:
                 self._may_interrupt = False
         except BaseException as error:
-            # The boundary to the class's code: its errors end a prediction, not the process.
+            # The boundary with the class's code. Its errors fail a prediction, not the process.
             if os.getpid() == self._pid:
                 sent = failure(error)
         if os.getpid() != self._pid:
@@ -491,7 +491,7 @@ class SyncRunner:
 
 
 class AsideRunner(SyncRunner):
-    """Reports the work of inputs and whether outputs are close. Computes nothing."""
+    """Reports inputs' work and whether outputs are close. Runs no predictions."""
 
     def _answer(self, prediction: _Prediction) -> bytes:
         if (outputs := prediction.outputs()) is not None:
@@ -545,7 +545,7 @@ class ListRunner(SyncRunner):
 class _Batch:
     """A batch's predictions, and what the class receives for them.
 
-    Invalid inputs fail on their own.
+    Invalid inputs fail individually.
 
     Args:
         element: creates an element of the list that the class takes.
@@ -568,7 +568,7 @@ class _Batch:
             self._recorded.context = predictions[0].scope.context
 
     def answered(self, outputs: Any) -> bytes:
-        """Returns the frames for all predictions. Invalid outputs fail on their own.
+        """Returns the frames for all predictions. Invalid outputs fail individually.
 
         Raises:
             WrongOutput: the number of outputs does not match the number of inputs.
@@ -662,7 +662,8 @@ class AsyncRunner:
     def _handle(self, frame: Frame) -> None:
         if (canceled := frame.message.get("cancel")) is not None:
             if (task := self._tasks.get(canceled)) is not None:
-                # After its first step: a task that has not started would end without an answer.
+                # After its first step, because a task that has not started would end without a
+                # response.
                 self._loop.call_soon(task.cancel)
             return
         self._begin(frame.message["id"], self._compute(frame))
@@ -693,7 +694,7 @@ class AsyncRunner:
             output = await output
         if not self._loaded.signature.output.streams:
             return prediction.result(prediction.encoder.encode(output))
-        # Closed in this context, so its final output is attributed to its prediction.
+        # Closed in this context, so that its final output is attributed to its prediction.
         async with contextlib.aclosing(_iterate_async(output)) as values:
             async for value in values:
                 await self._send(prediction.piece(value))
@@ -704,7 +705,7 @@ class AsyncRunner:
             await self._loop.sock_sendall(self._connection, frame)
 
     async def _send_whole(self, frame: bytes) -> None:
-        """Sends a frame, even if the task is canceled in the meantime."""
+        """Sends a frame, even if the task is canceled before it is complete."""
         import asyncio
 
         await asyncio.shield(self._send(frame))

@@ -35,7 +35,7 @@ _ITERABLES = (
     collections.abc.AsyncIterable,
     collections.abc.Collection,
 )
-"""Streamed only if a generator produces them: a list is iterable as well."""
+"""Streamed only if a generator produces them, because a list is also iterable."""
 _ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Set)
 _PLAIN_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
@@ -46,7 +46,7 @@ class Output(NamedTuple):
     schema: dict[str, Any]
     """JSON Schema, with Cog's `x-cog-array-type` if it is streamed."""
     streams: str = ""
-    """Empty: it arrives as a whole. `text`: pieces of one text. `items`: elements of a list."""
+    """Empty: it arrives all at once. `text`: pieces of one text. `items`: elements of a list."""
 
     @property
     def piece(self) -> dict[str, Any]:

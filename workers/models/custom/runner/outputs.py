@@ -1,7 +1,7 @@
 """Converts a class's return value to JSON, with its files as bytes.
 
-Values are converted according to their actual types, as in Cog's server, whatever the class
-declares.
+Values are converted according to their actual types, as in Cog's server, regardless of the types
+the class declares.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class OutputEncoder:
     def shown_in_stream(self, piece: Any) -> Any:
         """Returns an encoded piece as its stream shows it.
 
-        In text, None is empty and others are JSON.
+        In text, None is empty and other values are JSON.
 
         `written_piece` in shared/models/tasks/custom.py does the same for the whole output.
         """
@@ -116,7 +116,7 @@ class OutputEncoder:
         try:
             simpler = _simplify(value)
         except Exception as error:
-            # The boundary to the class's code, whose types may fail in any way.
+            # The boundary with the class's code, whose types may fail in any way.
             reason = f"{_describe(value)} can't be sent as JSON"
             raise WrongOutput(f"{_name_place(at)}: {reason}: {error}") from error
         return self._plain(simpler, at)

@@ -2,9 +2,9 @@
 
 Several predictions of an asynchronous class share one process and one output pipe. `sys.stdout` and
 `sys.stderr` therefore write records to that pipe: the process's mark, the prediction number, a
-length, and the bytes. As in Cog, the number is stored in a context variable: tasks inherit it, and
-so do threads that run in a copied context (`asyncio.to_thread`). Output from subprocesses, C code
-and other threads has no mark.
+length, and the bytes. As in Cog, the number is stored in a context variable, which is inherited by
+tasks and by threads that run in a copied context (`asyncio.to_thread`). Output from subprocesses, C
+code and other threads has no mark.
 
 A record fits into PIPE_BUF, so the kernel never mixes two records.
 """
@@ -57,7 +57,7 @@ class MarkedStream(io.BufferedIOBase):
         self._pid = os.getpid()
 
     def writable(self) -> bool:
-        """Returns True: `io.TextIOWrapper` checks this."""
+        """Returns True, because `io.TextIOWrapper` checks this."""
         return True
 
     def fileno(self) -> int:

@@ -110,7 +110,8 @@ def read_inputs(
 def _read_choices(hint: Any) -> tuple[Any, list[Any]]:
     """Returns a type with plain types in place of Literals and Enums, and the values it allows.
 
-    The list is empty if it allows other values, too. Cog passes values of such types on unchecked.
+    The list is empty if the type also allows other values. Cog passes values of such types on
+    unchecked.
     """
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
