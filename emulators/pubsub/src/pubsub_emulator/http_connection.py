@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 import h11
 
 MOST_BODY_BYTES = 32 * 1024**2
-"""Maximum bytes kept of a response body. The rest is read and dropped."""
+"""Maximum bytes of a response body to keep. The rest is read and dropped."""
 _READ_BYTES = 65_536
 
 

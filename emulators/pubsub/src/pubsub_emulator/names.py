@@ -89,5 +89,5 @@ def check_duration(field: str, duration: Any) -> None:
 
 
 def plain_number(value: float) -> str:
-    """Return a number as messages show it: without a fraction of zero."""
+    """Format a number for a message, without a trailing ".0"."""
     return str(int(value)) if value == int(value) else str(value)

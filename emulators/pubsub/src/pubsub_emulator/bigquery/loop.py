@@ -21,8 +21,8 @@ from pubsub_emulator.state.subscription import SubscriptionState
 MOST_ROWS = 1000
 """Maximum rows per insertAll."""
 LINGER_S = 0.1
-"""How long messages wait so they can share a request. One request per message would load BigQuery
-more.
+"""How long messages wait so that they can share a request. One request per message would put more
+load on BigQuery.
 """
 # The same backoff as for push; the service's documentation compares the two.
 SHORTEST_PAUSE_S = 0.1

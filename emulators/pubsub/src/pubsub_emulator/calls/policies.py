@@ -21,7 +21,7 @@ _TestIamPermissionsResponse = message_class("TestIamPermissionsResponse")
 
 
 class PolicyCalls:
-    """IAM policies of topics, subscriptions, snapshots and schemas."""
+    """IAM policies for topics, subscriptions, snapshots and schemas."""
 
     def __init__(self, registry: Registry) -> None:
         self._registry = registry

@@ -177,7 +177,7 @@ class SchemaCalls:
 
 
 def _shown(revisions: Iterable[Schema], view: int) -> list[Schema]:
-    """Return revisions with their definitions (view FULL), or without them.
+    """Return revisions, with their definitions only for the FULL view.
 
     Lists omit definitions by default, as the comments in the API document.
     """

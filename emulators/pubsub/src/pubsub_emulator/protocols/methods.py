@@ -82,7 +82,7 @@ _CALLS = {
     },
 }
 # Changes by these calls must be durable before they are answered; the other calls only read, or
-# move leases.
+# change leases.
 _LASTING_CALLS = frozenset(
     {
         "CreateTopic",

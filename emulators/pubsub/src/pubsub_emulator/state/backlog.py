@@ -93,7 +93,7 @@ class Backlog:
         if not 0 < most <= attempts:
             return
         if delivery.state != "ready":
-            # Behind an older message with its key, whose redelivery ended this attempt.
+            # Queued behind an older message with its key, whose redelivery ended this attempt.
             delivery.attempts = most - 1
             return
         self._queue.took(delivery, None)

@@ -17,7 +17,7 @@ DELIVERY_COST_BYTES = 700
 class Storage:
     """Counts the memory that all messages take in this process.
 
-    A message's bytes count once, no matter how many subscriptions hold it.
+    A message's bytes are counted once, no matter how many subscriptions hold it.
 
     Args:
         limit_bytes: maximum memory in bytes.

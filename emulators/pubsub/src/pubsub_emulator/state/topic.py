@@ -30,8 +30,8 @@ class Topic:
     """A topic's state. GetTopic returns `proto`; `holder` is its number in the journal.
 
     Filters of the form `attributes.KEY = "literal"`, alone or as part of an AND, are found with two
-    dict lookups, so a thousand of them cost a publish no more than one. Other filters are evaluated
-    for each message.
+    dict lookups, so a publish costs no more with a thousand of them than with one. Other filters
+    are evaluated for each message.
     """
 
     moment_s = 0.0

@@ -15,7 +15,7 @@ HeldRow = tuple[int, int]
 
 
 class Changes:
-    """A transaction's changes. None in place of a row deletes the row."""
+    """A transaction's changes. None instead of a row means that the row is deleted."""
 
     def __init__(self) -> None:
         self.resources: dict[str, ResourceRow | None] = {}
@@ -30,8 +30,7 @@ class Changes:
         self.size_bytes = 0
         self.error = ""
         self.again_in: Changes | None = None
-        """Everything except offered messages, to try again after a write failed and space was
-        freed.
+        """Everything except offered messages, for a retry after a write failed and space was freed.
         """
         self._settled = asyncio.Event()
 

@@ -25,7 +25,7 @@ from pubsub_emulator.storage.database import Database, WriteFailed, opened_datab
 from pubsub_emulator.storage.durable import DurableJournal
 
 USE_NOTED_EVERY_S = 3600.0
-"""The most by which a restart may set back a subscription's last use."""
+"""Maximum amount by which a restart may set back a subscription's last use."""
 
 MOST_NAMED = 10
 _log = logging.getLogger(__name__)

@@ -33,7 +33,7 @@ class DurableJournal(ChangeJournal):
 
     Args:
         database: the open file. Nothing else may write to it while `running`.
-        commit_limit_s: how long a transaction may take before the disk counts as failing.
+        commit_limit_s: how long a transaction may take before the disk is considered failing.
     """
 
     def __init__(self, database: Database, commit_limit_s: float = COMMIT_LIMIT_S) -> None:
@@ -214,14 +214,14 @@ class DurableJournal(ChangeJournal):
             await self._resume(thread)
 
     async def _resume(self, thread: CommitThread) -> None:
-        # Return pages that acks left unused, so that newly accepted messages need not be withdrawn
-        # again.
+        # Return pages that acks left unused, so that newly accepted messages don't have to be
+        # withdrawn again.
         try:
             await thread.do(self._database.give_back)
             await thread.do(self._database.probe)
             await thread.do(self._database.take_reserve)
         except WriteFailed as error:
-            # Only acks arrived in the meantime, and they are in the next commit.
+            # Only acks arrived in the meantime, and they will be in the next commit.
             self._failure = str(error)
         else:
             self._failure = ""
