@@ -135,8 +135,7 @@ class Store:
             is_told = isinstance(error, duckdb.IOException | duckdb.InterruptException)
             if is_told or reopened == self._reopened:
                 raise
-            # Without the database no table exists, but that does not mean that the statement is
-            # wrong.
+            # Without the database, every table seems to be missing, but the statement may be valid.
             raise duckdb.IOException("the database was opened again meanwhile") from error
         finally:
             cursor.close()
@@ -179,7 +178,7 @@ class Store:
                 try:
                     yield cursor
                 except BaseException:
-                    with suppress(duckdb.Error):  # There is no transaction if the database is lost.
+                    with suppress(duckdb.Error):  # The transaction is gone if the database was lost.
                         cursor.execute("ROLLBACK")
                     raise
                 self._commit(cursor)

@@ -1,9 +1,9 @@
 """Checks that queries filter on partitions if a table requires it (`requirePartitionFilter`).
 
 A filter counts if BigQuery could use it to skip partitions: it compares the partitioning column
-with a constant in the WHERE or ON clause next to the table. It may also be further out if nothing
-in between needs the other rows: no LIMIT, and no window or grouping without the column among its
-keys. Source: https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
+with a constant in the WHERE or ON clause next to the table. The filter may also be further out if
+nothing in between needs the other rows: no LIMIT, and no window or grouping that lacks the column
+among its keys. Source: https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
 """
 
 from __future__ import annotations

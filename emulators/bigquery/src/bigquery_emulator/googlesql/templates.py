@@ -60,7 +60,7 @@ class StatementText:
         self._sql = sql
         self._parts: list[str] = []
         self.literals: list[_Literal] = []
-        """None for a statement that is not worth a template."""
+        """None if the statement is not worth a template."""
         if len(sql) > _LONGEST or _NAMES_FROM_VALUES in sql.upper():
             return
         literals = [_Literal(content, *span) for content, span in _literals(sql)]

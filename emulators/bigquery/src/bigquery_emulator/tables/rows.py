@@ -94,7 +94,7 @@ def readable_columns(schema: Schema, names: Sequence[str]) -> str:
         names: column names, quoted where necessary.
     """
     return ", ".join(
-        # For a TIMESTAMPTZ, the client needs pytz. For the same time without a zone, it does not.
+        # The client needs pytz for a TIMESTAMPTZ, but not for the same time without a zone.
         f"CAST(CAST({name} AS {field.duckdb_type}) AS {plain})"
         if (plain := field.duckdb_type.replace("TIMESTAMP WITH TIME ZONE", "TIMESTAMP"))
         != field.duckdb_type
@@ -143,7 +143,7 @@ def _single(field: Field, value: Any, is_micros: bool) -> Any:
     if value is None:
         return None
     if isinstance(value, str) and field.type in ("TIMESTAMP", "DATETIME", "DATE"):
-        # DuckDB has times that neither Python nor BigQuery supports, and returns them as strings.
+        # DuckDB supports times that neither Python nor BigQuery does, and returns them as strings.
         raise InvalidQueryError(f"Field {field.name}: {value} is out of the range of {field.type}")
     if field.type == "RECORD":
         parts = value.values() if isinstance(value, dict) else value

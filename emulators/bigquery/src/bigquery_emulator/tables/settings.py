@@ -84,8 +84,8 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
     Raises:
         InvalidError: a field has the wrong type, or a partitioning or clustering column is
             unsuitable.
-        UnsupportedError: it is an external table, a snapshot or another kind that this server
-            lacks.
+        UnsupportedError: it is an external table, a snapshot or another kind that this server does
+            not support.
     """
     for name in _OTHER_TABLES:
         if body.get(name):

@@ -136,7 +136,7 @@ class Analyzer:
     def _register(self, catalog: SimpleCatalogProto) -> int:
         """Returns a catalog's id in the module.
 
-        Registering a catalog costs as much as reading it three times.
+        Registering a catalog takes three times as long as reading it.
         """
         generation = self.load().generation
         if generation != self._generation:
