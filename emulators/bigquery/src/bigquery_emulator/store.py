@@ -178,7 +178,7 @@ class Store:
                 try:
                     yield cursor
                 except BaseException:
-                    with suppress(duckdb.Error):  # The transaction is gone if the database was lost.
+                    with suppress(duckdb.Error):  # No transaction is left if the database was lost.
                         cursor.execute("ROLLBACK")
                     raise
                 self._commit(cursor)
