@@ -195,7 +195,7 @@ class LimitedRequest:
         return self._hold
 
     def end(self) -> None:
-        """Ends it after the context: nothing is in flight any more, and Redis has the rest."""
+        """Ends the hold after the context. Nothing remains in flight, and Redis has the rest."""
         self._reservation.hand_over()
         self._reservation.cancel()
 

@@ -1,1 +1,1 @@
-"""Flow runs: several models run one after another for one request."""
+"""Flow runs: several models run in sequence for one request."""

@@ -1,22 +1,22 @@
-"""Moves flows from step to step. The process that ends a step publishes the next ones.
+"""Moves flows from step to step. The process that finishes a step publishes the next ones.
 
 There is no orchestrator. The API publishes a run's first steps, and each worker publishes the steps
 that follow its items. For items that no worker could compute, the dead-letter function publishes
-the next steps. All of them use this engine, and the result is the same however often they do so
-(shared/stores/flow_runs.py):
+the next steps. All of these processes use this engine, and the result is the same no matter how
+often they do so (shared/stores/flow_runs.py):
 
-1. `mark`: records the outcomes of a job's items. The first outcome counts.
-2. `advance`: publishes further jobs of the step. If the step has ended, it plans the steps that
-   depend on it and publishes their first jobs, or ends the run.
-3. The caller writes rows, and acks its message last. If it dies before that, the message is
-   delivered again, its items are found done, and the run is advanced again.
+1. `mark`: records the outcomes of a job's items. The first outcome wins. 2. `advance`: publishes
+more of the step's jobs. If the step is finished, plans the steps that depend on it and publishes
+their first jobs, or ends the run. 3. The caller writes rows, and acks its message last. If the
+caller dies before that, the message is redelivered, its items are found to be done, and the run is
+advanced again.
 
-The IDs of a step's job are derived from its position: its request is the run, and its part and item
+A step job's IDs are derived from its position: its request is the run, and its part and item
 indexes are based on step and position. So a job published twice is computed once, except for
 concurrent deliveries, only one of which counts.
 
-A run that fails, is late or is canceled is first closed, so that no further items count. That way
-its reply agrees with the charges in its rows.
+A run that fails, is late or is canceled is closed first, so that no further items count. This way,
+the run's reply agrees with the charges in its rows.
 
 Calls raise Unavailable if Redis or the broker does not respond.
 """
@@ -85,9 +85,9 @@ from shared.webhooks.publisher import WebhookPublisher
 NOT_RETRIED = frozenset(
     {"invalid_input", "input_too_large", "context_length_exceeded", "model_withdrawn"}
 )
-"""Codes of errors that would occur again with the same input."""
+"""Codes for errors that would recur with the same input."""
 MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
-"""Maximum JSON size of a job's items. The rest is reserved for other parts of the message."""
+"""Maximum JSON size of a job's items. The rest is reserved for the message's other parts."""
 ORPHANED_S = 5.0
 """How long after its arrival a run is taken over if its API instance has not reported that all
 first jobs are published, in seconds.
@@ -100,7 +100,7 @@ _errors = msgspec.json.Decoder(ItemError)
 class StepRow(NamedTuple):
     """An item that was not computed by a worker: its result was cached, or its input was invalid.
 
-    The process that planned its step writes its row.
+    The process that planned the item's step writes the row.
     """
 
     model: Model
@@ -117,11 +117,11 @@ class JobEnd(NamedTuple):
 
 
 class FlowEngine:
-    """Advances the runs of all flows.
+    """Advances all flows' runs.
 
     Args:
-        cache: may contain results of steps. None: the cache is not used before publishing.
-        purges: returns how often a revision's cached results were purged.
+        cache: may contain step results. None: the cache is not used before publishing.
+        purges: returns how many times a revision's cached results were purged.
     """
 
     def __init__(
@@ -142,11 +142,11 @@ class FlowEngine:
         self._purges = purges
 
     async def start(self, envelope: Envelope, body: JobBody) -> list[StepRow]:
-        """Publishes the first steps of a run whose record exists. May be called again.
+        """Publishes the first steps of a run whose record exists. May be called more than once.
 
         Args:
             envelope: the run's envelope: like a model's job, but with the name of the flow.
-            body: its single item, and whether to use the cache.
+            body: the single item, and whether to use the cache.
         """
         data = msgspec.json.encode(body.items[0].input)
         await self._runs.open(envelope.request_id, data)
@@ -160,10 +160,10 @@ class FlowEngine:
         )
 
     async def mark(self, job: Job, outcomes: Sequence[ItemOutcome]) -> JobEnd:
-        """Records outcomes of a job's items. Only the first call for each item counts.
+        """Records the outcomes of a job's items. Only the first call for each item counts.
 
         Args:
-            outcomes: outcomes of some or all items. Large results are in the object store.
+            outcomes: outcomes for some or all items. Large results are in the object store.
 
         Raises:
             Unavailable: Redis did not respond, but may have recorded them.
@@ -200,7 +200,7 @@ class FlowEngine:
         return rows
 
     async def retry(self, job: Job, indexes: Sequence[int]) -> None:
-        """Republishes a job's failed items if they may be computed again."""
+        """Republishes a job's failed items if they may be retried."""
         items = [item for item in job.body.items if item.index in indexes]
         envelope = msgspec.structs.replace(job.envelope, tries=job.envelope.tries + 1)
         await self._send(envelope, msgspec.structs.replace(job.body, items=items))
@@ -216,7 +216,7 @@ class FlowEngine:
             await self.fail(decode_document(record.document), error)
 
     async def settle(self, prediction: Prediction) -> None:
-        """Ends the record of a closed or canceled run, with the cost of its items."""
+        """Ends the record of a closed or canceled run and records the cost of its items."""
         run_id = prediction.record
         record = await self._records.read(run_id)
         if record is not None and record.reply is None:
@@ -258,7 +258,7 @@ class FlowEngine:
     def _build_planned_rows(
         self, prediction: Prediction, state: RunState, envelope: Envelope
     ) -> list[StepRow]:
-        """Returns items that no worker ended. A worker records items when it pulls them."""
+        """Returns items that no worker completed. A worker records items when it pulls them."""
         rows, steps = [], plan_of(prediction).steps
         for index, data in state.outcomes.items():
             outcome, step = _outcomes.decode(data), steps[step_of(index)]
@@ -278,7 +278,7 @@ class FlowEngine:
         *,
         is_repeated: bool,
     ) -> bool:
-        """Plans steps that can start. Returns whether one of them is already over.
+        """Plans steps that can start. Returns whether any of them is already finished.
 
         Raises:
             RunFailed: a step can't be planned.
@@ -294,7 +294,7 @@ class FlowEngine:
     async def _plan(
         self, run: Run, number: int, envelope: Envelope, body: JobBody, rows: list[StepRow]
     ) -> bool:
-        """Plans a step and publishes its first jobs. Returns whether it is already over."""
+        """Plans a step and publishes its first jobs. Returns whether it is already finished."""
         step = run.plan.steps[number]
         model, inputs = self._find_inputs(step, run)
         items, done = self._build_items(number, inputs, model, envelope.tenant, body)
@@ -379,7 +379,7 @@ class FlowEngine:
     def _mark_unpaid(
         self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
     ) -> None:
-        """Marks cache hits as unpaid again if the plan that would pay for them doesn't count."""
+        """Marks cache hits as unpaid again if the plan that would pay for them was not stored."""
         owed = {
             item.cache_key: mark
             for item in items
@@ -439,7 +439,7 @@ class FlowEngine:
                 WITHHELD.labels(envelope.flow).inc(output.withheld)
 
     def _count_toward_slo(self, envelope: Envelope, status: str) -> None:
-        """Counts a run. Runs ended by the API always count as late."""
+        """Counts a run toward the SLO. Runs ended by the API always count as late."""
         with suppress(UnknownModel):  # the flow was removed from the catalog
             flow = self._catalog.find(envelope.flow)
             limits_s = (
@@ -453,10 +453,10 @@ class FlowEngine:
     async def _end_closed(
         self, run_id: str, record: Record, state: RunState, envelope: Envelope | None = None
     ) -> None:
-        """Ends the record of a closed or canceled run, with the cost of its items.
+        """Ends the record of a closed or canceled run and records the cost of its items.
 
         Args:
-            envelope: to count the end in metrics. None: the API counts it.
+            envelope: used to count the end in metrics. None: the API counts it.
         """
         error = _errors.decode(record.closed) if record.closed else None
         reply = ReplyBody(receipts_of(state), error, replied_at_s=time.time())
@@ -475,7 +475,7 @@ class FlowEngine:
             await self._webhooks.publish(run_id, prediction.webhook_events, event)
 
     async def _wake_waiter(self, envelope: Envelope) -> None:
-        """Notifies the API instance whose caller waits for the run."""
+        """Notifies the API instance whose caller is waiting for the run."""
         if not envelope.inbox:
             return
         attributes = reply_attributes(envelope.request_id, 0, envelope.slot)
@@ -503,7 +503,7 @@ def plan_of(prediction: Prediction) -> FlowPlan:
 
 
 def may_retry(job: Job, outcome: ItemOutcome) -> bool:
-    """Returns whether a step's item should be computed again."""
+    """Returns whether to retry a step's item."""
     return (
         job.envelope.tries < job.envelope.retries
         and outcome.status == "failed"
@@ -515,7 +515,7 @@ def may_retry(job: Job, outcome: ItemOutcome) -> bool:
 def divide_into_jobs(items: Sequence[Item], largest: int) -> list[list[Item]]:
     """Groups items into jobs that fit into messages.
 
-    Equal items share a job, so that they are computed once.
+    Identical items share a job, so that they are computed once.
 
     Args:
         largest: maximum number of distinct items per job.
@@ -541,7 +541,7 @@ def _bytes_of(item: Item) -> int:
 
 
 def _step_envelope(envelope: Envelope, step: FlowStep, model: Model, first: int) -> Envelope:
-    """Returns the envelope of a step's job, whose first item has this index."""
+    """Returns the envelope of the step's job whose first item has this index."""
     return msgspec.structs.replace(
         envelope,
         model=model.name,

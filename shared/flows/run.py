@@ -1,7 +1,7 @@
-"""A flow run's state, and what follows from it: values, steps that can start, and failures.
+"""A flow run's state, and the facts derived from it: values, steps that can start, and failures.
 
-It is rebuilt from Redis (shared/stores/flow_runs.py) at every step, so no state needs to be kept up
-to date.
+The state is rebuilt from Redis (shared/stores/flow_runs.py) at every step, so nothing has to be
+kept up to date.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ PAGE_ITEMS = 64
 
 
 class Run:
-    """A run as stored in Redis, and what follows from it.
+    """A run as stored in Redis, and the facts derived from it.
 
     Raises:
         BadInput: a value does not match the plan.
@@ -93,10 +93,10 @@ class Run:
         return all(step.id in self.scope for step in self.plan.steps)
 
     def check(self) -> None:
-        """Fails the run if an item of a step without a default has failed.
+        """Fails the run if an item has failed in a step without a default.
 
         Raises:
-            RunFailed: with the error of the first such item.
+            RunFailed: contains the first such item's error.
         """
         for index in sorted(self.outcomes):
             outcome, step = self.outcomes[index], self.plan.steps[step_of(index)]
@@ -107,10 +107,10 @@ class Run:
                 raise RunFailed(_error_of_step(step, index, outcome.error))
 
     def output(self) -> Result:
-        """Returns the flow's output, once all steps are over.
+        """Returns the flow's output, once all steps are finished.
 
         Raises:
-            BadInput: a reference has no value. ModerationBlocked: all images are withheld.
+            BadInput: a reference has no value. ModerationBlocked: all images were withheld.
             ModelFailed: a model returned an unexpected type.
         """
         if self.plan.gives == "images":
@@ -133,7 +133,7 @@ class RunFailed(BadInput):
 
 
 async def list_own_objects(runs: FlowRuns, run_id: str) -> list[str]:
-    """Returns the keys of files created by a run, except files that may be in the cache."""
+    """Returns the keys of files created by a run, except files that the cache may refer to."""
     state = await runs.read(run_id)
     bodies = map(_bodies.decode, await runs.planned(run_id))
     uncached = [item.index for body in bodies for item in body.items if not item.cache_key]
@@ -143,7 +143,7 @@ async def list_own_objects(runs: FlowRuns, run_id: str) -> list[str]:
         if index in state.outcomes
     ]
     blobs = [blob for result in results if result is not None for blob in result.blobs]
-    # A class may return a file that it received.
+    # A class may return a file it was given.
     own = f"{RESULTS}/{run_id}/"
     return [key for blob in blobs if (key := blob.object_key) and key.startswith(own)]
 
@@ -153,7 +153,7 @@ async def outcomes_after(
 ) -> AsyncIterator[tuple[int, ItemOutcome]]:
     """Yields a run's finished items, in step and position order.
 
-    An item is yielded only after those before it, as long as they may still finish.
+    An item is yielded only after all preceding items that may still finish.
 
     Args:
         seen: number of the last known item. -1: none.
@@ -187,7 +187,7 @@ async def outcomes_after(
 
 
 def receipts_of(state: RunState) -> list[ItemOutcome]:
-    """Returns outcomes of a run's items, in order, without their results."""
+    """Returns the outcomes of a run's items, in order, without their results."""
     outcomes = [_outcomes.decode(state.outcomes[index]) for index in sorted(state.outcomes)]
     return [msgspec.structs.replace(outcome, result=None, logs=None) for outcome in outcomes]
 

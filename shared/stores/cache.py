@@ -1,15 +1,15 @@
-"""The result cache of API and workers: first this process's memory, then Redis.
+"""The result cache used by API and workers: first this process's memory, then Redis.
 
 It is queried per item before a job is published, and again before the item is computed. The worker
 that computed a result stores it. A result in the object store is cached as its object_key, so
-entries are small, and objects must outlive the longest TTL. Nothing here fails or delays a request:
-if Redis is unreachable or slow, lookups count as misses. The Redis level reads and writes many raw
-values at once.
+entries are small, and objects must outlive the longest TTL. Nothing here fails or delays a request,
+because lookups count as misses if Redis is unreachable or slow. The Redis level reads and writes
+many raw values at once.
 
 A result may be unpaid: it was computed for a request that was not delivered, so nobody was charged
-for it. It is then marked in Redis, under a separate key alongside the entry. The first hit takes
-the mark and is charged like a miss. A mark doesn't apply to a result computed later than the one it
-was created for. Releases without marks charge such a hit like any other.
+for it. An unpaid result is marked in Redis, under a separate key alongside the entry. The first hit
+takes the mark and is charged like a miss. A mark doesn't apply to a result computed later than the
+one it was created for. Releases without marks charge such a hit like any other hit.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ CLOSE_LIMIT_S = 1.0
 """How long closing waits for marks still being written."""
 
 KEY_SCHEME = 2
-"""Part of every key. Incremented when a model's code changes the results for the same inputs."""
+"""Part of every key. Incremented when a code change alters a model's results."""
 ENTRY_SCHEMA = 1
 """Part of every Redis key.
 
 Incremented when the encoding changes, so that two releases never read each other's entries.
 """
 VALUE_LIMIT_BYTES = 1024 * 1024
-"""Larger entries are kept out of both levels, because they belong in the object store."""
+"""Larger entries are kept out of both levels because they belong in the object store."""
 MEMORY_OVERHEAD_BYTES = 512
-"""Bytes that Python objects add to an entry in memory (measured: about 450 for one vector)."""
+"""Per-entry overhead of Python objects in memory, in bytes (measured: about 450 for one vector)."""
 
 NO_TIMES: Mapping[str, float | None] = MappingProxyType({})
 """For results without a known completion time."""
@@ -111,8 +111,8 @@ class RedisLevel:
         If Redis is down, the values are lost and counted as errors.
         """
         writes = [_Write(key, value, ttl_s) for key, value in values.items()]
-        # Packing a SET takes about 20 us. It is done in parts, so that other tasks don't have to
-        # wait long for the event loop.
+        # Packing a SET takes about 20 us. Packing is done in chunks, so that other tasks don't wait
+        # long for the event loop.
         for start in range(0, len(writes), WRITE_ENTRIES):
             if self._link.is_up:
                 await self._writes.call(writes[start : start + WRITE_ENTRIES])
@@ -131,7 +131,7 @@ class RedisLevel:
 
 
 def _unwrap(answer: object) -> object:
-    """Returns an answer from Redis. Raises it if it is an error."""
+    """Returns a Redis reply, or raises it if it is an error."""
     if isinstance(answer, ResponseError):
         raise answer
     return answer
@@ -142,17 +142,17 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 
     The key covers everything that affects the output: the model's name, revision, source,
     precision, tolerance, width and shortcuts, and all fields of the input. A source image is
-    identified by the digest of its data, or by its object_key if only that is known. So compute the
-    key before moving the data to the object store.
+    identified by the digest of its data, or by its object_key if only that is known. Therefore,
+    compute the key before moving the data to the object store.
 
-    The backend is not part of the key. It changes a result by less than the tolerance, and with
-    `auto`, the API doesn't know each worker's backend. A key identifies a result of this precision
-    within this tolerance.
+    The backend is not part of the key. The backend changes a result by less than the tolerance, and
+    with `auto`, the API doesn't know each worker's backend. A key identifies a result at this
+    precision and within this tolerance.
 
     Args:
         tenant: caller's tenant. Part of the key only if the model's cache scope is `tenant`.
-        purges: how often this revision's cached results were purged (shared/stores/withdrawals.py).
-            Part of the key only if above 0.
+        purges: how many times this revision's cached results were purged
+            (shared/stores/withdrawals.py). Part of the key only if above 0.
 
     Raises:
         BadInput: a text has lone surrogates, which can't be encoded.
@@ -186,11 +186,11 @@ class CacheEntry(msgspec.Struct, array_like=True):
     expires_at_s: float
     result: Result
     finished_at_s: float | None = None
-    """Unix time at which its batch finished. None: not known, as in entries of release 0.1.0."""
+    """Unix time at which its batch finished. None: unknown, as in entries from release 0.1.0."""
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
-    """The mark of an unpaid result, with its computing time, which its price may depend on."""
+    """An unpaid result's mark, including compute time, which the price may depend on."""
 
     inference_ms: float | None = None
     """Milliseconds spent computing its batch."""
@@ -200,7 +200,7 @@ class Owed(msgspec.Struct, array_like=True, frozen=True):
     """Unix time at which that batch finished. None: not known."""
 
     def is_of(self, entry: CacheEntry) -> bool:
-        """Returns whether the mark belongs to this entry, rather than to one it has replaced."""
+        """Returns whether the mark belongs to this entry rather than one that it replaced."""
         own_s, entry_s = self.finished_at_s, entry.finished_at_s
         return own_s is None or entry_s is None or own_s >= entry_s
 
@@ -218,11 +218,11 @@ class Hit(NamedTuple):
 
     @property
     def repeated(self) -> Hit:
-        """Returns the same result for another item, which does not pay for it again."""
+        """Returns the same result for another item, which does not pay a second time."""
         return Hit(self.result, self.level)
 
     def receipt(self, **fields: Any) -> Receipt:
-        """Returns its receipt, which is the same as for a miss if this hit pays.
+        """Returns the hit's receipt, which is the same as for a miss if this hit pays.
 
         Args:
             **fields: other fields of the receipt.
@@ -280,7 +280,7 @@ class ResultCache(RedisStore):
         self._prefix = f"{prefix}result:{ENTRY_SCHEMA}:"
         self._unpaid_prefix = f"{prefix}unpaid:{ENTRY_SCHEMA}:"
         self._marking: dict[str, asyncio.Task[None]] = {}
-        """By cache key, tasks that write marks, or find out which ones to write."""
+        """Tasks that write marks, or determine which ones to write, by cache key."""
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(CacheEntry)
         self._owed_decoder = msgspec.msgpack.Decoder(Owed)
@@ -293,9 +293,9 @@ class ResultCache(RedisStore):
     async def get_many(self, keys: Iterable[str]) -> dict[str, Hit]:
         """Returns the cached results. Never raises.
 
-        Takes the marks of unpaid results, so the caller must charge those hits or mark them again.
-        Waits for Redis for at most a few round-trip limits, and not at all while the breaker is
-        open. Other callers share the results, so they must not be modified.
+        Takes the marks of unpaid results, so the caller must charge for those hits or mark them
+        again. Waits for Redis for at most a few round-trip time limits, and not at all while the
+        breaker is open. Other callers share the results, so they must not be modified.
         """
         keys = list(dict.fromkeys(keys))
         while marking := {self._marking[key] for key in keys if key in self._marking}:
@@ -347,7 +347,7 @@ class ResultCache(RedisStore):
                 if (owed_for := self._decode_mark(mark)) and owed_for.is_of(cached.entry):
                     marked[key] = cached
         owed = await self._take_marks(marked) if marked else {}
-        if owed is None:  # unknown whether they are paid, so they are computed again
+        if owed is None:  # it is unknown whether they are paid, so they are recomputed
             entries, owed = {key: item for key, item in entries.items() if key not in marked}, {}
         for key, cached in entries.items():
             self._memory.put(key, cached._replace(state="paid"))
@@ -377,10 +377,10 @@ class ResultCache(RedisStore):
     async def _take_marks(self, marked: Mapping[str, _Kept]) -> dict[str, Owed] | None:
         """Takes marks. Marks that another caller took first are missing.
 
-        If the caller is canceled in the meantime, the marks taken are restored.
+        If the caller is canceled while waiting, any marks taken are restored.
 
         Args:
-            marked: entries that have marks, by cache key.
+            marked: entries that are marked, by cache key.
 
         Returns:
             None if Redis did not respond.
@@ -406,12 +406,13 @@ class ResultCache(RedisStore):
         self.mark_unpaid(await taking or {}, ttl_s)
 
     def mark_unpaid(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
-        """Marks results as unpaid, so that the first hit of each pays. Never raises.
+        """Marks results as unpaid, so that the first hit on each one pays. Never raises.
 
-        The marks are written to Redis in the background. Hits in this process wait for that.
+        The marks are written to Redis in the background. Hits in this process wait until they are
+        written.
 
         Args:
-            ttl_s: seconds for which the results are kept.
+            ttl_s: how long the results are kept, in seconds.
         """
         if not owed or ttl_s <= 0:
             return
@@ -464,7 +465,7 @@ class ResultCache(RedisStore):
         ttl_s: int,
         finished_at_s: Mapping[str, float | None] = NO_TIMES,
     ) -> None:
-        """Same, but only in this process's memory. Unpaid results are marked here later."""
+        """Like `put_many`, but only in this process's memory. Unpaid results are marked later."""
         self._keep(results, ttl_s, finished_at_s, is_known=True)
 
     def _keep(

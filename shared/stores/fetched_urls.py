@@ -1,6 +1,6 @@
-"""Remembers files fetched from URLs for a tenant, for as long as their request lives.
+"""Remembers files fetched from URLs for a tenant, for as long as the request exists.
 
-A repeated request finds the file it fetched before, and only asks the URL's server whether the file
+A repeated request finds the file it fetched before and only asks the URL's server whether the file
 has changed (RFC 9110, 13.1.2). Tenants never find each other's files.
 """
 
@@ -19,7 +19,7 @@ MAX_ETAG_CHARS = 1024
 
 
 class FetchedUrls:
-    """The fetched files of all tenants. Never raises, because forgotten files are fetched again."""
+    """All tenants' fetched files. Never raises, because forgotten files are fetched again."""
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._prefix = redis.prefix
@@ -50,7 +50,7 @@ class FetchedUrl(msgspec.Struct, frozen=True):
     final_url: str
     """URL after redirects, to which the tag belongs."""
     etag: str
-    """Empty: no ETag, so it is found only by its digest."""
+    """Empty: there was no ETag, so the file is found only by its digest."""
     object_key: str
     media_type: str
     size_bytes: int

@@ -1,7 +1,7 @@
 """The steps of flow runs in Redis: their jobs and their items' outcomes.
 
 A run is a prediction whose record (shared/stores/records.py) shows whether it is open. Its steps
-are in a hash alongside it, `<record>:flow`, which is deleted with it:
+are in a hash alongside the record, `<record>:flow`, which is deleted with the record:
 
     input            the run's input
     budget           the budget of all predictions, in bytes, as known to the API
@@ -15,8 +15,8 @@ are in a hash alongside it, `<record>:flow`, which is deleted with it:
     w:<item>         the jobs handed to the process that ended the job that begins with this item
 
 The scripts next to this file (flow_*.lua) decide which results count: a step's first plan, an
-item's first outcome, and nothing once the run is closed or has ended. So repeating a call, after
-any crash, leads to the same result.
+item's first outcome, and nothing once the run is closed or has ended. So repeating a call after any
+crash leads to the same result.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -35,11 +35,11 @@ Planned = Literal["stored", "known", "ended", "no_room"]
 """The result of planning a step.
 
 `known`: another process stored it. `ended`: the run has ended. `no_room`: the tenant's predictions
-leave no room for it.
+leave no room for the step.
 """
 _PLANNED: dict[int, Planned] = {1: "stored", 0: "known", -1: "ended", -2: "no_room"}
 WINDOW_JOBS = 64
-"""Approximate number of jobs per step and run in the topic at a time."""
+"""Approximate number of jobs that each step of a run has in the topic at a time."""
 _STATES = "shared/stores/record_states.lua"
 _BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
 OPEN = load_script("shared/stores/flow_open.lua")
@@ -51,11 +51,11 @@ CLOSE = load_script(_STATES, "shared/stores/flow_close.lua")
 
 
 class FlowRuns:
-    """The flow runs in one Redis.
+    """The flow runs stored in one Redis.
 
     Args:
         max_bytes: budget of all predictions with their steps, for runs opened here. Processes that
-            only continue runs use the budget stored with each run.
+            only advance runs use the budget stored with each run.
     """
 
     def __init__(self, redis: RecordsRedis, *, max_bytes: int = BUDGET_BYTES) -> None:
@@ -94,7 +94,7 @@ class FlowRuns:
         return _PLANNED[await self._commands.run_script(PLAN, keys, *args)]
 
     async def jobs(self, run: str, step: int, numbers: Sequence[int]) -> list[bytes]:
-        """Returns a step's jobs. Jobs of a dropped run are missing."""
+        """Returns a step's jobs. A dropped run's jobs are missing."""
         if not numbers:
             return []
         fields = [f"p:{step}:{number}" for number in numbers]
@@ -131,7 +131,7 @@ class FlowRuns:
         """Returns whether jobs still need to be done.
 
         Args:
-            jobs: run and item indexes of each job.
+            jobs: each job's run and item indexes.
         """
         keys = [key for run, _ in jobs for key in self._keys(run)]
         args = [part for _, items in jobs for part in (len(items), *items)]
@@ -167,7 +167,7 @@ class FlowRuns:
     async def progress(self, run: str, steps: int) -> list[tuple[int, int] | None]:
         """Returns the number of items per step, and the number of finished items.
 
-        None: its items are not known yet.
+        None: the step's items are not known yet.
         """
         names = [f"{kind}:{step}" for step in range(steps) for kind in ("n", "d")]
         values = await self._commands.run("HMGET", self._keys(run)[1], *names)
@@ -175,7 +175,7 @@ class FlowRuns:
         return [None if items is None else (int(items), int(done or 0)) for items, done in pairs]
 
     async def outcomes(self, run: str, indexes: Sequence[int]) -> list[bytes | None]:
-        """Returns the outcomes of items. None: not finished."""
+        """Returns the items' outcomes. None: not finished."""
         if not indexes:
             return []
         names = [f"o:{index}" for index in indexes]
@@ -187,7 +187,7 @@ class FlowRuns:
 
 
 class Marked(NamedTuple):
-    """The outcomes that count for a job's items."""
+    """The outcomes that apply to a job's items."""
 
     is_open: bool
     """True if the run continues."""
@@ -217,7 +217,7 @@ class Look(NamedTuple):
 
     is_open: bool
     begins: bool
-    """True if it is the first of its run."""
+    """True if it is the first job in its run."""
     done: int
     """Number of finished items."""
 

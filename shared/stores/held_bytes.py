@@ -1,7 +1,7 @@
 """Bytes stored for a tenant under keys that don't name it: fetched files and class results.
 
-Their keys identify content or a request, so listing a tenant's folder doesn't find them. An empty
-object counts each of them in the tenant's storage quota (api/inputs/storage.py):
+Their keys identify content or a request, so listing a tenant's folder doesn't find them. For each
+one, an empty object counts it toward the tenant's storage quota (api/inputs/storage.py):
 
     files/held/<owner>/<until>_<bytes>_<id>
 """
@@ -25,7 +25,7 @@ def owner_of(tenant: str) -> str:
 
 
 async def hold(objects: ObjectStore, tenant: str, size_bytes: int, until_s: float) -> None:
-    """Counts stored bytes in a tenant's quota until a given time.
+    """Counts stored bytes toward a tenant's quota until a given time.
 
     Args:
         until_s: Unix time.

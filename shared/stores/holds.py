@@ -1,9 +1,9 @@
-"""Holds of predictions: the parts of limits that they reserve until they are settled.
+"""Prediction holds: the parts of limits that predictions reserve until they are settled.
 
 A hold is created together with its record, by the same script, and outlives the instance that
 created it. The process that ends the record makes its hold due (record_budget.lua). Any instance
-takes due holds and settles them based on the record. Settling removes the hold in the script that
-also counts it (api/limits/take.lua), so it happens only once.
+may take due holds and settle them based on the record. The script that counts a hold
+(api/limits/take.lua) also removes it, so each hold is settled only once.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -22,9 +22,9 @@ from shared.stores.records_redis import RecordsRedis
 from shared.stores.redis_client import load_script
 
 LOOK_AGAIN_S = 1.0
-"""How long other instances leave a due hold to the instance that took it."""
+"""How long a due hold is reserved for the instance that took it."""
 VOID_S = 600
-"""How long until an abandoned hold can no longer be created."""
+"""How long before an abandoned hold can no longer be created."""
 _CREATED = load_script("shared/stores/hold_created.lua")
 _DUE = load_script("shared/stores/holds_due.lua")
 
@@ -41,9 +41,9 @@ class Holds:
         self._void_prefix = f"{redis.predictions_key}:void:"
 
     async def due(self, most: int) -> list[DueHold]:
-        """Takes holds whose records have ended, or should have ended by now.
+        """Takes holds whose records have ended or should have ended by now.
 
-        Other instances get them LOOK_AGAIN_S later if they still exist.
+        Other instances can take them LOOK_AGAIN_S later if they still exist.
         """
         args = (time.time(), most, LOOK_AGAIN_S)
         due = await self._commands.run_script(_DUE, self._keys, *args)
@@ -59,7 +59,7 @@ class Holds:
         return [score is not None for score in scores]
 
     async def was_created(self, record_id: str, data: bytes) -> bool:
-        """Returns whether a record was created with this hold, which may have been settled since.
+        """Returns whether a record was created with this hold, even if it has since been settled.
 
         If it wasn't, it can no longer be created.
         """
@@ -75,7 +75,7 @@ class DueHold(NamedTuple):
     data: bytes
     """The hold as created."""
     record: Record | None
-    """Without its document. None: it is gone, or can't be read."""
+    """The record without its document. None: it no longer exists or can't be read."""
 
 
 def hold_keys(prefix: str) -> tuple[str, str]:

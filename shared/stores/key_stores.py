@@ -1,12 +1,12 @@
-"""Finds the key store at PENSTOCK_KEYS_URL, and the names that its plans and keys may use.
+"""Finds the key store at PENSTOCK_KEYS_URL and the names that its plans and keys may use.
 
-In a file, for example one mounted by Secret Manager or Kubernetes: the API only reads it. The CLI
-first appends an audit event to FILE.audit.jsonl, then replaces the whole file. The last use of keys
-is not recorded.
+In a file, for example one mounted by Secret Manager or Kubernetes, which the API only reads. The
+CLI first appends an audit event to FILE.audit.jsonl, then replaces the whole file. When keys were
+last used is not recorded.
 
 In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is a single
-value with a version, so that readers never see a partial change, and two concurrent writers don't
-undo each other's changes. Nothing has a TTL, so Redis doesn't evict it. A Redis that lost its data
+value with a version, so readers never see a partial change and concurrent writers don't undo each
+other's changes. No key has a TTL, so Redis doesn't evict anything. A Redis that has lost its data
 has no version. Readers then keep their snapshot, and a copy of it in their region's Redis.
 
 Calls raise Unavailable if Redis does not respond.
@@ -93,10 +93,10 @@ class KeyRedis(RedisStore):
         return None
 
     async def read(self, version: str = "") -> StoredDocument | None:
-        """Reads the directory. Returns None if it still has this version.
+        """Reads the directory. Returns None if the version is unchanged.
 
         Raises:
-            NoDirectory: Redis does not have a directory, or lost it.
+            NoDirectory: Redis has no directory, or has lost it.
         """
         if version:
             known_version = await self._commands.run("HGET", self._directory, "version")
@@ -109,7 +109,7 @@ class KeyRedis(RedisStore):
         return StoredDocument(new.decode("latin-1"), data)
 
     async def replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
-        """Replaces the directory if it has this version, and records the action.
+        """Replaces the directory if it is at this version, and records the action.
 
         Raises:
             Unavailable: Redis did not respond, but may have replaced it.
@@ -142,8 +142,8 @@ class KeyRedis(RedisStore):
 class KeyCopy(RedisStore):
     """A copy of a directory in the region's Redis.
 
-    Instances need that Redis anyway. So if an instance starts while the directory, in another
-    region, is unreachable, it has the same keys as its neighbors.
+    Instances need that Redis anyway. So an instance that starts while the directory's region is
+    unreachable has the same keys as its neighbors.
     """
 
     def __init__(self, redis_url: str) -> None:
@@ -155,14 +155,14 @@ class KeyCopy(RedisStore):
         """Writes the copy.
 
         Args:
-            at_s: Unix time at which it was known to be current.
-            keep_s: seconds for which it is useful.
+            at_s: Unix time at which the directory was known to be current.
+            keep_s: how long the copy is useful, in seconds.
         """
         data = msgspec.msgpack.encode((document.version, document.data, at_s))
         await self._commands.run("SET", self._key, data, "EX", max(1, round(keep_s)))
 
     async def read(self) -> tuple[StoredDocument, float] | None:
-        """Returns the copy, and when it was known to be current. None if there is no copy."""
+        """Returns the copy and the last time it was known to be current. None if there is none."""
         data = await self._commands.run("GET", self._key)
         if data is None:
             return None
@@ -171,7 +171,7 @@ class KeyCopy(RedisStore):
 
 
 class KeyFile:
-    """A file with the directory.
+    """A file that contains the directory.
 
     The whole file is read each time, because mounted secrets do not preserve modification times.
     """
@@ -203,7 +203,7 @@ class KeyFile:
             ) from error
 
     async def read(self, version: str = "") -> StoredDocument | None:
-        """Reads the file. Returns None if it still has this version.
+        """Reads the file. Returns None if the version is unchanged.
 
         Raises:
             NoDirectory: the file does not exist.
@@ -222,7 +222,7 @@ class KeyFile:
         return StoredDocument(hashlib.sha256(data).hexdigest(), data)
 
     async def replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
-        """Replaces the file if it has this version. Other processes wait in the meantime.
+        """Replaces the file if it is at this version. Other processes wait until this is done.
 
         Raises:
             KeysReadOnly: the file can't be changed here.
@@ -240,7 +240,8 @@ class KeyFile:
             except NoDirectory:
                 if version:
                     return False
-            # A logged action that then fails is less misleading than one missing from the log.
+            # A logged action that then fails is less misleading than an action missing from the
+            # log.
             with self._audit.open("ab") as audit:
                 audit.write(msgspec.json.encode(act) + b"\n")
                 _to_disk(audit.fileno())
@@ -298,7 +299,7 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
     """Returns the store at `url`, not yet open.
 
     Args:
-        url: `file:///PATH`, or a URL of Redis.
+        url: `file:///PATH`, or a Redis URL.
         is_writable: True if a file may be changed here. Redis can always be changed.
 
     Raises:
@@ -319,10 +320,10 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
 
 
 def served_by(catalog: Catalog, *, allow_private: bool) -> Served:
-    """Returns the names that plans and keys may use in a deployment.
+    """Returns the names that a deployment's plans and keys may use.
 
     Args:
-        allow_private: True if its webhooks may use private addresses and http.
+        allow_private: True if the deployment's webhooks may use private addresses and http.
     """
     return Served(
         units={model.name: model.definition.unit for model in catalog.served},

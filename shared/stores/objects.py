@@ -1,18 +1,19 @@
-"""The object store: large inputs and results, uploaded files, and the documents of batches.
+"""The object store: large inputs and results, uploaded files, and batch documents.
 
 It is a folder on one machine or a bucket in the cloud, both accessed through obstore. Objects never
 change: inputs and results are keyed by their content, so repeating a put is harmless and a cached
 key always refers to the same data. A document is written once (`create`); the first writer wins.
 
-obstore's synchronous calls run in threads. Its asynchronous calls abort the process (1 of 12 here,
-obstore 0.12.1) when it exits soon after a call, because the answering thread still holds Python
+obstore's synchronous calls run in threads. Its asynchronous calls abort the process (1 in 12 here,
+obstore 0.12.1) if it exits soon after a call, because the responding thread still holds Python
 objects.
 
-A large object is written in pieces, so that it does not need to fit in memory.
+Large objects are written in pieces, so they do not need to fit in memory.
 
 Signed links to objects let responses and webhooks refer to an image instead of including it.
 api/routes/files.py serves them, in another format if `media_type` differs from the object's. The
-signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of them can be changed.
+signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of these can be
+changed.
 
 Calls raise Unavailable if the store is unreachable.
 """
@@ -57,17 +58,17 @@ TIMEOUT_S = 10.0
 KEY_LIMIT_BYTES = 512
 SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 32
-"""Threads wait for the store, so how many are needed depends on its latency. With a bucket 30 ms
-away in each direction, a call takes 65 ms, and 8 threads stored 112 files of 100 kB per second,
+"""Threads wait for the store, so the number needed depends on the store's latency. With a bucket 30
+ms away in each direction, a call takes 65 ms, and 8 threads stored 112 files of 100 kB per second,
 compared with 147 for a nearby bucket.
 
-An owner gets at most half of them, so that one tenant's uploads can't lock out others.
+An owner gets at most half of the threads, so that one tenant's uploads can't lock out others.
 """
 OWNER_SEGMENTS = 3
 """Keys of a tenant's objects start with two folders and the tenant's digest, which takes turns
 as one owner across all folders.
 
-Other keys identify content within this many segments, so each of them takes turns separately.
+Other keys identify content within this many segments, so each takes turns separately.
 """
 LIST_CHUNK = 1000
 
@@ -150,8 +151,8 @@ class ObjectWriter:
                 await self._flush()
                 await self._work(upload.close)
         finally:
-            # An upload that is never completed is abandoned. A folder deletes its parts at once, a
-            # bucket through its lifecycle rule for incomplete uploads.
+            # An upload that is never completed is abandoned. A folder deletes its parts
+            # immediately; a bucket does so through its lifecycle rule for incomplete uploads.
             self._upload = None
 
     async def _flush(self) -> None:
@@ -166,15 +167,15 @@ def object_key(folder: str, data: bytes, media_type: str) -> str:
 
 
 def key_of_digest(folder: str, digest: str, media_type: str) -> str:
-    """Returns the key for data with this digest, as `object_key` does."""
+    """Returns the key for data with this digest, in the same form as `object_key`."""
     return f"{folder}/{digest[:2]}/{digest}{_EXTENSIONS.get(media_type, '')}"
 
 
 async def store_if_large(blob: Blob, objects: ObjectStore) -> Blob:
-    """Returns the blob for a message. A large one is moved to the object store."""
+    """Returns the blob for a message. A large blob is moved to the object store."""
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob
-    # Hashing 64 MiB takes 0.1 s, which would pause all of an instance's requests.
+    # Hashing 64 MiB takes 0.1 s, which would stall all of an instance's requests.
     key = await asyncio.to_thread(object_key, "inputs", blob.data, blob.media_type)
     await objects.put(key, blob.data, blob.media_type)
     return Blob(blob.media_type, object_key=key)
@@ -193,7 +194,8 @@ class GoogleCredentials:
     def __call__(self) -> Any:
         """Returns an OAuth 2.0 token and its expiry. obstore wraps google-auth's errors."""
         if self._provider is None:
-            # Imported late, because it loads requests, which an API on one machine does not need.
+            # Imported late because it loads the requests library, which a single-machine API does
+            # not need.
             from obstore.auth.google import GoogleCredentialProvider
 
             credentials, _ = google.auth.default(scopes=SCOPES)
@@ -225,7 +227,7 @@ class ObjectStore:
     def __init__(self, url: str, setting: str = "objects_url") -> None:
         self._url = url
         self._store = _open(url, setting)
-        # The store has its own threads, because a hanging store would otherwise block other work.
+        # The store has its own threads because a hung store would otherwise block other work.
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="objects")
         self._turns = FairPermits(THREADS)
         # A folder does not store media types, so the type is derived from the key's extension.
@@ -246,7 +248,7 @@ class ObjectStore:
             )
 
     async def get(self, key: str, max_bytes: int) -> bytes:
-        """Returns the data of an object that has at most `max_bytes`.
+        """Returns the data of an object no larger than `max_bytes`.
 
         Raises:
             BadInput: the key is invalid, or the object does not exist.
@@ -257,9 +259,9 @@ class ObjectStore:
             return await self._work(key, partial(_read, self._store, key, max_bytes))
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
-        """Writes an object unless it exists.
+        """Writes an object unless it already exists.
 
-        Returns whether it did. Of several writers, only one succeeds.
+        Returns whether it was written. If there are several writers, only one succeeds.
 
         Raises:
             Unavailable: the store is unreachable or too slow. The object may have been written.
@@ -275,7 +277,7 @@ class ObjectStore:
         return True
 
     async def get_range(self, key: str, start: int, length: int) -> bytes:
-        """Returns `length` bytes from `start`, which the object must have.
+        """Returns `length` bytes from `start`. The object must contain all of them.
 
         Raises:
             BadInput: the key is invalid, or the object does not exist.
@@ -292,7 +294,7 @@ class ObjectStore:
 
         Args:
             folder: folder without a trailing slash.
-            after: key, whether it exists or not, after which the listing starts.
+            after: key after which the listing starts, whether or not it exists.
         """
         _check(folder)
         with _translate_errors("list", folder):
@@ -343,7 +345,7 @@ class ObjectStore:
                     opened.write(piece)
 
     async def rename(self, key: str, new_key: str) -> None:
-        """Moves an object, replacing any object at the new key. The data is not downloaded.
+        """Moves an object, replacing any object already at the new key. The data is not downloaded.
 
         Raises:
             Unavailable: the store is unreachable or too slow. One of the two keys has the object.
@@ -362,7 +364,7 @@ class ObjectStore:
         async with asyncio.timeout(TIMEOUT_S):
             await self._turns.take(owner)
             done = asyncio.get_running_loop().run_in_executor(self._threads, call)
-            # The thread is busy until its call ends, even if no caller is waiting for it.
+            # The thread is busy until its call returns, even if no caller is waiting for it.
             done.add_done_callback(partial(self._end_turn, owner))
             return await asyncio.shield(done)
 
@@ -452,7 +454,7 @@ def _translate_errors(operation: str, key: str) -> Iterator[None]:
         reason = f"the object store did not answer within {TIMEOUT_S:g} s"
         raise Unavailable(reason, public=_OUT_OF_REACH) from error
     except (BaseError, OSError, ValueError) as error:
-        # If a put gets "not found", the bucket does not exist, which is not the caller's fault.
+        # If a put returns "not found", the bucket does not exist, which is not the caller's fault.
         if isinstance(error, FileNotFoundError) and operation == "get":
             raise BadInput(f"object {key!r} does not exist", field="object_key") from error
         ERRORS.labels(operation).inc()
@@ -476,8 +478,8 @@ class UrlSigner:
     """Signs and validates links.
 
     Args:
-        secret: the same in all instances, so that each can serve every link. Empty: random per
-            process.
+        secret: the same in all instances, so that any instance can serve any link. Empty: random
+            per process.
         clock: Unix seconds, for tests.
     """
 
@@ -496,7 +498,7 @@ class UrlSigner:
         return f"/v1/objects/{quote(key)}?{urlencode(query)}"
 
     def query(self, key: str, media_type: str, expires_s: int) -> str:
-        """Returns the signed query for a link with another path, valid until `expires_s`."""
+        """Returns the signed query for a link with a different path, valid until `expires_s`."""
         signature = self._signature(key, media_type, expires_s)
         return f"expires={expires_s}&signature={signature}"
 

@@ -1,10 +1,10 @@
 """Stored predictions and conversations, within a byte budget (shared/stores/retention.py).
 
 A stored prediction is a record with a document (shared/stores/records.py), which is created before
-its job is published and kept for a set time after its end.
+its job is published and kept for a set time after it ends.
 
-Calls raise Unavailable if Redis does not respond, because the API must not promise anything that is
-not stored.
+Calls raise Unavailable if Redis does not respond, because the API must not promise anything that
+has not been stored.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ class PredictionStore:
         hold: bytes = b"",
         created_at_s: float | None = None,
     ) -> int:
-        """Creates the record of a prediction in state `starting`.
+        """Creates a prediction's record in state `starting`.
 
         Returns the number of the tenant's unfinished predictions, including this one. 0: the record
         already exists.
@@ -86,14 +86,15 @@ class PredictionStore:
 
         Args:
             deadline_s: Unix time at which work on it stops.
-            keep_s: seconds to keep it after its end, or after its deadline if it never ends.
+            keep_s: how many seconds to keep it after it ends, or after its deadline if it never
+                ends.
             reply_bytes: maximum size of its reply.
-            model: the model to compute it, in whose queue it is placed.
+            model: the model that will run it, in whose queue it is placed.
             hold: limits it has reserved (shared/stores/holds.py). Empty: none.
             created_at_s: creation time in lists, as Unix time. None: now.
 
         Raises:
-            Overloaded: there is no room for it because of unfinished predictions.
+            Overloaded: unfinished predictions leave no room for it.
             Unavailable: Redis did not respond, but may have created the record.
         """
         keys = (
@@ -124,7 +125,7 @@ class PredictionStore:
         created_at_s: float,
         keep_s: int,
     ) -> bool:
-        """Stores an answer that was computed without a record as a succeeded prediction.
+        """Stores a result that was computed without a record as a succeeded prediction.
 
         Returns False if the record already exists. Uses the same budget as `create`.
 
@@ -135,7 +136,7 @@ class PredictionStore:
             keep_s: seconds to keep it.
 
         Raises:
-            Overloaded: there is no room for it because of unfinished predictions.
+            Overloaded: unfinished predictions leave no room for it.
             Unavailable: Redis did not respond, but may have stored it.
         """
         keys = (*self._keys(record), self._tenant_key(tenant))
@@ -157,16 +158,16 @@ class PredictionStore:
         keep_s: int | None,
         replaces: bytes = b"",
     ) -> bool:
-        """Stores a document that may change, within the budget of predictions.
+        """Stores a document that may change, within the prediction budget.
 
-        Returns False if the current document differs from `replaces`, or no longer exists.
+        Returns False if the current document differs from `replaces` or no longer exists.
 
         Args:
-            keep_s: seconds to keep it from now. None: as long as before.
-            replaces: document that it replaces. Empty: it is new.
+            keep_s: how many seconds to keep it from now. None: for as long as before.
+            replaces: the document that it replaces. Empty: it is new.
 
         Raises:
-            Overloaded: there is no room for it because of unfinished predictions.
+            Overloaded: unfinished predictions leave no room for it.
             Unavailable: Redis did not respond, but may have stored it.
         """
         known = hashlib.sha1(replaces, usedforsecurity=False).hexdigest() if replaces else ""
@@ -184,14 +185,15 @@ class PredictionStore:
     async def delete(self, record: str, known: Record, deadline_s: float) -> bool | None:
         """Deletes a finished prediction and everything that belongs to it in Redis.
 
-        Its cost remains for the process that has yet to settle it.
+        Its cost is kept for the process that has yet to settle it.
 
         Args:
             known: record as read by the caller. It must be over.
             deadline_s: Unix time until which the broker may deliver its job.
 
         Returns:
-            True: deleted. False: it has changed since, so read it again. None: it does not exist.
+            True: deleted. False: it has changed since then, so read it again. None: it does not
+                exist.
         """
         keys = (
             *self._keys(record),
@@ -215,12 +217,12 @@ class PredictionStore:
     ) -> list[ListedRecord]:
         """Returns a tenant's predictions, newest first.
 
-        Those with the same creation time, such as the runs of a batch, are in order of their IDs.
+        Predictions with the same creation time, such as a batch's runs, are ordered by ID.
 
         Args:
             before_s: only predictions created before this Unix time.
             since_s: only predictions created at or after this Unix time.
-            after: only predictions listed after this one, which may be gone. None: all.
+            after: only predictions listed after this one, which may no longer exist. None: all.
         """
         command, key = "ZREVRANGEBYSCORE", self._tenant_key(tenant)
         listed = list[ListedRecord]()

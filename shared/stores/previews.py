@@ -1,8 +1,8 @@
 """Previews of images being drawn, in one Redis stream per prediction.
 
 A reader of a prediction's events regularly marks it as watched. Workers see the mark when they
-report progress, and skip previews for predictions that nobody is watching. Streams are bounded and
-expire, so unlike records they are not part of a budget.
+report progress, and skip previews for predictions that no one is watching. Streams are bounded and
+expire, so unlike records, they do not count toward a budget.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -26,11 +26,11 @@ _ADD_PREVIEW = load_script("shared/stores/preview_add.lua")
 
 
 class PreviewStore:
-    """The previews of all predictions."""
+    """All predictions' previews."""
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._redis = redis
-        # Separate round trips, because images are large and must not delay other calls.
+        # Uses separate round trips, because images are large and must not delay other calls.
         self._commands = redis.commands("the store of previews")
 
     async def watch(self, record: str) -> None:
@@ -39,7 +39,7 @@ class PreviewStore:
         await self._commands.run("SET", watched, 1, "EX", WATCHED_S)
 
     async def after(self, record: str, cursor: str) -> list[Preview]:
-        """Returns the previews after `cursor`, or all stored ones if it is empty."""
+        """Returns the previews after `cursor`, or all stored previews if it is empty."""
         _, stream = preview_keys(self._redis.prefix, record)
         entries = await self._commands.run("XRANGE", stream, f"({cursor}" if cursor else "-", "+")
         return [_preview(cursor.decode(), fields) for cursor, fields in entries]
@@ -56,7 +56,7 @@ class PreviewStore:
 
 @dataclass(frozen=True, slots=True)
 class Preview:
-    """An image of an item between two steps.
+    """An item's image between two steps.
 
     `cursor` is its ID in the stream. `image` is a WebP.
     """

@@ -1,4 +1,4 @@
-"""Records as read from Redis, and the results of changing them (shared/stores/records.py)."""
+"""Records as read from Redis, and the results of updating them (shared/stores/records.py)."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ class Claim(NamedTuple):
 
     `state` is `processing` if the job still needs to be done. Otherwise it has ended, and `reply`
     is the first reply, or None if it was canceled without one. `attempt` counts claims from 1.
-    `unfinished` counts earlier claims not ended since the job last continued. `alone` counts those
-    whose workers were computing only this job when they died.
+    `unfinished` counts earlier claims still open since the job last made progress. `alone` counts
+    the ones whose workers were running only this job when they died.
     """
 
     state: State
@@ -34,7 +34,7 @@ class ReleasedClaim(NamedTuple):
     """A released claim.
 
     `claims`: 1, or 0 if it was already released. `alone`: 1 if the job is recorded as the only one
-    its worker is computing. `is_back`: whether the job returns to the broker.
+    its worker is computing. `is_back`: whether the job goes back to the broker.
     """
 
     record: str
@@ -52,7 +52,7 @@ class Finish(NamedTuple):
 
     @property
     def is_lost_to_cancel(self) -> bool:
-        """True if a caller canceled first, so that nothing was stored. There is no reply yet."""
+        """True if a caller canceled first, so nothing was stored. There is no reply yet."""
         return not self.is_ours and self.state == "canceled" and self.reply is None
 
 
@@ -76,7 +76,8 @@ class Record(msgspec.Struct, kw_only=True):
     logs: str = ""
     """Text printed by the model so far.
 
-    Only the end, if it is long. Set only during processing, or if its end came from elsewhere.
+    Only the end of it if it is long. Set only during processing, or if the record was ended
+    elsewhere.
     """
     logs_left_out: int = 0
     """Number of characters omitted before it."""
@@ -96,7 +97,7 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def receipts_of(reply: ReplyBody) -> bytes:
-    """Returns the receipts that a deleted prediction was charged by, without its results."""
+    """Returns the receipts for which a deleted prediction was charged, without its results."""
     outcomes = [
         ItemOutcome(outcome.index, outcome.status, outcome.receipt) for outcome in reply.outcomes
     ]
@@ -104,7 +105,7 @@ def receipts_of(reply: ReplyBody) -> bytes:
 
 
 def record_from_fields(fields: Mapping[str, bytes]) -> Record:
-    """Reads the fields of a record's hash.
+    """Reads the fields of a record hash.
 
     Raises:
         UndecodableMessage: its reply can't be decoded.

@@ -1,21 +1,21 @@
 """Records in Redis: every job's and prediction's state. A reply message only wakes its waiter.
 
 `record_id(request_id, part)` is the ID of a job's record. A prediction is a job whose record is
-created before its message is published, and kept for a set time after its end. The record of any
-other job is created when a worker claims it, and expires soon after.
+created before its message is published and kept for a set time after it ends. Any other job's
+record is created when a worker claims the job, and expires soon afterward.
 
     starting → processing → succeeded | failed        canceled: from either, by a caller
 
-The first `finish` ends a record. Later ones get the first reply. A claim that was neither finished
-nor released was held by a worker that died or lost its lease.
+The first `finish` ends a record. Later ones get the first reply. A claim that is neither finished
+nor released belonged to a worker that died or lost its lease.
 
 A record is a hash. Its fields are `state`, `attempts` (claims so far), `open` (claims neither
-finished nor released since the job last continued), `alone` (open claims whose worker computes only
-this job), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (Unix seconds). A
+finished nor released since the job last continued), `alone` (open claims whose worker is running
+only this job), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (Unix seconds). A
 prediction also has `document`, `keep_s` and `published` (shared/stores/prediction_store.py). Only
-the scripts next to this file (record_*.lua) write records. Claims and finishes arrive
-in bulk, so their scripts take several records: one script for 100 records costs little more than
-one for a single record.
+the scripts next to this file (record_*.lua) write records. Claims and finishes arrive in bulk, so
+their scripts take several records, because a script for 100 records costs little more than a script
+for one.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -91,11 +91,11 @@ class Records:
         self._claims = redis.batcher("claim", self._send_claims)
         self._finishes = redis.batcher("finish", self._send_finishes)
 
-    # For the API. It must not promise anything that is not stored, so these raise if Redis does not
-    # answer.
+    # For the API. The API must not promise anything that is not stored, so these methods raise if
+    # Redis does not respond.
 
     async def mark_published(self, record: str) -> None:
-        """Records that the broker has the job of a prediction."""
+        """Records that the broker has a prediction's job."""
         await self._commands.run_script(PUBLISHED, [self._redis.record_key(record)])
 
     async def cancel(self, record: str, deadline_s: float = 0.0) -> State:
@@ -103,7 +103,7 @@ class Records:
 
         Args:
             deadline_s: Unix time until which the broker may deliver its job. The record is kept at
-                least until then. Otherwise, a worker that receives the job later would compute it.
+                least until then. Otherwise, a worker that receives the job later would run it.
                 Predictions are kept longer anyway.
         """
         now_s = time.time()
@@ -115,7 +115,7 @@ class Records:
         return cast(State, state.decode())
 
     async def read(self, record: str) -> Record | None:
-        """Returns the record, or None if there is none."""
+        """Returns the record, or None if it does not exist."""
         fields = await self._commands.run("HGETALL", self._redis.record_key(record))
         known = {name.decode(): value for name, value in fields.items()}
         return record_from_fields(known) if known else None
@@ -123,10 +123,10 @@ class Records:
     async def read_again(self, record: str, document: bytes) -> Record | None:
         """Like `read`, for a caller that already has the document, which never changes.
 
-        So following a prediction is cheap, however large its request.
+        This keeps following a prediction cheap, no matter how large its request.
 
         Args:
-            document: document as read or created.
+            document: the document as read or created.
         """
         values = await self._commands.run(
             "HMGET", self._redis.record_key(record), *_CHANGING, "keep_s"
@@ -136,12 +136,12 @@ class Records:
         if not fields:
             return None
         held = record_from_fields(fields)
-        if values[-1] is not None:  # the remains of a deleted record have no keep_s
+        if values[-1] is not None:  # a deleted record's remains have no keep_s
             held.document = document
         return held
 
-    # For workers. Jobs are done with or without Redis, so these never raise, and return None if it
-    # did not respond.
+    # For workers. Jobs run with or without Redis, so these methods never raise, and return None if
+    # Redis did not respond.
 
     async def wait_up(self, limit_s: float) -> bool:
         """Waits up to `limit_s` until Redis is in use. Returns whether it is."""
@@ -165,7 +165,7 @@ class Records:
         return [None] * len(ends) if answers is None else list(answers)
 
     async def release(self, released: Sequence[ReleasedClaim]) -> None:
-        """Releases claims: if their worker dies now, the jobs are not the cause."""
+        """Releases claims. If their worker dies after this, the jobs are not to blame."""
         args = [
             part for claim in released for part in (claim.claims, claim.alone, int(claim.is_back))
         ]
@@ -174,7 +174,7 @@ class Records:
             await self._commands.run_script(RELEASE, keys, *args)
 
     async def note_alone(self, record: str, *, begins: bool) -> bool:
-        """Records that a claimed job is the only one its worker is computing, or no longer is.
+        """Records that a claimed job is, or no longer is, the only one that its worker is running.
 
         Returns whether Redis recorded it.
         """
@@ -186,12 +186,12 @@ class Records:
         return False
 
     async def hand_over(self, record: str) -> None:
-        """Releases all claims, because another revision of the model will do the job."""
+        """Releases all claims because another revision of the model will run the job."""
         with contextlib.suppress(Unavailable):
             await self._commands.run_script(HAND_OVER, [self._redis.record_key(record)])
 
     async def progress(self, record: str, step: int, steps: int) -> bool:
-        """Records the progress of the job, unless `steps` is 0.
+        """Records the job's progress, unless `steps` is 0.
 
         Returns whether previews are wanted.
         """
@@ -202,7 +202,7 @@ class Records:
         return False
 
     async def put_logs(self, record: str, attempt: int, logs: PrintedLogs) -> None:
-        """Stores text printed by a model so far, for the worker with the latest claim.
+        """Stores the text a model has printed so far, for the worker with the latest claim.
 
         Never raises, because any missing text arrives with the reply.
         """
@@ -215,7 +215,7 @@ class Records:
         """Yields the IDs of records as they are canceled, and None after each (re)connection.
 
         After None, cancellations may have been missed. The iteration ends only when the caller
-        leaves it.
+        stops iterating.
         """
         while True:
             try:
@@ -227,7 +227,7 @@ class Records:
                         _check_canceled()
                         if message is None:
                             continue
-                        # Also after redis-py has silently reconnected.
+                        # Also yielded after redis-py has silently reconnected.
                         is_new = message["type"] == "subscribe"
                         yield None if is_new else message["data"].decode()
             except (RedisError, OSError, RuntimeError) as error:
@@ -261,7 +261,7 @@ class Records:
 
 
 def _check_canceled() -> None:
-    """Cancels the task if redis-py swallowed its cancellation, as connects and reads do."""
+    """Cancels the task if redis-py swallowed its cancellation, as its connects and reads do."""
     task = asyncio.current_task()
     if task is not None and task.cancelling():
         raise asyncio.CancelledError

@@ -1,6 +1,6 @@
-"""The Redis that has the records of jobs, and everything that belongs to a record.
+"""The Redis that stores job records and everything that belongs to a record.
 
-One connection serves all stores in it: `Records`, `PredictionStore` and the stores of flow runs,
+One connection serves all of its stores: `Records`, `PredictionStore` and the stores of flow runs,
 holds, queues, tokens, previews, webhook attempts and fetched URLs.
 """
 
@@ -22,7 +22,7 @@ UP = Gauge(
 
 
 class RecordsRedis(RedisLink):
-    """The connection, with the keys that several stores use.
+    """The connection, with the keys used by several stores.
 
     Args:
         prefix: prefix of every key, for several deployments on one Redis.
@@ -38,10 +38,10 @@ class RecordsRedis(RedisLink):
         )
         self.prefix = prefix
         self.predictions_key = f"{prefix}predictions"
-        """Start of the keys with the budget, holds and lists of predictions."""
+        """Start of the keys for the prediction budget, holds and lists."""
         self.canceled_channel = f"{prefix}canceled"
         self.small_commands = self.commands("the store of predictions")
-        """For stores with small entries, which share round trips."""
+        """For stores with small entries. They share round trips."""
 
     def record_key(self, record: str) -> str:
         return f"{self.prefix}record:{record}"

@@ -1,12 +1,12 @@
 """A connection to Redis shared by many callers, with a hard time limit and a circuit breaker.
 
-Each operation has a batcher. It makes one round trip at a time, and calls made in the meantime
-share the next one. So 128 callers cost one connection and a few commands, not 128. The breaker
-opens after FAILURES consecutive round trips that failed or were too slow. Calls then return at
-once, and a background task retries until Redis responds in time.
+Each operation has a batcher. The batcher makes one round trip at a time, and calls made during a
+round trip share the next one. So 128 callers cost one connection and a few commands, not 128. The
+breaker opens after FAILURES consecutive round trips that failed or were too slow. Calls then return
+immediately, and a background task retries until Redis responds in time.
 
-Redis runs a Lua script atomically: no other command comes between its reads and writes. A script is
-one .lua file, or several: functions first, then the script that calls them.
+Redis runs a Lua script atomically, so no other command comes between its reads and writes. A script
+is one .lua file or several: functions first, then the code that calls them.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ NO_REDIS = "redis://127.0.0.1:1/0"
 Nothing listens there, so Penstock behaves as if Redis were unreachable.
 """
 KEY_PREFIX = "penstock:"
-"""Starts every key."""
+"""Prefix of every key."""
 ROUND_TRIP_ENTRIES = 512
 """A round trip accepts waiting calls until it has this many entries."""
 WAITING_ENTRIES = 16384
-"""Maximum number of entries waiting for the next round trip. Beyond it, calls fail."""
+"""Maximum number of entries waiting for the next round trip. Beyond this, calls fail."""
 
 # uvloop raises RuntimeError when writing to a closed connection.
 REDIS_FAILURES = (RedisError, OSError, EOFError, RuntimeError)
@@ -55,10 +55,10 @@ FAILURES = 3
 A single failure may be a hiccup on this machine.
 """
 CONNECT_LIMIT_S = 1.0
-"""Time limit for the background retry, which may have to resolve a name and do a TLS handshake."""
+"""Time limit for the background retry, which may need name resolution and a TLS handshake."""
 MAX_RETRY_S = 2.0
 EVICTS_ALL = "allkeys"
-"""Prefix of the policies that also evict keys without a TTL."""
+"""Prefix of eviction policies that also evict keys without a TTL."""
 Argument: TypeAlias = str | bytes | float
 
 log = logging.getLogger(__name__)
@@ -72,7 +72,7 @@ class Script(NamedTuple):
 
 
 def load_script(*files: str) -> Script:
-    """Reads the files of a script and joins them in the given order.
+    """Reads a script's files and joins them in the given order.
 
     Args:
         files: paths relative to the repository, for example `shared/stores/record_claim.lua`.
@@ -92,7 +92,7 @@ def _stop_waiting(answers: asyncio.Future[Any]) -> None:
 
 
 class Batcher(Generic[Sent, Got]):
-    """Makes the calls of one operation, one round trip at a time.
+    """Makes one operation's calls, one round trip at a time.
 
     Calls made during a round trip join the next one.
     """
@@ -116,7 +116,7 @@ class Batcher(Generic[Sent, Got]):
         """Task that makes round trips while calls are waiting."""
 
     async def call(self, entries: Sequence[Sent]) -> list[Got] | None:
-        """Returns one answer per entry, or None after a failure or if the queue is full."""
+        """Returns one reply per entry, or None after a failure or if the queue is full."""
         if self._waiting_entries + len(entries) > WAITING_ENTRIES:
             self._errors.labels(self._operation).inc()
             return None
@@ -125,10 +125,10 @@ class Batcher(Generic[Sent, Got]):
         self._waiting.append((entries, answers))
         self._waiting_entries += len(entries)
         if self._trips is None:
-            # It starts in the next turn of the event loop, with all of this turn's calls.
+            # It starts in the next event loop iteration, with all the calls from this iteration.
             self._trips = loop.create_task(self._make_trips())
         # Covers the current round trip, the one with this call, and two for earlier calls. A timer
-        # costs half as much as asyncio.wait, and each job of a worker waits here.
+        # costs half as much as asyncio.wait, and every worker job waits here.
         timer = loop.call_later(4 * self._timeout_s, _stop_waiting, answers)
         try:
             return await answers
@@ -136,7 +136,7 @@ class Batcher(Generic[Sent, Got]):
             timer.cancel()
 
     async def close(self) -> None:
-        """Cancels the current round trip. Its calls, and waiting calls, get no answer."""
+        """Cancels the current round trip. Its calls, and waiting calls, get no reply."""
         if self._trips is not None:
             self._trips.cancel()
             await asyncio.gather(self._trips, return_exceptions=True)
@@ -175,7 +175,7 @@ class Batcher(Generic[Sent, Got]):
         return answers
 
     def _give_up(self) -> None:
-        """Answers all waiting calls with None."""
+        """Returns None to all waiting calls."""
         while self._waiting:
             _, future = self._waiting.popleft()
             if not future.done():
@@ -186,14 +186,15 @@ class Batcher(Generic[Sent, Got]):
 async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
     """Returns the result of `call`, and cancels it after `limit_s`.
 
-    Unlike asyncio.timeout, it returns an answer that arrives in the same turn of the event loop as
-    the timer, which happens if this process was held up.
+    Unlike asyncio.timeout, it returns a reply that arrives in the same event loop iteration as the
+    timer, which happens if this process was stalled.
 
     Raises:
         TimeoutError: there was no result in time.
     """
     task = asyncio.ensure_future(call)
-    # If we are canceled, its error is never retrieved, and the event loop would report it as lost.
+    # If we are canceled, the call's error is never retrieved, and the event loop would report it as
+    # lost.
     task.add_done_callback(lambda done: done.cancelled() or done.exception())
     try:
         await asyncio.wait([task], timeout=limit_s)
@@ -207,9 +208,9 @@ async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
 
 
 class _PacksInC:
-    """A connection that packs commands with hiredis, as redis-py does without asyncio.
+    """A connection that packs commands with hiredis, as synchronous redis-py does.
 
-    redis-py's asyncio connections pack in Python, which took a sixth of the API's CPU time for a
+    redis-py's asyncio connections pack in Python, which took a sixth of the API's CPU time per
     prediction.
     """
 
@@ -224,7 +225,7 @@ class _PacksInC:
 
 
 async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
-    """Returns why this Redis may drop keys without a TTL. Empty: it keeps them.
+    """Returns the reason this Redis may drop keys without a TTL. Empty: it keeps them.
 
     Raises:
         RedisError, OSError: Redis did not respond.
@@ -277,7 +278,7 @@ class RedisLink:
         self._tripped = asyncio.Event()
         self._batchers: list[Batcher[Any, Any]] = []
         self._idle: list[AbstractConnection] = []
-        """Connections for round trips: at most as many as have been used concurrently."""
+        """Connections for round trips: as many as have ever been used concurrently, at most."""
 
     def batcher(
         self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
@@ -292,7 +293,7 @@ class RedisLink:
         return Commands(self, store)
 
     async def __aenter__(self) -> Self:
-        # One that listens and one that retries. Round trips have separate connections.
+        # One connection listens and one retries. Round trips have separate connections.
         self.client = self._connect(2)
         self._up.set()
         self._gauge.set(1)
@@ -310,13 +311,13 @@ class RedisLink:
         await self.client.aclose()
 
     async def exchange(self, commands: Sequence[Sequence[Argument]]) -> list[Any]:
-        """Sends commands together and returns their answers, for use in the `send` of a batcher.
+        """Sends commands together and returns their replies, for use in a batcher's `send`.
 
-        A rejected command's answer is a ResponseError. This bypasses redis-py's pool, retries and
+        A rejected command's reply is a ResponseError. This bypasses redis-py's pool, retries and
         records, which take three times as long as everything else.
 
         Raises:
-            RedisError, OSError: there is no connection, or it ended.
+            RedisError, OSError: there is no connection, or it was lost.
         """
         pool = self.client.connection_pool
         connection: AbstractConnection = (
@@ -348,13 +349,13 @@ class RedisLink:
     async def run_script(
         self, script: Script, keys: Sequence[str], args: Sequence[Argument]
     ) -> Any:
-        """Runs a script in a separate round trip, for use in the `send` of a batcher.
+        """Runs a script in a separate round trip, for use in a batcher's `send`.
 
         Raises:
             RedisError: Redis did not respond, or rejected the call.
         """
         (answer,) = await self.exchange([("EVALSHA", script.digest, len(keys), *keys, *args)])
-        if isinstance(answer, NoScriptError):  # Redis restarted, and needs the script again by EVAL
+        if isinstance(answer, NoScriptError):  # Redis restarted and needs the script again
             (answer,) = await self.exchange([("EVAL", script.text, len(keys), *keys, *args)])
         if isinstance(answer, ResponseError):
             raise answer
@@ -363,7 +364,7 @@ class RedisLink:
     def _connect(self, connections: int) -> redis.asyncio.Redis:
         try:
             # No retries by redis-py, because they would double every limit here. No timeout either,
-            # because it needs a timer per answer, and `within` limits each round trip as a whole.
+            # because it needs a timer per reply, and `within` limits each round trip as a whole.
             client = redis.asyncio.Redis.from_url(
                 self._url,
                 socket_timeout=None,
@@ -398,7 +399,7 @@ class RedisLink:
         if error is None:
             self._failures = 0
         elif not isinstance(error, ResponseError):
-            # A rejection (out of memory, read-only replica) is a timely answer, so it does not
+            # A rejection (out of memory, read-only replica) is a timely reply, so it does not
             # count.
             self._failures += 1
             if self._failures >= FAILURES and self.is_up:
@@ -484,18 +485,20 @@ class Commands:
         self._batcher = link.batcher("call", self._send)
 
     async def run(self, *words: Argument) -> Any:
-        """Runs a command and returns its answer.
+        """Runs a command and returns its reply.
 
         Raises:
-            Unavailable: Redis rejected the command or did not respond. It may still have run it.
+            Unavailable: Redis rejected the command or did not respond. The command may still have
+                run.
         """
         return await self._run(_Call(words))
 
     async def run_script(self, script: Script, keys: Sequence[str], *args: Argument) -> Any:
-        """Runs a script and returns its answer.
+        """Runs a script and returns its reply.
 
         Raises:
-            Unavailable: Redis rejected the script or did not respond. It may still have run it.
+            Unavailable: Redis rejected the script or did not respond. The script may still have
+                run.
         """
         return await self._run(_Call((len(keys), *keys, *args), script))
 
@@ -514,7 +517,7 @@ class Commands:
         unknown = [
             index for index, answer in enumerate(answers) if isinstance(answer, NoScriptError)
         ]
-        if unknown:  # Redis restarted, and needs the scripts again by EVAL
+        if unknown:  # Redis restarted and needs the scripts again
             again = await self._link.exchange(
                 [_words(calls[index], by_digest=False) for index in unknown]
             )

@@ -1,4 +1,4 @@
-"""The chunks of a stream: merging, encoding and decoding them."""
+"""Merges, encodes and decodes stream chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Chunk = TokenChunk | PieceChunk
 
 
 class _StoredPieces(PieceChunk, omit_defaults=True):
-    """Pieces as stored. Release 0.1.0 reads them as tokens, and stored its own without lengths."""
+    """Stored pieces. Release 0.1.0 reads them as tokens, and stored its pieces without lengths."""
 
     ids: list[int] = msgspec.field(default_factory=list)
     """Checksums."""
@@ -70,7 +70,7 @@ def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
 
 
 def _as_tokens(chunk: PieceChunk) -> TokenChunk:
-    """Returns pieces as release 0.1.0 knows them: as tokens whose IDs are checksums."""
+    """Returns pieces in release 0.1.0's form: tokens whose IDs are checksums."""
     return TokenChunk(
         chunk.first, [zlib.crc32(piece.encode()) for piece in chunk.pieces], chunk.text
     )

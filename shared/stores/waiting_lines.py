@@ -1,8 +1,8 @@
 """The queues of predictions waiting for a worker, one per tenant and model.
 
 Workers start a tenant's predictions by deadline, so its queue is in that order. A tenant must not
-learn how many other tenants are waiting, but their load shows in this queue's speed. The speed is
-measured between reads, so it is known only while the queue is being read.
+learn how many other tenants are waiting, but their load is reflected in this queue's speed. The
+speed is measured between reads, so it is known only while the queue is being read.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -22,7 +22,7 @@ _POSITION = load_script("shared/stores/record_position.lua")
 
 
 class WaitingLines:
-    """The queues of all tenants."""
+    """All tenants' queues."""
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._redis = redis
@@ -31,7 +31,7 @@ class WaitingLines:
     async def position(
         self, record: str, tenant: str, model: str, deadline_s: float
     ) -> QueuePosition | None:
-        """Returns the position of the prediction with this record. None if it is not waiting."""
+        """Returns the position of this record's prediction. None if it is not waiting."""
         keys = (self._redis.record_key(record), *line_keys(self._redis.prefix, tenant, model))
         reply = await self._commands.run_script(_POSITION, keys, time.time(), deadline_s)
         if not reply:
@@ -42,11 +42,11 @@ class WaitingLines:
 
 
 class QueuePosition(NamedTuple):
-    """Position in the queue: `position` counts from 1."""
+    """Position in the queue. `position` counts from 1."""
 
     position: int
     estimated_s: float | None
-    """Seconds until a worker takes it, based on the last half minute. None: not known."""
+    """Seconds until a worker takes the prediction, based on the last half minute. None: unknown."""
 
 
 def line_keys(prefix: str, tenant: str, model: str) -> tuple[str, str]:

@@ -15,7 +15,7 @@ from shared.stores.redis_client import load_script
 
 MAX_KEPT = 100
 KEPT_S = 2 * 24 * 3600
-"""Longer than an event is retried."""
+"""Longer than events are retried."""
 REPLAY_EVERY_S = 5
 MAX_REASON_CHARS = 200
 
@@ -23,7 +23,7 @@ _ADD = load_script("shared/stores/webhook_log_add.lua")
 
 
 class WebhookLog:
-    """The logs of all predictions."""
+    """All predictions' logs."""
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._redis = redis
@@ -32,7 +32,7 @@ class WebhookLog:
     async def add(self, record: str, attempt: WebhookAttempt) -> int | None:
         """Adds an attempt and returns its number, from 1.
 
-        Never raises, because an entry may be lost. It then has no number.
+        Never raises, because losing an entry is acceptable. A lost entry has no number.
         """
         log, attempts, _ = webhook_keys(self._redis.prefix, record)
         keys = (self._redis.record_key(record), log, attempts)
@@ -56,7 +56,7 @@ class WebhookLog:
         await self._commands.run("SET", self._end_key(record), end, "EX", KEPT_S)
 
     async def end_of(self, record: str) -> bytes | None:
-        """Returns the data stored by `keep_end`.
+        """Returns the data that `keep_end` stored.
 
         None if there is none or the webhook was notified.
         """
@@ -94,13 +94,13 @@ class WebhookAttempt(msgspec.Struct, kw_only=True):
     status: int | None = None
     """HTTP status of the response. None: no response."""
     error: str | None = None
-    """Why there was no response, or what is wrong with it."""
+    """Why there was no response, or what was wrong with it."""
     attempt: int = 1
-    """Number of the attempt with this webhook-id."""
+    """The attempt's number for this webhook-id."""
 
 
 def webhook_keys(prefix: str, record: str) -> tuple[str, str, str]:
-    """Returns the keys that belong to a record: log, attempt counts and the last replay."""
+    """Returns a record's keys: log, attempt counts and the last replay."""
     start = f"{prefix}webhooks:{record}"
     return f"{start}:log", f"{start}:attempts", f"{start}:replayed"
 

@@ -1,13 +1,13 @@
 """Model revisions withdrawn by an operator, in one Redis hash for all processes.
 
-A withdrawn revision computes nothing: the API rejects new requests, and waiting callers get the
-same error. Its cached results are never read again. Result keys include how many times their
-revision was withdrawn (shared/stores/cache.py). So nothing has to be searched for, in Redis or in
-the memory of processes, and a result on its way into the cache isn't found either. The entries
-themselves expire as usual.
+A withdrawn revision does no work: the API rejects new requests, and waiting callers get the same
+error. Its cached results are never read again. Result keys include how many times their revision
+was withdrawn (shared/stores/cache.py). So there is no need to search for entries in Redis or in
+processes' memory, and a result on its way into the cache isn't found either. The entries themselves
+expire as usual.
 
-The hash has no TTL, so Redis doesn't evict it. It keeps the counts when a withdrawal ends. So a
-missing hash must have been lost, and processes keep their snapshots.
+The hash has no TTL, so Redis doesn't evict it. The counts remain when a withdrawal ends. So if the
+hash is missing, it must have been lost, and processes keep their snapshots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.process.concurrency import BackgroundTask
 from shared.stores.redis_client import KEY_PREFIX, NO_REDIS, RedisLink, RedisStore, load_script
 
 REFRESH_S = 1.0
-"""A withdrawal takes effect within this time plus the time of one read."""
+"""A withdrawal takes effect within this time plus the duration of one read."""
 READ_LIMIT_S = 2.0
 
 ERRORS = Counter(
@@ -63,7 +63,7 @@ class Withdrawals(msgspec.Struct, frozen=True):
 
 
 def revision_id(model: str, revision: str) -> str:
-    """Returns the name of a revision in the hash. Model names never contain a colon."""
+    """Returns a revision's name in the hash. Model names never contain a colon."""
     return f"{model}:{revision}"
 
 
@@ -123,8 +123,8 @@ class WithdrawalStore(RedisStore):
 class LiveWithdrawals:
     """Current withdrawals. An async context manager that reads them every REFRESH_S.
 
-    While Redis is unreachable, the last snapshot remains in use. A process that starts in the
-    meantime has no snapshot.
+    While Redis is unreachable, the last snapshot remains in use. A process that starts during that
+    time has no snapshot.
     """
 
     def __init__(self, store: WithdrawalStore, *, refresh_s: float = REFRESH_S) -> None:
@@ -146,7 +146,7 @@ class LiveWithdrawals:
         await self._store.__aexit__(*exc)
 
     def on_withdrawn(self, act: Callable[[], None]) -> None:
-        """Registers `act` to be called whenever more is withdrawn, to end work in progress."""
+        """Registers `act` to be called on every new withdrawal, to stop work in progress."""
         self._listeners.append(act)
 
     def is_withdrawn(self, model: Model) -> bool:
@@ -160,9 +160,9 @@ class LiveWithdrawals:
             raise withdrawn_error(model)
 
     def purges(self, model: Model) -> int:
-        """Returns how often this revision was withdrawn.
+        """Returns how many times this revision was withdrawn.
 
-        Results cached before that are not read.
+        Results cached before the last withdrawal are not read.
         """
         known = self._known.purges
         return known.get(revision_id(model.public_name, model.revision), 0) if known else 0
@@ -202,7 +202,7 @@ class LiveWithdrawals:
 
 
 def withdrawn_error(model: Model) -> ModelWithdrawn:
-    """Returns the error for requests for a withdrawn revision, new or waiting."""
+    """Returns the error for new or waiting requests to a withdrawn revision."""
     return ModelWithdrawn(
         f"model {model.public_name!r} was withdrawn by the operator of this API; it is "
         "unavailable until another revision is served or this one is restored",
