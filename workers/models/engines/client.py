@@ -1,4 +1,4 @@
-"""The client of an engine, which the pool drives directly, without a model process."""
+"""An engine's client, which the pool drives directly, without a model process."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from workers.models.step_shares import StepRoom
 
 WARMUP_LIMIT_S = 300.0
 _DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
-"""By `engine` in the catalog entry of a model."""
+"""By `engine` in a model's catalog entry."""
 
 
 class EngineClient:
-    """An engine, as ProcessClient. It is started again after it was evicted."""
+    """ProcessClient for an engine, which is restarted after it was evicted."""
 
     def __init__(self, entry: Model, folder: Path, hardware: Hardware, timeout_s: float) -> None:
         self._entry = entry
@@ -58,7 +58,7 @@ class EngineClient:
         self._started = asyncio.Event()
         """Set while there is an engine."""
         self._ended = asyncio.Event()
-        """Set once the pool knows that the engine has ended."""
+        """Set once the pool knows that the engine has exited."""
         self.facts = Ready(self._device_name, 0.0, 0.0, 0)
         self.residency = ResidencyReport([])
 
@@ -71,10 +71,10 @@ class EngineClient:
         timeout_s: float,
         make_room: MakeRoom,
     ) -> Self:
-        """Starts the engine of a model and waits until it has written its first token.
+        """Starts a model's engine and waits until it has written its first token.
 
         Raises:
-            ConfigurationError: it can't compute this model.
+            ConfigurationError: it can't run this model.
             ModelFailed: it was not ready in time.
         """
         client = cls(entry, folder, hardware, timeout_s)
@@ -89,7 +89,7 @@ class EngineClient:
     async def _open(self) -> tuple[float, float]:
         """Starts an engine.
 
-        Returns the seconds of its load, and the seconds until its first token.
+        Returns its load time, and the time until its first token, in seconds.
         """
         began_s = time.monotonic()
         launch = self._dialect.launch(self._hardware)
@@ -119,10 +119,10 @@ class EngineClient:
         return took_s, time.monotonic() - loaded_s
 
     async def _warm_up(self, engine: Engine) -> None:
-        """Writes a token, whose log probability is a number if the model is whole.
+        """Writes a token, whose log probability is a number if the model is intact.
 
         Raises:
-            ConfigurationError: the model computes no numbers.
+            ConfigurationError: the model's outputs are not numbers.
         """
         outcomes: list[StepMessage] = []
         ids = min(self._dialect.vocabulary.ends).to_bytes(4, "little")
@@ -151,7 +151,7 @@ class EngineClient:
         model: int = 0,
         on_previews: OnPreviews | None = None,
     ) -> RunningBatch:
-        """Refuses: texts are written step by step."""
+        """Raises an error, because texts are written step by step."""
         raise ModelFailed("a text model computes in steps; this is a bug")
 
     async def run_steps(
@@ -195,10 +195,10 @@ class EngineClient:
             self._run.preempt(slots)
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Does nothing: a text has no previews."""
+        """Does nothing, because a text has no previews."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Ends the engine between two runs. It is started again when it is used."""
+        """Stops the engine between two runs. It is restarted on the next use."""
         async with self._turn:
             engine, self._engine = self._engine, None
             self._started.clear()

@@ -22,15 +22,15 @@ CUT = "the stream ended before the text"
 Post = Callable[[str, Mapping[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
 """Called as post(path, body). Leaving the context stops the computation."""
 Chances = Mapping[int, float]
-"""By token: its log probability. Has the chosen token and the likeliest ones."""
+"""Log probabilities by token, for the chosen token and the likeliest ones."""
 
 
 @dataclass(frozen=True)
 class Hardware:
     """The hardware for an engine.
 
-    `device`: `cpu`, `cuda` or `cuda:N`. `threads`: on a CPU. `memory_fraction`: the part of a GPU's
-    memory that it may take.
+    `device`: `cpu`, `cuda` or `cuda:N`. `threads`: number of threads on a CPU. `memory_fraction`:
+        the fraction of a GPU's memory that it may use.
     """
 
     device: str
@@ -40,11 +40,12 @@ class Hardware:
 
 @dataclass(frozen=True)
 class Launch:
-    """The start of an engine's server.
+    """How to start an engine's server.
 
     `settings`: for workers/models/engines/program.py, except socket and key. `environment`: added
-    to the few variables that it gets. `context_keys`: where the document at `context_path` has the
-    maximum tokens of a text. `safe_lines`: lines of a ready server that operators may read, because
+        to the few variables that it gets. `context_keys`: the location of the maximum tokens per
+        text in the document at `context_path`. `safe_lines`: lines of a ready server that operators
+        may read, because
     they can't contain a prompt.
     """
 
@@ -59,11 +60,11 @@ class Launch:
 class Asked:
     """A request to the engine: tokens to read, and how many to write after them.
 
-    `slot`, `salt`: only requests with the same slot, or the same salt, share what was computed of
-    equal beginnings. `keeps`: whether the slot keeps what it has computed of the same tokens.
-    `counts`: whether the number of cached tokens must be reported. `echoes`: whether the log
-    probabilities of the prompt must be. `bias`: added to the logits of tokens, in place of the
-    item's. `allowed`: a mask of the tokens to choose among.
+    `slot`, `salt`: only requests with the same slot, or the same salt, share the results for equal
+        prefixes. `keeps`: True if the slot keeps its results for the same tokens. `counts`: True if
+        the number of cached tokens must be reported. `echoes`: True if the prompt's log
+        probabilities must be reported. `bias`: added to tokens' logits, in place of the item's.
+        `allowed`: a mask of the tokens to choose from.
     """
 
     ids: Sequence[int]
@@ -81,10 +82,10 @@ class Asked:
 class Reply:
     """A reply, or a part of a stream.
 
-    `chances`: for each token, if they were asked for. `prompt_chances`: for each token of the
-    prompt, None for the first. `cached_tokens`: number of prompt tokens that were computed before,
-    None if it is not reported. `has_ended`: the engine found an end of the text. `has_lost`: tokens
-    are missing.
+    `chances`: for each token, if requested. `prompt_chances`: for each prompt token, None for the
+        first. `cached_tokens`: number of prompt tokens that were computed earlier, or None if not
+        reported. `has_ended`: True if the engine found the end of the text. `has_lost`: True if
+        tokens are missing.
     """
 
     tokens: Sequence[int] = ()
@@ -98,7 +99,7 @@ class Reply:
 class EngineDialect(ABC):
     """One kind of engine: starts its server, and speaks its protocol.
 
-    It gets token ids only, and each sampling field, because defaults are not neutral.
+    It gets only token ids, and every sampling field, because defaults are not neutral.
     """
 
     def __init__(self, entry: Model, vocabulary: Vocabulary) -> None:
@@ -114,20 +115,20 @@ class EngineDialect(ABC):
         """Returns how its server is started.
 
         Raises:
-            ConfigurationError: it can't compute this model, or is not installed.
+            ConfigurationError: it can't run this model, or is not installed.
         """
 
     @abstractmethod
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
-        """Returns whether it can stream the rest of a text, exactly as asked.
+        """Returns whether it can stream the rest of a text, exactly as requested.
 
         Args:
-            has_written: True if the text has tokens that an earlier request wrote.
+            has_written: True if the text has tokens from an earlier request.
         """
 
     @abstractmethod
     async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
-        """Reads and writes tokens. It does not apply the schema or penalties of the item.
+        """Reads and writes tokens. Does not apply the item's schema or penalties.
 
         Raises:
             PenstockError: there is no reply.
@@ -138,7 +139,7 @@ class EngineDialect(ABC):
         """Yields the rest of a text as it is written.
 
         Raises:
-            ConnectionError: the stream has ended before the text.
+            ConnectionError: the stream ended before the text did.
             PenstockError: there is no reply.
         """
 

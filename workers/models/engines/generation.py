@@ -1,11 +1,11 @@
 """One text that an engine writes.
 
-Its prompt is read in parts, so that no other text waits for more than one of them, and so that a
-caller who has gone costs no more than that. It is then written as a stream.
+Its prompt is read in parts, so that no other text waits for more than one part, and so that a
+caller who leaves costs no more than that. The text is then written as a stream.
 
 Some texts are written in pieces instead, with a separate request for each: texts that the engine
-can't stream exactly, and the rest of JSON that its grammar did not hold to the schema. In these
-texts, each token is chosen among the tokens that the schema allows.
+can't stream exactly, and the rest of any JSON in which its grammar did not enforce the schema. In
+these texts, each token is chosen from the tokens that the schema allows.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS, Writing
 
 PIECE_TOKENS = 8
-"""Tokens to write per request if the engine chooses among all tokens."""
+"""Number of tokens to write per request if the engine chooses from all tokens."""
 OnWork = Callable[[int, int], None]
-"""Called as on_work(slot, tokens) when tokens of an item were read or written."""
+"""Called as on_work(slot, tokens) when an item's tokens were read or written."""
 
 
 class EngineGeneration:
@@ -46,12 +46,12 @@ class EngineGeneration:
         self._must_echo = item.is_echoed and item.logprobs >= 0
         """True until the engine has reported the prompt's log probabilities."""
         self._has_lost = False
-        """True if a stream has left out tokens that can't be reconstructed, or violated the schema.
+        """True if a stream has omitted tokens that can't be reconstructed, or violated the schema.
         """
 
     @property
     def cached_tokens(self) -> int:
-        """Tokens of the prompt that were computed before."""
+        """Number of prompt tokens that were computed earlier."""
         return min(self._cached_tokens or 0, self.prompt_tokens)
 
     @property
@@ -60,9 +60,9 @@ class EngineGeneration:
         return [*self._prompt, *self.writing.ids]
 
     def share_prompt(self) -> None:
-        """Counts its prompt as cached, because another text of its owner continues from it.
+        """Counts its prompt as cached, because another of its owner's texts continues from it.
 
-        Another slot reads it again, which costs nobody.
+        A different slot reads it again, at no one's expense.
         """
         if self._cached_tokens is None:
             self._cached_tokens = self.prompt_tokens - 1
@@ -75,7 +75,7 @@ class EngineGeneration:
         return chunk
 
     def result(self) -> Result:
-        """Returns the result, once it has ended."""
+        """Returns the result, once the text has ended."""
         return self.writing.result(self.prompt_tokens, self.cached_tokens)
 
     async def compute(
@@ -91,7 +91,7 @@ class EngineGeneration:
 
         Args:
             post: sends a request to the engine.
-            slots: slots of the engine, of which one is free.
+            slots: the engine's slots, one of which is free.
             part_tokens: number of prompt tokens to read at a time.
             on_work: called after each part that was read, and each token.
         """
@@ -161,7 +161,7 @@ class EngineGeneration:
     async def _write_piece(
         self, dialect: EngineDialect, post: Post, asked: Asked
     ) -> AsyncGenerator[Reply]:
-        """The next tokens."""
+        """Writes the next tokens."""
         if asked.echoes:
             yield await dialect.ask(post, self.item, asked)
         bias, allowed = self._penalties(), self.writing.allowed()
@@ -171,7 +171,7 @@ class EngineGeneration:
         yield await dialect.ask(post, self.item, asked)
 
     def _penalties(self) -> dict[int, float] | None:
-        """Returns the logit biases for the next token alone. None: only logit_bias."""
+        """Returns the logit biases for just the next token. None: only logit_bias."""
         item = self.item
         if not (item.frequency_penalty or item.presence_penalty):
             return None

@@ -1,8 +1,8 @@
 """llama.cpp's requests and replies (tools/server/README.md in its repository, `POST /completion`).
 
-Each field is sent: its defaults change what is asked for (`top_k` 40, `min_p` 0.05, the temperature
-last). It gets token ids only. Its own templates, and texts, turn `<|im_end|>` within a message of a
-caller into a control token.
+Every field is sent, because the defaults would change the request (`top_k` 40, `min_p` 0.05,
+temperature last). It gets only token ids, because its own templates and plain texts would turn
+`<|im_end|>` in a caller's message into a control token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workers.models.generation.writing import NO_NUMBERS
 
 PATH = "/completion"
 _ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
-"""As transformers has them. The bias comes before all of them."""
+"""In transformers' order. The bias comes before all of them."""
 _NEUTRAL = {
     "typical_p": 1.0,
     "top_n_sigma": -1.0,
@@ -52,25 +52,28 @@ _FIELDS = (
     *("tokens", "content", "tokens_predicted", "stop", "stop_type", "timings"),
     "completion_probabilities",
 )
-"""The fields of a whole reply and of a stream's last event, which would also contain the prompt."""
+"""The fields in a whole reply and in a stream's last event, which would otherwise also contain the
+prompt.
+"""
 _SEEDS = 2**32 - 1
 """The largest 32-bit value means a random seed."""
 _CACHE_STEP = 256
-"""A slot's cache has a multiple of this many tokens."""
+"""A slot's cache size is a multiple of this many tokens."""
 _FULL = "Context size has been exceeded"
 _SPACES = {"whitespace_pattern": WHITESPACE}
 _ALLOWED_BIAS = 1000.0
-"""Added to the logits of all tokens that are allowed, if they are few. So no other is chosen, and
-their chances among each other stay (to 1e-4)."""
+"""Added to the logits of all allowed tokens, if there are few of them. So no other token is chosen,
+and their relative chances stay the same (to 1e-4).
+"""
 _EXCLUDED_BIAS = -1e9
 _FORCING = 1e4
 _LOOKED_UP = 256
-"""Nearly every chosen token is among this many of the likeliest ones."""
+"""Nearly every chosen token is among this many likeliest tokens."""
 _SAFE_LINES = re.compile(r"[\d.]+ [EW] +(srv|slot|que|init|load)\b|GGML_ASSERT|.*\.cpp:\d+: ")
 
 
 class LlamaCpp(EngineDialect):
-    """The server of llama.cpp, of the wheel `xllamacpp`."""
+    """llama.cpp's server, from the `xllamacpp` wheel."""
 
     def launch(self, hardware: Hardware) -> Launch:
         return Launch(
@@ -81,10 +84,10 @@ class LlamaCpp(EngineDialect):
         )
 
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
-        """Returns whether no tokens or log probabilities get lost.
+        """Returns whether all tokens and log probabilities are preserved.
 
-        A stream leaves out the log probabilities of tokens that end within a character. Penalties
-        count the prompt. A grammar starts at its beginning.
+        A stream omits the log probabilities of tokens that end within a character. Penalties count
+        the prompt. A grammar starts from its beginning.
         """
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         is_begun = bool(item.json_schema) and has_written
@@ -115,13 +118,13 @@ class LlamaCpp(EngineDialect):
             raise ConnectionError(CUT)
 
     def _complete(self, answer: Answer, count: int) -> Reply:
-        """Adds the tokens that a stream has left out, if they can be reconstructed.
+        """Adds the tokens that a stream has omitted, if they can be reconstructed.
 
-        A stream leaves out all tokens of a character except the last one. They are reconstructed
-        from the text, if the model wrote it like its tokenizer would.
+        A stream omits all of a character's tokens except the last one. They are reconstructed from
+        the text, if the model wrote it the way its tokenizer would.
 
         Args:
-            count: number of tokens before.
+            count: number of earlier tokens.
         """
         reply = Reply(answer.tokens, cached_tokens=answer.cached_tokens, has_ended=answer.has_ended)
         missing = answer.tokens_predicted - count - len(answer.tokens)
@@ -137,7 +140,7 @@ class LlamaCpp(EngineDialect):
     async def _add_chances(
         self, post: Post, item: PreparedPrompt, asked: Asked, answer: Answer, reply: Reply
     ) -> None:
-        """Adds log probabilities. The server leaves out tokens that begin a character."""
+        """Adds log probabilities. The server omits tokens that start a character."""
         by_token = iter(answer.completion_probabilities)
         candidate = next(by_token, None)
         rows = []
@@ -182,8 +185,8 @@ def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
         ConfigurationError: the folder has no GGUF file.
     """
     slots = entry.batch.max_items
-    # With a separate cache, a token attends only over its text. In a shared cache it attends over
-    # the tokens of all texts: 17 tokens/s instead of 26 with 16 texts.
+    # With separate caches, a token attends only to its own text. In a shared cache, it attends to
+    # all texts' tokens, which yields 17 tokens/s instead of 26 with 16 texts.
     context_tokens = -(-entry.generation.context_tokens // _CACHE_STEP) * _CACHE_STEP
     shares_cache = slots * entry.generation.context_tokens > entry.budget
     return {
@@ -191,7 +194,7 @@ def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
         "slots": slots,
         "shares_cache": shares_cache,
         "cache_tokens": entry.budget if shares_cache else slots * context_tokens,
-        # A step has room for a part of a prompt, and a token of each text.
+        # A step has room for part of a prompt, plus a token for each text.
         "batch_tokens": entry.generation.chunk_tokens + slots,
         "threads": threads,
     }
@@ -201,7 +204,7 @@ def weights_in(folder: Path) -> Path:
     """Returns a folder's GGUF file, or the first part of one.
 
     Raises:
-        ConfigurationError: the folder has no GGUF file, or several.
+        ConfigurationError: the folder has no GGUF file, or more than one.
     """
     files = sorted(file for file in folder.glob("*.gguf") if not file.name.startswith("mmproj"))
     firsts = [file for file in files if "-of-" not in file.name or "-00001-of-" in file.name]
@@ -221,8 +224,8 @@ def weights_in(folder: Path) -> Path:
 
 
 def request_of(item: PreparedPrompt, asked: Asked, *, streams: bool = False) -> dict[str, Any]:
-    """Returns the body of a request. Only a stream follows the schema of the item."""
-    # The same numbers are not used again behind what was written before.
+    """Returns a request's body. Only a stream follows the item's schema."""
+    # The same random numbers are not reused after earlier tokens.
     seed = np.random.SeedSequence((item.seed % 2**64, len(asked.ids))).generate_state(1)[0]
     return {
         **_NEUTRAL,
@@ -240,7 +243,7 @@ def request_of(item: PreparedPrompt, asked: Asked, *, streams: bool = False) -> 
         "top_p": item.top_p,
         "min_p": item.min_p,
         "repeat_penalty": item.repetition_penalty,
-        # Of the prompt and the text, all tokens.
+        # All tokens in the prompt and the text.
         "repeat_last_n": item.length if item.repetition_penalty != 1 else 0,
         "logit_bias": list(_bias(item, asked).items()),
         "seed": int(seed) % _SEEDS,
@@ -266,7 +269,7 @@ def grammar_of(json_schema: str, spaces: Mapping[str, Any]) -> str:
     """Returns the schema for llguidance, the library that our own matcher uses.
 
     Args:
-        spaces: the library's options for spaces, unless the schema has some.
+        spaces: the library's options for spaces, unless the schema has its own.
     """
     schema = json.loads(json_schema)
     options = {**spaces, **schema.get("x-guidance", {})}
@@ -274,13 +277,13 @@ def grammar_of(json_schema: str, spaces: Mapping[str, Any]) -> str:
 
 
 class Progress(msgspec.Struct):
-    """How much of a prompt was read. `cache`: tokens that the slot had."""
+    """How much of a prompt was read. `cache`: number of tokens that the slot already had."""
 
     cache: int = 0
 
 
 class Timings(msgspec.Struct):
-    """`cache_n`: tokens of the prompt that the slot had."""
+    """`cache_n`: number of prompt tokens that the slot already had."""
 
     cache_n: int = 0
 
@@ -302,18 +305,18 @@ class Chosen(Chance):
 
 
 class Fault(msgspec.Struct):
-    """The error returned in place of an answer."""
+    """The error returned in place of a response."""
 
     message: str = ""
 
 
 class Answer(msgspec.Struct):
-    """An answer, as a whole or in an event of a stream."""
+    """A response, either whole or as one event in a stream."""
 
     tokens: list[int] = []
     content: str = ""
     tokens_predicted: int = 0
-    """Number of tokens so far, including tokens that a stream left out."""
+    """Number of tokens so far, including tokens that a stream omitted."""
     stop: bool = False
     stop_type: str = ""
     completion_probabilities: list[Chosen] = []
@@ -323,12 +326,12 @@ class Answer(msgspec.Struct):
 
     @property
     def has_ended(self) -> bool:
-        """True if it knows an end of the text that our files do not."""
+        """True if it recognized an end of the text that our files don't specify."""
         return self.stop and self.stop_type == "eos"
 
     @property
     def cached_tokens(self) -> int | None:
-        """Number of prompt tokens that the slot had. None: the engine does not report it."""
+        """Number of prompt tokens that the slot already had. None: it was not reported."""
         if self.prompt_progress is not None:
             return self.prompt_progress.cache
         return None if self.timings is None else self.timings.cache_n
@@ -338,14 +341,14 @@ _decoder: msgspec.json.Decoder[Answer] = msgspec.json.Decoder(Answer)
 
 
 def decode_answer(body: bytes | bytearray) -> Answer:
-    """Decodes an answer, or the data of an event.
+    """Decodes a response, or an event's data.
 
     Raises:
-        PenstockError: the engine reports why there is no answer, or the answer is malformed.
+        PenstockError: the engine reports why there is no response, or the response is malformed.
     """
     try:
         answer = _decoder.decode(body)
-    except msgspec.ValidationError as error:  # a NaN is null in its JSON
+    except msgspec.ValidationError as error:  # its JSON uses null for NaN
         raise ModelFailed(NO_NUMBERS) from error
     except msgspec.MsgspecError as error:
         raise ModelFailed("the engine returned an answer that is not JSON") from error
@@ -357,5 +360,5 @@ def decode_answer(body: bytes | bytearray) -> Answer:
 def _error_of(message: str) -> PenstockError:
     if _FULL in message:
         return OutOfMemory("the engine does not have enough memory for all texts")
-    # Its message may have words of the request.
+    # Its message may contain words from the request.
     return ModelFailed("the engine rejected the text, or failed on it")

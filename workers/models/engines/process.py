@@ -1,4 +1,4 @@
-"""The process of an engine: its server, the folder of its socket, its key, and its HTTP."""
+"""An engine's process: its server, its socket's folder, its key, and its HTTP."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ from workers.models.engines.dialect import Launch
 SOCKETS = "/tmp"
 """Parent folder of the sockets.
 
-Custom classes have a private folder there instead (workers/models/custom/runner).
+Custom classes see a private folder there instead (workers/models/custom/runner).
 """
 SPINS = "1000"
-"""How often a thread looks for the others of its step before it sleeps. By default it looks for as
-long as the system lets it run: where other programs take the cores too, a token took 8 s instead of
-0.04 s."""
+"""How many times a thread checks for the other threads in its step before it sleeps. By default it
+checks for as long as the system lets it run. When other programs were using the cores too, a token
+took 8 s instead of 0.04 s.
+"""
 END_LIMIT_S = 5.0
 CONNECT_LIMIT_S = 30.0
 LAST_LINES_LIMIT_S = 1.0
-"""A process outside of its group may keep the pipe open."""
+"""A process outside its group may keep the pipe open."""
 MAX_LINES = 40
 MAX_LINE_CHARS = 200
 _PASSED_ON = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY")
-"""The only variables of our environment that it gets. They have no keys, addresses or tokens."""
+"""The only variables it gets from our environment. None of them contain keys, addresses or
+tokens.
+"""
 _PAGE_BYTES = 4096
 
 log = logging.getLogger(__name__)
@@ -50,7 +53,7 @@ class EngineProcess:
     """A server that is ready.
 
     Args:
-        key: that its HTTP asks for.
+        key: the key that its HTTP requires.
     """
 
     def __init__(
@@ -134,7 +137,8 @@ class EngineProcess:
         self._reading = asyncio.create_task(self._read_lines())
         self._http = aiohttp.ClientSession(
             "http://engine",
-            # Connections are not kept: the server closes them while they are taken up again.
+            # Connections are not kept open, because the server may close one just as it is being
+            # reused.
             connector=aiohttp.UnixConnector(settings["socket"], limit=0, force_close=True),
             headers={"Authorization": f"Bearer {self._key}"},
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S),
@@ -164,13 +168,13 @@ class EngineProcess:
     async def post(
         self, path: str, body: Mapping[str, Any]
     ) -> AsyncIterator[aiohttp.ClientResponse]:
-        """Sends a request. Leaving before the answer has ended stops its computation."""
+        """Sends a request. Leaving before the response is complete stops its computation."""
         assert self._http is not None, "it is ready; this is a bug"
         async with self._http.post(path, json=body) as response:
             yield response
 
     async def context_tokens(self) -> int:
-        """Returns the maximum tokens of a text including its prompt, as reported by the server.
+        """Returns the maximum tokens per text, including its prompt, as reported by the server.
 
         Raises:
             ModelFailed: the server does not report it.
@@ -186,7 +190,7 @@ class EngineProcess:
             raise ModelFailed(f"the engine does not report its context size: {error!r}") from error
 
     async def wait(self) -> int:
-        """Waits until it has ended. Returns its exit status."""
+        """Waits until it has exited. Returns its exit status."""
         status = await self._process.wait()
         self.kill()
         if self._reading is not None:
@@ -194,7 +198,7 @@ class EngineProcess:
         return status
 
     async def end(self) -> None:
-        """Ends it, and removes its folder. Kills it at once if this is canceled."""
+        """Stops it, and removes its folder. Kills it immediately if this is canceled."""
         try:
             if self._http is not None:
                 await self._http.close()
@@ -212,7 +216,7 @@ class EngineProcess:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kills it with the processes that it has started, which may outlive it."""
+        """Kills it along with the processes it has started, which may outlive it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
@@ -220,7 +224,8 @@ class EngineProcess:
 class _Output:
     """A pipe for the output of a process and its children.
 
-    The pipe that asyncio creates stays open while a child has it, and `wait` waits for that child.
+    The pipe that asyncio creates stays open while a child has it open, and `wait` waits for that
+    child.
     """
 
     def __init__(self) -> None:
@@ -250,7 +255,7 @@ class _Output:
         while True:
             try:
                 line = await self._reader.readline()
-            except ValueError:  # it is longer than the buffer, which was dropped
+            except ValueError:  # it is longer than the buffer, whose contents were dropped
                 continue
             return line.decode(errors="replace").rstrip()[:MAX_LINE_CHARS] if line else None
 

@@ -1,11 +1,12 @@
-"""The program of an engine's process: a server on a Unix socket, llama.cpp's or a command.
+"""The program run by an engine's process: a server on a Unix socket, llama.cpp's or a command.
 
 It imports nothing of ours. The first line of its standard input is a JSON object (`Launch.settings`
 in workers/models/engines/dialect.py), because others could read its arguments and environment. A
-command gets its options as arguments and its key in a variable anyway: it has no other way.
+command still gets its options as arguments and its key in a variable, because it supports no other
+way.
 
-When its standard input closes, its parent has ended. It then ends the server, removes the folder of
-its socket, and kills its whole process group.
+When its standard input closes, its parent has exited. It then stops the server, removes its
+socket's folder, and kills its whole process group.
 """
 
 import ctypes
@@ -79,7 +80,7 @@ def _serve_llama_cpp(settings: dict[str, Any]) -> Any:
 
 
 def _run_command(settings: dict[str, Any]) -> None:
-    """Runs a command that serves at `--uds`, and whose key is in an environment variable."""
+    """Runs a command that serves at `--uds` and gets its key in an environment variable."""
     path = settings["socket"]
     server = subprocess.Popen(
         [*settings["command"], "--uds", path],
@@ -116,7 +117,7 @@ def _is_healthy(path: str) -> bool:
 
 
 def _end(server: "subprocess.Popen[bytes]") -> None:
-    """Ends a server and the processes that it has started."""
+    """Stops a server and the processes it has started."""
     server.terminate()
     try:
         server.wait(_END_S)
@@ -125,17 +126,17 @@ def _end(server: "subprocess.Popen[bytes]") -> None:
 
 
 def _end_with_parent(path: str, end: Callable[[], None]) -> threading.Event:
-    """Starts a thread that waits for the parent's end. Returns an event that is set at that end."""
+    """Starts a thread that waits for the parent to exit. Returns an event that is then set."""
     is_ending = threading.Event()
 
     def wait() -> None:
-        # Not sys.stdin, whose lock the interpreter wants at its end.
+        # Not sys.stdin, whose lock the interpreter needs when it exits.
         while os.read(0, 4096):
             pass
         is_ending.set()
         end()
         shutil.rmtree(os.path.dirname(path), ignore_errors=True)
-        # With all of its group, such as a server's processes.
+        # Along with its whole group, such as a server's processes.
         os.killpg(os.getpgrp(), signal.SIGKILL)
 
     threading.Thread(target=wait, daemon=True).start()

@@ -1,8 +1,8 @@
-"""The slots of an engine, and turns of owners whose prompts are read in parts.
+"""An engine's slots, and the turns of owners whose prompts are read in parts.
 
 An engine keeps the keys and values of the last text in each slot. A generation gets the free slot
-of its owner whose text has the longest common start. A slot that was used by another owner starts
-without them, because otherwise the time for a prompt would reveal what others have asked.
+of its owner whose text has the longest common start. A slot last used by a different owner starts
+empty, because otherwise a prompt's time would reveal other owners' prompts.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ class EngineSlot:
 
 
 class EngineSlots:
-    """The slots of an engine."""
+    """An engine's slots."""
 
     def __init__(self, count: int) -> None:
         self._slots = [EngineSlot(number) for number in range(count)]
         self._frees = itertools.count(1)
 
     def take(self, owner: str, ids: Sequence[int]) -> tuple[EngineSlot, int]:
-        """Takes a slot for a generation. Returns it, and how many of `ids` it has read.
+        """Takes a slot for a generation. Returns the slot, and how many of `ids` it has read.
 
         Args:
-            owner: whose it is. Empty: it shares nothing.
-            ids: the tokens that the generation begins with.
+            owner: the generation's owner. Empty: nothing is shared. ids: the generation's first
+                tokens.
         """
         free = [slot for slot in self._slots if not slot.is_busy]
         own = [slot for slot in free if owner and slot.owner == owner]
@@ -53,14 +53,14 @@ class EngineSlots:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the number of tokens that both begin with."""
+    """Returns the number of tokens at the start that both have in common."""
     length = min(len(first), len(second))
     return next((at for at in range(length) if first[at] != second[at]), length)
 
 
 @dataclass(eq=False)
 class ReadingPermit:
-    """A part of a prompt that waits, or is being read."""
+    """A part of a prompt that is waiting or being read."""
 
     permits: ReadingPermits
     owner: str
@@ -69,16 +69,16 @@ class ReadingPermit:
     is_over: bool = False
 
     def end(self) -> None:
-        """Lets the next one begin. A second call does nothing."""
+        """Lets the next part start. A second call does nothing."""
         if not self.is_over:
             self.is_over = True
             self.permits.end(self)
 
 
 class ReadingPermits:
-    """Bounds the prompt tokens that an engine reads at a time. Owners take turns.
+    """Limits how many prompt tokens an engine reads at a time. Owners take turns.
 
-    In order of arrival alone, a short prompt would wait for all the long prompts of another owner,
+    Purely in order of arrival, a short prompt would wait for all of another owner's long prompts,
     and an engine reads its prompts in a different order.
 
     Args:
@@ -93,7 +93,7 @@ class ReadingPermits:
         """When each owner read last, counted in parts."""
 
     async def begin(self, owner: str, tokens: int) -> ReadingPermit:
-        """Waits until this many tokens of an owner may be read, at most `most` of them."""
+        """Waits until this many of an owner's tokens may be read, at most `most`."""
         permit = ReadingPermit(self, owner, min(tokens, self._most))
         self._waiting.append(permit)
         self._admit()

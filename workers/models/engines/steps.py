@@ -1,4 +1,4 @@
-"""The texts that an engine writes concurrently: admitted, reported, dropped, interrupted."""
+"""Texts that an engine writes concurrently: admitted, reported, dropped, interrupted."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from workers.models.reports import Chunks, ItemEnded, Preempted, Spare, StepMess
 from workers.models.step_shares import StepRoom, StepShares
 
 CHUNKS_EVERY_S = 0.05
-"""At most 20 events a second reach the readers of a text."""
+"""At most 20 events per second reach a text's readers."""
 GATHER_S = 0.02
-"""Wait after a first token: the other texts of the step get theirs in the same message. An engine
-takes up to 10 ms to send the tokens of 16 texts.
+"""Wait after a first token, so that the step's other texts get theirs in the same message. An
+engine takes up to 10 ms to send 16 texts' tokens.
 """
 SPARE_EVERY_S = 0.5
 
@@ -35,7 +35,7 @@ class Engine:
     Args:
         slots: how many texts it writes at a time.
         part_tokens: number of prompt tokens that it reads at a time.
-        shares_with_all: whether all owners share what was read of equal beginnings.
+        shares_with_all: True if all owners share the results for equal prefixes.
     """
 
     def __init__(
@@ -74,9 +74,8 @@ class EngineSteps:
 
     Args:
         room: room for the model in this process.
-        memory_bytes: resident memory of the engine.
-        on_message: called with the results of the items, never during a call of one of these
-            methods.
+        memory_bytes: the engine's resident memory. on_message: called with the items' results, but
+            never during a call to one of these methods.
     """
 
     def __init__(
@@ -91,7 +90,7 @@ class EngineSteps:
         self._items: dict[int, EngineGeneration] = {}
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._slots = 0
-        """The items that have been admitted so far."""
+        """Number of items admitted so far."""
         self._step: dict[int, int] = {}
         """The tokens that the current step has computed, by slot."""
         self._step_began_s = self._alive_s = time.monotonic()
@@ -100,7 +99,7 @@ class EngineSteps:
         self._fault: Exception | None = None
 
     async def run(self, batch: Sequence[Prepared], timeout_s: float) -> None:
-        """Computes items until none remain.
+        """Runs items until none remain.
 
         Raises:
             ModelProcessDied: the engine has died, or did not respond for `timeout_s`.
@@ -157,7 +156,7 @@ class EngineSteps:
             raise ModelFailed(f"a text model can't compute {type(item).__name__}")
         if self._engine.shares_with_all:
             item.owner = "*"
-        # The other choices of a request cost what they would if they shared the prompt's slot.
+        # A request's other choices cost what they would if they shared the prompt's slot.
         is_read = any(
             running.item.owner == item.owner and running.item.ids == item.ids
             for running in self._items.values()
@@ -169,7 +168,7 @@ class EngineSteps:
         return generation
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Stops items that are still in. They fail as canceled."""
+        """Stops items that are still running. They fail as canceled."""
         for slot in slots:
             if self._remove(slot) is not None:
                 self._report_end(slot, Canceled())
@@ -206,10 +205,10 @@ class EngineSteps:
         self._changed.set()
 
     def note_work(self, slot: int, tokens: int) -> None:
-        """Records tokens of an item that the engine has read or written.
+        """Records an item's tokens that the engine has read or written.
 
-        A step of the engine computes each item once. So the second time that one comes, the step
-        before is over.
+        Each engine step computes each item once. So when an item comes up a second time, the
+        previous step is over.
         """
         self._alive_s = time.monotonic()
         if slot in self._step:
@@ -241,7 +240,7 @@ class EngineSteps:
         generation = self._items.get(slot)
         if task.cancelled() or generation is None:
             if not task.cancelled():
-                task.exception()  # it was dropped meanwhile
+                task.exception()  # it has since been dropped
             return
         error = task.exception()
         if isinstance(error, aiohttp.ClientError | OSError):
@@ -252,7 +251,7 @@ class EngineSteps:
             return
         self._charge()
         if error is not None:
-            self._report_chunks()  # a result has them, a failure does not
+            self._report_chunks()  # a result includes them, a failure does not
             if not isinstance(error, Exception):
                 raise error
         del self._items[slot]
@@ -285,7 +284,7 @@ class EngineSteps:
             self._report(Chunks(0, chunks))
 
     def _report(self, message: StepMessage) -> None:
-        # Not at once: the caller of `admit` knows the slots of its items only when it returns.
+        # Not immediately, because `admit`'s caller knows its items' slots only once it returns.
         self._loop.call_soon(self._deliver, message)
 
     def _deliver(self, message: StepMessage) -> None:

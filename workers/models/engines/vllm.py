@@ -3,8 +3,8 @@
 Its dependencies conflict with ours, so its command runs in a separate environment. This was
 written for 0.32.
 
-Prompts are token ids, and so are all replies. A stream reports the number of cached tokens at its
-end only, which a text that is stopped does not reach. So a whole reply reports it first.
+Prompts are token ids, and so are all replies. A stream reports the number of cached tokens only at
+its end, which a stopped text does not reach. So a separate whole reply reports it first.
 """
 
 from __future__ import annotations
@@ -49,17 +49,21 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_COLOR": "0",
-    # Cores are given out by the worker.
+    # The worker assigns cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Some functions are compiled even with --enforce-eager: log probabilities ended the engine."""
+"""Some functions are compiled even with --enforce-eager, and log probabilities then crashed the
+engine.
+"""
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _NEUTRAL = {"n": 1, "stop": [], "min_tokens": 0, "ignore_eos": True, "return_token_ids": True}
 _SPACES = {"whitespace_flexible": False}
-"""None between the parts of JSON: its llguidance (below 1.8) allows more than WHITESPACE."""
+"""No whitespace between the parts of JSON, because its llguidance (below 1.8) allows more than
+WHITESPACE.
+"""
 _MIN_TOP_P = 1e-6
-"""It refuses 0."""
+"""It rejects 0."""
 _TOKEN_PREFIX = "token_id:"
 _DEAD = "EngineCore encountered an issue"
 _ENDING = "abort"
@@ -103,9 +107,9 @@ class Vllm(EngineDialect):
         )
 
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
-        """Returns whether its grammar and its penalties see the whole text.
+        """Returns whether its grammar and penalties see the whole text.
 
-        Tokens that were written before are a part of the prompt, which both leave out.
+        Tokens written earlier are part of the prompt, which both ignore.
         """
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         return not has_written or not (item.json_schema or penalizes)
@@ -117,9 +121,10 @@ class Vllm(EngineDialect):
             return _reply_of(await _answer_of(response), item)
 
     async def _read(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
-        """Reads tokens. Drops the token that vLLM writes at least.
+        """Reads tokens. Drops the one token that vLLM always writes.
 
-        It has no seed: on a CPU, vLLM ended when it read such a prompt in more than one step.
+        It has no seed, because on a CPU, vLLM crashed when it read a seeded prompt in more than one
+        step.
         """
         changed = {"temperature": 0.0, "seed": None, "echo": asked.echoes}
         async with post(PATH, self._request_of(item, asked) | changed) as response:
@@ -149,7 +154,7 @@ class Vllm(EngineDialect):
             raise ConnectionError(CUT)
 
     def _request_of(self, item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
-        # The same numbers are not used again behind what was written before.
+        # The same random numbers are not reused after earlier tokens.
         seed = np.random.SeedSequence((item.seed % 2**64, len(asked.ids))).generate_state(1)[0]
         bias = item.logit_bias if asked.bias is None else asked.bias
         allowed = None if asked.allowed is None else np.flatnonzero(asked.allowed).tolist()
@@ -181,7 +186,7 @@ def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
         "dtype": _DTYPES[entry.precision],
         "max-model-len": entry.generation.context_tokens,
         "max-num-seqs": items,
-        # A step has room for a part of a prompt, and for what is not a whole block of each text.
+        # A step has room for part of a prompt, plus the partial last block of each text.
         "max-num-batched-tokens": entry.generation.chunk_tokens + items * (BLOCK_TOKENS + 1),
         "enable-chunked-prefill": True,
         "enable-prefix-caching": True,
@@ -189,7 +194,7 @@ def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
         "block-size": BLOCK_TOKENS,
         "num-gpu-blocks-override": count_blocks(entry),
         "gpu-memory-utilization": min(_GPU_MEMORY_SHARE, gpu_share),
-        # Its grammars are llguidance's, which is also what follows the schema here.
+        # Its grammars come from llguidance, which also enforces the schema here.
         "structured-outputs-config": json.dumps({"backend": "guidance"}),
         "generation-config": "vllm",
         "disable-log-stats": True,
@@ -220,7 +225,7 @@ def _argument(name: str, value: Any) -> list[str]:
 
 
 def _visible_gpu(device: str) -> dict[str, str]:
-    """Returns the variable that shows a server its GPU only.
+    """Returns the variable that makes a server see only its own GPU.
 
     Args:
         device: `cuda`, or `cuda:N`. N counts the GPUs that the worker sees.
@@ -231,7 +236,7 @@ def _visible_gpu(device: str) -> dict[str, str]:
 
 
 def count_blocks(entry: Model) -> int:
-    """Returns the blocks of keys and values: room for the budget, with one more of each text."""
+    """Returns the number of key and value blocks: room for the budget, plus one per text."""
     items = min(entry.batch.max_items, entry.budget)
     return -(-entry.budget // BLOCK_TOKENS) + items + 1
 
@@ -275,22 +280,22 @@ _decoder: msgspec.json.Decoder[_Answer] = msgspec.json.Decoder(_Answer)
 
 
 async def _answer_of(response: aiohttp.ClientResponse, schema_field: str = "") -> _Answer:
-    """Reads and decodes a whole answer, like `_decode`."""
+    """Reads and decodes a whole response, like `_decode`."""
     answer = _decode(await response.read(), schema_field)
-    if response.status != 200:  # an error in a form that this was not written for
+    if response.status != 200:  # an error in an unknown format
         raise ModelFailed(f"the engine answered with status {response.status}")
     return answer
 
 
 def _decode(body: bytes | bytearray, schema_field: str = "") -> _Answer:
-    """Decodes an answer, or the data of an event.
+    """Decodes a response, or an event's data.
 
     Args:
         schema_field: the field of the JSON schema whose grammar was sent. Empty: none was sent.
 
     Raises:
-        ConnectionError: the engine is about to end.
-        PenstockError: the engine reports why there is no answer, or the answer is malformed.
+        ConnectionError: the engine is about to exit.
+        PenstockError: the engine reports why there is no response, or the response is malformed.
     """
     try:
         answer = _decoder.decode(body)
@@ -309,7 +314,7 @@ def _error_of(fault: _Fault, schema_field: str) -> PenstockError:
             "the JSON schema can't be used: it is too complex for the engine of this model",
             field=schema_field,
         )
-    # Its message may have words of the request.
+    # Its message may contain words from the request.
     return ModelFailed("the engine rejected the text, or failed on it")
 
 
@@ -334,7 +339,7 @@ def _reply_of(answer: _Answer, item: PreparedPrompt) -> Reply:
 
 
 def _rows_of(logprobs: _Logprobs) -> list[Chances | None]:
-    """Returns the log probabilities of each token. None for the first of an echoed prompt.
+    """Returns each token's log probabilities. None for an echoed prompt's first token.
 
     Raises:
         ModelFailed: they are not numbers, which are null in JSON.

@@ -1,1 +1,1 @@
-"""Text models: causal language models of transformers, step by step."""
+"""Text models: transformers' causal language models, run step by step."""

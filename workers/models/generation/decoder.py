@@ -1,18 +1,16 @@
-"""A decoder of transformers on a device, with the keys and values of several generations.
+"""A transformers decoder on a device, with the keys and values of several generations.
 
-On a CPU, linear layers may have 4-bit weights, in groups with a scale and an offset each. The speed
-of a single text is limited by how fast weights are read from memory, so a third of bf16's bytes
-pays off there. Many generations at a time share the weights that were read, and are written faster
-in bf16.
+On a CPU, linear layers may have 4-bit weights, in groups that each have a scale and an offset. A
+single text's speed is limited by how fast weights are read from memory, so a third of bf16's bytes
+pays off. Many concurrent generations share each read of the weights, and are faster in bf16.
 
-The groups are the same as in GGUF's Q4_1, whose weights are reproduced exactly, except for scales
-in bf16. A layer whose shape does not allow such groups keeps its weights, and so do embeddings. The
-output layer gets 8 bits, with one scale per row, because its errors are errors in the logits.
+The groups are the same as in GGUF's Q4_1, whose weights are reproduced exactly, except that scales
+are in bf16. A layer whose shape does not allow such groups keeps its weights, and so do embeddings.
+The output layer gets 8 bits, with one scale per row, because its errors are errors in the logits.
 
-On a CPU, the pass of a Llama has few operators. A small operator takes a microsecond or more
-regardless of its work, and a token of one generation goes through transformers' own modules in
-about two thousand. Here one product returns queries, keys and values, and one returns both halves
-of the MLP.
+On a CPU, a Llama's forward pass uses few operators. A small operator takes at least a microsecond
+regardless of its work, and transformers' own modules use about two thousand of them for one token.
+Here, one product returns queries, keys and values, and another returns both halves of the MLP.
 """
 
 from __future__ import annotations
@@ -48,7 +46,7 @@ _JOINT = "joint"
 
 GROUP = 32
 _BLOCK_ROWS = 16
-"""torch's kernel takes a multiple of this number."""
+"""torch's kernel requires a multiple of this number."""
 _STEPS = 15
 _MIDDLE = 8
 """The offset that torch's kernel subtracts from a 4-bit number before it scales it."""
@@ -64,7 +62,7 @@ A wrong attention computes completely different numbers.
 """
 _INT4 = "int4"
 _UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
-"""Errors of transformers about a folder that is not a model or has damaged files."""
+"""transformers' errors about a folder that is not a model or has damaged files."""
 
 
 def is_llama(model: torch.nn.Module) -> bool:
@@ -73,7 +71,7 @@ def is_llama(model: torch.nn.Module) -> bool:
 
 
 def fuse_linear_layers(model: Any) -> None:
-    """Fuses layers that have the same input. Afterwards transformers computes as before."""
+    """Fuses layers that have the same input. transformers' results stay the same."""
     for layer in model.model.layers:
         _fuse(layer.self_attn, _ATTENTION_PARTS)
         _fuse(layer.mlp, _MLP_PARTS)
@@ -97,7 +95,7 @@ def _fuse(owner: torch.nn.Module, names: tuple[str, ...]) -> None:
 
 
 class _Part(torch.nn.Module):
-    """Part of the outputs from the joint layer of `owner`, for transformers.
+    """Part of the outputs from the joint layer in `owner`, for transformers.
 
     It has no weights itself.
     """
@@ -114,10 +112,10 @@ class _Part(torch.nn.Module):
 
 
 class LlamaPass:
-    """Computes a model whose layers are fused.
+    """Runs a model whose layers are fused.
 
     Args:
-        model: as fuse_linear_layers leaves it, or with its Linears replaced since.
+        model: as left by fuse_linear_layers, possibly with its Linears replaced since.
     """
 
     def __init__(self, model: Any) -> None:
@@ -130,14 +128,14 @@ class LlamaPass:
     def __call__(
         self, ids: torch.Tensor, reading: ForwardPass, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
-        """Adds tokens [rows, tokens] to the generations of a pass.
+        """Adds tokens [rows, tokens] to the generations in a pass.
 
-        Returns the logits after the last `logit_count` tokens of each. None: after none of them.
+        Returns the logits after the last `logit_count` tokens of each. If that is 0, returns None.
         """
         hidden = self._embed(ids)
         cos, sin = self._positions(hidden, reading.positions)
         half = cos.shape[-1] // 2
-        # Signs go with the sines, so that turning by half a head is all that is left to do.
+        # The sines include the signs, so that only a rotation by half a head is left to do.
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         turns = cos[:, :, None], sin[:, :, None], half
         for layer in self._layers:
@@ -159,7 +157,8 @@ class _Norm:
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         if hidden.numel() > self._width:
             return rms_norm(hidden, self._shape, self._weight, self._epsilon)
-        # For a single token, computing the root as a Python number saves five of eight operators.
+        # For a single token, computing the square root as a Python number saves five of eight
+        # operators.
         length = vector_norm(hidden, dtype=torch.float32).item()
         scale = (length * length / self._width + self._epsilon) ** -0.5
         out: torch.Tensor = (hidden * scale).mul_(self._weight)
@@ -183,7 +182,7 @@ class _Layer:
         turns: tuple[torch.Tensor, torch.Tensor, int],
         slots: SlotCache,
     ) -> torch.Tensor:
-        """`hidden` [rows, tokens, width] and its attention to the generations so far."""
+        """Returns `hidden` [rows, tokens, width] plus its attention to the generations so far."""
         rows, tokens, _ = hidden.shape
         cos, sin, half = turns
         attention = self._attention
@@ -203,7 +202,7 @@ class _Layer:
         return hidden + added
 
     def add_mlp(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`hidden` and its MLP."""
+        """Returns `hidden` plus its MLP output."""
         mlp = self._mlp
         gate, up = mlp.joint(self._norm_mlp(hidden)).chunk(2, -1)
         added: torch.Tensor = mlp.down_proj(mlp.act_fn(gate) * up)
@@ -211,7 +210,7 @@ class _Layer:
 
 
 def round_linear_layers(model: torch.nn.Module) -> None:
-    """Replaces Linears in a causal language model from transformers with layers of 4 or 8 bits.
+    """Replaces Linears in a transformers causal language model with 4-bit or 8-bit layers.
 
     Raises:
         ConfigurationError: none of its layers can be replaced.
@@ -236,7 +235,7 @@ def round_linear_layers(model: torch.nn.Module) -> None:
 
 
 class _RoundedLinear(torch.nn.Module):
-    """A Linear for any input, whose products take bf16."""
+    """A Linear for any input, whose products are computed in bf16."""
 
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
@@ -290,14 +289,14 @@ class _Linear8(_RoundedLinear):
 
 
 def choose_dtype(precision: str, device_type: str) -> torch.dtype:
-    """Returns the type of activations, keys and values.
+    """Returns the data type for activations, keys and values.
 
     Args:
         precision: precision from the catalog entry, `auto` included.
         device_type: `cpu` or `cuda`.
 
     Raises:
-        ConfigurationError: the device does not compute in this precision.
+        ConfigurationError: the device does not support this precision.
     """
     if precision == _INT4 and device_type != "cpu":
         raise ConfigurationError("text models support int4 only on CPUs", field="precision")
@@ -328,10 +327,10 @@ class Decoder:
         self.device_name = ""
 
     def open(self) -> None:
-        """Loads the weights, and compares a first pass with transformers' own.
+        """Loads the weights, and compares a first pass with transformers' own result.
 
         Raises:
-            ConfigurationError: the folder is not such a model, or it computes in another way.
+            ConfigurationError: the folder is not such a model, or its results are different.
         """
         self._device, self.device_name = self._wanted.open()
         self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
@@ -367,7 +366,7 @@ class Decoder:
             fuse_linear_layers(model)
         if is_rounded:
             round_linear_layers(model)
-            for weights in model.parameters():  # not the frequencies of positions
+            for weights in model.parameters():  # not the positions' frequencies
                 weights.data = weights.data.to(self._dtype)
         return model
 
@@ -378,7 +377,7 @@ class Decoder:
             with torch.inference_mode():
                 right = self._model(ids[None], use_cache=False).logits[0, -1].float()
             in_bf16 = (self._device.type, self._dtype) == ("cpu", torch.bfloat16)
-            if in_bf16 and computes_bf16():  # else torch computes it without oneDNN
+            if in_bf16 and computes_bf16():  # otherwise torch computes it without oneDNN
                 pack_linear_layers(self._model)
             self._model.set_attn_implementation(ATTENTION)
             self._compute = LlamaPass(self._model) if self._is_fused else self._compute_by_modules
@@ -405,7 +404,7 @@ class Decoder:
             )
 
     def read(self, row: int, start: int, ids: np.ndarray, *, ends: bool = True) -> Row | None:
-        """Adds tokens of a prompt to a row that has `start` tokens.
+        """Adds prompt tokens to a row that has `start` tokens.
 
         Returns:
             The logits after the last one, float32 [vocabulary]. None unless `ends`.
@@ -452,7 +451,7 @@ class Decoder:
         return self.slots.capacity
 
     def _forward(self, ids: torch.Tensor, reading: ForwardPass, logit_count: int) -> Any:
-        """Logits after the last `logit_count` tokens of each row. None: after none of them."""
+        """Returns logits after each row's last `logit_count` tokens. If that is 0, returns None."""
         self.slots.reading = reading
         with memory_errors(), torch.inference_mode(), self._computing():
             logits = self._compute(ids, reading, self.slots, logit_count)
@@ -461,7 +460,7 @@ class Decoder:
     def _compute_by_modules(
         self, ids: torch.Tensor, reading: ForwardPass, slots: SlotCache, logit_count: int
     ) -> torch.Tensor | None:
-        """Computes the pass with transformers' modules, for any architecture."""
+        """Runs the pass with transformers' modules, for any architecture."""
         out = (self._model if logit_count else self._model.base_model)(
             input_ids=ids,
             position_ids=reading.positions,

@@ -1,8 +1,8 @@
-"""Turns a GGUF file into a folder as on the Hugging Face hub, once.
+"""Converts a GGUF file, once, to a folder like those on the Hugging Face hub.
 
-For torch its weights become floats. They stay as exact as they were: what quantization lost does
-not come back. An engine reads the file itself: the folder has a link to it, its tokenizer and its
-chat template.
+For torch, its weights become floats. Their precision doesn't change, because information lost in
+quantization can't be recovered. An engine reads the file itself, so its folder has a link to the
+file, its tokenizer and its chat template.
 
 `python -m workers.models.generation.gguf SOURCE FOLDER [converted|described]` does so manually.
 """
@@ -25,9 +25,9 @@ from typing import Any
 from shared.errors import ConfigurationError
 
 MAX_S = 900.0
-"""Seconds for one file. One of 98 MB takes about 10 s on two cores."""
+"""Time limit for one file. A 98 MB file takes about 10 s on two cores."""
 _FORMAT = 1
-"""Increased when the folders get another content."""
+"""Incremented when the folders' contents change."""
 _PARTIAL = ".making-"
 _NEEDED = ("config.json", "tokenizer.json")
 
@@ -42,7 +42,7 @@ _PART = re.compile(r"-\d{5}-of-")
 
 
 def converted(path: Path, cache_dir: Path) -> Path:
-    """The folder of a GGUF file for torch, below `cache_dir`. It is made first if necessary.
+    """Returns a GGUF file's folder for torch, below `cache_dir`, creating it if necessary.
 
     Raises:
         ConfigurationError: the file can't be read, or the `gguf` package is missing.
@@ -51,7 +51,7 @@ def converted(path: Path, cache_dir: Path) -> Path:
 
 
 def described(path: Path, cache_dir: Path) -> Path:
-    """The folder of a GGUF file for an engine, below `cache_dir`. It is made first if necessary.
+    """Returns a GGUF file's folder for an engine, below `cache_dir`, creating it if necessary.
 
     Raises:
         ConfigurationError: the file can't be read, or the `gguf` package is missing.
@@ -60,14 +60,14 @@ def described(path: Path, cache_dir: Path) -> Path:
 
 
 def _make_folder(path: Path, cache_dir: Path, form: str) -> Path:
-    """The folder of a GGUF file in one of both forms.
+    """Returns a GGUF file's folder in one of the two forms.
 
-    A folder under its own name is complete, because it is created under another name and renamed.
-    The remains of a killed process are removed by the next one.
+    A folder under its final name is complete, because it is created under a different name and then
+    renamed. A killed process's leftovers are removed by the next process.
     """
     with path.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()[:16]
-    # The process that converts has another working directory.
+    # The converting process has a different working directory.
     folder = (
         cache_dir.resolve()
         / "gguf"
@@ -94,23 +94,23 @@ def _is_whole(folder: Path) -> bool:
 
 
 def _publish(partial: Path, folder: Path) -> None:
-    """Renames what was made. Another worker on this machine may have been faster."""
+    """Renames the new folder. Another worker on this machine may have been faster."""
     try:
         partial.rename(folder)
     except OSError:
         if _is_whole(folder):
-            return  # equally good
-        shutil.rmtree(folder)  # an earlier version left folders that lack something
+            return  # the other folder is equally good
+        shutil.rmtree(folder)  # an earlier version left incomplete folders
         partial.rename(folder)
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Removes what conversions left that were killed: no living one is this old."""
+    """Removes leftovers from killed conversions. No running conversion is this old."""
     for leftover in parent.glob(f"{_PARTIAL}*"):
         try:
             is_abandoned = leftover.stat().st_mtime < time.time() - 2 * MAX_S
         except OSError:
-            continue  # it has just become a folder, or another worker removed it
+            continue  # it has just been renamed, or another worker removed it
         if is_abandoned:
             shutil.rmtree(leftover, ignore_errors=True)
 
@@ -118,7 +118,8 @@ def _remove_abandoned(parent: Path) -> None:
 def _convert_apart(path: Path, folder: Path, form: str) -> None:
     """Converts in a separate process, because the I/O process never imports torch.
 
-    The process ends with this one, also if this one is killed: its standard input ends then.
+    The process exits with this one, even if this one is killed, because its standard input then
+    closes.
     """
     words = [sys.executable, "-m", "workers.models.generation.gguf", str(path), str(folder), form]
     root = Path(__file__).resolve().parents[3]
@@ -144,7 +145,7 @@ def _convert_apart(path: Path, folder: Path, form: str) -> None:
 
 
 def convert(path: Path, folder: Path) -> None:
-    """Writes the model of a GGUF file into `folder`: float32 weights, tokenizer, template."""
+    """Writes a GGUF file's model to `folder`: float32 weights, tokenizer, template."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
     from transformers.utils import logging
@@ -153,7 +154,7 @@ def convert(path: Path, folder: Path) -> None:
     options = {"gguf_file": path.name, "local_files_only": True}
     tokenizer = AutoTokenizer.from_pretrained(path.parent, **options)
     model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=torch.float32, **options)
-    # Else transformers would refuse to save what was quantized.
+    # Otherwise transformers would refuse to save a quantized model.
     model.hf_quantizer, model.is_quantized = None, False
     if hasattr(model.config, "quantization_config"):
         del model.config.quantization_config
@@ -162,7 +163,7 @@ def convert(path: Path, folder: Path) -> None:
 
 
 def describe(path: Path, folder: Path) -> None:
-    """Writes the tokenizer and the template of a GGUF file into `folder`, with a link to it."""
+    """Writes a GGUF file's tokenizer and template to `folder`, with a link to the file."""
     from gguf import GGUFReader
     from transformers import AutoTokenizer
     from transformers.utils import logging
@@ -183,8 +184,8 @@ def describe(path: Path, folder: Path) -> None:
 
 
 def _end_with_parent(folder: Path) -> None:
-    """Waits for the end of standard input. Then removes the folder, and ends this process."""
-    # Not sys.stdin, whose lock the interpreter wants at its end.
+    """Waits until standard input closes. Then removes the folder, and exits this process."""
+    # Not sys.stdin, whose lock the interpreter needs when it exits.
     while os.read(0, 4096):
         pass
     shutil.rmtree(folder, ignore_errors=True)
@@ -192,7 +193,7 @@ def _end_with_parent(folder: Path) -> None:
 
 
 def main() -> None:
-    """Makes the folder that the second argument names of the file that the first names."""
+    """Creates the folder named by the second argument from the file named by the first."""
     path, folder = Path(sys.argv[1]), Path(sys.argv[2])
     if folder.name.startswith(_PARTIAL):
         threading.Thread(target=_end_with_parent, args=(folder,), daemon=True).start()

@@ -1,20 +1,20 @@
 """A language model with continuous batching: generations join and leave between two tokens.
 
-A step reads at most `generation.chunk_tokens` of prompts, of tenants in turns, and writes one token
-of each generation whose prompt was read. So a long prompt holds the others up for one part of it at
-a time. A step that wrote the first token of a generation ends there, so that it is sent at once.
-The others write next.
+A step reads at most `generation.chunk_tokens` prompt tokens, with tenants taking turns, and writes
+one token for each generation whose prompt has been read. So a long prompt delays the others by only
+one part at a time. A step that writes a generation's first token ends there, so that the token is
+sent at once. The others write in the next step.
 
-A generation that writes alone may write several tokens in a step, of which all but the first were
-guessed (`generation.lookup_tokens`). In company each token of a guess would take time from the
-others.
+A generation that is writing by itself may write several tokens in a step, all but the first of them
+guessed (`generation.lookup_tokens`). With others present, each guessed token would take time from
+them.
 
 The prefill order is round-robin across tenants.
 
-Guesses are prompt-lookup speculative decoding: a generation is expected to continue as it did after
-the same words before, in its prompt or its own output. The model checks a guess in one pass, and
-drops tokens that it would not have written. So the text does not change, and a generation that
-quotes is written in fewer passes. Saxena, Prompt lookup decoding, 2023,
+Guesses are prompt-lookup speculative decoding: a generation is expected to continue the way its
+prompt or its own output did earlier, after the same words. The model checks a guess in one pass,
+and drops tokens that it would not have written. So the text does not change, and a generation that
+quotes takes fewer passes. Saxena, Prompt lookup decoding, 2023,
 https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
@@ -38,14 +38,16 @@ from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS, Writing
 
 _MATCHED_TOKENS = 3
-"""Number of tokens that must match. Two match by chance too often, and wrong guesses cost time."""
+"""Number of tokens that must match. Two tokens match by chance too often, and wrong guesses cost
+time.
+"""
 _FIRST_GUESS_TOKENS = 4
 _ECHO_TOKENS = 32
-"""Number of prompt tokens with log probabilities per pass. Each has logits of 0.2 to 1 MB."""
+"""Number of prompt tokens with log probabilities per pass. Each takes 0.2 to 1 MB of logits."""
 
 
 class PromptLookup:
-    """The guesses for one generation."""
+    """One generation's guesses."""
 
     def __init__(self, most: int) -> None:
         self._longest = most
@@ -55,10 +57,10 @@ class PromptLookup:
         self._known = _MATCHED_TOKENS
 
     def guess(self, ids: Sequence[int], room: int) -> list[int]:
-        """The tokens after `ids`, at most `room`. Empty: the end of `ids` was not there before.
+        """Returns likely tokens after `ids`, at most `room`. Empty: the end of `ids` is new.
 
         Args:
-            ids: all tokens of the generation so far. Those of the last call, and more.
+            ids: all of the generation's tokens so far, which extend the last call's.
             room: maximum number of useful tokens.
         """
         for at in range(self._known, len(ids)):
@@ -77,9 +79,9 @@ class PromptLookup:
 
 
 class PrefillOrder:
-    """Owners take turns with parts of their prompts. An owner's prompts are read in order.
+    """Owners take turns reading parts of their prompts. Each owner's prompts are read in order.
 
-    In order of arrival alone a short prompt would wait for all the long ones of another owner.
+    Purely in order of arrival, a short prompt would wait for all of another owner's long ones.
     """
 
     def __init__(self) -> None:
@@ -87,7 +89,7 @@ class PrefillOrder:
         """When each owner read last, counted in parts."""
 
     def order(self, owners: Sequence[str]) -> list[int]:
-        """Indices of `owners` in round-robin order."""
+        """Returns indices of `owners` in round-robin order."""
         self._last = {owner: self._last.get(owner, 0) for owner in owners}
         read_before: dict[str, int] = {}
         keys = []
@@ -119,18 +121,18 @@ class _Generation:
 
     @property
     def unread(self) -> int:
-        """Tokens without keys and values. 1: it writes, more: its prompt is being read."""
+        """Tokens without keys and values. 1: it is writing. More: its prompt is being read."""
         assert self.row is not None, "a generation that ended has no row; this is a bug"
         return len(self.ids) - len(self.row.ids)
 
     @property
     def is_read_in_part(self) -> bool:
-        """True if there is more of its prompt to read."""
+        """True if more of its prompt remains to be read."""
         return self.row is not None and (self.unread > 1 or not self.writing.ids)
 
     @property
     def echoes_logprobs(self) -> bool:
-        """True if all tokens of the prompt get log probabilities."""
+        """True if all prompt tokens get log probabilities."""
         return self.item.is_echoed and self.item.logprobs >= 0
 
     def chunk_tokens(self, most: int) -> int:
@@ -154,7 +156,7 @@ class _Generation:
 
 
 class GenerationModel:
-    """A causal language model of transformers with a row of keys and values for each generation."""
+    """A transformers causal language model with a row of keys and values for each generation."""
 
     device_name = ""
 
@@ -171,7 +173,7 @@ class GenerationModel:
         self._generations: dict[int, _Generation] = {}
         self._turns = PrefillOrder()
         self._others_wait = False
-        """True if the last step wrote first tokens only."""
+        """True if the last step wrote only first tokens."""
 
     def setup(self) -> None:
         """Loads the model.
@@ -184,7 +186,7 @@ class GenerationModel:
         self.device_name = self._decoder.device_name
 
     def warmup(self) -> None:
-        """Reads a prompt and writes a few tokens, alone and in a batch."""
+        """Reads a prompt and writes a few tokens, individually and in a batch."""
         ids = np.zeros(min(16, self._decoder.slots.capacity - 4), np.int64)
         self._decoder.read(0, 0, ids, ends=False)
         self._decoder.read(0, 0, ids)
@@ -195,7 +197,7 @@ class GenerationModel:
         """Admits a prompt.
 
         Raises:
-            OutOfMemory: the budget of tokens, or of rows, is spent.
+            OutOfMemory: no tokens or rows are left in the budget.
             PenstockError: the item can't be computed.
         """
         if not isinstance(item, PreparedPrompt):
@@ -212,7 +214,7 @@ class GenerationModel:
         self._generations[slot] = generation
 
     def _give_row(self, generation: _Generation) -> None:
-        """A row that begins as the generation does, if there is one."""
+        """Assigns a row, preferably one with the generation's first tokens."""
         owner = "*" if self._shares_with_all else generation.item.owner
         # Shared tokens are not computed, so they have no log probabilities.
         known = [] if generation.echoes_logprobs else generation.ids[:-1]
@@ -222,14 +224,14 @@ class GenerationModel:
         self._rows.take(row, generation.ids[:shared], owner)
         generation.row = row
         generation.cached_tokens = min(shared, generation.prompt_tokens)
-        if generation.item.written_ids:  # its own row may be left of when it was here before
+        if generation.item.written_ids:  # its own row may remain from an earlier run
             generation.cached_tokens = generation.item.written_cached_tokens
 
     def step(self) -> StepEnd:
-        """Reads a part of the prompts, and writes a token of each generation that was read.
+        """Reads part of the prompts, and writes a token for each generation whose prompt was read.
 
         Raises:
-            Exception: the model failed. All generations that are in are dropped.
+            Exception: the model failed. All admitted generations are dropped.
         """
         end = StepEnd()
         try:
@@ -249,9 +251,9 @@ class GenerationModel:
         return end
 
     def _read(self, end: StepEnd) -> bool:
-        """Reads prompts, owners in turns, `chunk_tokens` at most.
+        """Reads at most `chunk_tokens` prompt tokens. Owners take turns.
 
-        Returns whether one was read to its end, so it has a first token.
+        Returns whether a prompt was read to its end, so its generation has a first token.
         """
         tokens_left, has_first = self._chunk_tokens, False
         waiting = [
@@ -282,9 +284,9 @@ class GenerationModel:
     def _read_part(
         self, generation: _Generation, start: int, part: list[int], *, ends: bool
     ) -> Any:
-        """Reads a part of a prompt.
+        """Reads part of a prompt.
 
-        Returns the logits after it if the prompt ends there. None otherwise.
+        Returns the logits after that part if the prompt ends there, and otherwise None.
         """
         assert generation.row is not None, "this is a bug"
         if not generation.echoes_logprobs:
@@ -295,7 +297,7 @@ class GenerationModel:
         return logits[-1] if ends else None
 
     def _write(self, end: StepEnd) -> None:
-        """Writes one token of each generation whose prompt was read."""
+        """Writes one token for each generation whose prompt was read."""
         generations = [
             generation
             for generation in self._generations.values()
@@ -329,10 +331,10 @@ class GenerationModel:
             self._add_token(generation, row, end)
 
     def _check_guess(self, generation: _Generation, guessed: list[int], end: StepEnd) -> bool:
-        """Writes tokens as long as they match the guess, and one more.
+        """Writes tokens as long as they match the guess, plus one more.
 
-        Returns False if the guess produces numbers that are not finite. The generation may continue
-        without it.
+        Returns False if the guess produces numbers that are not finite. The generation may still
+        continue without a guess.
         """
         assert generation.row is not None, "this is a bug"
         start = len(generation.row.ids)
@@ -362,13 +364,13 @@ class GenerationModel:
         try:
             generation.ids.append(generation.writing.write(logits))
         except PenstockError as error:
-            # Its values may be NaN, which would spoil the generation that gets the row next.
+            # Its values may be NaN, which would corrupt the next generation that gets the row.
             self._forget(generation)
             self._leave(generation.slot)
             end.results[generation.slot] = error
 
     def _make_room(self, end: StepEnd, error: OutOfMemory) -> None:
-        """Sends the youngest generation back to its queue. If it is the only one, it fails."""
+        """Sends the newest generation back to its queue. If it is the only one, it fails."""
         slot, generation = list(self._generations.items())[-1]
         alone = len(self._generations) == 1
         self._forget(generation)
@@ -400,7 +402,7 @@ class GenerationModel:
     def interrupt(self, slot: int) -> TokenChunk | None:
         """Removes an admitted generation.
 
-        Its row keeps what it has, until another generation gets it.
+        Its row keeps its contents until another generation gets it.
         """
         chunk = self._generations[slot].chunk()
         self._leave(slot)

@@ -1,7 +1,7 @@
 """Converts conversations and prompts to token ids, in the I/O process.
 
-The chat template of a model folder is untrusted code, so it is bounded and runs in a sandbox. Its
-environment is the same as in transformers' apply_chat_template, without its import of 60 MB.
+A model folder's chat template is untrusted code, so it is limited and runs in a sandbox. Its
+environment is the same as in transformers' apply_chat_template, without the 60 MB import.
 """
 
 from __future__ import annotations
@@ -32,9 +32,11 @@ from workers.models.generation.schemas import NO_SCHEMA, GrammarSchema, read_sch
 from workers.models.generation.vocabulary import Vocabulary
 
 MAX_TEXT_CHARS = 4 * 1024 * 1024
-"""Characters of a rendered conversation, and of any text that a template makes on its way."""
+"""Maximum characters in a rendered conversation, and in any text that a template creates along the
+way.
+"""
 MAX_S = 2.0
-"""Seconds for one conversation. Usual ones take less than a millisecond."""
+"""Time limit for one conversation. Typical ones take less than a millisecond."""
 _OPERATORS = frozenset({"+", "*", "**", "%"})
 
 _IDS = np.dtype("<u4")
@@ -46,8 +48,8 @@ class ChatTemplate:
     """A compiled template.
 
     Args:
-        source: the template, as in chat_template.jinja.
-        tokens: texts of tokens that templates name, such as `bos_token`.
+        source: the template, as in chat_template.jinja. tokens: texts of the tokens that templates
+            refer to, such as `bos_token`.
 
     Raises:
         ValueError: it is not a template.
@@ -63,7 +65,7 @@ class ChatTemplate:
             raise ValueError(f"the chat template is broken: {error}") from error
         self._tokens = tokens
         self.takes_tools = "tools" in find_undeclared_variables(self._environment.parse(source))
-        """False if it leaves out tools, so that the model would not know of them."""
+        """False if it omits tools, so that the model would not see them."""
 
     def render(
         self,
@@ -73,14 +75,14 @@ class ChatTemplate:
         *,
         is_open: bool = False,
     ) -> str:
-        """The prompt for the next message of the assistant.
+        """Returns the prompt for the assistant's next message.
 
         Args:
-            options: other variables that the template knows.
-            is_open: whether the last message is the one that the assistant continues.
+            options: other variables for the template. is_open: True if the assistant continues the
+                last message.
 
         Raises:
-            ValueError: the template refuses the messages, fails, or does too much.
+            ValueError: the template rejects the messages, fails, or does too much work.
         """
         self._environment.restart()
         parts, length = [], 0
@@ -108,7 +110,7 @@ class _Refused(TemplateError):
 
 
 class _Generation(Extension):
-    """The tag around text written by the assistant, which matters only in training."""
+    """The tag around text written by the assistant, which matters only for training."""
 
     tags = {"generation"}  # noqa: RUF012
 
@@ -118,7 +120,7 @@ class _Generation(Extension):
 
 
 class _Environment(ImmutableSandboxedEnvironment):
-    """Checks the time in each loop and call, and the length of each text that is put together."""
+    """Checks the time in each loop and call, and the length of each assembled text."""
 
     intercepted_binops = _OPERATORS
 
@@ -140,7 +142,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         self._until_s = self._clock() + MAX_S
 
     def check(self, length: int) -> None:
-        """Fails if a text is too long, or the time is over."""
+        """Fails if a text is too long or the time limit has passed."""
         if length > MAX_TEXT_CHARS:
             raise SecurityError(f"it produces more than the maximum of {MAX_TEXT_CHARS} characters")
         if self._clock() > self._until_s:
@@ -156,7 +158,7 @@ class _Environment(ImmutableSandboxedEnvironment):
         return "".join(texts)
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
-        """Computes an operator that could make a large text or number."""
+        """Evaluates an operator that could create a large text or number."""
         self.check(_product_length(operator, left, right))
         return super().call_binop(context, operator, left, right)
 
@@ -169,7 +171,7 @@ class _Environment(ImmutableSandboxedEnvironment):
 
 
 def _product_length(operator: str, left: Any, right: Any) -> int:
-    """Returns how long the result may be, roughly."""
+    """Returns roughly how long the result may be."""
     sizes = [
         len(operand) if isinstance(operand, str | list | tuple) else 0 for operand in (left, right)
     ]
@@ -181,7 +183,7 @@ def _product_length(operator: str, left: Any, right: Any) -> int:
     if operator == "**" and len(numbers) == 2:
         return abs(numbers[0]).bit_length() * max(numbers[1], 0)
     if operator == "%" and isinstance(left, str):
-        return MAX_TEXT_CHARS + 1  # a width in the format makes any length
+        return MAX_TEXT_CHARS + 1  # a width in the format can produce any length
     return 0
 
 
@@ -192,7 +194,7 @@ class _Bounds(NodeTransformer):
 
 
 def _bound_time(tree: nodes.Template) -> nodes.Template:
-    """The template with a check of the time in each loop and macro, and of texts put together."""
+    """Adds checks of the time in each loop and macro, and of assembled texts."""
     tree = _Bounds().visit(tree)
     kinds: tuple[type[Any], ...] = (nodes.For, nodes.Macro, nodes.CallBlock)
     for block in tree.find_all(kinds):
@@ -230,8 +232,8 @@ def _to_json(
 class PromptPreparer:
     """Prepares GenerationInputs.
 
-    A text of a caller never becomes a control token: `<|im_end|>` within a message is read as
-    the characters that it has.
+    A caller's text never becomes a control token. `<|im_end|>` in a message is read as plain
+    characters.
 
     Raises:
         ConfigurationError: the folder is not a text model.
@@ -360,10 +362,10 @@ class PromptPreparer:
         tools: list[dict[str, Any]],
         options: dict[str, Any],
     ) -> str:
-        """Renders a conversation. If the assistant wrote its last message, the text ends in it.
+        """Renders a conversation. If its last message is the assistant's, the text ends within it.
 
         Raises:
-            ValueError: the template refuses the messages, or cannot leave the last one open.
+            ValueError: the template rejects the messages, or can't leave the last one open.
         """
         *before, last = messages
         if last.get("role") != "assistant":
@@ -383,7 +385,7 @@ class PromptPreparer:
         return start
 
     def _encode(self, text: str, field: str) -> list[int]:
-        """The text of a template, whose control tokens count."""
+        """Encodes a template's text, including its control tokens."""
         try:
             ids: list[int] = self._vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
         except (TypeError, UnicodeError, ValueError) as error:
@@ -391,7 +393,7 @@ class PromptPreparer:
         return ids
 
     def _encode_plain(self, text: str, field: str, *, special: bool) -> list[int]:
-        """Encodes text without control tokens, except the tokens that the model puts around it."""
+        """Encodes text without control tokens, except tokens that the model adds around it."""
         try:
             ids: list[int] = self._vocabulary.plain_tokenizer.encode(
                 text, add_special_tokens=special
@@ -401,7 +403,7 @@ class PromptPreparer:
         return ids
 
     def _read_schema(self, value: GenerationInput) -> GrammarSchema:
-        """Raises BadInput for a schema that can't be used. Answers are kept, because it is slow."""
+        """Raises BadInput for a schema that can't be used. Caches results, because this is slow."""
         schema = value.json_schema
         if not schema:
             return NO_SCHEMA
@@ -420,7 +422,7 @@ class PromptPreparer:
 
 
 class _Marks:
-    """Hides the texts of control tokens in messages from the tokenizer of the template."""
+    """Hides control tokens' texts in messages from the template's tokenizer."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = sorted(texts, key=len, reverse=True)
@@ -443,7 +445,7 @@ class _Marks:
         return value
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """The parts of a rendered text, and of each whether it was hidden."""
+        """Returns the parts of a rendered text, each with whether it was hidden."""
         first, *others = text.split(f"\ue000{self._nonce}:")
         parts = [(first, False)]
         for other in others:
@@ -453,11 +455,11 @@ class _Marks:
 
 
 def _read_template(vocabulary: Vocabulary) -> ChatTemplate | None:
-    """The template of chat_template.jinja, or else of tokenizer_config.json, if there is one."""
+    """Returns the template from chat_template.jinja, or else from tokenizer_config.json, if any."""
     config = vocabulary.read("tokenizer_config.json")
     path = vocabulary.folder / "chat_template.jinja"
     source = config.get("chat_template")
-    if isinstance(source, list):  # several, with names
+    if isinstance(source, list):  # several named templates
         source = {template["name"]: template["template"] for template in source}.get("default")
     try:
         if path.is_file():

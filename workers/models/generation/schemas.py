@@ -1,13 +1,13 @@
-"""JSON schemas of callers: what the tokens of a text are held to, and what only a whole text shows.
+"""Callers' JSON schemas: the parts that constrain tokens, and the parts that need a whole text.
 
-A grammar decides token by token, so it follows most of a schema, but it can't ensure, for example,
-that the items of a list differ, or that exactly one of several forms matches. Such schemas are
+A grammar works token by token, so it follows most of a schema, but it can't ensure, for example,
+that a list's items are unique, or that exactly one of several forms matches. Such schemas are
 accepted anyway. The rest of the schema is checked when the text has ended, and a text that violates
 it fails.
 
-The size of a schema is bounded, because all texts of a batch pay for it at each token. So is the
-work of the check, for which they wait: parts that refer to others twice, level after level, make a
-small schema take longer than a day.
+A schema's size is limited, because all texts in a batch pay for it at each token. So is the work of
+the check, which delays them too. If parts refer to others twice, level after level, checking even a
+small schema could take more than a day.
 """
 
 from __future__ import annotations
@@ -26,31 +26,36 @@ import jsonschema_rs
 from workers.models.generation.vocabulary import Vocabulary
 
 MAX_BYTES = 32 * 1024
-"""The size of the schema as JSON. One of this size takes up to about 0.2 s to read."""
+"""The maximum size of the schema as JSON. A schema of this size takes up to about 0.2 s to read."""
 MAX_CHARACTERS = 4096
-"""The limit for a constant, a pattern or a name, as JSON has it: a control character is six of
-them. One of this length takes 2 ms at each token, and one of 60,000 takes 35 ms."""
+"""The maximum length of a constant, a pattern or a name as written in JSON, where a control
+character counts as six. At this length, each token takes 2 ms, and at 60,000 it takes 35 ms.
+"""
 MAX_DEPTH = 100
-"""Objects and lists of a schema within each other. The matcher takes 124."""
+"""Maximum nesting depth of objects and lists in a schema. The matcher supports 124."""
 MAX_MULTIPLES = 20_000
-"""The sum of all `multipleOf`, without decimal points and zeros at the end. A grammar has a state
-for each remainder, so it takes time and memory in proportion: this many 0.3 s, a million 28 s."""
+"""The maximum sum of all `multipleOf`, ignoring decimal points and trailing zeros. A grammar has a
+state for each remainder, so its time and memory are proportional: this many take 0.3 s, a million
+take 28 s.
+"""
 MAX_EVALUATIONS = 100_000
-"""Of parts of a schema, for one text. So many take about 0.1 s."""
+"""Maximum evaluations of a schema's parts for one text, which take about 0.1 s."""
 MAX_EXPLAINED = 5_000
-"""Evaluations after which a reason is found, which takes far longer than that there is one."""
+"""Maximum evaluations for which a reason is found. Finding the reason takes far longer than the
+check itself.
+"""
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 _NOT_MATCHED = frozenset({"description", "title", "$comment", "$id", "$schema"})
 
 _GRAMMAR_OPTIONS = "x-guidance"
-"""The field that llguidance reads its options from. One in a caller's schema has no meaning."""
+"""The field that llguidance reads its options from. In a caller's schema, it has no meaning."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _CALL = {"whitespace_pattern": " ?"}
-"""Nobody reads the JSON of a call, so it needs no new lines, of which a model may not find out."""
+"""Nobody reads a tool call's JSON, so it needs no line breaks, which a model may get stuck in."""
 
 _JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
-"""With one of these several numbers may hold for one value."""
+"""With one of these keywords, several numbers may apply to one value."""
 
 _TOO_MANY = (
     f"comparing text with it takes more than the maximum of {MAX_EVALUATIONS} evaluations of its "
@@ -83,13 +88,13 @@ _WORDS = (
         "multipleOf: the number has too many digits; use fewer",
     ),
 )
-"""Errors of llguidance, and the messages shown to callers."""
+"""llguidance's errors, and the messages shown to callers."""
 _REGEX_ERROR = re.compile(r"regex parse error:\s*(.*?)\n.*error: (.*)", re.DOTALL)
 _WITHOUT = re.compile(r"\s*while processing .*", re.DOTALL)
 
 
 def check_size(json_schema: str) -> None:
-    """Checks the size of a schema, before anything is made of it.
+    """Checks a schema's size before doing anything else with it.
 
     Raises:
         ValueError: the schema, or a text or number in it, is too large or too deep, or it is not
@@ -98,7 +103,7 @@ def check_size(json_schema: str) -> None:
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:
         raise ValueError(f"must have at most {MAX_BYTES} bytes, got {size_bytes}")
-    # Before it is read: how deep Python's own parser goes depends on the version and the stack.
+    # Before parsing, because how deep Python's parser can go depends on the version and the stack.
     depth = _depth(json_schema)
     if depth > MAX_DEPTH:
         raise ValueError(f"must be nested at most {MAX_DEPTH} levels deep, got {depth}")
@@ -141,10 +146,10 @@ def _find_matched_texts(schema: Any) -> Iterator[str]:
 
 
 class GrammarSchema(NamedTuple):
-    """A schema as the model follows it.
+    """A schema in the form that the model follows.
 
-    `followed` is for the grammar, as JSON. `checked` is the schema that a whole text is compared
-    with. Empty: the grammar follows all of it.
+    `followed` is the grammar's schema, as JSON. `checked` is the schema that a whole text is
+    compared with. Empty: the grammar follows all of it.
     """
 
     followed: str
@@ -155,7 +160,7 @@ NO_SCHEMA = GrammarSchema("")
 
 
 def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> GrammarSchema:
-    """Finds out how a schema can be followed.
+    """Determines how a schema can be followed.
 
     Args:
         is_call: True for the schema of a tool call.
@@ -180,7 +185,7 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
         vocabulary.matcher(lenient)
     except ValueError as error:
         raise ValueError(_in_words(str(error))) from error
-    # Of any text, each part is evaluated once at least. Its own parts may multiply it.
+    # For any text, each part is evaluated at least once. Its own parts may multiply that.
     evaluations = _Evaluations(json.loads(plain))
     if any(evaluations.of(part, None) > MAX_EVALUATIONS for part in evaluations.schemas):
         raise ValueError(f"{_TOO_MANY}; use fewer parts that refer to the same part")
@@ -213,7 +218,7 @@ def _check_multiples(schema: Any) -> None:
 
 
 def _digits_of(number: float) -> int:
-    """A number without its decimal point and zeros: 125 of 1.25 and of 1250."""
+    """Returns a number without its decimal point and zeros: 125 for 1.25 and for 1250."""
     exact = Decimal(str(number))
     if not exact.is_finite():
         return 0
@@ -242,7 +247,7 @@ def why_not_matched(text: str, schema: str) -> str:
 
 
 class _Part(NamedTuple):
-    """A part of a schema that a value is compared with, and how often."""
+    """A part of a schema that a value is compared with, and the number of times."""
 
     schema: Mapping[str, Any]
     value: Any
@@ -254,15 +259,16 @@ class _Part(NamedTuple):
 
 
 class _Evaluations:
-    """Bounds how many evaluations of its parts it takes to compare a value with a schema.
+    """Limits how many evaluations of a schema's parts it takes to compare a value with the schema.
 
-    No part is taken to be skipped, and a reference to refer to all that it may, so it is at most
-    too high. Each part counts once for each way to it, but is visited once for each value.
+    This assumes that no part is skipped, and that a reference refers to everything it may refer to,
+    so the count is never too low. Each part counts once for each path to it, but is visited only
+    once for each value.
     """
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schemas = list(_walk_schemas(schema))
-        """All that may be schemas in it."""
+        """All parts of it that may be schemas."""
         self._roots = [schema, *(part for part in self.schemas if "$id" in part)]
         self._named: dict[str, list[Mapping[str, Any]]] = {}
         for part in self.schemas:
@@ -273,7 +279,7 @@ class _Evaluations:
         """Evaluations by schema and value. None: they are being counted."""
 
     def of(self, schema: Mapping[str, Any], value: Any) -> int:
-        """Returns the evaluations for a value. More than MAX_EVALUATIONS: they were not counted."""
+        """Returns the evaluations for a value. If over MAX_EVALUATIONS, counting stopped there."""
         waiting = [_Part(schema, value, 1)]
         while waiting:
             part = waiting[-1]
@@ -284,7 +290,7 @@ class _Evaluations:
             uncounted = [inner for inner in parts if self._known.get(inner.key) is None]
             is_endless = any(
                 inner.key in self._known for inner in uncounted
-            )  # it comes back to itself
+            )  # it refers back to itself
             if is_endless or max(len(parts), len(self._known)) >= MAX_EVALUATIONS:
                 return MAX_EVALUATIONS + 1
             if uncounted:
@@ -298,7 +304,7 @@ class _Evaluations:
 
     def _parts(self, part: _Part) -> Iterator[_Part]:
         schema, value, _ = part
-        # Properties and items for "unevaluated" keywords are found by another evaluation.
+        # Properties and items for "unevaluated" keywords are found by a separate evaluation.
         times = 1 if _UNEVALUATED.isdisjoint(schema) else 2
         same = [schema.get(keyword) for keyword in _SAME]
         for keyword in _SAME_LISTS:
@@ -375,12 +381,12 @@ def _named(value: Any) -> dict[str, Any]:
 
 
 def _last_name(name: str) -> str:
-    """The end of a name, which relative and absolute ones have in common."""
+    """Returns the end of a name, which relative and absolute names have in common."""
     return name.rstrip("#/").rpartition("/")[2]
 
 
 def _at(schema: Any, pointer: str) -> Any:
-    """Returns what a JSON pointer (RFC 6901) leads to. None: nothing."""
+    """Returns the value at a JSON pointer (RFC 6901). None: there is none."""
     for escaped in pointer.split("/")[1:]:
         name = escaped.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list):
@@ -392,7 +398,7 @@ def _at(schema: Any, pointer: str) -> Any:
 
 def _validator(schema: str) -> Any:
     try:
-        # Patterns of strangers must not take exponential time, which this engine can't.
+        # Callers' patterns must not take exponential time, and with this engine they can't.
         return jsonschema_rs.validator_for(
             json.loads(schema),
             offline=True,
@@ -404,7 +410,7 @@ def _validator(schema: str) -> Any:
 
 
 def _number(text: str) -> int | float:
-    """JSON has one kind of numbers: a maxItems of 2.0 is one of 2."""
+    """Converts a number. JSON has only one kind, so a maxItems of 2.0 means 2."""
     number = float(text)
     return int(number) if number.is_integer() else number
 

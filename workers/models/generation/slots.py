@@ -1,6 +1,6 @@
-"""Keys and values of several generations, one row each, and the attention over them.
+"""Several generations' keys and values, one row each, and the attention over them.
 
-It also knows which row of the cache has the keys and values of which tokens.
+Also tracks which cache row has the keys and values of which tokens.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STEP_TOKENS = 64
 
 @dataclass(eq=False, slots=True)
 class KvRow:
-    """A row, and the tokens whose keys and values it has. They stay when the generation leaves."""
+    """A row, and the tokens whose keys and values it has. These stay when the generation leaves."""
 
     number: int
     ids: list[int] = field(default_factory=list)
@@ -37,7 +37,7 @@ class KvRow:
     """Only generations of the same owner may use its tokens. Empty: none may."""
     is_taken: bool = False
     freed: int = 0
-    """Grows with each row that becomes free."""
+    """Increases with each row that becomes free."""
 
 
 class KvRows:
@@ -51,8 +51,7 @@ class KvRows:
         """Returns a free row for a generation that begins with `ids`.
 
         Returns:
-            Returns the row, the row to copy its first tokens from (None: it has them), and their
-            number.
+            The row, the row to copy its first tokens from (None: it has them), and their number.
         """
         free = [row for row in self.all if not row.is_taken]
         assert free, "no row is free; this is a bug"
@@ -65,7 +64,7 @@ class KvRows:
         )
         if shared < MIN_SHARED_TOKENS:
             return oldest, None, 0
-        # A row that is much longer may serve others again, so it is copied.
+        # A much longer row may be useful to others again, so it is copied.
         if not best.is_taken and (best is oldest or len(best.ids) <= 2 * shared):
             return best, None, shared
         target = oldest if oldest is not best else best
@@ -81,9 +80,9 @@ class KvRows:
         row.freed = next(self._clock)
 
     def gather(self, rows: Sequence[KvRow]) -> Iterator[tuple[int, int, int]]:
-        """Makes `rows` the first ones. Yields exchanges of two rows: numbers, and tokens of them.
+        """Moves `rows` to the front. Yields each swap: two row numbers, and a number of tokens.
 
-        Each exchange must be done at once.
+        Each swap must be done immediately.
         """
         wanted = set(map(id, rows))
         targets = [target for target in range(len(rows)) if id(self.all[target]) not in wanted]
@@ -115,7 +114,7 @@ class ForwardPass:
     Either one row gets several tokens (a part of a prompt), or the first rows get one token each.
 
     Args:
-        rows: the number of the first row, and of the one behind the last.
+        rows: the number of the first row, and of the row after the last.
         starts: how many tokens each row has before, int64 [rows].
         tokens: how many tokens each row gets.
         capacity: maximum number of tokens in a row.
@@ -129,7 +128,7 @@ class ForwardPass:
         self.tokens = tokens
         longest = int(starts.max()) + tokens
         self.single = rows[1] - rows[0] == 1
-        # A single row needs no padding, and several get few different lengths.
+        # A single row needs no padding, and several rows get only a few different lengths.
         self.length = longest if self.single else -(-longest // _STEP_TOKENS) * _STEP_TOKENS
         self.length = min(self.length, capacity)
         self._masks: dict[int | None, torch.Tensor | None] = {}
@@ -161,7 +160,7 @@ class ForwardPass:
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """A transformers cache whose rows are filled by different generations, to different lengths.
+    """A transformers cache whose rows different generations fill to different lengths.
 
     Args:
         rows: maximum number of generations.
@@ -175,7 +174,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         self._keys: list[torch.Tensor] = []
         self._values: list[torch.Tensor] = []
         self.reading: ForwardPass | None = None
-        """The pass that is computed now."""
+        """The current pass."""
 
     def update(
         self,
@@ -185,7 +184,7 @@ class SlotCache(Cache):  # type: ignore[misc]
         *_: Any,
         **__: Any,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Adds keys and values [rows, heads, tokens, width] of a layer.
+        """Adds a layer's keys and values [rows, heads, tokens, width].
 
         Returns the states of all tokens so far, [rows, heads, length, width].
         """
@@ -211,11 +210,11 @@ class SlotCache(Cache):  # type: ignore[misc]
         return 0
 
     def _room(self, states: torch.Tensor) -> torch.Tensor:
-        """Zeros for all rows: attention multiplies what it masks by 0, which NaN survives."""
+        """Returns zeros for all rows. Attention multiplies masked values by 0, but NaN persists."""
         shape = (self._rows, states.shape[1], self.capacity, states.shape[3])
         if states.device.type != "cpu":
             return torch.zeros(shape, dtype=states.dtype, device=states.device)
-        # The system allocates this memory only when it is written.
+        # The system allocates this memory only once it is written to.
         count = int(np.prod(shape)) * states.element_size()
         return torch.from_numpy(np.zeros(count, np.uint8)).view(states.dtype).view(shape)
 
@@ -228,13 +227,13 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def copy(self, source: int, target: int, tokens: int) -> None:
-        """Copies the first tokens of a row to another one."""
+        """Copies a row's first tokens to another row."""
         for layer in (*self._keys, *self._values):
             layer[target, :, :tokens] = layer[source, :, :tokens]
 
     @torch.inference_mode()
     def clear(self, row: int, start: int = 0) -> None:
-        """Forgets a row from its token `start` on, NaN included."""
+        """Clears a row from its token `start` on, including NaN."""
         for layer in (*self._keys, *self._values):
             layer[row, :, start:].zero_()
 
@@ -252,9 +251,9 @@ def attend(
     slots: SlotCache | None = None,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """The attention of one layer for transformers: [rows, heads, tokens, width] in.
+    """Computes one layer's attention for transformers, from [rows, heads, tokens, width].
 
-    Returns [rows, tokens, heads, width]. The mask is the mask of the pass in `slots`.
+    Returns [rows, tokens, heads, width]. The mask is the one from the pass in `slots`.
     """
     if options.get("s_aux") is not None or slots is None or slots.reading is None:
         raise ConfigurationError("this model's attention is not supported", field="source")
@@ -262,7 +261,7 @@ def attend(
     rows, heads, tokens, width = query.shape
     groups = heads // key.shape[1]
     if tokens == 1:
-        # The heads of a group are rows of one product, so keys are read once.
+        # A group's heads are rows in one product, so keys are read once.
         query = query.reshape(rows, key.shape[1], groups, width)
     elif groups > 1:
         key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)

@@ -1,4 +1,4 @@
-"""The tokenizer of a text model: ids to bytes, ends of texts, grammars. Imports no torch."""
+"""A text model's tokenizer: ids to bytes, ends of texts, grammars. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ from tokenizers import Tokenizer
 from shared.errors import ConfigurationError
 
 WHITESPACE = r"(\n(\t{0,8}|[ ]{0,40})|[ ]{0,2})"
-"""Between the parts of JSON: a new line with its indent, or up to two spaces. A model that repeats
-itself would write line after line until its tokens end. A schema may have another one.
+"""Whitespace between the parts of JSON: a line break with its indent, or up to two spaces.
+Otherwise, a model that repeats itself would write line after line until it ran out of tokens. A
+schema may specify a different pattern.
 """
 _MATCHERS_KEPT = 64
 _OPTIONAL = frozenset({"generation_config.json", "tokenizer_config.json"})
 
 
 class Vocabulary:
-    """The tokens of a model, as described by the files of its folder.
+    """A model's tokens, as described by the files in its folder.
 
     Raises:
         ConfigurationError: a file is missing or broken, or no token ends a text.
@@ -48,7 +49,7 @@ class Vocabulary:
         self._matchers: dict[str, LLMatcher] = {}
 
     def read(self, name: str) -> dict[str, Any]:
-        """A JSON file of the folder.
+        """Returns the contents of one of the folder's JSON files.
 
         Raises:
             ConfigurationError: it is missing or broken.
@@ -81,7 +82,7 @@ class Vocabulary:
 
     @cached_property
     def plain_tokenizer(self) -> Tokenizer:
-        """The tokenizer for texts of callers: it reads no control tokens."""
+        """Returns the tokenizer for callers' texts, which reads no control tokens."""
         tokenizer = _open_tokenizer(self.folder / "tokenizer.json")
         tokenizer.encode_special_tokens = True
         return tokenizer
@@ -94,7 +95,7 @@ class Vocabulary:
 
     @property
     def grammar_size(self) -> int:
-        """The number of tokens that the mask of a matcher has bits for."""
+        """The number of tokens covered by a matcher's mask."""
         return max(self.size, self.tokenizer.get_vocab_size())
 
     def token_bytes(self, token: int) -> bytes:
@@ -102,11 +103,11 @@ class Vocabulary:
         if token in self.special or token in self.ends or token >= self._grammar_tokens.vocab_size:
             return b""
         data: bytes = self._grammar_tokens.decode_bytes([token])
-        # The library marks control tokens with this byte, and takes the byte itself for one.
+        # The library marks control tokens with this byte, and mistakes the byte itself for one.
         return b"\xff" if not data and token in self._byte_ff else data
 
     def shown_bytes(self, token: int) -> bytes:
-        """The bytes of a token's text. That of a control token is its name."""
+        """Returns the bytes of a token's text. A control token's text is its name."""
         return self.token_bytes(token) or self.special.get(token, "").encode()
 
     @cached_property
@@ -115,22 +116,22 @@ class Vocabulary:
 
     @cached_property
     def digits(self) -> NDArray[np.bool_]:
-        """A mask of the tokens that begin with a digit, [size] bool."""
+        """Returns a mask of the tokens that start with a digit, [size] bool."""
         return np.array([self.token_bytes(token)[:1].isdigit() for token in range(self.size)])
 
     @cached_property
     def zeros(self) -> NDArray[np.bool_]:
-        """A mask of the tokens that begin with the digit 0, [size] bool."""
+        """Returns a mask of the tokens that start with the digit 0, [size] bool."""
         return np.array([self.token_bytes(token)[:1] == b"0" for token in range(self.size)])
 
     @cached_property
     def _byte_ff(self) -> frozenset[int]:
-        """The tokens of the byte 0xff, which UTF-8 does not have: byte-level, and as a fallback."""
+        """Returns tokens for the byte 0xff, which UTF-8 never uses: byte-level, and fallback."""
         named = (self.tokenizer.token_to_id(name) for name in ("\u00ff", "<0xFF>"))
         return frozenset(token for token in named if token is not None)
 
     def matcher(self, json_schema: str) -> LLMatcher:
-        """A matcher of texts that are JSON of this schema. The last ones are kept.
+        """Returns a matcher for JSON texts with this schema. Caches the most recent ones.
 
         Raises:
             ValueError: the schema is not valid, or has parts that are not supported.
@@ -159,7 +160,7 @@ class Vocabulary:
         return matcher
 
     def _try_token(self, matcher: LLMatcher) -> None:
-        """Some schemas fail here first, such as those with too many parts of which any may come."""
+        """Some schemas fail only here, such as schemas with too many alternative parts."""
         mask = np.empty(-(-self.grammar_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

@@ -1,10 +1,10 @@
-"""The output of one item: chooses its next token from logits, and ends its text.
+"""One item's output: chooses its next token from logits, and ends its text.
 
-It finds where a text stops, and how much of it readers may see before that is known. It also bounds
-the length of a number at the end of unfinished JSON.
+It finds where a text stops, and how much of the text readers may see before that is known. It also
+limits the length of a number at the end of unfinished JSON.
 
 Randomness depends only on the item's seed and the token's position. So an item gets the same
-numbers alone, together with others, and on the worker that resumes it.
+numbers on its own, together with others, and on a worker that resumes it.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ IdArray = npt.NDArray[np.int64]
 Row = npt.NDArray[np.float32]
 """One number per token of the vocabulary."""
 _FIRST_TRY = 64
-"""Number of tokens to sort first for top_p. It is usually enough."""
+"""Number of tokens to sort first for top_p. This is usually enough."""
 
 MIN_LOGPROB = -9999.0
-"""In place of minus infinity, which JSON does not have. OpenAI's API shows the same number:
+"""Replaces minus infinity, which JSON doesn't have. OpenAI's API shows the same number:
 https://platform.openai.com/docs/api-reference/chat/object
 """
 NO_NUMBERS = "the model did not compute valid numbers for this text"
 MAX_DIGITS = 20
-"""A double holds 17 digits. A repetitive model would write digits until its tokens run out."""
+"""A double has 17 digits. A repetitive model would write digits until its tokens run out."""
 _IN_NUMBERS = frozenset("+-.eE")
 
 IDS = np.dtype("<u4")
 
 
 def uniform(seed: int, position: int) -> float:
-    """The random number for the token at `position` of an item, from 0 to 1 (excluded).
+    """Returns the random number for an item's token at `position`, from 0 to 1 (exclusive).
 
     Philox 4x64-10 with the seed as its key and the position as its counter (Salmon et al., Parallel
     random numbers: as easy as 1, 2, 3, 2011).
@@ -53,16 +53,15 @@ def uniform(seed: int, position: int) -> float:
 
 
 def adjust(logits: Row, written: Sequence[int], prompt: IdArray, item: PreparedPrompt) -> Row:
-    """The logits with the bias and the penalties of an item, in vLLM's order.
+    """Returns the logits with an item's bias and penalties applied, in vLLM's order.
 
-    First logit_bias is added. Then repetition_penalty divides or multiplies the logits of tokens
-    that the prompt or the text has (Keskar et al., CTRL, 2019, section 4.1). Last go OpenAI's
-    penalties for tokens of the text: count * frequency_penalty + (count > 0) * presence_penalty.
+    First logit_bias is added. Then repetition_penalty divides or multiplies the logits of tokens in
+    the prompt or the text (Keskar et al., CTRL, 2019, section 4.1). Last come OpenAI's penalties
+    for tokens in the text: count * frequency_penalty + (count > 0) * presence_penalty.
 
     Args:
         logits: float32 [vocabulary].
-        written: the tokens of the text so far.
-        prompt: the tokens of the prompt, each once.
+        written: the text's tokens so far. prompt: the prompt's tokens, each once.
     """
     repeats = item.repetition_penalty != 1
     penalizes = bool(written) and bool(item.frequency_penalty or item.presence_penalty)
@@ -84,14 +83,15 @@ def adjust(logits: Row, written: Sequence[int], prompt: IdArray, item: PreparedP
 
 
 def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
-    """The token for `position`. Tokens that are not allowed have logits of -inf.
+    """Returns the token for `position`. Disallowed tokens have logits of -inf.
 
     top_k is applied first, then top_p to the rest, then min_p, as transformers does. (vLLM applies
     min_p first.)
     """
     if item.temperature == 0 or item.top_k == 1:
         return int(np.argmax(logits))
-    # Smaller ones overflow. They make a difference of 1e-3 in logits certain, as 0 does.
+    # Smaller temperatures overflow. At this one, a difference of 1e-3 in logits already decides, as
+    # with 0.
     temperature = max(item.temperature, 1e-5)
     scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
     tokens = _top_k(scaled, item.top_k)
@@ -102,14 +102,14 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     if item.min_p > 0:
         weights = np.where(weights >= item.min_p * weights.max(), weights, 0.0)
     sums = np.cumsum(weights)
-    # A token without weight is never chosen, because its sum does not exceed the previous one.
+    # A token without weight is never chosen, because its sum does not exceed the previous token's.
     at = int(np.searchsorted(sums, uniform(item.seed, position) * sums[-1], side="right"))
     at = min(at, int(np.flatnonzero(weights)[-1]))
     return at if tokens is None else int(tokens[at])
 
 
 def _top_k(scaled: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.int64] | None:
-    """The `top_k` most likely tokens, in order of their ids. None: all."""
+    """Returns the `top_k` most likely tokens, in order of their ids. None: all."""
     if not 0 < top_k < len(scaled):
         return None
     return np.sort(largest(scaled, top_k))
@@ -131,9 +131,9 @@ def _top_p(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int
 
 
 def largest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:
-    """The positions of the `count` largest values, the largest first.
+    """Returns the positions of the `count` largest values, largest first.
 
-    Of equals, the first positions.
+    For equal values, the first positions come first.
     """
     if count >= len(values):
         return np.argsort(-values, kind="stable")
@@ -145,14 +145,14 @@ def largest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int6
 
 
 def log_probabilities(logits: Row) -> Row:
-    """The natural logarithms of the probabilities, before temperature, penalties and masks."""
+    """Returns natural logarithms of probabilities, before temperature, penalties and masks."""
     shifted = logits - logits.max()
     logprobs: Row = shifted - np.log(np.exp(shifted, dtype=np.float32).sum(dtype=np.float64))
     return logprobs
 
 
 class NumberLength:
-    """Reads JSON as it comes, and counts the digits at its end. Digits in strings do not count."""
+    """Reads JSON as it arrives, and counts the digits at its end. Digits in strings don't count."""
 
     def __init__(self) -> None:
         self._is_in_string = False
@@ -161,7 +161,7 @@ class NumberLength:
 
     @property
     def is_full(self) -> bool:
-        """True if the number at the end should not get another digit."""
+        """True if the number at the end should not get more digits."""
         return self._digits >= MAX_DIGITS
 
     def read(self, text: str) -> None:
@@ -178,22 +178,22 @@ class NumberLength:
 
 
 class StopFinder:
-    """Looks for the first of some stop sequences in a text that grows."""
+    """Looks for the first of several stop sequences in a growing text."""
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = [stop for stop in stops if stop]
         self._longest = max((len(stop) for stop in self._stops), default=0)
 
     def find(self, text: str, known: int) -> tuple[int, str] | None:
-        """Returns where the first stop sequence begins, with that sequence, or None.
+        """Returns where the first stop sequence starts, with that sequence, or None.
 
         Args:
             text: all of the text so far.
-            known: its first characters, which have no whole stop sequence.
+            known: its first characters, which contain no complete stop sequence.
         """
         start = max(0, known - self._longest + 1)
         starts = [(at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
-        # If two begin there, the shorter one was complete first.
+        # If two start there, the shorter one was complete first.
         return min(starts, default=None)
 
     def visible(self, text: str) -> int:
@@ -207,13 +207,13 @@ class StopFinder:
 
 
 class Writing:
-    """The tokens of one item, one after another.
+    """One item's tokens, one after another.
 
-    Those of `item.written_ids` are taken over as if they had been written here.
+    Tokens in `item.written_ids` are adopted as if they had been written here.
 
     Raises:
         BadInput: the schema can't be used.
-        ModelFailed: the tokens that were written before don't match the schema.
+        ModelFailed: the tokens written earlier don't match the schema.
     """
 
     def __init__(self, item: PreparedPrompt, vocabulary: Vocabulary) -> None:
@@ -243,7 +243,7 @@ class Writing:
                 self.add(token)
         except BadInput as error:
             raise ModelFailed(error.message) from error
-        # Tokens that readers on another worker have seen.
+        # Tokens that readers have already seen from another worker.
         self._reported_ids = len(self.ids)
         self._reported_text = len(item.written_text)
         self._reported_logprobs = len(self._logprobs)
@@ -266,18 +266,18 @@ class Writing:
         return token
 
     def echo(self, logits: Any, tokens: Sequence[int]) -> None:
-        """Processes log probabilities of the prompt.
+        """Processes the prompt's log probabilities.
 
         Args:
             logits: float32 [tokens, vocabulary], from which the tokens follow.
-            tokens: the next ones of the prompt.
+            tokens: the prompt's next tokens.
         """
         for row, token in zip(logits, tokens, strict=True):
             chances = log_probabilities(row[: self._vocabulary.size])
             self._prompt_logprobs.append(self._logprob_in(chances, token))
 
     def echo_chosen(self, chances: Sequence[Mapping[int, float] | None]) -> None:
-        """Processes log probabilities of the prompt from an engine.
+        """Processes the prompt's log probabilities from an engine.
 
         Args:
             chances: for each token, the log probabilities of the likeliest tokens and itself. None
@@ -295,7 +295,8 @@ class Writing:
         """Processes a token that an engine chose.
 
         Args:
-            chances: the log probabilities of the likeliest tokens and of this one. None: not asked.
+            chances: the log probabilities of the likeliest tokens and of this one. None: not
+                requested.
         """
         if chances is not None and token not in self._vocabulary.ends:
             self._logprobs.append(self._chosen(token, chances))
@@ -321,11 +322,11 @@ class Writing:
 
     @property
     def must_end_number(self) -> bool:
-        """Returns whether the JSON ends with a too long number, which a grammar can't detect."""
+        """Returns whether the JSON ends with an overlong number, which a grammar can't detect."""
         return self._matcher is not None and self._number.is_full
 
     def allows(self, token: int) -> bool:
-        """Returns whether the schema allows a token next. It always does if there is none."""
+        """Returns whether the schema allows a token next. Without a schema, always True."""
         if self._matcher is None:
             return True
         if token in self._vocabulary.ends:
@@ -333,7 +334,7 @@ class Writing:
         return bool(self._matcher.validate_tokens([token]) == 1)
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """A mask of the tokens that the schema allows next, [vocabulary] bool. None: all.
+        """Returns a mask of tokens that the schema allows next, [vocabulary] bool. None: all.
 
         Raises:
             BadInput: the schema can't be followed.
@@ -343,7 +344,7 @@ class Writing:
         return np.isfinite(self._mask_disallowed(np.zeros(self._vocabulary.size, np.float32)))
 
     def _without_digits(self, allowed: Row) -> Row:
-        """Masks digits to end a long number. If it can't end yet, as 0.000 above 0, masks zeros."""
+        """Masks digits to end a long number. If it can't end yet (0.000 above 0), masks zeros."""
         for unwanted in (self._vocabulary.digits, self._vocabulary.zeros):
             masked: Row = np.where(unwanted, np.float32(-np.inf), allowed)
             if np.isfinite(masked.max()):
@@ -382,7 +383,7 @@ class Writing:
             self.finish = "stop"
 
     def end(self) -> None:
-        """Ends the text here: an engine knows additional tokens that end a text.
+        """Ends the text here, because an engine knows additional tokens that end a text.
 
         Raises:
             SchemaNotMatched: the text does not match the schema.
