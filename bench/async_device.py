@@ -4,7 +4,7 @@
 
 Like a GPU, the device accepts calls immediately, computes one call after another, and works without
 the interpreter. Unlike on a GPU, each call takes CALL_S seconds, and the vectors contain only ones.
-BATCHES: `one` or `two` at a time. Only benchmarks and tests start it: workers start
+BATCHES: `one` or `two` at a time. Only benchmarks and tests start it; workers start
 workers.runtime.server.
 """
 
@@ -25,7 +25,7 @@ from workers.runtime import server
 
 
 class AsyncDevice:
-    """Computes calls in the order in which they are queued. Each takes `call_s` seconds."""
+    """Runs calls in the order they are queued. Each takes `call_s` seconds."""
 
     def __init__(self, call_s: float) -> None:
         self._call_s = call_s

@@ -1,4 +1,4 @@
-"""A class with `predict_batch` through the whole stack, and the same class alone in one process.
+"""A class with `predict_batch` through the whole stack, and the same class in one process.
 
 The model takes 5 ms per item in a batch, like a device: its process sleeps. The CPU time used is
 therefore the pipeline's own. Callers keep 128 predictions in flight, and the queue forms batches of

@@ -1,7 +1,7 @@
-"""The share of time that a model is busy, by distance to the broker.
+"""The share of time that a model is busy, depending on the distance to the broker.
 
-A worker and callers are behind a proxy (bench/far_worker.py). "As before" is a worker that holds
-two batches at any distance.
+A worker and its callers are behind a proxy (bench/far_worker.py). "As before" is a worker that
+holds two batches at any distance.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ TWO_BATCHES = 2 * FULL
 USUAL = FarLoad("50 ms a batch, 1 item", 0.05, 1, 1000)
 FAST = FarLoad("5 ms a batch, 16 items", 0.005, JOB_ITEMS, 1000)
 LOADS = (USUAL, FarLoad("500 ms a batch, 1 item", 0.5, 1, 300), FAST)
-"""More jobs are in flight than a worker holds plus those in transit at the largest distance."""
+"""More jobs than a worker holds plus the jobs in transit at the largest distance."""
 QUICK_LOADS = (USUAL, FAST)
 ROUGH = {
     "log-normal delays": Link(25, PUBSUB_SIGMA),

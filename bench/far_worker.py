@@ -34,7 +34,7 @@ Broker = Literal["pubsub", "rabbitmq"]
 FULL = MODEL.batch.max_items
 START_LIMIT_S = 60.0
 SAMPLES = 10
-"""Number of times per measurement that the held messages are counted."""
+"""How many times per measurement the held messages are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Seen:
 
     items_per_s: float
     busy: float
-    """Fraction of the time in which the model ran, 0 to 1."""
+    """Fraction of the time that the model was running, 0 to 1."""
     fill: float
     """Items per batch, as a fraction of the maximum."""
     p50_ms: float
@@ -88,15 +88,15 @@ class Killed:
     items_per_s: float
     """Items per second before the kill."""
     held: int
-    """Number of messages it held when it was killed."""
+    """Number of messages the worker held when it was killed."""
     redelivered: int
     """Number of messages that the next worker received again."""
     redelivered_s: float
-    """The time it takes to compute them in full batches."""
+    """The time it takes to compute these messages in full batches."""
     asked: int
-    """Total number of requests. Each was answered."""
+    """Total number of requests, each of which got a response."""
     healed_s: float
-    """Time from the kill to the last answer among the jobs in flight."""
+    """Time from the kill to the last response among the jobs in flight."""
 
 
 @contextmanager
@@ -116,7 +116,7 @@ def far_site(
 
 
 class WorkerProcess:
-    """A worker in a separate process, which this context manager starts and ends.
+    """A worker in a separate process, which this context manager starts and stops.
 
     Args:
         hand: how many messages of each priority it holds. 0: the usual number.
@@ -221,10 +221,10 @@ class _Calling:
                 return
 
     async def finish(self, limit_s: float) -> None:
-        """Stops sending requests, and waits for the last answers.
+        """Stops sending requests, and waits for the last responses.
 
         Raises:
-            TimeoutError: some did not arrive.
+            TimeoutError: some responses did not arrive.
         """
         self._is_over = True
         async with asyncio.timeout(limit_s):
@@ -311,7 +311,7 @@ def kill_with_full_hand(
     """Kills a worker after `lead_s` of a load that fills it. Another worker continues.
 
     Raises:
-        TimeoutError: some answers did not arrive within `limit_s`.
+        TimeoutError: some responses did not arrive within `limit_s`.
     """
     project = provisioned(site)
     with (
@@ -322,7 +322,7 @@ def kill_with_full_hand(
 
 
 async def _full_hand(worker: WorkerProcess, load: FarLoad, limit_s: float) -> WorkerCounts:
-    """Waits until a worker holds more than two batches: a stalled broker leaves it empty."""
+    """Waits until a worker holds more than two batches. A stalled broker leaves it empty."""
     async with asyncio.timeout(limit_s):
         while True:
             counts = await worker.counts()

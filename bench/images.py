@@ -1,8 +1,8 @@
-"""Answers from the cache while images are being decoded, and edits whose deadline passes.
+"""Responses from the cache while images are being decoded, and edits whose deadline passes.
 
-16 callers repeatedly send a 25-megapixel PNG, RGBA with 16 bits. No image worker is running: the
-edits request less than one step, which is rejected right after the image is decoded. Quiet and busy
-periods are measured alternately on one API.
+16 callers repeatedly send a 25-megapixel PNG, RGBA with 16 bits. No image worker is running,
+because the edits request less than one step and are rejected right after the image is decoded.
+Quiet and busy periods are measured alternately on one API.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ CONNECTIONS = 1000
 SECONDS = 10.0
 ROUNDS = 3
 RATE = 50.0
-"""Requests per second that the cache answers."""
+"""Number of requests per second served from the cache."""
 DEADLINE_S = 2.0
 TEXTS = 50
 TOO_FEW_STEPS = {"prompt": "a circle", "num_inference_steps": "1", "strength": "0.5"}
@@ -85,7 +85,7 @@ def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
 
 @contextmanager
 def _editing(port: int, png: bytes) -> Iterator[list[int]]:
-    """Runs 16 callers as long as the block runs. Yields the statuses of the answers."""
+    """Runs 16 callers as long as the block runs. Yields the responses' statuses."""
     stop, statuses = threading.Event(), list[int]()
 
     def call() -> None:
@@ -113,7 +113,7 @@ def _edit(client: httpx.Client, png: bytes, **headers: str) -> int:
 
 
 def _with_deadline(port: int, png: bytes) -> list[float]:
-    """Returns the seconds until each of 16 edits with a deadline was answered."""
+    """Returns the seconds until each of 16 edits with a deadline got a response."""
 
     def call() -> float:
         with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=120) as client:

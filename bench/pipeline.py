@@ -119,7 +119,7 @@ class Pipeline(Parts):
         """Sends one request per text to the API.
 
         Raises:
-            RuntimeError: not every request was answered by the model.
+            RuntimeError: the model did not respond to every request.
         """
         report = drive(LoadOrder(self.api.port, embedding_bodies(MODEL, texts), in_flight))
         if report.statuses() != {200: len(texts)} or report.hits() != {"miss": len(texts)}:
@@ -130,7 +130,7 @@ class Pipeline(Parts):
     def usage_rows(
         self, columns: Sequence[str], request_ids: set[str], limit_s: float
     ) -> list[dict[str, Any]]:
-        """Returns the requests' rows, once BigQuery has one for each, or after `limit_s`."""
+        """Returns the requests' rows once BigQuery has one for each, or after `limit_s`."""
         settings = self.stack.settings
         client = bigquery.Client(
             project=settings.project,
@@ -197,7 +197,7 @@ class Pipeline(Parts):
 def another(
     stack: Stack, name: str, module: str, port: int, variables: Mapping[str, str]
 ) -> Iterator[Part]:
-    """Yields one more process of `stack`, ready. `variables` overrides the stack's settings."""
+    """Yields one more ready process for `stack`. `variables` overrides the stack's settings."""
     environment = environment_with({**stack.environment, **variables})
     command = [sys.executable, "-m", module]
     with Process(name, command, stack.log_dir, environment=environment) as process:
@@ -237,4 +237,4 @@ def catalog_with(state_dir: Path, changes: Mapping[str, object], *, is_alone: bo
 
 
 def say_nothing(line: str) -> None:
-    """Prints nothing: a benchmark prints only its figures."""
+    """Prints nothing, because a benchmark prints only its figures."""

@@ -1,6 +1,6 @@
 """The baseline for `throughput`: the model without a server, on tokenized and sorted texts.
 
-The parent part starts child processes and sends them ways to batch. The child part (`python -m
+The parent starts child processes and sends them ways to batch. The child (`python -m
 bench.raw_model THREADS FOLDER BACKEND`) loads the model using only the library, without any of our
 code, and reports when it has run its batches.
 """
@@ -37,7 +37,7 @@ Batch = list[list[int]]
 class RawModel:
     """The model in child processes, with `threads` threads each, while the context is open.
 
-    They idle unless asked.
+    They are idle unless `seconds` is called.
     """
 
     def __init__(self, folder: Path, processes: int, threads: int, backend: Backend) -> None:

@@ -1,7 +1,7 @@
 """How long callers wait when a model process or a worker dies.
 
-Callers do not retry. docs/measurements/recovery.md describes how other servers behave when their
-model process is killed.
+Callers do not retry. docs/measurements/recovery.md describes what other servers do when their model
+process is killed.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, number {0}, " * 4
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One request: when it started and ended (monotonic seconds), and its status (0: no answer)."""
+    """One request: when it began and ended (monotonic seconds), and its status (0: no response)."""
 
     began_s: float
     ended_s: float

@@ -29,7 +29,9 @@ from tests.limits import START_LIMIT_S
 OUTAGE_S = float(os.environ.get("BENCH_OUTAGE_S", "60"))
 BEFORE_S = 20.0
 AFTER_S = 60.0
-"""How long rows continue at the same rate after the outage, while the backlog is being sent."""
+"""How long rows keep arriving at the same rate after the outage, while the backlog is being
+sent.
+"""
 LOOK_S = 5.0
 PROJECT, DATASET = "outage", "penstock"
 FOUND = f"""

@@ -1,7 +1,7 @@
 """The usage row writer on one core: its rate, an outage of BigQuery, and the recovery.
 
-The writer has a dedicated core. The stand-in for BigQuery has another one, if available, and
-answers as slowly as the service (bench/row_sink.py). An outage of ten minutes is compressed: its
+The writer has a dedicated core. The stand-in for BigQuery has another core, if available, and
+responds as slowly as the service (bench/row_sink.py). An outage of ten minutes is compressed: its
 rows are written as fast as they can be created. Then BigQuery is back, while rows continue for a
 while at the usual rate.
 """
@@ -34,12 +34,13 @@ OUTAGE_S = 600
 BACKLOG = RATE_PER_S * OUTAGE_S
 STEADY_S = 20.0
 ANSWER_MS = 100
-"""Duration of an insertAll call at the service."""
+"""The service's insertAll call duration."""
 MAX_BESIDE = 20_000_000
 """Room for rows before and after the outage, in rows."""
 CHUNK = 100_000
 MAX_UNSAFE = 5000
-"""Maximum rows not yet on disk. At this point a worker accepts no more jobs, and neither does this.
+"""Maximum number of rows not yet on disk. At this point, a worker accepts no more jobs, and neither
+does this benchmark.
 """
 DRAIN_LIMIT_S = 1200.0
 MIB = 2**20
@@ -135,7 +136,7 @@ class _Run:
             time.sleep(0.05)
 
     async def _drain(self, writer: RowWriter) -> tuple[float, float]:
-        """Returns seconds until nothing is pending, at first with new rows, and the core share."""
+        """Returns seconds until nothing is pending, initially with new rows, and the core share."""
         began_s, began_cpu_s = time.monotonic(), time.process_time()
         await self._traffic.at_rate(writer, STEADY_S)
         await writer.flush(DRAIN_LIMIT_S)

@@ -1,4 +1,4 @@
-"""10,000 requests, 64 in flight: each answered once, with one row, in order of arrival."""
+"""10,000 requests, 64 in flight: each gets one response and one row, in order of arrival."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """The pipeline's share of the raw model's rate, with 128 in flight on the same cores.
 
-Load generator, API, broker, Redis and worker share the cores with the model. Each round times the
-raw model and the pipeline on the same texts, one after the other, so that other load on the machine
-affects both. This is done for torch fp32, for ONNX Runtime fp32, and for the worker's own choice if
-that is something else.
+The load generator, API, broker, Redis and worker share the cores with the model. Each round times
+the raw model and the pipeline on the same texts, one after the other, so that other load on the
+machine affects both. This is done for torch fp32, for ONNX Runtime fp32, and for the worker's own
+choice if that is something else.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ def _round(
     cpu_before, work_before = pipeline.cpu_s(), pipeline.work()
     report = pipeline.ask(texts, IN_FLIGHT)
     cpu_after, work_after = pipeline.cpu_s(), pipeline.work()
-    # Again: if a machine slows down in the meantime, that must not favor the pipeline.
+    # Again, so that a machine that slows down in between doesn't favor the pipeline.
     alone += [_raw(model, ids, ways[layout]) for layout, model in raw.items()]
     raw_rate, raw_cpu_ms = max(rate for rate, _ in alone), min(cpu_ms for _, cpu_ms in alone)
     round_trip = report.round_trip()

@@ -1,6 +1,6 @@
 """Real workers with a model that only takes time, on the embedded Pub/Sub and a real Redis.
 
-Such a model computes nothing, so the rest of a worker can be measured on a busy machine.
+Such a model does no work, so the rest of a worker can be measured on a busy machine.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class _Preparer:
 
 
 class _TimedProcess:
-    """A model process that computes nothing."""
+    """A model process that does no work."""
 
     residency = ResidencyReport([0])
 
@@ -117,7 +117,7 @@ class _TimedProcess:
         self._batch_s = batch_s
 
     async def ready(self) -> None:
-        """Returns at once: this process needs no start."""
+        """Returns immediately, because this process needs no startup."""
 
     def overlaps(self, model: int) -> bool:
         return False
@@ -126,7 +126,7 @@ class _TimedProcess:
         return RunningBatch(asyncio.ensure_future(self._run(batch)), _do_nothing, _do_nothing)
 
     async def finish(self, done: BatchResult, model: int) -> None:
-        """Does nothing: this process never runs out of memory."""
+        """Does nothing, because this process never runs out of memory."""
 
     async def _run(self, batch: Sequence[PreparedItem]) -> BatchResult:
         began_s, work = time.time(), sum(item.length for item in batch)
@@ -143,7 +143,7 @@ class _TimedProcess:
 
 
 def _do_nothing(*_: object) -> None:
-    """Does nothing: it can't be interrupted, and has nothing to show."""
+    """Does nothing, because this process can't be interrupted and has nothing to show."""
 
 
 class _TimedPool:
@@ -219,12 +219,12 @@ class Callers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
-        # Runs may share a Redis, which remembers the jobs of earlier ones.
+        # Runs may share a Redis, which remembers earlier runs' jobs.
         self._name = uuid4().hex[:8]
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
     async def ask(self, count: int) -> None:
-        """Sends a request for `count` items in one job, and waits for the answer."""
+        """Sends a request for `count` items in one job, and waits for the response."""
         self._sent += 1
         now_s, request_id = time.time(), f"{self._name}-{self._sent}"
         envelope = Envelope(
@@ -261,7 +261,7 @@ class Callers:
 class BrokerSite:
     """A run's servers: a Redis, and either a Pub/Sub or a RabbitMQ.
 
-    `near` is the broker's own address if the other one leads through a proxy.
+    `near` is the broker's own address if the other address leads through a proxy.
     """
 
     redis_url: str
@@ -295,7 +295,7 @@ class WorkerCounts(NamedTuple):
     held: int
     """Number of messages it holds now."""
     redelivered: int
-    """Messages that had already been delivered before, to this worker or another."""
+    """Number of messages that had already been delivered, to this worker or another one."""
 
 
 class TimedWorker:

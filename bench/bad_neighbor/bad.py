@@ -2,7 +2,7 @@
 
 It is a separate process with a lower priority, because in reality it would call from another
 machine. It reads an order (a line on stdin), prepares its requests, and reports that it is ready (a
-line on stdout). The next line on stdin starts it, and at the end it writes its results.
+line on stdout). The next line on stdin starts it. At the end, it writes its results.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ from bench.bad_neighbor.ordered import await_start, read_order, write_report
 from tests.keys import bearer
 
 AFTER_REFUSAL_S = 0.1
-"""How long each of its connections waits after a refusal, in place of the time in `Retry-After`."""
+"""How long each of its connections waits after a rejection, instead of the time in
+`Retry-After`.
+"""
 TIDY_LIMIT_S = 20.0
 KEY = bearer(BAD)
 SPENT_KEY = bearer(SPENT)
@@ -57,7 +59,7 @@ MAX_REASONS = 6
 REFUSALS = {400, 413, 422, 429, 503, 504}
 
 AuditEvent = Callable[[], Coroutine[Any, Any, int]]
-"""Sends one request. Returns the status of its answer."""
+"""Sends one request. Returns the response status."""
 _ZONES = sorted(zone for zone in available_timezones() if zone.startswith("America/"))
 _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
@@ -77,9 +79,9 @@ class BadReport(msgspec.Struct):
 
     sent: int
     refused: int
-    """Number of answers with 4xx, 503 or 504."""
+    """Number of responses with 4xx, 503 or 504."""
     statuses: dict[int, int]
-    """0: no answer, or the connection was closed."""
+    """0: no response, or the connection was closed."""
     reasons: dict[str, int]
     batch_ms: float
     step_ms: float
@@ -103,7 +105,7 @@ class Bad:
         self.step_ms: list[float] = []
 
     async def time_alone(self) -> None:
-        """Requests each kind of work once, so its time is known even if no answer comes later."""
+        """Requests each kind of work once, so its time is known even if no response comes later."""
         kinds: dict[str, AuditEvent] = {
             "texts": self._pages,
             "images": self._images,
@@ -183,14 +185,14 @@ class Bad:
         return await self._post("/v1/embeddings", body, PATIENT, limit_s=300.0)
 
     async def _patient_page(self) -> int:
-        """Requests work at batch priority, whose answer shows how long a batch of it takes."""
+        """Requests work at batch priority, whose response shows how long a batch takes."""
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
         return await self._post("/v1/embeddings", body, BATCH_PRIORITY, limit_s=300.0)
 
     async def _short_text(self) -> int:
         """Requests a text like those in its predictions.
 
-        The answer shows how long their batches take.
+        The response shows how long their batches take.
         """
         status = await self._post("/v1/embeddings", {"model": EMBEDDER, "input": text(4)}, PATIENT)
         await asyncio.sleep(AFTER_REFUSAL_S)
@@ -314,7 +316,7 @@ class Bad:
             return answer.status
 
     async def _unheard(self) -> int:
-        """Creates a prediction whose webhook goes to a receiver that doesn't answer."""
+        """Creates a prediction whose webhook goes to a receiver that doesn't respond."""
         body = {
             "version": EMBEDDER,
             "input": {"text": text(4)},
@@ -354,13 +356,13 @@ class Bad:
 
 
 class _Usage(msgspec.Struct):
-    """The token usage reported in an answer."""
+    """The token usage reported in a response."""
 
     usage: dict[str, Any] = {}
 
 
 def _small_socket(address: aiohttp.AddrInfoType) -> socket.socket:
-    """Opens a socket with a small receive buffer, so its peer soon has to wait."""
+    """Opens a socket with a small receive buffer, so that its peer soon has to wait."""
     family, kind, protocol, *_ = address
     connection = socket.socket(family, kind, protocol)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
@@ -376,14 +378,14 @@ def _message(said: bytes) -> str:
 
 
 def _largest_range() -> tuple[int, int]:
-    """Returns a time range that is in no cached answer."""
+    """Returns a time range that no cached response covers."""
     end_s = int(time.time()) - random.randrange(DAY_S)
     return end_s - (DAYS - 2) * DAY_S + random.randrange(DAY_S), end_s
 
 
 @asynccontextmanager
 async def _hanging(count: int) -> AsyncIterator[list[str]]:
-    """Yields URLs of receivers that accept a request and never answer."""
+    """Yields URLs of receivers that accept a request and never respond."""
 
     async def hang(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with suppress(OSError, asyncio.CancelledError):

@@ -6,8 +6,8 @@ The p99 alongside the noisy tenant is at most `RATIO * max(alone, same CPU) + un
 without requests (cpu_load.py). With enough cores, the two are equal.
 - `unit` is the part of the noisy tenant's work that can't be interrupted or is computed together
 with the quiet tenant's. A text, an image, a batch line or a prediction waits for the running batch,
-and is computed in one that the other tenant fills. A generated text has one step for its prompt and
-one for each token, and those steps also compute a token of each of the other's texts.
+and then runs in one that the noisy tenant fills. A generated text has one step for its prompt and
+one for each token, and each step also computes a token for every text from the noisy tenant.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class Beside:
     def unit_ms(self) -> float:
         """The noisy tenant's work that can't be interrupted or is computed together with ours.
 
-        This is the running batch, plus the batch with the quiet tenant's item, which the other
-        fills.
+        This is the running batch, plus the batch with the quiet tenant's item, which the noisy
+        tenant fills.
         """
         if self.surface in WAITS_FOR_A_BATCH:
             return 2 * self.batch_ms
@@ -92,12 +92,12 @@ class Beside:
 
     @property
     def quiet_refused(self) -> int:
-        """The quiet tenant's requests that did not get the expected answer."""
+        """The quiet tenant's requests that did not get the expected response."""
         return sum(drive.refused.total() for drive in self._drives)
 
     @property
     def lost(self) -> int:
-        """The quiet tenant's requests that have neither a time nor a refusal."""
+        """The quiet tenant's requests that have neither a time nor a rejection."""
         return sum(
             drive.sent - len(drive.took_ms) - drive.refused.total() for drive in self._drives
         )
@@ -116,7 +116,7 @@ class Beside:
 
 
 def percentile(noticed: Noticed, which: float) -> float:
-    """Returns the percentile `which`, in ms. NaN if nothing was answered."""
+    """Returns the percentile `which`, in ms. NaN if there were no responses."""
     if not noticed.took_ms:
         return math.nan
     return float(np.percentile(noticed.took_ms, which, method="inverted_cdf"))

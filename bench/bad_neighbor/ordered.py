@@ -34,7 +34,7 @@ class OrderedProcess:
         self._process.stdin.write(b"\n")
 
     async def report(self, kind: type[S], limit_s: float) -> S:
-        """Waits up to `limit_s` for it to end. Returns its report."""
+        """Waits up to `limit_s` for it to finish. Returns its report."""
         async with asyncio.timeout(limit_s):
             output, _ = await self._process.communicate()
         return msgspec.json.decode(output, type=kind)
@@ -48,10 +48,10 @@ async def ordered(
 
     Args:
         words: the module to run and its arguments.
-        limit_s: time limit for getting ready.
+        limit_s: time limit for becoming ready.
 
     Raises:
-        RuntimeError: it ended before it was ready.
+        RuntimeError: it exited before it was ready.
         TimeoutError: it was not ready in time.
     """
     pipe = subprocess.PIPE

@@ -37,7 +37,7 @@ RANGE_DAYS = 30
 
 
 class RefusedError(Exception):
-    """An answer other than the requested one. The first argument is its status and text."""
+    """An unexpected response. The first argument is its status and text."""
 
 
 @dataclass
@@ -45,10 +45,10 @@ class Noticed:
     """The quiet tenant's results on one surface."""
 
     sent: int = 0
-    """Number of requests started. Each ends with a time or a refusal."""
+    """Number of requests started. Each ends with a time or a rejection."""
     took_ms: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
-    """Requests that did not get the expected answer, by status and reason."""
+    """Requests that did not get the expected response, by status and reason."""
 
     def add(self, other: Noticed) -> None:
         self.sent += other.sent
@@ -77,7 +77,7 @@ class Quiet:
         await self.post("/v1/chat/completions", chat(WRITER, 4, TOKENS))
 
     async def batches(self) -> None:
-        """Uploads a file of a few lines, creates a batch from it, and waits for it to end."""
+        """Uploads a file with a few lines, creates a batch from it, and waits for the batch."""
         file = await self._upload(batch_file(BATCH_LINES, 12))
         body = {
             "input_file_id": file["id"],
@@ -143,10 +143,10 @@ class Quiet:
     async def post(
         self, path: str, body: object = None, form: aiohttp.FormData | None = None
     ) -> dict[str, Any]:
-        """Sends a request and returns the body of its answer.
+        """Sends a request and returns the response body.
 
         Raises:
-            RefusedError: the answer is not the expected one.
+            RefusedError: the response is not the expected one.
         """
         async with self._http.post(f"{self._url}{path}", json=body, data=form) as answer:
             return await _json(answer)
@@ -185,12 +185,12 @@ SURFACES = (
     Surface("streams", 0.1, Quiet.streams),
     Surface("webhooks", 0.2, Quiet.webhooks),
 )
-"""In this order: the noisy tenant's remaining webhooks are redelivered later, so they come last.
+"""In this order. The noisy tenant's remaining webhooks are redelivered later, so they come last.
 
 Each is frequent enough for MIN_SAMPLES over all rounds of a full measurement.
 """
 MIN_SAMPLES = 100
-"""With fewer requests, the 99th percentile is simply the slowest one."""
+"""With fewer requests, the 99th percentile is simply the slowest request."""
 
 
 @asynccontextmanager

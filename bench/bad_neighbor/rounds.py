@@ -1,6 +1,6 @@
 """A quiet tenant on each surface: alone, alongside a noisy one, and alongside the same CPU load.
 
-That CPU load (cpu_load.py) comes from no requests, so it shows how much of the effect is due to
+That CPU load (cpu_load.py) doesn't come from requests, so it shows how much of the effect is due to
 this machine's shared cores. The limit is in comparison.py. All surfaces at once have no limit.
 """
 

@@ -37,7 +37,7 @@ IN_FLIGHT = 16
 TOKENS = 64
 MEASURED_S = 15.0
 SETTLED_S = 3.0
-"""Time after the last text until its rows and leases are done."""
+"""Time after the last text for its rows and leases to be finished."""
 IDLE_S = 10.0
 LAST_ID = 399
 """Ends a text from random weights. A likely token would end most texts at once."""

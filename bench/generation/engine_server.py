@@ -1,4 +1,4 @@
-"""An engine's server alone: prompts go straight to its socket, without API, queue or worker.
+"""An engine's server by itself: prompts go straight to its socket, without API, queue or worker.
 
 It reads each prompt as a whole, in order of arrival, because nothing splits it up. Like the stack,
 it caches prompt prefixes: 24 mixed prompts share up to 58 % of their tokens with earlier prompts.

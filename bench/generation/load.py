@@ -71,7 +71,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
 SHORT = ("auto", "llama.cpp Q4_1")
 """Variants measured in the short form."""
 MIN_RATIO = {1: 0.7, 16: 0.85}
-"""Minimum speed by level if an engine computes, as a fraction of its server's speed alone. The
+"""Minimum speed by level if an engine is used, as a fraction of its server's speed by itself. The
 server is measured before and after the stack.
 """
 SECOND = "smollm2-second"
@@ -123,7 +123,7 @@ def run(levels: Sequence[int] = IN_FLIGHT, *, quick: bool = False) -> Outcome:
 
 
 def measure_variant(folder: Path, name: str, levels: Sequence[int]) -> Iterator[Figure]:
-    """Measures the stack, and its engine's server alone if it has one.
+    """Measures the stack, and its engine's server by itself if it has one.
 
     Args:
         folder: SmolLM2's folder.
@@ -178,7 +178,7 @@ def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
         with _drawing(url, image_model["name"]) as alone:
             time.sleep(IMAGES_ALONE_S)
         yield Figure("images alone", alone.rate, "/s")
-        # Different words, because the engine's cache has read the ones above.
+        # Different words, because the engine's cache contains the ones above.
         others = mixed(len(prompts), seed=IN_EACH + 1)
         with _drawing(url, image_model["name"]) as images:
             timed = drive(url, MODEL, others, IN_EACH, tokenizer)
@@ -265,11 +265,11 @@ class _Pieces(BaseStreamer):  # type: ignore[misc]
         self._is_prompt = False
 
     def end(self) -> None:
-        """Does nothing: all times are already recorded."""
+        """Does nothing, because all times are already recorded."""
 
 
 def _plain(folder: Path, prompts: Sequence[MixedPrompt]) -> list[TimedGeneration]:
-    """Times each prompt alone with transformers' `generate()` and greedy decoding."""
+    """Times each prompt individually with transformers' `generate()` and greedy decoding."""
     model: Any = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.float32, local_files_only=True
     ).eval()
@@ -358,7 +358,7 @@ def running_stack(
 def _alone(
     name: str, entry: Model, levels: Sequence[int]
 ) -> Generator[Figure, None, dict[int, float]]:
-    """Measures an engine's server alone. Returns its speed by level."""
+    """Measures an engine's server by itself. Returns its speed by level."""
     if not levels:
         return {}
     folder, speeds = smollm2_folder(), {}

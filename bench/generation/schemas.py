@@ -28,7 +28,7 @@ _COLORS = ["red", "green", "blue", "deep violet", "é-bleu", 'quo"ted']
 
 
 class SchemaCase(NamedTuple):
-    """A prompt and its answer's schema."""
+    """A prompt and its output's schema."""
 
     kind: str
     prompt: str

@@ -45,7 +45,7 @@ def peers(folder: Path, gguf: Path) -> Iterator[tuple[str, list[str] | str, str]
         threads = str(len(os.sched_getaffinity(0)))
         command = [python, "-m", "llama_cpp.server", "--model", str(gguf)]
         command += ["--n_ctx", "1024", "--n_threads", threads]
-        # Otherwise a new request would end the one being answered.
+        # Otherwise a new request would abort the one in progress.
         command += ["--interrupt_requests", "False"]
     yield "llama-cpp-python Q4_1", command, "any"
     for precision, dtype in (("fp32", "float32"), ("bf16", "bfloat16")):
@@ -78,7 +78,7 @@ def serving(name: str, command: Sequence[str], model: str) -> Iterator[PeerServe
 
 
 def _is_ready(port: int) -> bool:
-    """Returns whether a peer answers. `transformers serve` asks the Hub for its list of models."""
+    """Returns whether a peer responds. `transformers serve` gets its model list from the Hub."""
     for path in ("health", "v1/models"):
         try:
             with urllib.request.urlopen(f"http://127.0.0.1:{port}/{path}", timeout=2) as answer:

@@ -1,4 +1,4 @@
-"""Images that join a running batch on a GPU: how far their pixels differ from each image alone."""
+"""Images that join a running batch on a GPU, compared with each image drawn alone."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def drawn(
 
 
 def distances(model: ImageModel, items: Mapping[str, PreparedImage]) -> dict[str, dict[str, float]]:
-    """Returns how far each image in a mixed batch is from the same one alone, in levels of 255.
+    """Returns how far each image in a mixed batch is from the same image alone, in levels of 255.
 
     `again` is the largest difference between two runs of an image alone, which shows how
     reproducible the device itself is. `contrast` is the standard deviation of the pixels.

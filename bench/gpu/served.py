@@ -55,7 +55,7 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
         source = write_bert(folder / shape.name, shape)
         entry = text_entry(shape, source, scale, SERVED_TOKENS)
         most = PER_REQUEST * max(*scale.in_flight, *scale.in_flight_many)
-        # The defaults admit 512 items of a model, and 1,024 in all.
+        # The defaults admit 512 items per model, and 1,024 in total.
         entry = entry.model_copy(update={"max_in_flight": most})
         room = {"PENSTOCK_MAX_IN_FLIGHT": str(most)}
         with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry, room) as stack:
@@ -93,7 +93,7 @@ class _Served:
         """Sends `count` new texts, and returns the row.
 
         Raises:
-            RuntimeError: not every request was answered.
+            RuntimeError: not every request got a response.
         """
         bodies = self._bodies(count, per_request)
         orders = [

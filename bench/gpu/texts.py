@@ -1,7 +1,7 @@
 """Tokens/s of embedding models on a GPU: transformers, and ours as a model process runs it.
 
 Texts have the benchmarks' mix of lengths (bench/load/texts.py). The weights are random: speed
-doesn't depend on them. All contenders of a row compute the same batches:
+doesn't depend on them. All contenders in a row compute the same batches:
 
 - `plain`: transformers in 16 bits, on texts sorted by length, 64 at a time. `first` is its first
   pass, in which cuDNN builds a plan for each new shape. `without plans` excludes cuDNN's attention.
@@ -44,7 +44,7 @@ from workers.tasks import model_for
 
 VOCABULARY = 30522
 MAX_BATCHES = 16
-"""In a pass. cuDNN needs up to 90 ms for each new shape."""
+"""Maximum number of batches in a pass. cuDNN needs up to 90 ms for each new shape."""
 OF_A_BATCH = 64
 """Number of texts in a batch of plain transformers."""
 _CATALOG = Path(__file__).resolve().parents[2] / "models.yaml"

@@ -29,12 +29,13 @@ REASONS = {LOST: "connection lost", UNANSWERED: "unanswered", UNCONNECTED: "no c
 class LoadOrder(msgspec.Struct):
     """The requests to send, and their target.
 
-    Closed loop: `in_flight` requests at a time, the next one as soon as one is answered. Open loop
+    Closed loop: `in_flight` requests at a time, with the next one sent as soon as one gets a
+        response. Open loop
     (`rate_per_s` above 0): the arrivals of a Poisson process, on as many connections as needed, up
     to `in_flight`. An arrival that finds none free waits, and its waiting time counts.
 
     Sending ends after `send_s` seconds (0: no limit) or once all bodies are sent. With `is_cycled`,
-    they are sent again and again. Requests still unanswered `limit_s` after that are abandoned.
+    they are sent again and again. Requests without a response `limit_s` after that are abandoned.
     """
 
     port: int
@@ -48,14 +49,14 @@ class LoadOrder(msgspec.Struct):
     seed: int = 0
     limit_s: float = 300.0
     sample_every: int = 0
-    """Every n-th successful answer is kept. 0: none."""
+    """Every n-th successful response is kept. 0: none."""
 
 
 class LoadReport(msgspec.Struct):
-    """The exchanges in the order they ended, and their cost.
+    """The exchanges in the order they finished, and their cost.
 
-    `lag_ms` is each request's delay in an open loop. `samples` has body numbers and their answers.
-    `wall_s` ends with the last answer. CPU seconds are the generator's own.
+    `lag_ms` is each request's delay in an open loop. `samples` has body numbers and their
+    responses. `wall_s` ends with the last response. CPU seconds are the generator's own.
     """
 
     sent: int
@@ -71,7 +72,7 @@ class LoadReport(msgspec.Struct):
 
     @property
     def round_trip_ms(self) -> list[float]:
-        """Round trips of the requests answered with 200."""
+        """Round trips of the requests with a 200 response."""
         return [exchange.round_trip_ms for exchange in self.exchanges if exchange.status == 200]
 
     @property

@@ -1,4 +1,4 @@
-"""The request bodies that contenders accept, and the vectors in their answers."""
+"""The request bodies that contenders accept, and the vectors in their responses."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def bodies_of(body: Any, texts: Iterable[str]) -> list[str]:
 
 
 def vector_of(body: bytes | str, answer: Sequence[str | int]) -> list[float]:
-    """Returns the vector in an answer, found by following keys and indices.
+    """Returns the vector in a response, found by following keys and indices.
 
     Base64 of little-endian float32 is unpacked.
 

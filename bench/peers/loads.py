@@ -9,18 +9,20 @@ from dataclasses import dataclass
 from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
-"""How long new requests are sent, by requests in flight. Then open ones are awaited.
+"""How long new requests are sent, by requests in flight. Then open requests are awaited.
 
-All 512 are sent at once, and answering them takes the slower peers 20 s more.
+All 512 are sent at once, and the slower peers take 20 s more to respond to them.
 """
 OTHER_SEND_S = 3.0
 ONCE = (8, 512)
-"""Measured only in the first round, like the open loop: they show a trend and take much time."""
+"""Measured only in the first round, like the open loop, because these show a trend and take a long
+time.
+"""
 REPEATS_AT = 32
 OPEN_SEND_S = 4.0
 OPEN_CONNECTIONS = 1024
 MAX_PER_S = 1200
-"""Texts drawn per second of sending. No contender answers more than this."""
+"""Texts drawn per second of sending. No contender handles more than this."""
 BLOCK = 20
 """Each run of this many texts has exactly bench.load.texts.MIX: fast and slow see the same mix."""
 

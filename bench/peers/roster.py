@@ -30,7 +30,7 @@ class Contender:
         name: name shown in the tables.
         group: `peer` as documented, `tuned` manually, or `ours`.
         body: a request's JSON, with PLACE where the text goes.
-        answer: keys and indices that lead to the vector in its answer.
+        answer: keys and indices that lead to the vector in its response.
         commands: programs started in this order. `{port}` is the port to listen on, `{spare}`
             another free port (as is `{spare2}`), `{bin}` the environment's programs, `{home}` its
             folder, `{model}` the model's folder.
@@ -67,7 +67,7 @@ MOSEC_OPTIONS = (
     *("--address", "127.0.0.1", "--port", "{port}"),
     *("--timeout", "300000", "--log-level", "warning"),
 )
-"""Mosec's default timeout is 3 s. With it, Mosec answers 408 from 128 in flight on."""
+"""Mosec's default timeout is 3 s. With it, Mosec returns 408 at 128 or more in flight."""
 TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
 TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
 INFINITY = (
@@ -217,7 +217,7 @@ PEERS = (
 def penstock(key: str, name: str, note: str, broker: Broker = "pubsub", **entry: Any) -> Contender:
     """Returns Penstock with `entry` changed in the catalog.
 
-    It answers with JSON lists of floats, as the peers do.
+    It responds with JSON lists of floats, as the peers do.
     """
     body = {"model": MODEL, "input": PLACE, "encoding_format": "float"}
     return Contender(

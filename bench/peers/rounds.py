@@ -32,8 +32,8 @@ Say = Callable[[str], None]
 class Measured(msgspec.Struct):
     """One contender under one load in one round.
 
-    CPU covers all its processes, per answered request, by program. `vectors` is the number of
-    answers that were compared with the reference.
+    CPU covers all its processes, per completed request, by program. `vectors` is the number of
+    responses that were compared with the reference.
     """
 
     contender: str
@@ -173,7 +173,7 @@ def _vectors(
 ) -> tuple[list[tuple[int, list[float]]], dict[str, int]]:
     """Returns the sampled vectors by text number, and the failures.
 
-    An answer without a vector counts as a failure.
+    A response without a vector counts as a failure.
     """
     vectors, failures = [], dict(report.failures)
     for number, body in report.samples:

@@ -37,7 +37,7 @@ SAMPLE_EVERY = 16
 
 @dataclass(frozen=True)
 class Serving:
-    """A contender that is answering: its port, seconds to its first vector, its processes."""
+    """A contender that is serving: its port, seconds to its first vector, its processes."""
 
     contender: Contender
     port: int
@@ -86,7 +86,7 @@ def serving(contender: Contender, model_folder: Path) -> Iterator[Serving]:
 
 
 def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitStack) -> int:
-    """Starts a peer's programs, and returns its port once it answers with a vector."""
+    """Starts a peer's programs, and returns its port once it returns a vector."""
     home = HERE / contender.folder
     port = free_port()
     places: dict[str, object] = {
@@ -129,6 +129,7 @@ def stack_of(contender: Contender, state_dir: Path) -> Stack:
     settings = {}
     if contender.entry:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
-        # Not shared: an artifact made for one way of serving has fewer variants to choose from.
+        # Not shared, because an artifact created for one way of serving has fewer variants to
+        # choose from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
     return build_stack(state_dir, Ports.free(), settings, say_nothing, contender.broker)

@@ -15,7 +15,7 @@ from bench.report import Figure
 BEGIN = "<!-- peers: begin, written by `make bench-peers` -->"
 END = "<!-- peers: end -->"
 ENOUGH = 0.99
-"""A rate is compared only if at least this fraction of the requests was answered."""
+"""A rate is compared only if at least this fraction of the requests got a response."""
 Rows = list[list[str]]
 
 
@@ -49,11 +49,11 @@ class Medians:
         return self.of(key, load, lambda one: one.round_trip_ms[name])
 
     def cpu_ms(self, key: str, load: str) -> float | None:
-        """Returns the CPU milliseconds of all its processes per answered request."""
+        """Returns the CPU milliseconds of all its processes per completed request."""
         return self.of(key, load, lambda one: sum(one.cpu_ms.values()))
 
     def busiest_cpu_ms(self, key: str, load: str) -> float | None:
-        """Returns the CPU of the program that uses the most: the one that runs the model."""
+        """Returns the CPU used by the busiest program, which is the one that runs the model."""
         return self.of(key, load, lambda one: max(one.cpu_ms.values(), default=0.0))
 
     def failed(self, key: str, load: str) -> int:
@@ -77,7 +77,7 @@ class Medians:
         return mean, min(measured.cosine_min for measured in rounds)
 
     def best(self, load: str, among: Iterable[str]) -> str | None:
-        """Returns the fastest of `among` that answers nearly all requests. None if none does."""
+        """Returns the fastest of `among` that serves nearly all requests. None if none does."""
         rates = {}
         for key in among:
             sent = sum(measured.sent for measured in self.rounds(key, load))
@@ -206,7 +206,7 @@ def ratio_rows(medians: Medians) -> Rows:
 
 
 def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | None:
-    """Returns the median over rounds of the quotients: disturbances in a round affect both."""
+    """Returns the quotients' median over rounds, because disturbances in a round affect both."""
     if other is None:
         return None
     theirs = {

@@ -1,7 +1,7 @@
 """`python -m workers.autotune`: measures and saves a choice, and prints it as JSON.
 
 Started by workers/autotune/client.py. A lock ensures that only one process at a time measures on
-this machine. A process that waited for the lock finds the choice that the other one saved.
+this machine. A process that waited for the lock finds the choice that the other process saved.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The benchmark processes for a choice: as many as the widest layout needs.
+"""The benchmark processes for a choice, as many as the widest layout needs.
 
 A benchmark process loads candidates and times them the way a model process would run them. Each
 process serves all candidates, so every library is imported only once. It is separate, so a crashing
@@ -42,7 +42,7 @@ _CALL_TOKENS_MAX = 16384
 _opened: dict[BenchmarkTarget, _LoadedTarget] = {}
 
 OPEN_LIMIT_S = 60.0
-"""Long enough to import torch and load the weights on a busy machine."""
+"""Enough to import torch and load the weights on a busy machine."""
 CALL_LIMIT_S = 60.0
 
 Given = ParamSpec("Given")
@@ -72,7 +72,7 @@ class _LoadedTarget(NamedTuple):
 def open_model(
     entry: Model, folder: Path, target: BenchmarkTarget, device: str, keeps_others: bool
 ) -> None:
-    """Loads a candidate, in addition to earlier ones or in place of them.
+    """Loads a candidate, in addition to earlier candidates or in place of them.
 
     Raises:
         PenstockError: the candidate can't be loaded.
@@ -134,7 +134,7 @@ def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> in
         tokens.append(count * batch[0].length)
     lines = np.stack([1 / np.array(times_s), np.array(tokens) / np.array(times_s)], axis=1)
     (per_call_s, per_token_s), *_ = np.linalg.lstsq(lines, np.ones(len(times_s)), rcond=None)
-    if per_token_s <= 0:  # more tokens cost nothing: the GPU is far from saturated
+    if per_token_s <= 0:  # more tokens cost nothing because the GPU is far from saturated
         return _CALL_TOKENS_MAX
     return int(min(max(round(per_call_s / per_token_s), 1), _CALL_TOKENS_MAX))
 
@@ -226,7 +226,7 @@ class BenchmarkPool:
             msgspec.structs.replace(backend, call_tokens=0), layout.threads
         )
         while len(self._executors) < layout.processes:
-            # The forkserver that forks them ends with this process.
+            # The forkserver that forks them exits with this process.
             executor = ProcessPoolExecutor(1, self._context, initializer=die_with_parent)
             self._executors.append(executor)
         missing = [
@@ -307,5 +307,5 @@ class BenchmarkPool:
         except PenstockError:
             raise
         except Exception as error:
-            # The boundary to the model libraries: an error rules out only this candidate.
+            # The boundary with the model libraries. An error rules out only this candidate.
             raise ModelFailed(f"{type(error).__name__}: {error}") from error

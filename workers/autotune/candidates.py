@@ -19,7 +19,7 @@ LONE_THREADS_MAX = 8
 def candidates(
     entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
-    """Returns backends that the entry, artifact and machine allow, and findings on the others."""
+    """Returns backends that the entry, artifact and machine allow, and findings on all others."""
     listed, left_out = [], []
     if artifact is not None and entry.backend != "torch":
         for variant in sorted(
@@ -116,7 +116,7 @@ def choose_unmeasured_layout(
 def choose_shared_layout(layout: Layout, machine: Machine) -> Layout:
     """Returns the layout for several models, the first of which was measured in `layout`.
 
-    Torch may run one of the others, so the processes divide the cores.
+    torch may run one of the others, so the processes divide the cores.
     """
     return Layout(
         layout.processes, min(layout.threads, _part(machine.cores, max(1, layout.processes)))

@@ -28,7 +28,7 @@ from workers.runtime.child_process import child_environment
 SCHEME = 4
 """Part of every fingerprint. Incremented when the way choices are made changes."""
 CHOOSE_LIMIT_S = 180.0
-"""Long enough for two workers in turn, each importing torch on a busy machine."""
+"""Enough for two workers in turn, each importing torch on a busy machine."""
 
 BACKEND_INFO = Gauge(
     "penstock_worker_backend_info",
@@ -110,7 +110,7 @@ def _check_artifact_needed(entry: Model, settings: WorkerSettings) -> None:
 
 
 async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: str) -> Choice:
-    """Chooses in another process. Falls back to torch if that fails."""
+    """Chooses in a separate process. Falls back to torch if that fails."""
     words = [f"--model={entry.model_dump_json()}", f"--folder={folder}", f"--digest={digest}"]
     words += [f"--settings={msgspec.json.encode(tuning).decode()}"]
     process = await asyncio.create_subprocess_exec(

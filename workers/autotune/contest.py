@@ -79,7 +79,7 @@ class Contest:
         None if no two quiet rounds agree.
 
         Args:
-            options: at least one. A single one is timed once to get its figures.
+            options: at least one. A single option is timed once to get its figures.
             margin: how many times faster a later option must be.
         """
         wins: Counter[int] = Counter()

@@ -67,7 +67,7 @@ Others remain as exported.
 
 _JUDGED_TOGETHER = 8
 _TIMED_EVERY = 4
-"""Every n-th text is timed, in a worker's batches: a tenth of a second per round."""
+"""Every n-th text is timed, in a worker's batches, which takes a tenth of a second per round."""
 _ROUNDS = 3
 
 _Precision = Literal["fp32", "fp16", "int8"]
@@ -309,7 +309,8 @@ def make_variants(
         verdicts.append(verdict)
         original_rate = max(original_rate, rate)
     builder.clear()
-    # The texts used to evaluate variants, not to fit them: a worker checks against them again.
+    # The texts used to evaluate variants, not to fit them, because a worker checks against them
+    # again.
     write_calibration(target, Calibration(baseline.texts, baseline.vectors))
     size_mb = sum(path.stat().st_size for path in settings.transformer.glob("*.safetensors")) / 1e6
     original = {

@@ -96,7 +96,7 @@ def _groups(cuts: Sequence[_Cut]) -> int:
 def _cut_all(model: Any, cuts: Sequence[_Cut], texts: Sequence[PreparedText], part: float) -> int:
     """Cuts `part` of the groups in each layer. Returns how many were cut."""
     before = _groups(cuts)
-    # All are measured before any is cut: otherwise, layers would be fitted to one another's errors.
+    # All are measured before any is cut. Otherwise, layers would be fitted to one another's errors.
     for cut, inputs in zip(cuts, _inputs_of(model, cuts, texts), strict=True):
         _cut(cut, inputs, part)
     return before - _groups(cuts)

@@ -58,7 +58,7 @@ _TYPES = {"DefaultTensorType": onnx.TensorProto.FLOAT}
 def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
     """Writes `source` with scaled weights, and activations multiplied by the inverse scales.
 
-    The result computes the same as `source`, up to rounding.
+    The result is equivalent to `source`, up to rounding.
 
     Args:
         source: an fp32 graph.

@@ -1,4 +1,4 @@
-"""Cross-encoders in the model process: score a text's relevance to a query, read together."""
+"""Cross-encoders in the model process, which score a text's relevance to a query."""
 
 from __future__ import annotations
 

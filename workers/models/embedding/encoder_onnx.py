@@ -1,7 +1,7 @@
 """The ONNX Runtime encoder for embedding models.
 
-It pools and normalizes in numpy, and never imports torch. A model process using it starts in well
-under a second, and needs a fraction of torch's memory.
+It pools and normalizes in numpy, and never imports torch. A model process that uses it starts in
+well under a second, and needs a fraction of torch's memory.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ class OnnxEncoder:
         return np.asarray(states).astype(np.float32, copy=False)
 
     def _run_bound(self, feeds: dict[str, np.ndarray]) -> np.ndarray:
-        """Same, with inputs and output bound to the GPU: one copy in each direction."""
+        """Same, with inputs and output bound to the GPU, so there is one copy in each direction."""
         binding = self._session.io_binding()
         for name, array in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array))
@@ -162,7 +162,7 @@ def session_options(threads: int) -> onnxruntime.SessionOptions:
     if not has_vnni():
         # Products of unsigned activations and signed weights would saturate at 16 bits, which
         # reduces accuracy. This makes ONNX Runtime use unsigned weights, whose products are exact.
-        # With VNNI they cost 50 % more.
+        # With VNNI, these cost 50 % more.
         options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = 3
     return options

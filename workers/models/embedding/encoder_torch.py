@@ -6,10 +6,10 @@ time for a single text of 12 tokens in bf16. For bf16 linear layers, oneDNN lays
 once. F.linear does so on every call.
 
 Texts are concatenated, so a CPU computes no padding. All parts of an encoder except attention work
-token by token. The texts of a batch therefore pass through as one row of tokens, each with its
-position in its own text, and attention is computed text by text. transformers lets us replace
-attention by name, and passes it the model call's keyword arguments. A trial determines whether a
-model supports this (see `runs_unpadded`).
+token by token. A batch's texts therefore pass through as one row of tokens, each with its position
+in its own text, and attention is computed text by text. transformers lets us replace attention by
+name, and passes it the model call's keyword arguments. A trial determines whether a model supports
+this (see `runs_unpadded`).
 
 Importing transformers takes two seconds and 170 MiB, so a plain BERT is read without it (see
 bert_weights.py).
@@ -83,7 +83,7 @@ With seven extra rows, a single text of nine tokens took 4.2 ms instead of 3.4.
 
 
 class Trial:
-    """Three short texts, with the states that `model` computes for them with padding.
+    """Three short texts, with the states that `model` computes for these texts with padding.
 
     `ids` has all texts in one row, and `lengths` their token counts. `first_positions` are the
     candidates for the first token's position.
@@ -131,7 +131,7 @@ def runs_unpadded(model: Any) -> int | None:
             try:
                 states = run_unpadded(model, trial.ids, None, trial.lengths, first)
             except (TypeError, ValueError, RuntimeError, IndexError):
-                continue  # it does not support positions, or keyword arguments for its attention
+                continue  # it doesn't support positions, or keyword arguments for its attention
             if trial.is_right(states):
                 return first
     model.set_attn_implementation("sdpa")
@@ -316,7 +316,7 @@ class BertEncoder:
 def find_bert(model: Any, *, in_bf16: bool) -> LoadedBert | None:
     """Reads the weights of `model` (a transformers model, fp32, on a CPU).
 
-    None if it isn't in these families, or if a trial shows that it computes something else.
+    None if it isn't in these families, or if a trial shows that its results differ.
     """
     if model.config.model_type not in FAMILIES:
         return None

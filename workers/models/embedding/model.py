@@ -1,4 +1,4 @@
-"""Embeddings in the model process: joins a batch's texts, and has an Encoder compute the vectors.
+"""Embeddings in the model process: joins a batch's texts, then an Encoder computes the vectors.
 
 The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library. A batch
 is split by length, to reduce the cost of padding and calls.
@@ -36,7 +36,7 @@ def cut_by_length(
     A group has at most `budget` padded tokens, unless it is a single longer text.
 
     In the best split, every group is a run of the sorted lengths, so this is a shortest-path
-    problem. It takes O(n^2) steps, n of which numpy does at a time: 3 ms for a batch of 1,024.
+    problem. It takes O(n^2) steps, of which numpy does n at a time, so a batch of 1,024 takes 3 ms.
     """
     ordered = np.array(lengths, np.int64)
     order = ordered.argsort(kind="stable")

@@ -2,15 +2,16 @@
 
 A batch's texts form one row of tokens. Attention gets the positions where texts start, and computes
 all texts in one call per layer (`torch.nn.attention.varlen`, Flash Attention). Padded attention
-would compute filler. On GPUs with compute capability 9 and 10 it also builds a plan for each new
-number and length of texts, which takes tens of milliseconds (decision 4).
+would compute filler. On GPUs with compute capability 9 and 10, it would also build a plan for each
+new number and length of texts, which takes tens of milliseconds (decision 4).
 
 Weights, states and products use 16 bits. Products and layer norms accumulate in fp32, and pooling
 and normalization are computed in fp32.
 
-A GPU computes while the host prepares the next call, so nothing here waits for its numbers: shapes
-follow from the lengths, which the host knows. One buffer goes to the device, and one array comes
-back. Because small batches are limited by the number of operators, each layer has only eleven:
+A GPU computes while the host prepares the next call, so nothing here waits for the GPU's results.
+Shapes follow from the lengths, which the host knows. One buffer goes to the device, and one array
+comes back. Because small batches are limited by the number of operators, each layer has only
+eleven:
 
 - Query, key and value are a single product.
 - A residual connection is the initial value of a product (`addmm_`). The product's bias is already
@@ -125,7 +126,7 @@ class PackedBert:
 
         See Encoder in model.py.
 
-        May be called on several threads: the device computes one call while others wait for theirs.
+        May be called on several threads. The device computes one call while the others wait.
         """
         packed = pack_texts(ids, types, lengths)
         # A batch's copy to the device is queued after the previous batch's copies and kernels.

@@ -1,6 +1,6 @@
 """Converts texts to token IDs in the I/O process, in batches, using the model's tokenizer.json.
 
-The tokenizer itself never truncates: it would not report that, and would not be faster.
+The tokenizer itself never truncates, because it would not report that, and would not be faster.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _IDS = np.dtype("<u4")
 
 
 class TextPreparer:
-    """Prepares TextInput and TokensInput as sentence-transformers does, and answers TextToTokenize.
+    """Prepares TextInput and TokensInput as sentence-transformers does, and handles TextToTokenize.
 
     Raises:
         ConfigurationError: the folder is not an embedding model.
@@ -80,7 +80,7 @@ class TextPreparer:
                 [self._settings.prompt + value.text for value in texts]
             )
         except (TypeError, ValueError) as error:
-            # A lone surrogate is valid in a str, but fails the whole call.
+            # A lone surrogate is valid in a str, but makes the whole call fail.
             if len(inputs) == 1:
                 return [BadInput(f"the text can't be tokenized: {error}", field="input")]
             return list(chain.from_iterable(self._tokenize([value]) for value in inputs))

@@ -29,7 +29,7 @@ PARTS = ("unet", "text_encoder", "text_encoder_2")
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 16
 """Maximum tensors per model layer. Two weights and an alpha are typical. diffusers' name conversion
-is quadratic: a header full of names would take half an hour, with every step waiting for it.
+is quadratic, so a header full of names would take half an hour, with every step waiting for it.
 """
 MAX_PATTERNS = 4096
 """Maximum alpha patterns in the PEFT settings. Each pattern is compared with every layer."""
@@ -115,7 +115,7 @@ class AdapterFile:
     is_callers: bool = False
 
     def failed(self, reason: str, detail: str = "") -> ModelFailed:
-        """Internal error. Callers see the name and the reason; the log also has the detail."""
+        """Internal error. Callers see the name and the reason; the log also contains the detail."""
         public = f"adapter {self.name!r}: {reason}"
         return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
 
@@ -179,7 +179,7 @@ def _find_file(adapter: AdapterFile) -> Path:
 def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
     """Checks that a copy matches the bytes the API fetched, before blaming the caller."""
     if f"sha256:{hashlib.sha256(file.read()).hexdigest()}" != adapter.digest:
-        # The next attempt makes a new copy.
+        # The next attempt creates a new copy.
         Path(file.name).unlink(missing_ok=True)
         raise adapter.failed("its copy on this worker is damaged; try again")
     file.seek(0)
@@ -336,7 +336,7 @@ def _as_peft(part: str, own: State, module: LowRankModule) -> State:
 def _check_shapes(
     name: str, layer: Any, down: torch.Tensor, up: torch.Tensor, max_rank: int
 ) -> None:
-    """Validates the two weights of a layer.
+    """Validates a layer's two weights.
 
     Raises:
         WrongAdapter: they don't match the layer or each other, or their rank is too high.
@@ -412,7 +412,7 @@ def _pack_layers(layers: Mapping[str, Layers], dtype: torch.dtype) -> LoadedAdap
     ]
     flat = torch.empty(sum(tensor.numel() for tensor in every), dtype=dtype)
     torch.cat([tensor.reshape(-1).to(dtype) for tensor in every], out=flat)
-    # A number like this turns the image black, or breaks other rows in its batch.
+    # Such a number turns the image black, or breaks other rows in its batch.
     if not torch.isfinite(flat).all():
         raise WrongAdapter(f"it has numbers that are not finite in {dtype}")
     if torch.cuda.is_available():

@@ -32,7 +32,7 @@ class UnsplittableError(Exception):
 class Digests:
     """Digests of the tensors that stay constant across one item's calls.
 
-    Reading a tensor waits for the device, so each is read once rather than at every step.
+    Reading a tensor waits for the device, so each tensor is read once rather than at every step.
     """
 
     def __init__(self) -> None:
@@ -68,7 +68,7 @@ class Part:
         self.compute = compute
         self.is_denoiser = is_denoiser
         self.constants: set[str] = set()
-        """Places where calls had tensors whose first dimension was not the row count.
+        """Argument positions where calls had tensors whose first dimension was not the row count.
 
         A match in another call is a coincidence.
         """
@@ -103,7 +103,7 @@ class Call:
     """A call waiting for its results.
 
     Args:
-        owner: the item, which the code that computes the call may query.
+        owner: the item, which the code that runs the call may query.
     """
 
     __slots__ = (
@@ -306,7 +306,7 @@ def _cut_tensor(value: torch.Tensor, of: _Rows) -> torch.Tensor:
     length = value.shape[0] if value.dim() else 0
     if length == of.rows:
         return value[of.begin : of.end]
-    if length and length % of.rows == 0:  # perhaps several entries per row
+    if length and length % of.rows == 0:  # possibly several entries per row
         raise UnsplittableError(f"a tensor of {length} for {of.rows} rows")
     return value
 

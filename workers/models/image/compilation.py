@@ -71,8 +71,8 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
     """Compiles the denoiser, VAE encoder and VAE decoder.
 
     Args:
-        denoiser: takes all inputs by keyword, as the hub passes them.
-        vae: a diffusers VAE, which processes images one at a time from now on.
+        denoiser: takes all inputs by keyword, the way the hub passes them. vae: a diffusers VAE,
+            which from now on processes images one at a time.
         shapes: how many shapes each of them sees during warm-up.
     """
     # Each shape is a recompilation. Dynamo's limit covers all models in the process.

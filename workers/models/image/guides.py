@@ -7,10 +7,10 @@ In a UNet call, images without a ControlNet get zeros if other images have one.
 
 An IP-Adapter adds a reference image to the prompt, and each of the UNet's cross-attention layers
 attends to it too (Ye et al. 2023, https://arxiv.org/abs/2308.06721). The image is encoded once, to
-a few tokens. Each layer attends to them with the adapter's keys and values, and adds `scale` times
-the result to its result for the prompt. One UNet call can mix images with and without an adapter,
-different adapters, and different reference images. Hooks on the layers add to the rows with an
-adapter. The results of other rows don't change, to the last bit.
+a few tokens. Each layer attends to these tokens with the adapter's keys and values, and adds
+`scale` times the result to its result for the prompt. One UNet call can mix images with and without
+an adapter, different adapters, and different reference images. Hooks on the layers add to the rows
+with an adapter. Other rows' results don't change, to the last bit.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ class Controls:
         }
 
     def start(self, item: PreparedImage) -> list[ControlStart]:
-        """Prepares the ControlNets of an item, which includes their maps."""
+        """Prepares an item's ControlNets, including their maps."""
         starts = []
         for control in item.controls:
             net = self._nets[control.name]

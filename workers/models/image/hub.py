@@ -3,8 +3,8 @@
 Each item runs in a greenlet. When its pipeline calls a module that all items share, the greenlet
 hands the call to the hub and pauses. The hub joins compatible calls from all items, computes them
 at once, and resumes each item with its own rows. Items can therefore join and leave between any two
-calls, whatever their schedulers, step counts and tasks, and each image is the same as when it is
-drawn alone.
+calls, regardless of their schedulers, step counts and tasks, and each image is the same as when it
+is drawn on its own.
 
 Everything runs on one thread, so compiled graphs, CUDA graphs and gradient modes stay valid.
 """
@@ -34,7 +34,7 @@ MAX_CALLS = 64
 RECOVERS_AFTER = 64
 """Number of batches without a memory shortage before a larger one is tried again."""
 MAX_LIMITS = 256
-"""Maximum kinds of calls whose limits are remembered."""
+"""Maximum number of call kinds whose limits are remembered."""
 
 _NEVER_S = float("inf")
 _LOOKS, _IDLE_LOOKS = 4, 8
@@ -53,7 +53,7 @@ class StuckError(Exception):
 
 
 class Batching:
-    """Decides which calls are computed together, and computes them."""
+    """Decides which calls are run together, and runs them."""
 
     def prepare(self, call: Call) -> None:
         """Changes a call once, before it is computed."""
@@ -63,9 +63,9 @@ class Batching:
         return call.key
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
-        """Returns how many of these calls to compute at a time.
+        """Returns how many of these calls to run at a time.
 
-        All have the same key. The numbers add up to the number of calls.
+        All of them have the same key. The numbers add up to the number of calls.
         """
         return [len(calls)]
 
@@ -155,7 +155,7 @@ class Hub:
         self._runs[name] = Run(self, name, draw, owner)
 
     def drop(self, name: int) -> None:
-        """Ends an item at the call it is waiting for, if it is still running."""
+        """Stops an item at the call it is waiting for, if it is still running."""
         run = self._runs.pop(name, None)
         if run is not None:
             self.end(run)
@@ -225,7 +225,7 @@ class Hub:
                 at += size
 
     def _compute(self, runs: Sequence[Run]) -> None:
-        """Computes several runs' calls together. On failure, halves it until one is alone."""
+        """Runs several items' calls together. On failure, halves the group down to one."""
         calls = [run.call for run in runs if run.call is not None]
         try:
             with memory_errors(), _autocast(runs[0].autocast):
@@ -285,7 +285,7 @@ class Hub:
             run.call = outcome
 
     def end(self, run: Run) -> None:
-        """Ends a run at the call it is waiting for, so that its pipeline cleans up."""
+        """Stops a run at the call it is waiting for, so that its pipeline cleans up."""
         _set_autocast(run.autocast)
         self._watchdog.begin()
         try:
@@ -344,7 +344,7 @@ class _RowLimits:
         self._alone.add(call.key)
 
     def note_success(self, calls: Sequence[Call]) -> None:
-        """Raises the limit again after a while: others may have been using the memory."""
+        """Raises the limit again after a while, because others may have been using the memory."""
         key = calls[0].key
         if key not in self._rows:
             return
@@ -382,7 +382,7 @@ class _Watchdog:
                 _interrupt(self._thread_id, None)
 
     def _watch(self) -> None:
-        """Checks a few times per limit, and ends once no pipeline is running."""
+        """Checks a few times per limit, and stops once no pipeline is running."""
         idle = 0
         while idle < _IDLE_LOOKS:
             time.sleep(self._limit_s / _LOOKS)

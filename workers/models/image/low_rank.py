@@ -1,8 +1,8 @@
 """Low-rank layers (LoRA) alongside a module's layers, with one adapter per row of a batch.
 
-For a layer W, a row's output is W x + s B (A x), with the down projection A and up projection B of
-the row's adapter, and the row's scale s (https://arxiv.org/abs/2106.09685). All adapters' rows are
-computed in the same few matrix products, as in S-LoRA (https://arxiv.org/abs/2311.03285), so a
+For a layer W, a row's output is W x + s B (A x), where A and B are the down and up projections in
+the row's adapter and s is the row's scale (https://arxiv.org/abs/2106.09685). All adapters' rows
+are computed in the same few matrix products, as in S-LoRA (https://arxiv.org/abs/2311.03285), so a
 batch with many adapters costs little more than one with a single adapter.
 
 A forward hook on the layer adds the result. The layer itself is not replaced, may be quantized, and
@@ -147,7 +147,7 @@ def _convolve(
 ) -> torch.Tensor:
     """A convolution's output W x + s B (A x), [rows, out, height, width], from W x and x.
 
-    Computed adapter by adapter: few have convolutions, and their kernels can't be stacked.
+    Computed adapter by adapter, because few have convolutions, and their kernels can't be stacked.
     """
     changed = output.clone()
     for pair in dict.fromkeys(ours):

@@ -65,14 +65,14 @@ Compiling a size can take a minute if it isn't cached on disk.
 """
 _WARMUP_STEPS = 4
 _ENCODED_AT_ONCE = 128 * 128
-"""Maximum pixels of an image that is encoded without a thread: its PNG takes under a millisecond.
+"""Maximum pixels in an image that is encoded without a thread. Its PNG takes under a millisecond.
 """
 _PNG_THREADS = 4
 
 _ALONE: dict[type, bool] = {}
 """True if a pipeline class changes shared modules around its calls, as PAG pipelines do.
 
-Determined when a model warms up, which on a CPU happens only once.
+Determined when a model warms up, which happens only once on a CPU.
 """
 
 _BROKEN: dict[Path, dict[type, str]] = {}
@@ -107,7 +107,7 @@ class ImageModel:
         """Items waiting for the previous one to finish, if images are drawn one at a time."""
         self._encoding: dict[int, tuple[PreparedImage, Future[Result | PenstockError]]] = {}
         self._aside: list[_Aside] = []
-        """Preempted images, the oldest first."""
+        """Preempted images, oldest first."""
         self._png_threads: tuple[int, ThreadPoolExecutor] | None = None
 
     def setup(self) -> None:
@@ -121,7 +121,7 @@ class ImageModel:
         self.use(self.entry)
 
     def load(self) -> None:
-        """Loads the pipeline, which then waits for `use`.
+        """Loads the pipeline, which can be used only after `use`.
 
         Raises:
             ConfigurationError: same as `setup`.
@@ -277,7 +277,7 @@ class ImageModel:
         self._options = OptionCheck(self._pipelines, self.entry.image.guidance_scale)
 
     def _find_out_if_alone(self) -> None:
-        """Draws the first step of some images and checks what their pipeline has changed.
+        """Draws the first step of some images and checks what their pipeline changed.
 
         One image has a different row count, which shows the hub which tensors vary with it.
         """
@@ -326,7 +326,7 @@ class ImageModel:
                 raise outcome
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Returns a single group: the hub splits it into the compiled sizes."""
+        """Returns a single group, because the hub splits it into the compiled sizes."""
         return [list(range(len(batch)))]
 
     def computed_work(self, lengths: Sequence[int]) -> int:
@@ -392,7 +392,8 @@ class ImageModel:
             outcomes = self._advance()
         end.work = sum(owner.pixels * rows for owner, rows in self._hub.work)
         for slot, outcome in outcomes.items():
-            # Once others have left, there may be room for it. If the oldest doesn't fit, it fails.
+            # Once others have left, there may be room for it. If even the oldest doesn't fit, it
+            # fails.
             if isinstance(outcome, OutOfMemory) and (slot != oldest or self._end_aside()):
                 end.preempted.append(slot)
             else:
@@ -419,7 +420,7 @@ class ImageModel:
         end.waiting += [*self.adapters.waiting, *self._queued]
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """Returns an empty dict: only text models produce chunks."""
+        """Returns an empty dict, because only text models produce chunks."""
         return {}
 
     def _forbid_compiling(self) -> contextlib.AbstractContextManager[None]:
@@ -457,7 +458,7 @@ class ImageModel:
         """Sets an image aside. If an equal item is admitted later, it resumes there.
 
         Together, set-aside images take at most one batch's budget. To make room, the oldest are
-        ended and start over.
+        dropped and start over.
         """
         if self.runs_alone or not (slot in self._drawings or slot in self._encoding):
             self.drop(slot)  # it would leave shared modules changed, or has nothing yet
@@ -470,10 +471,10 @@ class ImageModel:
         self._end_aside(self.entry.budget, self.entry.batch.max_items)
 
     def _end_aside(self, room: int = 0, count: int = 0) -> bool:
-        """Ends set-aside images, oldest first, until the others have room.
+        """Drops set-aside images, oldest first, until the others have room.
 
         Returns:
-            False if none had to end.
+            False if none had to be dropped.
         """
         before = len(self._aside)
         while len(self._aside) > count or sum(aside.room for aside in self._aside) > room:
@@ -491,7 +492,7 @@ class ImageModel:
         if aside.file is not None:
             self._encoding[slot] = item, aside.file
         if aside.drawing is not None and aside.run is not None:
-            # Its adapter may have been evicted from memory and reloaded in the meantime.
+            # Its adapter may have been evicted from memory and reloaded since.
             aside.drawing.adapter = self.adapters.of(item)
             self._drawings[slot] = aside.drawing
             self._hub.put_back(slot, aside.run)

@@ -1,8 +1,8 @@
 """One pipeline per item: a copy of the loaded one, with modules shared through the hub.
 
 A copy has its own scheduler and state. In place of each module it has a stand-in, which passes
-calls to the hub and everything else to the module. The modules themselves aren't touched: they can
-still be compiled, quantized and moved.
+calls to the hub and everything else to the module. The modules themselves aren't touched, so they
+can still be compiled, quantized and moved.
 """
 
 from __future__ import annotations
@@ -121,7 +121,7 @@ def _own_kind(kind: Any) -> Any:
         return pipeline._own_device
 
     def free_nothing(pipeline: Any) -> None:
-        """Does nothing: an item never offloads modules of a shared model."""
+        """Does nothing, because an item never offloads a shared model's modules."""
 
     own = {
         "device": property(device_of),

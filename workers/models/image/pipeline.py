@@ -99,7 +99,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
         raise ConfigurationError(reason, field="source")
     for loaded in (pipeline, *by_mode.values()):
         loaded.set_progress_bar_config(disable=True)
-        # Stable Diffusion XL pipelines watermark their images if a certain package is installed.
+        # Stable Diffusion XL pipelines watermark their images if a specific package is installed.
         if getattr(loaded, "watermark", None) is not None:
             loaded.watermark = None
     return LoadedPipelines(pipeline, by_mode)
@@ -117,8 +117,7 @@ def _load_pipeline(
         config = diffusers.DiffusionPipeline.load_config(folder, local_files_only=True)
         kind = _class_of(folder, config)
         _check_parts(folder, config)
-        # Parts that a folder omits, such as the T5 of Stable Diffusion 3, must be passed
-        # explicitly.
+        # Parts that a folder omits, such as Stable Diffusion 3's T5, must be passed explicitly.
         without: dict[str, Any] = dict.fromkeys(_null_parts(folder, config, kind))
         if "safety_checker" in config:
             without |= {"safety_checker": None, "requires_safety_checker": False}
@@ -128,7 +127,7 @@ def _load_pipeline(
     except (ConfigurationError, torch.OutOfMemoryError):
         raise
     except Exception as error:
-        # The boundary to both libraries: each invalid or missing part raises a different error.
+        # The boundary with both libraries. Each invalid or missing part raises a different error.
         reason = f"{type(error).__name__}: {str(error)[:_MAX_REASON_CHARS]}"
         raise ConfigurationError(f"{folder}: {reason}", field="source") from error
     return pipeline, config
@@ -208,7 +207,7 @@ def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
 def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any | None:
     """The pipeline for images or masks with the same components. None if there isn't one.
 
-    diffusers' own list omits some, whose class is named after the one for text.
+    diffusers' own list omits some pipelines, whose class is named after the one for text.
     """
     class_name = type(pipeline).__name__.removesuffix("Pipeline") + ending
     try:
@@ -230,7 +229,7 @@ def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:
 
 @lru_cache(maxsize=512)
 def signature_of(function: Any) -> inspect.Signature:
-    """Returns a cached signature: it is slow to create and doesn't change."""
+    """Returns a cached signature, because it is slow to create and doesn't change."""
     return inspect.signature(function)
 
 
@@ -285,8 +284,8 @@ def _quantize_linears(denoiser: Any) -> None:
     """Converts the linear layers in transformer blocks to INT8 with torchao, in place.
 
     Weights are quantized per channel. On GPUs with INT8 matrix units, activations are too, per
-    token. Other layers (time embedding, norm modulation) get one row per image, which gains nothing
-    and is below the 17 rows that CUDA's INT8 product requires.
+    token. Other layers (time embedding, norm modulation) get one row per image, so they gain
+    nothing and have fewer than the 17 rows that CUDA's INT8 product requires.
     """
     # Importing torchao takes a second, and only INT8 needs it.
     from torchao.quantization import (

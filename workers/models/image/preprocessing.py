@@ -2,7 +2,7 @@
 
 A source image is decoded and resized once. A ControlNet's map is computed from the caller's image.
 ControlNets for edges are trained with OpenCV's `Canny`. Workers do without OpenCV, because it would
-add 60 MB for this alone: the edges computed here equal its edges bit for bit.
+add 60 MB for this alone. The edges computed here match OpenCV's bit for bit.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.
     """Returns 255 on edges and 0 elsewhere, [height, width].
 
     Follows J. Canny, A Computational Approach to Edge Detection, 1986. Gradients are Sobel's, from
-    the channel with the largest one. A gradient that is the largest across its edge is kept if it
-    is above `high`, or above `low` and connected to such a pixel.
+    the channel with the largest gradient. A gradient that is the largest across its edge is kept if
+    it is above `high`, or above `low` and connected to such a pixel.
 
     Args:
         pixels: image as [height, width, channels].
@@ -254,7 +254,7 @@ class ImagePreparer:
             source = _read_source(value.image, value.width, value.height)
         pixel_steps = value.width * value.height * steps_run
         return PreparedImage(
-            # A whole batch ends when its longest image ends.
+            # A whole batch finishes when its longest image does.
             key="" if self._is_stepped else f"{value.width}x{value.height}/{steps_run}",
             length=pixel_steps,
             # Each image runs its own steps, so only its pixels share batches with other images.

@@ -28,7 +28,7 @@ class LostTokens:
 
     def __init__(self) -> None:
         self.by_text: dict[str, tuple[int, int]] = {}
-        """For each text: that encoder's maximum tokens, and the number of lost tokens, negated."""
+        """For each text, that encoder's maximum tokens and the negated number of lost tokens."""
 
     @property
     def count(self) -> int | None:

@@ -1,7 +1,7 @@
-"""The adapters in a model process's memory, and the images waiting for others to load.
+"""The adapters in a model process's memory, and the images waiting for adapters to load.
 
 An adapter is read in a thread while steps continue, and put into memory between two steps. The
-least recently used adapters make room for it. An adapter that an image is using stays.
+least recently used adapters are evicted to make room. An adapter that an image is using stays.
 
 Adapter files that callers specify by URL are stored on the worker's disk. The API has fetched them
 into the object store. Each file is stored under its tenant's digest, so tenants share nothing, and
@@ -40,9 +40,9 @@ ABANDONED_S = 3600.0
 """Time after which an incompletely copied file is removed."""
 
 MAX_READS = 2
-"""Maximum concurrent reads. More would take CPU time from the steps."""
+"""Maximum concurrent reads. More would take CPU time away from the steps."""
 WAIT_S = 0.05
-"""How long a step waits for an adapter if there is nothing to draw. New items wait that long, too.
+"""How long a step waits for an adapter if there is nothing to draw. New items also wait that long.
 """
 
 log = logging.getLogger(__name__)
@@ -98,7 +98,7 @@ class FetchedAdapters:
         return file
 
     def _make_room(self, size_bytes: int) -> None:
-        """Removes the largest tenant's least used files until `size_bytes` fit."""
+        """Removes the largest tenant's least recently used files until `size_bytes` fit."""
         by_owner: dict[Path, list[_Kept]] = {}
         for file in self._folder.glob("*/*"):
             with contextlib.suppress(FileNotFoundError):
@@ -285,7 +285,7 @@ class ResidentAdapters:
         if (read := self._reads.get(name)) is None:
             read = self._reads[name] = Future()
             file = self._file_of(item)
-            # A daemon thread, so that the process can exit without waiting for a download.
+            # A daemon thread, so the process can exit without waiting for a download.
             threading.Thread(
                 target=self._read, args=(file, read), name=f"adapter-{name}", daemon=True
             ).start()
@@ -317,8 +317,7 @@ class ResidentAdapters:
                 read.set_exception(error)
                 return
             except Exception as error:
-                # The boundary to the libraries that read adapters. All waiting images get an
-                # answer.
+                # The boundary to the libraries that read adapters. All waiting images get a result.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
                 read.set_exception(file.failed("it could not be read", str(error)))
                 return

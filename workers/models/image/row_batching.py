@@ -25,7 +25,8 @@ from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
 
 DECODED_PIXELS = 512 * 512
-"""Pixels that the VAE computes at a time, but at least one image. More would delay others' steps.
+"""Pixels that the VAE computes at a time, but at least one image. More would delay other images'
+steps.
 """
 GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
 """Denoisers whose calls have a row for the negative prompt followed by one for the prompt."""

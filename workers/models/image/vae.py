@@ -36,7 +36,8 @@ MAX_SIDE_CPU = 128
 def needs_fp32(pipeline: Any) -> bool:
     """Returns whether a pipeline's VAE overflows in fp16 and its class runs it in fp32 instead.
 
-    If so, it is loaded in fp32. Otherwise a pipeline would switch it temporarily, affecting others.
+    If so, it is loaded in fp32. Otherwise a pipeline would switch it temporarily, affecting other
+    items.
     """
     vae = getattr(pipeline, "vae", None)
     if not isinstance(vae, diffusers.AutoencoderKL) or vae.dtype != torch.float16:
