@@ -1,6 +1,6 @@
-"""The configured broker: Pub/Sub or RabbitMQ. The only place that knows both.
+"""The configured broker: Pub/Sub or RabbitMQ. Only this module knows about both.
 
-A process imports only the client it uses, because importing Google's takes 0.3 s of CPU
+A process imports only the client it uses, because importing Google's client takes 0.3 s of CPU
 time.
 """
 

@@ -2,7 +2,7 @@
 
 https://cloud.google.com/logging/docs/structured-logging. Log lines about a request or a job include
 its trace, so that Cloud Logging and Cloud Trace can show them together. Payloads and keys are never
-logged. Key secrets that callers send in the wrong place are removed from every line.
+logged. Key secrets that callers send in the wrong place are redacted from every line.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _STANDARD = frozenset(vars(logging.makeLogRecord({}))) | {
 
 
 class JsonFormatter(logging.Formatter):
-    """Formats a record as one JSON line. Each key of `extra` becomes a field.
+    """Formats a record as one JSON line. Each key in `extra` becomes a field.
 
     Args:
         project: Google Cloud project, for full trace names.
@@ -56,7 +56,7 @@ class JsonFormatter(logging.Formatter):
 
 
 def configure_logs(level: str, project: str = "") -> None:
-    """Sends every record of `level` and above to stderr as JSON. Called once, in `__main__`.
+    """Sends every record at `level` or above to stderr as JSON. Called once, in `__main__`.
 
     `project` is the Google Cloud project. Processes that don't handle requests don't need it.
     """

@@ -1,7 +1,7 @@
 """The wire format between API and workers: jobs on `jobs.<model>` and replies on an inbox.
 
 A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**. A job
-is one Pub/Sub message, identified by (request_id, part). Everything that routes or identifies a
+is one Pub/Sub message, identified by (request_id, part). Everything needed to route or identify a
 message is in its attributes, where filters, the dead-letter function and people using the console
 can see it. The body is JSON and contains the items.
 
@@ -17,16 +17,16 @@ A job on the wire:
 The reply returns `slot`, `request_id` and `part`, with one outcome per item, in the same order as
 the items.
 
-A job with `"replies": "n"` comes from an instance that accepts several replies in one message:
+A job with `"replies": "n"` comes from an instance that accepts multiple replies in one message:
 
     attributes: {"schema": "1", "replies": "2"}
     data:       {"replies": [{"request_id": "req_6f0c…", "part": 0, "body": {"outcomes": […]}}, …]}
 
-Earlier releases neither send the attribute nor read such messages, and receive each reply
+Earlier releases neither send this attribute nor read such messages, so they receive each reply
 separately.
 
 The functions here encode and decode both. A publisher checks that the broker can carry the message
-and that its reader can decode it. If a message can't be decoded as a job, a lenient decoder reads
+and that the reader can decode it. If a message can't be decoded as a job, a lenient decoder reads
 as much as possible, so that its callers get a reply.
 """
 
@@ -60,7 +60,7 @@ _LEFT_OUT = {
     "retries": 0,
     "tries": 0,
 }
-"""Values that are not sent, by field name on the wire. For other fields: the empty string."""
+"""Values that are not sent, by wire field name. For other fields: the empty string."""
 
 _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
 
@@ -74,14 +74,14 @@ _encoder = msgspec.json.Encoder()
 MAX_REPLY_BATCH_BYTES = 256 * 1024
 """Maximum size, in bytes, of the replies in one message.
 
-Reading one takes the event loop about 1 ms.
+Reading one such message blocks the event loop for about 1 ms.
 """
 
 
 class Item(msgspec.Struct, omit_defaults=True):
     """One unit of work. `index` is its position in the request.
 
-    Without cache_key, it is not shared.
+    Without a cache_key, it is not shared.
     """
 
     index: int
@@ -95,10 +95,10 @@ def record_id(request_id: str, part: int) -> str:
 
 
 class RequestFacts(msgspec.Struct, kw_only=True):
-    """A request's caller, time and terms, which stay the same from the header to the row.
+    """A request's caller, time and terms, which stay the same from the request headers to the row.
 
-    The API fills them in until the request is dispatched. From then on they are copied, as a whole,
-    to the envelope of each job and to each row.
+    The API fills them in until the request is dispatched. From then on, they are copied as a whole
+    to each job's envelope and each row.
     """
 
     request_id: str
@@ -108,7 +108,7 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     """
     tenant: str
     received_at_s: UnixTime
-    """Unix time of arrival. Time limits count from here."""
+    """Unix time of arrival. Time limits are measured from it."""
     client_request_id: str = ""
     """The caller's `x-request-id`, only for rows: at most 128 characters. Empty: none."""
     key_id: str = ""
@@ -125,9 +125,9 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     user_agent_family: str = ""
     """Kind of client, for rows (api/http/request_options.py)."""
     price_share: PriceShare = 1.0
-    """Fraction of the list price that it pays. Omitted from messages if 1."""
+    """Fraction of the list price that the request pays. Omitted from messages if 1."""
     batch_id: str = ""
-    """The batch that it is a line of, for rows. Empty: none."""
+    """The batch that the request is a line of, for rows. Empty: none."""
 
     def row_columns(self) -> dict[str, Any]:
         """Returns the columns that are the same in all of the request's rows, by name."""
@@ -148,10 +148,10 @@ class Envelope(RequestFacts, kw_only=True):
     """A job's attributes: facts about its request, its model, and the reply's destination."""
 
     part: int
-    """Number of the job within its request."""
+    """The job's index within its request."""
     model: str
     inbox: str = ""
-    """Topic ID of the inbox that waits for the reply. Empty if no caller waits."""
+    """Topic ID of the inbox waiting for the reply. Empty if no caller is waiting."""
     slot: str = ""
     deadline_s: UnixTime
     """Unix time after which the reply is useless."""
@@ -161,7 +161,7 @@ class Envelope(RequestFacts, kw_only=True):
     traceparent: str = ""
     """The span that published the job (W3C Trace Context).
 
-    Its flag determines whether spans are kept.
+    The span's flag determines whether spans are kept.
     """
     tracestate: str = ""
     cache_key: str = ""
@@ -171,9 +171,9 @@ class Envelope(RequestFacts, kw_only=True):
     webhook: str = ""
     """Events sent to the prediction's webhook, comma-separated. The record has its URL."""
     start_by_s: UnixTime = 0.0
-    """Unix time after which the model does not start on it. 0: only the deadline applies."""
+    """Unix time after which the model does not start the job. 0: only the deadline applies."""
     replies: str = ""
-    """`n` if the inbox accepts several replies in one message.
+    """`n` if the inbox accepts multiple replies in one message.
 
     Inboxes from earlier releases don't.
     """
@@ -182,9 +182,9 @@ class Envelope(RequestFacts, kw_only=True):
     step: str = ""
     """ID of the flow's step."""
     retries: int = 0
-    """How many times a failed item of the step may be recomputed."""
+    """How many times a failed item in the step may be retried."""
     tries: int = 0
-    """How many times this job's items were recomputed."""
+    """How many times this job's items have been retried."""
 
     @property
     def has_record(self) -> bool:
@@ -245,7 +245,7 @@ class Job(msgspec.Struct):
 
 
 class ItemError(msgspec.Struct, omit_defaults=True):
-    """Why an item has no result. `code` is defined in shared.errors."""
+    """The reason an item has no result. `code` is defined in shared.errors."""
 
     code: str
     message: str
@@ -253,7 +253,7 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 
 
 class Receipt(msgspec.Struct, omit_defaults=True):
-    """The cost of one item, as measured by the worker. It is sent in the reply and becomes the row.
+    """One item's cost, as measured by the worker. It is sent in the reply and becomes the row.
 
     Times are Unix seconds, durations milliseconds. `cache` is the origin of the result: `miss`
     (computed), `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache
@@ -275,19 +275,19 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     pixel_steps: int | None = None
     steps_saved: int | None = None
     revision: str | None = None
-    """Revision that answered. Only for a model with a canary."""
+    """Revision that served the item. Only for a model with a canary."""
     padded_tokens: int | None = None
     work: int | None = None
-    """Weight of the item, for a custom model."""
+    """The item's weight, for a custom model."""
     is_delivered_in_part: bool = False
-    """True if a reader received part of a streamed output without a result.
+    """True if there is no result, but a reader received part of the streamed output.
 
     For a generation, `tokens` counts the tokens of that part and its prompt.
     """
     cold_start: bool = False
     """True if the model process that computed it loaded the model after the job was published."""
     adapter: str | None = None
-    """Adapter that the image was drawn with."""
+    """Adapter used to draw the image."""
     spent_work: int | None = None
     """Work done for an item without a result, in its model's unit.
 
@@ -305,7 +305,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
 
 class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
-    """Text printed by a custom model while it computed an item. Only the end if it is long."""
+    """Text printed by a custom model while computing an item. Only the end of it if it is long."""
 
     text: str = ""
     left_out: int = 0
@@ -316,7 +316,7 @@ class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
         return self.left_out + len(self.text)
 
     def after(self, seen: int) -> str:
-        """Returns text printed after the first `seen` characters, noting any missing part."""
+        """Returns the text after the first `seen` characters, noting any missing part."""
         if seen >= self.end:
             return ""
         missing = self.left_out - seen
@@ -346,7 +346,7 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
 class ReplyBody(msgspec.Struct, omit_defaults=True):
     """The body of a reply: one outcome per item of the job, in order.
 
-    If the job's body could not be read, there are no outcomes, and `error` has the reason.
+    If the job's body could not be read, there are no outcomes, and `error` contains the reason.
     """
 
     outcomes: list[ItemOutcome]
@@ -355,11 +355,11 @@ class ReplyBody(msgspec.Struct, omit_defaults=True):
     device: str = ""
     replied_at_s: float = 0.0
     output: Result | None = None
-    """Output of a succeeded flow, whose outcomes have no results."""
+    """A succeeded flow's output. The outcomes have no results."""
 
     @property
     def delivered(self) -> list[ItemOutcome]:
-        """Outcomes to respond with. For a succeeded flow, a single one with its output."""
+        """Outcomes to respond with. For a succeeded flow, a single outcome with its output."""
         if self.output is None:
             return self.outcomes
         return [ItemOutcome(0, "succeeded", Receipt(), self.output)]
@@ -375,7 +375,7 @@ class Reply(msgspec.Struct):
 
 
 class BatchedReply(msgspec.Struct):
-    """One of several replies in a message. `body` is the return value of `encode_reply_body`."""
+    """One of several replies in a message. `body` is the result of `encode_reply_body`."""
 
     request_id: str
     part: int
@@ -389,7 +389,7 @@ class ReplyBatch(msgspec.Struct):
 
 
 def reason_of(outcome: ItemOutcome) -> str:
-    """Returns why an item has no result. Names the input if that is the cause."""
+    """Returns the reason an item has no result. Names the input if it is the cause."""
     if outcome.error is None:
         return f"item {outcome.index} has neither result nor error; this is a bug"
     prefix = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""
@@ -408,7 +408,7 @@ def failure(index: int, error: PenstockError, receipt: Receipt | None = None) ->
 
 
 def check_schema(attributes: Mapping[str, str]) -> None:
-    """Rejects messages with another schema version.
+    """Rejects messages with a different schema version.
 
     Raises:
         UndecodableMessage: `field` is "schema".
@@ -426,10 +426,10 @@ _batch_decoder = msgspec.json.Decoder(ReplyBatch)
 
 
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
-    """Returns data and attributes of the job's message, which `decode_job` can read.
+    """Returns the data and attributes of the job's message, which `decode_job` can read.
 
-    Decodes the message again, which takes microseconds, because callers of an unreadable job would
-    wait in vain.
+    Decodes the message again, which takes only microseconds, because an unreadable job's callers
+    would wait in vain.
 
     Raises:
         UndecodableMessage: workers can't read it, or Pub/Sub can't carry it. `field` names the
@@ -469,14 +469,14 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
 
 
 def encode_reply(reply: Reply) -> tuple[bytes, dict[str, str]]:
-    """Returns data and attributes of the reply's message."""
+    """Returns the data and attributes of the reply's message."""
     return encode_reply_body(reply.body), reply_attributes(reply.request_id, reply.part, reply.slot)
 
 
 def reply_attributes(request_id: str, part: int, slot: str) -> dict[str, str]:
     """Returns the attributes of a reply's message.
 
-    Its data is the return value of `encode_reply_body`.
+    The message's data is the result of `encode_reply_body`.
 
     If a reply's trace is kept, the attributes include it.
     """
@@ -490,11 +490,11 @@ def reply_attributes(request_id: str, part: int, slot: str) -> dict[str, str]:
 def encode_reply_batch(
     replies: Sequence[tuple[str, int, bytes]], slot: str
 ) -> tuple[bytes, dict[str, str]]:
-    """Returns data and attributes of a message with several replies.
+    """Returns the data and attributes of a message with several replies.
 
     Args:
-        replies: request_id, part and encoded body of each.
-        slot: slot of all replies. Empty: the topic does not have slots.
+        replies: each reply's request_id, part and encoded body.
+        slot: the slot of all replies. Empty: the topic has no slots.
     """
     batched = [
         BatchedReply(request_id, part, msgspec.Raw(body)) for request_id, part, body in replies
@@ -524,7 +524,7 @@ def decode_reply_batch(data: bytes, attributes: Mapping[str, str]) -> list[Batch
 
 
 def encode_reply_body(body: ReplyBody) -> bytes:
-    """Returns the data of a reply's message, which is also the form stored in records."""
+    """Returns a reply message's data, which is also the form stored in records."""
     return _encoder.encode(body)
 
 
@@ -568,7 +568,8 @@ def _check_carried(attributes: Mapping[str, str]) -> None:
 def decode_leniently(attributes: Mapping[str, str]) -> Envelope | None:
     """Returns the envelope with unreadable fields left empty, or None without request_id and part.
 
-    This works for every schema, because request_id, part, inbox and slot never changed.
+    This works for every schema version, because request_id, part, inbox and slot have never
+    changed.
     """
     known: dict[str, Any] = {}
     for field in msgspec.structs.fields(Envelope):

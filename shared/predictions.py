@@ -1,7 +1,7 @@
-"""A prediction's document, and the body shown to callers, in Replicate's format.
+"""A prediction's document and the body shown to callers, in Replicate's format.
 
-The API returns this body, and the webhook function posts it. Both build it from the document and
-the record, so they agree. Field names and states follow Replicate's HTTP API
+The API returns this body and the webhook function posts it. Both build it from the document and the
+record, so they agree. Field names and states follow Replicate's HTTP API
 (https://replicate.com/docs/reference/http).
 """
 
@@ -37,19 +37,19 @@ from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_lines import QueuePosition
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
-"""An output format of the API. Workers produce PNG."""
+"""An API output format. Workers produce PNG."""
 EVENTS_TYPE = "text/event-stream"
 STREAM_LINK_S = 600
-"""How long after the deadline the link to a prediction's events remains valid, in seconds."""
+"""How long a link to a prediction's events remains valid after the deadline, in seconds."""
 BAR_WIDTH = 10
 
 
 class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The document of a prediction's record: the request that created it. It never changes.
+    """The document in a prediction's record: the request that created it. It never changes.
 
     `record` is the ID of the record, of the job's request and of the rows. It equals `id` if the
-    API chose the ID. If the caller chose it, they differ, because two tenants may choose the same
-    ID.
+    API chose the ID. If the caller chose the ID, the two differ, because two tenants may choose the
+    same ID.
     """
 
     id: str
@@ -62,23 +62,23 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     input: dict[str, Any]
     """The caller's input. A source image in it is replaced by the URL of a file."""
     is_list: bool = True
-    """True if the output is a list, False if it is the list's only element."""
+    """True if the output is a list. False if the output is the list's only element."""
     output_format: str = "png"
     webhook: str = ""
     webhook_events: tuple[str, ...] = ()
     deployment: str = ""
     source: str = "api"
     endpoint: str = ""
-    """Path of OpenAI's API that created it. Empty: created as a prediction."""
+    """OpenAI API path that created it. Empty: created as a prediction."""
     base_url: str
     """The API's URL as used by the caller, without a trailing slash."""
     created_at_s: float
     deadline_s: float
-    """Unix time after which no work is done on it."""
+    """Unix time after which no work is done on the prediction."""
     digest: str = ""
-    """Hash of the whole request, equal for a repeated request.
+    """Hash of the whole request. A repeated request has the same hash.
 
-    Empty: it can't be repeated, because the caller chose neither an ID nor a key.
+    Empty: the request can't be repeated, because the caller chose neither an ID nor a key.
     """
     client_request_id: str = ""
     """`x-request-id` of the request that created it, for its rows."""
@@ -89,18 +89,19 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     price: ItemPrice | None = None
     """The terms for charging it. None: created by a release that did not store them."""
     streams: str = ""
-    """Form in which a custom class's output grows while it runs: `text` or `items`.
+    """The way a custom class's output grows while it runs: `text` or `items`.
 
-    Empty: it doesn't, or the prediction was created by a release that didn't record it.
+    Empty: the output doesn't grow, or the prediction was created by a release that didn't record
+        this.
     """
     flow: dict[str, Any] | None = None
     """For a flow, its plan (shared/models/flow_plan.py)."""
     step_prices: tuple[ItemPrice, ...] = ()
-    """The terms for charging the items of each step."""
+    """The terms for charging each step's items."""
 
     @property
     def steps(self) -> Sequence[Mapping[str, Any]]:
-        """The steps of a flow. Empty: it is not a flow."""
+        """A flow's steps. Empty: it is not a flow."""
         return self.flow["steps"] if self.flow else ()
 
     @property
@@ -134,7 +135,7 @@ def decode_document(document: bytes) -> Prediction:
 
 
 class _End(msgspec.Struct, omit_defaults=True):
-    """The rest of a deleted prediction, kept until its webhook is notified of its end."""
+    """Data kept from a deleted prediction until its webhook is notified that it ended."""
 
     prediction: Prediction
     state: State
@@ -146,7 +147,7 @@ class _End(msgspec.Struct, omit_defaults=True):
 
 
 def encode_end(prediction: Prediction, record: Record) -> bytes:
-    """Returns the final state of a prediction without its input and output."""
+    """Returns a prediction's final state without its input and output."""
     return msgspec.json.encode(
         _End(
             msgspec.structs.replace(prediction, input={}),
@@ -164,7 +165,7 @@ def decode_end(data: bytes) -> tuple[Prediction, Record]:
     """Parses the result of `encode_end`.
 
     Raises:
-        msgspec.MsgspecError: the data has another format.
+        msgspec.MsgspecError: the data has a different format.
     """
     end = msgspec.json.decode(data, type=_End)
     record = Record(
@@ -179,21 +180,21 @@ def decode_end(data: bytes) -> tuple[Prediction, Record]:
 
 
 def record_of(tenant: str, own_id: str) -> str:
-    """Returns the record ID for an ID chosen by a caller.
+    """Returns the record ID for a caller-chosen ID.
 
-    It is 128 bits of BLAKE2b (RFC 7693) over tenant and ID.
+    The record ID is 128 bits of BLAKE2b (RFC 7693) over tenant and ID.
     """
     digest = hashlib.blake2b(f"{tenant}\n{own_id}".encode(), digest_size=16)
     return f"own_{digest.hexdigest()}"
 
 
 def inline_key(record: str, index: int) -> str:
-    """Returns the key, used in links, of an image stored in the record itself."""
+    """Returns the key used in links for an image stored in the record itself."""
     return f"predictions/{record}/{index}.png"
 
 
 def stream_key(record: str) -> str:
-    """Returns the key, used in links, of a prediction's events."""
+    """Returns the key used in links for a prediction's events."""
     return f"streams/{record}"
 
 
@@ -247,9 +248,9 @@ def body_of(
 
 
 def _stream_query(prediction: Prediction, url_signer: UrlSigner) -> str:
-    """Allows the link to be used without a key, for browsers and Replicate's Node client.
+    """Lets browsers and Replicate's Node client use the link without a key.
 
-    It is the same each time, because equal requests get equal answers.
+    The query is the same each time, because identical requests get identical responses.
     """
     expires_s = int(prediction.deadline_s) + STREAM_LINK_S
     signed = url_signer.query(stream_key(prediction.record), EVENTS_TYPE, expires_s)
@@ -293,8 +294,8 @@ async def read_partial(
 ) -> list[Any] | None:
     """Reads the output that a custom class has yielded so far.
 
-    It counts as delivered: if the prediction is canceled later, it is charged. None: nothing has
-    been yielded, the record has the output, or Redis does not respond.
+    The output counts as delivered, so it is charged even if the prediction is canceled later. None:
+    nothing has been yielded, the record has the output, or Redis does not respond.
     """
     is_ended_by_worker = record.reply is not None and record.reply.outcomes
     if not prediction.streams or record.state == "starting" or is_ended_by_worker:
@@ -320,13 +321,13 @@ def partial_output_of(
             pieces += [element.shown(link_to) for element in read_elements(chunk.text)]
         elif isinstance(chunk, PieceChunk):
             pieces += chunk.pieces
-        else:  # written by release 0.1.0, so the ends of its pieces are unknown
+        else:  # written by release 0.1.0, so the piece boundaries are unknown
             break
     return pieces
 
 
 def partial_objects_of(prediction: Prediction, record: Record) -> list[str]:
-    """Returns the keys of large files in the output of a class that did not succeed."""
+    """Returns the keys of large files in an unsuccessful class's output."""
     if prediction.streams != "items" or record.reply is None:
         return []
     return [
@@ -353,7 +354,7 @@ def _show_output(prediction: Prediction, index: int, result: Result, url_signer:
 def step_output_of(
     prediction: Prediction, outcome: ItemOutcome, url_signer: UrlSigner
 ) -> dict[str, Any]:
-    """Returns the outcome of a flow step item, as shown in its stream."""
+    """Returns a flow step item's outcome, as shown in its stream."""
     step = prediction.steps[step_of(outcome.index)]
     fields: dict[str, Any] = {"step": step["id"]}
     if step.get("for_each") is not None:
@@ -379,7 +380,7 @@ def error_of(record: Record) -> str | None:
 
 
 def printed_of(record: Record) -> PrintedLogs:
-    """Returns the text printed by the model so far."""
+    """Returns the text that the model has printed so far."""
     for outcome in record.reply.outcomes if record.reply is not None else ():
         if outcome.logs is not None:  # a class computes only one item per prediction
             return outcome.logs
@@ -389,7 +390,7 @@ def printed_of(record: Record) -> PrintedLogs:
 def logs_of(record: Record) -> str:
     """Returns the text printed by the model, or the progress in tqdm's format.
 
-    Replicate's clients parse the latter. Empty without either.
+    Replicate's clients parse the latter. Empty if there is neither.
     """
     printed = printed_of(record)
     if printed.end or not record.steps:
@@ -452,7 +453,7 @@ def _count_tokens(receipts: Sequence[Receipt]) -> dict[str, int]:
 
 
 def _metrics_of_images(output: Result | None) -> dict[str, Any]:
-    """Returns image metrics for a request that runs steps after each image."""
+    """Returns image metrics for a request that runs additional steps after each image."""
     if not isinstance(output, ImagesResult):
         return {}
     cut = ImageResult.count_truncated(output.delivered)
@@ -482,7 +483,7 @@ def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int 
 def ended_at_s(record: Record) -> float:
     """Returns when a prediction ended.
 
-    If it was canceled, that is when it was canceled, whatever its worker reports.
+    A canceled prediction ended when it was canceled, no matter what its worker reports.
     """
     return record.canceled_at_s or record.ended_at_s
 

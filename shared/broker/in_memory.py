@@ -5,22 +5,23 @@
     await broker.ensure_subscription("jobs.m.workers", SubscriptionSettings("jobs.m"))
     async with broker.subscribe("jobs.m.workers", max_messages=10) as subscription: ...
 
-It provides the guarantees of Pub/Sub and RabbitMQ that Penstock relies on, and the same tests check
-all three (tests/shared/test_brokers.py):
+It provides the Pub/Sub and RabbitMQ guarantees that Penstock relies on, and the same tests check
+all three brokers (tests/shared/test_brokers.py):
 
 - A message is delivered at least once to each subscription of its topic, until it is acked. It is
-  delivered again after a nack, when its subscriber ends, and after `expire_leases`.
+  redelivered after a nack, when its subscriber closes, and after `expire_leases`.
 - Messages arrive in the order in which they were published. In an ordered subscription, unacked
-  messages with the same ordering key are held by one subscriber at a time. If one is delivered
-  again, so are the later ones with the same key.
-- A subscriber holds at most `max_messages`, and takes no more once it exceeds `max_bytes`.
+  messages with the same ordering key are held by one subscriber at a time. If one is redelivered,
+  so are later messages with the same key.
+- A subscriber holds at most `max_messages`, and receives no more once it exceeds `max_bytes`.
   Subscribers take turns.
-- A message returned `max_delivery_attempts` times goes to the dead letters.
-- It rejects everything that Pub/Sub or RabbitMQ reject: a missing topic, an empty message, one that
-  is too large, and attributes, names, settings and filters out of bounds.
+- A message returned `max_delivery_attempts` times becomes a dead letter.
+- It rejects everything that Pub/Sub or RabbitMQ rejects: a missing topic, an empty or oversized
+  message, and out-of-range attributes, names, settings and filters.
 
-It has no clock. Leases therefore never expire by themselves, a returned message is redelivered at
-once, and neither messages nor subscriptions expire. It does not push. The backlog is unbounded.
+It has no clock. Leases therefore never expire on their own, a returned message is redelivered
+immediately, and neither messages nor subscriptions expire. It does not support push. The backlog is
+unbounded.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ from shared.errors import (
 
 MAX_MESSAGE_BYTES = 10_000_000
 MAX_ATTRIBUTES, MAX_NAME_BYTES, MAX_VALUE_BYTES = 100, 128, 1024
-"""Limits of Pub/Sub, except for names, where RabbitMQ's limit is lower."""
+"""Pub/Sub's limits, except for names, where RabbitMQ's limit is lower."""
 MAX_ORDERING_KEY_BYTES = 1024
 ACK_DEADLINE_S, RETENTION_S, DELIVERY_ATTEMPTS = (10, 600), (600, 2_678_400), (5, 100)
 """Minimum and maximum values of subscription settings:
@@ -60,14 +61,14 @@ https://cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#subscription
 """
 MIN_EXPIRES_AFTER_S = 86_400
 _RESERVED = re.compile(r"goog(?!client_)|x-|CC|BCC")
-"""Prefixes of attribute names that Pub/Sub or RabbitMQ use themselves."""
+"""Prefixes of attribute names reserved by Pub/Sub or RabbitMQ."""
 _ID = re.compile(r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}")
 """https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names"""
 
 
 @dataclass(eq=False)
 class _Delivery:
-    """A message in one subscription. `number`: order of publication."""
+    """A message in one subscription. `number` is its place in publication order."""
 
     number: int
     data: bytes
@@ -80,7 +81,7 @@ class _Delivery:
 
 @dataclass(eq=False)
 class _Queue:
-    """One subscription: its backlog, oldest first, and its pullers, in turn."""
+    """One subscription: its backlog, oldest first, and its pullers, in round-robin order."""
 
     settings: SubscriptionSettings
     passes: AttributeFilter | None = None
@@ -93,7 +94,7 @@ class _Queue:
         return self.passes is None or self.passes.matches(attributes)
 
     def deliver(self) -> None:
-        """Delivers waiting messages to pullers with room, in turn."""
+        """Delivers waiting messages to pullers that have room, in turn."""
         idle = 0
         while self.waiting and idle < len(self.pullers):
             puller = self.pullers[0]
@@ -109,7 +110,7 @@ class _Queue:
             puller.take(delivery)
 
     def put_back(self, delivery: _Delivery) -> None:
-        """Puts a delivery back into the backlog, before messages published later."""
+        """Puts a delivery back into the backlog, ahead of messages published later."""
         later = (
             index for index, waiting in enumerate(self.waiting) if waiting.number > delivery.number
         )
@@ -166,7 +167,7 @@ class InMemorySubscription:
 
     @property
     def is_connected(self) -> bool:
-        """True if messages published now arrive here."""
+        """True if newly published messages arrive here."""
         return self._end is None and not self._is_stopped
 
     @property
@@ -182,7 +183,7 @@ class InMemorySubscription:
         while True:
             while self._received:
                 message = self._received.popleft()
-                if not message.lost:  # it was delivered again
+                if not message.lost:  # it has been redelivered
                     return message
             if self._end is not None:
                 raise self._end
@@ -194,7 +195,7 @@ class InMemorySubscription:
     def ack(self, message: ReceivedMessage) -> None:
         """See shared.broker.transport.Subscription.
 
-        A second ack, or an ack of a lost message, is ignored.
+        A second ack, or an ack for a lost message, is ignored.
         """
         held = self._held.pop(message.ack_id, None)
         if held is not None:
@@ -224,7 +225,7 @@ class InMemorySubscription:
         self._hand_back(held)
 
     def fail(self, error: PenstockError) -> None:
-        """Ends the iteration with `error`, like a broker whose subscription was deleted."""
+        """Ends the iteration with `error`, as a broker does when a subscription is deleted."""
         self._end = error
         self._arrival.set()
 
@@ -249,7 +250,7 @@ class InMemorySubscription:
     def expire_leases(self) -> None:
         """Loses all held messages.
 
-        They are marked `lost`, and delivered again here or elsewhere.
+        They are marked `lost` and redelivered here or elsewhere.
         """
         held, self._held = list(self._held.values()), {}
         self._lose(held)
@@ -280,15 +281,15 @@ class InMemorySubscription:
         self.lost += len(held)
 
     def _free(self, key: str) -> None:
-        """Releases an ordering key for others once no message with it is held here."""
+        """Releases an ordering key for other subscribers once none of its messages is held here."""
         if key and all(self._queue.key_of(held.delivery) != key for held in self._held.values()):
             self._queue.holders.pop(key, None)
 
 
 class InMemoryBroker:
-    """A complete broker. All communicating parts share one instance, in one event loop.
+    """A complete broker. All parties that communicate share one instance, in one event loop.
 
-    Implements Transport and Admin, and is itself the open connection of both. Its guarantees are
+    Implements Transport and Admin, and acts as the open connection for both. Its guarantees are
     listed in the module docstring.
     """
 
@@ -322,7 +323,7 @@ class InMemoryBroker:
 
         Raises:
             BadInput: the topic does not exist, the message is empty, or an attribute is invalid.
-            InputTooLarge: the message has more than MAX_MESSAGE_BYTES.
+            InputTooLarge: the message is larger than MAX_MESSAGE_BYTES.
             PenstockError: `outage`, if set.
         """
         await asyncio.sleep(0)
@@ -383,8 +384,8 @@ class InMemoryBroker:
 
         Raises:
             BadInput: the name, a setting or the filter is invalid, or the topic does not exist.
-            ConfigurationError: a subscription of this name has another topic or filter, which can't
-                be changed.
+            ConfigurationError: a subscription with this name has a different topic or filter, which
+                can't be changed.
         """
         _check_id(subscription_id)
         passes = _check_filter(settings)
@@ -425,7 +426,7 @@ class InMemoryBroker:
         return [name for name in subscription_ids if name not in self._queues]
 
     def backlog(self, subscription_id: str) -> int:
-        """Returns the number of messages in a subscription that are not held.
+        """Returns the number of messages in a subscription that no subscriber holds.
 
         Raises:
             KeyError: the subscription does not exist.
@@ -446,7 +447,7 @@ class InMemoryBroker:
         return f"{kind}-{next(self._ids)}"
 
     def hand_back(self, queue: _Queue, delivery: _Delivery) -> None:
-        """Makes a message wait again, or moves it to the dead letters after too many deliveries."""
+        """Requeues a message, or moves it to the dead letters after too many deliveries."""
         settings = queue.settings
         is_dead = delivery.attempts >= settings.max_delivery_attempts
         if is_dead and settings.dead_letter_topic_id in self._topics:

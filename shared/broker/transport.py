@@ -20,7 +20,7 @@ from shared.errors import BadInput
 
 GAIN, DEVIATION_GAIN, DEVIATIONS = 1 / 8, 1 / 4, 4.0
 MAX_SAMPLE_S = 5.0
-"""Longer measurements are outages, and do not reflect the usual time."""
+"""Longer measurements are outages and do not reflect the usual time."""
 
 JOB_RETENTION_S = 3600
 """Longer than any deadline, so no caller is waiting for older messages."""
@@ -30,9 +30,9 @@ RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
 MAX_DELIVERY_ATTEMPTS = 5
 
 DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
-"""First and longest pause before a function receives a message again that it could not handle.
+"""First and longest pause before a message is redelivered to a function that could not handle it.
 
-Backoff starts with the first failure, because webhook receivers are operated by others.
+Backoff starts with the first failure, because webhook receivers are operated by third parties.
 """
 
 WEBHOOKS_TOPIC_ID = "webhooks"
@@ -63,16 +63,14 @@ class ReceivedMessage:
     received_at_s: float = 0.0
     """Event loop time, in seconds."""
     lost: bool = False
-    """True if its lease expired while it was held, so it will be delivered again, here or
-    elsewhere.
-    """
+    """True if its lease expired while it was held, so it will be redelivered, here or elsewhere."""
 
 
 class SmoothedDuration:
     """A repeatedly measured duration, in seconds. 0 until the first measurement.
 
-    Smoothed like TCP round trips: RFC 6298, section 2 (https://www.rfc-editor.org/rfc/rfc6298). A
-    mean and a mean deviation, both fading.
+    Smoothed like TCP round trips: RFC 6298, section 2 (https://www.rfc-editor.org/rfc/rfc6298). It
+    is based on a mean and a mean deviation, both exponentially weighted.
     """
 
     def __init__(self) -> None:
@@ -81,7 +79,7 @@ class SmoothedDuration:
 
     @property
     def most_s(self) -> float:
-        """A time that few measurements exceed."""
+        """A duration that few measurements exceed."""
         return self.mean_s + DEVIATIONS * self._deviation_s
 
     def record(self, took_s: float) -> None:
@@ -100,7 +98,7 @@ class Publisher(Protocol):
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """Measured time that the broker takes to confirm a message."""
+        """How long the broker takes to confirm a message, as measured."""
 
     async def publish(
         self,
@@ -114,7 +112,7 @@ class Publisher(Protocol):
         """Publishes one message and returns its message_id once the broker has it.
 
         Raises:
-            Unavailable: the broker could not be reached or did not answer within `timeout_s`.
+            Unavailable: the broker could not be reached or did not respond within `timeout_s`.
             BadInput: the broker rejected the message (too large, topic does not exist …).
             Overloaded: too many messages are waiting to be published, or the broker's quota is
                 exhausted.
@@ -130,7 +128,7 @@ class Subscription(Protocol):
 
     @property
     def is_connected(self) -> bool:
-        """True if the stream was open at last report."""
+        """True if the stream was open as of the last report."""
 
     @property
     def lost(self) -> int:
@@ -138,17 +136,17 @@ class Subscription(Protocol):
 
     @property
     def round_trip(self) -> SmoothedDuration:
-        """Measured time that the broker takes to answer."""
+        """How long the broker takes to respond, as measured."""
 
     def hold(self, max_messages: int) -> None:
-        """Sets how many unacked messages may be held from now on, at least the initial number.
+        """Sets how many unacked messages may be held from now on: at least the initial number.
 
-        It takes effect gradually, in the background: increases quickly, decreases as messages are
-        acked. The bytes of additional messages are also limited by `max_bytes`.
+        The change takes effect gradually, in the background: increases quickly, decreases as
+        messages are acked. The bytes of additional messages are also limited by `max_bytes`.
         """
 
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
-        """Yields messages as they arrive. Reconnects by itself, and ends only after `stop`.
+        """Yields messages as they arrive. Reconnects automatically, and ends only after `stop`.
 
         Raises:
             Unavailable: the subscription was deleted.
@@ -156,13 +154,13 @@ class Subscription(Protocol):
         """
 
     def ack(self, message: ReceivedMessage) -> None:
-        """Marks `message` as done, so that it is not delivered again.
+        """Marks `message` as done, so that it is not redelivered.
 
-        Sent in the background, together with others.
+        The ack is sent in the background, together with others.
         """
 
     def nack(self, message: ReceivedMessage) -> None:
-        """Returns `message` to the broker: it is delivered again, here or elsewhere."""
+        """Returns `message` to the broker to be redelivered, here or elsewhere."""
 
     async def stop(self) -> None:
         """Stops receiving: the iteration ends, and unprocessed messages are returned.
@@ -185,44 +183,44 @@ class Subscriber(Protocol):
     ) -> AbstractAsyncContextManager[Subscription]:
         """Opens a subscription that holds at most `max_messages` unacked messages.
 
-        A positive `max_bytes` also limits their total size. Leaving the block returns the messages
-        that are still held, and sends the last acks. With a positive `ack_linger_s`, acks may wait
-        for this time in order to share a request, for subscriptions that gain nothing from a fast
-        ack.
+        A positive `max_bytes` also limits their total size. Exiting the block returns messages that
+        are still held and sends the last acks. With a positive `ack_linger_s`, acks may wait that
+        long in order to share a request. Use this for subscriptions that gain nothing from fast
+        acks.
         """
 
 
 class Transport(Publisher, Subscriber, Protocol):
-    """A connection to the broker that does both."""
+    """A connection to the broker that can both publish and subscribe."""
 
 
 @dataclass(frozen=True, slots=True)
 class SubscriptionSettings:
-    """The settings of a subscription. Durations are in seconds."""
+    """Subscription settings. Durations are in seconds."""
 
     topic_id: str
     filter: str = ""
-    """Filters by attributes. Can't be changed later."""
+    """Attribute filter. Can't be changed later."""
     ack_deadline_s: int = 10
     retention_s: int = 600
     """How long an unacked message is kept. The service's minimum is 10 minutes."""
     expires_after_s: int = 0
-    """Deleted after this time without use (at least a day). 0: never."""
+    """Deleted after this long without use (at least a day). 0: never."""
     retry_min_s: float | None = None
     """Minimum pause before a redelivery. None: no pause.
 
-    It is always set, because the service's default is 10 s.
+    This is always set, because the service's default is 10 s.
     """
     retry_max_s: float = 60.0
     dead_letter_topic_id: str = ""
-    """The topic of messages that failed `max_delivery_attempts` times.
+    """The topic for messages that failed `max_delivery_attempts` times.
 
-    Empty: they are delivered forever.
+    Empty: such messages are redelivered forever.
     """
     max_delivery_attempts: int = 5
     is_ordered: bool = False
     is_reply: bool = False
-    """True if it carries replies, which are useful only to one instance and for a short time."""
+    """True if it carries replies, which are useful only briefly and to one instance."""
     push_endpoint: str = ""
     """URL that the broker posts messages to. Empty: messages are pulled."""
 
@@ -256,27 +254,27 @@ def jobs_topic_id(model: str) -> str:
 
 
 def workers_subscription_id(model: str) -> str:
-    """Returns the subscription that all workers of `model` pull."""
+    """Returns the subscription that all of `model`'s workers pull."""
     return f"jobs.{model}.workers"
 
 
 def dead_letter_topic_id(model: str) -> str:
-    """Returns the topic for jobs of `model` that no worker could finish."""
+    """Returns the topic for `model`'s jobs that no worker could finish."""
     return f"jobs.{model}.dead"
 
 
 def dead_letter_subscription_id(model: str) -> str:
-    """Returns the subscription that keeps the dead letters of `model` for inspection."""
+    """Returns the subscription that keeps `model`'s dead letters for inspection."""
     return f"jobs.{model}.dead.keep"
 
 
 def dead_letter_push_subscription_id(model: str) -> str:
-    """Returns the subscription that pushes dead letters of `model` to the answering function."""
+    """Returns the subscription that pushes `model`'s dead letters to the function that replies."""
     return f"jobs.{model}.dead.push"
 
 
 def batch_subscription_id(model: str) -> str:
-    """Returns the second subscription of `model` workers, for jobs of `batch` priority."""
+    """Returns the second subscription of `model`'s workers, for jobs with `batch` priority."""
     return f"jobs.{model}.batch"
 
 
@@ -307,7 +305,7 @@ def slot_filter(slot: int, slots: int) -> str:
 
 
 class AttributeFilter(NamedTuple):
-    """A subscription's filter: passes messages by the value of one attribute."""
+    """A subscription's filter: passes messages based on the value of one attribute."""
 
     name: str
     value: str
@@ -324,10 +322,10 @@ class AttributeFilter(NamedTuple):
 def parse_filter(text: str) -> AttributeFilter | None:
     """Parses a filter created by this module. None: the text is empty, and every message passes.
 
-    Pub/Sub supports many more. Other brokers support only the filters we use ourselves.
+    Pub/Sub supports many more filters. Other brokers support only the filters we use ourselves.
 
     Raises:
-        BadInput: the filter does not have a form created by this module.
+        BadInput: the filter does not have a form that this module creates.
     """
     if not text:
         return None
@@ -342,10 +340,10 @@ def parse_filter(text: str) -> AttributeFilter | None:
 
 
 async def make_jobs(admin: Admin, model: str) -> None:
-    """Creates the topics of a model's jobs and dead letters with their subscriptions.
+    """Creates the topics for a model's jobs and dead letters, with their subscriptions.
 
-    There is one job subscription per priority, and one that keeps the dead letters. Existing ones
-    are not changed.
+    There is one job subscription per priority, and one that keeps the dead letters. Existing topics
+    and subscriptions are not changed.
 
     Raises:
         PenstockError: raised by the admin's calls.
@@ -359,7 +357,7 @@ async def make_jobs(admin: Admin, model: str) -> None:
 
 
 def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
-    """Returns the subscriptions of a model's jobs and dead letters by ID."""
+    """Returns the subscriptions for a model's jobs and dead letters by ID."""
     jobs, dead = jobs_topic_id(model), dead_letter_topic_id(model)
     return {
         workers_subscription_id(model): _for_workers(jobs, dead, INTERACTIVE_FILTER),
@@ -371,7 +369,7 @@ def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
 
 
 def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSettings:
-    """Returns the settings of one priority's subscription, equal for both priorities."""
+    """Returns the settings for one priority's subscription, which are the same for both."""
     return SubscriptionSettings(
         jobs,
         filter=priority_filter,
@@ -384,7 +382,7 @@ def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSett
 
 
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
-    """Creates an inbox's topics with their subscriptions, unless they exist.
+    """Creates an inbox's topics and subscriptions, unless they exist.
 
     There is one subscription per slot, and one without a filter for direct replies.
 
@@ -416,7 +414,7 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
 
 
 async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
-    """Deletes an inbox. Topics and subscriptions that are already deleted cause no error.
+    """Deletes an inbox. Topics and subscriptions that have already been deleted cause no error.
 
     Raises:
         PenstockError: raised by the admin's calls.

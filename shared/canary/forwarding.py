@@ -23,7 +23,7 @@ class JobMessage(NamedTuple):
 
 
 def forwarded(model: str, data: bytes, attributes: Mapping[str, str]) -> JobMessage:
-    """Returns a job of the model's canary, changed for the other revision.
+    """Returns a canary's job, changed to run on the other revision.
 
     Its items lose their cache keys, which belong to the canary.
 
@@ -38,7 +38,7 @@ def forwarded(model: str, data: bytes, attributes: Mapping[str, str]) -> JobMess
 
 
 async def forward(publisher: Publisher, model: str, message: ReceivedMessage) -> None:
-    """Publishes a received job of the model's canary again, for the other revision.
+    """Republishes a job that a canary received, for the other revision.
 
     Raises:
         UndecodableMessage: the message is not a job.

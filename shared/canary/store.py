@@ -1,8 +1,8 @@
-"""The state of canaries in Redis, shared by API instances and workers.
+"""Canary state in Redis, shared by API instances and workers.
 
 Workers count item outcomes and report that they are alive. API instances count compared results,
 judge canaries and roll them back. Every key includes the canary's revision, so a new revision
-starts from zero. Counts are kept per minute, so a canary is judged by the last WINDOW_S seconds.
+starts from zero. Counts are kept per minute, so a canary is judged on the last WINDOW_S seconds.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -26,7 +26,7 @@ MINUTE_S = 60
 ALIVE_S = 5.0
 """How long a canary keeps receiving requests after one of its workers was last seen alive."""
 KEEP_S = 30 * 86_400
-"""How long a canary stays taken back, unless resumed."""
+"""How long a canary stays rolled back, unless resumed."""
 JUDGE_EVERY_S = 0.9
 
 ERRORS = MetricCounter(
@@ -48,7 +48,7 @@ class CanaryState(NamedTuple):
     is_alive: bool
     """True if one of its workers is alive."""
     taken_back: str = ""
-    """Why it no longer receives requests. Empty: not taken back."""
+    """Why it no longer receives requests. Empty: it was not rolled back."""
 
     @property
     def is_serving(self) -> bool:
@@ -56,7 +56,7 @@ class CanaryState(NamedTuple):
 
 
 class CanaryStore(RedisStore):
-    """The state and the counts of all canaries: an async context manager that opens without Redis.
+    """All canaries' state and counts: an async context manager that opens even without Redis.
 
     Args:
         retry_s: upper bound of the first pause before a background retry.
@@ -86,23 +86,23 @@ class CanaryStore(RedisStore):
     async def take_back(self, canary: Revision, reason: str) -> bool:
         """Rolls a canary back.
 
-        The first reason is kept. Returns whether this call was the first.
+        Only the first reason is kept. Returns whether this call was the first.
         """
         key = self._key(canary, "taken-back")
         return bool(await self._commands.run_script(_TAKE_BACK, [key], reason, time.time(), KEEP_S))
 
     async def resume(self, canary: Revision) -> None:
-        """Lets a canary receive its share again, and clears its counts."""
+        """Lets a canary receive its share again and clears its counts."""
         keys = [self._key(canary, "taken-back"), *self._minutes(canary)]
         await self._commands.run("DEL", *keys)
 
     async def may_judge(self, canary: Revision) -> bool:
-        """Returns whether this process judges the canary now. One process does so per second."""
+        """Returns whether this process judges the canary now. One process does so each second."""
         words = ("NX", "PX", int(JUDGE_EVERY_S * 1000))
         return bool(await self._commands.run("SET", self._key(canary, "judged"), 1, *words))
 
     async def count(self, canary: Revision, counts: CanaryCounts) -> None:
-        """Adds to the counts of this minute.
+        """Adds to this minute's counts.
 
         Raises:
             Unavailable: Redis did not respond, but may have counted them.

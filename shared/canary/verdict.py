@@ -1,9 +1,9 @@
 """Judges a canary by comparing its outcomes with the other revision's. Does no I/O.
 
 Each of the three rules asks the same question: could a revision that stays within its limit have
-this many bad items? They use the upper tail of the binomial distribution. A canary is bad if the
-probability is below FALSE_ALARM. So a few items are enough if all of them are bad, and many are
-needed if few are.
+this many bad items? The rules use the upper tail of the binomial distribution. A canary is bad if
+the probability is below FALSE_ALARM. So a few items are enough if all of them are bad, and many are
+needed if only some are.
 """
 
 from __future__ import annotations
@@ -15,19 +15,19 @@ from dataclasses import dataclass, field
 from shared.models.entry import Canary
 
 COMPARISON_TENANT = "penstock-canary"
-"""Tenant of items computed only for comparison, in rows and for fair shares."""
+"""The tenant, in rows and for fair shares, of items run only for comparison."""
 FALSE_ALARM = 1e-5
 """Probability below which a canary is judged bad.
 
-It is small because it is checked every second.
+It is small because canaries are checked every second.
 """
 MIN_ITEMS = 50
 """Minimum number of the other revision's items for comparing times."""
 P95 = 0.95
 SLACK_S = 0.05
-"""Smaller delays are not noticeable, and a busy machine alone can add this much."""
+"""Smaller delays are not noticeable, and a busy machine can add this much on its own."""
 OUTSIDE_RATIO = 0.01
-"""Fraction of compared results that may be outside the tolerance, because of rounding."""
+"""Fraction of compared results that may be outside the tolerance because of rounding."""
 STEP = 1.1
 """Ratio between the starts of consecutive bins in a histogram of times."""
 _FIRST_S = 0.001
@@ -35,15 +35,15 @@ _FIRST_S = 0.001
 
 @dataclass(slots=True)
 class RevisionCounts:
-    """Item counts of one revision, by outcome."""
+    """One revision's item counts, by outcome."""
 
     items: int = 0
     failed: int = 0
     bins: Counter[int] = field(default_factory=Counter)
-    """Items by bin of their seconds from publication to end."""
+    """Items by histogram bin. Times run from publication to completion, in seconds."""
 
     def add(self, seconds: float | None = None) -> None:
-        """Counts a computed item. None: its time doesn't reflect the revision's speed."""
+        """Counts a finished item. None: its time doesn't reflect the revision's speed."""
         self.items += 1
         if seconds is not None:
             self.bins[bin_of(seconds)] += 1
@@ -65,7 +65,7 @@ class RevisionCounts:
 
 @dataclass(slots=True)
 class CanaryCounts:
-    """Counts of both revisions in the window being judged."""
+    """Both revisions' counts in the window being judged."""
 
     stable: RevisionCounts = field(default_factory=RevisionCounts)
     canary: RevisionCounts = field(default_factory=RevisionCounts)
@@ -76,7 +76,7 @@ class CanaryCounts:
 
 @dataclass(frozen=True, slots=True)
 class CanaryJudgment:
-    """The verdict on a canary. It is good unless it breaks one of the rules."""
+    """The verdict on a canary, which is good unless it breaks one of the rules."""
 
     is_good: bool
     reason: str
@@ -84,7 +84,7 @@ class CanaryJudgment:
 
 
 def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
-    """Judges a canary by its error rate, its p95 and its results."""
+    """Judges a canary by its error rate, p95 and results."""
     for bad in (_too_many_failed(counts, rules), _too_slow(counts, rules), _too_different(counts)):
         if bad:
             return CanaryJudgment(False, bad)
@@ -149,7 +149,7 @@ def _too_slow(counts: CanaryCounts, rules: Canary) -> str:
     limit_s = max(usual_s * rules.p95_ratio, usual_s + SLACK_S)
     bins = counts.canary.bins
     slow = sum(count for number, count in bins.items() if end_of_bin_s(number - 1) > limit_s)
-    # A revision of equal speed has 5 % of its items above the p95, and fewer above the limit.
+    # A revision of equal speed has 5 % of its items above the p95 and fewer above the limit.
     if not _is_bad(slow, bins.total(), 1 - P95):
         return ""
     return (

@@ -1,1 +1,1 @@
-"""The Python process itself: tasks, cores, garbage collection, protection from other processes."""
+"""The Python process: tasks, cores, garbage collection, and protection from other processes."""

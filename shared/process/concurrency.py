@@ -1,4 +1,4 @@
-"""Concurrent work in one process: background tasks, pauses between attempts, fair permits."""
+"""Concurrency within a process: background tasks, pauses between attempts, and fair permits."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundTask:
-    """Runs a coroutine that never returns. If it ends before `stop`, this is logged as a bug.
+    """Runs a coroutine that never returns. If it ends before `stop` is called, a bug is logged.
 
     Args:
-        on_bug: called if it ends before `stop`.
+        on_bug: called if the coroutine ends before `stop` is called.
     """
 
     def __init__(
@@ -35,7 +35,7 @@ class BackgroundTask:
         self._task.add_done_callback(self._note_end)
 
     async def stop(self) -> None:
-        """Stops it and waits for it to finish. Does nothing if it was not started."""
+        """Stops the coroutine and waits for it to finish. Does nothing if it was not started."""
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -50,11 +50,11 @@ class BackgroundTask:
 def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
     """Yields the pause before each further attempt, in seconds.
 
-    Each pause is drawn at random between zero and a bound, so that clients that failed together
-    don't retry together. After a success, start over with a new iterator.
+    Each pause is chosen at random between zero and an upper bound, so that clients that failed
+    together don't retry together. After a success, start over with a new iterator.
 
     Args:
-        first_s: bound of the first pause. It doubles with each pause.
+        first_s: upper bound of the first pause. The bound doubles with each pause.
     """
     bound_s = min(first_s, longest_s)
     while True:
@@ -70,8 +70,8 @@ def jittered(period_s: float) -> float:
 class FairPermits:
     """A limited number of permits shared by several owners, such as threads of a blocking client.
 
-    An owner may start if more permits are free than it already holds. So a single owner takes half
-    of them and leaves half, and only several owners together can take all. Waiting owners take
+    An owner may start if more permits are free than it already holds. So a single owner takes at
+    most half of them, and only several owners together can take them all. Waiting owners take
     turns.
     """
 
@@ -81,7 +81,7 @@ class FairPermits:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def take(self, owner: str) -> None:
-        """Waits for a permit. The caller must call `give` afterwards, unless this raises."""
+        """Waits for a permit. The caller must call `give` afterward, unless this raises."""
         if not self._waiting and self._may_start(owner):
             self._running[owner] += 1
             return
@@ -108,7 +108,7 @@ class FairPermits:
         return self._running[owner] < self._permits - self._running.total()
 
     def _start_next(self) -> None:
-        """Hands out permits while any waiting owner may have one, longest waiting first."""
+        """Hands out permits, longest-waiting first, while any waiting owner may have one."""
         while (owner := next(filter(self._may_start, self._waiting), None)) is not None:
             turn = self._waiting[owner].popleft()
             if self._waiting[owner]:

@@ -12,13 +12,13 @@ The default of 700 means several collections per request.
 
 
 def settle_heap(*, grows_by_millions: bool = False) -> None:
-    """Excludes all objects created at startup from later collections, and collects less often.
+    """Excludes all objects created at startup from later collections and collects less often.
 
     Otherwise, modules and long-lived objects would add milliseconds to each collection.
 
     Args:
         grows_by_millions: True if millions of objects may be created and kept. They are then
-            collected in smaller portions (400,000 take 0.1 s), and almost never all at once.
+            collected in smaller batches (400,000 take 0.1 s) and almost never all at once.
     """
     gc.collect()
     gc.freeze()

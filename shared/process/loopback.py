@@ -24,12 +24,12 @@ def is_loopback(host: str) -> bool:
 
 
 def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.environ) -> None:
-    """Makes this process and its children reach this machine without a proxy.
+    """Makes this process and its children bypass proxies when connecting to this machine.
 
     Each library has its own rules for `HTTP_PROXY` and `NO_PROXY`. gRPC, for example, reads only
     the lowercase names, and `no_grpc_proxy` before `no_proxy`. So this machine's hosts are added to
-    every exception variable. Call it before anything else in a program, because some libraries read
-    the environment when imported.
+    every exception variable. Call this before anything else in a program, because some libraries
+    read the environment when imported.
 
     Args:
         variables: environment to change. Unchanged if it has no proxy.

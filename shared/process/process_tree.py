@@ -1,4 +1,4 @@
-"""Processes and threads as listed by Linux in /proc. Any of them may end in the meantime."""
+"""Processes and threads as listed by Linux in /proc. Any of them may exit at any time."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from pathlib import Path
 
 
 def list_tree(pid: int) -> list[int]:
-    """Returns a process and all that it has started. Only itself if the system isn't Linux."""
+    """Returns a process and all its descendants. On systems other than Linux, only itself."""
     children: list[str] = []
-    for started in Path(f"/proc/{pid}/task").glob("*/children"):  # a file for each thread
+    for started in Path(f"/proc/{pid}/task").glob("*/children"):  # one file per thread
         with contextlib.suppress(OSError):
             children += started.read_text(encoding="ascii").split()
     return [pid, *(below for child in children for below in list_tree(int(child)))]

@@ -1,7 +1,7 @@
 """Creates and deletes topics and subscriptions, for an instance's inbox and for local stacks.
 
-Requests never wait for these calls. The service allows 6,000 of them per minute and project (quota
-`administratorPerMinutePerProject`), shared by all instances.
+Requests never wait for these calls. The service allows 6,000 such calls per minute and project
+(quota `administratorPerMinutePerProject`), shared by all instances.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class PubSubAdmin:
         The push settings of an existing subscription are updated.
 
         Raises:
-            ConfigurationError: a subscription of this name has another topic or filter, which can't
-                be changed.
+            ConfigurationError: a subscription with this name has a different topic or filter, which
+                can't be changed.
         """
         request = self._subscription(subscription_id, settings)
         if await self._create("Subscriber/CreateSubscription", _Subscription, request):
@@ -122,9 +122,9 @@ class PubSubAdmin:
         return [subscription.name.rpartition("/")[2] for subscription in subscriptions]
 
     async def subscriptions(self) -> dict[str, SubscriptionSettings]:
-        """Returns all current subscriptions in the project by ID.
+        """Returns all of the project's current subscriptions by ID.
 
-        Settings that a subscription does not report have their default values.
+        Settings that a subscription does not report get default values.
         """
         return {
             proto.name.rpartition("/")[2]: SubscriptionSettings(

@@ -1,7 +1,7 @@
 """Channels to Pub/Sub, its raw protobuf classes, retries, ack batches and errors.
 
 The proto-plus wrappers cost about 0.1 ms per message, so only the underlying classes are used. The
-full names of topics and subscriptions are here too.
+full names of topics and subscriptions are built here as well.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from shared.process.concurrency import backoff, jittered
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    # The classes are created at run time, so type checkers know them only by name.
+    # These classes are created at run time, so type checkers know them only by name.
     RawMessage: TypeAlias = Any
 else:
     RawMessage = Any
@@ -65,7 +65,7 @@ REFUSED_CALLER = frozenset(
 )
 
 _MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 0.05, 5.0
-"""Limits of one attempt. The longer one abandons a dead connection in time."""
+"""Time limits for one attempt. The longer one still abandons a dead connection in time."""
 
 REQUEST_LIMIT_IDS = 1000
 REQUEST_LIMIT_BYTES = 500_000
@@ -74,11 +74,11 @@ https://docs.cloud.google.com/pubsub/quotas#resource_limits
 """
 QUEUE_LIMIT_IDS = 50_000
 REQUESTS_IN_FLIGHT = 4
-"""With only one, acks to a distant broker would wait for earlier ones, for up to a round trip."""
+"""With only one, acks to a distant broker would wait for earlier acks for up to a round trip."""
 RETRY_S = 10.0
 """How long to retry a batch of acks.
 
-After that, its messages are delivered again (at-least-once delivery).
+After that, its messages are redelivered (at-least-once delivery).
 """
 
 
@@ -94,7 +94,7 @@ def subscription_path(project: str, subscription_id: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class CallTarget:
-    """The target of gRPC calls, and whether they use TLS and credentials."""
+    """The target for gRPC calls, and whether they use TLS and credentials."""
 
     target: str
     is_secure: bool
@@ -128,8 +128,8 @@ def parse_endpoint(endpoint: str) -> CallTarget:
 class Channels:
     """Opens channels to one endpoint, each with a separate connection, and closes all of them.
 
-    Connections are not shared, because each carries about 100 streams and further ones wait, as in
-    https://github.com/googleapis/nodejs-pubsub/issues/550. Open streaming pulls on the same
+    Connections are not shared, because each carries about 100 streams and any further streams wait,
+    as in https://github.com/googleapis/nodejs-pubsub/issues/550. Open streaming pulls on the same
     connection would delay publishes and acks.
     """
 
@@ -148,7 +148,8 @@ class Channels:
             return
         host = self._endpoint.target.rpartition(":")[0]
         try:
-            # Reads files and may call the metadata server, so it must not run in the event loop.
+            # This reads files and may call the metadata server, so it must not run in the event
+            # loop.
             credentials, _ = await asyncio.to_thread(google.auth.default, default_scopes=SCOPES)
         except DefaultCredentialsError as error:
             raise ConfigurationError(
@@ -160,7 +161,7 @@ class Channels:
         )
 
     def open(self) -> aio.Channel:
-        """Returns a new channel, which connects at its first call."""
+        """Returns a new channel, which connects on its first call."""
         options = _channel_options(self._endpoint.is_secure)
         if self._credentials is not None:
             channel = aio.secure_channel(self._endpoint.target, self._credentials, options)
@@ -195,7 +196,7 @@ class Method:
 
     Args:
         path: `<Service>/<Method>`, for example `Publisher/Publish`.
-        response: raw class of its response, or None for `google.protobuf.Empty`.
+        response: its raw response class, or None for `google.protobuf.Empty`.
         routed_by: the request field that Google's front end routes by (`x-goog-request-params`).
     """
 
@@ -220,7 +221,7 @@ class Method:
             end_s: event loop time after which no attempt starts.
 
         Raises:
-            aio.AioRpcError: the failure of the last attempt.
+            aio.AioRpcError: the last attempt's failure.
         """
         loop = asyncio.get_running_loop()
         pauses = backoff()
@@ -259,11 +260,11 @@ def _serialize(message: RawMessage) -> bytes:
 
 
 class AckQueue:
-    """Sends the acks and nacks of one subscription in the background.
+    """Sends one subscription's acks and nacks in the background.
 
-    The first ack is sent at once. Acks queued while it is in flight follow together. With a
-    positive `linger_s`, an ack that is not urgent waits for that long, or until `linger_messages`
-    acks are queued, and up to REQUESTS_IN_FLIGHT requests may be in flight.
+    The first ack is sent immediately. Acks queued while it is in flight are sent together
+    afterward. With a positive `linger_s`, an ack that is not urgent waits for that long, or until
+    `linger_messages` acks are queued, and up to REQUESTS_IN_FLIGHT requests may be in flight.
     """
 
     def __init__(
@@ -282,15 +283,16 @@ class AckQueue:
         self._linger_messages = linger_messages
         self._acks: deque[str] = deque()
         self._nacks: deque[str] = deque()
-        # Lingering acks are numerous, and later messages wait until the broker has received them.
+        # Lingering acks are numerous, and later messages wait until the broker has received the
+        # acks.
         self._requests_in_flight = REQUESTS_IN_FLIGHT if linger_s else 1
         self._sending: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.failed = 0
-        """Number of acks and nacks that could not be sent. Their messages are delivered again."""
+        """Number of acks and nacks that could not be sent. Their messages are redelivered."""
         self.round_trip = SmoothedDuration()
-        """Response time of the broker."""
+        """The broker's response time."""
 
     def __len__(self) -> int:
         return len(self._acks) + len(self._nacks)
@@ -313,7 +315,7 @@ class AckQueue:
         self._start()
 
     async def flush(self, timeout_s: float) -> None:
-        """Sends everything queued, and waits up to `timeout_s` for it."""
+        """Sends everything queued, and waits up to `timeout_s` for it to finish."""
         self._start()
         if self._sending:
             await asyncio.wait(self._sending, timeout=timeout_s)
@@ -321,7 +323,7 @@ class AckQueue:
     async def close(self) -> None:
         """Cancels the requests in flight.
 
-        Messages whose acks were not sent are delivered elsewhere.
+        Messages whose acks were not sent are redelivered elsewhere.
         """
         self._is_closed = True
         if self._timer is not None:
@@ -339,13 +341,14 @@ class AckQueue:
 
     async def _send(self) -> None:
         try:
-            # One turn later, so that acks queued in the same turn of the loop share a request.
+            # One iteration later, so that acks queued in the same event loop iteration share a
+            # request.
             await asyncio.sleep(0)
             while self._acks or self._nacks:
                 await self._send_some()
         finally:
-            # In the same turn as the last check of the queues. Otherwise, an ack in between would
-            # never be sent.
+            # In the same iteration as the last check of the queues. Otherwise, an ack queued in
+            # between would never be sent.
             self._sending.discard(cast(asyncio.Task[None], asyncio.current_task()))
 
     async def _send_some(self) -> None:
@@ -377,7 +380,7 @@ class AckQueue:
 
 
 def take_ids(ids: deque[str]) -> list[str]:
-    """Takes as many IDs from the queue as fit into one request."""
+    """Takes as many IDs from the queue as fit in one request."""
     taken: list[str] = []
     size_bytes = 0
     while ids and len(taken) < REQUEST_LIMIT_IDS:

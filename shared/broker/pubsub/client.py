@@ -1,12 +1,12 @@
-"""The broker client: publishes to Pub/Sub and pulls from it, on asyncio.
+"""The asyncio broker client: publishes to Pub/Sub and pulls from it.
 
-API and workers use no other client. Messages are published in batches, with one queue per topic and
-ordering key.
+The API and the workers use no other client. Messages are published in batches, with one queue per
+topic and ordering key.
 
 It relies on these guarantees. At-least-once delivery: a message is deleted only after its ack, so a
 crash loses nothing, and every consumer must be idempotent. Flow control per stream
 (`max_outstanding_*`): the broker sends no more than we can hold, and sends the rest to other
-subscribers. Leases: a message that is neither acked nor extended is delivered again after the ack
+subscribers. Leases: a message that is neither acked nor extended is redelivered after the ack
 deadline. Order matters only within an ordering key, with one request in flight at a time. Acks are
 best effort: a lost ack causes a second delivery.
 
@@ -17,10 +17,10 @@ Rejected alternatives:
   objects at about 0.1 ms per message.
 - Acks on the pulling stream: each is a separate write, and they are lost with the stream. Unary
   requests on another connection can be retried.
-- A timer that collects messages before a publish: it slows down the idle case. Sending the queue
-  after each request batches equally well under load.
+- A timer that collects messages before a publish: it slows down the idle case. Sending whatever is
+  queued after each request batches equally well under load.
 - Exactly-once delivery: it adds latency and works only within a region. The cache key and
-  (request_id, part) make a second delivery harmless.
+  (request_id, part) make redelivery harmless.
 
 Reasons to reconsider: an asyncio subscriber by Google with leases and flow control, or a measured
 need for more than one core of broker client in a process (which would call for a native client
@@ -59,19 +59,20 @@ from shared.errors import InputTooLarge, Overloaded, Unavailable
 
 REQUEST_LIMIT_MESSAGES = 1000
 REQUEST_LIMIT_BYTES = 9_000_000
-"""Less than the service's 10 MB, which includes the request's own bytes."""
+"""Less than the service's 10 MB limit, which includes the request's overhead."""
 QUEUE_LIMIT_MESSAGES = 20_000
 QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
 """Maximum requests in flight per topic.
 
-With more, fewer messages are coalesced. With fewer, messages wait for up to one round trip.
+With more requests, fewer messages are coalesced. With fewer, messages wait for up to one round
+trip.
 """
 
 OPEN_S = 5.0
-"""How long opening a subscription waits for its first stream.
+"""How long to wait for a subscription's first stream when opening it.
 
-After that, it retries in the background.
+After that, the subscription retries in the background.
 """
 CLOSE_S = 2.0
 """Time limit for a subscription's last acks."""
@@ -86,7 +87,7 @@ class _Pending:
 
 
 class PublishQueue:
-    """Publishes on one channel. The queue over all topics is bounded."""
+    """Publishes on one channel. The total queue across all topics is bounded."""
 
     def __init__(self, method: Method) -> None:
         self._method = method
@@ -105,7 +106,7 @@ class PublishQueue:
             Overloaded: the queue is full, or the broker was overloaded for `timeout_s`.
             BadInput: the broker rejected the message.
             ConfigurationError: the broker rejected our credentials.
-            Unavailable: the broker did not answer within `timeout_s`, but may have accepted the
+            Unavailable: the broker did not respond within `timeout_s`, but may have accepted the
                 message.
         """
         if self._is_closed:
@@ -127,7 +128,7 @@ class PublishQueue:
             self._bytes -= size_bytes
 
     async def close(self) -> None:
-        """Cancels the requests in flight. Their callers get an error."""
+        """Cancels requests in flight. Their callers get an error."""
         self._is_closed = True
         tasks = [task for queue in self._queues.values() for task in queue.tasks]
         for task in tasks:
@@ -163,10 +164,10 @@ class PublishQueue:
 
 
 class _TopicQueue:
-    """The queue of one topic and ordering key, and its requests in flight.
+    """The queue for one topic and ordering key, and its requests in flight.
 
-    A message is sent at once while requests may start. Otherwise, it waits until a request returns,
-    and is sent with all messages queued in the meantime. There is no timer. Messages with an
+    A message is sent immediately if another request may start. Otherwise, it waits until a request
+    returns, and is sent along with all messages queued by then. There is no timer. Messages with an
     ordering key have one request in flight at a time, so they stay in order.
     """
 
@@ -191,7 +192,8 @@ class _TopicQueue:
     def put(self, pending: _Pending) -> None:
         self._waiting.append(pending)
         if not self._is_flush_due and len(self.tasks) < self._requests_in_flight:
-            # In the next turn of the loop, so that messages from this turn share a request.
+            # In the next event loop iteration, so that messages from this iteration share a
+            # request.
             self._is_flush_due = True
             asyncio.get_running_loop().call_soon(self._flush)
 
@@ -357,7 +359,7 @@ class PubSubTransport:
 
 
 async def _finish(closing: Coroutine[Any, Any, None]) -> None:
-    """Waits until `closing` ends, even if canceled, so that all messages are returned."""
+    """Waits until `closing` finishes, even if canceled, so that all messages are returned."""
     task = asyncio.create_task(closing)
     try:
         await asyncio.shield(task)

@@ -1,4 +1,4 @@
-"""Receives messages by StreamingPull, reopens streams when they end, and keeps leases."""
+"""Receives messages through StreamingPull, reopens streams when they end, and extends leases."""
 
 from __future__ import annotations
 
@@ -38,19 +38,19 @@ FATAL = frozenset(
     }
 )
 FATAL_TRIES = 4
-"""Attempts before giving up. A new subscription or permission may not yet be known in every region:
-https://docs.cloud.google.com/pubsub/docs/reliability-intro
+"""Attempts before giving up. A new subscription or permission may not have reached every region
+yet: https://docs.cloud.google.com/pubsub/docs/reliability-intro
 """
 HEARTBEAT_S = 30.0
 """Interval between empty requests that keep an idle stream open, as in Google's own clients."""
 HALF_CLOSE_S = 1.0
-"""Time limit for the broker to end a stream that is no longer needed."""
+"""Time limit for the broker to close a stream that is no longer needed."""
 STREAMS_PER_CHANNEL = 80
 """Well below the 100 streams that fit on one connection (see `Channels`)."""
 MAX_STREAMS = 8
 """Beyond this number, a single stream replaces all but the first.
 
-Messages held on the old streams come on top, until they are acked.
+Messages held on the old streams come on top of that until they are acked.
 """
 MIN_GROWTH = 0.25
 """A new stream is opened for at least this fraction of the number already held."""
@@ -61,17 +61,17 @@ clients.
 EXTENSION_PART = 0.7
 """Duration of an extension as a fraction of the ack deadline.
 
-Two thirds of it allow for pauses of the loop and the network, and for another attempt.
+The remaining two thirds allow for event loop and network pauses and for another attempt.
 """
 LOOKS_AN_EXTENSION = 12
 
 
 class Leases:
-    """Keeps the leases of all held messages.
+    """Maintains the leases of all held messages.
 
     A message is delivered with a lease of `ack_deadline_s`, for which the service requires at least
     10 s. Extensions may be shorter (API comments of ModifyAckDeadline: 0 to 600 s), so messages
-    held for longer come back sooner from a dead holder.
+    that have been held for longer come back sooner if their holder dies.
     """
 
     def __init__(self, path: str, modify: Method, ack_deadline_s: int) -> None:
@@ -84,31 +84,31 @@ class Leases:
         self.lost = 0
         """Number of messages whose lease expired while held.
 
-        They are marked `lost` and will be delivered again.
+        They are marked `lost` and will be redelivered.
         """
 
     def __len__(self) -> int:
         return len(self._held)
 
     def hold(self, message: ReceivedMessage) -> None:
-        """Keeps the lease of `message`, which was just received."""
+        """Starts maintaining the lease of `message`, which was just received."""
         since_s = message.received_at_s
         if not self._held:
             self._any_held.set()
         self._held[message.ack_id] = _Lease(message, since_s, since_s + self._ack_deadline_s)
 
     def release(self, message: ReceivedMessage) -> bool:
-        """Ends the lease. Returns False if it was not held."""
+        """Ends the lease. Returns False if the message was not held."""
         return self._held.pop(message.ack_id, None) is not None
 
     def release_all(self) -> list[str]:
-        """Stops keeping all leases and returns the ack IDs."""
+        """Stops maintaining all leases and returns the ack IDs."""
         ids = list(self._held)
         self._held.clear()
         return ids
 
     async def keep(self) -> None:
-        """Extends leases until canceled: the first time soon, then every third of an extension.
+        """Extends leases until canceled: soon after receipt, then every third of an extension.
 
         No timer runs while no lease is held, because an API has one subscription per slot.
         """
@@ -119,7 +119,7 @@ class Leases:
                 await self._any_held.wait()
             await asyncio.sleep(jittered(period_s))
             self._drop_lost()
-            # A batch that can't be sent must not delay others past their own lease.
+            # A batch that can't be sent must not delay other batches past their leases.
             await asyncio.gather(*(self._extend(ids, 4 * period_s) for ids in self._due()))
 
     def _due(self) -> Iterator[list[str]]:
@@ -187,16 +187,16 @@ class PullChannel:
 
     @property
     def has_room(self) -> bool:
-        """True if it has room for another stream."""
+        """True if the connection has room for another stream."""
         return self.streams < STREAMS_PER_CHANNEL
 
 
 class _PullStream:
-    """A StreamingPull call that is reopened when it ends.
+    """A StreamingPull call that is reopened whenever it ends.
 
     Args:
         max_messages: maximum number of unacked messages that the broker may send on it.
-        max_bytes: maximum bytes of these messages. 0: no limit.
+        max_bytes: maximum total size of these messages, in bytes. 0: no limit.
     """
 
     def __init__(
@@ -217,13 +217,13 @@ class _PullStream:
         self.receiving = asyncio.create_task(self._receive())
 
     async def stop(self) -> None:
-        """Ends the stream. Messages on their way still arrive."""
+        """Ends the stream. Messages in transit still arrive."""
         self._is_stopped = True
         if not self.receiving.done():
             with suppress(TimeoutError):
                 async with asyncio.timeout(HALF_CLOSE_S):
                     # The broker may send as soon as it has the request. Messages on a canceled call
-                    # are delivered again only when their leases end.
+                    # are redelivered only when their leases expire.
                     await self._opened.wait()
         if self._call is not None:
             await self._half_close(self._call)
@@ -233,7 +233,7 @@ class _PullStream:
 
     async def beat(self) -> None:
         if self._call is not None:
-            # Otherwise the stream has ended, and the receiver opens another one.
+            # Otherwise the stream has ended, and the receiver opens a new one.
             with suppress(aio.AioRpcError, asyncio.InvalidStateError):
                 await self._call.write(StreamingPullRequest())
 
@@ -291,7 +291,7 @@ class _PullStream:
                 await self._owner.wait_for_room()
         except aio.AioRpcError as error:
             return received_any, error
-        except asyncio.InvalidStateError:  # written to after the broker ended the stream
+        except asyncio.InvalidStateError:  # written to after the broker closed the stream
             return received_any, None
         finally:
             self._call = None
@@ -304,12 +304,12 @@ class StreamSubscription:
 
     A stream's limit can't be changed after it is opened:
     https://docs.cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#streamingpullrequest So
-    streams are added when the limit rises, and ended when it falls.
+    streams are added when the limit rises and closed when it falls.
 
     Args:
-        max_messages: maximum number of messages on the first stream. Also limits the messages held
-            here if the broker ignores it.
-        max_bytes: maximum bytes of these messages, and of those added by `hold`. 0: no limit.
+        max_messages: maximum number of messages on the first stream. Also limits the number of
+            messages held here if the broker ignores it.
+        max_bytes: maximum bytes of these messages, plus messages added by `hold`. 0: no limit.
     """
 
     def __init__(
@@ -341,7 +341,7 @@ class StreamSubscription:
 
     @property
     def is_connected(self) -> bool:
-        """True if a stream was open at last report."""
+        """True if a stream was open as of the last report."""
         return any(stream.is_connected for stream in self._streams)
 
     @property
@@ -366,7 +366,7 @@ class StreamSubscription:
             held -= self._end_streams(len(self._streams) - 1)
 
     def _end_streams(self, kept: int) -> int:
-        """Ends all streams except the first `kept`. Returns how many messages they had room for."""
+        """Closes all streams but the first `kept`. Returns how many messages they had room for."""
         ended, self._streams = self._streams[kept:], self._streams[:kept]
         for stream in ended:
             ending = asyncio.create_task(stream.stop())
@@ -392,7 +392,7 @@ class StreamSubscription:
             await self._arrival
 
     def ack(self, message: ReceivedMessage) -> None:
-        """A second ack is ignored. The ack of a lost message is best effort."""
+        """A second ack is ignored. An ack for a lost message is best effort."""
         if self._leases.release(message) or message.lost:
             self._room.set()
             self._acks.ack(message.ack_id)
@@ -425,7 +425,7 @@ class StreamSubscription:
         if self._is_stopped:
             return
         self._is_stopped = True
-        # Half-closed, not canceled, so that messages on their way still arrive and are returned.
+        # Half-closed, not canceled, so that messages in transit still arrive and are returned.
         await asyncio.gather(*(stream.stop() for stream in self._streams), *self._ending)
         while self._received:
             self.nack(self._received.popleft())

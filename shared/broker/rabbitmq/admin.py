@@ -27,9 +27,9 @@ from shared.process.concurrency import backoff
 
 CALLS_IN_FLIGHT = 8
 ATTEMPTS = 3
-"""Minimum number of attempts per call while the broker does not answer."""
+"""Minimum number of attempts per call while the broker does not respond."""
 UNLIMITED = 1_000_000
-"""Maximum deliveries of a message whose subscription has no dead letters.
+"""Maximum deliveries of a message whose subscription has no dead-letter topic.
 
 RabbitMQ 4 uses 20 by default.
 """
@@ -38,11 +38,11 @@ T = TypeVar("T")
 
 
 class RabbitAdmin:
-    """A connection for admin calls. Each call is repeated after transient failures.
+    """A connection for admin calls. Each call is retried after transient failures.
 
     Every method raises BadInput if a name or setting is invalid, ConfigurationError if we do not
-    have permission or the name is used by something else, and Unavailable if the call did not
-    succeed in time. Implements shared.broker.transport.Admin.
+    have permission or the name is already used for something else, and Unavailable if the call did
+    not succeed in time. Implements shared.broker.transport.Admin.
     """
 
     def __init__(self, project: str, broker: str, *, timeout_s: float = 30.0) -> None:
@@ -119,7 +119,7 @@ class RabbitAdmin:
 
         None: the subscription does not exist.
 
-        Pub/Sub has a metric for this, but no such call.
+        Pub/Sub has a metric for this but no such call.
         """
         queue = queue_name(self._project, subscription_id)
         return await self._until(lambda: waiting(self._connection, queue), f"look at {queue}")
@@ -147,7 +147,7 @@ class RabbitAdmin:
                 "x-dead-letter-exchange": exchange_name(self._project),
                 "x-dead-letter-routing-key": settings.dead_letter_topic_id,
                 "x-delivery-limit": settings.max_delivery_attempts - 1,
-                # A dead letter leaves this queue only after the other queue has it.
+                # A dead letter leaves this queue only after the other queue has received it.
                 "x-dead-letter-strategy": "at-least-once",
                 "x-overflow": "reject-publish",
             }
@@ -172,7 +172,7 @@ class RabbitAdmin:
         await self._until(on_own_channel, action)
 
     async def _until(self, call: Callable[[], Awaitable[T]], action: str) -> T:
-        """Repeats `call` while the broker is unreachable."""
+        """Retries `call` while the broker is unreachable."""
         failure: Unavailable | None = None
         try:
             async with asyncio.timeout(self._timeout_s), self._in_flight:
@@ -188,7 +188,7 @@ class RabbitAdmin:
 
 
 def _delay(queue: str, delay_s: float) -> dict[str, Any]:
-    """Returns the arguments of a delay queue, whose messages return via the default exchange."""
+    """Returns the arguments for a delay queue, whose messages return via the default exchange."""
     return {
         "x-queue-type": "quorum",
         "x-message-ttl": round(delay_s * 1000),

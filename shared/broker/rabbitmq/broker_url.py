@@ -1,4 +1,4 @@
-"""Parses the RabbitMQ broker setting without the client, because every process does."""
+"""Parses the RabbitMQ broker setting without importing the client. Every process does this."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ SCHEMES = {"rabbitmq": "amqp", "rabbitmqs": "amqps", "amqp": "amqp", "amqps": "a
 
 
 def broker_url(broker: str) -> URL:
-    """Returns the AMQP URL of a broker setting.
+    """Returns the AMQP URL for a broker setting.
 
     Args:
         broker: `rabbitmq://USER:PASSWORD@HOST:PORT/VHOST`, or `rabbitmqs://` for TLS. `amqp://` and
-            `amqps://` are accepted too.
+            `amqps://` are also accepted.
 
     Raises:
         ConfigurationError: the setting is not such a URL.

@@ -1,15 +1,15 @@
-"""The transport over RabbitMQ: publishes with confirmations, consumes with a prefetch.
+"""The RabbitMQ transport: publishes with confirmations and consumes with a prefetch limit.
 
 It relies on these guarantees. A message is confirmed once a quorum of the broker's nodes has it on
-disk, and deleted only after its ack. When a channel ends, the broker redelivers the messages it
-held. A crash therefore loses nothing, and every consumer must be idempotent. The prefetch serves as
-flow control.
+disk, and deleted only after its ack. When a channel closes, the broker redelivers the messages held
+on it. A crash therefore loses nothing, and every consumer must be idempotent. The prefetch limit
+serves as flow control.
 
 Decision 67 lists rejected alternatives: aio-pika's robust connections, exclusive reply queues, one
 exchange per topic, a queue per pause.
 
-A message is published repeatedly until the broker confirms it, whenever the connection breaks or no
-answer arrives.
+If the connection breaks or no response arrives, a message is published again until the broker
+confirms it.
 """
 
 from __future__ import annotations
@@ -47,12 +47,12 @@ MESSAGE_LIMIT_BYTES = 10_000_000
 IN_FLIGHT_LIMIT_MESSAGES = 20_000
 IN_FLIGHT_LIMIT_BYTES = 128 * 1024 * 1024
 KNOWN_TOPICS = 10_000
-"""Number of topics remembered to exist, so that a message without a queue does not cost a query."""
+"""Number of topics remembered as existing, so that messages without a queue need no query."""
 
 OPEN_S = 5.0
-"""How long opening a subscription waits for its consumer.
+"""How long to wait for a subscription's consumer when opening it.
 
-After that, it retries in the background.
+After that, the subscription retries in the background.
 """
 CLOSE_S = 2.0
 """Time limit for a subscription's last acks."""
@@ -62,8 +62,8 @@ class ConfirmedPublisher:
     """Publishes on one channel at a time. The number of unconfirmed messages is bounded.
 
     Args:
-        connection: connection to publish on. The broker may block it while it is short of memory or
-            disk, so consumers should not share it.
+        connection: connection to publish on. The broker may block this connection while short of
+            memory or disk, so consumers should not share it.
         topic_exists: returns whether a topic exists. Called if no queue receives a message.
     """
 
@@ -97,8 +97,7 @@ class ConfirmedPublisher:
     ) -> str:
         """Sends a message and returns its ID. See shared.broker.transport.Publisher.
 
-        A message that was not confirmed, or was rejected by its queue, is sent again with the same
-        ID.
+        A message that was not confirmed or was rejected by its queue is resent with the same ID.
         """
         if not data and not attributes:
             raise BadInput(f"publish to {topic_id}: the message must not be empty")
@@ -121,7 +120,7 @@ class ConfirmedPublisher:
         """Sends directly to one queue, once.
 
         Raises:
-            Unavailable: the broker is unreachable or did not answer, or the queue does not exist.
+            Unavailable: the broker is unreachable or did not respond, or the queue does not exist.
         """
         try:
             confirmed = await self._send_once(
@@ -148,7 +147,7 @@ class ConfirmedPublisher:
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
     ) -> None:
         action = f"publish to {topic_id}"
-        # Callers with little time must not all wait for a channel that does not confirm.
+        # Callers with little time left must not all wait for a channel that does not confirm.
         limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
         failure: PenstockError = Unavailable(f"{action}: no answer within {timeout_s:g} s")
         try:
@@ -199,7 +198,8 @@ class ConfirmedPublisher:
             self.round_trip.record(asyncio.get_running_loop().time() - began_s)
             return confirmed
         except TimeoutError:
-            # Confirmations of other queues may still arrive on it, so it stays open for them.
+            # Confirmations from other queues may still arrive on this channel, so it stays open for
+            # them.
             if self._waits is waits:
                 self._waits = None
             raise
@@ -231,7 +231,7 @@ class ConfirmedPublisher:
         return waits
 
     async def _check_topic(self, topic_id: str) -> None:
-        """Checks a topic without subscribers, which is fine if it exists."""
+        """Checks a topic without subscribers, which is valid if the topic exists."""
         if topic_id in self._known:
             return
         if not await self._topic_exists(topic_id):
@@ -248,8 +248,8 @@ class RabbitTransport:
     Args:
         project: prefix of all names, so that several deployments may share a vhost.
         broker: broker URL. See broker_url.
-        answer_limit_s: maximum seconds to wait for an answer before asking again. Increases with
-            each attempt.
+        answer_limit_s: maximum seconds to wait for a response before retrying. Increases with each
+            attempt.
 
     Raises:
         ConfigurationError: the URL is invalid.
@@ -309,9 +309,9 @@ class RabbitTransport:
         `ack_deadline_s` and `ack_linger_s` have no effect here.
 
         Args:
-            delays_s: seconds that a returned message waits in the broker, without being held: the
-                first value the first time, and so on, then always the last. The subscription must
-                have been created with them (see delay_queue).
+            delays_s: seconds that a returned message waits in the broker without being held: the
+                first value after the first attempt, and so on, then always the last value. The
+                subscription must have been created with these delays (see delay_queue).
         """
         queue = queue_name(self.project, subscription_id)
         subscription = QueueSubscription(

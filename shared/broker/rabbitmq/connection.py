@@ -1,4 +1,4 @@
-"""A connection to RabbitMQ that reopens on next use, and the translation of errors."""
+"""A RabbitMQ connection that reopens on next use, and error translation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from shared.process.concurrency import backoff
 
 CONNECT_LIMIT_S = 5.0
 MAX_PAUSE_S = 2.0
-"""Pause between attempts to connect. A restarting broker is back within seconds."""
+"""Pause between connection attempts. A restarting broker is back within seconds."""
 HEARTBEAT_S = 10
 """The broker and the client drop a connection after two or three of these intervals without data.
 
-A dying process closes its connection at once. This is for machines and networks that disappear.
+A dying process closes its connection immediately. This is for machines and networks that disappear.
 """
 
 BROKEN = (
@@ -34,15 +34,15 @@ BROKEN = (
 """Errors that aiormq raises when a channel or its connection is closed, or the broker rejects a
 call.
 
-The last one is raised if a connection ends during its handshake.
+The last one is raised if a connection is lost during its handshake.
 """
 
 
 class BrokerConnection:
-    """An AMQP connection. It opens on first use, and again after it breaks.
+    """An AMQP connection. Opens on first use, and reopens after it breaks.
 
     Args:
-        answer_limit_s: initial limit for an answer on an open channel.
+        answer_limit_s: initial time limit for a response on an open channel.
     """
 
     def __init__(self, url: URL, name: str, answer_limit_s: float = ANSWER_LIMIT_S) -> None:
@@ -94,7 +94,7 @@ class BrokerConnection:
                 try:
                     self._current = await aiormq.connect(self._url)
                 except BROKEN:
-                    # A task waiting for the lock must not try again at once.
+                    # A task waiting for the lock must not retry immediately.
                     await asyncio.sleep(next(self._pauses))
                     raise
                 self._pauses = backoff(longest_s=MAX_PAUSE_S)
@@ -102,7 +102,7 @@ class BrokerConnection:
 
 
 def translate(error: BaseException, action: str) -> PenstockError:
-    """Translates a failure of aiormq into a PenstockError. The message begins with `action`."""
+    """Translates an aiormq failure into a PenstockError. The message begins with `action`."""
     message = f"{action}: {type(error).__name__}: {error}".rstrip(": ")
     refused_us = (
         aiormq.AuthenticationError,

@@ -15,8 +15,8 @@ from shared.errors import BadInput
 ATTRIBUTE_LIMIT, NAME_LIMIT_BYTES, VALUE_LIMIT_BYTES = 100, 128, 1024
 """Pub/Sub's limits, so that both brokers accept the same messages.
 
-AMQP allows 128 bytes for a name, and pamqp truncates longer ones without an error. This number fits
-into the single frame that headers may have.
+AMQP allows 128 bytes for a name, and pamqp truncates longer ones without an error. This many
+attributes fit in the single frame that headers may occupy.
 """
 KEY_LIMIT_BYTES = 255
 _OWN = ("x-", "CC", "BCC")
@@ -26,22 +26,23 @@ _DELIVERY_COUNT = "x-delivery-count"
 _DEATHS = "x-death"
 _REASON = "penstock_reason"
 _EXPIRED = "no worker took it in time"
-"""Value of that attribute for a message that waited longer than its queue keeps messages.
+"""That attribute's value for a message that waited longer than its queue keeps messages.
 
-Not set for a message that used up its attempts, because the broker does not report their number.
+Not set for a message that used up its attempts, because the broker does not report the number of
+attempts.
 """
 
 
 def properties_of(
     attributes: Mapping[str, str], keys: Sequence[str], message_id: str, ordering_key: str
 ) -> spec.Basic.Properties:
-    """Returns the properties of a new message.
+    """Returns a new message's properties.
 
     Args:
         keys: all routing keys. The first is used for the publish itself.
 
     Raises:
-        BadInput: an attribute is too long, or has a name used by the broker.
+        BadInput: an attribute is too long or has a name reserved by the broker.
     """
     _check(attributes)
     headers: dict[str, Any] = {**attributes, _PUBLISHED_US: time.time_ns() // 1000}
@@ -53,7 +54,7 @@ def properties_of(
 
 
 def returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic.Properties:
-    """Returns the properties of a message that goes to a delay queue after `attempt` attempts."""
+    """Returns the properties for a message that goes to a delay queue after `attempt` attempts."""
     old = delivered.header.properties
     headers = {
         name: value

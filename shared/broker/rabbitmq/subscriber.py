@@ -1,8 +1,8 @@
-"""Receives messages from one queue, and consumes again after the channel or connection breaks.
+"""Receives messages from one queue, and resumes consuming after the channel or connection breaks.
 
-It combines a channel's acks, because the broker loses some of many individual ones. A channel
-passes 32 settlements at a time to a quorum queue's leader. It keeps the others, and drops them when
-it is closed even though it has already read them, so those messages are delivered again. This
+It combines a channel's acks, because the broker loses some acks when many are sent individually. A
+channel passes 32 settlements at a time to a quorum queue's leader. It keeps the others, and drops
+them when it is closed even though it has already read them, so those messages are redelivered. This
 happens in RabbitMQ 3.10.8, 4.0.5 and 4.3.6. An ack of all messages up to a number is a single
 settlement.
 """
@@ -37,16 +37,16 @@ log = logging.getLogger(__name__)
 REFUSALS = 4
 """Attempts before giving up. A new queue may not yet be known to every node of a cluster."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""Pause before a returned message is delivered again. The same as on Pub/Sub.
+"""Pause before a returned message is redelivered. The same as on Pub/Sub.
 
-RabbitMQ itself redelivers it at once, so it is held for this time.
+RabbitMQ itself redelivers immediately, so the message is held for this time.
 """
 
 MAX_CONSUMERS = 16
 MIN_GROWTH = 0.25
 """A consumer is added for at least this fraction of the number already held."""
 MEASURE_EVERY_S = 10.0
-"""The broker does not answer acks, so the round trip is measured separately."""
+"""The broker does not respond to acks, so the round trip is measured separately."""
 
 CANCEL_S = 1.0
 """Time limit for the broker to stop sending."""
@@ -57,7 +57,7 @@ DelayedReturn = Callable[[DeliveredMessage, int], Awaitable[None]]
 
 
 class AckRuns:
-    """The settlements of one channel, whose deliveries are numbered consecutively from 1."""
+    """One channel's settlements. Its deliveries are numbered consecutively from 1."""
 
     def __init__(self) -> None:
         self._all_up_to = 0
@@ -67,7 +67,7 @@ class AckRuns:
     def settle(self, tag: int) -> None:
         """Records that a delivery was settled.
 
-        An unsettled one must be delivered again, so it ends a run.
+        A delivery that must be redelivered is not settled, so it ends a run.
         """
         self._apart.add(tag)
         while self._all_up_to + 1 in self._apart:
@@ -97,14 +97,14 @@ class _Held:
 class QueueSubscription:
     """An open subscription. See shared.broker.transport.Subscription.
 
-    Held messages are redelivered when their channel ends, so leases are not needed: the broker
-    notices a dead process at once.
+    Held messages are redelivered when their channel closes, so leases are not needed. The broker
+    notices a dead process immediately.
 
     Args:
         max_messages: maximum number of unacked messages that the broker sends.
         delayed_return: destination of returned messages. None: they are held for a while and then
             returned to their queue.
-        answer_limit_s: initial limit for an answer of the broker.
+        answer_limit_s: initial time limit for a broker response.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class QueueSubscription:
         self._waits: ChannelWaits | None = None
         self._runs = AckRuns()
         self._consumers: list[tuple[str, int]] = []
-        """The tags of consumers on the channel, each with its prefetch count."""
+        """Tags of the consumers on the channel, each with its prefetch count."""
         self._wanted = max_messages
         self._resizing = asyncio.Event()
         self._end: PenstockError | None = None
@@ -139,7 +139,7 @@ class QueueSubscription:
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
         self.lost = 0
-        """Number of messages whose channel ended while they were held."""
+        """Number of messages whose channel closed while they were held."""
         self.round_trip = SmoothedDuration()
         """See shared.broker.transport.Subscription."""
 
@@ -184,7 +184,7 @@ class QueueSubscription:
     def ack(self, message: ReceivedMessage) -> None:
         """See shared.broker.transport.Subscription.
 
-        A second ack, or an ack of a lost message, is ignored.
+        A second ack, or an ack for a lost message, is ignored.
         """
         held = self._held.pop(message.ack_id, None)
         if held is not None:
@@ -223,7 +223,7 @@ class QueueSubscription:
         self._is_stopped = True
         if self._waits is not None and self._is_open:
             with suppress(*BROKEN), only_own_cancellation():
-                # The answer arrives after the last delivery, so all messages sent have arrived by
+                # The response arrives after the last delivery, so all messages sent have arrived by
                 # then. With aiormq's own limit, acks would go first.
                 for tag, _ in list(self._consumers):
                     await self._waits.channel.basic_cancel(tag, timeout=CANCEL_S)
@@ -317,8 +317,8 @@ class QueueSubscription:
         # redelivered forever.
         rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
         await waits.within(self._answer_limit_s, rejected)
-        # Only now, because an ack of a run must not include a message whose reject has not been
-        # written.
+        # Done only now, because an ack for a run must not include a message whose reject has not
+        # been written.
         if self._on_channel(held):
             self._runs.settle(_tag(held))
 
@@ -340,7 +340,7 @@ class QueueSubscription:
             await asyncio.sleep(next(pauses))
 
     async def _consume_on_one_channel(self) -> PenstockError | None:
-        """Consumes until the channel ends. Returns the error that kept it from starting."""
+        """Consumes until the channel closes. Returns the error that kept it from starting."""
         try:
             channel = await self._open_channel()
         except PenstockError as error:
@@ -367,19 +367,19 @@ class QueueSubscription:
         finally:
             waiting.cancel()
             self._is_open = False
-        # Closing returns the messages that this consumer still holds.
+        # Closing returns any messages that this consumer still holds.
         await close_channel(channel)
         return None
 
     async def _consume_more(self, waits: ChannelWaits, messages: int) -> None:
-        """Adds a consumer. A prefetch count applies to consumers that start after it is set."""
+        """Adds a consumer. A prefetch count applies only to consumers started after it is set."""
         await self._measure(waits, messages)
         consuming = waits.channel.basic_consume(self._queue, self._take)
         tag = (await waits.within(self._limit_s, consuming)).consumer_tag or ""
         self._consumers.append((tag, messages))
 
     async def _resize(self) -> None:
-        """Adds or ends consumers when the limit changes. Measures the round trip."""
+        """Adds or cancels consumers when the limit changes. Measures the round trip."""
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(MEASURE_EVERY_S):
@@ -400,7 +400,7 @@ class QueueSubscription:
             await waits.within(self._limit_s, waits.channel.basic_cancel(tag))
 
     async def _measure(self, waits: ChannelWaits, messages: int = 1) -> None:
-        """Sets the prefetch count of later consumers, which the broker answers."""
+        """Times a round trip: sets later consumers' prefetch count, which the broker confirms."""
         began_s = asyncio.get_running_loop().time()
         await waits.within(self._limit_s, waits.channel.basic_qos(prefetch_count=messages))
         self.round_trip.record(asyncio.get_running_loop().time() - began_s)

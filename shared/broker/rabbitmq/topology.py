@@ -1,11 +1,11 @@
 """Maps topics, subscriptions and filters to exchanges, queues and routing keys, and queries them.
 
 One direct exchange carries all messages of a project, so a deleted topic can't close a channel that
-others publish on. A message has the routing key of its topic, and another key per attribute used in
-filters. The broker routes by all of them (the BCC header of
+other topics are published on. A message has its topic's routing key, plus one key per attribute
+used in filters. The broker routes by all of them (the BCC header of
 https://www.rabbitmq.com/docs/sender-selected), and delivers a message to each queue only once.
 
-Delay queues hold messages before they are delivered again. A failed query ends its channel, so each
+Delay queues hold messages before they are redelivered. A failed query closes its channel, so each
 query uses a separate channel.
 """
 
@@ -22,13 +22,13 @@ from shared.broker.rabbitmq.waits import ChannelWaits, close_channel
 from shared.broker.transport import parse_filter
 
 FILTERED = ("slot", "lane")
-"""The attributes used in our filters."""
+"""Attributes used in our filters."""
 
 T = TypeVar("T")
 
 
 def exchange_name(project: str) -> str:
-    """Returns the exchange for all messages of `project`."""
+    """Returns the exchange for all of `project`'s messages."""
     return f"penstock.{project}"
 
 
@@ -42,7 +42,7 @@ def queue_name(project: str, subscription_id: str) -> str:
 
 
 def message_keys(topic_id: str, attributes: Mapping[str, str]) -> list[str]:
-    """Returns the routing keys of a message. The first is the topic's own key."""
+    """Returns a message's routing keys. The first is the topic's own key."""
     keys = [topic_id]
     for name in FILTERED:
         value = attributes.get(name)
@@ -54,7 +54,7 @@ def message_keys(topic_id: str, attributes: Mapping[str, str]) -> list[str]:
 
 
 def binding_key(topic_id: str, filter_text: str) -> str:
-    """Returns the routing key of messages that match a subscription's filter.
+    """Returns the routing key for messages that match a subscription's filter.
 
     Raises:
         BadInput: the filter is not one used by Penstock.
@@ -66,7 +66,7 @@ def binding_key(topic_id: str, filter_text: str) -> str:
 
 
 def delays_between(first_s: float, longest_s: float) -> tuple[float, ...]:
-    """Returns the pauses before later deliveries of a message: doubling, up to `longest_s`."""
+    """Returns the pauses before a message's redeliveries, doubling up to `longest_s`."""
     delays = [first_s]
     while delays[-1] < longest_s:
         delays.append(min(longest_s, 2 * delays[-1]))
@@ -79,7 +79,7 @@ def delay_queue(queue: str, delay_s: float) -> str:
 
 
 async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str = "") -> bool:
-    """Returns whether the queue, or the exchange, exists.
+    """Returns whether the queue or exchange exists.
 
     Raises:
         Unavailable: the broker is unreachable.
@@ -95,7 +95,7 @@ async def exists(connection: BrokerConnection, *, queue: str = "", exchange: str
 
 
 async def waiting(connection: BrokerConnection, queue: str) -> int | None:
-    """Returns the number of waiting messages, without held ones. None if the queue does not exist.
+    """Returns the number of waiting messages, excluding held ones. None if there is no such queue.
 
     Raises:
         Unavailable: the broker is unreachable.

@@ -1,7 +1,7 @@
 """Limits for waiting on the broker: no wait may outlast its channel.
 
-aiormq itself never ends a call that waits for room to write while its connection breaks, nor any
-later call.
+If the connection breaks while an aiormq call waits for room to write, aiormq never ends that call
+or any later call.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from typing import TypeVar
 from aiormq import Channel, ChannelInvalidStateError
 
 ANSWER_LIMIT_S = 5.0
-"""Initial limit for an answer of the broker before it is asked again."""
+"""Initial time limit for a broker response before retrying."""
 MAX_ANSWER_LIMIT_S = 60.0
-"""A slow broker must not be asked more and more often."""
+"""A slow broker must not be queried more and more often."""
 CLOSE_LIMIT_S = 2.0
 
 T = TypeVar("T")
@@ -35,12 +35,12 @@ class ChannelWaits:
         return not self._limits
 
     async def within(self, limit_s: float, answer: Awaitable[T]) -> T:
-        """Waits for an answer from the broker.
+        """Waits for a response from the broker.
 
         Raises:
-            TimeoutError: no answer arrived within `limit_s`, although the channel is open.
-            aiormq.AMQPError: the broker rejects the call.
-            aiormq.ChannelInvalidStateError: the channel ended.
+            TimeoutError: no response arrived within `limit_s`, although the channel is open.
+            aiormq.AMQPError: the broker rejected the call. aiormq.ChannelInvalidStateError: the
+            channel was closed.
         """
         try:
             with only_own_cancellation():
@@ -63,14 +63,14 @@ class ChannelWaits:
 
 
 async def close_channel(channel: Channel) -> None:
-    """Closes a channel, or gives up on one whose broker does not answer."""
+    """Closes a channel, or gives up on it if the broker does not respond."""
     with suppress(TimeoutError):
         async with asyncio.timeout(CLOSE_LIMIT_S):
             await channel.close()
 
 
 def longer(limit_s: float) -> float:
-    """Returns the next limit after no answer arrived within `limit_s`."""
+    """Returns the next time limit to use after no response arrived within `limit_s`."""
     return min(2 * limit_s, MAX_ANSWER_LIMIT_S)
 
 
