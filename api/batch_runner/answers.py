@@ -1,9 +1,9 @@
-"""A batch's answers that are not yet part of a written segment.
+"""A batch's answers that have not yet been written to a segment.
 
 Lines finish in any order, and a segment is written once all of its lines and all earlier segments
 are finished. Until then, new answers are logged about once a second. Each log is an object that is
 written once. So a runner that takes over loses at most one second of answers, the counts that
-callers see keep moving, and memory stays bounded however long the slowest line takes.
+callers see keep advancing, and memory stays bounded no matter how long the slowest line takes.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -21,23 +21,23 @@ from shared.errors import Unavailable
 
 READ_AT_ONCE = 8
 FLUSH_BYTES = 4 * 1024 * 1024
-"""Number of answers that triggers a log before the next second."""
+"""Number of answers that triggers a log before the second is up."""
 KEPT_BYTES = 16 * 1024 * 1024
-"""Maximum size of logged answers that stay in memory. Other answers are read again when needed."""
+"""Maximum size of logged answers kept in memory. Other answers are reread when needed."""
 
 
 class AnswerLog:
-    """The answers of one batch. Call `open` first.
+    """One batch's answers. Call `open` first.
 
     Args:
-        counts: counts over all written segments.
+        counts: counts for all written segments.
     """
 
     def __init__(self, store: BatchStore, owner: str, batch_id: str, counts: Counts) -> None:
         self._store = store
         self._batch = (owner, batch_id)
         self.counts = counts
-        """Counts over all finished lines."""
+        """Counts for all finished lines."""
         self._kept: dict[int, LineAnswer] = {}
         """Answers in memory, by line number."""
         self._kept_bytes = 0
@@ -110,7 +110,7 @@ class AnswerLog:
             new = {number: self._kept[number] for number in numbers}
             number, holder = next(self._numbers), self._holder
             key = await self._store.log_answers(*self._batch, number, holder, self.counts, new)
-            # Some may have been forgotten in the meantime because their segment was written.
+            # Some may have been forgotten since then because their segment was written.
             remaining = [number for number in numbers if number in self._new]
             self._new.difference_update(remaining)
             self._new_bytes -= sum(len(new[number].data) for number in remaining)
@@ -146,7 +146,7 @@ class AnswerLog:
     async def forget(self, numbers: Sequence[int]) -> None:
         """Forgets lines whose segment is written, and deletes logs that are no longer needed.
 
-        The newest log stays because it has the counts that callers see.
+        The newest log is kept because it has the counts that callers see.
         """
         for number in numbers:
             answer, key = self._kept.pop(number, None), self._logged.pop(number, None)

@@ -1,4 +1,4 @@
-"""One attempt to compute a line of a batch: the request to send, and the answer to the line."""
+"""One attempt to run a batch line: the request to send, and the line's answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ NOT_RUN: dict[End, tuple[str, str]] = {
         "This request was not executed, because the batch was canceled.",
     ),
 }
-"""Code and message for a line that was not run, by the reason why its batch ended."""
+"""Code and message for a line that was not run, by the reason its batch ended."""
 LINES = Counter(
     "penstock_batch_lines_total",
     "Lines of finished batches, by result: completed, failed or not_run.",
@@ -41,7 +41,7 @@ LINES = Counter(
 
 @dataclass(slots=True)
 class LineAttempt:
-    """One attempt to compute a line."""
+    """One attempt to run a line."""
 
     batch: BatchCreated
     caller: Caller
@@ -51,11 +51,11 @@ class LineAttempt:
     number: int
     """Number of earlier attempts that were not final."""
     is_run_again: Callable[[], bool] = lambda: False
-    """Returns whether the line will be computed later if this attempt is canceled."""
+    """Returns whether the line will be run later if this attempt is canceled."""
     outcomes: Sequence[ItemOutcome] | None = None
-    """Outcomes of its items. None: not known yet."""
+    """Its items' outcomes. None: not known yet."""
     answered: Sequence[ItemOutcome] = ()
-    """The outcomes used in the answer. For a flow, a single one with the output of the run."""
+    """The outcomes used in the answer. For a flow, a single outcome with the run's output."""
 
     @property
     def endpoint(self) -> Endpoint:
@@ -69,7 +69,7 @@ class LineAttempt:
 
     @property
     def request_id(self) -> str:
-        """An ID that is the same each time the line is computed, as are its job and rows."""
+        """An ID that is the same each time the line is run, as are its job and rows."""
         suffix = f"-{self.number}" if self.number else ""
         name = f"{self.batch.id}-{self.line.number}{suffix}"
         if not self.line.request.is_run:
@@ -81,7 +81,7 @@ class LineAttempt:
     def operation(self) -> str:
         """The name under which budgets count the line only once."""
         name = f"{group_of(self.batch, self.segment)}/{self.line.number}"
-        # Items delivered by a run count even if the run fails.
+        # Items that a run delivered count even if the run fails.
         return f"{name}-{self.number}" if self.line.request.is_run else name
 
     def build_request(self, inputs: Sequence[Input]) -> InferenceRequest:
@@ -113,7 +113,7 @@ class LineAttempt:
     def _build_record(self, facts: RequestFacts, deadline_s: float) -> NewRecord:
         """Returns the record of a run.
 
-        Its input, which may contain secrets and files, stays in the batch's file.
+        The run's input, which may contain secrets and files, remains in the batch's file.
         """
         batch, line = self.batch, self.line
         prediction = new_prediction(

@@ -1,4 +1,4 @@
-"""Computes one line of a batch, however long it takes."""
+"""Runs one batch line, no matter how long it takes."""
 
 from __future__ import annotations
 
@@ -32,16 +32,16 @@ from shared.tenants.plan import Caller
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 30.0
 MAX_RESERVED_PAUSE_S = 5.0
-"""Pause before checking again a budget that requests in other processes have reserved."""
+"""Pause before rechecking a budget that requests in other processes have reserved."""
 REPLY_LIMIT_S = 60.0
-"""Time limit for encoding the images of one line."""
+"""Time limit for encoding one line's images."""
 _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 READ_AGAIN_S = 1.0
 """Extra time for this runner to read a run's outcome after its deadline has passed."""
 METRICS_OF_RUN = ("predict_time", "device_time", "cost_usd", "steps")
-"""Timings of the run that an answer includes.
+"""Run timings that an answer includes.
 
-Other timings would count from the batch's creation.
+Other timings would be measured from the batch's creation.
 """
 
 
@@ -50,11 +50,12 @@ class LineExecutor:
     """Runs lines through the dispatcher, at `batch` priority.
 
     Temporary failures are retried until the batch expires: a full instance, an unreachable broker,
-    a missed deadline, a worker that gave up. If the rest of a budget is reserved, the line is
-    retried when a request finishes. If the budget is spent, or if nothing moves while others wait,
-    the line waits for a later turn of its batch. An error in the line itself is final.
+    a missed deadline, a worker that gave up. If what is left of a budget is reserved, the line is
+    retried when a request finishes. If the budget is spent, or if nothing advances while other
+    batches wait, the line waits for a later turn of its batch. An error in the line itself is
+    final.
 
-    A line of a flow is a run: a prediction with a record. Its ID is derived from the line, so a
+    A flow line is a run: a prediction with a record. The run's ID is derived from the line, so a
     runner that takes over finds the run and waits for it to finish. Canceling the batch cancels the
     run.
     """
@@ -77,15 +78,15 @@ class LineExecutor:
         segment: int,
         is_run_again: Callable[[], bool] = lambda: True,
     ) -> LineAnswer | None:
-        """Computes a line. If the call is canceled, the line remains undone.
+        """Runs a line. If the call is canceled, the line is left undone.
 
         Args:
-            progress: progress of the batch in this turn.
+            progress: the batch's progress in this turn.
             segment: index of the segment that the line belongs to.
-            is_run_again: True if a line left undone by a canceled call will be computed later.
+            is_run_again: True if a line left undone by a canceled call will be run later.
 
         Returns:
-            None if the line has to wait for a later turn.
+            None if the line must wait for a later turn.
         """
         pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         while time.time() < batch.expires_at_s:
@@ -113,7 +114,7 @@ class LineExecutor:
     async def recover(
         self, batch: BatchCreated, caller: Caller, line: BatchLine, segment: int, number: int
     ) -> LineAnswer | None:
-        """Returns the answer to a line that is already computed. Computes nothing.
+        """Returns the answer to a line that has already been run. Runs nothing.
 
         An unfinished flow run is canceled. Items are charged only if delivered, including flow
         items.
@@ -121,7 +122,7 @@ class LineExecutor:
         Args:
             batch: the batch, which is canceled or expired.
             segment: index of the segment that the line belongs to.
-            number: number of attempts that were not final, as in `TurnProgress.attempts`.
+            number: number of earlier attempts that were not final, as in `TurnProgress.attempts`.
 
         Returns:
             None if there is no answer.
@@ -140,7 +141,7 @@ class LineExecutor:
     async def _open(
         self, attempt: LineAttempt, kind: type[LimitedRequest]
     ) -> AsyncGenerator[tuple[InferenceRequest, LimitedRequest]]:
-        """Yields the request of an attempt, within the caller's limits."""
+        """Yields an attempt's request, within the caller's limits."""
         batch = attempt.batch
         request = attempt.build_request(await self._load_inputs(attempt))
         async with kind(
@@ -170,12 +171,12 @@ class LineExecutor:
     async def _compute(
         self, attempt: LineAttempt, request: InferenceRequest, limited: LimitedRequest
     ) -> bytes:
-        """Returns the body of the answer. Sets the attempt's outcomes, even if it fails."""
+        """Returns the answer's body. Sets the attempt's outcomes, even if it fails."""
         if request.record is None:
             return await self._reply(attempt, await self._dispatch(request, limited), limited)
         try:
             run = await self._run_flow(request, limited)
-        except PredictionIdTaken as error:  # no other request uses its ID
+        except PredictionIdTaken as error:  # no other request uses the line's ID
             deleted = await self.predictions.receipts_of_deleted(request.facts.request_id)
             limited.settle(request.price, deleted)
             raise _RunCanceled("the run of the line was deleted") from error
@@ -184,7 +185,7 @@ class LineExecutor:
     async def _recall(
         self, attempt: LineAttempt, request: InferenceRequest, limited: LimitedRequest
     ) -> bytes:
-        """Returns the body of the answer if all of it is available.
+        """Returns the answer's body if all of it is available.
 
         Raises:
             PenstockError: it is not available.
@@ -210,7 +211,7 @@ class LineExecutor:
     async def _reply(
         self, attempt: LineAttempt, response: InferenceResponse, limited: LimitedRequest
     ) -> bytes:
-        """Returns the body of the answer, and charges for it."""
+        """Returns the answer's body and charges for it."""
         attempt.outcomes = attempt.answered = response.outcomes
         deadline_s = time.time() + REPLY_LIMIT_S
         tools = ReplyTools(self.objects, self.image_codec, deadline_s, response.price)
@@ -224,7 +225,7 @@ class LineExecutor:
     async def _reply_of_run(
         self, attempt: LineAttempt, run: PredictionSnapshot, price: ItemPrice
     ) -> bytes:
-        """Returns the body of the answer from the finished run of a flow."""
+        """Returns the answer's body from a finished flow run."""
         prediction, record = run
         reply, line, endpoint = record.reply, attempt.line, attempt.endpoint
         attempt.outcomes = reply.outcomes if reply is not None else ()
@@ -248,15 +249,15 @@ class LineExecutor:
     async def _run_flow(
         self, request: InferenceRequest, limited: LimitedRequest
     ) -> PredictionSnapshot:
-        """Starts the run of a line, or finds it, and waits for it to finish.
+        """Starts or finds a line's run, and waits for it to finish.
 
-        Outputs that its steps delivered are charged, however the run ends.
+        Outputs delivered by the run's steps are charged no matter how the run ends.
 
         Raises:
             PenstockError: the run can't start. DeadlineExceeded: it did not finish.
         """
         async with self.predictions.creating(request, waits=True) as creation:
-            # A run started by another process may have less time.
+            # A run started by another process may have less time left.
             until_s = creation.snapshot.prediction.deadline_s + GRACE_S + READ_AGAIN_S
             try:
                 await creation.wait(until_s - time.time())
@@ -265,7 +266,7 @@ class LineExecutor:
                     creation.snapshot = await self.predictions.end(creation.snapshot)
             except asyncio.CancelledError:
                 if not request.is_run_again():
-                    with suppress(PenstockError):  # otherwise its deadline ends it
+                    with suppress(PenstockError):  # otherwise the run ends at its deadline
                         creation.snapshot = await self.predictions.end(creation.snapshot)
                 raise
             finally:
@@ -290,7 +291,7 @@ class LineExecutor:
 
 
 class _RunCanceled(PenstockError):
-    """The run of a line was canceled. Unlike a request, it is not started again."""
+    """A line's run was canceled. Unlike a request, it is not restarted."""
 
     code = Canceled.code
 

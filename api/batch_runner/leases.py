@@ -1,7 +1,7 @@
-"""Leases of batches in Redis, which keep runners from computing the same lines.
+"""Batch leases in Redis, which keep runners from running the same lines.
 
-A lease only saves work: documents and segments are written once, so two runners of one batch do no
-harm (api/batches/documents.py).
+A lease only avoids wasted work. Documents and segments are written once, so it is harmless if two
+runners run the same batch (api/batches/documents.py).
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from shared.errors import Unavailable
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
 
 LEASE_S = 15.0
-"""How long a dead runner's batches wait."""
+"""How long a dead runner's batches wait to be taken over."""
 
 ERRORS = Counter(
     "penstock_batch_leases_errors_total",
@@ -30,11 +30,11 @@ log = logging.getLogger(__name__)
 
 
 class BatchLeases(RedisStore):
-    """The leases of one runner: an async context manager that also opens without Redis.
+    """One runner's leases: an async context manager that opens even without Redis.
 
     Args:
         redis_url: the Redis server shared by all runners.
-        lease_s: a lease ends after this time without renewal.
+        lease_s: a lease expires if it is not renewed for this long.
     """
 
     def __init__(self, redis_url: str, holder: str, *, lease_s: float = LEASE_S) -> None:
@@ -53,7 +53,7 @@ class BatchLeases(RedisStore):
     async def keep(self, batch_id: str) -> None:
         """Renews a lease until another runner takes it.
 
-        While Redis is unreachable, the lease counts as ours.
+        While Redis is unreachable, the lease is considered ours.
         """
         while True:
             await asyncio.sleep(self._lease_s / 3)

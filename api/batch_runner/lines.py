@@ -1,4 +1,4 @@
-"""Splits JSONL files of batches into requests, and writes outcomes as lines of the output.
+"""Splits batch JSONL files into requests, and writes outcomes as output lines.
 
 See https://jsonlines.org for the format.
 """
@@ -32,7 +32,7 @@ class Line(NamedTuple):
     """A line that is not blank."""
 
     number: int
-    """Line number in the file, from 1. Blank lines count."""
+    """Line number in the file, starting at 1. Blank lines count."""
     offset: int
     """Offset of the line in the file, in bytes."""
     data: bytes | None
@@ -40,14 +40,14 @@ class Line(NamedTuple):
 
 
 class LineSplitter:
-    """Splits pieces of a file, cut anywhere, into lines. Does no I/O.
+    """Splits arbitrary pieces of a file into lines. Does no I/O.
 
     A line ends with LF, CRLF or the end of the file. Blank lines are skipped. A byte order mark at
     the start of a line, as in concatenated files, is removed. At most one line is held in memory.
 
     Args:
-        longest_bytes: data of longer lines is dropped.
-        offset: bytes before the first line in the file.
+        longest_bytes: data in longer lines is dropped.
+        offset: number of bytes before the first line in the file.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class LineSplitter:
         self._start = offset
         self._held = bytearray()
         self._dropped = 0
-        """Bytes of the current line that were dropped because it is too long."""
+        """Bytes dropped from the current line because it is too long."""
 
     def feed(self, data: bytes) -> list[Line]:
-        """Takes the next piece. Returns the lines completed by it."""
+        """Takes the next piece. Returns the lines it completes."""
         lines: list[Line] = []
         at = 0
         while (end := data.find(b"\n", at)) >= 0:
@@ -158,31 +158,31 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
 
 
 def custom_id_of(line: Line) -> str:
-    """Returns the custom_id of a line that is already validated."""
+    """Returns the custom_id of a line that has already been validated."""
     return _fields_of(line).custom_id
 
 
 def default_seed(batch: BatchCreated, number: int) -> int:
-    """Returns a seed for images that set none. It is the same each time a line is computed."""
+    """Returns a seed for images that set none. The seed is the same each time a line is run."""
     digest = hashlib.blake2b(f"{batch.id}-{number}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "big")
 
 
 def encode_answer(batch: BatchCreated, line: BatchLine, request_id: str, body: bytes) -> bytes:
-    """Returns a line of the output file with an answer."""
+    """Returns an output file line with an answer."""
     return _encode_response(batch, line, 200, request_id, body)
 
 
 def encode_failure(
     batch: BatchCreated, line: BatchLine, request_id: str, error: PenstockError
 ) -> bytes:
-    """Returns a line of the error file with the response of the live route."""
+    """Returns an error file line with the live route's response."""
     response = error_response(error)
     return _encode_response(batch, line, response.status_code, request_id, bytes(response.body))
 
 
 def encode_not_run(batch: BatchCreated, number: int, custom_id: str, code: str, why: str) -> bytes:
-    """Returns a line of the error file with the reason why a request was not run."""
+    """Returns an error file line with the reason a request was not run."""
     return _encode(batch, number, custom_id, error={"code": code, "message": why})
 
 

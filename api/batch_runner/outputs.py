@@ -13,7 +13,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 
 
 class Outputs:
-    """Writes the output files of batches once all lines are finished."""
+    """Writes batch output files once all lines are finished."""
 
     def __init__(self, objects: ObjectStore, store: BatchStore, files: BatchFiles) -> None:
         self._objects = objects
@@ -23,10 +23,10 @@ class Outputs:
     async def compose(
         self, batch: BatchCreated, model: str, segments: Sequence[StoredObject]
     ) -> tuple[str, str]:
-        """Writes the files in line order. Running it again writes the same files.
+        """Writes the files in line order. Running it again writes identical files.
 
         Returns:
-            IDs of the output file and the error file. The ID of a file without lines is empty.
+            IDs of the output file and the error file. A file without lines has an empty ID.
 
         Raises:
             Unavailable: the object store is unreachable.

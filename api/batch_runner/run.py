@@ -1,4 +1,4 @@
-"""Validates one batch and runs it from its current state until it ends or another batch is due.
+"""Validates one batch and runs it from its current state until it finishes or another batch is due.
 
 The batch's file is validated line by line and divided into segments.
 """
@@ -39,9 +39,9 @@ from shared.models.catalog import Catalog
 
 MAX_LINES = 50_000
 MAX_INPUTS = 50_000
-"""Maximum number of texts or images in all lines together, as in OpenAI's API."""
+"""Maximum total number of texts or images in all lines, as in OpenAI's API."""
 MAX_ERRORS = 100
-"""Maximum number of errors reported. Reading stops at the last of them."""
+"""Maximum number of errors reported. Reading stops at the last one."""
 SEGMENT_LINES = 1000
 SEGMENT_INPUT_BYTES = 4 * 1024 * 1024
 SEGMENT_REPLY_BYTES = 16 * 1024 * 1024
@@ -51,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class FileRefused(Exception):
-    """The file can't be run. `errors` has the reasons."""
+    """The file can't be run. `errors` contains the reasons."""
 
     def __init__(self, errors: list[LineError]) -> None:
         super().__init__(f"{len(errors)} errors")
@@ -86,7 +86,7 @@ class _Checks:
     inputs: int = 0
     model: str = ""
     custom_ids: set[bytes] = field(default_factory=set)
-    """128-bit digests, because 50,000 IDs may have 512 characters each."""
+    """128-bit digests, because there may be 50,000 IDs of 512 characters each."""
     segments: list[LineBlock] = field(default_factory=list)
     _segment_lines: int = 0
     _reply_bytes: int = 0
@@ -156,8 +156,8 @@ class BatchRun:
 
     Args:
         stop: signals that no more lines should run.
-        share: bounds the items in flight.
-        attempts: failed attempts of its lines in earlier turns (see `TurnProgress`).
+        share: limits the items in flight.
+        attempts: its lines' failed attempts in earlier turns (see `TurnProgress`).
     """
 
     def __init__(
@@ -230,7 +230,7 @@ class BatchRun:
         batch = self._batch
         written = await self._tools.store.segments(self._owner, batch.id)
         if len(written) < len(plan.segments):
-            # Another runner has ended the batch. Don't overwrite its files with incomplete ones.
+            # Another runner has finished the batch. Don't overwrite its files with incomplete ones.
             raise Unavailable("segments of the batch no longer exist")
         _, counts = await self._tools.store.written(self._owner, batch.id)
         output, error = await self._tools.outputs.compose(batch, plan.model, written)

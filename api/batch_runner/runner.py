@@ -1,16 +1,17 @@
 """The batch runner: leases open batches, runs several at a time, and announces when they end.
 
 Tenants take turns. A runner runs at most one batch per tenant: the oldest one that can run. If more
-tenants wait than it can serve at a time, it puts a batch back after each segment and continues with
-the tenant that has waited longest.
+tenants are waiting than it can serve at once, it puts a batch back after each segment and moves on
+to the tenant that has waited longest.
 
 A batch whose lines can't run now, for example because a budget is spent, yields to another batch.
-It is checked again after pauses that grow up to MAX_PAUSE_S, and runs before newer batches of its
-tenant. The number of items in flight is bounded per runner and shared equally among its batches.
+It is checked again after pauses that grow up to MAX_PAUSE_S, and runs before the tenant's newer
+batches. The number of items in flight is limited per runner and shared equally among the runner's
+batches.
 
-Leases keep runners from computing the same lines (api/batch_runner/leases.py).
+Leases keep runners from running the same lines (api/batch_runner/leases.py).
 
-`open_runner` composes it from parts of the API.
+`open_runner` composes a runner from parts of the API.
 """
 
 from __future__ import annotations
@@ -64,7 +65,7 @@ MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
 """How long to leave a batch alone while another runner holds it."""
 NEVER_CREATED_S = 120.0
-"""A marker without a batch is removed after this time, because the creation was interrupted."""
+"""A marker without a batch is removed after this time, because its creation was interrupted."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 OPEN = Gauge("penstock_batches_open", "Unfinished batches of all tenants.")
@@ -104,7 +105,7 @@ class _Patience:
     pauses: Iterator[float] = field(default_factory=lambda: backoff(FIRST_PAUSE_S, MAX_PAUSE_S))
     until_s: float = 0.0
     is_aside: bool = False
-    """True if the batch yielded. A cancellation can then end it at once."""
+    """True if the batch yielded. A cancellation can then end it immediately."""
 
     def wait(self, *, is_aside: bool) -> None:
         """Waits at least FIRST_PAUSE_S, and longer each time."""
@@ -116,7 +117,7 @@ class BatchRunner:
     """Runs batches until its task is canceled.
 
     Args:
-        window: bounds the items in flight.
+        window: limits the items in flight.
     """
 
     def __init__(
@@ -175,7 +176,7 @@ class BatchRunner:
         return patience.until_s <= time.monotonic()
 
     def _report_waiting(self, due: list[OpenBatch], *, is_contended: bool) -> None:
-        """Informs running batches about other batches that wait for a turn."""
+        """Informs running batches about other batches that are waiting for a turn."""
         others: dict[str, list[str]] = {}
         for batch in due:
             held = self._held.get(batch.owner)
@@ -201,7 +202,7 @@ class BatchRunner:
         self._woken.set()
 
     async def _serve(self, one: OpenBatch, held: _Held) -> None:
-        """Runs a batch for one turn. After any failure it is tried again later."""
+        """Runs a batch for one turn. After any failure, the batch is retried later."""
         patience = self._patience.setdefault(one.id, _Patience())
         try:
             if not await self._leases.take(one.id):
@@ -288,13 +289,13 @@ def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
 
 
 class _StoredResults:
-    """Results of predictions in the object store that lines refer to."""
+    """Prediction results in the object store that lines refer to."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
-        """Returns the data for a link whose signature is already verified."""
+        """Returns the data for a link whose signature has already been verified."""
         return await self._objects.get(key, MAX_BYTES)
 
 
@@ -306,7 +307,7 @@ def _source_images(
     fetched_urls: FetchedUrls,
     codec: ImageCodec,
 ) -> SourceImages:
-    """Returns the loader for files in lines: data: URIs, uploads, results and URLs."""
+    """Returns the loader for files referenced in lines: data: URIs, uploads, results and URLs."""
     return SourceImages(
         objects,
         Files(objects, storage),
@@ -333,13 +334,13 @@ async def open_runner(
     Args:
         transport: connection to the broker, not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
-        rows: receives rows for lines that no worker computes. Not yet open.
+        rows: receives rows for lines that no worker runs. Not yet open.
         lease_s: seconds after which another runner takes over from a dead one.
 
     Raises:
-        ConfigurationError: the URL of the object store or the key store is invalid.
+        ConfigurationError: the object store's or the key store's URL is invalid.
     """
-    # Lines seldom repeat, and Redis caches repeated ones. So the memory of a runner stays flat.
+    # Lines seldom repeat, and Redis caches the ones that do. So a runner's memory use stays flat.
     settings = settings.model_copy(update={"memory_cache_bytes": 0})
     instance, objects = f"batches-{secrets.token_hex(4)}", ObjectStore(settings.objects_url)
     store = BatchStore(objects)

@@ -1,11 +1,11 @@
 """Runs a batch's lines for one turn.
 
-Lines start in order, within a window of items, and finish in any order, so a slow one does not hold
-up the others. Segments are written in order, each once it and all earlier ones are complete.
-Answers are logged in the meantime (api/batch_runner/answers.py).
+Lines start in order, within a window of items, and finish in any order, so a slow line does not
+hold up the others. Segments are written in order, each one once it and all earlier segments are
+complete. Until then, answers are logged (api/batch_runner/answers.py).
 
-If a batch is canceled or expires, a runner that took over returns the answers that an earlier
-runner computed, as far as they can be found. The other lines are not run and cost nothing.
+If a batch is canceled or expires, a runner that took over returns any answers from an earlier
+runner that can still be found. The other lines are not run and cost nothing.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Stop:
 
     @property
     def end(self) -> End | None:
-        """Why the batch ends. None if it continues."""
+        """Why the batch is ending. None if it continues."""
         if self.is_cancelled:
             return "cancelled"
         return "expired" if time.time() >= self._expires_at_s else None
@@ -88,7 +88,7 @@ class Stop:
 
 @dataclass(frozen=True, slots=True)
 class RunTools:
-    """Dependencies shared by all batches of a runner."""
+    """Dependencies shared by all of a runner's batches."""
 
     store: BatchStore
     files: BatchFiles
@@ -99,7 +99,7 @@ class RunTools:
 
 
 class BatchPermits(Protocol):
-    """Other batches that wait for this batch's turn to end."""
+    """Other batches waiting for this batch's turn to end."""
 
     def is_next_one_due(self) -> bool:
         """Returns whether another batch runs next, after the current segment."""
@@ -111,7 +111,7 @@ class BatchPermits(Protocol):
 
 
 class Paused(Enum):
-    """Why a batch was suspended before its end."""
+    """Why a batch was suspended before it finished."""
 
     YIELDED = auto()
     """It is another batch's turn."""
@@ -123,7 +123,7 @@ class Paused(Enum):
 
 @dataclass(frozen=True, slots=True)
 class BatchLines:
-    """The input of a batch."""
+    """A batch's input."""
 
     batch: BatchCreated
     plan: BatchPlan
@@ -143,11 +143,11 @@ class BatchLines:
 
 @dataclass(slots=True)
 class _OpenSegment:
-    """A segment with unfinished lines, or one that waits for an earlier segment."""
+    """A segment with unfinished lines, or one waiting for an earlier segment."""
 
     numbers: list[int]
     left: set[int]
-    """Numbers of the lines without an answer."""
+    """Numbers of the lines that have no answer yet."""
     started: set[int] = field(default_factory=set)
 
 
@@ -156,7 +156,7 @@ class SegmentRun:
 
     Args:
         stop: signals that no more lines should run.
-        share: bounds the items in flight.
+        share: limits the items in flight.
     """
 
     def __init__(
@@ -181,7 +181,7 @@ class SegmentRun:
         """Segments below this index may have lines that an earlier runner started."""
         self._tasks: set[asyncio.Task[LineAnswer | None]] = set()
         self._has_waiting = False
-        """True if a line waits for a later turn."""
+        """True if a line is waiting for a later turn."""
         self._yields = False
         self._failure: BaseException | None = None
         self._moved = asyncio.Event()
@@ -242,7 +242,7 @@ class SegmentRun:
             starting.result()
 
     async def _start_all(self, answers: AnswerLog, caller: Caller, progress: TurnProgress) -> None:
-        """Starts lines in order, as long as there is room in the window."""
+        """Starts lines in order for as long as there is room in the window."""
         first = self._next
         for index in range(first, len(self._source.plan.segments)):
             if self._stop.end is not None or progress.is_stalled or self._has_waiting:
@@ -274,7 +274,7 @@ class SegmentRun:
     ) -> None:
         try:
             batch_line = read_line(line, self._batch, self._tools.catalog)
-        except LineRefused as error:  # the catalog changed since the file was validated
+        except LineRefused as error:  # the catalog has changed since the file was validated
             self._end_line(index, line.number, answers, self._refuse(line, error))
             return
         request, size_bytes = batch_line.request, len(line.data or b"")
@@ -309,7 +309,7 @@ class SegmentRun:
             self._has_waiting = True
 
     def _end_line(self, index: int, number: int, answers: AnswerLog, answer: LineAnswer) -> None:
-        segment = self._open.get(index)  # another runner may have written it in the meantime
+        segment = self._open.get(index)  # another runner may have written it by now
         if segment is not None and number in segment.left:
             segment.left.discard(number)
             answers.add(number, answer)
@@ -329,7 +329,7 @@ class SegmentRun:
         return None
 
     async def _write_complete(self, answers: AnswerLog) -> None:
-        """Writes complete segments as long as all earlier ones are complete."""
+        """Writes complete segments for as long as all earlier segments are complete."""
         store, names = self._tools.store, (self._owner, self._batch.id)
         written, counts = self._next, None
         while (segment := self._open.get(self._next)) is not None and not segment.left:
@@ -343,7 +343,7 @@ class SegmentRun:
                     group = group_of(self._batch, self._next)
                     await self._tools.executor.limiter.end_operations(group)
                     written += 1
-                else:  # another runner was faster, so its answers count
+                else:  # another runner was faster, so its answers are used
                     written, counts = await store.written(*names)
             await self._skip_written(answers, written)
 
@@ -401,7 +401,7 @@ class SegmentRun:
 
 
 async def _all_of(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[LineAnswer]:
-    """Waits for all of them. If one fails, cancels the others before returning."""
+    """Waits for all tasks. If one fails, cancels the others before returning."""
     tasks = [asyncio.ensure_future(end) for end in ends]
     try:
         return await asyncio.gather(*tasks)

@@ -1,6 +1,6 @@
 """Current limits of a batch's tenant and key, from the key directory.
 
-A batch may run for a day. If its budget is raised in the meantime, its lines continue. If the
+A batch may run for a day. If its budget is raised during that time, its lines continue. If the
 budget is lowered, they wait. Price, weight and models are fixed when the batch is created.
 """
 
@@ -20,7 +20,7 @@ from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller, Limits
 
 REFRESH_S = 2.0
-"""API instances take the same time to see a change."""
+"""API instances take the same amount of time to see a change."""
 READ_LIMIT_S = 2.0
 log = logging.getLogger(__name__)
 
@@ -53,9 +53,9 @@ class CurrentTerms:
             await self._store.__aexit__(*exc)
 
     async def caller_of(self, batch: BatchCreated) -> Caller:
-        """Returns the caller that pays for the lines of a batch, with its current budgets.
+        """Returns the caller who pays for a batch's lines, with the caller's current budgets.
 
-        If the key no longer exists or the directory can't be read, the limits at the batch's
+        If the key no longer exists or the directory can't be read, the limits from the batch's
         creation apply. Rate limits apply only to requests.
         """
         await self._refresh()
@@ -83,7 +83,7 @@ class CurrentTerms:
                 if stored is None:
                     return
                 source = self._store.source
-                # For thousands of keys this takes tens of milliseconds, and lines continue.
+                # For thousands of keys this takes tens of milliseconds, and lines continue to run.
                 document = await asyncio.to_thread(decode_document, stored.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
                 self._note_failure(str(error) or f"no answer in {READ_LIMIT_S:g} s")

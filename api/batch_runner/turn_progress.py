@@ -1,4 +1,4 @@
-"""Progress of a batch in one turn, which decides whether it should wait for more."""
+"""A batch's progress in one turn, which determines whether to wait for more."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ STALLED_S = 30.0
 
 
 class TurnProgress:
-    """Progress of a batch in one turn; decides whether waiting for more is worthwhile.
+    """A batch's progress in one turn. Decides whether waiting for more is worthwhile.
 
     Args:
         should_yield: returns whether another batch could run in place of this one.
@@ -28,7 +28,7 @@ class TurnProgress:
         self._moved_s = time.monotonic()
         self.ended_lines = 0
         self.is_stalled = False
-        """True if the remaining lines wait for a later turn."""
+        """True if the remaining lines are waiting for a later turn."""
 
     def note_end(self, line: BatchLine) -> None:
         self.attempts.pop(line.number, None)
@@ -41,7 +41,7 @@ class TurnProgress:
         Args:
             has_ended: True if its items had outcomes, which are now in its records and rows.
         """
-        # The record of the job has this outcome, so the same ID would only return it again.
+        # The job's record has this outcome, so the same ID would only return it again.
         if has_ended or isinstance(error, DeadlineExceeded | Canceled):
             self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
 

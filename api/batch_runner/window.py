@@ -1,4 +1,4 @@
-"""Bounds the items that the batches of a runner have in flight."""
+"""Limits the items that a runner's batches have in flight."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ class ItemWindow:
     """Room for items in flight. Each open share gets an equal part of it.
 
     Args:
-        items: total room of all shares.
+        items: total capacity of all shares.
     """
 
     def __init__(self, items: int) -> None:
@@ -20,7 +20,7 @@ class ItemWindow:
 
     @contextmanager
     def share(self) -> Iterator[Share]:
-        """Opens a share. The others become smaller until the block ends."""
+        """Opens a share. The other shares become smaller until the block exits."""
         share = Share(self)
         self._shares.add(share)
         try:
@@ -37,7 +37,7 @@ class ItemWindow:
 
 
 class Share:
-    """The part of the window for one batch."""
+    """One batch's part of the window."""
 
     def __init__(self, window: ItemWindow) -> None:
         self._window = window
@@ -47,7 +47,7 @@ class Share:
     async def take(self, items: int) -> None:
         """Waits until the items fit.
 
-        More items than the whole part fit once nothing else is in flight.
+        If the items exceed the whole share, they fit once nothing else is in flight.
 
         Only one task per batch may call this.
         """

@@ -1,10 +1,10 @@
-"""Limits the open batches per owner, exactly, even if many instances create some at once.
+"""Enforces an exact limit on open batches per owner, even if many instances create batches at once.
 
-Admissions are objects with consecutive numbers. Each has the IDs of all batches that are open after
-it, so the last one is the current state. An instance reads it, leaves out the batches that have
-ended, and writes the next number, which the store permits only to one writer
-(`ObjectStore.create`). A slower writer reads again. A batch gets its marker before its admission,
-so a batch without a marker is over.
+Admissions are objects with consecutive numbers. Each contains the IDs of all batches that are open
+after it, so the last one is the current state. An instance reads it, leaves out the batches that
+have ended, and writes the next number, which the store permits only to one writer
+(`ObjectStore.create`). A slower writer starts over. A batch gets its marker before its admission,
+so a batch without a marker is finished.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Admissions:
     """The admissions of all owners.
 
     Args:
-        open_ids: returns the IDs of an owner's batches that have a marker.
+        open_ids: returns the IDs of an owner's batches that have markers.
     """
 
     def __init__(
@@ -51,21 +51,21 @@ class Admissions:
     async def admit(
         self, owner: str, batch_id: str, most: int, mark: Callable[[], Awaitable[None]]
     ) -> bool:
-        """Admits a batch unless `most` batches of its owner are open.
+        """Admits a batch unless its owner already has `most` open batches.
 
         Args:
             most: the maximum number of open batches.
             mark: writes the batch's marker. It is called before the batch is admitted, and not at
-                all if there is no room from the start.
+                all if there was no room to begin with.
 
         Returns:
-            True if it is admitted. If not, it may still have a marker.
+            True if the batch was admitted. If not, it may still have a marker.
 
         Raises:
             Overloaded: other instances were faster for MAX_S.
             Unavailable: the object store is unreachable.
         """
-        # Instances in one process would only compete for the numbers.
+        # Concurrent calls in one process would only compete for the numbers.
         turn = self._turns.setdefault(owner, asyncio.Lock())
         try:
             async with asyncio.timeout(MAX_S), turn:
@@ -79,8 +79,8 @@ class Admissions:
         is_marked = False
         for pause_s in backoff(FIRST_PAUSE_S, MAX_PAUSE_S):
             last, open_ids = await self._state(owner)
-            # The store refused although the object was written, or another instance counted it at
-            # the start.
+            # The store reported a conflict although the object was written, or another instance
+            # counted the batch when it read the markers.
             if batch_id in open_ids:
                 return True
             if len(open_ids) >= most:
@@ -97,10 +97,10 @@ class Admissions:
         raise AssertionError("backoff ended; this is a bug")
 
     async def _state(self, owner: str) -> tuple[int, list[str]]:
-        """Returns the number of the last admission, and its batches that are still open."""
+        """Returns the last admission's number, and its batches that are still open."""
         listed = await self._objects.listing(f"{ADMISSIONS}/{owner}", 1)
         marked = await self._open_ids(owner)
-        if not listed:  # batches of an earlier release, if any
+        if not listed:  # batches from an earlier release, if any
             return 0, sorted(marked)
         number = _LAST - int(listed[0].key.rpartition("/")[2])
         try:

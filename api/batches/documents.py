@@ -1,4 +1,4 @@
-"""The documents of a batch, each written once, and the resulting state.
+"""A batch's documents, each written once, and the resulting state.
 
     created      → validating
     plan         → in_progress
@@ -9,14 +9,14 @@
 Each step is one document, and the first writer wins. So a late runner can't undo another runner's
 work.
 
-A segment has a line with the counts so far, followed by the answers and the errors. It is one
-object, so it is stored completely or not at all. Its counts include all earlier segments, so the
-last segment has the progress of the batch.
+A segment has a line with the counts so far, followed by the answers and the errors. A segment is
+one object, so it is stored completely or not at all. Its counts include all earlier segments, so
+the last segment has the batch's progress.
 
-Lines of several segments run at the same time, but segments are written in order. Until then their
-answers are in logs (api/batch_runner/answers.py), which the next runner reads. A runner of release
-0.1.0 stores the answers of a segment that it set aside as a half segment, and ignores logs: it
-computes those lines again.
+Lines of several segments run at the same time, but segments are written in order. Until then, their
+answers are in logs (api/batch_runner/answers.py), which the next runner reads. A release 0.1.0
+runner stores the answers of a segment that it set aside as a half segment. It ignores logs, so it
+runs those lines again.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_keep_s: int
     webhook: str = ""
     base_url: str = ""
-    """Base URL that the caller used to reach the API. File URLs start with it."""
+    """Base URL the caller used to reach the API. File URLs start with it."""
     key_id: str = ""
     price_share: float = 1.0
-    """Fraction of the list price that its lines cost, from the tenant's plan."""
+    """Fraction of the list price charged for its lines, from the tenant's plan."""
     weight: float = 1.0
     models: list[str] | None = None
     """Models that its key may use. None: all."""
@@ -86,7 +86,7 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
         Lines count toward the monthly budgets. Rate limits apply only to requests.
 
         Args:
-            plan_name: plan name. Empty: the tenant has no plan.
+            plan_name: plan name. Empty if the tenant has no plan.
             key_limits: limits of the key itself.
         """
         return Caller(
@@ -99,7 +99,7 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 
 class LineBlock(msgspec.Struct, array_like=True):
-    """A block of lines written together. Its boundaries never change."""
+    """A block of lines that are written together. Its boundaries never change."""
 
     offset: int
     """Offset of the first line in the file, in bytes."""
@@ -118,7 +118,7 @@ class BatchPlan(msgspec.Struct, kw_only=True):
 
 
 class LineUsage(NamedTuple):
-    """Usage reported in the answer to a line. Amounts that a model does not report are 0."""
+    """Usage reported in a line's answer. Amounts that a model does not report are 0."""
 
     input_tokens: int = 0
     """Tokens read, including cached tokens."""
@@ -129,7 +129,7 @@ class LineUsage(NamedTuple):
 
 
 class Counts(msgspec.Struct, omit_defaults=True):
-    """Counts of the finished lines and the resources they used."""
+    """Counts of finished lines and the resources they used."""
 
     completed: int = 0
     failed: int = 0
@@ -151,7 +151,7 @@ class Counts(msgspec.Struct, omit_defaults=True):
 
 
 class LineError(msgspec.Struct):
-    """Why a file was rejected, in the shape of OpenAI's API."""
+    """Why a file was rejected, in OpenAI's format."""
 
     code: str
     message: str
@@ -160,14 +160,14 @@ class LineError(msgspec.Struct):
 
 
 class Finalizing(msgspec.Struct):
-    """The end of a batch, decided once all lines are finished."""
+    """A batch's final status, decided once all lines are finished."""
 
     end: End
     at_s: float
 
 
 class BatchEnded(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """The complete state of a batch after its end, in one object."""
+    """A finished batch's complete state, in one object."""
 
     created: BatchCreated
     end: End
@@ -214,7 +214,7 @@ class BatchState:
 
 
 class LineAnswer(NamedTuple):
-    """The final result of a line: a line of the output file or the error file."""
+    """A line's final result: a line in the output file or the error file."""
 
     data: bytes
     end: Literal["completed", "failed", "not_run"]
@@ -234,7 +234,7 @@ class SegmentHeader(msgspec.Struct):
 class AnswersHeader(msgspec.Struct):
     """The first line of an answer log. `counts` covers all finished lines.
 
-    `segment` is set only in a half segment of release 0.1.0.
+    `segment` is set only in a release 0.1.0 half segment.
     """
 
     counts: Counts
@@ -262,7 +262,7 @@ def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
 
 
 def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
-    """Returns the bytes of a segment. `counts` covers all lines up to its end."""
+    """Returns a segment's bytes. `counts` covers all lines up to its end."""
     outputs = [answer.data for answer in answers if answer.end == "completed"]
     errors = [answer.data for answer in answers if answer.end != "completed"]
     output, error = (b"".join(line + b"\n" for line in lines) for lines in (outputs, errors))
@@ -270,7 +270,7 @@ def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
 
 
 def encode_answers(counts: Counts, answers: Mapping[int, LineAnswer]) -> bytes:
-    """Returns the bytes of an answer log, by line number."""
+    """Returns an answer log's bytes, by line number."""
     return _pad(AnswersHeader(counts)) + msgspec.msgpack.encode(answers)
 
 

@@ -1,4 +1,4 @@
-"""The part of an endpoint that batch lines share with its route, independent of HTTP."""
+"""The part of an endpoint that batch lines share with the route, independent of HTTP."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class LineRequest:
     inputs: Sequence[Input]
     is_repeatable: bool
     reply_bytes: int
-    """Estimated size of its answer in bytes."""
+    """Estimated size of its response in bytes."""
 
     @property
     def is_run(self) -> bool:
@@ -40,11 +40,11 @@ class LineRequest:
 
 @dataclass(frozen=True, slots=True)
 class LineCaller:
-    """The sender of a line, as needed for the files it names."""
+    """A line's sender, as needed for the files that the line references."""
 
     tenant: str
     storage_max_bytes: int
-    """Storage quota of the tenant."""
+    """The tenant's storage quota."""
     base_url: str
     """The API's URL as seen by the caller, without a trailing slash."""
     deadline_s: float
@@ -52,9 +52,9 @@ class LineCaller:
     source_images: SourceImages
 
     def file_owner(self, field: str) -> ImageCaller:
-        """Returns the owner of the files in field `field` of the line. They are not kept.
+        """Returns the owner of the files in the line's field `field`. The files are not kept.
 
-        Lines do not count toward per-minute limits, and neither does work on their files.
+        Neither lines nor work on their files count toward per-minute limits.
         """
         return ImageCaller(
             self.tenant,
@@ -72,12 +72,12 @@ async def _count_nothing() -> None:
 
 @dataclass(frozen=True, slots=True)
 class ReplyTools:
-    """Dependencies for encoding answers."""
+    """Dependencies for encoding responses."""
 
     objects: ObjectStore
     image_codec: ImageCodec
     deadline_s: float
-    """Unix time at which work on an answer is stopped."""
+    """Unix time at which work on a response is stopped."""
     price: ItemPrice
     """The terms for charging its items."""
     run_metrics: Mapping[str, Any] | None = None
@@ -89,11 +89,11 @@ class Endpoint(ABC):
 
     @abstractmethod
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Validates the body of a line like the route of this endpoint.
+        """Validates a line's body the way this endpoint's route does.
 
         Args:
             data: the body as JSON.
-            default_seed: the seed of images whose body does not set one.
+            default_seed: the seed for images whose body does not set one.
 
         Raises:
             pydantic.ValidationError: the body does not match its schema.
@@ -101,7 +101,7 @@ class Endpoint(ABC):
         """
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
-        """Returns the inputs of a line, including the files it names.
+        """Returns a line's inputs, including the files it references.
 
         Raises:
             BadInput: a file can't be loaded.
@@ -111,11 +111,11 @@ class Endpoint(ABC):
         return request.inputs
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
-        """Opens a context in which errors of an item are worded as by the route."""
+        """Opens a context in which an item's errors are worded as the route words them."""
         return nullcontext()
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
-        """Returns why the flow run for a line failed."""
+        """Returns why a line's flow run failed."""
         return snapshot.failure
 
     def usage(
@@ -124,10 +124,10 @@ class Endpoint(ABC):
         outcomes: Sequence[ItemOutcome],
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
-        """Returns the usage reported in the answer to a line.
+        """Returns the usage reported in a line's answer.
 
         Args:
-            outcomes: outcomes of its items. For a flow, of all steps.
+            outcomes: its items' outcomes. For a flow, the outcomes of all steps.
             answered: the outcomes passed to `reply`.
         """
         receipts = [outcome.receipt for outcome in outcomes]
@@ -140,7 +140,7 @@ class Endpoint(ABC):
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools
     ) -> bytes:
-        """Returns the response body as a single line of JSON.
+        """Returns the response body as a single JSON line.
 
         Raises:
             Unavailable: the object store is unreachable.

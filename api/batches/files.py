@@ -1,10 +1,10 @@
-"""Files in OpenAI's API: uploads, and the outputs and errors of batches.
+"""Files in OpenAI's API: uploads, and batch outputs and errors.
 
 An upload contains batch requests, or is an input of any kind (`user_data`, or `ocr` from Mistral
 clients) that other requests refer to.
 
 The object store has the data and one document per file. A file exists once its document does, so an
-interrupted upload does not leave a file.
+interrupted upload does not leave a file behind.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -33,7 +33,7 @@ MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100
 MAX_LEFT_OUT = 50_000
-"""Number of files to remember as left out of listings, to avoid rereading. They take 15 MB."""
+"""Number of files remembered as excluded from listings, to avoid rereading. They take 15 MB."""
 JSONL = "application/jsonl"
 _DOCUMENT_MAX_BYTES = 16 * 1024
 _HEAD_BYTES = 1024
@@ -44,7 +44,7 @@ FilePurpose = Literal["batch", "batch_output", "user_data", "ocr"]
 
 
 class BatchFile(msgspec.Struct, kw_only=True):
-    """The document of a file. Times are Unix seconds."""
+    """A file's document. Times are Unix seconds."""
 
     id: str
     tenant: str
@@ -71,7 +71,7 @@ def is_of(models: Collection[str] | None, model: str) -> bool:
 
 
 class _Facts(NamedTuple):
-    """The facts that decide whether a listing includes a file."""
+    """The facts that determine whether a listing includes a file."""
 
     purpose: FilePurpose
     model: str
@@ -86,10 +86,10 @@ class FilePage(msgspec.Struct):
 
 
 class BatchFiles:
-    """The files of all tenants.
+    """All tenants' files.
 
     Args:
-        storage: counts stored bytes per tenant. Outputs count, but are never rejected.
+        storage: counts stored bytes per tenant. Outputs count but are never rejected.
     """
 
     def __init__(self, objects: ObjectStore, storage: Storage) -> None:
@@ -100,12 +100,12 @@ class BatchFiles:
 
     @asynccontextmanager
     async def upload(self, quota: StorageQuota, body_bytes: int | None) -> AsyncIterator[Upload]:
-        """Receives the data of a file in pieces. The file exists once the block ends.
+        """Receives a file's data in pieces. The file exists once the block exits.
 
-        The block sets `purpose`, `filename` and `keep_s` of the upload.
+        The block sets the upload's `purpose`, `filename` and `keep_s`.
 
         Args:
-            body_bytes: size of the request body, including the file. None: not known.
+            body_bytes: size of the request body, including the file. None: unknown.
 
         Raises:
             BadInput: not a valid batch file.
@@ -121,7 +121,7 @@ class BatchFiles:
             await self.add(upload.to_file(quota.tenant))
 
     async def add(self, file: BatchFile) -> None:
-        """Adds the document of a file whose data is stored."""
+        """Adds the document for a file whose data is already stored."""
         data = msgspec.json.encode(file)
         await self._objects.put(_document_key(file.tenant, file.id), data, "application/json")
 
@@ -152,7 +152,7 @@ class BatchFiles:
             after: ID of the last file on the previous page. Empty: start at the beginning.
             limit: maximum number of files, up to PAGE.
             is_ascending: True to list the oldest files first.
-            purpose: only files of this purpose. Empty: all.
+            purpose: only files with this purpose. Empty: all.
             models: only uploads and files written by batches of these models. None: all.
         """
         now_s, stored = time.time(), _documents_of(await self._list_stored(tenant))
@@ -186,7 +186,7 @@ class BatchFiles:
     ) -> list[BatchFile]:
         """Returns the files among `documents` that belong in a listing.
 
-        Other files are read only once.
+        All other files are read only once.
         """
         known = {file_id: self._left_out.get(document) for file_id, document in documents.items()}
         ids = [file_id for file_id, facts in known.items() if facts is None or is_listed(facts)]
@@ -201,7 +201,7 @@ class BatchFiles:
         return [file for file in files if is_listed(file)]
 
     async def keep_until(self, file: BatchFile, until_s: float) -> None:
-        """Extends the lifetime of a file to at least `until_s` (Unix time)."""
+        """Extends a file's lifetime to at least `until_s` (Unix time)."""
         if file.expires_at_s < until_s:
             await self.add(msgspec.structs.replace(file, expires_at_s=until_s))
 
@@ -213,7 +213,7 @@ class BatchFiles:
     async def read(
         self, file: BatchFile, start: int = 0, end: int | None = None
     ) -> AsyncIterator[bytes]:
-        """Yields the data of a file from `start` up to `end`, or to the end of the file.
+        """Yields a file's data from `start` up to `end`, or to the end of the file.
 
         Raises:
             BadInput: the data no longer exists.
@@ -248,7 +248,7 @@ class BatchFiles:
         return await self._objects.get(file.data_key, max_bytes), file.filename
 
     async def _list_stored(self, tenant: str) -> list[StoredObject]:
-        # Two objects per file, with room for outputs, which are never rejected.
+        # Two objects per file, plus room for outputs, which are never rejected.
         return await self._objects.listing(f"{FILES}/{owner_of(tenant)}", 4 * MAX_FILES)
 
     async def _read_document(self, tenant: str, file_id: str) -> BatchFile | None:
@@ -313,7 +313,7 @@ class Upload:
         )
 
     def check_content(self) -> None:
-        """Checks the content after the whole file is written.
+        """Checks the content after the whole file has been written.
 
         Raises:
             BadInput: the file is empty, or is for a batch and does not start like JSONL.

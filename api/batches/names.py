@@ -1,4 +1,4 @@
-"""IDs of files and batches, and the keys of their objects in the object store.
+"""File and batch IDs, and their keys in the object store.
 
     batches/files/<owner>/<file>/data, file.json     an uploaded file, or the output of a batch
     batches/runs/<owner>/<batch>/…                   the documents and the segments of a batch
@@ -28,12 +28,12 @@ _BATCH = re.compile(r"batch_[0-9a-f]{32}")
 
 
 def new_file_id(at_s: float, seed: str = "") -> str:
-    """Returns the ID of a file created at `at_s` (Unix time). Equal seeds yield equal IDs."""
+    """Returns the ID for a file created at `at_s` (Unix time). The same seed yields the same ID."""
     return f"file-{_countdown(at_s)}{_tail(seed)}"
 
 
 def new_batch_id(at_s: float) -> str:
-    """Returns the ID of a batch created at `at_s` (Unix time)."""
+    """Returns the ID for a batch created at `at_s` (Unix time)."""
     return f"batch_{_countdown(at_s)}{_tail('')}"
 
 

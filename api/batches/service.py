@@ -22,11 +22,11 @@ FULL_RETRY_S = 60.0
 INPUT_KEEP_S = 3600
 """Minimum time to keep the input after the batch's completion window."""
 PAGE = 100
-"""Maximum number of batches per page, and number of batches to read at once for a match."""
+"""Maximum number of batches per page, and number of batches read at once to find a match."""
 MAX_CHECKED = 1000
 """Number of batches after which a page with a match ends."""
 MAX_CHECKED_WITHOUT_MATCH = 10_000
-"""Maximum number of batches that are checked for the first match of a page."""
+"""Maximum number of batches checked to find a page's first match."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +50,16 @@ class BatchFilter:
     status: Status | None = None
     """None: all statuses."""
     key_id: str = ""
-    """Public part of the API key that created them. Empty: all keys."""
+    """Public part of the API key that created the batches. Empty: all keys."""
     after_s: float = -math.inf
-    """Start of their creation times (inclusive), in Unix seconds."""
+    """Earliest creation time (inclusive), in Unix seconds."""
     before_s: float = math.inf
-    """End of their creation times (exclusive), in Unix seconds."""
+    """Latest creation time (exclusive), in Unix seconds."""
     models: Collection[str] | None = None
-    """Only batches of these models, and batches whose model is not known yet. None: all."""
+    """Only batches that use these models or whose model is not known yet. None: all."""
 
     def matches(self, state: BatchState) -> bool:
-        """Returns whether the list has this batch."""
+        """Returns whether the list includes this batch."""
         return (
             self.model in ("", state.model)
             and self.status in (None, state.status)
@@ -76,11 +76,11 @@ class BatchPage:
     batches: Sequence[BatchState]
     has_more: bool
     last_id: str | None
-    """The `after` of the next page: the last batch listed or checked. None: there was no batch."""
+    """`after` for the next page: the last batch listed or checked. None: there was no batch."""
 
 
 class Batches:
-    """The batches of all tenants.
+    """All tenants' batches.
 
     Args:
         endpoints: paths of the endpoints that lines may use.
@@ -96,7 +96,7 @@ class Batches:
 
         Raises:
             NotFound: the tenant does not have such a file.
-            BadInput: the file is not for a batch, or lines may not use the endpoint.
+            BadInput: the file is not for a batch, or batch lines may not use the endpoint.
             Overloaded: too many of the tenant's batches are open.
             Unavailable: the object store is unreachable.
         """
@@ -152,8 +152,9 @@ class Batches:
     async def page(self, tenant: str, *, after: str, limit: int, wanted: BatchFilter) -> BatchPage:
         """Returns a page of a tenant's batches, newest first.
 
-        If few batches match, the page ends after MAX_CHECKED batches: it may be short, and has a
-        next page. OpenAI's clients stop at an empty page, so it is empty only if it is the last.
+        If few batches match, the page ends after MAX_CHECKED batches, so it may be short and still
+        have a next page. OpenAI's clients stop at an empty page, so it is empty only if it is the
+        last.
 
         Args:
             after: `last_id` of the previous page, or a batch on it. Empty: start at the beginning.

@@ -39,7 +39,7 @@ MAX_SEGMENTS = 50_000
 _DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
 MAX_LOGS = 10**8 - 1
 _ANSWERS_MAX_BYTES = 256 * 1024 * 1024
-"""A larger log is not read; its lines are computed again."""
+"""A larger log is not read; its lines are run again."""
 _BEGUN, _ANSWERS = "begun", "answers"
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
@@ -61,21 +61,21 @@ class OpenBatch(NamedTuple):
 
 
 class BatchStore:
-    """The batches of all tenants in the object store."""
+    """All tenants' batches in the object store."""
 
     def __init__(self, objects: ObjectStore) -> None:
         self._objects = objects
         self._admissions = Admissions(objects, self._list_marked)
 
     async def create(self, created: BatchCreated, most_open: int) -> bool:
-        """Stores a new batch unless `most_open` batches of its tenant are open.
+        """Stores a new batch unless its tenant already has `most_open` open batches.
 
-        Returns whether it did.
+        Returns whether it was stored.
 
-        The marker is written first, because a batch that no runner finds would never end.
+        The marker is written first, because a batch that no runner finds would never finish.
 
         Raises:
-            Overloaded: too many are being created at once.
+            Overloaded: too many batches are being created at once.
         """
         owner = owner_of(created.tenant)
         marker = f"{OPEN}/{owner}/{created.id}/open"
@@ -90,7 +90,7 @@ class BatchStore:
         return True
 
     async def write(self, owner: str, batch_id: str, name: str, document: msgspec.Struct) -> bool:
-        """Writes a document unless it exists. Returns whether it did."""
+        """Writes a document unless it exists. Returns whether it was written."""
         key = _document_key(owner, batch_id, name)
         return await self._objects.create(key, msgspec.json.encode(document), _JSON)
 
@@ -116,7 +116,7 @@ class BatchStore:
         return state
 
     async def state(self, owner: str, batch_id: str) -> BatchState | None:
-        """Returns the state of a batch. None if it does not exist."""
+        """Returns a batch's state. None if the batch does not exist."""
         ended = await self.read(owner, batch_id, "ended", BatchEnded)
         if ended is not None:
             return BatchState(ended.created, counts=ended.counts, ended=ended)
@@ -149,7 +149,7 @@ class BatchStore:
         return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
 
     async def open(self, owner: str = "") -> list[OpenBatch]:
-        """Returns open batches of all owners, or of one, the newest of each owner first."""
+        """Returns open batches, for all owners or one, with each owner's newest first."""
         folder = f"{OPEN}/{owner}" if owner else OPEN
         marks: dict[tuple[str, str], set[str]] = {}
         for stored_object in await self._objects.listing(folder, MAX_OPEN_OF_ALL):
@@ -181,7 +181,7 @@ class BatchStore:
         return len(written), (await self.header(written[-1])).counts if written else Counts()
 
     async def add_segment(self, owner: str, batch_id: str, index: int, data: bytes) -> bool:
-        """Writes a segment unless it exists. Returns whether it did."""
+        """Writes a segment unless it exists. Returns whether it was written."""
         key = f"{RUNS}/{owner}/{batch_id}/segments/{index:05d}"
         return await self._objects.create(key, data, "application/octet-stream")
 
@@ -209,9 +209,9 @@ class BatchStore:
         Args:
             number: log number, from 0.
             holder: runner ID, because two runners may use the same number.
-            counts: counts over all finished lines.
+            counts: counts for all finished lines.
         """
-        # Newest first, because readers of the counts need only that log.
+        # Newest first, because readers of the counts need only the newest log.
         key = f"{RUNS}/{owner}/{batch_id}/{_ANSWERS}/{MAX_LOGS - number:08d}-{holder}"
         await self._objects.put(key, encode_answers(counts, answers), "application/octet-stream")
         return key
@@ -240,7 +240,7 @@ class BatchStore:
         await self._objects.delete(key)
 
     async def half_segment(self, owner: str, batch_id: str, segment: int) -> dict[int, LineAnswer]:
-        """Returns the answers of a segment that a runner of release 0.1.0 set aside."""
+        """Returns the answers in a segment that a release 0.1.0 runner set aside."""
         try:
             data = await self._objects.get(_half_segment_key(owner, batch_id), _ANSWERS_MAX_BYTES)
         except BadInput:
