@@ -1,6 +1,6 @@
 """A load generator's persistent HTTP/1.1 connection, with one request at a time.
 
-It uses asyncio protocols, because a client library would cost more than the answer to a cache hit.
+It uses asyncio protocols, because a client library would cost more than serving a cache hit.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Owner(Protocol):
     """Assigns requests to connections."""
 
     def answered(self, connection: Connection, exchange: Exchange) -> None:
-        """Called when a connection has received a complete answer."""
+        """Called when a connection has received a complete response."""
 
     def lost(self, connection: Connection, exchange: Exchange | None) -> None:
         """Called when the server closed a connection, with the exchange that was open on it."""
@@ -72,7 +72,7 @@ class Connection(asyncio.Protocol):
                 exchange.total_ms = float(value)
 
     def on_body(self, body: bytes) -> None:
-        """Stores a chunk of the answer."""
+        """Stores a chunk of the response."""
         self.body.append(body)
 
     def on_message_complete(self) -> None:

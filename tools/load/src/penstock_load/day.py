@@ -177,7 +177,7 @@ class _Groups:
         """Returns the next request's group, and the size and items of the group's first request."""
         known = self._known.setdefault(owner, [])
         # One-pass sampling (Knuth, volume 2, algorithm S). A request that has nothing to repeat yet
-        # leaves its turn to a later one.
+        # leaves its turn to a later request.
         is_repeat = self._random.random() * self._to_come < self._left
         self._to_come -= 1
         if is_repeat and known:

@@ -45,9 +45,9 @@ class RequestForm(NamedTuple):
     items: Mix
     """Default numbers of items per request."""
     counts_input_once: bool = False
-    """True if the answer counts the shared input of all items once."""
+    """True if the response counts all items' shared input once."""
     is_run: bool = False
-    """True if the answer is a prediction, which is polled until it ends."""
+    """True if the response is a prediction, which is polled until it ends."""
 
 
 def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
@@ -143,7 +143,7 @@ REQUEST_FORMS: Mapping[str, RequestForm] = {
 
 
 def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
-    """Returns the request form of a model.
+    """Returns a model's request form.
 
     Args:
         tasks: the task of each served model.

@@ -40,7 +40,7 @@ class LedgerHead(msgspec.Struct, frozen=True):
 
 
 class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A request, and the answer that its caller received."""
+    """A request, and the response that its caller received."""
 
     id: str
     tenant: str
@@ -51,20 +51,20 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     ended_at_s: float
     items: int
     ending: Ending = "answered"
-    """`foreign`: something in front of Penstock answered, such as a proxy.
+    """`foreign`: something in front of Penstock responded, such as a proxy.
 
     `unconnected`: the request was never sent. For all endings except `answered`, only the rows show
     the result.
     """
     status: int = 0
-    """HTTP status. 0: no answer."""
+    """HTTP status. 0: no response."""
     code: str = ""
-    """Error code in the answer."""
+    """Error code in the response."""
     cache: str = ""
     tokens: int | None = None
-    """Tokens reported in the answer. None if it has no tokens."""
+    """Tokens reported in the response. None if it has no tokens."""
     cost_usd: float | None = None
-    """Cost reported in the answer. None if it has no cost."""
+    """Cost reported in the response. None if it has no cost."""
     key_id: str = ""
     """The public part of the key."""
     steps: dict[str, tuple[int, int]] = {}

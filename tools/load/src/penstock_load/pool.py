@@ -68,7 +68,8 @@ class ConnectionPool:
             due_s: when it is due, by time.perf_counter(). Its latency counts from then.
         """
         if self._idle:
-            # The most recently used one, because the server is least likely to have closed it.
+            # The most recently used connection, because the server is least likely to have closed
+            # it.
             self._begin(self._idle.pop(), number, request, due_s)
             return
         self._waiting[number] = (request, due_s)
@@ -96,7 +97,7 @@ class ConnectionPool:
             connection.close()
 
     def answered(self, connection: Connection, exchange: Exchange) -> None:
-        """Handles an answer, and sends the next request on its connection."""
+        """Handles a response, and sends the next request on its connection."""
         del self._busy[exchange.number]
         body = connection.body
         if connection.is_open:
@@ -104,7 +105,7 @@ class ConnectionPool:
         self._on_end(exchange, body)
 
     def lost(self, connection: Connection, exchange: Exchange | None) -> None:
-        """Handles a lost connection, and opens another one if requests are waiting."""
+        """Handles a lost connection, and opens a new one if requests are waiting."""
         self._connections.discard(connection)
         if connection in self._idle:
             self._idle.remove(connection)

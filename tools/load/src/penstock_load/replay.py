@@ -1,4 +1,4 @@
-"""Sends arrivals when they are due, whether or not earlier ones have been answered.
+"""Sends arrivals when they are due, whether or not earlier requests have gotten a response.
 
 The ledger records each outcome.
 """
@@ -33,7 +33,7 @@ SERVER_ERROR = 500
 FAILED_RUN = 500
 """Status in the ledger for a prediction that was created but did not succeed."""
 YIELD_EVERY = 32
-"""If a replay is late, it handles answers after this many requests."""
+"""If a replay is late, it handles responses after this many requests."""
 
 
 class Show(Protocol):
@@ -295,9 +295,9 @@ class Replay:
             self._drained.set()
 
     def _read_run(self, exchange: Exchange, body: bytes) -> _Run | None:
-        """Returns the prediction in an answer.
+        """Returns the prediction in a response.
 
-        None: it was refused, or the answer is not Penstock's.
+        None: it was rejected, or the response is not Penstock's.
         """
         if not 200 <= exchange.status < 300 or exchange.request_id != self._id_of(exchange.number):
             return None
@@ -368,7 +368,7 @@ class Replay:
 
 
 def _line_of_run(line: LedgerLine, run: _Run) -> LedgerLine:
-    """Completes a line when its prediction ends. One that a stop left open has no answer."""
+    """Completes a line when its prediction ends. One left open by a stop has no response."""
     if not run.is_over:
         return msgspec.structs.replace(line, ending="unanswered", status=0)
     steps = {step.id: (step.items, step.failed) for step in run.metrics.steps}

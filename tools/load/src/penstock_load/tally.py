@@ -1,4 +1,4 @@
-"""The results of a replay so far: counts, rates and percentiles."""
+"""A replay's results so far: counts, rates and percentiles."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class ReplayProgress(NamedTuple):
     rate: float
     """Completed requests per second."""
     p50_ms: float
-    """Latency of requests answered with 200, from their due times. 0 if there are none."""
+    """Latency of requests with a 200 response, from their due times. 0 if there are none."""
     p99_ms: float
 
 
@@ -38,7 +38,7 @@ class Tally:
         self.not_sent = 0
         """Requests not sent because too many were in flight."""
         self.by_outcome: Counter[str] = Counter()
-        """200, or the status with the error code, or the ending without an answer."""
+        """200, the status with the error code, or the outcome without a response."""
         self.tokens = 0
         self.cost_usd = 0.0
         self._waits_ms = array("d")
@@ -80,7 +80,7 @@ class Tally:
         """Returns all results, for people and programs.
 
         Args:
-            took_s: time from the first request to the last answer.
+            took_s: time from the first request to the last response.
         """
         p50_ms, p95_ms, p99_ms = (
             np.percentile(self._waits_ms, (50, 95, 99)) if self._waits_ms else (0.0, 0.0, 0.0)

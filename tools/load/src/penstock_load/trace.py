@@ -35,7 +35,7 @@ class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
     input: str = ""
     """A text or a prompt. Empty: generated from `group` and `size`."""
     size: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)] = 0
-    """Words in a text, or steps of an image. 0: a typical number."""
+    """Number of words in a text, or of steps in an image. 0: a typical number."""
     group: str = ""
     """Requests in one group have the same input, and images the same seed.
 

@@ -189,7 +189,7 @@ _CLUSTER = (
         "Workers: pods wait for a place",
         "WARNING",
         'sum by (location) (kube_pod_status_phase{phase="Pending",pod=~"worker-.+"}) > 0',
-        # A node takes several minutes, and longer if another type is used instead.
+        # A node takes several minutes, and longer if a different type is used instead.
         for_s=1200,
     ),
     Alert(
@@ -201,14 +201,14 @@ _CLUSTER = (
         for_s=900,
     ),
 )
-"""Alerts on GPUs, pods and autoscalers, wherever the cluster is."""
+"""Alerts on GPUs, pods and autoscalers, regardless of where the cluster is."""
 
 
 ON_GOOGLE = (
     Alert(
         *_OUTSIDE,
         "CRITICAL",
-        # From at least two locations, because one of them may be cut off itself.
+        # From at least two locations, because a location may itself be cut off.
         "count by (check_id) (monitoring_googleapis_com:uptime_check_check_passed"
         '{monitored_resource="uptime_url"} == 0) > 1',
         for_s=120,
@@ -244,7 +244,7 @@ OFF_GOOGLE = (
     Alert(
         *_SHORT_OF_MEMORY,
         "WARNING",
-        # Exported by oliver006's redis_exporter: writes refused because nothing could be evicted.
+        # Exported by oliver006's redis_exporter: writes rejected because nothing could be evicted.
         'sum by (instance) (increase(redis_errors_total{err="OOM"}[15m])) > 0',
     ),
     Alert(

@@ -128,7 +128,7 @@ def budget_left(objective: Objective, bounds: Bounds, scope: Scope) -> str:
 
 
 def burns(objective: Objective, rates: tuple[BurnRate, ...], bounds: Bounds) -> str:
-    """Returns PromQL for models whose budget burns at one of the rates; all together has no label.
+    """Returns PromQL for models whose budget burns at one of the rates. The total has no label.
 
     Few events prove little: one bad event among 20 would be a burn rate of 50. So a minimum number
     of bad events is also required. A minimum number of all events would silence a small service

@@ -1,8 +1,9 @@
 """How many workers the autoscaler requests under a load: the same rule for plans and simulations.
 
-Quotas and limits sized for the average number would cut off the autoscaler: it counts arrivals over
-a short period, in which their number varies, and requests even more while it catches up after a
-step. tools/planning/tests/simulation/test_bounds.py compares the rule with simulations.
+Quotas and limits sized for the average number would cut off the autoscaler, because it counts
+arrivals over a short period, in which their number varies, and requests even more workers while it
+catches up after a step. tools/planning/tests/simulation/test_bounds.py compares the rule with
+simulations.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ ARRIVED_S = float(ARRIVED.removesuffix("s"))
 CHANCE = 4.0
 """Standard deviations of the arrivals within ARRIVED_S to allow for.
 
-One in 30,000 intervals exceeds this: one in 31 days.
+One in 30,000 intervals exceeds this, which is one in 31 days.
 """
 
 
@@ -44,7 +45,7 @@ def most_workers(load: float, requests_per_s: float) -> int:
 
 
 def gpu_nodes(workers: Iterable[int], buffer: int, share: int) -> int:
-    """Returns the nodes for the workers of a class, including warm places.
+    """Returns the nodes for a class's workers, including warm places.
 
     `share` workers use a GPU.
     """

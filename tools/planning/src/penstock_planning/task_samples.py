@@ -1,4 +1,4 @@
-"""A typical item of each task: its work, plus an input and a result as sent in messages."""
+"""Each task's typical item: its work, plus an input and a result as sent in messages."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class TaskSamples(NamedTuple):
     """One task's samples, for one of its models."""
 
     work: Callable[[Model, float | None], float | None]
-    """Returns the work of a typical item, in the task's unit. None: unknown. It takes the units
+    """Returns a typical item's work, in the task's unit. None: unknown. It takes the units
     that the operator expects, or None.
     """
     input: Callable[[Model, int], Input]

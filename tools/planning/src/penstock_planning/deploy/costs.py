@@ -36,7 +36,7 @@ objects are billed (infra/terraform/platform/row_archive.tf).
 """
 PASS_WRITES, PASS_READS = 3, 2
 """Operations in a pass that has rows, apart from listing and reading its objects: two writes of its
-list, and one of a file. Its list is read once, and so is the file when its day is merged
+list, and one write of a file. The list is read once, as is the file when its day is merged
 (infra/row_archive/archive.py).
 """
 ARMOR_RULES = 4
@@ -52,7 +52,7 @@ Messages dropped by a filter are billed too
 
 @dataclass(frozen=True)
 class Cost:
-    """A row: the cost at the mean rate, and the cost if the peak lasted all month.
+    """A table row: the cost at the mean rate, and the cost if the peak lasted all month.
 
     Without an amount, `lacks` names the missing input.
     """
@@ -185,7 +185,7 @@ def _runners(bill: _Bill, platform: Platform) -> None:
 
 
 def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
-    """Adds the costs of a domain, apart from data."""
+    """Adds a domain's costs, apart from data."""
     requests = sum(volume.requests for volume in volumes) / 1e6
     bill.add("load balancer, forwarding rule", "", "hour", "balancer/rule", HOURS)
     bill.add("Cloud Armor, policy", "", "month", "armor/policy", 1)
@@ -194,7 +194,7 @@ def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
 
 
 def disks_gib(site: Site) -> dict[str, tuple[float, float, float]]:
-    """Returns the boot disks of a region's nodes at mean, peak and maximum, by disk type."""
+    """Returns a region's node boot disks at mean, peak and maximum, by disk type."""
     general = (site.general_mean, site.general_peak, site.general_most)
     disks = [("pd-balanced", GENERAL_DISK_GIB, general)]
     for pool in site.pools:
@@ -305,7 +305,7 @@ def _archive(
         ),
     )
     passes = ARCHIVE_TABLES * SECONDS / platform.rows.every_s
-    # An object has the rows from the linger time, at most one batch. No object is empty.
+    # An object contains the rows from one linger period, at most one batch. No object is empty.
     mean, peak = (
         min(rows, count * SECONDS / ObjectSender.linger_s + rows / BATCH_ROWS) for count in writers
     )
@@ -386,7 +386,7 @@ def _give(field: str, models: Sequence[str]) -> str:
 
 
 def totals(rows: Sequence[Cost]) -> tuple[float, float]:
-    """Returns the totals of rows with a price, at mean and peak."""
+    """Returns the total for rows with a price, at mean and peak."""
     return sum(row.mean_usd or 0.0 for row in rows), sum(row.peak_usd or 0.0 for row in rows)
 
 

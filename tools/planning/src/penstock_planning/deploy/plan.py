@@ -51,7 +51,7 @@ INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
 """Otherwise 300 (docs.cloud.google.com/bigquery/quotas)."""
 
 AUTO_PROVISIONED_GPUS = 64
-"""GPUs of each type if ComputeClasses make the nodes
+"""Number of GPUs per type if ComputeClasses create the nodes
 (infra/terraform/modules/cluster/nodes.tf).
 """
 
@@ -219,7 +219,7 @@ def make_plan(
     gpus: dict[str, GpuType],
     buffer: int = 1,
 ) -> DeployPlan:
-    """Makes the plan.
+    """Creates the plan.
 
     Args:
         catalog: models and workers. Models without a rate have replicas.min workers.
@@ -305,7 +305,7 @@ def _site(
 
 
 def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
-    """Returns the load of its workers.
+    """Returns its workers' load.
 
     If its canary is withdrawn, its stable workers get all of it.
     """

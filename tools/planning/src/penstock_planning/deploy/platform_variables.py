@@ -121,7 +121,7 @@ class Inboxes(_Variable):
 
     @property
     def made_slots(self) -> int:
-        """Existing slots of each inbox. Slots above `slots` are used by revisions that end soon."""
+        """Existing slots of each inbox. Slots above `slots` belong to outgoing revisions."""
         return self.slots if self.kept_slots is None else self.kept_slots
 
     @property

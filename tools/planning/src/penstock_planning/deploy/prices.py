@@ -40,14 +40,14 @@ Usd = dict[str, float | tuple[Step, ...]]
 
 
 class EarlierPrice(Entry):
-    """The price of a unit from a day on (UTC), until the next price."""
+    """A unit's price from a given day (UTC) until the next price."""
 
     since: datetime.date
     usd: Usd = Field(min_length=1)
 
 
 class ListPrice(Entry):
-    """The price of a unit."""
+    """A unit's price."""
 
     unit: str
     source: str
@@ -133,7 +133,7 @@ def read_prices(over: Path | None = None) -> Prices:
     if over is None:
         return prices
     own = _read(over)
-    # A price is replaced as a whole, because a mix of old and new steps would have no date.
+    # A price is replaced as a whole, because a mix of old and new steps would have no single date.
     renamed = {
         name: price.model_copy(update={"source": f"{over}: {price.source}"})
         for name, price in own.prices.items()

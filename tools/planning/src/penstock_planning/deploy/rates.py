@@ -39,7 +39,7 @@ HOW_TO_MEASURE = (
 def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
     """Adds measured seconds of custom models to rates that do not specify them.
 
-    For a class with `work`, the seconds are per unit of work, so the rates may specify another
+    For a class with `work`, the seconds are per unit of work, so the rates may specify a different
     amount of work per item than the measured inputs had.
 
     Args:
@@ -47,8 +47,8 @@ def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
         folder: folder of the rates file.
 
     Raises:
-        ConfigurationError: a penstock.measured.json is invalid, or was measured with other sources
-        or on another GPU.
+        ConfigurationError: a penstock.measured.json is invalid, or was measured with different
+            sources or on a different GPU.
     """
     models = document.get("models") if isinstance(document, dict) else None
     if not isinstance(models, dict):
@@ -222,7 +222,7 @@ def read_rates(path: Path, catalog: Catalog) -> DemandRates:
 
 
 def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
-    """Returns the same rates with another round trip to the broker.
+    """Returns the same rates with a different round trip to the broker.
 
     Raises:
         ConfigurationError: the value is out of range.
@@ -285,7 +285,7 @@ def _checked(document: object, catalog: Catalog, where: str, folder: Path = Path
 
 
 def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates:
-    """Adds the requests of flow steps to the rates of their models.
+    """Adds flow steps' requests to their models' rates.
 
     Raises:
         ConfigurationError: a flow or step is not in the catalog, or its rates are incomplete.
@@ -317,7 +317,7 @@ def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates
 
 
 def _more(model: ModelRate, flow: FlowRate, items: float, where: str) -> ModelRate:
-    """Returns a model's rate plus this many items per run of a flow, each of them a request."""
+    """Returns a model's rate plus this many items per flow run, each of them a request."""
     mean, peak = (model.mean_per_s + flow.mean_per_s * items, model.peak + flow.peak * items)
     own = model.peak * model.items_per_request
     fields = model.model_dump(exclude_unset=True) | {

@@ -1,4 +1,4 @@
-"""Costs of replies on either topic of an inbox."""
+"""Reply costs on either of an inbox's topics."""
 
 from __future__ import annotations
 

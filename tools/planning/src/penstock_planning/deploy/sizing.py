@@ -6,7 +6,7 @@ when arrivals vary. A model's workers are the servers of one queue, because all 
 one subscription. Arrivals are assumed to be Poisson and service times exponential (M/M/c). One
 model's batches vary less than that, and M/D/c waits less than M/M/c at the same load, so the result
 is conservative. With continuous batching, the servers are the slots of all workers, each as slow as
-in a full worker. Workers that serve several models are also the servers of one queue: the models'
+in a full worker. Workers that serve several models are also the servers of one queue. The models'
 loads add up, each wait is as long as the longest full batch among them, and the shortest slack
 counts. Not modeled: a request with more items than fit in a batch, all of which arrive at once.
 """
@@ -101,9 +101,9 @@ class Workers:
     requests_mean_per_s: float
     requests_peak_per_s: float
     computed_peak_per_s: float
-    """Items per second at the peak that the cache does not answer."""
+    """Items per second at the peak that are not served from the cache."""
     service_s: float
-    """Seconds per item of a full worker whose GPU has no free share."""
+    """Seconds per item for a full worker whose GPU has no free share."""
     batch: int
     processes_mean: int
     processes_peak: int
@@ -112,16 +112,18 @@ class Workers:
     pods_most: int
     """Workers that the autoscaler requests at the peak, with varying load or while catching up."""
     answer_s: float
-    """Seconds from request to answer at the peak, without hits: network, mean wait, one batch."""
+    """Seconds from request to response at the peak, without hits: network, mean wait, one batch."""
     held_jobs: int
-    """Maximum jobs of a priority that one process holds (shared/models/service_rate.py)."""
+    """Maximum number of jobs per priority that one process holds
+    (shared/models/service_rate.py).
+    """
     most_busy: float
-    """Share of its time in which it can compute, no matter how much work there is.
+    """Share of its time in which it can run, no matter how much work there is.
 
     Below 1 if it would have to hold more jobs than allowed because the broker is too far away.
     """
     repeated_s: float
-    """Process seconds for the jobs that it holds. They are lost if it dies."""
+    """Process seconds for the jobs that it holds. This work is lost if it dies."""
 
     @property
     def batch_s(self) -> float:
@@ -130,7 +132,7 @@ class Workers:
 
 
 def once(workers: Iterable[Workers]) -> list[Workers]:
-    """Returns one member from each group of workers, to count its pods once."""
+    """Returns one member from each group of workers, so that its pods are counted once."""
     return list({(members.region, members.group.name): members for members in workers}.values())
 
 
@@ -160,7 +162,7 @@ class Pool:
 
 @dataclass(frozen=True)
 class Site:
-    """The size of a region."""
+    """A region's size."""
 
     region: str
     share: float
@@ -227,11 +229,11 @@ def size_workers(
     """Returns the workers for the fraction `share` of their models' rates, by model.
 
     Offered load = items per second x (1 - hit share) x seconds per item. There are enough workers
-    to keep utilization at the target, and so that no more than `late_share` wait past the deadline
-    (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU: with n busy places an
-    item takes n times as long as with one, plus the overhead of sharing. Texts join and leave
-    between steps, so they wait for a place on a worker instead of a batch. If their worker has
-    other models, they wait for the worker.
+    to keep utilization at the target, and to keep the share that waits past the deadline at
+    `late_share` or less (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU:
+    with n busy places an item takes n times as long as with one, plus the overhead of sharing.
+    Texts join and leave between steps, so they wait for a place on a worker instead of a batch. If
+    their worker has other models, they wait for the worker itself.
 
     Raises:
         ConfigurationError: a full batch takes longer than the deadline.
@@ -285,7 +287,7 @@ def size_workers(
 def _hand(
     model: Model, rate: ModelRate, service_s: float, batch: int, round_trip_s: float
 ) -> _Hand:
-    """Follows the workers' rule: two batches, plus the work until a permit is used again.
+    """Follows the workers' rule: two batches, plus the work done until a permit is reused.
 
     By Little's law, a process that is always busy holds its rate times (batch time + that time). A
     model that computes in steps holds a fixed number.
@@ -304,7 +306,7 @@ def _hand(
 
 
 def _service_s(model: Model, rate: ModelRate) -> float:
-    """Returns the seconds per item on the model's share of a GPU, maybe not the measured one."""
+    """Returns the seconds per item on the model's GPU share, which may not be the measured one."""
     share = model.gpu.share if model.gpu.type != "none" else 1
     service_s = rate.item_s or 0.0
     if share == rate.measured_share:
@@ -335,7 +337,7 @@ def size_site(
     gpus: dict[str, GpuType],
     buffer: int,
 ) -> Site:
-    """Returns nodes and API instances of a region that gets the fraction `share` of all requests.
+    """Returns nodes and API instances for a region that gets the fraction `share` of all requests.
 
     Models are assumed to peak at the same time. `buffer` places per class are kept warm in
     addition.
@@ -428,7 +430,7 @@ def _cpu_workers_per_node(machine_type: str) -> int:
 def _api_instances(
     workers: Sequence[Workers], rates: DemandRates, platform: Platform, *, at_peak: bool
 ) -> int:
-    """Applies Little's law: requests in flight = rate x seconds until the answer.
+    """Applies Little's law: requests in flight = rate x seconds until the response.
 
     Hits take almost no time.
     """
@@ -436,7 +438,7 @@ def _api_instances(
     for group in workers:
         per_s = group.requests_peak_per_s if at_peak else group.requests_mean_per_s
         asked_per_s += per_s
-        # A request waits if even one of its items is computed.
+        # A request waits if even one of its items has to be computed.
         in_flight += (
             per_s
             * min(1.0, group.rate.items_per_request * (1 - group.rate.hit_share))
@@ -448,5 +450,5 @@ def _api_instances(
 
 
 def inboxes_for(instances: int, runners: int) -> int:
-    """Returns the inboxes of a region with this maximum of API instances and batch runners."""
+    """Returns the inboxes for a region with at most this many API instances and batch runners."""
     return (instances + runners) * INSTANCES_TO_INBOXES

@@ -1,4 +1,4 @@
-"""Monthly volumes: messages, rows, objects, answers. Sizes are of encoded messages."""
+"""Monthly volumes: messages, rows, objects, responses. Sizes are of encoded messages."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ KINDS: tuple[Replies, ...] = get_args(Replies)
 SLOT: Mapping[Replies, str] = {"direct": "", "slots": "7"}
 REQUEST_ID = "req_" + "0" * 32
 NOW_S = 1_790_000_000.25
-"""Any fixed time, because only the length of its text matters."""
+"""Any fixed time, because only the length of the text matters."""
 
 SAMPLE_ROWS = 50
 """Rows per object, to calculate their compressed size.
@@ -58,9 +58,9 @@ Busy writers put more rows into an object.
 
 @dataclass(frozen=True)
 class Volume:
-    """A month of one model, in all regions together.
+    """One model's month, in all regions together.
 
-    None: unknown, because the rates do not specify the size of an item.
+    None: unknown, because the rates don't specify an item's size.
     """
 
     model: str
@@ -122,7 +122,7 @@ def volume(model: Model, rate: ModelRate) -> Volume:
 
 
 def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
-    """Returns bytes in the object store instead of a message. Texts and vectors are never there."""
+    """Returns bytes in the object store instead of a message. Texts and vectors never go there."""
     is_apart = size_bytes is not None and size_bytes > limit_bytes and model.definition.stores_blobs
     return size_bytes or 0 if is_apart else 0
 

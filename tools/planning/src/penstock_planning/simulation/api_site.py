@@ -19,7 +19,7 @@ BATCH_SHARE = 0.5
 
 
 class SimulatedJob:
-    """A request, which is one message. It ends once, even if it is answered again later."""
+    """A request, which is one message. It ends once, even if it gets another reply later."""
 
     __slots__ = (
         "arrived_s",
@@ -76,7 +76,7 @@ class ApiSite:
         self.admitted = [0, 0]
         """Admitted items, by priority."""
         self.shed = [0, 0]
-        """Refused items, by priority."""
+        """Rejected items, by priority."""
         self.requests = 0
         self.is_lost = False
 
@@ -86,7 +86,7 @@ class ApiSite:
         return self.interactive + self.batch
 
     def admits(self, job: SimulatedJob, now_s: float) -> bool:
-        """Admits or refuses a job."""
+        """Admits or rejects a job."""
         if not self._has_room(job) or (self.in_flight and not self._is_in_time(job, now_s)):
             self.shed[job.is_batch_priority] += job.items
             return False
@@ -95,7 +95,7 @@ class ApiSite:
         return True
 
     def take(self, job: SimulatedJob, now_s: float) -> None:
-        """Admits a job that must not be refused: a step of a flow other than the first."""
+        """Admits a job that must not be rejected: any flow step other than the first."""
         if self.in_flight == 0:
             self.rate.start_busy_period(now_s)
         self._count(job, 1)
@@ -119,7 +119,7 @@ class ApiSite:
         return wait_s <= left_s
 
     def answered(self, job: SimulatedJob, now_s: float, took_s: float) -> None:
-        """Records an answer in time. `took_s` seconds of it were spent in the model."""
+        """Records a response in time, of which `took_s` seconds were spent in the model."""
         self.rate.record_completed(now_s, job.items, self.in_flight, took_s)
         self._count(job, -1)
 

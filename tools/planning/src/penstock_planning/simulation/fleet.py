@@ -40,7 +40,9 @@ class Fleet:
         self._chance = chance
         self._made = 0
         self.nodes: list[Node] = []
-        """Ordered, running, or on notice. All are paid for from the order on."""
+        """Ordered, running, or on notice. All of them are paid for from the time they are
+        ordered.
+        """
         self._pending: deque[SimulatedWorker] = deque()
         self.is_out_of_stock = False
         self.is_lost = False
@@ -150,7 +152,7 @@ class Fleet:
             self._env.process(self._lose(node))
 
     def fail_gpus(self, failure: GpuFailure) -> None:
-        """Lets the GPUs of some nodes fail."""
+        """Handles the failure of some nodes' GPUs."""
         nodes = [node for node in self.nodes if node.is_ready and not node.has_failed]
         for node in self._chance.sample(nodes, min(len(nodes), failure.count)):
             node.has_failed = True
@@ -205,7 +207,7 @@ class Fleet:
 
     @property
     def gpu_busy_s(self) -> float:
-        """Total seconds in which a node's GPU was computing, over all nodes so far."""
+        """Total seconds in which a node's GPU was busy, over all nodes so far."""
         now_s = self._env.now
         return self._retired_busy_s + sum(
             node.busy_s + (now_s - node.since_s if node.busy else 0.0) for node in self.nodes
@@ -213,7 +215,7 @@ class Fleet:
 
     @property
     def node_s(self) -> float:
-        """Paid seconds of all nodes so far, from order to end."""
+        """Paid seconds for all nodes so far, from order to deletion."""
         now_s = self._env.now
         return self._retired_s + sum(now_s - node.ordered_s for node in self.nodes)
 

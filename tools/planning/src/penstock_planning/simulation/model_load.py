@@ -1,4 +1,4 @@
-"""The requests for a model in a scenario, and the worker time that they need."""
+"""A scenario's requests for one model, and the worker time that they need."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from penstock_planning.simulation.streams import Arrivals, Seconds
 
 
 class StepsLoad(Entry):
-    """Step times of a worker with continuous batching."""
+    """A worker's step times with continuous batching."""
 
     count: float = Field(gt=0)
     """Average steps per item."""

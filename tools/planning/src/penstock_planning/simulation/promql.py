@@ -82,7 +82,7 @@ def _divide_by_zero(left: float) -> float:
 
 
 def increase(series: Series, first: int, last: int, from_s: float, to_s: float) -> float | None:
-    """Returns the growth of a counter, extrapolated to the range. None for less than two samples.
+    """Returns a counter's growth, extrapolated to the range. None for fewer than two samples.
 
     Args:
         first: index of its first sample in the range.
@@ -104,7 +104,7 @@ def increase(series: Series, first: int, last: int, from_s: float, to_s: float) 
     if to_start_s >= 1.1 * mean_s:
         to_start_s = mean_s / 2
     if grown > 0 and values[first] >= 0:
-        # A counter starts at zero, not below.
+        # A counter starts at zero and is never below it.
         to_start_s = min(to_start_s, sampled_s * values[first] / grown)
     if to_end_s >= 1.1 * mean_s:
         to_end_s = mean_s / 2
@@ -348,7 +348,7 @@ class _Compiler:
 
         def step(at: _Moment) -> Value:
             groups: dict[Labels, list[float]] = {}
-            # Times of a subquery are multiples of its step, whatever the query's time.
+            # A subquery's times are multiples of its step, regardless of the query's time.
             first = math.floor((at.at_s - range_s) / step_s) + 1
             for turn in range(first, math.floor(at.at_s / step_s) + 1):
                 moment = _Moment(at.series, turn * step_s, at.now_s)

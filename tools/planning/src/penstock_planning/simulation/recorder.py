@@ -9,11 +9,11 @@ from enum import Enum
 
 
 class RequestEnd(Enum):
-    """The ending of a request. Every request ends once."""
+    """A request's outcome. Every request ends once."""
 
     SERVED = "served"
     REFUSED = "refused"
-    """429: no capacity, or the answer would be late."""
+    """429: no capacity, or the response would be late."""
     EXPIRED = "expired"
     """504: its deadline passed."""
     LOST = "lost"
@@ -31,16 +31,16 @@ class ModelRecord:
     arrived_s: array[float] = field(default_factory=lambda: array("d"))
     """Arrival times of served requests."""
     answer_s: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds until the answer."""
+    """Seconds until the response."""
     queue_s: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds until the batch began."""
+    """Seconds until the batch started."""
     ended_s: array[float] = field(default_factory=lambda: array("d"))
     """End times of requests that were not served."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The state of a model in a region at a time."""
+    """A model's state in one region at one time."""
 
     at_s: float
     model: str
@@ -50,12 +50,12 @@ class Sample:
     ready: int
     busy: int
     in_flight: int
-    """Items that wait for an answer in this region's API."""
+    """Items waiting for a response in this region's API."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuSample:
-    """The nodes of a class in a region at a time."""
+    """A class's nodes in one region at one time."""
 
     at_s: float
     gpu_class: str
@@ -77,6 +77,6 @@ class Recorder:
         self.worker_work_s = 0.0
         self.worker_ready_s = 0.0
         self.alerted_s: list[float] = []
-        """Times when the alert on failed GPUs began to fire."""
+        """Times when the alert on failed GPUs started firing."""
         self.lost_workers: Counter[str] = Counter()
         """Workers that ended, by reason."""

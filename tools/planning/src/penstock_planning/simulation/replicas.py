@@ -35,7 +35,7 @@ class SimulatedDeployment:
         service: service of the workers' models.
         fleet: nodes that they run on.
         rules: rules for rollouts and drains.
-        recorder: records the work of ended workers.
+        recorder: records the work of terminated workers.
     """
 
     def __init__(
@@ -97,15 +97,15 @@ class SimulatedDeployment:
             self._create()
         surplus = len(self.workers) - self.wanted
         if surplus > 0:
-            # First pods that are not ready, then the youngest, as a ReplicaSet ranks them.
+            # First pods that are not ready, then the newest ones, as a ReplicaSet ranks them.
             ranked = sorted(self.workers, key=lambda one: (one.is_ready, -one.ready_s))
             for worker in ranked[:surplus]:
                 self._delete(worker, "scaled down")
 
     def _roll(self) -> None:
-        """Makes one step of a rolling update.
+        """Takes one step in a rolling update.
 
-        Each pod that becomes ready or ends allows the next step.
+        Each pod that becomes ready or terminates allows the next step.
         """
         surge = math.ceil(_share(self.rules.max_surge, self.wanted))
         unavailable = math.floor(_share(self.rules.max_unavailable, self.wanted))
@@ -149,7 +149,7 @@ class SimulatedDeployment:
         self.fleet.request(worker)
         yield worker.placed
         yield self._env.timeout(self._cluster.pod_start_s)
-        # On a failed GPU it never becomes ready.
+        # On a failed GPU, it never becomes ready.
         if not worker.is_gone and not worker.is_draining and worker.has_gpu:
             self.service.add_worker(worker)
             self._reconcile()
@@ -181,7 +181,7 @@ class SimulatedDeployment:
             self._recorder.worker_work_s += worker.work_s
 
     def count_workers(self) -> None:
-        """Counts the work of remaining workers at the end of a run."""
+        """Counts the remaining workers' work at the end of a run."""
         for worker in (*self.workers, *self.leaving):
             worker.settle(self._env.now)
             self._count(worker)
@@ -272,7 +272,7 @@ class Autoscaler:
         self._hpa = HorizontalPodAutoscaler(least, rules.maxReplicaCount, rules.behavior)
         self._active_s = -math.inf
         self.is_endpoint_up = True
-        """True if queries are answered at all."""
+        """True if queries return anything at all."""
 
     @property
     def looks_back_s(self) -> float:

@@ -1,4 +1,4 @@
-"""Results of a run, and the figures that summarize it."""
+"""A run's results, and the figures that summarize them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ HOUR_S, DAY_S = 3600.0, 86400.0
 
 @dataclass(frozen=True)
 class FleetCost:
-    """The nodes of a GPU class in a region."""
+    """A GPU class's nodes in one region."""
 
     gpu_class: str
     region: str
@@ -40,7 +40,7 @@ class ReplicaRange:
 
 @dataclass(frozen=True)
 class ModelSummary:
-    """The figures of one model."""
+    """One model's figures."""
 
     model: str
     arrived: int
@@ -51,7 +51,7 @@ class ModelSummary:
     open: int
     deadline_s: float
     p50_s: float | None
-    """Seconds until the answer, over served requests. None if none was served."""
+    """Seconds until the response, over served requests. None if none were served."""
     p95_s: float | None
     p99_s: float | None
     queue_p95_s: float | None
@@ -59,22 +59,22 @@ class ModelSummary:
 
     @property
     def within_deadline(self) -> float:
-        """Share of all requests answered in time."""
+        """Share of all requests that got a response in time."""
         return self.served / max(1, self.arrived - self.open)
 
 
 @dataclass(frozen=True)
 class FlowSummary:
-    """The figures of a flow's runs."""
+    """Figures for a flow's runs."""
 
     flow: str
     arrived: int
     served: int
     p50_s: float | None
-    """Seconds until the answer, over served runs. None if there were none."""
+    """Seconds until the response, over served runs. None if there were none."""
     p95_s: float | None
     gpu_idle_s_per_run: float | None
-    """Seconds of all paid GPUs in which they did not compute, per served run."""
+    """Idle seconds of all paid GPUs, per served run."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ class GpuFailureSummary:
 
     at_s: float
     alert_s: float | None
-    """When the alert on failed GPUs began to fire. Also None if it was already firing."""
+    """When the alert on failed GPUs started firing. Also None if it was already firing."""
     emptied_s: float | None
     """When the last of its nodes had been cordoned and drained."""
     replaced_s: float | None
@@ -102,9 +102,9 @@ class RunSummary:
     gpus_mean: float
     gpu_hours: float
     gpu_busy_share: float
-    """Share of paid GPU time in which the GPU computed."""
+    """Share of paid GPU time in which the GPU was busy."""
     worker_busy_share: float
-    """Share of ready workers' time in which they computed."""
+    """Share of ready workers' time in which they were busy."""
     worker_work_share: float
     """Used share of ready workers' capacity. Lower if steps were not full."""
     dollars: float | None

@@ -147,7 +147,7 @@ def read_alert(key: str) -> AlertRules:
 def read_rules(
     catalog: Catalog, models_file: Path, deployment: Deployment
 ) -> dict[str, WorkerRules]:
-    """Returns the rules for the workers of a region, by group name.
+    """Returns the rules for a region's workers, by group name.
 
     Raises:
         ConfigurationError: the overlay can't be written, or has an unsupported field.
@@ -330,7 +330,7 @@ def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple
     """Returns a scenario's catalog, and the rules that would be deployed for it.
 
     Raises:
-        ConfigurationError: the catalog can't be read, or a model of the scenario is missing.
+        ConfigurationError: the catalog can't be read, or one of the scenario's models is missing.
     """
     with tempfile.TemporaryDirectory(prefix="penstock-simulate-") as folder:
         path = models_file or scenario.catalog

@@ -1,9 +1,9 @@
-"""A model's service: its subscriptions, and the jobs that workers of all regions pull from them.
+"""A model's service: its subscriptions, and the jobs that workers in all regions pull from them.
 
 A whole batch consists of the requests waiting when a worker's model becomes idle. In a batch of
 steps (continuous batching, decision 62), all steps between two changes take the same time, so only
 changes are events: an item is admitted, has read its prompt, or is done. Changes do not wait for
-the end of a step: an item is admitted immediately, and a late one leaves with the next change.
+the end of a step. An item is admitted immediately, and a late one leaves with the next change.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ BATCH_PRIORITY_EVERY = 16
 """Every 16th batch starts with `batch` priority (workers/scheduling/priority_queue.py)."""
 
 OnEnded = Callable[[SimulatedWorker, list[SimulatedJob], float], None]
-"""Called with jobs that a worker has finished, and the model's seconds for them."""
+"""Called with jobs that a worker has finished, and the model time they took, in seconds."""
 
 BATCH_SLOTS_SHARE = 1 / 4
 """Share of a batch for `batch` priority, as in workers/scheduling/priority_queue.py."""
@@ -83,7 +83,7 @@ class WholeBatches:
         took_s = self._load.batch_s(items)
         if self._load.spread == "exponential":
             took_s = self._chance.expovariate(1 / took_s)
-        # Processes that compute share the GPU in time. The number at the start of the batch counts.
+        # Running processes time-share the GPU. The number at the start of the batch counts.
         took_s *= worker.slowed(self._load.kept_when_sharing)
         in_batch_priority = 0
         for job in jobs:
@@ -115,7 +115,7 @@ class WholeBatches:
                 yield job
 
     def _share(self, worker: SimulatedWorker) -> int:
-        """Returns the items per batch, like `take` of workers/scheduling/priority_queue.py.
+        """Returns the items per batch, like `take` in workers/scheduling/priority_queue.py.
 
         A larger batch would delay items that another process could compute at the same time.
         """
@@ -145,7 +145,7 @@ class WholeBatches:
             worker.vacate(now_s)
 
     def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
-        """Ends a worker's batches, whether done or not. Returns its jobs."""
+        """Stops a worker's batches, finished or not. Returns its jobs."""
         jobs = worker.running
         for batch in list(worker.computing):
             self._end(batch)
@@ -266,7 +266,7 @@ class SteppedBatches:
         worker = cast(SimulatedWorker, event.value)
         inside = worker.inside
         if worker.batch_done is not event or inside is None:
-            return  # another event came first
+            return  # a different event came first
         self._advance(worker)
         done = [job for job in worker.running if job.steps <= NEARLY or job.has_ended]
         if not done:
@@ -289,7 +289,7 @@ class SteppedBatches:
         worker.vacate(self._env.now)
 
     def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
-        """Ends a worker's computation. Returns its jobs, which start over elsewhere."""
+        """Stops a worker's computation. Returns its jobs, which start over elsewhere."""
         self._advance(worker)
         jobs, worker.running = worker.running, []
         self._leave(worker)
@@ -334,7 +334,7 @@ class Service:
         # A model that computes in steps holds a fixed number of jobs (workers/worker.py).
         self._holds_more = broker.batches_held is None and load.steps is None
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
-        """Jobs that are published, but not yet at a worker."""
+        """Jobs that are published but have not reached a worker."""
         self._open: list[SimulatedWorker] = []
         self._idle: dict[SimulatedWorker, None] = {}
         self._deadlines: deque[SimulatedJob] = deque()
@@ -367,18 +367,18 @@ class Service:
                 self.end(job, RequestEnd.EXPIRED)
 
     def refuse(self) -> None:
-        """Counts a request that was refused immediately."""
+        """Counts a request that was rejected immediately."""
         self.record.outcomes[RequestEnd.REFUSED] += 1
         self.record.ended_s.append(self._env.now)
 
     def end(self, job: SimulatedJob, outcome: RequestEnd) -> None:
-        """Records the ending of a job that was not served."""
+        """Records how a job that was not served ended."""
         job.has_ended = True
         self.record.outcomes[outcome] += 1
         self.record.ended_s.append(self._env.now)
 
     def lose_requests(self, site: ApiSite) -> None:
-        """Ends all requests of a region's API."""
+        """Ends all requests in a region's API."""
         for job in self._deadlines:
             if job.site is site and not job.has_ended:
                 site.lost(job)
@@ -447,7 +447,7 @@ class Service:
     # Computing
 
     def _without_work(self, worker: SimulatedWorker) -> None:
-        """True if the worker holds nothing that it could compute."""
+        """True if the worker holds no work that it could start."""
         if worker.drained is not None and not worker.drained.triggered:
             worker.drained.succeed()
         elif worker.is_serving:
@@ -487,7 +487,7 @@ class Service:
             self._free(worker, ended)
 
     def _free(self, worker: SimulatedWorker, ended: list[int]) -> None:
-        """Takes the next jobs of each priority in place of the ended ones."""
+        """Takes the next jobs of each priority in place of the finished ones."""
         for priority, count in enumerate(ended):
             worker.held_jobs[priority] -= count
         if not worker.is_draining:
@@ -563,7 +563,7 @@ class Service:
         self._compute(worker)
 
     def lose(self, worker: SimulatedWorker) -> None:
-        """Handles a dead worker. The broker redelivers its jobs when their leases end."""
+        """Handles a dead worker. The broker redelivers its jobs when their leases expire."""
         self._env.process(self._hand_back_later(self._take_from(worker)))
 
     def _hand_back_later(self, jobs: list[SimulatedJob]) -> Steps:

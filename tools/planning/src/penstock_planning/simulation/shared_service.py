@@ -69,7 +69,7 @@ class SharedService:
             service.leave(part)
 
     def lose(self, pod: SimulatedWorker) -> None:
-        """Handles a dead pod. The broker redelivers its jobs when their leases end."""
+        """Handles a dead pod. The broker redelivers its jobs when their leases expire."""
         pod.settle(self._env.now)
         pod.is_draining = pod.is_gone = True
         for service, part in self._of(pod):
@@ -80,7 +80,7 @@ class SharedService:
             service.lose_gpu(part)
 
     def _of(self, pod: SimulatedWorker) -> Iterator[tuple[Service, SimulatedWorker]]:
-        # Before it is warm, a pod does not have parts.
+        # A pod has no parts before it is warm.
         return zip(self._services, pod.parts, strict=False)
 
 

@@ -27,7 +27,7 @@ class _Arrivals(Entry):
     spacing: Literal["poisson", "even"] = "poisson"
     from_s: Seconds = 0.0
     until_s: Seconds | None = None
-    """None: the end of the scenario."""
+    """None: until the end of the scenario."""
 
 
 class Constant(_Arrivals):
@@ -47,7 +47,7 @@ class Wave(_Arrivals):
 
 
 class StepArrivals(_Arrivals):
-    """One rate, and another one from a certain time."""
+    """One rate, and a different rate from a certain time on."""
 
     kind: Literal["step"]
     before_per_s: float = Field(ge=0)
@@ -144,7 +144,7 @@ def _chunks(
 def peak_per_s(streams: Sequence[Arrivals], duration_s: float) -> float:
     """Returns the highest total rate of all streams, ignoring random variation.
 
-    A trace has no rate: its requests are counted over the same period as in the autoscaler.
+    A trace has no rate, so its requests are counted over the same period as in the autoscaler.
 
     Raises:
         ConfigurationError: a trace can't be read.

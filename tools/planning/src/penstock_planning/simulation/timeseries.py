@@ -19,7 +19,7 @@ far.
 
 @dataclass(slots=True)
 class Series:
-    """The samples of a series, by scrape time."""
+    """A series' samples, by scrape time."""
 
     labels: Labels
     times_s: list[float] = field(default_factory=list)
@@ -67,7 +67,7 @@ class TimeSeries:
     def append(
         self, name: str, labels: Labels, at_s: float, value: float, age_s: float = 0.0
     ) -> None:
-        """Adds a sample. Samples of a series must be in order of time."""
+        """Adds a sample. A series' samples must be added in order of time."""
         of_name = self._by_name.setdefault(name, {})
         series = of_name.get(labels)
         if series is None:
@@ -89,7 +89,7 @@ class TimeSeries:
             series.ended_s = at_s
 
     def select(self, name: str, matchers: tuple[Matcher, ...]) -> list[Series]:
-        """Returns the series of a metric that fit all matchers."""
+        """Returns a metric's series that match all matchers."""
         key = (name, matchers)
         if key not in self._chosen:
             self._chosen[key] = [

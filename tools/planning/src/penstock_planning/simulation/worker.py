@@ -28,7 +28,7 @@ class Inside:
     time: StepTime
     """The worker's estimate of its step times."""
     share_s: float = 0.0
-    """Worker seconds that an item got if it was in the batch all the time."""
+    """Worker seconds received by an item that has been in the batch all along."""
     spare_s: float = 0.0
     """The spare part of share_s."""
     spare_part: float = 0.0
@@ -49,7 +49,7 @@ class RunningBatch:
     batch_share: float
     """Share of its items with `batch` priority."""
     counted_s: float
-    """Time up to which the worker has counted it."""
+    """Time up to which the worker has counted the batch."""
 
 
 class Node:
@@ -74,7 +74,7 @@ class Node:
         self.places = places
         self.is_spot = is_spot
         self.is_ready = self.has_failed = self.is_cordoned = False
-        """Pods can start on it; its GPU has failed; it was cordoned because of that."""
+        """Pods can start on it; its GPU has failed; it was cordoned because of the failure."""
         self.workers: list[SimulatedWorker] = []
         self.busy = 0
         """Number of workers that are computing now."""
@@ -82,7 +82,7 @@ class Node:
         """Seconds in which at least one of them computed."""
         self.ordered_s = 0.0
         self.since_s = 0.0
-        """Start of the current state: idle, or computing."""
+        """Start of the current state: idle or computing."""
 
     @property
     def free(self) -> int:
@@ -100,7 +100,7 @@ class SimulatedWorker:
     processes: int
     """Number of model processes. If there are several, each has a separate CPU."""
     placed: simpy.Event
-    """Event that fires when it has a place on a node."""
+    """Event that fires when the worker has a place on a node."""
     is_spread: bool
     on_evict: InitVar[Callable[[SimulatedWorker, str], None]]
     on_lost_gpu: InitVar[Callable[[SimulatedWorker, float], None]]
@@ -121,7 +121,7 @@ class SimulatedWorker:
     )
     """Jobs waiting here, by priority: interactive, batch."""
     held_jobs: list[int] = field(default_factory=lambda: [0, 0])
-    """By priority: jobs that wait or run here, and jobs whose acks are on their way."""
+    """By priority: jobs waiting or running here, and jobs whose acks are on their way."""
     most_held: list[int] = field(default_factory=lambda: [0, 0])
     """Maximum jobs of each priority that it holds."""
     ahead: tuple[HeldAhead, HeldAhead] = field(default_factory=lambda: (HeldAhead(), HeldAhead()))
@@ -135,14 +135,14 @@ class SimulatedWorker:
     open_at: int = -1
     """Its index among the workers with room."""
     parts: tuple[SimulatedWorker, ...] = ()
-    """For a pod with several models: one part per model.
+    """For a pod with several models, one part per model.
 
     All data except the counts belongs to the pod.
     """
     others: tuple[SimulatedWorker, ...] = ()
-    """For such a part: the other parts, which take turns computing."""
+    """For such a part, the other parts, which take turns running."""
     take_turn: Callable[[], None] | None = None
-    """For such a part: lets it compute, if it can."""
+    """For such a part, lets it run, if it can."""
     inside: Inside | None = None
     """Set if the worker admits items between steps."""
     step_time: StepTime | None = None

@@ -1,7 +1,7 @@
 """Assembles a scenario and runs it, including its failures and operators' actions.
 
-Request arrivals are computed a minute at a time. Metrics reach the time series as with real
-collectors: at intervals, late, and with gaps. Parts are stored by model and region.
+Request arrivals are computed a minute at a time. Metrics reach the time series as they would from
+real collectors: at intervals, late, and with gaps. Parts are stored by model and region.
 """
 
 from __future__ import annotations
@@ -76,17 +76,17 @@ SiteKey = tuple[str, str]
 """Model and region."""
 
 FLOW_SEED = 1
-"""Separates the random numbers of flows from the models' numbers."""
+"""Separates the flows' random numbers from the models'."""
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
 ROUND_TRIPS = 2
 """Equals ROUND_TRIPS of api/dispatch/model_window.py."""
 
 FORGET_EVERY_S = 300.0
 FALLEN_OFF_THE_BUS = 79
-"""XID of a failed GPU."""
+"""The XID reported for a failed GPU."""
 
 SAMPLES = 1440
-"""Samples of a run, for plots over time."""
+"""Number of samples per run, for plots over time."""
 GPU_ALERT = "gpu-failed"
 MARGIN_S = 60.0
 """Series are kept for longer than queries look back."""
@@ -95,10 +95,10 @@ MIN_SAMPLE_S = 5.0
 
 @dataclass
 class Parts:
-    """The parts of the simulated world. Events change them."""
+    """The parts of the simulated world, which events change."""
 
     services: dict[str, Service]
-    """Services by model. Workers of all regions pull from one subscription."""
+    """Services by model. Workers in all regions pull from one subscription."""
     sites: dict[SiteKey, ApiSite] = field(default_factory=dict)
     fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
     """Fleets by GPU class and region."""
@@ -124,7 +124,7 @@ class SimulatedRun:
 
 
 class Scraper:
-    """The collectors of workers and APIs, and Pub/Sub's own gauges.
+    """The collectors for workers and APIs, and Pub/Sub's own gauges.
 
     Args:
         broker_wait_s: how long published jobs may be in transit or wait at the broker.
@@ -154,7 +154,7 @@ class Scraper:
         """
         self._forget_s = 0.0
         self._scraped: dict[tuple[str, Labels], None] = {}
-        """Series of the last scrape, by name and labels."""
+        """Series from the last scrape, by name and labels."""
         env.process(self._scrape())
         env.process(self._sample_pubsub())
 
@@ -188,7 +188,7 @@ class Scraper:
         now_s = self._env.now
         for (_, region), replicas in self._parts.replicas.items():
             for worker in (*replicas.workers, *replicas.leaving):
-                # The port answers once the process is up. Until it is ready, all values are zero.
+                # The port responds once the process is up. Until it is ready, all values are zero.
                 if worker.node is None:
                     continue
                 slug = replicas.rules.slug
@@ -449,7 +449,7 @@ class World:
         return services[0] if len(services) == 1 else SharedService(self.env, group, services)
 
     def _start_workers(self) -> None:
-        """Adds workers that exist from the start, and nodes for them and the buffer."""
+        """Adds workers that exist from the start, and nodes for those workers and the buffer."""
         for fleet in self.parts.fleets.values():
             members = [
                 key for key in self.parts.replicas if self.parts.replicas[key].fleet is fleet
@@ -490,7 +490,7 @@ class World:
         env, load, chance = self.env, self.scenario.models[name], self._chance
         service, record = self.parts.services[name], self.recorder.models[name]
         limit_s = load.deadline_s or self.models[name].deadline.default_s
-        # The reply takes time too.
+        # The reply also takes time.
         limit_s -= self.scenario.api.trip_s
         generator = np.random.default_rng([self.scenario.seed, number])
         for times in arrival_times(stream, self.scenario.duration_s, generator):
@@ -514,7 +514,7 @@ class World:
     def _arrive_runs(self, name: str, stream: Arrivals, number: int) -> Steps:
         """Starts runs of a flow.
 
-        The API sees the flow instead of requests to the models of its steps.
+        The API sees the flow instead of requests to its steps' models.
         """
         flow, record = self.scenario.flows[name], self.recorder.runs[name]
         sites = {
@@ -556,12 +556,12 @@ class World:
         run.record.answer_s.append(self.env.now - run.arrived_s + self.scenario.api.trip_s)
 
     def _next_step(self, run: SimulatedRun, step: int) -> Steps:
-        """Publishes the next job, which takes one trip over Pub/Sub from worker to worker."""
+        """Publishes the next job, which takes one trip from worker to worker over Pub/Sub."""
         yield self.env.timeout(self.scenario.api.trip_s / 2)
         self._publish_step(run, step)
 
     def _site(self, name: str) -> ApiSite | None:
-        """Returns the API of a request's region. None: all regions are lost."""
+        """Returns the API in a request's region. None: all regions are lost."""
         regions = self.scenario.regions
         if len(regions) == 1:
             site = self.parts.sites[name, next(iter(regions))]
@@ -573,7 +573,7 @@ class World:
         return self.parts.sites[name, self._chance.choices(up, shares)[0]]
 
     def _watch(self, alert: AlertRules, query: PromQuery) -> Steps:
-        """Records when an alert begins to fire."""
+        """Records when an alert starts firing."""
         since_s: float | None = None
         is_firing = False
         while True:
@@ -665,7 +665,7 @@ class World:
 
 
 def _machine_price(pool: str, is_spot: bool) -> str:
-    """Returns the price key of a GPU class's nodes. Workers without a GPU run on general nodes."""
+    """Returns the price key for a GPU class's nodes. Workers without a GPU run on general nodes."""
     gpu_types, type_ = read_gpu_types(), pool.rpartition("-x")[0]
     if type_ not in gpu_types:
         return f"machine/{GeneralNodes().machine_type}/on-demand"
