@@ -1,8 +1,8 @@
-"""Conversations: items that requests append to, stored in the budget of predictions.
+"""Conversations: lists of items that requests append to, stored within the prediction budget.
 
-A conversation is one document in Redis. It is replaced only if no other request changed it in the
-meantime. The output of a response that is still being written is a reference to its prediction. The
-next reader replaces it with the items.
+A conversation is one document in Redis. The document is replaced only if no other request has
+changed it since it was read. The output of a response that is still being generated is stored as a
+reference to its prediction. The next reader replaces the reference with the items.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ MAX_ITEMS = 2048
 MAX_PARTS = 8192
 """Maximum number of parts in all items of a response or a conversation.
 
-Each is a separate object: 100,000 empty ones, accumulated over many requests, took 250 ms on every
-read.
+Each part is a separate object: 100,000 empty parts, accumulated over many requests, took 250 ms on
+every read.
 """
 _ATTEMPTS = 10
 
@@ -59,7 +59,7 @@ class Conversation(msgspec.Struct, kw_only=True):
 
     @property
     def room(self) -> int:
-        """Number of items that it still has room for."""
+        """Number of items the conversation still has room for."""
         return MAX_ITEMS - len(self.entries)
 
     @property
@@ -83,11 +83,11 @@ class ConversationBusy(NotNow):
 
 
 class Conversations:
-    """The conversations of all tenants.
+    """All tenants' conversations.
 
     Args:
-        keep_s: seconds to keep a conversation after its last change, unless the plan specifies
-            another time.
+        keep_s: how many seconds to keep a conversation after its last change, unless the plan
+            specifies a different time.
     """
 
     def __init__(self, records: Records, store: PredictionStore, *, keep_s: int) -> None:
@@ -142,7 +142,7 @@ class Conversations:
         Raises:
             NotFound: the tenant does not have a conversation with this ID, or it has expired.
             InputTooLarge: it would have too many items, or they would be too large.
-            ConversationBusy: it is constantly being changed by other requests.
+            ConversationBusy: other requests are constantly changing it.
         """
         keep_s = self._keep_s if keep_s is None else keep_s
         for _ in range(_ATTEMPTS):

@@ -1,4 +1,4 @@
-"""A created prediction: its latest snapshot, and waiting for it to end.
+"""A created prediction: its latest snapshot, and a way to wait for it to finish.
 
 Also maps models in the catalog to Replicate's owners and versions. Each model has one version.
 """
@@ -56,7 +56,7 @@ def new_prediction(
     """Returns the document of a new prediction.
 
     Args:
-        facts: facts about its request. The record gets the same ID.
+        facts: facts about the request. The record gets the same ID.
         deadline_s: Unix time at which work on it stops.
         shown: other fields of the document.
     """
@@ -80,7 +80,7 @@ def new_prediction(
 
 
 def find_version(catalog: Catalog, version: str) -> Model:
-    """Finds a model by its name or alias, with or without an owner, or by its version ID.
+    """Finds a model by name or alias, with or without an owner, or by version ID.
 
     Raises:
         BadInput: no model has this name or version.
@@ -97,7 +97,7 @@ def find_version(catalog: Catalog, version: str) -> Model:
 
 
 def ids_of(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """Returns prediction ID and record ID: from the caller, from an Idempotency-Key, or new."""
+    """Returns the prediction ID and record ID: from the caller, from an Idempotency-Key, or new."""
     if own_id:
         return own_id, record_of(tenant, own_id)
     if key:
@@ -115,8 +115,8 @@ def digest_of(text: str) -> str:
 def is_replicates_client(user_agent: str) -> bool:
     """Returns whether the user agent is a Replicate client, such as `replicate-python/1.0.7`.
 
-    Nothing else distinguishes it from OpenAI's clients on paths that both use, because keys and
-    hosts are the same here.
+    Nothing else distinguishes Replicate's clients from OpenAI's on paths that both use, because
+    keys and hosts are the same here.
     """
     return _CLIENTS.match(user_agent) is not None
 
@@ -137,7 +137,7 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def failure(self) -> PenstockError:
-        """The error of a finished prediction that did not succeed, as sent by the worker."""
+        """The error, as sent by the worker, of a finished prediction that did not succeed."""
         if self.record.state == "canceled":
             return Canceled("the request was canceled")
         reply = self.record.reply
@@ -151,7 +151,7 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def took_s(self) -> float | None:
-        """Seconds that the model took. None if no model ran."""
+        """How long the model took, in seconds. None if no model ran."""
         reply = self.record.reply
         outcomes = reply.outcomes if reply is not None else []
         times_ms = [
@@ -169,7 +169,7 @@ class Creation:
     """A prediction that was created (`is_new`) or found, and its latest `snapshot`.
 
     Args:
-        snapshot: the prediction as created or found.
+        snapshot: the prediction, as created or found.
         waiter: receives the reply to this instance. None: only the record reports the end.
         is_new: True if this request created it.
     """
@@ -188,15 +188,15 @@ class Creation:
         self.is_new = is_new
 
     async def wait(self, limit_s: float) -> None:
-        """Waits up to `limit_s` for the prediction to end. Updates `snapshot`."""
-        # The limit includes reads, because a hanging Redis must not delay the answer.
+        """Waits up to `limit_s` for the prediction to finish. Updates `snapshot`."""
+        # The limit includes reads, because a hung Redis must not delay the response.
         with suppress(TimeoutError):
             async with asyncio.timeout(max(0.0, limit_s)):
                 pause_s = LOOK_EVERY_S
                 while not self.snapshot.record.is_over:
                     await self._pause(pause_s)
                     known, self.snapshot = self.snapshot, await self._refresh(self.snapshot)
-                    # Without Redis, the snapshot stays the same, and the read is still due.
+                    # Without Redis, the snapshot is unchanged and the read is still due.
                     pause_s = POLL_S if self.snapshot is known else LOOK_EVERY_S
 
     async def _pause(self, limit_s: float) -> None:

@@ -3,21 +3,21 @@
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
-clients expect. Each `logs` event has the text that a custom model printed since the last one. All
-events can be derived from the record. So a client that reconnects with Last-Event-ID, to any
-instance, gets exactly the events it has not received.
+clients expect. Each `logs` event has the text that a custom model printed since the last such
+event. All events can be derived from the record. So a client that reconnects to any instance with
+Last-Event-ID gets exactly the events it has not received.
 
-If the output is a generation, it is streamed while it is generated
-(api/predictions/generation_stream.py). Each `output` event has the text added, so the text is the
-concatenation of all of them.
+If the output is generated text, it is streamed while it is being generated
+(api/predictions/generation_stream.py). Each `output` event has the added text, so the full text is
+the concatenation of all of them.
 
 For a flow, each step item has an `output` event with its step and position, in step order, and the
-last event has the output of the flow.
+last event has the flow's output.
 
 `preview` and `queue` are sent only on request, because Replicate's clients fail on unknown events.
-Previews are in a stream in Redis, and each event ID includes the reader's position in it. `queue`
-has the prediction's position in the queue. It is a state, so a reader that reconnects gets it
-again.
+Previews are in a Redis stream, and each event ID includes the reader's position in that stream.
+`queue` has the prediction's position in the queue. It describes a state, so a reader that
+reconnects receives it again.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ MAX_STREAMS = 256
 KINDS = ("logs", "output", "error", "done")
 PREVIEW, QUEUE = "preview", "queue"
 EXTRA_KINDS = (PREVIEW, QUEUE)
-"""Sent only to readers that request them."""
+"""Sent only to readers who request them."""
 OUTPUT_OF_FLOW = MAX_STEPS * MAX_STEP_ITEMS
 """Number of the event with a flow's output, which follows the events for step items."""
 _LINE_END = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
@@ -72,7 +72,7 @@ _ID = re.compile(r"(\d{1,2})\.(\d{1,12})(?:\.(\d{1,15}-\d{1,9}))?")
 class StreamEvent(NamedTuple):
     """One event: `kind` is an index of KINDS, and `number` counts within it.
 
-    Later events compare greater.
+    Later events compare as greater.
     """
 
     kind: int
@@ -85,7 +85,7 @@ class StreamEvent(NamedTuple):
 
 
 class EventPosition(NamedTuple):
-    """Position of a reader: the last event and the last preview."""
+    """A reader's position: the last event and the last preview."""
 
     kind: int = -1
     number: int = -1
@@ -93,18 +93,18 @@ class EventPosition(NamedTuple):
 
     @classmethod
     def from_id(cls, last_id: str) -> EventPosition:
-        """Returns the position in an event ID. For unknown IDs, the start."""
+        """Returns the position in an event ID. For an unknown ID, the start."""
         match = _ID.fullmatch(last_id)
         return cls(int(match[1]), int(match[2]), match[3] or "") if match else cls()
 
     def to_id(self) -> str:
-        """Returns the ID of an event after which a reader has this position."""
+        """Returns the ID of the event after which a reader is at this position."""
         base = f"{max(0, self.kind)}.{max(0, self.number)}"
         return f"{base}.{self.preview}" if self.preview else base
 
 
 class EventStreams:
-    """The streams of this instance."""
+    """This instance's streams."""
 
     def __init__(
         self, predictions: Predictions, progress: PredictionProgress, url_signer: UrlSigner
@@ -125,7 +125,7 @@ class EventStreams:
 
         Args:
             last_id: ID of the last event received by the reader. Empty: none.
-            check: raises PenstockError once the reader may no longer continue, because its key was
+            check: raises PenstockError once the reader may no longer continue because its key was
                 revoked. The error then becomes the last event.
             extra: the EXTRA_KINDS requested by the reader.
         """
@@ -168,7 +168,7 @@ class EventStreams:
     async def _all_of(self, snapshot: PredictionSnapshot, seen: EventPosition) -> list[StreamEvent]:
         """Returns a prediction's events so far, in order.
 
-        For a flow, including the events of its items.
+        For a flow, this includes its items' events.
 
         Item events that a reader at `seen` already has are left out.
         """
@@ -188,7 +188,7 @@ def events_of(
 ) -> list[StreamEvent]:
     """Returns all of a prediction's events so far, in order.
 
-    Printed text is combined into one event with the part that a reader at `seen` does not have.
+    Printed text is combined into one event that contains the part a reader at `seen` lacks.
     """
     prediction, record = snapshot
     events = []
@@ -234,7 +234,7 @@ def _show_preview(preview: Preview) -> str:
 
 
 def failure_event(message: str) -> bytes:
-    """Returns the error and the end of a stream that ends early."""
+    """Returns the error and final events of a stream that ends early."""
     detail = msgspec.json.encode({"detail": message}).decode()
     return encode_event("error", detail) + encode_event("done", '{"reason":"error"}')
 
@@ -252,7 +252,7 @@ def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
 
 
 class OutputEvents(StreamShape):
-    """The events of one generation. The stream adds their IDs."""
+    """One generation's events. The stream adds their IDs."""
 
     def delta(self, added: AddedText) -> bytes | None:
         """Returns the event for new text."""
@@ -262,11 +262,11 @@ class OutputEvents(StreamShape):
         return [encode_event("done", "{}")]
 
     def logs(self, text: str) -> bytes:
-        """Returns the event for text printed since the last one."""
+        """Returns the event for text printed since the last such event."""
         return encode_event("logs", text)
 
     def know(self, result: CustomResult) -> None:
-        """Does nothing: a text is complete by itself."""
+        """Does nothing, because a text is complete on its own."""
 
     def failure(self, error: PenstockError) -> bytes:
         """Returns the error that ended the text, and the end. A cancellation is not an error."""
@@ -276,7 +276,7 @@ class OutputEvents(StreamShape):
 
 
 class ElementEvents(OutputEvents):
-    """The events of a list generated element by element: one per element, as in a complete output.
+    """The events for a list generated element by element: one per element, as in a complete output.
 
     Args:
         url_signer: signs URLs of files that are not included in the list itself.
@@ -288,7 +288,7 @@ class ElementEvents(OutputEvents):
         self._result: CustomResult | None = None
 
     def know(self, result: CustomResult) -> None:
-        """Records the complete result, because files of a cached result may be elsewhere."""
+        """Records the complete result, because a cached result's files may be stored elsewhere."""
         self._result = result
 
     def _link(self, file: StreamedFile) -> str:

@@ -17,11 +17,11 @@ class PredictionFilter(NamedTuple):
     status: State | None = None
     """None: all states."""
     key_id: str = ""
-    """Public part of the API key that created them. Empty: all keys."""
+    """Public part of the API key that created the predictions. Empty: all keys."""
     after_s: float = -math.inf
-    """Start of their creation times (inclusive), in Unix seconds."""
+    """Earliest creation time (inclusive), in Unix seconds."""
     before_s: float = math.inf
-    """End of their creation times (exclusive), in Unix seconds."""
+    """Latest creation time (exclusive), in Unix seconds."""
 
     def matches(self, snapshot: PredictionSnapshot) -> bool:
         """Returns whether the list has this prediction, which was created in the time range."""

@@ -1,9 +1,9 @@
-"""Settles the reservations of predictions with limits when they end.
+"""Settles the reservations of predictions with limits when the predictions end.
 
-The reservations of a prediction are in Redis with its record (shared/stores/holds.py). Every
-instance settles due reservations, whether it created them or not, so nothing depends on the
-creating instance. That instance only knows which items are in flight here, and frees their slots.
-If it dies, they expire.
+A prediction's reservations are in Redis with its record (shared/stores/holds.py). Every instance
+settles due reservations, whether or not it created them, so nothing depends on the creating
+instance. That instance only tracks which items are in flight on it, and frees their slots. If it
+dies, the slots expire.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from shared.stores.holds import DueHold, Holds
 from shared.stores.record_state import Record
 
 MAX_FOLLOWED = 16_384
-"""Maximum number of predictions whose items count as in flight here.
+"""Maximum number of predictions whose items count as in flight on this instance.
 
-The slots of others are freed at once.
+Other predictions' slots are freed immediately.
 """
 MAX_DUE = 16
 """Maximum number of holds to take at a time, each with its prediction's reply."""
@@ -39,7 +39,7 @@ SWEEP_S = 0.25
 ENDING_S = 10.0
 """How long to wait, after a cancellation, for the worker's final receipt with the charge.
 
-If a worker is computing, wait until the deadline.
+If a worker is running the prediction, wait until the deadline.
 """
 CLOSE_LIMIT_S = 1.0
 
@@ -48,7 +48,7 @@ _decoder = msgspec.json.Decoder(HeldLimits)
 
 
 class PredictionFollower:
-    """An async context manager that owns the settling task."""
+    """Settles due reservations. An async context manager that owns the settling task."""
 
     def __init__(self, predictions: Predictions, holds: Holds, limiter: Limiter) -> None:
         self._predictions = predictions
@@ -127,22 +127,22 @@ class PredictionFollower:
         await self._limiter.settle_hold(due.record_id, held_limits.takings, used)
 
     async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:
-        """Ends a late prediction, and settles a canceled run, by reading it.
+        """Ends a late prediction, or settles a canceled run, by reading it.
 
-        That makes its hold due again.
+        This makes its hold due again.
         """
         with suppress(NotFound):
             await self._predictions.read_linked(record_id, kept.prediction_id)
 
     async def _free_slots(self) -> None:
-        """Looks up the holds of the longest waiting predictions. Others get the next turn."""
+        """Looks up the holds of the longest-waiting predictions. Others get the next turn."""
         looked_at = list(itertools.islice(self._followed, MAX_LOOKED_AT))
         if not looked_at:
             return
         held = await self._holds.are_held([hold.record_id for _, hold in looked_at])
         for (limited, hold), is_held in zip(looked_at, held, strict=True):
             if hold.is_stored is None:
-                # An equal request may have created the prediction, with a separate hold.
+                # An identical request may have created the prediction with a separate hold.
                 hold.is_stored = await self._holds.was_created(hold.record_id, hold.data)
                 if not hold.is_stored:
                     limited.cancel()
@@ -157,7 +157,7 @@ class PredictionFollower:
 
 
 def _may_be_reported(record: Record, kept: HeldLimits, now_s: float) -> bool:
-    """Returns whether a worker may still report the charge of a canceled prediction."""
+    """Returns whether a worker may still report the charge for a canceled prediction."""
     if record.attempts == 0 and now_s >= record.canceled_at_s + ENDING_S:
         return False
     return now_s < kept.deadline_s + GRACE_S

@@ -1,14 +1,14 @@
-"""Streams a prediction's text while it is generated, as server-sent events.
+"""Streams a prediction's text as server-sent events while it is being generated.
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-Events have IDs if the reader requests them. An ID has the number of tokens that a reader has
-received of each generation: `7` is seven tokens, `7f2` the second piece of the end of a seven-token
-generation, `-` nothing at all, and generations are separated by periods. A suffix `~80` is the
-number of printed characters, if the stream includes them. So a reader that reconnects with that ID,
-to any instance, gets each token once. The worker writes tokens to Redis, and the final result is in
-the record. Text beyond the tokens that were read comes with the end: if Redis is unreachable for a
-while, the text is late but complete.
+Events have IDs if the reader requests them. An ID contains the number of tokens that a reader has
+received from each generation: `7` means seven tokens, `7f2` the second piece of the end of a
+seven-token generation, `-` nothing at all, and generations are separated by periods. A suffix such
+as `~80` is the number of printed characters, if the stream includes them. So a reader that
+reconnects to any instance with that ID gets each token once. The worker writes tokens to Redis, and
+the final result is in the record. Text beyond the tokens that were read comes at the end, so if
+Redis is unreachable for a while, the text is late but complete.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ MAX_STREAMS = 2048
 A stream costs part of a round trip every READ_EVERY_S.
 """
 MAX_S = 290.0
-"""Less than the 300 s after which Cloud Run ends a response.
+"""Less than the 300 s after which Cloud Run cuts off a response.
 
 Readers resume with another request.
 """
 HEARTBEAT_S, HEARTBEAT, HEARTBEAT_BESIDE_IDS = 10.0, b": keep-alive\n\n", b": keep-alive\n"
 """After this pause, a comment is sent to keep the connection open through proxies.
 
-Readers that split a stream at empty lines skip the whole block of a comment, so an empty line
-follows it. It is left out if events have IDs, because OpenAI's Python client takes an empty line
-after an event with an ID for an event without data, and fails.
+Readers that split a stream at empty lines skip a comment's whole block, so an empty line follows
+the comment. The empty line is left out if events have IDs, because OpenAI's Python client treats an
+empty line after an event with an ID as an event without data, and fails.
 """
 CHECK_S = 2.0
-"""Interval between checks that the reader may still read."""
+"""Interval between checks that the reader is still allowed to read."""
 FIRST_EVENT_S = 30.0
-"""Seconds for which a new stream may wait before it sends a status.
+"""How long a new stream may wait before it sends a status, in seconds.
 
 Proxies drop silent connections after a minute.
 """
 CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
-"""A generation whose reader left, but may return, is canceled after LEFT_S seconds."""
+"""A generation whose reader left but may return is canceled after LEFT_S seconds."""
 _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
 _LOGS = re.compile(r"~(\d{1,12})$")
 LOGS_EVERY_S = 0.5
@@ -75,10 +75,10 @@ Return: TypeAlias = Literal["never", "from_event", "from_request"]
 """Options for the reader of a new stream to return: not at all, after an event that it received, or
 by sending its request again.
 
-If it can't return, the generation is canceled as soon as it hangs up.
+If the reader can't return, the generation is canceled as soon as the reader hangs up.
 """
 StreamedResult: TypeAlias = GenerationResult | CustomResult
-"""Results that can be streamed while generated. For a custom class, a piece counts as a token."""
+"""Results that can be streamed. For a custom class, a piece counts as a token."""
 
 
 class PromptSize(NamedTuple):
@@ -92,7 +92,7 @@ class AddedText(NamedTuple):
     """Text added to a generation since its last event."""
 
     generation: int
-    """Index of the generation in its stream."""
+    """The generation's index in its stream."""
     before: str
     """The generation's earlier text."""
     text: str
@@ -100,7 +100,7 @@ class AddedText(NamedTuple):
     tokens: int
     """Number of tokens that a reader has after the event."""
     ended: int = 0
-    """Number of end pieces that a reader has after the event."""
+    """Number of final pieces that a reader has after the event."""
 
     @property
     def now(self) -> str:
@@ -108,9 +108,9 @@ class AddedText(NamedTuple):
 
 
 class StreamShape(Protocol):
-    """The format of the events. The parts of a generation are numbered from 0.
+    """The events' format. A generation's parts are numbered from 0.
 
-    By default, a format does not have first and last events.
+    By default, a format has no first and last events.
     """
 
     def opening(self, index: int, prompt: PromptSize) -> bytes | None:
@@ -125,7 +125,7 @@ class StreamShape(Protocol):
         return ()
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
-        """Returns the last events of the stream.
+        """Returns the stream's last events.
 
         The prediction ended at `ended_at_s` (Unix time).
         """
@@ -136,7 +136,7 @@ class StreamShape(Protocol):
 
 @runtime_checkable
 class ClassShape(StreamShape, Protocol):
-    """A format for the outputs of custom models."""
+    """A format for custom models' outputs."""
 
     def logs(self, text: str) -> bytes:
         """Returns the event for text printed since the last one."""
@@ -164,7 +164,7 @@ class StreamLost(PenstockError):
 
 
 class StreamPosition(NamedTuple):
-    """A reader's position in a generation: its opening, its tokens, and pieces of its end."""
+    """A reader's position in a generation: its opening, tokens, and final pieces."""
 
     is_open: bool = False
     tokens: int = 0
@@ -175,7 +175,7 @@ def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
     """Returns how the reader of a new stream can return.
 
     Args:
-        idempotency_key: key sent with the request. Empty: none.
+        idempotency_key: the key sent with the request. Empty: none.
         has_positions: True if events have IDs or numbers to resume after.
     """
     if idempotency_key:
@@ -184,7 +184,7 @@ def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
 
 
 def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
-    """Returns the position after the event with this ID. The start if it is empty.
+    """Returns the position after the event with this ID. The start if the ID is empty.
 
     Raises:
         BadInput: the ID does not belong to such a stream.
@@ -214,7 +214,7 @@ def logs_seen_from_id(last_id: str) -> int:
 
 @dataclass(slots=True)
 class _Generation:
-    """One generation of a stream, as far as it has been read."""
+    """One generation in a stream, as far as it has been read."""
 
     seen: StreamPosition
     tokens: int = 0
@@ -232,7 +232,7 @@ class _Generation:
 
 
 class GenerationStreams:
-    """The generation streams of this instance. A context manager that owns their tasks."""
+    """This instance's generation streams. A context manager that owns their tasks."""
 
     def __init__(self, predictions: Predictions, streams: TokenStreams) -> None:
         self._predictions = predictions
@@ -267,15 +267,15 @@ class GenerationStreams:
         """Yields the events of a prediction's generations, for at most MAX_S.
 
         If the reader may no longer continue because its key was revoked, the error is the last
-        event. The generations then end as if it had hung up, after the tokens already sent.
+        event. The generations then end after the tokens already sent, as if the reader had hung up.
 
         Args:
-            seen: position of the reader in each generation.
+            seen: the reader's position in each generation.
             check: raises PenstockError once the reader may no longer continue.
             stays: True if the prediction continues without a reader.
             has_ids: True if each event has an ID after which the reader can resume.
-            has_elements: True if a token is an element of a list, as a line of JSON, with a
-                separate event.
+            has_elements: True if each token is a list element, as a line of JSON, with a separate
+                event.
             logs_seen: number of printed characters that the reader has, if the stream includes
                 printed text.
         """
@@ -301,10 +301,10 @@ class GenerationStreams:
         has_ids: bool,
         has_elements: bool = False,
     ) -> AsyncGenerator[bytes]:
-        """Like `follow`, for a request whose answer has not started: waits for the first event.
+        """Like `follow`, for a request whose response has not started: waits for the first event.
 
-        So errors that only a worker can detect become errors of the request, as without a stream.
-        After FIRST_EVENT_S, the answer starts without an event.
+        So errors that only a worker can detect become request errors, just like without streaming.
+        After FIRST_EVENT_S, the response starts without an event.
 
         Raises:
             PenstockError: the prediction failed before its first event.
@@ -343,7 +343,7 @@ class GenerationStreams:
                 async for event in self._events(snapshot, stream, watch):
                     stream.has_begun |= event != stream.heartbeat
                     yield event
-                # It may end before the generations do, for readers that come back.
+                # The stream may end before the generations do, if its reader can come back.
                 if not stream.is_ended and not stays and not stream.has_ids:
                     raise StreamTooLong
                 is_done = True
@@ -353,7 +353,7 @@ class GenerationStreams:
                 yield stream.fail(error)
         finally:
             if not is_done and not stays and not snapshot.record.is_over:
-                # A key that is no longer valid can't resume the stream.
+                # A reader whose key is no longer valid can't resume the stream.
                 after_s = READER_S if watch.has_refused else stream.waits_for_reader_s
                 self.leave(prediction, after_s)
 
@@ -386,9 +386,9 @@ class GenerationStreams:
             yield event
 
     def leave(self, prediction: Prediction, after_s: float) -> None:
-        """Cancels a prediction after a while, unless its tokens are being read then.
+        """Cancels a prediction after a while, unless its tokens are being read by then.
 
-        With 0, cancels it at once, even if others are reading it.
+        With 0, cancels it immediately, even if others are reading it.
         """
         leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
         self._leaving.add(leaving)
@@ -405,7 +405,7 @@ class GenerationStreams:
 async def follow_record(
     predictions: Predictions, snapshot: PredictionSnapshot, check: Callable[[], object]
 ) -> AsyncGenerator[PredictionSnapshot]:
-    """Yields a prediction now and every POLL_S until it is over, for at most MAX_S.
+    """Yields a prediction now and every POLL_S until it has ended, for at most MAX_S.
 
     Args:
         check: raises PenstockError once the reader may no longer continue.
@@ -428,7 +428,7 @@ async def behind(first: bytes, events: AsyncGenerator[bytes]) -> AsyncGenerator[
 
 
 class _Watch:
-    """Tracks due heartbeats and reader checks while following a stream."""
+    """Tracks when heartbeats and reader checks are due while following a stream."""
 
     def __init__(self, check: Callable[[], object]) -> None:
         self._check = check
@@ -458,9 +458,10 @@ class _Watch:
 
 
 class _Stream:
-    """The generations of one stream.
+    """One stream's generations.
 
-    A new one opens them only once they have tokens, because it may fail.
+    A new stream opens generations only once they have tokens, because the prediction may still
+    fail.
     """
 
     def __init__(
@@ -487,7 +488,7 @@ class _Stream:
         self.has_begun = False
         """True if the reader has received more than heartbeats."""
         self.logs_seen = logs_seen
-        """Number of printed characters that the reader has.
+        """Number of printed characters that the reader already has.
 
         None: they are not part of the stream.
         """
@@ -500,7 +501,7 @@ class _Stream:
 
     @property
     def waits_for_reader_s(self) -> float:
-        """Seconds for which the generation continues after its reader left."""
+        """How long the generation continues after its reader leaves, in seconds."""
         if self._returns == "never" or (self._returns == "from_event" and not self.has_begun):
             return 0.0
         return LEFT_S
@@ -537,7 +538,7 @@ class _Stream:
                     yield self._with_id(event)
 
     def end(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
-        """Returns the events for the rest of the generations and for their ends.
+        """Returns the events for the rest of the generations and for their endings.
 
         Raises:
             PenstockError: there are no generations, because the prediction failed or was canceled.
@@ -567,7 +568,7 @@ class _Stream:
         yield self._with_id(event)
 
     def fail(self, error: PenstockError) -> bytes:
-        """Returns the event of an error."""
+        """Returns the event for an error."""
         self.error = error
         return self._with_id(self._shape.failure(error))
 
@@ -578,7 +579,7 @@ class _Stream:
         if isinstance(result, CustomResult) and isinstance(self._shape, ClassShape):
             self._shape.know(result)
         # The last tokens may arrive without the end of their text (shared/models/tasks/text.py), so
-        # a reader that has all tokens may lack a piece. It is the first piece of the end.
+        # a reader that has all tokens may still lack a piece: the first of the final pieces.
         is_same = generation.tokens >= generation.seen.tokens and result.text.startswith(
             generation.text
         )

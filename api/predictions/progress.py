@@ -15,7 +15,7 @@ from shared.stores.waiting_lines import QueuePosition, WaitingLines
 
 
 class PredictionProgress:
-    """The progress of all predictions. It may be incomplete while Redis does not answer."""
+    """All predictions' progress. It may be incomplete while Redis is not responding."""
 
     def __init__(self, lines: WaitingLines, previews: PreviewStore, runs: FlowRuns) -> None:
         self._lines = lines
@@ -23,7 +23,7 @@ class PredictionProgress:
         self._runs = runs
 
     async def position(self, snapshot: PredictionSnapshot) -> QueuePosition | None:
-        """Returns its queue position. None: it is not waiting, or Redis does not answer."""
+        """Returns the queue position. None: it is not waiting, or Redis is not responding."""
         prediction = snapshot.prediction
         if snapshot.record.state == "starting":
             with suppress(Unavailable):
@@ -37,7 +37,7 @@ class PredictionProgress:
     ) -> list[tuple[int, ItemOutcome]]:
         """Returns flow items completed after item `seen`, numbered in order.
 
-        Returns an empty list while Redis does not answer.
+        Returns an empty list while Redis is not responding.
         """
         prediction, record = snapshot
         # A step may have images that will be withheld.
@@ -57,7 +57,7 @@ class PredictionProgress:
     async def previews(self, snapshot: PredictionSnapshot, cursor: str) -> list[Preview]:
         """Returns the previews after `cursor`, and requests more for the next few seconds.
 
-        Returns an empty list while Redis does not answer.
+        Returns an empty list while Redis is not responding.
         """
         if snapshot.prediction.is_checked:  # a preview may show an image that will be withheld
             return []

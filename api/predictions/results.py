@@ -20,7 +20,7 @@ from shared.stores.records import Records
 
 OBJECT_LIMIT_BYTES = 64 * 1024 * 1024
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
-"""The signature of PNG files: https://www.w3.org/TR/png-3/#5PNG-file-signature."""
+"""The PNG file signature: https://www.w3.org/TR/png-3/#5PNG-file-signature."""
 _INLINE = re.compile(r"predictions/([A-Za-z0-9_]{1,64})/(\d{1,3})\.png")
 _FORMATS = {media_type: name for name, media_type in MEDIA_TYPES.items()}
 
@@ -55,7 +55,7 @@ class ResultFetcher:
             await self._objects.delete(key)
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
-        """Returns the data for a link whose signature is already verified.
+        """Returns the data for a link whose signature has already been verified.
 
         Args:
             key: the key of the object.
@@ -75,7 +75,7 @@ class ResultFetcher:
                 data = await self._objects.get(key, OBJECT_LIMIT_BYTES)
         except BadInput as error:
             raise NotFound("the image no longer exists") from error
-        # Workers return PNG. Other formats are encoded at each fetch, so they are not stored.
+        # Workers return PNG. Other formats are encoded on each fetch, so they are not stored.
         if data.startswith(PNG_SIGNATURE) and media_type in _FORMATS:
             return await self._image_codec.encode(
                 data, _FORMATS[media_type], None, deadline_s, is_new=True

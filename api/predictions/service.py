@@ -1,9 +1,10 @@
-"""Creates, awaits, reads, lists and cancels predictions. The routes add the HTTP.
+"""Creates, awaits, reads, lists and cancels predictions. The routes add the HTTP layer.
 
-The record determines the state of a prediction (shared/stores/records.py). It is created before the
-job is published, so every instance can find a prediction, even if its creator is gone. A reply only
-wakes a waiting request. Any instance that reads a record after its deadline ends it, as a last
-resort against lost jobs. The same happens if its model was withdrawn and no worker is left.
+The record determines the state of a prediction (shared/stores/records.py). The record is created
+before the job is published, so every instance can find a prediction even if the creating instance
+is gone. A reply only wakes a waiting request. As a last resort against lost jobs, any instance that
+reads a record after its deadline ends it. The same happens if the model was withdrawn and no worker
+is left.
 """
 
 from __future__ import annotations
@@ -56,20 +57,19 @@ from shared.stores.withdrawals import withdrawn_error
 from shared.webhooks.publisher import WebhookPublisher
 
 GRACE_S = 5.0
-"""Seconds after its deadline during which a worker may still end a prediction."""
+"""How long after its deadline a worker may still finish a prediction, in seconds."""
 CREATOR_PUBLISHES_S = 2.0
-"""Seconds for the creator of a record to publish its job before a repeated request does."""
+"""How long a record's creator has to publish the job before a repeated request does, in seconds."""
 CREATOR_POLL_S = 0.05
 PAGE = 20
 SCAN_WINDOW = 100
-"""Number of predictions to check at once for a match, after the first PAGE."""
+"""Number of predictions checked at once for a match, after the first PAGE."""
 PAGE_READS = 10
 """Maximum number of reads per page: up to 920 predictions are checked for a match."""
 READ_BYTES = 4 * 1024 * 1024
 """Maximum bytes that a page reads at once, if it has more than one prediction.
 
-All stored predictions may have 64 MiB in total, which take four times as much memory until they are
-sent.
+All stored predictions may total 64 MiB, which take four times as much memory until they are sent.
 """
 DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
 """Maximum size of a prediction document: a sixteenth of the usual budget for all predictions, which
@@ -92,7 +92,7 @@ class PredictionNotOver(PenstockError):
 
 
 class PredictionsRead(NamedTuple):
-    """Predictions read at once, with their total size."""
+    """Predictions read together, with their total size."""
 
     snapshots: list[PredictionSnapshot]
     remaining: list[str]
@@ -101,14 +101,14 @@ class PredictionsRead(NamedTuple):
 
 
 class Predictions:
-    """The predictions of all tenants, in one Redis. An async context manager.
+    """All tenants' predictions, in one Redis. An async context manager.
 
     Args:
         inbox: receives replies to this instance.
-        admission: bounds the items in flight of this instance.
-        canaries: choose the revisions that compute predictions.
-        flows: ends flow runs that no worker will end.
-        keep_s: seconds to store a prediction after its end.
+        admission: limits this instance's items in flight.
+        canaries: choose the revisions that run predictions.
+        flows: ends flow runs that no worker will finish.
+        keep_s: how many seconds to store a prediction after it ends.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class Predictions:
         self._flows = flows
         self._keep_s = keep_s
         self._waiters: dict[str, ReplyWaiter] = {}
-        """Waiters for replies on this instance, by record."""
+        """This instance's waiters for replies, by record."""
         self._listening = BackgroundTask("listening for canceled predictions", self._listen)
         canaries.withdrawals.on_withdrawn(self._look_at_all)
 
@@ -144,7 +144,7 @@ class Predictions:
     def of_pipeline(
         cls, parts: OpenParts, webhooks: WebhookPublisher, webhook_log: WebhookLog, *, keep_s: int
     ) -> Self:
-        """Returns the predictions computed by an open pipeline."""
+        """Returns the predictions run by an open pipeline."""
         return cls(
             parts.records,
             parts.prediction_store,
@@ -166,10 +166,10 @@ class Predictions:
         await self._listening.stop()
 
     async def _listen(self) -> None:
-        """Makes waiters for canceled predictions look at their records.
+        """Makes waiters for canceled predictions check their records.
 
-        A cancellation does not send a reply. Cancellations missed without Redis are looked up when
-        it is back.
+        A cancellation does not send a reply. Cancellations missed while Redis was unreachable are
+        looked up when it is back.
         """
         async for record in self._records.canceled():
             if record is None:
@@ -185,24 +185,24 @@ class Predictions:
     async def creating(
         self, request: InferenceRequest, *, waits: bool, hold: Hold | None = None
     ) -> AsyncGenerator[Creation]:
-        """Creates a prediction, or finds the one created by an equal request.
+        """Creates a prediction, or finds the one created by an identical request.
 
-        The block may wait for its end.
+        The block may wait for it to finish.
 
-        The items count as in flight while the block runs. After that, only the broker bounds them.
+        The items count as in flight while the block runs. After that, only the broker limits them.
 
         Args:
             request: a request with a record.
-            waits: True if the block waits for its end.
-            hold: the limits it has reserved, for its record. None: nothing.
+            waits: True if the block waits for the prediction to finish.
+            hold: the limits it has reserved, to store with its record. None: nothing.
 
         Raises:
             BadInput: an input has no canonical form.
-            InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
+            InputTooLarge: its document is larger than DOCUMENT_MAX_BYTES.
             ModelWithdrawn: an operator has withdrawn this revision.
-            Overloaded: this instance, the broker or the store of predictions is full.
+            Overloaded: this instance, the broker or the prediction store is full.
             PredictionIdTaken: the ID belongs to another prediction.
-            KeyReused: the Idempotency-Key was used with another request.
+            KeyReused: the Idempotency-Key was used with a different request.
             Unavailable: Redis or the broker is unreachable, and nothing was created.
         """
         demand = request.demand(len(request.inputs))
@@ -222,16 +222,16 @@ class Predictions:
     async def keep(
         self, prediction: Prediction, outcomes: Sequence[ItemOutcome], keep_s: int | None
     ) -> None:
-        """Stores an answer that was computed without a record as a succeeded prediction.
+        """Stores a result that was computed without a record as a succeeded prediction.
 
         Args:
-            outcomes: outcomes of its items, which must all have results.
-            keep_s: seconds to keep it, from the tenant's plan. None: the default.
+            outcomes: its items' outcomes, all of which must have results.
+            keep_s: how many seconds to keep it, from the tenant's plan. None: the default.
 
         Raises:
-            InputTooLarge: its document has more than DOCUMENT_MAX_BYTES.
-            KeyReused: the Idempotency-Key was used with another request.
-            Overloaded: the store of predictions is full.
+            InputTooLarge: its document is larger than DOCUMENT_MAX_BYTES.
+            KeyReused: the Idempotency-Key was used with a different request.
+            Overloaded: the prediction store is full.
         """
         is_kept = await self._store.keep(
             prediction.record,
@@ -282,11 +282,11 @@ class Predictions:
     async def page(
         self, tenant: str, wanted: PredictionFilter, after: ListedRecord | None = None
     ) -> tuple[list[PredictionSnapshot], ListedRecord | None]:
-        """Returns up to PAGE predictions, newest first, and the `after` of the next page.
+        """Returns up to PAGE predictions, newest first, and `after` for the next page.
 
         Large predictions reduce this number: a page has at most READ_BYTES in total, but at least
-        one prediction. If few predictions match, the page ends after PAGE_READS reads: it may be
-        short or even empty, and has a next page.
+        one prediction. If few predictions match, the page ends after PAGE_READS reads, so it may be
+        short or even empty and still have a next page.
 
         Args:
             after: end of the previous page. None: start with the newest.
@@ -323,9 +323,9 @@ class Predictions:
     async def all(
         self, tenant: str, *, after: str, is_ascending: bool
     ) -> AsyncGenerator[PredictionSnapshot]:
-        """Yields a tenant's predictions that can be listed, newest first.
+        """Yields a tenant's listable predictions, newest first.
 
-        They are read when needed, a page at a time.
+        They are read as needed, one page at a time.
 
         Args:
             after: only predictions after the one with this record. Empty: all.
@@ -373,8 +373,8 @@ class Predictions:
 
         Raises:
             PredictionNotOver: it has not ended.
-            NotFound: it was deleted or changed by another request in the meantime.
-            Overloaded: the store of predictions is full.
+            NotFound: another request has deleted or changed it.
+            Overloaded: the prediction store is full.
         """
         if not snapshot.record.is_over:
             raise PredictionNotOver("the prediction has not ended, so it can't be changed yet")
@@ -406,7 +406,8 @@ class Predictions:
     async def end(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
         """Cancels a prediction unless it has ended, and returns its final state.
 
-        Unlike `cancel`, it also returns the final state of a prediction deleted in the meantime.
+        Unlike `cancel`, this also returns the final state of a prediction that has since been
+        deleted.
         """
         prediction, record = snapshot
         if not record.is_over and await self._records.cancel(prediction.record) == "canceled":
@@ -431,8 +432,8 @@ class Predictions:
     ) -> PredictionSnapshot:
         """Deletes a finished prediction of this tenant. Returns its last snapshot.
 
-        If its webhook has not yet been notified of the end, the notification will have no input and
-        output.
+        If its webhook has not yet been notified that it ended, the notification will have no input
+        or output.
 
         Args:
             discard: deletes its objects, which are no longer referenced once the record is deleted.
@@ -443,7 +444,7 @@ class Predictions:
             Unavailable: Redis or the object store is unreachable.
         """
         snapshot = await self._read_ended(tenant, prediction_id)
-        # It changes at most once more: a canceled one gets its receipts.
+        # It changes at most once more, when a canceled prediction gets its receipts.
         while not await self._try_to_delete(snapshot, discard):
             snapshot = await self._read_ended(tenant, prediction_id)
         metrics.PREDICTIONS.labels(snapshot.prediction.model, "deleted").inc()
@@ -454,7 +455,7 @@ class Predictions:
         snapshot = await self.read(tenant, prediction_id)
         if not snapshot.record.is_over:
             raise PredictionNotOver("the prediction has not ended; cancel it first")
-        # Before the steps are deleted, because only they have the cost of a run.
+        # Done before the steps are deleted, because only the steps have a run's cost.
         return await self._settle_canceled(snapshot)
 
     async def _try_to_delete(
@@ -465,7 +466,7 @@ class Predictions:
         """Returns False if the record has changed since it was read."""
         prediction, known = snapshot
         if await self._owes_webhook(prediction):
-            # Stored before the deletion. If the deletion fails, the stored end expires.
+            # Stored before the deletion. If the deletion fails, the stored final state expires.
             await self._webhook_log.keep_end(prediction.record, encode_end(*snapshot))
         if discard is not None:
             await discard(snapshot)
@@ -488,9 +489,9 @@ class Predictions:
         )
 
     async def refresh(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Reads a prediction again. Returns `snapshot` while Redis does not answer.
+        """Rereads a prediction. Returns `snapshot` while Redis is not responding.
 
-        The record of a prediction deleted in the meantime has its result, but not its document.
+        If the prediction has been deleted, its record has the result but not the document.
         """
         prediction, known = snapshot
         with suppress(Unavailable):
@@ -503,10 +504,10 @@ class Predictions:
     def _register_waiter(
         self, request: InferenceRequest, *, waits: bool
     ) -> Iterator[ReplyWaiter | None]:
-        """Registers a waiter at the inbox. Without it, the request polls the record."""
+        """Registers a waiter with the inbox. Without a waiter, the request polls the record."""
         record_id, replies = request.facts.request_id, request.model.replies
         # A repeated request polls while the first one waits, because the reply goes to only one of
-        # them.
+        # the two.
         with ExitStack() as stack:
             waiter = None
             if waits and record_id not in self._waiters:
@@ -561,17 +562,17 @@ class Predictions:
             return Creation(snapshot, self.refresh, waiter, is_new=True)
         snapshot = await self._wait_for_publish(await self._find_equal(prediction))
         if snapshot.is_unpublished:
-            # The prediction as first created: its rows have the times and IDs of its record, and
-            # its charge comes from the hold created with it.
+            # Use the prediction as first created, because its rows have its record's times and IDs,
+            # and its charge comes from the hold created with it.
             first = routed.as_first_asked(snapshot.prediction)
             await self._sender.send_recorded(first, items, waiter)
         return Creation(snapshot, self.refresh, waiter, is_new=False)
 
     async def _find_equal(self, prediction: Prediction) -> PredictionSnapshot:
-        """Returns the prediction that was created with this ID, by an equal request.
+        """Returns the prediction that an identical request created with this ID.
 
         Raises:
-            PredictionIdTaken: it was created by another request, or deleted recently.
+            PredictionIdTaken: it was created by a different request or recently deleted.
             KeyReused: the same, for an ID that comes from an Idempotency-Key.
         """
         try:
@@ -608,14 +609,14 @@ class Predictions:
         """
         prediction, record = snapshot
         if record.awaits_receipts:
-            with suppress(PenstockError):  # the next reader tries again
+            with suppress(PenstockError):  # the next reader will retry
                 return await self._settle_canceled(snapshot)
         error = None if record.is_over else self._why_over(prediction)
         if error is None:
             return snapshot
         outcome = "expired" if isinstance(error, DeadlineExceeded) else "withdrawn"
         if prediction.steps:
-            with suppress(PenstockError):  # the next reader tries again
+            with suppress(PenstockError):  # the next reader will retry
                 await self._flows.fail(prediction, error)
                 metrics.PREDICTIONS.labels(prediction.model, outcome).inc()
         else:

@@ -1,4 +1,4 @@
-"""Room for the streams of one instance, shared fairly between tenants."""
+"""Room for one instance's streams, shared fairly among tenants."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class StreamRoom:
     """Room for a number of streams.
 
     Args:
-        bound: maximum number of streams at the same time.
+        bound: maximum number of concurrent streams.
         noun: kind of stream, for error messages.
         advice: an alternative for a reader without room.
     """
