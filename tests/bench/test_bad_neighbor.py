@@ -67,8 +67,8 @@ async def test_quiet_tenant_is_served_beside_one_that_does_its_worst(
         (found,) = await measure(stack, [[surface]], SECONDS, 1, receivers=RECEIVERS, burns=burns)
         assert bool(found.burned_cores) == burns
         assert not found.lost
-        # Under load, perhaps none of its slow readers finishes. In that case they kept the stack
-        # busy.
+        # Under load, it's possible that none of its slow readers will finish. In that case they
+        # kept the stack busy.
         assert found.statuses.total() or sum(found.cores) > 0, "the bad tenant did nothing"
         refused = found.quiet_refused and not has_asked_too_much(found, surface)
         took_ms = float(np.median(found.beside.took_ms))

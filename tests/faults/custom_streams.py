@@ -33,13 +33,13 @@ from workers.models.custom.checking import inspect_folder, write_interface
 
 MODEL = "counts"
 AT_A_TIME = 16
-"""Number of predictions that a worker computes at once."""
+"""Number of predictions that a worker runs at once."""
 HANG_UP_SHARE = 0.05
 """Fraction of events after which the reader hangs up."""
 OTHER_SHARE = 0.2
 """Fraction of streams whose class yields different pieces when it starts over."""
 BURST = 3
-"""Number of elements that come at once, so that one event carries several."""
+"""Number of elements yielded at once, so that one event carries several."""
 FLAWS_SHOWN = 20
 TURNS = (
     APIS[0],
@@ -189,7 +189,7 @@ class CustomReaders:
                         await self._read(stream)
                     await self._look(stream)
             except TimeoutError:
-                continue  # it never ended, which is a flaw
+                continue  # it never finished, which is a flaw
 
     def _url(self) -> str:
         return self._urls[next(self._next) % len(self._urls)]

@@ -1,7 +1,7 @@
 """Runs of a three-step flow over a hundred items, while each process is killed once.
 
 Each item must appear in the result once and have one row, and the rows must add up to the cost in
-the answer. For the full run: `python -m tests.faults.flows`.
+the response. For the full run: `python -m tests.faults.flows`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ FLOW = "spell"
 TURNS = (WORKERS[0], APIS[0], "redis", WORKERS[1], "broker", APIS[1])
 """The processes to kill, in this order: all except the one that stores rows."""
 DEADLINE_S = 2 * START_LIMIT_S
-"""A run's deadline. On a machine with other work, one run may outlast several kills."""
+"""A run's deadline. On a busy machine, one run may outlast several kills."""
 RUN_LIMIT_S = DEADLINE_S + WAIT_LIMIT_S
 _HEAD = """
 import time
@@ -130,7 +130,7 @@ class FlowFindings:
 
 
 class FlowCallers:
-    """Callers who create runs and wait for them to end, whatever dies."""
+    """Callers that create runs and wait for them to finish, no matter what dies."""
 
     def __init__(self, world: World, *, items: int, in_flight: int) -> None:
         self._urls = [world.url(api) for api in APIS]
@@ -140,7 +140,7 @@ class FlowCallers:
         self.runs: list[FlowRun] = []
 
     async def run(self, goes_on: Callable[[], bool]) -> None:
-        """Creates runs as long as `goes_on` returns true, and returns when all have ended."""
+        """Creates runs as long as `goes_on` returns true, and returns when all have finished."""
         timeout = aiohttp.ClientTimeout(total=20.0)
         async with (
             aiohttp.ClientSession(timeout=timeout) as self._http,

@@ -1,4 +1,4 @@
-"""The catalog of one text model, for a whole pipeline."""
+"""One text model's catalog, for a whole pipeline."""
 
 from __future__ import annotations
 
@@ -29,6 +29,6 @@ def generation_catalog(
         parts[part] = parts.get(part, {}) | change
     precision = "fp32" if engine == "auto" else "auto"
     entry = {"name": name, "task": "text", "source": f"local:{folder}", "precision": precision}
-    if engine != "auto":  # which releases without engines would refuse
+    if engine != "auto":  # which releases without engines would reject
         entry["engine"] = engine
     return json.dumps({"models": [entry | parts]})  # which is also valid YAML

@@ -35,7 +35,7 @@ from tests.workers.models.generation import tiny
 from workers.models.custom.checking import inspect_folder, write_interface
 
 LIMIT_S = 2.0
-"""Maximum time from a hang-up to the end of its job on the worker."""
+"""Maximum time from a hang-up until its job ends on the worker."""
 FAR_S = 0.03
 """Delay in each direction to a distant broker."""
 IN_FLIGHT = 10
@@ -72,14 +72,14 @@ class Predictor(BasePredictor):
 
 
 class Request(NamedTuple):
-    """A request of one kind. Each takes seconds, and no cache answers it."""
+    """A request of one kind. Each takes seconds and is never served from a cache."""
 
     path: str
     body: dict[str, Any]
 
 
 def requests_of(number: int) -> Mapping[str, Request]:
-    """Requests of all kinds, by name. `number` makes their inputs unique."""
+    """Returns requests of all kinds, by name. `number` makes their inputs unique."""
     texts = [f"{number} {index} " + "a mill on a river " * 8 for index in range(48)]
     chat = {
         "model": WRITER,
@@ -180,9 +180,9 @@ class Call:
 
     kind: str
     left_at_s: float = 0.0
-    """Unix time at which it hung up. 0: it was answered before."""
+    """Unix time at which it hung up. 0: it got a response first."""
     status: int = 0
-    """The answer's status, if there was an answer."""
+    """The response's status, if there was a response."""
 
 
 @dataclass
@@ -271,7 +271,7 @@ class Callers:
         self._seed = seed
 
     async def run(self) -> None:
-        """Returns when all have hung up or been answered."""
+        """Returns when all have hung up or gotten a response."""
         async with (
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
             asyncio.TaskGroup() as callers,
@@ -293,7 +293,7 @@ class Callers:
                 call.left_at_s = time.time()
 
     async def _ask(self, session: aiohttp.ClientSession, request: Request, number: int) -> int:
-        """Reads the whole answer. Returns its status."""
+        """Reads the whole response. Returns its status."""
         headers = {
             "x-request-id": f"caller-{self._seed}-{number}",
             "cache-control": "no-store",

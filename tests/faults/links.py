@@ -80,7 +80,7 @@ class Link:
             writer.transport.abort()
 
     def lose_answers(self) -> None:
-        """Lets requests pass, and closes each connection at the first answer."""
+        """Lets requests pass, and closes each connection at the first response."""
         self.loses_answers = True
 
     def heal(self) -> None:
@@ -137,7 +137,7 @@ class Links:
         return self._links[name].port
 
     def cut(self, name: str) -> None:
-        """Cuts a link: connections end, and new ones end immediately."""
+        """Cuts a link: connections are closed, and new ones are closed immediately."""
         self._loop.call_soon_threadsafe(self._links[name].cut)
 
     def freeze(self, name: str) -> None:
@@ -145,7 +145,7 @@ class Links:
         self._loop.call_soon_threadsafe(self._links[name].flowing.clear)
 
     def lose_answers(self, name: str) -> None:
-        """Cuts connections between a request, which arrives, and its answer, which does not."""
+        """Cuts connections after the request has arrived but before the response does."""
         self._loop.call_soon_threadsafe(self._links[name].lose_answers)
 
     def heal(self, name: str) -> None:

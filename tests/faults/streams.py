@@ -26,7 +26,7 @@ from workers.runtime.template import MODEL_PROCESS_NAME
 
 PROMPTS = 32
 STREAM_LIMIT_S = 240.0
-"""A stream that has not ended after this time is lost."""
+"""A stream that has not finished after this time is lost."""
 SILENCE_LIMIT_S = 25.0
 """Comments keep a stream open, so a stream without any is dead."""
 PAUSE_S = 0.1
@@ -129,7 +129,7 @@ class StreamReaders:
 
     async def _undisturbed(self, number: int) -> str:
         url = f"{self._urls[APIS[0]]}/v1/chat/completions"
-        # Unlike a stream, it returns nothing before its end.
+        # Unlike a stream, it returns nothing until it is finished.
         limit = aiohttp.ClientTimeout(STREAM_LIMIT_S)
         body = self._chat(number, stream=False)
         async with self._http.post(url, json=body, timeout=limit) as answer:

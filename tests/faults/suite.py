@@ -41,7 +41,7 @@ class Findings:
     rows_double: list[str]
     rows_wrong: list[str]
     costs_wrong: list[str]
-    """Requests whose rows charge a different amount than their answers reported."""
+    """Requests whose rows charge a different amount than their responses reported."""
     counters_off: list[str]
     """Tenants' and keys' budgets that are below their rows, or above them by more than kills
     explain.
@@ -173,7 +173,7 @@ def read_rows(world: World, expected: Collection[str]) -> tuple[Rows, list[str]]
 
 
 def _check_rows(found: Rows, tally: Tally) -> tuple[list[str], list[str]]:
-    """Ids of requests with two rows, and of requests whose row contradicts their answer."""
+    """Returns requests with two rows, and requests whose row contradicts their response."""
     double = [one for one, rows in found.items() if len(rows) > 1]
     wrong = [
         f"{one}: {found[one][0]['status']}, not {status}"
@@ -184,7 +184,7 @@ def _check_rows(found: Rows, tally: Tally) -> tuple[list[str], list[str]]:
 
 
 def _check_costs(found: Rows, tally: Tally) -> list[str]:
-    """Returns the requests whose rows do not charge exactly the cost in their answer."""
+    """Returns the requests whose rows do not charge exactly the cost in their response."""
     charged = {one: sum(row["cost_usd"] or 0.0 for row in rows) for one, rows in found.items()}
     return [
         f"{one}: {charged[one]}, not {usd}"
@@ -203,8 +203,8 @@ def check_counters(
     its rows.
 
     Args:
-        expected: ids of requests that have rows. Other requests have some too, which may arrive
-            later.
+        expected: ids of requests that have rows. Other requests may also have rows, which may
+            arrive later.
         say: called with each budget's three numbers.
     """
     until_s = time.monotonic() + SETTLE_LIMIT_S

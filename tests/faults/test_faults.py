@@ -16,7 +16,7 @@ pytestmark = pytest.mark.slow(about_s=60)
 FAULTS = 7
 REQUESTS = 500
 PAUSE_S = 0.5
-"""Leaves some of the cores to other tests. If anything hangs, all callers soon wait for it."""
+"""Leaves some cores for other tests. If anything hangs, all callers soon wait for it."""
 SEED = 752
 """Its first faults are one of each kind, including a killed API, a hanging Pub/Sub and a restarted
 worker.

@@ -22,5 +22,5 @@ def test_each_item_counts_once_whoever_dies(tmp_path: Path, broker: BrokerKind) 
     )
     assert findings.flaws() == []
     assert [one.target for one in findings.kills] == list(TURNS)
-    # Some were in progress at each kill. How many start in the meantime depends on the machine.
+    # Some were in progress at each kill. How many others start depends on the machine.
     assert len(findings.runs) >= IN_FLIGHT

@@ -24,7 +24,7 @@ ITEMS = 900
 """Items in the second step: 45 s for one process, more than any machine can do in DEADLINE_S."""
 DEADLINE_S = 8.0
 STOPS_WITHIN_S = 10.0
-"""On a busy machine.
+"""Time limit on a busy machine.
 
 If the run were not stopped, two workers would keep starting items for longer.
 """

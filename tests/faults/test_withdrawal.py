@@ -57,9 +57,9 @@ class Callers:
     world: World
     http: aiohttp.ClientSession
     answers: Counter[str] = field(default_factory=Counter)
-    """Answers since the last check, by kind."""
+    """Responses since the last check, by kind."""
     wrong: list[str] = field(default_factory=list)
-    """Answers and errors that no caller should get while everything runs."""
+    """Responses and errors that no caller should get while everything is running."""
     predictions: list[str] = field(default_factory=list)
     _numbers: itertools.count[int] = field(default_factory=itertools.count)
 
@@ -86,7 +86,7 @@ class Callers:
             self.answers[said] += 1
 
     async def only(self, *said: str) -> None:
-        """Waits until ENOUGH answers in a row were of these kinds, each kind at least once."""
+        """Waits until ENOUGH responses in a row were of these kinds, each kind at least once."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while not (self.answers.keys() == set(said) and self.answers.total() >= ENOUGH):
                 if not self.answers.keys() <= set(said):
@@ -136,7 +136,7 @@ async def withdrawn_and_served_again(world: World) -> Callers:
             world.processes[name].resume()
         ends = [await over(callers, name) for name in waiting]
         refused = [read for read in ends if read["status"] == "failed"]
-        assert refused  # a worker may start others before it learns of it: it has 3 s
+        assert refused  # a worker has 3 s to learn of it, and may start others until then
         assert all(WORDS in read["error"] for read in refused), refused
         assert {read["status"] for read in ends} <= {"failed", "succeeded"}
         assert callers.wrong == []
@@ -144,7 +144,7 @@ async def withdrawn_and_served_again(world: World) -> Callers:
         await asyncio.to_thread(_restarted, world, "redis", WORKERS[0], APIS[0])
         callers.answers.clear()
         await callers.only("withdrawn")
-        callers.wrong.clear()  # an instance and Redis were gone for a while
+        callers.wrong.clear()  # an instance and Redis were down for a while
         await asyncio.to_thread(command, "--undo")
         await callers.only("hit", "computed")
         for task in asking:

@@ -24,7 +24,7 @@ from tests.faults.world import MODEL, TENANTS
 from tests.keys import bearer
 
 ANSWER_LIMIT_S = 150.0
-"""A request that is unanswered after this time is lost."""
+"""A request without a response after this time is lost."""
 TRY_LIMIT_S = 45.0
 DEADLINE_MS = "30000"
 COSINE = 0.9999
@@ -58,12 +58,12 @@ class Tally:
     expected_rows: dict[str, str] = field(default_factory=dict)
     """The status that each request's row must have, by request id; `any` for canceled requests."""
     told_usd: dict[str, float] = field(default_factory=dict)
-    """Cost in each answer, by request id. Replays and lost answers do not report a cost."""
+    """Cost in each response, by request id. Replays and lost responses do not report a cost."""
     longest_s: float = 0.0
 
     @property
     def ended(self) -> int:
-        """Number of requests that have a final answer."""
+        """Number of requests that have a final response."""
         return self.answered.total()
 
 
@@ -160,7 +160,9 @@ class Traffic:
             await asyncio.sleep(self._random.uniform(0.0, 2 * self._pause_s))
 
     async def _hang_up(self, number: int) -> None:
-        """Sends one request and hangs up if no answer comes soon. Only its rows show the cost."""
+        """Sends one request and hangs up if no response arrives soon. Only its rows show the
+        cost.
+        """
         url, limit_s = self._urls[next(self._next_url) % len(self._urls)], PATIENCE_S
         timeout = aiohttp.ClientTimeout(total=self._random.uniform(0.0, limit_s))
         headers = {"Cache-Control": "no-store"} | _key_of(number)
@@ -239,9 +241,9 @@ class Traffic:
     ) -> tuple[Any, str, bool] | None:
         """The answer, its request id, and True if it was replayed.
 
-        None if no answer came in time; the request then counts as lost.
+        None if no response arrived in time; the request then counts as lost.
 
-        A permanent refusal does not count as an answer either, because these requests are valid.
+        A permanent rejection does not count as a response either, because these requests are valid.
         """
         until_s, pause_s, seen = time.monotonic() + ANSWER_LIMIT_S, 0.05, "nothing"
         given = (

@@ -295,7 +295,7 @@ class World:
 
 
 def _written_keys(folder: Path) -> str:
-    """The budgets fail open, so that a Redis fault refuses nothing."""
+    """The budgets fail open, so that no requests are rejected when Redis fails."""
     limits = Limits(budget_usd_per_month=BUDGET_USD)
     plan = Plan(budget_usd_per_month=BUDGET_USD, on_limit_store_outage="allow")
     return keys_url(

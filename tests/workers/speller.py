@@ -2,11 +2,11 @@
 
     python -m tests.workers.speller …       takes the arguments of workers.runtime.server
 
-Prompts that begin with these signs are special. `!`: the step fails. `†`: the process dies once the
-item has two letters. `~`: in a batch, the device runs out of memory. `?`: refused. `=`: the item
-gets `FIRST_LETTERS` letters at once, and no more until an item without this sign is done. At the
-last letter: `%`: the text breaks its schema. `#`: its schema allows no continuation. `$`: the model
-fails.
+Prompts that start with these characters are special. `!`: the step fails. `†`: the process dies
+once the item has two letters. `~`: in a batch, the device runs out of memory. `?`: it is rejected.
+`=`: the item gets `FIRST_LETTERS` letters at once, and no more until an item without this sign is
+done. At the last letter: `%`: the text breaks its schema. `#`: its schema allows no continuation.
+`$`: the model fails.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from workers.models.base import OutOfMemory, PreparedItem, PreparedPrompt, StepE
 from workers.runtime import server
 
 STEP_S = 0.0005
-"""Keeps a text that never ends small."""
+"""Keeps an endless text small."""
 FIRST_LETTERS = 50
 
 

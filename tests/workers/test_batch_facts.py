@@ -23,7 +23,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Counting:
-    """A model that computes nothing, with two groups: texts of up to 4 tokens, and longer ones."""
+    """A model that does no work, with two groups: texts of up to 4 tokens, and longer ones."""
 
     device_name = "cpu"
 

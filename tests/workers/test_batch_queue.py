@@ -141,7 +141,8 @@ class Model(RuleBasedStateMachine):
         key, leader = batch[0].key, batch[0]
         assert {one.key for one in batch} == {key}
         assert len(batch) <= at_most
-        # A single item above the budget still runs, alone: refusing it is up to admission.
+        # A single item over the budget still runs, on its own, because rejecting it is up to
+        # admission.
         assert len(batch) == 1 or sum(one.length for one in batch) <= room
         of_leader = [one for one in self.model if one.tenant == leader.tenant]
         assert leader is min(of_leader, key=lambda one: one.order), "its tenant's first"
@@ -241,7 +242,7 @@ def test_newcomer_waits_for_a_bounded_part_of_the_work_of_others(
 
 
 def test_keys_gain_a_tenant_nothing() -> None:
-    """One sends each item with a different key, so each leads a batch; the other uses a single
+    """One tenant sends each item with a different key, so each leads a batch; the other uses one
     key.
     """
     queue = queue_of([])
@@ -258,7 +259,7 @@ def test_keys_gain_a_tenant_nothing() -> None:
 
 @pytest.mark.parametrize("attackers", [1, 5])
 def test_no_key_starves(attackers: int) -> None:
-    """However many items with other keys and from other tenants arrive in the meantime."""
+    """No matter how many items with other keys or from other tenants arrive first."""
     queue = queue_of([])
     for number in range(40):
         queue.add(Entry(number, 10, f"key {number % 7}", f"attacker {number % attackers}"))

@@ -130,7 +130,7 @@ async def test_an_item_that_is_dropped_while_others_are_evicted_does_not_run(
     process: PooledProcess,
 ) -> None:
     saying = asyncio.create_task(say(process, "loop"))
-    await asyncio.sleep(0)  # it has started, and may be waiting for the other model to leave
+    await asyncio.sleep(0)  # it has started, and may be waiting for the other model to be evicted
     process.drop([0])
     assert isinstance(await asyncio.wait_for(saying, WAIT_LIMIT_S), Canceled)
 

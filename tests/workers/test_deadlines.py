@@ -1,4 +1,4 @@
-"""Deadlines end work wherever it is: queued, prepared, between two steps, in delivery.
+"""Deadlines end work no matter where it is: queued, prepared, between two steps, in delivery.
 
 Late work is free.
 """
@@ -36,7 +36,7 @@ Everything that must happen before it takes a hundredth of this time.
 
 
 async def ended(harness: WorkerHarness) -> tuple[str, ItemOutcome]:
-    """The next job that is answered, and its only item's outcome."""
+    """The next job that gets a reply, and its only item's outcome."""
     reply = await harness.reply()
     (outcome,) = reply.body.outcomes
     return reply.request_id, outcome
@@ -313,7 +313,7 @@ async def test_answer_to_an_instance_that_is_gone_is_neither_charged_nor_kept(
 async def test_late_attempt_repeats_what_was_answered_in_time(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Its worker died between reply and rows: the answer was delivered, so it is charged."""
+    """Its worker died between reply and rows. The reply was delivered, so it is charged."""
     async with running_worker(redis_url, tmp_path) as harness:
         result = EmbeddingResult(b"cat", 3)
         first = ReplyBody(

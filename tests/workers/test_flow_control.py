@@ -20,7 +20,7 @@ RATE = BATCH / BATCH_S
 
 @dataclass(eq=False)
 class Held:
-    """A subscription that only remembers how many jobs it was asked to hold."""
+    """A subscription that only records how many jobs it is supposed to hold."""
 
     round_trip: SmoothedDuration
     now: list[int] = field(default_factory=list)

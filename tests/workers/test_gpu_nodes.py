@@ -27,7 +27,7 @@ PODS = "/api/v1/namespaces/penstock/pods"
 
 @dataclass
 class Cluster:
-    """Nodes and the pods on each. `held`: pods whose disruption budget refuses an eviction."""
+    """Nodes and the pods on each. `held`: pods whose disruption budget prevents eviction."""
 
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     pods: dict[str, str] = field(default_factory=dict)
@@ -182,7 +182,7 @@ def test_no_more_than_a_tenth_at_a_time(
     assert done.cordoned[0] == "n000", "the longest failed first"
     assert len(cluster.pods) == nodes - most
     assert look(cluster, account).cordoned == []
-    # The autoscaler deletes empty nodes, and then it is the next one's turn.
+    # The autoscaler deletes empty nodes, and then it is the next node's turn.
     del cluster.nodes["n000"]
     assert len(look(cluster, account).cordoned) == 1
 

@@ -69,7 +69,7 @@ class _Timer:
 
 
 class MovedClock:
-    """Stands still until the test moves it."""
+    """Stands still until the test advances it."""
 
     def __init__(self) -> None:
         self._now_s = time.time()

@@ -1,4 +1,4 @@
-"""A worker whose GPU fails does not answer with errors: it exits, and another worker computes
+"""A worker whose GPU fails does not reply with errors. It exits, and another worker computes
 everything it held.
 """
 

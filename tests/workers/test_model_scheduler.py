@@ -1,4 +1,4 @@
-"""The choice of the model that runs next: each rule, and a bound on waiting over any traffic."""
+"""The choice of the model that runs next: each rule, and a bound on waiting for any traffic."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights that leave and come back: on a CPU, where pinned memory is ordinary memory, the same code
+"""Weights that leave and come back. On a CPU, where pinned memory is ordinary memory, the same code
 moves them.
 """
 

@@ -80,7 +80,7 @@ class Overlapping:
     folder: Path
 
     def calls(self, kind: str = "") -> list[str]:
-        """The calls that have begun or ended so far, such as `begin hold-a hold-b`."""
+        """The calls that have started or finished so far, such as `begin hold-a hold-b`."""
         file = self.folder / "calls"
         lines = file.read_text().splitlines() if file.exists() else []
         return [line for line in lines if line.startswith(kind)]
@@ -90,7 +90,7 @@ class Overlapping:
         (self.folder / "open").touch()
 
     async def hold_two(self, **second: float) -> None:
-        """Sends two full batches, `first` and `second`, and waits until both have begun."""
+        """Sends two full batches, `first` and `second`, and waits until both have started."""
         await self.harness.send(*full("hold-first"), request_id="first")
         await self.harness.until(lambda: len(self.calls("begin")) == 1)
         await self.harness.send(*full("hold-second"), request_id="second", **second)  # type: ignore[arg-type]
@@ -217,7 +217,7 @@ async def test_an_item_that_the_model_fails_on_fails_alone(redis_url: str, tmp_p
 async def test_a_gpu_that_fails_with_two_batches_counts_once(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Two failures in a row end a worker, so one failure must not count once per batch."""
+    """Two failures in a row make a worker exit, so one failure must not count once per batch."""
     (tmp_path / "sick").touch()
     lost = metric("lost_gpus_total")
     async with overlapping(redis_url, tmp_path) as worker:
@@ -256,7 +256,7 @@ async def test_a_process_that_hangs_fails_both_at_the_limit_of_the_first(tmp_pat
 
 
 async def test_the_time_of_a_batch_is_that_of_the_device(tmp_path: Path) -> None:
-    """A batch's time does not include the time in which the device computed the batch before it."""
+    """A batch's time doesn't include the time when the device was computing the previous batch."""
     call_s = 0.2
     async with on_device(tmp_path, call_s) as pool:
         running = [await start(pool) for _ in range(4)]

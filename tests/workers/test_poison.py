@@ -1,4 +1,4 @@
-"""A job that kills its process each time, on real model processes: it is given up, and other jobs
+"""A job that kills its process each time, on real model processes, is given up on, and other jobs
 are not affected.
 """
 

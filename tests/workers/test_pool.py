@@ -33,7 +33,7 @@ pytestmark = [pytest.mark.slow(about_s=3), pytest.mark.anyio]
 UNHEARD_OF = 10**6
 """A token id that no model has.
 
-No preparer lets it through, so it stands for any item that breaks a model.
+No preparer lets it through, so it represents any item that breaks a model.
 """
 
 
@@ -139,7 +139,7 @@ async def test_a_killed_process_fails_its_batch_and_comes_back(
     assert pid is not None
     running = asyncio.create_task(process.run(long_batch(), timeout_s=WAIT_LIMIT_S))
     behind = asyncio.create_task(process.run(texts, timeout_s=WAIT_LIMIT_S))
-    await asyncio.sleep(0)  # both have begun
+    await asyncio.sleep(0)  # both have started
     os.kill(pid, signal.SIGKILL)
     for task in (running, behind):
         with pytest.raises(ModelProcessDied, match="status -9"):

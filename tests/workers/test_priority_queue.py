@@ -1,7 +1,7 @@
 """Interactive work goes before `batch` priority, which never stops.
 
-If an item kills its model process, that item is eventually given up and every other item is
-answered.
+If an item kills its model process, that item is eventually given up on, and every other item gets a
+result.
 """
 
 from __future__ import annotations
@@ -237,7 +237,7 @@ def number_of(entry: QueuedItem) -> int:
 
 def deaths_at_most(size: int) -> int:
     """Maximum deaths caused by one poison item among `size` items: one per halving, and one or two
-    more when it runs alone.
+    more when it runs on its own.
     """
     return max(1, ceil(log2(size))) + 2
 

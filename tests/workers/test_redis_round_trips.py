@@ -15,7 +15,7 @@ from tests.workers.worker_harness import WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio
 AGE_S = 20.0
-"""Age of a job that waited in the topic: the API's cache lookup is outdated by then."""
+"""Age of a job that waited in the topic, by which time the API's cache lookup is outdated."""
 
 
 async def asked(harness: WorkerHarness, text: str, age_s: float) -> Reply:
@@ -43,7 +43,7 @@ async def test_a_job_that_comes_at_once_does_not_wait_for_redis(
             waited.append(gave_up() - before)
             link.open()
             await harness.until(lambda number=number: len(harness.rows) == number)  # type: ignore[misc]
-        # Under heavy load, background writes to Redis are sometimes abandoned too.
+        # Under heavy load, background writes to Redis are sometimes also abandoned.
         assert min(waited) == 0
 
 

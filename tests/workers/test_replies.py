@@ -1,4 +1,4 @@
-"""The destination and size of a worker's replies. API instances of any release rely on both."""
+"""The destination and size of a worker's replies. API instances from any release rely on both."""
 
 from __future__ import annotations
 

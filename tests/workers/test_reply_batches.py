@@ -1,4 +1,4 @@
-"""Replies that end together share messages, if the API instance supports that."""
+"""Replies that are ready together share messages, if the API instance supports that."""
 
 import time
 from pathlib import Path

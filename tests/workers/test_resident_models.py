@@ -1,4 +1,4 @@
-"""Models under a memory budget: which stay, which are unloaded, and which events are reported.
+"""Models under a memory budget: which ones stay or are unloaded, and which events are reported.
 
 The models only count.
 """

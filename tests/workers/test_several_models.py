@@ -55,7 +55,7 @@ pytestmark = [pytest.mark.slow(about_s=4), pytest.mark.anyio]
 
 LARGE, SMALL = 0, 1
 LONG_TEXT = "the mill wheel turns " * 60
-"""About ten milliseconds of MiniLM."""
+"""About ten milliseconds of work for MiniLM."""
 FREED_BYTES = 20_000_000
 """Less than the size of MiniLM's layers, the weights that every batch reads."""
 

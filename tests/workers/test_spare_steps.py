@@ -38,7 +38,7 @@ class TimedModel:
         self.now_s = 0.0
         self._left: dict[int, int] = {}
         self._waits: dict[int, int] = {}
-        """How many steps each text waits before its first step."""
+        """How many steps each text waits before its first one."""
 
     def clock(self) -> float:
         return self.now_s

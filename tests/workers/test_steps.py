@@ -296,7 +296,7 @@ async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
         for name in names:
             await ask(harness, name, name, tokens, left_s=300, is_streamed=is_streamed)
         await harness.until(lambda: len(running(harness)) == 4)
-        # None of them continues before this one is done, so one must be preempted.
+        # None of them continues until this one is done, so one must be preempted.
         await ask(harness, "e", "e", 3, tenant="other")
         found = dict([await outcome(harness) for _ in range(5)])
         if is_streamed:  # in that case the reply only refers to the record

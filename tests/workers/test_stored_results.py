@@ -40,7 +40,7 @@ def envelope(*, prediction: str = "", flow: str = "") -> Envelope:
 async def test_files_of_predictions_and_flows_count_until_they_are_gone(
     tmp_path: Path, of: dict[str, str], counted: int
 ) -> None:
-    """The files in an answer that a caller is waiting for are not stored for the tenant."""
+    """Files in a response that a caller is waiting for are not stored for the tenant."""
     objects = ObjectStore(f"file://{tmp_path}")
     now_s = time.time()
     storage = Storage(objects, clock=lambda: now_s)

@@ -1,5 +1,5 @@
-"""A worker whose parts die, whose callers leave, whose jobs come twice, or whose memory is short:
-nothing is lost, and no other request is affected.
+"""A worker whose parts die, whose callers leave, whose jobs arrive twice, or whose memory runs
+short loses nothing, and no other request is affected.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ async def test_late_attempt_repeats_the_first_answer_in_its_rows(
 
 
 async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_path: Path) -> None:
-    """Like an item whose model processes died: three deaths, two of them alone."""
+    """Like an item whose model processes died: three deaths, two of them on its own."""
     async with running_worker(redis_url, tmp_path) as harness:
         for number in range(3):
             await harness.stores.records.claim(["req"])
@@ -203,7 +203,7 @@ async def died_twice_with(harness: WorkerHarness, *records: str) -> None:
 
 async def deaths_if_killed_now(harness: WorkerHarness, record: str) -> tuple[int, int]:
     """The counts that the next worker would see: deaths while the job was held, and while it was
-    held alone.
+    held by itself.
     """
     (claim,) = await harness.stores.records.claim([record])
     assert claim is not None
@@ -227,7 +227,7 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
 
         harness.stores.records.note_alone = noting  # type: ignore[method-assign]
         await harness.send("waits", request_id="waits", age_s=10)
-        # It is alone while it is being prepared, and no longer.
+        # It is by itself only while it is being prepared.
         await asyncio.wait_for(prepared.wait(), WAIT_LIMIT_S)
         assert await deaths_if_killed_now(harness, "runs") == (3, 1)
         assert (await deaths_if_killed_now(harness, "waits"))[1] == 0
@@ -299,7 +299,7 @@ async def test_job_that_two_workers_died_with_runs_alone(redis_url: str, tmp_pat
     async with running_worker(redis_url, tmp_path) as harness:
         await died_twice_with(harness, "suspect")
         await hold_first(harness)
-        # Published long ago, like any redelivered job: the worker waits for its claim.
+        # Published long ago, like any redelivered job, so the worker waits for its claim.
         await harness.send("suspect", request_id="suspect", age_s=10)
         async with asyncio.timeout(WAIT_LIMIT_S):
             while await attempts_of(harness, "suspect") < 3:

@@ -1,4 +1,4 @@
-"""The template that model processes are forked from: they share it, outlive it, and end with their
+"""The template that model processes are forked from: they share it, outlive it, and exit with their
 worker.
 """
 
@@ -148,7 +148,7 @@ async def test_a_template_starts_no_thread_and_loads_the_libraries(
 def _memory_bytes(process: psutil.Process, kind: Literal["private", "rss"]) -> int:
     """A process's memory: either all resident memory, or only what it shares with no other process.
 
-    Without the CUDA libraries that come with a GPU build of torch: nothing here computes with them,
+    Excludes the CUDA libraries that come with a GPU build of torch, because nothing here uses them,
     and the amount touched varies between processes.
     """
     maps = [one for one in process.memory_maps() if not _CUDA.search(one.path)]

@@ -1,4 +1,6 @@
-"""A tenant never has all slots of a worker whose items run to their end, while others use it."""
+"""A tenant never has all of a worker's slots, if items can't be interrupted, while others use
+it.
+"""
 
 from __future__ import annotations
 
@@ -32,14 +34,14 @@ class Worker:
         return "".join(queued.tenant for queued in self.start())
 
     def end(self, tenant: str, took_s: float) -> None:
-        """Ends the first running item of a tenant."""
+        """Ends a tenant's first running item."""
         ((queued, *_),) = [one for one in self.queue.running if one[0].tenant == tenant][:1]
         self.now_s += took_s
         self.queue.batch_ended([queued])
         self.queue.observe_item(queued, took_s, self.now_s)
 
     def has_run(self, tenant: str, took_s: float) -> None:
-        """Computes one of a tenant's items, with nothing else running."""
+        """Runs one of a tenant's items, with nothing else running."""
         self.add(tenant)
         assert self.started() == tenant
         self.end(tenant, took_s)

@@ -1,6 +1,4 @@
-"""A job's life in a worker, over an in-memory broker, a real Redis, and a model that can be
-paused.
-"""
+"""A job's life in a worker, with an in-memory broker, a real Redis and a pausable model."""
 
 from __future__ import annotations
 
@@ -249,8 +247,8 @@ async def test_reply_that_cannot_be_sent_keeps_the_job(redis_url: str, tmp_path:
 async def test_unreadable_job_is_answered_at_once(
     redis_url: str, tmp_path: Path, change: dict[str, str | None], data: bytes
 ) -> None:
-    """Whichever part is unreadable, the caller gets an error, and the message becomes a dead
-    letter.
+    """No matter which part is unreadable, the caller gets an error, and the message is
+    dead-lettered.
     """
     async with running_worker(redis_url, tmp_path) as harness:
         now = repr(time.time() + 30)

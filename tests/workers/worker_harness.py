@@ -85,7 +85,7 @@ LARGE_IMAGE = b"p" * (INLINE_LIMIT_BYTES + 1)
 
 
 class LetterPreparer:
-    """A token is a letter; a text that contains a digit is refused."""
+    """A token is a letter; a text that contains a digit is rejected."""
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         return [self._prepare(given) for given in inputs]
@@ -122,8 +122,8 @@ class LoneBatches:
 class LetterProcess(LoneBatches):
     """Returns the text itself; `gate` pauses it, and `deaths` is how many times it dies first.
 
-    "!" fails alone, "†" kills the process each time, and "short" runs out of memory in a batch.
-    `is_deaf`: it has no steps, so it never receives cancels.
+    "!" fails on its own, "†" kills the process each time, and "short" runs out of memory in a
+    batch. `is_deaf`: it has no steps, so it never receives cancels.
     """
 
     def __init__(self) -> None:
@@ -236,7 +236,7 @@ class PaintProcess(LetterProcess):
 class WordProcess(LetterProcess):
     """A class that converts a word's letters to capitals.
 
-    A word with "!" fails, and "0" is refused.
+    A word with "!" fails, and "0" is rejected.
     """
 
     def _text(self, prepared: Prepared) -> str:

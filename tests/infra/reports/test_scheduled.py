@@ -235,7 +235,7 @@ async def test_summary_is_a_page_that_a_mail_can_hold(
     tags = _Tags()
     tags.feed(page.decode())
     assert (tags.open, tags.links) == ([], [])
-    assert len(page) < 100_000  # Gmail clips emails above 102 KB
+    assert len(page) < 100_000  # Gmail clips emails over 102 KB
 
 
 @pytest.fixture
