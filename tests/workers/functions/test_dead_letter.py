@@ -116,7 +116,7 @@ async def test_stranger_is_put_aside(world: World) -> None:
     unreadable = await world.count("penstock_functions_unreadable_total", "dead_letter", 0)
     await world.broker.publish(world.dead, b"", {"of": "course"})
     await world.count("penstock_functions_unreadable_total", "dead_letter", unreadable + 1)
-    # With any answer other than 2xx, the broker would redeliver it within 0.2 s.
+    # With any response other than 2xx, the broker would redeliver it within 0.2 s.
     data, attributes = world.job(1)
     await world.broker.publish(world.dead, data, attributes)
     await world.rows(1)

@@ -36,7 +36,7 @@ METRIC = "penstock_functions_webhooks_total"
 
 
 class Stage:
-    """Turns on a clock that the test moves, and deliveries that the test ends."""
+    """Turns, with a clock that the test advances and deliveries that the test ends."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -108,7 +108,7 @@ async def test_receiver_that_hangs_is_left_alone_for_longer_each_time(stage: Sta
                 stage.now_s += 1
             else:
                 break
-        with pytest.raises(ReceiverBusy):  # one at a time until it answers
+        with pytest.raises(ReceiverBusy):  # one at a time until it responds
             await stage.hold("t", QUICK)
         pauses_s.append(stage.now_s - since_s)
         await stage.held.aclose()

@@ -1,5 +1,5 @@
-"""A real image model in a real process: a batch that no caller wants any more ends at its current
-step.
+"""A real image model in a real process: a batch that no caller wants any more stops after its
+current step.
 """
 
 import asyncio
@@ -43,7 +43,7 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
     assert done.steps_saved is not None
     # The Cancel message travels while the next steps may be running; each takes a few milliseconds.
     assert 0 < done.steps_saved < 100 - canceled_at
-    running.cancel()  # it has ended: harmless
+    running.cancel()  # it has finished, so this is harmless
     after = await asyncio.wait_for(
         process.run(asked(tiny_preparer, 2), timeout_s=START_LIMIT_S), START_LIMIT_S
     )

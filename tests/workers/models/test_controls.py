@@ -1,4 +1,6 @@
-"""ControlNets: images with and without one are the same in a batch, alone, and in diffusers."""
+"""ControlNets: images with and without one are the same in a batch, individually, and in
+diffusers.
+"""
 
 import io
 import itertools

@@ -86,7 +86,7 @@ def join(values: np.ndarray) -> np.ndarray:
 
 
 def expected(settings: SentenceFolder, ids: np.ndarray, types: np.ndarray) -> np.ndarray:
-    """sentence-transformers' formulas, on each text alone."""
+    """sentence-transformers' formulas, applied to each text individually."""
     model = AutoModel.from_pretrained(settings.transformer).eval()
     rows = []
     for row, length in enumerate(LENGTHS):
@@ -198,7 +198,7 @@ def joined(texts: list[PreparedText]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def reference(minilm_folder: Path, texts: list[PreparedText]) -> np.ndarray:
-    """Each text alone, in torch fp32."""
+    """Each text individually, in torch fp32."""
     encoder = TorchEncoder(read_sentence_folder(minilm_folder), Device("cpu", 1, 1.0), "fp32")
     encoder.open()
     rows = [encoder.encode(joined([text])[0], None, joined([text])[1]) for text in texts]

@@ -1,4 +1,6 @@
-"""Adapters: the same images in mixed batches, alone, and in diffusers; resident within a budget."""
+"""Adapters: the same images in mixed batches, individually, and in diffusers; resident within a
+budget.
+"""
 
 import io
 import os
@@ -123,7 +125,7 @@ def drawer(catalog: Catalog, family: TinyPipeline, files: dict[str, Path]) -> Dr
 def by_diffusers(
     pipeline: Any, drawer: Drawer, value: ImageInput, file: Path, scale: float
 ) -> np.ndarray:
-    """The image that diffusers draws with an adapter, alone."""
+    """The image that diffusers draws with an adapter, by itself."""
     pipeline.load_lora_weights(file, adapter_name="one")
     pipeline.set_adapters(["one"], [scale])
     try:

@@ -1,5 +1,5 @@
-"""Adapters that callers specify by URL: drawn like adapters in the catalog, and bad files
-refused.
+"""Adapters that callers specify by URL: drawn like adapters in the catalog, with bad files
+rejected.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Families with flow-matching transformers: text, image and mask, alone and in a batch.
+"""Families with flow-matching transformers: text, image and mask, individually and in a batch.
 
 Each family has a test module that writes a tiny pipeline with its real classes. Properties that all
 families share are tested for each of them.

@@ -1,4 +1,4 @@
-"""Pipelines of many families, unmodified, share calls and draw the same images as alone.
+"""Unmodified pipelines from many families share calls and draw the same images as on their own.
 
 All have random weights.
 """
@@ -101,7 +101,7 @@ def make(name: str, kind: str, dtype: torch.dtype = torch.float32) -> Tiny:
 
 
 def run(hub: Hub, arrivals: Mapping[int, tuple[int, Callable[[], Any]]]) -> dict[int, Any]:
-    """Adds each item before its step, and runs until all have ended."""
+    """Adds each item before its step, and runs until all have finished."""
     ended: dict[int, Any] = {}
     for step in range(200):
         for name, (joins, draw) in arrivals.items():
@@ -227,7 +227,7 @@ def sd() -> Tiny:
 
 @pytest.fixture(scope="module")
 def references(sd: Tiny) -> dict[tuple[int, int], torch.Tensor]:
-    """Results of items drawn alone, by seed and steps."""
+    """Results of items drawn individually, by seed and steps."""
     with torch.inference_mode():
         return {(seed, steps): sd.alone(seed, steps) for seed in range(6) for steps in (2, 3, 5)}
 

@@ -70,7 +70,7 @@ class Watched(ImageModel):
         self.interrupted += 1
 
     def draw(self) -> dict[int, Result | PenstockError]:
-        """Computes steps until the whole batch has ended. Returns the results."""
+        """Runs steps until the whole batch has finished. Returns the results."""
         results: dict[int, Result | PenstockError] = {}
         while self.inside:
             results |= self.step().results

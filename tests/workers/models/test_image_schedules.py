@@ -1,4 +1,4 @@
-"""For any sequence of events, an image gets the same pixels and charge as if drawn alone.
+"""For any sequence of events, an image gets the same pixels and charge as if drawn on its own.
 
 Other images join, are canceled, are preempted by more urgent ones, start over, fail, and run out of
 memory.

@@ -1,4 +1,4 @@
-"""Images that join others between two steps get the same pixels as if drawn alone."""
+"""Images that join others between two steps get the same pixels as if drawn on their own."""
 
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -66,7 +66,7 @@ def stepped(family: TinyPipeline) -> SteppedModel:
 
 
 class Alone:
-    """Draws each image alone, and only once."""
+    """Draws each image on its own, and only once."""
 
     def __init__(self, draw: Callable[[ImageInput], ImageResult]) -> None:
         self._draw = draw
@@ -98,7 +98,7 @@ def run(
     drops: Mapping[int, int] | None = None,
 ) -> dict[int, Result | PenstockError]:
     """Admits each input before its step, drops slots before theirs, and runs until all have
-    ended.
+    finished.
     """
     results: dict[int, Result | PenstockError] = {}
     inside: set[int] = set()
@@ -432,7 +432,7 @@ def test_a_model_that_has_drawn_moves_to_host_memory_and_back(
 def test_images_of_a_pipeline_that_changes_modules_are_drawn_one_at_a_time(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, tmp_path: Path
 ) -> None:
-    """Perturbed attention sets processors and restores them when an image ends."""
+    """Perturbed attention sets processors and restores them when an image is finished."""
     for part in tiny_folder.iterdir():
         (tmp_path / part.name).symlink_to(part)
     index = json.loads((tiny_folder / "model_index.json").read_text())

@@ -1,4 +1,6 @@
-"""IP-Adapters: images with and without one are the same in a batch, alone, and in diffusers."""
+"""IP-Adapters: images with and without one are the same in a batch, individually, and in
+diffusers.
+"""
 
 import importlib.util
 import io
@@ -88,7 +90,9 @@ class Drawing:
         return self.together(value)[0]
 
     def check(self, *values: ImageInput) -> list[np.ndarray]:
-        """Checks that images are the same in a batch and alone. Returns the images drawn alone."""
+        """Checks that images are the same in a batch and individually. Returns the individual
+        images.
+        """
         alone = [self.alone(value) for value in values]
         for value, one, other in zip(values, self.together(*values), alone, strict=True):
             assert np.abs(one - other).max() <= 1, value
@@ -161,7 +165,7 @@ def plain_with(folder: Path, ip_adapter: Path) -> Any:
 
 
 def by_diffusers(drawing: Drawing, folder: Path, ip_adapter: Path, value: ImageInput) -> np.ndarray:
-    """The image that diffusers' pipeline draws with an IP-Adapter, alone."""
+    """The image that diffusers' pipeline draws with an IP-Adapter, by itself."""
     pipeline = plain_with(folder, ip_adapter)
     more: dict[str, Any] = {"width": value.width, "height": value.height}
     if value.image is not None:

@@ -36,7 +36,7 @@ async def drawn(
         on_previews=seen.append,
     )
     done = await running.done
-    running.watch(watched)  # it has ended: this must not affect the next batch
+    running.watch(watched)  # it has finished, so this must not affect the next batch
     assert all(isinstance(result, ImageResult) for result in done.outcomes), done.outcomes
     return [result.image.data for result in done.results if isinstance(result, ImageResult)], seen
 

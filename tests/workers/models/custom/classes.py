@@ -41,7 +41,7 @@ def entry_of(folder: Path, **more: Any) -> Model:
     """Returns a folder's catalog entry. Adds its interface unless `more` contains one.
 
     Inspecting a class takes a process and 0.3 s of CPU time, so it happens only once for equal
-    sources. The process that serves a class inspects it again and refuses a class that does not
+    sources. The process that serves a class inspects it again and rejects a class that does not
     match its entry.
     """
     given = {"name": "mine", "task": "custom", "source": f"local:{folder}", **more}
@@ -68,7 +68,7 @@ def prepared(
 def compute(
     model: StartedClass, values: dict[str, Any], files: list[PreparedFile] | None = None
 ) -> StepEnd:
-    """Runs prediction 0 until it ends."""
+    """Runs prediction 0 until it finishes."""
     model.admit(0, prepared(values, files))
     return model.steps_until(0)
 

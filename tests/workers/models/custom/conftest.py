@@ -27,7 +27,7 @@ def _no_service_has_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_class() -> Iterator[StartClass]:
-    """Starts a folder's class, as a worker does. It ends after the test."""
+    """Starts a folder's class, as a worker does. It is stopped after the test."""
     classes: list[StartedClass] = []
 
     def start(folder: Path, **more: Any) -> StartedClass:

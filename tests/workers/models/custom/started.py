@@ -31,7 +31,7 @@ StartClass = Callable[..., "StartedClass"]
 
 @dataclass
 class StepEnd:
-    """The predictions that a step ended, and their output."""
+    """The predictions that finished in a step, and their output."""
 
     results: dict[int, Result | PenstockError] = field(default_factory=dict)
     logs: dict[int, PrintedLogs] = field(default_factory=dict)
@@ -40,7 +40,7 @@ class StepEnd:
 class StartedClass:
     """Starts a pool with one process, as a worker does, and feeds it through `PooledProcess`.
 
-    Tests number the predictions. A new batch begins whenever nothing is running, and further
+    Tests number the predictions. A new batch starts whenever nothing is running, and further
     predictions join the running batch, as in a worker.
 
     Args:
@@ -93,14 +93,14 @@ class StartedClass:
         self._call(self._admit(number, item))
 
     def drop(self, number: int) -> None:
-        """Cancels a prediction. Its result is `Canceled`, unless it has just ended."""
+        """Cancels a prediction. Its result is `Canceled`, unless it has just finished."""
         slots = [slot for slot, one in self._numbers.items() if one == number]
         self._loop.call_soon_threadsafe(self._process.drop, slots)
 
     def step(self) -> StepEnd:
         """Waits up to STEP_S for the next message.
 
-        Returns the predictions that the message ends.
+        Returns the predictions that the message completes.
         """
         end = StepEnd()
         try:
@@ -122,7 +122,9 @@ class StartedClass:
         return end
 
     def steps_until(self, number: int) -> StepEnd:
-        """Returns the step that ends a prediction. Predictions that end earlier are left out."""
+        """Returns the step that completes a prediction. Predictions completed earlier are left
+        out.
+        """
         for _ in range(int(WAIT_LIMIT_S / STEP_S)):
             end = self.step()
             if number in end.results:

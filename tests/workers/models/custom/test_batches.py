@@ -1,4 +1,6 @@
-"""Classes with `predict_batch`, in their own process: one outcome per input, whatever they do."""
+"""Classes with `predict_batch`, in a separate process: one outcome per input, no matter what they
+do.
+"""
 
 from __future__ import annotations
 
@@ -267,7 +269,7 @@ def test_a_batch_that_does_not_stop_is_killed(started: Start, kind: str, sleep: 
     model = started(body)
     (before,) = compute(model, {"a": 0})
     after, wait_s = before, 0.1
-    while before == after:  # otherwise it was canceled before it began
+    while before == after:  # otherwise it was canceled before it started
         wait_s *= 2
         assert wait_s < WAIT_LIMIT_S
         found = compute(model, {"a": 1}, {"a": 2}, cancels_after_s=wait_s)

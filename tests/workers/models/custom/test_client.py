@@ -154,7 +154,7 @@ async def test_a_batch_whose_caller_is_canceled_ends_before_the_next(
 
 @pytest.mark.parametrize("first", ["text 0", "exit"])
 async def test_items_admitted_at_an_end_join_the_run(client: ClassClient, first: str) -> None:
-    """As a worker admits them: when an item ends, either normally or with its process."""
+    """As a worker admits them, when an item ends, either normally or with its process."""
     outputs: dict[int, object] = {}
 
     def on_message(message: StepMessage) -> None:

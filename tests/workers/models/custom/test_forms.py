@@ -433,7 +433,7 @@ def test_a_cancellation_that_comes_with_its_prediction_is_heard(
     model.drop(2)
     assert output_of(model.steps_until(1), 1) == before
     assert output_of(compute(model, {"a": 0.0})) == before
-    # A process that missed a cancellation would have been killed in the meantime.
+    # A process that missed a cancellation would have been killed by now.
     assert output_of(compute(model, {"a": 3.0})) == before
 
 

@@ -140,7 +140,7 @@ def test_a_folder_that_cant_be_read_is_named(
 
 
 def test_many_new_files_are_counted_at_once(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """However long the last count took: the disk has fewer free files."""
+    """No matter how long the last count took, because the disk has fewer free files."""
     monkeypatch.setattr(limits, "MAX_ENTRIES", 1000)
     disk = DiskUse(scratch, 4 * MIB)
     if not os.statvfs(scratch).f_favail:

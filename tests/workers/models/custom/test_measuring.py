@@ -1,4 +1,4 @@
-"""`penstock models measure`: the values it writes for a class, and the classes it refuses."""
+"""`penstock models measure`: the values it writes for a class, and the classes it rejects."""
 
 from __future__ import annotations
 

@@ -18,7 +18,7 @@ from tests.workers.models.custom.forms import FORMS, predict
 from workers.models.custom.runner.output_types import read_output
 
 NEW = {"Nested", "Models", "StreamedModels", "Matrix", "Sheets", "Maybe"}
-"""The forms that release 0.1.0 refused."""
+"""The forms that release 0.1.0 rejected."""
 
 
 def returned_by(name: str) -> Any:
@@ -34,7 +34,7 @@ def returned_by(name: str) -> Any:
 
 @pytest.mark.parametrize("name", sorted({one.name for one in FORMS} - NEW))
 def test_schema_is_that_of_release_0_1_0(name: str) -> None:
-    """Otherwise a worker would refuse a folder or an image that release 0.1.0 checked."""
+    """Otherwise a worker would reject a folder or an image that release 0.1.0 checked."""
     _inspector._find_coders(predict)
     hint = returned_by(name)
     assert (

@@ -127,7 +127,7 @@ class Predictor(BasePredictor):
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that a class can see, whatever its /tmp is."""
+    """A folder that a class can see, regardless of its /tmp."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         yield Path(folder)
 
@@ -159,7 +159,7 @@ def test_a_class_that_cant_be_set_up_again_is_tried_until_it_can(
 
 
 def set_up_at_s(log: OperatorsLog) -> list[float]:
-    """When each `setup` of `breaks_later` began."""
+    """When each `setup` of `breaks_later` started."""
     return [float(found) for found in re.findall(r"setting up at ([\d.]+)\n", log.look())]
 
 

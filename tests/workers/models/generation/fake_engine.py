@@ -1,7 +1,7 @@
-"""An engine that dies in the middle of an answer.
+"""An engine that dies in the middle of a response.
 
 `python fake_engine.py PROTOCOL ANSWER PLACE --uds SOCKET`. The protocol is `llama.cpp` or `vllm`.
-ANSWER is `stream` or `body`: the kind of answer in which it dies at PLACE. It writes the tokens
+ANSWER is `stream` or `body`: the kind of response in which it dies at PLACE. It writes the tokens
 FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
 """
 

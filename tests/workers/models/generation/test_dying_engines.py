@@ -1,6 +1,6 @@
-"""Engines that die at each place of an answer.
+"""Engines that die at each point in a response.
 
-Their texts must be given back, so that another worker can continue them. A failure would end them.
+Their texts must be handed back, so that another worker can continue them. A failure would end them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,9 @@ def launch_of(*arguments: str) -> Launch:
 
 @asynccontextmanager
 async def opened(folder: Path, protocol: str, answer: str, place: str) -> AsyncIterator[Engine]:
-    """An engine that dies at a place in this kind of answer. With no place, it does not."""
+    """Starts an engine that dies at a place in this kind of response. Without a place, it
+    survives.
+    """
     launch = launch_of(fake_engine.__file__, protocol, answer, place)
     entry = tiny.entry(engine=protocol, precision="auto")
     server = await EngineProcess.start(launch, "key", 1, WAIT_LIMIT_S)

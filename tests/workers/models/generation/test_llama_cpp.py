@@ -120,7 +120,7 @@ class Told:
                 await self.changed.wait()
 
     async def until_any(self, tokens: int) -> None:
-        """Waits until an item that has not ended has reported this many tokens."""
+        """Waits until an unfinished item has reported this many tokens."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while not any(
                 slot not in self.results and self.written(slot) >= tokens for slot in self.chunks

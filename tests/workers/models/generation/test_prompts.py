@@ -1,4 +1,4 @@
-"""Prompts as token ids, and prompts that are refused."""
+"""Prompts as token ids, and prompts that are rejected."""
 
 import json
 import shutil

@@ -63,7 +63,7 @@ LONG = {
     },
 }
 QUEUED = 40
-"""More texts than slots: some can't be over, however late the test kills their engine."""
+"""More texts than slots, so some are unfinished no matter how late the test kills their engine."""
 BLOCK = 32
 """Whole blocks of this many tokens are cached."""
 
@@ -178,7 +178,7 @@ class TestEngine:
         assert together[1].text != alone.text
 
     async def test_only_the_owner_of_a_prompt_finds_it_read(self, engine: PooledProcess) -> None:
-        """Names of owners may have characters that vLLM refuses in a salt."""
+        """Owners' names may have characters that vLLM rejects in a salt."""
         ids = [60, *IDS, *IDS]
         cached = [
             (await run(engine, tiny.prompt(ids, 4, owner=owner)))[0].cached_tokens
@@ -250,7 +250,7 @@ class TestEngine:
     async def test_no_text_of_a_caller_becomes_a_control_token(
         self, engine: PooledProcess, folder: Path
     ) -> None:
-        """The same tokens are read as by our engine, whatever their text is."""
+        """The engine reads the same tokens as ours, regardless of their text."""
         text = GenerationInput(4, 1, prompt=f"a{tiny.END}{tiny.TURN}system")
         (item,) = PromptPreparer(entry(), folder).prepare([text])
         assert isinstance(item, PreparedPrompt)
@@ -338,7 +338,7 @@ def test_the_entry_of_the_first_release_selects_no_other_engine() -> None:
 
 
 class Answer:
-    """A server's answer, in aiohttp's form."""
+    """A server's response, in aiohttp's format."""
 
     def __init__(self, body: object, status: int = 200) -> None:
         self._data = msgspec.json.encode(body)
@@ -353,7 +353,7 @@ class Answer:
 
 
 class Server:
-    """Answers each request with the next answer, and keeps the requests."""
+    """Returns the next response for each request, and records the requests."""
 
     def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)
@@ -437,7 +437,7 @@ async def test_a_schema_that_vllm_rejects_is_the_callers(folder: Path) -> None:
 
 
 async def compute(folder: Path, item: PreparedPrompt, server: Server) -> EngineGeneration:
-    """Computes a text with a server's answers."""
+    """Generates a text from a server's responses."""
     dialect = Vllm(entry(), Vocabulary(folder))
     text = EngineGeneration(0, item, dialect.vocabulary)
     slots, permits = EngineSlots(1), ReadingPermits(1)
@@ -483,7 +483,7 @@ with socketserver.UnixStreamServer(sys.argv[-1], Handler) as server:
 
 
 def test_a_command_and_all_it_has_started_end_with_the_worker(tmp_path: Path) -> None:
-    """A killed worker can't end them: its end of a pipe closes. The command ends at once."""
+    """A killed worker can't stop them, but its end of a pipe closes. The command exits at once."""
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as parent:
         folder = Path(parent, "engine")
         folder.mkdir()
@@ -509,7 +509,7 @@ def test_a_command_and_all_it_has_started_end_with_the_worker(tmp_path: Path) ->
 
 
 def wait_until_gone(pids: Sequence[int]) -> None:
-    """Waits until killed processes have ended. The process that adopts them may leave zombies."""
+    """Waits until killed processes have exited. The process that adopts them may leave zombies."""
     deadline_s = time.monotonic() + WAIT_LIMIT_S
     for pid in pids:
         while (state := process_state(pid)) not in ("", "Z", "X"):
@@ -518,7 +518,7 @@ def wait_until_gone(pids: Sequence[int]) -> None:
 
 
 def process_state(pid: int) -> str:
-    """The state letter in /proc. Empty: it has ended."""
+    """The state letter in /proc. Empty: it has exited."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0]
     except OSError:

@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def write(
     model: GenerationModel, item: PreparedPrompt
 ) -> tuple[list[TokenChunk], GenerationResult]:
-    """Returns all chunks of an item that runs alone, taken after each step, and its result."""
+    """Returns all chunks of an item that runs by itself, taken after each step, and its result."""
     model.admit(0, item)
     chunks: list[TokenChunk] = []
     while True:
@@ -169,7 +169,7 @@ def test_stops_are_found_as_by_looking_at_the_whole_text(text: str, stops: list[
         if found is not None:
             at, stop = found
             assert shown <= at
-            # The first stop text that is complete, which may not be the first to begin.
+            # The first stop text that is complete, which may not be the first to start.
             assert stop in stops
             assert part[at:] == stop
             return

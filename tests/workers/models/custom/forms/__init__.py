@@ -215,7 +215,7 @@ def write_form(folder: Path, name: str) -> Path:
     """Creates a folder for the class with this name, including its penstock.schema.json.
 
     The class is inspected in this process, because `penstock models check` would start a process
-    for each, at 0.3 s of CPU time. The process that serves the class inspects it again and refuses
+    for each, at 0.3 s of CPU time. The process that serves the class inspects it again and rejects
     it if the schema does not match.
     """
     folder.mkdir(parents=True, exist_ok=True)
