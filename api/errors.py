@@ -238,7 +238,7 @@ class ErrorMapping(NamedTuple):
 
 
 # Clients should not retry a 504 on their own. The caller's time is up, and OpenAI's client would
-# send the same work twice more to a system that is already late. 429 and 503 have Retry-After.
+# send the same work two more times to a system that is already late. 429 and 503 have Retry-After.
 ERROR_MAPPINGS = {
     "invalid_input": ErrorMapping(400, "invalid_request_error"),
     "input_too_large": ErrorMapping(400, "invalid_request_error"),
@@ -325,14 +325,14 @@ def set_error_code(request: Request, error: Exception) -> None:
 
 
 def error_response(error: PenstockError) -> Response:
-    """Returns the response with `error` in OpenAI's shape."""
+    """Returns the response with `error` in OpenAI's format."""
     status = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"]).status
     body = encode_error(error_body(error))
     return Response(body, status, headers_for(error), "application/json")
 
 
 def error_body(error: PenstockError) -> ErrorReply:
-    """Returns the body for `error`, which is also the event for an error that ends a stream."""
+    """Returns the body for `error`, which is also the event sent when an error ends a stream."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     # OpenAI names the limit in the type.
     kind = error.unit if type(error) is RateLimited else mapping.type
@@ -345,7 +345,7 @@ def encode_error(body: msgspec.Struct) -> bytes:
 
 
 def headers_for(error: PenstockError) -> dict[str, str]:
-    """Returns the headers of an error: whether and when to retry, and how to authenticate."""
+    """Returns an error's headers: whether and when to retry, and how to authenticate."""
     mapping = ERROR_MAPPINGS.get(error.code, ERROR_MAPPINGS["internal"])
     headers = {}
     if mapping.retry is not None:
@@ -363,7 +363,7 @@ def headers_for(error: PenstockError) -> dict[str, str]:
 
 
 def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
-    """Returns the first error of a body, by field and reason."""
+    """Returns the first error in a body, by field and reason."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         if _is_too_deep(first):
@@ -378,7 +378,7 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
 
 def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
     """Returns path (`images[0].image_url`, empty: the body) and reason of a pydantic error."""
-    # Union tags appear in the location as 'name:'. They are internal.
+    # Union tags, which are internal, appear in the location as 'name:'.
     steps = [step for step in wrong["loc"] if not (isinstance(step, str) and step.endswith(":"))]
     cause = wrong.get("ctx", {}).get("error")
     if isinstance(cause, WrongField):

@@ -1,9 +1,9 @@
-"""The configuration of uvicorn, and its HTTP protocol with limits on request heads and connections.
+"""uvicorn's configuration, and its HTTP protocol with limits on request heads and connections.
 
-Tests use both. A head is the URL and the headers of a request. h11, uvicorn's other parser, limits
-its size. httptools does not: it copies the header read so far for each piece that arrives, so one
-endless header blocks all other requests. A typical request, whose head arrives in one piece, does
-not set a timer here.
+Tests use both. A head is a request's URL and headers. h11, uvicorn's other parser, limits the
+head's size. httptools does not, and it copies the header read so far for each piece that arrives,
+so one endless header blocks all other requests. A typical request, whose head arrives in one piece,
+does not set a timer here.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.settings import ApiSettings
 HEAD_LIMIT_BYTES = 64 * 1024
 """The limit of Google's load balancer."""
 CHUNK_FRAME_BYTES = 24
-"""Overhead allowed per chunk of a body. Longer chunk extensions and trailers count as head."""
+"""Overhead allowed per body chunk. Longer chunk extensions and trailers count as head."""
 MAX_PIPELINED = 16
 """Maximum number of requests waiting for the current one.
 
@@ -39,7 +39,7 @@ A single read may contain ten thousand.
 UNREAD_LIMIT_S = 60
 """A connection whose peer reads nothing for this long is closed."""
 UNREAD_MAX_BYTES = 256 * 1024 * 1024
-"""Maximum memory for all unread answers together."""
+"""Maximum total memory for unread responses."""
 RESERVED_FILES = 128
 """File descriptors reserved for the process itself."""
 MAX_PORT = 65535
@@ -50,41 +50,41 @@ _HOST = re.compile(
 )
 
 DRAIN_S = 4
-"""Seconds for open requests after SIGTERM.
+"""How long open requests may take after SIGTERM, in seconds.
 
 Cloud Run kills the process after 10 s, and storing rows takes up to 5 s.
 """
 KEEP_ALIVE_S = 620
 """More than the 600 s of Google's load balancer.
 
-Otherwise it may reuse a connection that was just closed.
+Otherwise the load balancer may reuse a connection that was just closed.
 """
 
 TLS_CIPHERS = (
     "@SECLEVEL=2:ECDH+AESGCM:ECDH+CHACHA20:ECDH+AES:DHE+AES:!aNULL:!eNULL:!aDSS:!SHA1:!AESCCM"
 )
-"""Ciphers accepted in TLS 1.2: all with forward secrecy, none with SHA-1.
+"""Ciphers accepted in TLS 1.2: only ones with forward secrecy and without SHA-1.
 
 The list is the same as in Python's own builds,
 https://github.com/python/cpython/blob/v3.11.7/Modules/_ssl.c. Debian and Ubuntu build Python with
-the system OpenSSL's list, which allows both.
+the system OpenSSL's list, which is less strict on both counts.
 """
 
 
 class BoundedHttp(HttpToolsProtocol):
-    """One connection. `protocol_with` sets the limits of the class."""
+    """One connection. `protocol_with` sets the class's limits."""
 
     head_timeout_s: ClassVar[float]
     max_connections: ClassVar[int]
     idle: ClassVar[dict[BoundedHttp, None]]
     """Connections without a request, longest idle first."""
     unread: ClassVar[dict[BoundedHttp, int]]
-    """Connections with an unread answer, longest first, with its size in bytes."""
+    """Connections with an unread response, oldest first, with the response's size in bytes."""
 
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._beside_bytes = 0
-        """Bytes since the last head, or since the end of a request, that are not part of a body."""
+        """Bytes outside of bodies since the last head or the end of a request."""
         self._in_head = self._in_body = False
         self._timer: asyncio.TimerHandle | None = None
         self._error: PenstockError | None = None
@@ -92,7 +92,7 @@ class BoundedHttp(HttpToolsProtocol):
         """The current head offers an upgrade to another protocol."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Counts the connection. If there are too many, closes the one idle the longest."""
+        """Counts the connection. If there are too many, closes the longest-idle one."""
         super().connection_made(transport)
         opened = transport.get_extra_info("socket")
         if (
@@ -115,14 +115,14 @@ class BoundedHttp(HttpToolsProtocol):
         self._arm()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Removes the connection from all counts."""
+        """Removes the connection from every count."""
         self.idle.pop(self, None)
         self._leave_unread()
         self._disarm()
         super().connection_lost(exc)
 
     def pause_writing(self) -> None:
-        """Called when the caller reads more slowly than the answer is written.
+        """Called when the caller reads more slowly than the response is written.
 
         The rest is buffered up to a limit.
         """
@@ -133,12 +133,12 @@ class BoundedHttp(HttpToolsProtocol):
             next(iter(self.unread))._cut("unread")
 
     def resume_writing(self) -> None:
-        """Called when the caller has read nearly all of the answer."""
+        """Called when the caller has read nearly all of the response."""
         self._leave_unread()
         super().resume_writing()
 
     def data_received(self, data: bytes) -> None:
-        """Parses received bytes, and limits those outside of bodies."""
+        """Parses received bytes and limits the bytes outside of bodies."""
         self._unset_keepalive_if_required()
         self._beside_bytes += len(data)
         self._parse(data)
@@ -194,9 +194,9 @@ class BoundedHttp(HttpToolsProtocol):
         super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """Called after the answer is written.
+        """Called after the response has been written.
 
-        An unread body may continue for as long as a head may take.
+        An unread body may keep arriving for as long as a head may take.
         """
         super().on_response_complete()
         if self.cycle.response_complete and not self.transport.is_closing():
@@ -205,7 +205,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self._arm()
 
     def send_400_response(self, msg: str) -> None:
-        """Rejects input that the parser can't read, or that a callback rejected."""
+        """Rejects input that the parser can't read or that a callback rejected."""
         self._refuse("invalid", self._error or BadInput("this is not a valid HTTP/1.1 request"))
 
     def _parse(self, data: bytes) -> None:
@@ -213,7 +213,7 @@ class BoundedHttp(HttpToolsProtocol):
 
         Offers of another protocol (RFC 9110, 7.8) are ignored, because Java's client offers h2c
         with every request. httptools treats such a request as one without a body, and its body as
-        the next request. So a new parser gets the head again, without the offer.
+        the next request. So a new parser is given the head again, without the offer.
         """
         head = b""
         while True:
@@ -270,7 +270,7 @@ class BoundedHttp(HttpToolsProtocol):
             self._cut("idle")
 
     def _refuse(self, reason: str, error: PenstockError) -> None:
-        """Sends the error unless another answer is being written, and closes the connection."""
+        """Sends the error unless another response is being written, then closes the connection."""
         if self.cycle is None or self.cycle.response_complete or not self.cycle.response_started:
             response = error_response(error)
             fields = [*response.raw_headers, (b"connection", b"close")]
@@ -296,7 +296,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
-    """Returns the protocol class with the limits of these settings."""
+    """Returns the protocol class with the limits from these settings."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = settings.max_connections
     if files != resource.RLIM_INFINITY:
@@ -312,7 +312,7 @@ def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
 
 @lru_cache(maxsize=256)
 def _is_host(value: bytes) -> bool:
-    """Returns whether it is a nonempty `uri-host [ ":" port ]`.
+    """Returns whether the value is a nonempty `uri-host [ ":" port ]`.
 
     See RFC 9110, 7.2 and RFC 3986, 3.2.2.
     """

@@ -1,1 +1,1 @@
-"""One answer for all requests with the same Idempotency-Key."""
+"""One response for all requests with the same Idempotency-Key."""

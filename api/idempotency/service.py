@@ -1,8 +1,8 @@
 """Runs idempotent requests: one computes the response, and others with the same key replay it.
 
-This works across instances. A request with a key runs in a separate task, because its caller may
+This works across instances. A request with a key runs in a separate task because its caller may
 hang up and come back. Temporary responses (429, 5xx, a missed deadline, an earlier response that is
-still being written) are not stored, and release the key. Responses are stored in Redis
+still being generated) are not stored, and they release the key. Responses are stored in Redis
 (api/idempotency/store.py), and large bodies in the object store. api/http/idempotency.py calls this
 service.
 """
@@ -33,9 +33,9 @@ STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
 """These depend only on the request. 401, 404 and 413 depend on API keys, the catalog and settings.
 """
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
-"""Pauses between two reads of a key that another instance has claimed."""
+"""Pauses between reads of a key that another instance has claimed."""
 MAX_WAITING = 1000
-"""Maximum number of requests waiting for others at a time, shared by tenants."""
+"""Maximum number of requests waiting for others at a time, shared among tenants."""
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
@@ -55,7 +55,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     object_key: str = ""
     model: str = ""
     is_of_the_moment: bool = False
-    """True if it depends on more than the request, whatever its status."""
+    """True if it depends on more than the request, no matter what its status is."""
 
     @property
     def media_type(self) -> str:
@@ -84,7 +84,7 @@ class IdempotentRequest(NamedTuple):
 
 @dataclass(slots=True)
 class _Running:
-    """A request being computed by this instance."""
+    """A request that this instance is computing."""
 
     fingerprint: str
     claim_id: str
@@ -107,7 +107,7 @@ class IdempotencyService:
 
     @property
     def waiting(self) -> int:
-        """The number of requests that wait for others."""
+        """Number of requests waiting for others."""
         return self._room.total
 
     async def __aenter__(self) -> Self:
@@ -132,9 +132,9 @@ class IdempotencyService:
             wait_s: maximum seconds to wait for another request that computes it.
 
         Raises:
-            KeyReused: the key was used with another request.
-            KeyInUse: the other request is not done after `wait_s`, or too many requests of the
-                tenant are waiting.
+            KeyReused: the key was used with a different request.
+            KeyInUse: the other request is not done after `wait_s`, or too many of the tenant's
+                requests are waiting.
             Unavailable: Redis is unreachable, or the stored response can't be read.
         """
         ends_s, pauses = _now_s() + wait_s, backoff(FIRST_POLL_S, MAX_POLL_S)
@@ -241,7 +241,7 @@ class IdempotencyService:
 
     def _on_done(self, name: str, task: asyncio.Task[StoredResponse]) -> None:
         del self._running[name]
-        # Checked here because the caller may have hung up.
+        # Checked here, because the caller may have hung up.
         if not task.cancelled() and (error := task.exception()) is not None:
             log.error("request with a key failed unexpectedly", exc_info=error)
 

@@ -1,14 +1,14 @@
-"""Stores claims and responses of idempotent requests in Redis, for all instances.
+"""Stores idempotent requests' claims and responses in Redis, for all instances.
 
 An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim`
 (of the request that computes the response) and `answer` (the response). A claim is valid while its
-instance renews its lease. One call renews all leases of an instance. Only the Redis clock counts,
-so instances' clocks need not agree.
+instance renews its lease. One call renews all of an instance's leases. Only the Redis clock is
+used, so instances' clocks need not agree.
 
 Entries do not have a TTL, because a full Redis evicts keys with a TTL (volatile-lru), and responses
-must be kept. Each new entry removes a few expired ones, found by an index. All responses share a
-budget of bytes (shared/stores/retention.py). Claims do not count, because only claims of crashed
-instances remain without a response. The scripts are in *.lua files in this package.
+must be kept. Each new entry removes a few expired entries, found through an index. All responses
+share a byte budget (shared/stores/retention.py). Claims do not count, because only claims of
+crashed instances remain without a response. The scripts are in *.lua files in this package.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class KeyClaim(NamedTuple):
     """The result of a claim.
 
     `acquired`: the caller computes the response. `in_progress`: another request computes it.
-    `completed`: `response` is stored. `mismatch`: the key was used with another request.
+    `completed`: `response` is stored. `mismatch`: the key was used with a different request.
     """
 
     state: Literal["acquired", "in_progress", "completed", "mismatch"]
@@ -59,7 +59,7 @@ class IdempotencyStore(RedisStore):
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
         keep_s: seconds to store a response.
-        lease_s: seconds without renewal until a claim expires.
+        lease_s: seconds until a claim that is not renewed expires.
         prefix: prefix of every key, for several deployments on one Redis.
     """
 
@@ -94,7 +94,8 @@ class IdempotencyStore(RedisStore):
         """Claims the right to compute the response. `claim` is a unique ID.
 
         Raises:
-            Unavailable: Redis did not answer. If it recorded the claim, it expires with its lease.
+            Unavailable: Redis did not respond. If it recorded the claim, the claim expires with its
+                lease.
         """
         args = (fingerprint, claim, self._keep_s, self.lease_s)
         state, response = await self._commands.run_script(_CLAIM, self._keys(name), *args)

@@ -1,10 +1,11 @@
 """A pool of processes that decode and encode images, with a bounded queue and a memory budget.
 
 A request's deadline applies while its image is queued and while it is decoded. At the deadline, or
-when the caller hangs up, the process is killed. A new one starts within a tenth of a second. Idle
-processes exit, so an API without image traffic does not have any. Tenants take turns in the queue.
-Within a tenant, images are handled in order of arrival. One tenant can't use all processes, and a
-small image of a tenant that is not decoding anything else does not wait for the memory of others.
+when the caller hangs up, the process is killed. A new process starts within a tenth of a second.
+Idle processes exit, so an API without image traffic does not have any. Tenants take turns in the
+queue. Within a tenant, images are handled in order of arrival. One tenant can't use all processes,
+and if a tenant is not decoding anything else, its small image does not wait for memory used by
+other tenants.
 
 See docs/decisions/0015-image-codec-processes.md.
 """
@@ -48,8 +49,7 @@ from shared.errors import (
 from shared.settings import environment_with
 
 COMMAND = (sys.executable, "-W", "ignore", "-m", "api.inputs.codec_server")
-"""Suppresses warnings, so that callers' images can't fill the log with Pillow's warnings.
-"""
+"""Suppresses warnings, so that callers' images can't fill the log with Pillow's warnings."""
 PIECE_BYTES = 256 * 1024
 """Bytes per write: 32 MB in one write would block the event loop for 10 ms."""
 MAX_REPLY_BYTES = 512 * 1024 * 1024
@@ -66,7 +66,7 @@ T = TypeVar("T")
 MAX_QUEUED = 64
 """Maximum number of new images waiting for a process."""
 MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""Maximum total size of waiting image files. The first is admitted whatever its size."""
+"""Maximum total size of waiting image files. The first is admitted regardless of its size."""
 IDLE_S = 30.0
 """A process exits after being idle this long."""
 FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
@@ -77,7 +77,7 @@ MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 SPARE_PROCESSES = 1
 """Number of processes in addition to a single tenant's maximum."""
 SMALL_SHARE = 0.25
-"""Fraction of the memory budget up to which an image counts as small."""
+"""Largest fraction of the memory budget for which an image counts as small."""
 
 
 class CodecClient:
@@ -110,7 +110,8 @@ class CodecClient:
                     *COMMAND,
                     str(theirs.fileno()),
                     pass_fds=[theirs.fileno()],
-                    # Without the API's settings, and therefore without its secrets.
+                    # The process gets none of the API's settings, and therefore none of its
+                    # secrets.
                     env=environment_with({}),
                     stdin=asyncio.subprocess.DEVNULL,
                 )
@@ -123,7 +124,7 @@ class CodecClient:
         try:
             return cls(process, *await asyncio.open_unix_connection(sock=ours))
         except BaseException:
-            # Only a cancellation gets here, because the socket is already connected.
+            # Only a cancellation can get here, because the socket is already connected.
             ours.close()
             process.kill()
             await process.wait()
@@ -145,10 +146,10 @@ class CodecClient:
         If the call is canceled, the process must be killed.
 
         Args:
-            reserve: called after reading the image header, before decoding anything.
+            reserve: called after the image header is read, before anything is decoded.
 
         Raises:
-            BadInput: the image was rejected. The caller adds the name of the field.
+            BadInput: the image was rejected. The caller adds the field name.
         """
         try:
             await self._send(command, data)
@@ -212,7 +213,7 @@ class FairQueue(Generic[T]):
         self._of_tenants.setdefault(tenant, deque()).append(entry)
 
     def discard(self, tenant: str, entry: T) -> None:
-        """Removes an entry unless it was already popped."""
+        """Removes an entry unless it has already been popped."""
         entries = self._of_tenants.get(tenant, deque[T]())
         if entry not in entries:
             return
@@ -221,7 +222,7 @@ class FairQueue(Generic[T]):
             del self._of_tenants[tenant]
 
     def pop(self, may_start: Callable[[str], bool]) -> tuple[str, T] | None:
-        """Removes the first entry of the tenant whose turn it is, and returns both.
+        """Removes the first entry for the tenant whose turn it is, and returns both.
 
         Args:
             may_start: returns whether a tenant may have a turn.
@@ -257,8 +258,8 @@ class CodecPool:
     Args:
         processes: maximum number of processes per tenant. All tenants together have SPARE_PROCESSES
             more.
-        budget_bytes: memory for all images being decoded. A larger image is decoded alone. In
-            addition, each process may decode a small image of a tenant that is not decoding
+        budget_bytes: memory for all images being decoded. A larger image is decoded on its own. In
+            addition, each process may decode a small image for a tenant that is not decoding
             anything else.
         start: starts a process. Replaced by tests.
     """
@@ -275,7 +276,7 @@ class CodecPool:
         self._running: Counter[str] = Counter()
         """Number of processes by tenant."""
         self._budget_bytes = budget_bytes
-        # Results go first, because they are already computed and paid for.
+        # Results go first because they are already computed and paid for.
         self._lines: dict[bool, FairQueue[asyncio.Future[None]]] = {
             False: FairQueue(),
             True: FairQueue(),
@@ -314,8 +315,9 @@ class CodecPool:
 
         Args:
             deadline_s: Unix time at which the command is stopped.
-            is_new: True if it may be rejected. Computed results go first and are never rejected.
-            tenant: tenant whose turn it uses. Empty: shared by all unknown callers.
+            is_new: True if it may be rejected. Results that are already computed go first and are
+                never rejected.
+            tenant: the tenant whose turn is used. Empty: shared by all unknown callers.
 
         Raises:
             Overloaded: the queue is full, or the command would miss its deadline.
@@ -350,7 +352,7 @@ class CodecPool:
     def _check(self, task: _Task, remaining_s: float) -> None:
         """Rejects a command that would miss its deadline.
 
-        With an empty queue, every command is admitted.
+        If the queue is empty, every command is admitted.
         """
         if not self._room.total:
             return
@@ -385,7 +387,7 @@ class CodecPool:
                 await turn
             except asyncio.CancelledError:
                 if turn.cancelled():
-                    # A process that became free in the meantime may have skipped it already.
+                    # A process that has since become free may already have skipped it.
                     line.discard(task.tenant, turn)
                 else:
                     self._release_process(task.tenant)
@@ -417,7 +419,7 @@ class CodecPool:
         self._running[tenant] += 1
 
     def _release_process(self, tenant: str) -> None:
-        """Frees a process of a tenant, and starts the next commands."""
+        """Frees a tenant's process and starts the next commands."""
         self._free += 1
         self._running[tenant] -= 1
         if not self._running[tenant]:
@@ -460,7 +462,7 @@ class CodecPool:
                 self._kill(child, then=partial(self._release_process, task.tenant))
 
     def _reuse_idle(self) -> CodecClient | None:
-        """Returns the process that has been idle for the shortest time.
+        """Returns the most recently used idle process.
 
         None if no process is idle.
         """
@@ -486,11 +488,11 @@ class CodecPool:
 
     @asynccontextmanager
     async def _reserve_memory(self, tenant: str, cost_bytes: int) -> AsyncGenerator[None]:
-        """Reserves memory for an image of a tenant.
+        """Reserves memory for a tenant's image.
 
-        A small image of a tenant that is not decoding anything else gets memory at once, in
-        addition to the budget. Others wait for the budget in order of arrival, so that large images
-        get their turn.
+        If a tenant is not decoding anything else, its small image gets memory immediately, in
+        addition to the budget. Other images wait for the budget in order of arrival, so that large
+        ones get their turn.
         """
         is_small = cost_bytes <= self._budget_bytes * SMALL_SHARE
         is_additional = is_small and not self._decoding[tenant]

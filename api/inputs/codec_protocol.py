@@ -2,9 +2,9 @@
 
 A frame has two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below, and the
 image data, which is never copied into a struct. The API sends a command (PrepareSource,
-PrepareMask, EncodeImage or CompareImages). The process answers HeaderRead, waits for Proceed, which
-comes once there is room for the image, and answers SourcePrepared, MaskPrepared, ImageEncoded or
-ImagesCompared. CodecError may replace any of its answers.
+PrepareMask, EncodeImage or CompareImages). The process replies with HeaderRead, waits for Proceed,
+which arrives once there is room for the image, and then replies with SourcePrepared, MaskPrepared,
+ImageEncoded or ImagesCompared. CodecError may replace any of these replies.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PrepareSource(msgspec.Struct, tag="prepare"):
 
 
 class PrepareMask(msgspec.Struct, tag="mask"):
-    """Creates a mask from the file, for a source image that is already prepared.
+    """Creates a mask from the file, for a source image that has already been prepared.
 
     Without a file, only the source's `padding` is masked.
 
@@ -107,7 +107,7 @@ class ImageEncoded(msgspec.Struct, tag="encoded"):
 
 
 class ImagesCompared(msgspec.Struct, tag="compared"):
-    """Peak signal-to-noise ratio of the images, in dB. 100 if equal, 0 if sizes differ."""
+    """The images' peak signal-to-noise ratio, in dB. 100 if equal, 0 if their sizes differ."""
 
     psnr_db: float
 

@@ -1,8 +1,7 @@
 """Files that callers upload before the predictions that use them.
 
-The object store has the data and the document of each file. Both count toward the tenant's quota
-and are removed after the file expires (api/inputs/storage.py). The API does not serve expired
-files.
+The object store has each file's data and document. Both count toward the tenant's quota and are
+removed after the file expires (api/inputs/storage.py). The API does not serve expired files.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -39,7 +38,7 @@ MAX_BYTES = 64 * 1024 * 1024
 MAX_LISTED = 100
 _METADATA_LIMIT_BYTES = 64 * 1024
 _FACTS_BYTES = 1024
-"""Size allowed for a document in addition to the name and metadata sent by its caller."""
+"""Size allowed for a document in addition to the name and metadata sent by the caller."""
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}", re.ASCII)
 
@@ -47,7 +46,7 @@ _CHARSETS = frozenset({*aliases, *aliases.values()})
 
 
 class File(msgspec.Struct):
-    """The metadata of a file. `key` is the object with its data."""
+    """A file's metadata. `key` is the object that contains its data."""
 
     id: str
     tenant: str
@@ -76,7 +75,7 @@ def is_charset(name: str) -> bool:
 
 
 class Files:
-    """The files of all tenants.
+    """All tenants' files.
 
     Args:
         storage: counts the stored bytes per tenant.
@@ -101,7 +100,7 @@ class Files:
 
         Args:
             name: file name set by the caller.
-            keep_s: seconds until it expires, KEEP_S at most.
+            keep_s: seconds until it expires, at most KEEP_S.
             reservation: the reservation of `receiving`. None: room is reserved here.
 
         Raises:
@@ -109,7 +108,7 @@ class Files:
             StorageFull: the tenant's storage quota is used up.
         """
         media_type = content_type if is_media_type(content_type) else "application/octet-stream"
-        # In a thread: a digest of 30 MB takes 30 ms, during which it releases the interpreter lock.
+        # Runs in a thread: a digest of 30 MB takes 30 ms, during which the GIL is released.
         sha256 = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         file_id, now_s = f"file_{secrets.token_hex(12)}", time.time()
         file = File(
@@ -154,7 +153,7 @@ class Files:
         await self._objects.put(_document_key(file), document, "application/json")
 
     async def newest(self, tenant: str) -> list[File]:
-        """Returns the files of this tenant, newest first, up to MAX_LISTED."""
+        """Returns up to MAX_LISTED of this tenant's files, newest first."""
         listed = await self._objects.listing(_folder_of(tenant), MAX_LISTED)
         ids = [stored_object.key.rpartition("_")[2] for stored_object in listed]
         files = await asyncio.gather(

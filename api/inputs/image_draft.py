@@ -1,11 +1,11 @@
-"""Builds the images that a request asks for: fetches its files and prepares them for models.
+"""Builds the images that a request asks for: fetches the files and prepares them for models.
 
 Image endpoints, predictions of image models and batch lines all build their images here.
 
 An adapter (LoRA) may be named by the URL of its file, if the catalog allows that URL. The API
-fetches the file like any input. From then on, cache, rows and workers know the adapter by the
-digest of the fetched file, whatever the URL returns later. A caller who appends `#sha256=…` to the
-URL gets that file, or an error. Fetched files are remembered per tenant, so nobody gets an adapter
+fetches the file like any input. From then on, cache, rows and workers identify the adapter by the
+fetched file's digest, no matter what the URL returns later. A caller who appends `#sha256=…` to the
+URL gets that file, or an error. Fetched files are remembered per tenant, so no one gets an adapter
 whose URL they can't open.
 """
 
@@ -56,13 +56,13 @@ class ImageSource(NamedTuple):
     redraws: Literal["transparent", "white"] = "white"
     """The area of the mask that is redrawn."""
     blur: float = 0.0
-    """Softness of the mask's edge, as in ImageCodec.prepare_mask."""
+    """Softness of the mask edge, as in ImageCodec.prepare_mask."""
     padding: Padding = UNPADDED
     """Padding around the image, as in ImageCodec.prepare_source. It is always redrawn."""
 
 
 class ImageDraft:
-    """The images of one request, while its files are fetched and prepared.
+    """One request's images, while the files are being fetched and prepared.
 
     Call `fetch` first, and then `first`.
 
@@ -92,7 +92,7 @@ class ImageDraft:
         self._inline: dict[str, FetchedFile] = {}
 
     async def fetch(self, files: Mapping[str, bytes | str]) -> None:
-        """Fetches all files that are named by URL, at the same time.
+        """Fetches all files named by URL concurrently.
 
         Args:
             files: each file's data or URL, by its place in the request.
@@ -164,7 +164,7 @@ class ImageDraft:
         return msgspec.structs.replace(first, image=image.image, mask=mask)
 
     async def _guide(self, first: ImageInput, size: tuple[int, int] | None) -> ImageInput:
-        """Returns an image with the guides of its request.
+        """Returns an image with its request's guides.
 
         Args:
             size: width and height of the image to draw. None: the control's size, if any.
@@ -302,7 +302,7 @@ def names_files(body: ImageFields, first: ImageInput) -> bool:
 
 
 def consecutive(first: ImageInput, start: int, count: int) -> list[ImageInput]:
-    """Returns the images of a request: copies of the first, with consecutive seeds from `start`."""
+    """Returns a request's images: copies of the first, with consecutive seeds from `start`."""
     return [msgspec.structs.replace(first, seed=start + number) for number in range(count)]
 
 

@@ -6,15 +6,15 @@
     files/reserved/<owner>/<until>_<bytes>_<id>    room that an upload has reserved
     files/held/<owner>/<until>_<bytes>_<id>        bytes elsewhere (shared/stores/held_bytes.py)
 
-Stored files are counted by listing them, so a count can't be lost, or be wrong for long. An upload
-first writes a reservation, and then counts the files and the reservations of others. Each of
-several concurrent uploads sees all reservations written before it counted, so together they never
-exceed the quota, on any number of instances. If little room is left, several uploads may be
-rejected although one of them would have fit. A reservation left behind by its instance expires.
+Stored files are counted by listing them, so a count can't be lost or stay wrong for long. An upload
+first writes a reservation, then counts the files and the other reservations. Each of several
+concurrent uploads sees all reservations written before it counted, so together they never exceed
+the quota, no matter how many instances there are. If little room is left, several uploads may be
+rejected although one of them would have fit. A reservation left behind by a dead instance expires.
 
 A tenant may have many files and send many uploads at once. So the uploads on an instance share
 listings: uploads that arrive during a listing share the next one, which starts after all of their
-reservations. Documents are not read again until one of them can have expired.
+reservations. Documents are not reread until one of them may have expired.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -45,16 +45,16 @@ from shared.tenants.plan import Caller
 KEEP_S = 24 * 3600
 """Replicate keeps files for the same time, as does the bucket for objects under `files/`."""
 DEFAULT_TENANT_MAX_BYTES = 2 * 1024**3
-"""Default of the `files_max_bytes` setting."""
+"""Default value of the `files_max_bytes` setting."""
 BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
 LISTED = "files/of"
 RESERVED = "files/reserved"
 MAX_FILES = 10_000
 """Maximum number of files per tenant. Each upload lists them."""
 RESERVED_S, RENEW_S = 600.0, 300.0
-"""Lifetime of a reservation, and the interval at which it is renewed while needed."""
+"""A reservation's lifetime, and the interval at which it is renewed while needed."""
 STEP_BYTES = 8 * 1024 * 1024
-"""Size of the steps in which an upload of unknown size reserves room."""
+"""Increment in which an upload of unknown size reserves room."""
 LOOK_AGAIN_S = 60.0
 """Minimum interval between removals of expired files for a tenant without room.
 
@@ -63,7 +63,7 @@ Another instance may have stored files that expire before all files seen here.
 MAX_OWNERS = 1000
 """Number of tenants whose last removal and last check are remembered."""
 CHECKED_S = 10.0
-"""How long a check is valid. A tenant can exceed its quota by the results of this period."""
+"""How long a check is valid. A tenant can exceed its quota by the results from this period."""
 _WHAT_TO_DO = "delete files that you no longer need, or wait until they expire"
 ABANDONED_S = 3600.0
 """Data without a document, left by an interrupted upload, is removed after this time."""
@@ -75,7 +75,7 @@ FOLDERS_BY_AGE = ("answers", "batches/runs", "inputs", "results")
 On Google, the bucket's lifecycle rules remove their objects after Terraform's `objects_days`.
 """
 OLDEST_S = 31 * 24 * 3600.0
-"""Retention is limited to 30 days, whatever plans and requests specify."""
+"""Retention is limited to 30 days, no matter what plans and requests specify."""
 _DOCUMENT_MAX_BYTES = 128 * 1024
 _MARKER = "application/json"
 
@@ -97,16 +97,16 @@ _decoder = msgspec.json.Decoder(_Expiring)
 
 
 class StorageQuota(NamedTuple):
-    """The storage quota of one tenant."""
+    """One tenant's storage quota."""
 
     tenant: str
     max_bytes: int
     field: str
-    """The request field that the error names if the quota is used up."""
+    """The request field named in the error if the quota is used up."""
 
 
 class _Listed(NamedTuple):
-    """The objects of one tenant."""
+    """One tenant's objects."""
 
     stored: list[StoredObject]
     reserved: list[StoredObject]
@@ -120,7 +120,7 @@ class _Removal(NamedTuple):
     removed: int
     """Number of removed objects."""
     next_s: float
-    """Unix time before which no other file listed can expire."""
+    """Unix time before which no other listed file can expire."""
 
 
 class _Checked(NamedTuple):
@@ -138,11 +138,11 @@ class StorageUse(NamedTuple):
 
 
 class Storage:
-    """The stored files of all tenants.
+    """All tenants' stored files.
 
     Args:
         clock: Unix time. Replaced by tests.
-        tenant_max_bytes: maximum per tenant whose plan does not set one.
+        tenant_max_bytes: maximum per tenant, if the tenant's plan does not set one.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ class Storage:
         return StorageQuota(caller.tenant, max_bytes, field)
 
     async def use(self, tenant: str, except_key: str = "") -> StorageUse:
-        """Returns the storage currently used by a tenant, without the reservation `except_key`."""
+        """Returns the storage a tenant currently uses, excluding the reservation `except_key`."""
         stored, reserved, elsewhere_bytes = await self._list_objects(owner_of(tenant))
         now_s = self.clock()
         names = [
@@ -184,7 +184,7 @@ class Storage:
     async def check(self, quota: StorageQuota) -> None:
         """Rejects work whose results need storage if the quota is already exceeded.
 
-        The tenant's storage is counted again after CHECKED_S at the earliest.
+        The tenant's storage is not recounted until CHECKED_S has passed.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.
@@ -211,7 +211,7 @@ class Storage:
         await hold(self.objects, tenant, size_bytes, until_s)
 
     async def _list_objects(self, owner: str) -> _Listed:
-        """Lists an owner's objects, with a listing that starts after this call."""
+        """Lists an owner's objects, using a listing that starts after this call."""
         listing = self._next_listing.get(owner)
         if listing is None:
             listing = asyncio.create_task(self._list_after(owner, self._listing.get(owner)))
@@ -253,9 +253,9 @@ class Storage:
     async def reserved(
         self, quota: StorageQuota, size_bytes: int | None
     ) -> AsyncIterator[StorageReservation]:
-        """Holds room for one file while it is written.
+        """Holds room for one file while it is being written.
 
-        If there is not enough, removes expired files first.
+        If there is not enough room, removes expired files first.
 
         Args:
             size_bytes: maximum size. None: unknown, so the reservation grows with `cover`.
@@ -332,7 +332,7 @@ class Storage:
                 if expires_s > now_s:
                     next_s = min(next_s, expires_s)
                     continue
-                # The document goes first, so that no caller finds an incomplete file.
+                # The document is deleted first, so that no caller finds an incomplete file.
                 keys = sorted((part.key for part in parts), reverse=True)
                 removed += await self._remove(folder, keys)
         for folder, is_over in (
@@ -357,7 +357,7 @@ class Storage:
         try:
             data = await self.objects.get(document, _DOCUMENT_MAX_BYTES)
             return _decoder.decode(data).expires_at_s
-        except (BadInput, msgspec.MsgspecError):  # removed in the meantime, or not ours
+        except (BadInput, msgspec.MsgspecError):  # removed since then, or not ours
             return math.inf
 
     async def _remove(self, folder: str, keys: Iterable[str]) -> int:
@@ -370,7 +370,7 @@ class Storage:
 
 
 class StorageReservation:
-    """Room for one file that is being written, created by `Storage.reserved`."""
+    """Room for one file being written, created by `Storage.reserved`."""
 
     def __init__(self, storage: Storage, quota: StorageQuota) -> None:
         self._storage = storage
@@ -420,7 +420,7 @@ class StorageReservation:
             await self._storage.objects.delete(self._key)
 
     def _check(self, use: StorageUse, size_bytes: int) -> None:
-        """Rejects amounts above the quota. `use` includes this reservation."""
+        """Rejects amounts over the quota. `use` includes this reservation."""
         field, max_bytes = self._quota.field, self._quota.max_bytes
         if use.size_bytes > max_bytes:
             used_bytes = use.size_bytes - size_bytes

@@ -1,11 +1,12 @@
 """Fetches inputs named by https URL before their request is accepted.
 
-Every address is checked before connecting, again at each redirect (shared/web/pinned_http.py). A
-body is stored in the object store while it arrives, so a large one needs memory for only one part.
-Bytes, time, redirects and concurrent fetches are bounded.
+Every address is checked before connecting, and again at each redirect (shared/web/pinned_http.py).
+A body is stored in the object store as it arrives, so a large body needs memory for only one part.
+Bytes, time, redirects and concurrent fetches are limited.
 
-A file with an ETag is not downloaded again while its request lives: a repeated request asks whether
-it has changed. A tenant's concurrent requests for one URL share one download on this instance.
+While its request exists, a file with an ETag is not downloaded again, because a repeated request
+only asks whether the file has changed. On each instance, a tenant's concurrent requests for one URL
+share one download.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ MAX_REDIRECTS = 5
 MAX_AT_A_TIME = 16
 """Concurrent fetches on this instance.
 
-Each takes the memory of an object writer. A tenant gets at most half of them.
+Each fetch uses the memory of one object writer. A tenant gets at most half of the fetches.
 """
 IDLE_LIMIT_S = 10.0
 """Maximum pause between two chunks of a body."""
@@ -94,7 +95,7 @@ class FileRules(NamedTuple):
     media_types: tuple[str, ...] = ()
     """Accepted prefixes of the media type. Empty: all types."""
     within: tuple[str, ...] = ()
-    """Allowed prefixes of its URL and every redirect. Empty: any URL."""
+    """Allowed prefixes for its URL and every redirect. Empty: any URL."""
     max_bytes: int = MAX_BYTES
     sha256: str = ""
     """The digest that the caller expects, in hex.
@@ -116,12 +117,12 @@ class _OutOfTime(FetchFailed):
 
 
 class _Download(NamedTuple):
-    """The key of a shared download: tenant, URL and requirements."""
+    """A shared download's key: tenant, URL and requirements."""
 
     quota: StorageQuota
     """The tenant's quota.
 
-    It does not name a field, because requests sharing the download may use different fields.
+    The quota does not name a field, because requests sharing the download may use different fields.
     """
     url: str
     rules: FileRules
@@ -162,7 +163,7 @@ class UrlFetcher:
         resolve: returns all addresses of a host and port.
 
     Raises:
-        ConfigurationError: the file of certificate authorities can't be read.
+        ConfigurationError: the certificate authority file can't be read.
     """
 
     def __init__(
@@ -186,7 +187,7 @@ class UrlFetcher:
         self._downloads: dict[_Download, asyncio.Future[FetchedInput | PenstockError | None]] = {}
         """Running downloads.
 
-        Each ends with the file, with its server's error, or with None if its own request ended it.
+        Each produces the file, the server's error, or None if the request that started it ended it.
         """
 
     @property
@@ -198,7 +199,7 @@ class UrlFetcher:
         """Returns the Unix time by which a request's fetches that start now must finish.
 
         Args:
-            deadline_s: deadline of the request, Unix time.
+            deadline_s: the request's deadline, Unix time.
         """
         return min(deadline_s, time.time() + self._limit_s)
 
@@ -215,16 +216,16 @@ class UrlFetcher:
         """Fetches one file.
 
         Args:
-            quota: storage quota of the tenant. Tenants take turns.
+            quota: the tenant's storage quota. Tenants take turns.
             until_s: result of `until_s`.
             keep_until_s: Unix time until which the file is remembered and counts toward the quota,
                 usually the end of the request.
 
         Raises:
             BadInput: the file must not be fetched from there, or does not meet the requirements.
-                The message has the reason.
+                The message contains the reason.
             FetchFailed: its server did not return it in time.
-            InputTooLarge: it has more bytes than the rules allow.
+            InputTooLarge: it is larger than the rules allow.
             StorageFull: the tenant's storage quota is used up.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
@@ -247,10 +248,10 @@ class UrlFetcher:
             FETCHES.labels(end).inc()
 
     async def _join_download(self, download: _Download, until_s: float) -> FetchedInput | None:
-        """Waits for the same download by another request. Returns None if none is running.
+        """Waits for another request's identical download. Returns None if there is none.
 
-        A waiting request does not hold a permit, and continues by itself if the other request ends
-        first. Raises the same errors as `fetch`.
+        A waiting request does not hold a permit, and downloads the file itself if the other request
+        ends first. Raises the same errors as `fetch`.
         """
         while (running := self._downloads.get(download)) is not None:
             try:
@@ -267,9 +268,9 @@ class UrlFetcher:
     async def _download_once(
         self, download: _Download, until_s: float, keep_until_s: float
     ) -> tuple[FetchedInput, str]:
-        """Returns the file, and whether it was `fetched` or is `unchanged`.
+        """Returns the file and whether it was `fetched` or is `unchanged`.
 
-        Other requests may share it.
+        Other requests may share the download.
         """
         running = self._downloads[download] = asyncio.get_running_loop().create_future()
         outcome: FetchedInput | PenstockError | None = None
@@ -332,7 +333,7 @@ def _as_input(known: FetchedUrl) -> FetchedInput:
 
 
 class _Place(NamedTuple):
-    """The storage of a fetched file, and the time until which it counts (Unix time)."""
+    """A fetched file's location, and the Unix time until which it counts."""
 
     storage: Storage
     quota: StorageQuota
@@ -380,8 +381,8 @@ class _Fetch:
     def accepts(self, known: FetchedUrl) -> bool:
         """Returns whether a file fetched earlier meets the requirements of this fetch.
 
-        It may have been fetched with other requirements, or before an operator changed the
-        settings.
+        The file may have been fetched with different requirements, or before an operator changed
+        the settings.
         """
         try:
             self.check_url(known.final_url)
@@ -442,7 +443,7 @@ class _Fetch:
             raise FetchFailed(f"{url.host}: {_reason_of(error)}") from error
 
     def _check(self, answer: ClientResponse) -> None:
-        """Checks the head of a response.
+        """Checks a response's head.
 
         Raises:
             BadInput: the response does not meet the requirements.
@@ -501,7 +502,7 @@ def _resolve_redirect(url: URL, answer: ClientResponse) -> str:
 
 
 async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRules) -> _Loaded:
-    """Reads a body. A large one is stored in the object store while it arrives."""
+    """Reads a body. A large body is stored in the object store as it arrives."""
     media_type, name = _media_type(answer), _name_of(answer, asked)
     pieces = answer.content.iter_chunked(CHUNK_BYTES)
     head = bytearray()
@@ -541,8 +542,8 @@ async def _store(
     rules: FileRules,
     room: StorageReservation,
 ) -> _Stored:
-    """Stores a body while it arrives. `head` is the part that has already arrived."""
-    # Its digest, which is its key, is not known until all of it has arrived.
+    """Stores a body as it arrives. `head` is the part that has already arrived."""
+    # The body's digest, which is its key, is not known until all of it has arrived.
     passing = f"{FOLDER}/passing/{secrets.token_hex(16)}"
     digest, sha256 = hashlib.blake2b(head, digest_size=32), hashlib.sha256(head)
     size_bytes = len(head)
@@ -567,17 +568,17 @@ def _media_type(answer: ClientResponse) -> str:
 
 
 def _name_of(answer: ClientResponse, asked: str) -> str:
-    """Returns the name sent by the server, or else the last part of the requested path."""
+    """Returns the name sent by the server, or by default the last part of the requested path."""
     head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
-    # Name parts with and without numbers, and some charsets, make the parser raise.
+    # A mix of numbered and unnumbered name parts, and some charsets, make the parser raise.
     with suppress(TypeError, ValueError):
         sent = head.get_param("filename", "", "content-disposition")
         if isinstance(sent, str) or is_charset(sent[0] or "us-ascii"):
             filename = collapse_rfc2231_value(sent).strip()
     path = filename or unquote(URL(asked).raw_path)
     name = PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
-    return name.encode(errors="replace").decode()  # a charset may produce half of a surrogate pair
+    return name.encode(errors="replace").decode()  # decoding may produce half of a surrogate pair
 
 
 def _too_large(rules: FileRules) -> InputTooLarge:
@@ -596,10 +597,10 @@ def _authorities(path: str) -> ssl.SSLContext | None:
 
 
 def _of_field(error: PenstockError, field: str) -> PenstockError:
-    """Returns the same error with the name of the field."""
+    """Returns the same error with the field's name."""
     if isinstance(error, Overloaded):
         return Overloaded(f"{field}: {error.message}", retry_after_s=error.retry_after_s)
     if isinstance(error, Unavailable):
         return error
-    # The storage quota of a download does not name a field.
+    # A download's storage quota does not name a field.
     return type(error)(f"{field}: {error.message.removeprefix(': ')}", field=field)
