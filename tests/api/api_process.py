@@ -1,4 +1,4 @@
-"""The API as a real process whose keys are in a Redis."""
+"""The API as a real process whose keys are in Redis."""
 
 import asyncio
 import os
@@ -30,7 +30,7 @@ class ApiProcess:
 async def api_process(
     tmp_path: Path, redis_url: str, pubsub: str, **settings: str
 ) -> AsyncIterator[ApiProcess]:
-    """Runs the API; yields once it responds."""
+    """Runs the API. Yields once it responds."""
     port, metrics_port = free_port(), free_port()
     folder = tmp_path / f"api-{port}"
     folder.mkdir()

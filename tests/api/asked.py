@@ -1,4 +1,4 @@
-"""Requests from a malicious caller: mostly valid, but with something invalid in them."""
+"""Requests from a malicious caller: mostly valid, but each with something invalid in it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Asked(NamedTuple):
 
 
 def mostly(good: st.SearchStrategy[T], bad: st.SearchStrategy[T]) -> st.SearchStrategy[T]:
-    """One in six is bad: with several parts, most requests have at most one bad part."""
+    """One part in six is bad, so most requests with several parts have at most one bad part."""
     return st.integers(0, 5).flatmap(lambda draw: bad if draw == 5 else good)
 
 
@@ -187,7 +187,7 @@ owners = chosen("", "owner/", bad=latin.map(lambda name: f"{name}/") | st.just("
 
 
 def predictions(model: str) -> st.SearchStrategy[Asked]:
-    """Predictions with one model, by every route that creates them."""
+    """Predictions with one model, through every route that creates predictions."""
     versions = st.builds(lambda owner, name: owner + name, owners, chosen(model, bad=models))
     given = st.builds(
         lambda about, more: {"input": about, **more}, mostly(inputs[model], drawn(FIELDS)), told
@@ -235,7 +235,7 @@ charsets = chosen(
 
 
 def as_form(fields: dict[str, Any], charset: str) -> Asked:
-    """A form with an image, with texts in the charset named in its header, if that is possible."""
+    """A form with an image, with texts encoded in the charset named in its header, if possible."""
     parts = []
     for name, value in fields.items():
         text = str(value).encode("utf-7" if charset == "utf-7" else "utf-8", "surrogatepass")

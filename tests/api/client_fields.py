@@ -1,4 +1,4 @@
-"""Request fields according to the types in the installed `openai` client."""
+"""Request fields, according to the types in the installed `openai` client."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Field(NamedTuple):
 
 
 def fields_of(kind: Any) -> list[Field]:
-    """The fields of one of the client's TypedDicts."""
+    """The fields in one of the client's TypedDicts."""
     hints = typing_extensions.get_type_hints(kind, include_extras=True)
     return [
         Field(name, _is_required(kind, name, hint), _is_nullable(hint), usual_value(hint))
@@ -38,7 +38,7 @@ def params_of(*kinds: Any) -> list[Field]:
 
 
 def _is_required(kind: Any, name: str, hint: Any) -> bool:
-    """Like `__required_keys__`, which can't read annotations that are strings."""
+    """Like `__required_keys__`, which can't read string annotations."""
     if get_origin(hint) is typing_extensions.Required:
         return True
     return get_origin(hint) is not typing_extensions.NotRequired and name in kind.__required_keys__

@@ -1,4 +1,4 @@
-"""Compares each answer in a test with its route's declaration in the OpenAPI document."""
+"""Compares each response in a test with its route's declaration in the OpenAPI document."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ def _pattern(place: str) -> re.Pattern[str]:
 
 
 class Declared:
-    """The routes and answers that an app's OpenAPI document declares."""
+    """The routes and responses that an app's OpenAPI document declares."""
 
     _document: ClassVar[dict[str, Any]] = {}
-    """The document of the first app that was asked.
+    """The document from the first app that was queried.
 
-    Building it takes a third of a second, and it is the same for all apps: it depends on no setting
-    or model (tests/api/test_openapi.py).
+    Building it takes a third of a second, and it is the same for all apps because it does not
+    depend on settings or models (tests/api/test_openapi.py).
     """
 
     def __init__(self, app: FastAPI) -> None:
@@ -50,14 +50,14 @@ class Declared:
         return Declared._document
 
     async def check(self, response: httpx.Response) -> None:
-        """Records answers that are missing from the document. An httpx event hook."""
+        """Records responses that are missing from the document. An httpx event hook."""
         request = response.request
         self.undeclared += self.missing(
             request.method, request.url.path, response.status_code, response.headers
         )
 
     def missing(self, method: str, path: str, status: int, headers: Mapping[str, str]) -> list[str]:
-        """Returns the parts of an answer that the document does not declare."""
+        """Returns the parts of a response that the document does not declare."""
         operation = self._operation(method, path)
         if operation is None or status in NOT_OF_ROUTES:
             return []

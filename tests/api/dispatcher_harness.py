@@ -66,7 +66,7 @@ class DispatcherHarness:
     def ask(
         self, *texts: str, deadline_in_s: float = 30.0, **flags: Any
     ) -> asyncio.Task[InferenceResponse]:
-        """A request in progress; it joins its items after one turn of the event loop."""
+        """A request in progress. Its items are coalesced after one event loop iteration."""
         now_s, inputs = time.time(), [TextInput(text) for text in texts]
         request_id = f"req_{random.getrandbits(64):x}"
         given = {name: flags.pop(name) for name in RequestFacts.__struct_fields__ if name in flags}

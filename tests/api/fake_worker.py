@@ -93,7 +93,7 @@ def png_of(given: ImageInput) -> bytes:
 LAST_WORD = "END"
 """The last word of a text that stops by itself."""
 MAX_PROMPT_WORDS = 10
-"""Further words in an image prompt are reported as lost, as a real worker reports lost tokens."""
+"""Extra words in an image prompt are reported as lost, as a real worker reports lost tokens."""
 
 
 PROMPT_TOKENS, CACHED_TOKENS = 7, 3
@@ -103,12 +103,13 @@ PROMPT_TOKENS, CACHED_TOKENS = 7, 3
 class FakeWorker:
     """Serves all of `models`.
 
-    While `go` is cleared, every answer is held back. `broken` texts and prompts fail. With a cache,
-    results are stored as a real worker does. `jobs` lists jobs in order of arrival. `is_silent`
-    takes jobs and never answers. `stores_results_in` receives all images. Jobs from the requests in
-    `unreadable` are answered as invalid. With a `preparer`, a text is checked and truncated as in a
-    real worker, and its vector consists of its token ids. `jitter` makes answers arrive out of
-    order. With records, predictions are claimed and ended as in a real worker.
+    While `go` is cleared, every reply is held back. `broken` texts and prompts fail. With a cache,
+    results are stored as a real worker does. `jobs` lists jobs in order of arrival. With
+    `is_silent`, it takes jobs and never replies. `stores_results_in` receives all images. Jobs from
+    the requests in `unreadable` get a reply that they are invalid. With a `preparer`, a text is
+    checked and truncated as in a real worker, and its vector consists of its token ids. `jitter`
+    makes replies arrive out of order. With records, predictions are claimed and finished as in a
+    real worker.
     """
 
     def __init__(
@@ -220,7 +221,7 @@ class FakeWorker:
         data, attributes = encode_reply(
             Reply(envelope.request_id, envelope.part, envelope.slot, body)
         )
-        with suppress(BadInput):  # the inbox disappeared with its instance
+        with suppress(BadInput):  # the inbox was deleted along with its instance
             await self._transport.publish(envelope.inbox, data, attributes)
         subscription.ack(message)  # type: ignore[arg-type]
 
@@ -347,7 +348,7 @@ def data_in(uri: str) -> bytes:
 
 
 def _parts_of(text: CustomInput) -> list[StreamedFile]:
-    """A file for each spoken word."""
+    """One file per spoken word."""
     words = [f"{word} ".encode() for word in text.values["input"].split()]
     return [
         streamed_file([], number, file_digest(word), Blob("audio/mpeg", data=word))

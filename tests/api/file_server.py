@@ -19,9 +19,9 @@ NAME = "files.example"
 class FileServer:
     """Responds by path.
 
-    `asked` counts requests per path, and `headers` has the latest request's headers.
+    `asked` counts requests per path, and `headers` contains the latest request's headers.
 
-    `go` releases the bodies that wait for it, and the responses to the paths in `held`.
+    `go` releases the bodies that are waiting for it and the responses for the paths in `held`.
     """
 
     def __init__(self, port: int, certificate: Certificate) -> None:
@@ -95,7 +95,7 @@ class FileServer:
 
 @asynccontextmanager
 async def serving_files(folder: Path) -> AsyncIterator[FileServer]:
-    """A server on this machine whose certificate is also valid for NAME."""
+    """Runs a server on this machine whose certificate is also valid for NAME."""
     certificate = make_certificate(folder, names=[NAME])
     tls = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     tls.load_cert_chain(certificate.cert, certificate.key)

@@ -57,9 +57,9 @@ CATALOG = Catalog(
 """The shipped models plus models for similarity and text, each also under a second name."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 TICK_S = 0.1
-"""Time between two checks by uvicorn's server."""
+"""Time between checks by uvicorn's server."""
 ACCEPT_TURNS = 5
-"""Turns of the event loop until an accepted socket becomes a connection. asyncio takes three."""
+"""Event loop iterations until an accepted socket becomes a connection. asyncio takes three."""
 T = TypeVar("T")
 
 
@@ -118,7 +118,7 @@ async def running_api(
     written: list[Row] | None = None,
     spent: SpentReader | None = None,
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API and a worker; `worker` replaces the worker with one that the caller keeps running.
+    """An API and a worker. `worker` replaces the worker with one that the caller keeps running.
 
     `written` receives its rows. `spent` adds up rows; by default, the rows that this API wrote.
     """
@@ -167,8 +167,8 @@ def api_with_redis(**settings: object) -> Any:
 class PromptServer(uvicorn.Server):
     """Shuts down as soon as it is asked to, with the same steps as uvicorn.
 
-    Uvicorn checks ten times a second whether to exit, and then pauses for a tenth of a second, in
-    each test that starts an API.
+    Uvicorn checks ten times a second whether to exit and then pauses for a tenth of a second, which
+    would slow down each test that starts an API.
     """
 
     def __init__(self, config: uvicorn.Config) -> None:

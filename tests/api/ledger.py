@@ -1,7 +1,7 @@
-"""Charges to tenants and keys according to three books: the answers, the rows, and the counters.
+"""Charges to tenants and keys according to three books: the responses, the rows, and the counters.
 
 A test sends requests through a `Ledger` and lets them end in any way. `check` waits until nothing
-is in flight, and compares each key's and tenant's books.
+is in flight, then compares each key's and tenant's books.
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ class Ledger:
     limiters: list[Limiter] = field(default_factory=list)
     """Limiters of processes other than the APIs."""
     told_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """Costs reported in answers, by key; answers that were not received don't count."""
+    """Costs reported in responses, by key. Responses that were not received don't count."""
     uncounted: set[str] = field(default_factory=set)
-    """Counter names of tenants or keys without a budget."""
+    """Counter names for tenants or keys without a budget."""
 
     def tell(self, key: str, usd: float) -> None:
         self.told_usd[key] += usd
@@ -79,7 +79,7 @@ class Ledger:
     async def post(
         self, key: str, path: str, body: object, *, at: int = 0, **headers: str
     ) -> httpx.Response:
-        """Sends a request to an API and records the cost in the response header."""
+        """Sends a request to an API and records the cost from the response header."""
         named = {name.replace("_", "-"): value for name, value in headers.items()}
         http = self.apis[at].http
         answer = await http.post(path, json=body, headers=bearer(key) | named)
@@ -93,7 +93,7 @@ class Ledger:
         return await self.post(key, "/v1/embeddings", body, **given)
 
     def row_of(self, request: httpx.Response, item: int = 0) -> Row:
-        """The row that counts for an item in an answered request."""
+        """The row that counts for an item in a request that got a response."""
         wanted = f"{request.headers['x-request-id']}:{item}"
         [row] = [row for row in self.rows() if row.row_id == wanted]
         return row

@@ -27,7 +27,7 @@ PLANS = {
 class MixedBudgets:
     """Tenants, keys and their budgets, in a file that processes read.
 
-    Every name contains its example's number, so examples share no tenants.
+    Every name contains its example's number, so no two examples share tenants.
     """
 
     folder: Path
@@ -45,7 +45,7 @@ class MixedBudgets:
         return {self.key(name): f"{tenant}-{self.number}" for name, tenant in TENANTS.items()}
 
     def key(self, name: str) -> str:
-        """Returns a key's name in this example."""
+        """Returns the name that a key has in this example."""
         return f"{name}-{self.number}"
 
     def write(self) -> str:
@@ -68,7 +68,7 @@ class MixedBudgets:
         )
 
     def change(self, new: NewBudget) -> None:
-        """Changes a key's or tenant's budget. To change it, a tenant may move to another plan."""
+        """Changes a key's or tenant's budget. A tenant may be moved to another plan to do so."""
         if new.holder == "two":
             self.own_usd[new.holder] = new.usd
         else:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 INSTANCES = 2
 RUNNER = 2
-"""The number of the process that runs batches. Lower numbers are API instances."""
+"""Number of the process that runs batches. Lower numbers are API instances."""
 NAMES = ("one", "two", "poor", "open")
 """Key names."""
 
@@ -36,7 +36,7 @@ class Ask:
     """A request, and how its caller ends it.
 
     `items` are chosen from a few texts, so that some are found in the cache and some are joined.
-    The worker refuses 7, and 8 fails. `repeats` chooses an Idempotency-Key; 0 means none.
+    The worker rejects 7, and 8 fails. `repeats` chooses an Idempotency-Key; 0 means none.
     """
 
     kind: Kind
@@ -47,11 +47,11 @@ class Ask:
     instance: int = 0
     waits: bool = False
     is_put: bool = False
-    """True if a prediction is created under an id that the caller chose through `repeats`."""
+    """True if a prediction is created with an ID that the caller chose through `repeats`."""
 
     @property
     def ends_early(self) -> bool:
-        """True if it ends even while model processes are held."""
+        """True if the request ends even while model processes are held."""
         is_canceled = self.end.startswith("cancel") and self.kind in PREDICTIONS and not self.waits
         return is_canceled or self.end in ("late", "hang up", "hang up at once")
 
@@ -73,9 +73,9 @@ class NewBudget:
 class Wave:
     """Requests that are in flight together.
 
-    `outage`: the instances do not reach Redis, or do not get its responses. `dies`: the process
-    that is killed in the meantime. `model_dies`: the model process dies once. `budgets` change in
-    the meantime: the first instance learns of them immediately, the second at the end of the wave.
+    `outage`: the instances can't reach Redis, or don't get its responses. `dies`: the process that
+    is killed during the wave. `model_dies`: the model process dies once. `budgets` change during
+    the wave: the first instance learns of them immediately, the second at the end of the wave.
     """
 
     asks: tuple[Ask, ...]
@@ -160,7 +160,7 @@ UNPAID = Mixture(
     ),
     batches=(Ask("batch", items=(0, 3, 7), end="cancel"),),
 )
-"""Unpaid results are requested again, on the same instance and on another one."""
+"""Unpaid results are requested again, on the same instance and on a different one."""
 
 DEATHS = Mixture(
     waves=(

@@ -1,8 +1,8 @@
 """Processes inside the test's own process that die as if they had been killed.
 
-After a process dies, nothing it does counts. It does not reach Redis, the broker drops its messages
-and redelivers the ones it held, and only the rows that it had already written remain. Later it is
-closed without any effect.
+After a process dies, nothing it does counts. It can't reach Redis, the broker drops its messages
+and redelivers the ones it held, and only the rows that it had already written remain. Closing it
+later has no effect.
 """
 
 from __future__ import annotations
@@ -107,8 +107,8 @@ class Mortal(Generic[T]):
 
     async def _close(self) -> None:
         self._stop.set()
-        # Not canceled if it is late: a CancelledError would end the event loop that all tests
-        # share.
+        # Not canceled if it is late, because a CancelledError would stop the event loop that all
+        # tests share.
         await asyncio.wait([self._life], timeout=WAIT_LIMIT_S)
         assert self._life.done(), f"{self._name} did not stop within {WAIT_LIMIT_S:g} s"
         self._life.result()

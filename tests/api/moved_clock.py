@@ -19,7 +19,7 @@ from shared.stores.objects import UrlSigner
 
 SCRIPT = "tests/api/moved_clock.lua"
 CLOCKED = (ApiKeys, BudgetMarks, ResultCache, Storage, UrlSigner)
-"""Classes that take `time.time` as a default argument, and so keep the real one despite a patch."""
+"""Classes that take `time.time` as a default argument and so keep the real one despite a patch."""
 
 
 class MovedClock:
@@ -36,18 +36,18 @@ class MovedClock:
         patch.setitem(LimitStore.__init__.__kwdefaults__ or {}, "clock", SCRIPT)
 
     def move(self, ahead_s: float) -> None:
-        """Sets how far ahead it is."""
+        """Sets how far ahead the clock is."""
         self._ahead_s = ahead_s
         self._client.set("test:ahead_ms", round(ahead_s * 1000))
 
     def move_on(self, seconds: float) -> None:
-        """Moves it by an offset from its current time."""
+        """Moves the clock by an offset from its current time."""
         self.move(self._ahead_s + seconds)
 
     def move_to_turn(self, left_s: float) -> None:
-        """Moves it to this long before the end of the current month (UTC).
+        """Moves the clock to this long before the end of the current month (UTC).
 
-        Negative values are after it.
+        Negative values are after the end.
         """
         now = datetime.fromtimestamp(self._usual(), UTC)
         turn = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)

@@ -210,7 +210,7 @@ async def test_schema_of_a_model_has_the_bucket(api: ApiUnderTest, server: FileS
 async def test_what_a_tenant_has_fetched_is_of_no_use_to_others(
     server: FileServer, tmp_path: Path, redis_url: str
 ) -> None:
-    """The URL is closed in the meantime.
+    """By then, the URL is no longer accessible.
 
     The digest, which is not secret, does not unlock anything.
     """
@@ -236,7 +236,7 @@ async def test_what_a_tenant_has_fetched_is_of_no_use_to_others(
 async def test_lines_of_batches_take_a_url(
     server: FileServer, tmp_path: Path, redis_url: str
 ) -> None:
-    """An adapter whose file is gone also fails alone."""
+    """If an adapter's file is gone, only that adapter's line fails."""
     catalog = Catalog((painter(server),))
     url, gone = (f"{server.url}/bucket/{name}.safetensors" for name in ("ink", "gone"))
     lines = [

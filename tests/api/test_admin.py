@@ -41,7 +41,7 @@ async def ask(api: ApiUnderTest, method: str, path: str, body: object = None) ->
 
 
 async def refused(api: ApiUnderTest, method: str, path: str) -> str:
-    """The reason a change is refused because it would remove something in use."""
+    """The reason a change was rejected: it would remove something in use."""
     answer = await api.http.request(method, f"/v1/admin{path}", headers=ROOT)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (409, "in_use"), answer.text
@@ -170,7 +170,7 @@ async def test_two_keys_that_end_each_other_at_once_leave_one(redis_url: str) ->
         admins = [Administration(store, actor=f"key {key.id}", address="desk") for key in keys]
         await admins[0].start_directory(Document(keys=(*keys, stored("plain", "acme"))))
         await admins[0].revoke_key(keys[1].id)
-        # Its instance has not yet read that the key has ended.
+        # Its instance has not yet learned that the key was revoked.
         with pytest.raises(InUse, match="last key with the scope admin"):
             await admins[1].revoke_key(keys[0].id)
         await admins[1].revoke_key(stored("plain", "acme").id)

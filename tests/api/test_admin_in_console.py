@@ -38,7 +38,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 @asynccontextmanager
 async def logged_in(api: ApiUnderTest, key: str, **context: Any) -> AsyncIterator[Page]:
-    # Chromium logs answers that are errors. There is no BigQuery, so reports are.
+    # Chromium logs error responses. There is no BigQuery, so reports return errors.
     url, failure = f"{api.url}/console#live", "Failed to load resource"
     async with opened_page(url, ignored=failure, **context) as page:
         await page.get_by_label("API key").fill(key_for(key))

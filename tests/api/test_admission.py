@@ -36,7 +36,7 @@ def bounded(model: Model, items: int) -> Model:
 def refused(
     admission: Admission, model: str, items: int, remaining_s: float = math.inf, **more: Any
 ) -> float:
-    """The wait in seconds from the refusal, which must occur."""
+    """The wait, in seconds, from the rejection, which must occur."""
     with pytest.raises(Overloaded) as caught:
         admission.admit(Demand(model, items, **more), remaining_s=remaining_s)
     return caught.value.retry_after_s
@@ -126,7 +126,7 @@ def test_interactive_requests_do_not_wait_for_batch_priority() -> None:
 
 
 def test_time_is_counted_in_fair_order() -> None:
-    """A busy tenant's 100 items take a second. Other tenants don't have to wait for all of them."""
+    """A busy tenant's 100 items take a second. Other tenants need not wait for all of them."""
     admission, _ = measured(0.01, service_s=0.05)
     admission.admit(Demand(TEXT.name, 1, "quiet"), remaining_s=0.2)
     admission.admit(Demand(TEXT.name, 9, "quiet"), remaining_s=0.4)
@@ -142,7 +142,7 @@ def test_batch_that_runs_is_waited_for_in_any_order() -> None:
 
 
 def test_time_until_a_large_request_of_a_newcomer_fits() -> None:
-    """30 of a newcomer's items and 30 of the 100 others would leave in 0.8 s.
+    """30 of a newcomer's items and 30 of the other tenants' 100 items would leave in 0.8 s.
 
     The count shrinks only when fewer than 30 of the others are left.
     """

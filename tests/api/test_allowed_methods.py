@@ -109,7 +109,7 @@ async def test_pages_of_named_origins_may_call(open_api: ApiUnderTest) -> None:
     for key, status in (("k", 200), ("wrong", 401)):
         answer = await http.post("/v1/embeddings", json=body, headers=origin | bearer(key))
         assert answer.status_code == status
-        # A script that can't read why it was refused can't explain it to its user.
+        # A script that can't read why its request was rejected can't explain it to the user.
         assert answer.headers["access-control-allow-origin"] in (origin["origin"], "*")
         assert "x-request-id" in answer.headers["access-control-expose-headers"]
         assert "access-control-allow-credentials" not in answer.headers

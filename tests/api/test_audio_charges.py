@@ -56,7 +56,7 @@ FIELDS: dict[str, Any] = {
 
 
 async def transcribe(world: LedgerWorld, said: str, **form: str) -> httpx.Response:
-    """The answer for a recording. Records the cost that it reports."""
+    """The response for a recording. Records the cost that the response reports."""
     answer = await world.api.http.post(
         "/v1/audio/transcriptions",
         data={"model": "mine"} | form,

@@ -108,7 +108,7 @@ async def test_who_knows_only_the_id_is_told_nothing(keys: ApiKeys) -> None:
 async def test_every_wrong_key_takes_the_same_path(
     keys: ApiKeys, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Every refusal makes the same calls, whatever its reason."""
+    """Every rejection makes the same calls, no matter what the reason is."""
     calls: list[str] = []
 
     def counted(name: str, call: Callable[..., object]) -> Callable[..., object]:
