@@ -1,6 +1,4 @@
-"""Pieces of large bodies: a tenant with many uploads does not take up every turn of the event
-loop.
-"""
+"""Pieces of large bodies: one tenant's uploads do not take up every event loop iteration."""
 
 from __future__ import annotations
 

@@ -43,7 +43,7 @@ async def test_every_route_reads_json_behind_a_mark(api: ApiUnderTest) -> None:
 
 
 def _known_part(status: int, body: Any) -> tuple[int, Any]:
-    """The status, and the error without the parts that differ between equal requests."""
+    """The status, and the error without the parts that differ between identical requests."""
     return status, {**body, "request_id": ""} if status >= 400 else None
 
 

@@ -1,4 +1,4 @@
-"""The cost in an answer equals the cost in its rows."""
+"""The cost in a response equals the cost in its rows."""
 
 import asyncio
 from pathlib import Path
@@ -22,7 +22,7 @@ PRICED = MODEL.model_copy(
 
 
 async def _ask(one: Deployment, key: str, *texts: str) -> tuple[str, float, float]:
-    """A request's id, cost and device time, from its answer."""
+    """A request's ID, cost and device time, from its response."""
     answer = await one.here.http.post(
         "/v1/embeddings",
         json={"model": MODEL.name, "input": list(texts), "encoding_format": "base64"},

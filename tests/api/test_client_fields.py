@@ -1,8 +1,8 @@
 """Every field of every request type in the installed `openai` client: null, absent, and a typical
 value.
 
-Fields that are optional in the client's types may be null. Any other value is either accepted, or
-refused with the field's name and a reason.
+Fields that are optional in the client's types may be null. Any other value is either accepted or
+rejected with the field's name and a reason.
 """
 
 import json
@@ -345,7 +345,7 @@ async def _flaws(api: ApiUnderTest, case: Case, field: Field) -> list[str]:
 
 
 def _is_well_refused(answer: httpx.Response, case: Case, field: Field, value: Any) -> bool:
-    """True if the refusal names the field and a reason."""
+    """True if the rejection includes the field's name and a reason."""
     error = answer.json()["error"]
     is_named = error["param"] == (case.place[0] if case.place else field.name)
     # Missing ids are reported in OpenAI's words.

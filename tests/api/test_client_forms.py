@@ -1,7 +1,8 @@
 """Every field of every form in the installed `openai` client: empty, absent, and a typical value.
 
-The client leaves null out of a form. Written by hand, it is an empty value, which is either treated
-as null or refused. Any other value is accepted, or refused with the field's name.
+The client leaves nulls out of a form. In a handwritten form, null is an empty value, which is
+either treated as null or rejected. Any other value is either accepted or rejected with the field's
+name.
 """
 
 import base64
@@ -74,7 +75,7 @@ async def _sent(api: ApiUnderTest, case: Case, given: dict[str, Any]) -> httpx.R
 
 
 def _is_well_refused(answer: httpx.Response, field: Field) -> bool:
-    """True if the refusal names the field and a reason."""
+    """True if the rejection includes the field's name and a reason."""
     if answer.status_code not in (400, 404):
         return False
     error = answer.json()["error"]

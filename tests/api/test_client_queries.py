@@ -1,8 +1,9 @@
 """Every parameter of every query in the installed `openai` client: empty, absent, and a typical
 value.
 
-The client leaves null out of a query. Written by hand, it is an empty value, which is either
-treated as absent or refused. Any other value is accepted, or refused with the parameter's name.
+The client leaves nulls out of a query. In a handwritten query, null is an empty value, which is
+either treated as absent or rejected. Any other value is either accepted or rejected with the
+parameter's name.
 """
 
 import time
@@ -117,7 +118,7 @@ async def _asked(api: ApiUnderTest, case: Case, path: str, query: str) -> httpx.
 
 
 def _is_well_refused(answer: httpx.Response, field: Field) -> bool:
-    """True if the refusal names the parameter and a reason."""
+    """True if the rejection includes the parameter's name and a reason."""
     if answer.status_code not in (400, 404):
         return False
     error = answer.json()["error"]

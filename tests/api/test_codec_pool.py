@@ -114,8 +114,8 @@ def _run_until_its_next_read(process: psutil.Process) -> None:
 async def _next_prompt(api: ApiUnderTest, process: psutil.Process) -> str:
     """Lets a suspended process finish one image, and returns its prompt once the worker has it.
 
-    After decoding, images overtake each other on their way to the worker. So the process runs only
-    while the API's event loop is blocked: this way it gets no further than its next read.
+    After decoding, images may overtake each other on their way to the worker. So the process runs
+    only while the API's event loop is blocked, which keeps it from getting past its next read.
     """
     decoded, received = _ends("done"), len(_prompts(api))
     async with asyncio.timeout(WAIT_LIMIT_S):

@@ -1,7 +1,7 @@
 """Commands, cancellations, deadlines, ends and deaths in any order, against the process pool.
 
-The loop's clock is moved, and the order of events within a turn of the loop is random: a command
-may be canceled, expire and get its process in the same turn.
+The test moves the loop's clock, and the order of events within a loop iteration is random, so a
+command may be canceled, expire and get its process in the same iteration.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ PROCESSES = 2
 """Processes per tenant."""
 ALL_PROCESSES = PROCESSES + SPARE_PROCESSES
 TURNS = 30
-"""Turns of the event loop after which nothing continues by itself."""
+"""Number of event loop iterations after which nothing more happens on its own."""
 EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
 
 
 class MovedLoop(asyncio.SelectorEventLoop):
-    """A loop whose clock stands still until it is moved."""
+    """An event loop whose clock stands still until it is moved."""
 
     now_s = 0.0
 
@@ -42,7 +42,7 @@ class MovedLoop(asyncio.SelectorEventLoop):
 
 
 class FakeProcess(CodecClient):
-    """A process that ends a command when the test triggers it."""
+    """A process that finishes a command when the test triggers it."""
 
     def __init__(self, running: list[FakeProcess]) -> None:
         self._running = running
@@ -168,7 +168,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def nobody_waits_beside_a_free_process(self) -> None:
-        """Also, no tenant has all processes, however many commands it has."""
+        """Also, no tenant has all processes, no matter how many commands it has."""
         self.settle()
         open_commands = [command for command in self.commands if not command.done()]
         by_tenant = Counter(self.tenants[command] for command in open_commands)
@@ -177,7 +177,7 @@ class Pool(RuleBasedStateMachine):
         assert _waiting() - self.waiting_before == len(open_commands) - len(self.running)
 
     def teardown(self) -> None:
-        """After all commands have ended, all processes accept new ones."""
+        """After all commands have finished, all processes accept new ones."""
         self.settle()
         for command in self.commands:
             command.cancel()

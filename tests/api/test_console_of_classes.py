@@ -89,7 +89,7 @@ async def api(tmp_path: Path, redis_url: str, files: FileServer) -> AsyncIterato
 
 @pytest.fixture
 async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
-    """The form. At the end, the browser must not have reported any problem."""
+    """The form. By the end of the test, the browser must not have reported any problems."""
     told: list[str] = []
     async with async_playwright() as playwright:
         browser = await playwright.chromium.launch(

@@ -105,7 +105,7 @@ async def test_changes_at_a_time_are_all_kept(api: ApiUnderTest) -> None:
 
 
 async def test_what_its_conversation_does_not_take_is_kept_nowhere(api: ApiUnderTest) -> None:
-    """An answer that fails is not charged, so it must not be readable."""
+    """A failed response is not charged, so it must not be readable."""
     api.worker.go.clear()
     client = api.openai()
     begun = await client.conversations.create()

@@ -86,7 +86,7 @@ async def charged(
 
 
 async def predict(world: LedgerWorld, key: str = "one", **given: Any) -> dict[str, Any]:
-    """A finished prediction. Records the cost that its answer reports."""
+    """A finished prediction. Records the cost reported in its response."""
     http = world.api.http
     body = {"version": "mine", "input": given}
     response = await http.post("/v1/predictions", json=body, headers=bearer(key) | WAIT)

@@ -145,7 +145,7 @@ class Predictor(BasePredictor):
 
 
 async def test_a_caller_never_reads_what_a_process_printed_before_it_died(serve: Any) -> None:
-    """Its last output may belong to another tenant and contains the machine's paths."""
+    """The last output may belong to another tenant and contain the machine's paths."""
     api = await serve(KILLED)
     killed = await predict(api, text="a")
     assert (killed["status"], killed["logs"]) == ("failed", "")
@@ -168,7 +168,7 @@ class Predictor(BasePredictor):
 
 
 async def test_as_many_are_computed_at_a_time_as_the_class_allows(serve: Any) -> None:
-    """Each prediction waits for the others, so none ends unless all run at once."""
+    """Each prediction waits for the others, so none finishes unless all run at once."""
     api = await serve(TOGETHER)
     limit = {"cancel-after": f"{WAIT_LIMIT_S:g}s"}
     found = await asyncio.gather(*(predict(api, limit, number=number) for number in range(4)))
@@ -210,7 +210,7 @@ async def test_wrong_inputs_are_refused_by_the_api(serve: Any) -> None:
 
 
 async def test_null_is_the_same_as_leaving_an_input_out(serve: Any) -> None:
-    """Replicate's clients send null. Cog either refuses it or passes it to the class."""
+    """Replicate's clients send null. Cog either rejects null or passes it to the class."""
     api = await serve(CLASS)
     found = await predict(api, text="a", times=None, mode=None, image=None)
     assert (found["status"], found["output"]) == ("succeeded", ["a 0", "a 1"])
@@ -272,7 +272,7 @@ class Predictor(BasePredictor):
 
 
 async def test_readers_go_on_behind_each_element_of_a_burst(serve: Any) -> None:
-    """They arrive in one chunk, and a connection may break between any two of them."""
+    """The elements arrive in one chunk, and a connection may break between any two of them."""
     api = await serve(BURSTS)
     body = {"version": "mine", "input": {"last": "\u2029"}}
     created = (await api.http.post("/v1/predictions", json=body)).json()
@@ -300,7 +300,7 @@ class Predictor(BasePredictor):
 
 
 async def test_files_are_streamed_as_they_are_made(serve: Any, tmp_path: Path) -> None:
-    """Each can be loaded before the next one exists, and reading resumes after it."""
+    """Each file can be loaded before the next one exists, and reading resumes after it."""
     api = await serve(YIELDS_FILES)
     (tmp_path / "class/0").touch()
     (tmp_path / "class/1").touch()
@@ -332,7 +332,7 @@ async def test_files_are_streamed_as_they_are_made(serve: Any, tmp_path: Path) -
 
 
 def key_of(url: str) -> str:
-    """A link without its signature, which may end differently each time."""
+    """A link without its signature, which may be different each time."""
     return url.partition("?")[0]
 
 

@@ -134,7 +134,7 @@ async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
 ) -> None:
     """One item is computed.
 
-    The other would have to be requested again, and there is no room for it.
+    The other item would have to be requested again, and there is no room for it.
     """
 
     def refuse(*_: object, **__: object) -> None:
@@ -166,10 +166,10 @@ async def test_last_who_hangs_up_frees_everything_at_once(harness: DispatcherHar
     await asyncio.sleep(0)
     await asyncio.sleep(0)
     assert harness.is_idle()
-    # The worker answers anyway: nothing waits for the replies, so they are dropped.
+    # The worker replies anyway. Nothing is waiting for the replies, so they are dropped.
     harness.worker.go.set()
     await until(lambda: unknown._value.get() == before + 2)
-    # The worker writes rows for results anyway; they don't count here.
+    # The worker writes rows for results anyway, but those rows don't count here.
     assert [(row.cache, row.error_code) for row in harness.rows] == [("none", "canceled")] * 3
     assert {(row.attempt, row.charged_share) for row in harness.rows} == {(None, 0.0)}
 
@@ -434,7 +434,7 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
 async def test_recall_cancels_a_job_that_no_worker_has_claimed(
     start_harness: StartHarness, redis_url: str
 ) -> None:
-    """A worker that gets it later must not compute it, because it would not be paid for."""
+    """A worker that gets the job later must not run it, because no one would pay for it."""
     async with start_harness(redis_url=redis_url) as harness:
         now_s = time.time()
         facts = RequestFacts(request_id="batch_1-1", tenant="t", received_at_s=now_s)

@@ -60,7 +60,7 @@ async def api(
 
 
 async def answer_to(api: ApiUnderTest, asked: Asked, more: Headers) -> tuple[int, bytes]:
-    """Calls the app itself: no server in between refuses requests that are not quite HTTP."""
+    """Calls the app directly, so no server in between rejects invalid HTTP."""
     raw = [
         (name.encode(), value.encode("latin-1", "replace")) for name, value in asked.headers + more
     ]

@@ -1,4 +1,4 @@
-"""The room that tenants share: no tenant fills it alone, and no part of it stays idle."""
+"""The room that tenants share: no tenant fills it by itself, and no part of it stays idle."""
 
 from collections import Counter
 
@@ -54,7 +54,7 @@ def test_many_that_fill_it_leave_room_for_one_more() -> None:
 
 
 def test_freed_room_goes_to_whoever_is_below_its_share() -> None:
-    """Two tenants that both keep sending more end up with equal parts, whichever came first."""
+    """Two tenants that both keep sending more end up with equal shares, in either order."""
     room = FairRoom(BOUND)
     fill(room, "a")
     for _ in range(20 * BOUND):

@@ -145,7 +145,7 @@ FAR_ABOVE = 20_000
 async def test_prompt_far_above_the_context_is_refused_in_openais_words(
     api: ApiUnderTest, path: str, given: dict[str, Any], field: str
 ) -> None:
-    """Proxies match the sentence, whatever the prompt's length. No worker sees the prompt."""
+    """Proxies match this sentence, no matter how long the prompt is. No worker sees the prompt."""
     model: dict[str, Any] = {"model": "writer", "stream": True}
     model = {} if path == "predictions" else model
     answer = await api.http.post(f"/v1/{path}", json=model | given)
@@ -572,7 +572,7 @@ async def test_a_client_reads_on_after_a_pause(
             got.append(chunk)
             if text_of(got).split() == TEXT.split()[:2]:
                 break
-        # In the meantime, the client reads heartbeats, and then the events that follow.
+        # Meanwhile, the client reads heartbeats, and then the events that follow.
         later = asyncio.get_running_loop()
         for _ in range(3):
             later.call_later(0.1, api.worker.written.release)

@@ -114,7 +114,7 @@ async def test_a_stream_that_is_canceled_costs_what_went_out(
         [row] = harness.rows
         assert row.status == "canceled"
         assert row.input_tokens == 3
-        # May be slightly more, because its instance had read ahead when the caller hung up.
+        # May be slightly more, because the instance had read ahead when the caller hung up.
         assert row.output_tokens is not None
         assert row.output_tokens >= len(text)
         assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)

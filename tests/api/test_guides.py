@@ -42,7 +42,7 @@ class Guide:
         return {self.field: self.names[-1], f"{self.field}_image": uri(PICTURE)}
 
     def images(self, api: ApiUnderTest) -> list[Blob]:
-        """The reference images that a worker got."""
+        """The reference images that a worker received."""
         if self.field == "control":
             return [control_of(one).image for one in drawn(api)]
         return [ip_adapter_of(one).image for one in drawn(api)]
@@ -92,7 +92,7 @@ async def test_catalog_without_any_documents_none(
 
 
 async def test_lines_of_batches_have_guides(guide: Guide, tmp_path: Path, redis_url: str) -> None:
-    """A line with a broken image fails alone."""
+    """If a line has a broken image, only that line fails."""
     wish = {"model": guide.model.name, "prompt": "a", "seed": 1, guide.field: guide.names[0]}
     images = {"a": uri(PICTURE), "b": uri(b"no image"), "c": uri(SOURCE)}
     lines = [
