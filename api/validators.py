@@ -47,7 +47,7 @@ def check_on(value: bool) -> bool:
 
 def check_short(options: dict[str, Any]) -> dict[str, Any]:
     if len(json.dumps(options)) > OPTIONS_MAX_BYTES:
-        raise ValueError(f"must have at most {OPTIONS_MAX_BYTES} bytes as JSON")
+        raise ValueError(f"must be at most {OPTIONS_MAX_BYTES} bytes as JSON")
     return options
 
 

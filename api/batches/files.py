@@ -293,7 +293,7 @@ class Upload:
             StorageFull: the tenant's storage quota is used up.
         """
         if self.size_bytes + len(data) > FILE_MAX_BYTES:
-            raise BadInput(f"file: must have at most {FILE_MAX_BYTES} bytes", field="file")
+            raise BadInput(f"file: must be at most {FILE_MAX_BYTES} bytes", field="file")
         if len(self._head) < _HEAD_BYTES:
             self._head += data[: _HEAD_BYTES - len(self._head)]
             if len(self._head) == _HEAD_BYTES and is_batch:

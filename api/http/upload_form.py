@@ -244,7 +244,7 @@ class UploadForm:
             return
         self._value += data[start:end]
         if len(self._value) > MAX_FIELD_BYTES:
-            raise BadInput(f"{self._name[:80]}: must have at most {MAX_FIELD_BYTES} bytes")
+            raise BadInput(f"{self._name[:80]}: must be at most {MAX_FIELD_BYTES} bytes")
 
     def _end_part(self) -> None:
         if self._name is not None:

@@ -241,7 +241,7 @@ class SourceImages:
         if not url.startswith(f"{caller.base_url}/"):
             raise BadInput(f"{field}: {ACCEPTED}", field=field)
         if len(url) > MAX_URL_CHARS:  # it becomes part of the record
-            raise BadInput(f"{field}: must have at most {MAX_URL_CHARS} characters", field=field)
+            raise BadInput(f"{field}: must be at most {MAX_URL_CHARS} characters", field=field)
         # The rest is a path and a query. It is split manually, because urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")

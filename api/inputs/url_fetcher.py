@@ -403,7 +403,7 @@ class _Fetch:
             UrlForbidden: files must not be fetched from there.
         """
         if len(target) > MAX_URL_CHARS:  # it becomes part of the record
-            raise BadInput(f"must have at most {MAX_URL_CHARS} characters")
+            raise BadInput(f"must be at most {MAX_URL_CHARS} characters")
         parsed = parse_public_url(target, self.reach)
         if not self.hosts.allow(parsed):
             raise UrlForbidden(

@@ -100,7 +100,7 @@ def _refuse_annotation(value: object) -> None:
     if value is not None:
         raise ValueError(
             "annotations require a language model that reads images, which this API does not "
-            "serve; leave it out or send null"
+            "serve; omit it or send null"
         )
 
 

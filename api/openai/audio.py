@@ -177,7 +177,7 @@ async def _only_file(form: FormData) -> _Upload:
     size = files[0].size or 0
     if size > MAX_FILE_BYTES:
         raise BodyTooLarge(
-            f"{FILE}: must have at most {MAX_FILE_BYTES} bytes, got {size}", field=FILE
+            f"{FILE}: must be at most {MAX_FILE_BYTES} bytes, got {size}", field=FILE
         )
     if not size:
         raise BadInput(f"{FILE}: must not be empty", field=FILE)

@@ -139,7 +139,7 @@ async def read_texts(
     if not isinstance(texts[0], str):
         raise BadInput("input: must be text, not token IDs, with `chunk`", field="input")
     if sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) > MAX_LONG_TEXT_BYTES:
-        raise InputTooLarge(f"input: must have at most {MAX_LONG_TEXT_BYTES} bytes", field="input")
+        raise InputTooLarge(f"input: must be at most {MAX_LONG_TEXT_BYTES} bytes", field="input")
     for index, text in enumerate(texts):
         if not text.strip():
             raise BadInput(f"input[{index}]: must contain words", field="input")
@@ -154,7 +154,7 @@ async def _read_upload(call: Call, file_id: str, files: Files, batch_files: Batc
         InputTooLarge: the file is too long.
         NotFound: the file does not exist.
     """
-    too_long = f"input.file: must have at most {MAX_LONG_TEXT_BYTES} bytes"
+    too_long = f"input.file: must be at most {MAX_LONG_TEXT_BYTES} bytes"
     if batch_files.has_id(file_id):
         upload = await batch_files.find(call.tenant, file_id)
         if upload.size_bytes > MAX_LONG_TEXT_BYTES:

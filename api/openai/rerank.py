@@ -195,10 +195,10 @@ def _inputs_of(body: RerankBody, model: Model) -> list[Input]:
     for index, text in enumerate(texts):
         if len(text.encode()) > limit:
             raise InputTooLarge(
-                f"documents[{index}]: must have at most {limit} bytes", field="documents"
+                f"documents[{index}]: must be at most {limit} bytes", field="documents"
             )
     if len(body.query.encode()) > limit:
-        raise InputTooLarge(f"query: must have at most {limit} bytes", field="query")
+        raise InputTooLarge(f"query: must be at most {limit} bytes", field="query")
     most = body.max_tokens_per_doc or 0
     if model.definition.compares_texts:
         return [SimilarityInput(text, body.query, "end", most) for text in texts]

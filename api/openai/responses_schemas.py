@@ -486,8 +486,8 @@ class ResponseBody(Body):
         if self.background and self.store is False:
             raise WrongField(
                 "background",
-                "requires store: true, because a background response is read later; leave store "
-                "out or send true",
+                "requires store: true, because a background response is retrieved later; omit "
+                "store or set it to true",
             )
         if self.conversation is not None and self.previous_response_id is not None:
             raise WrongField(

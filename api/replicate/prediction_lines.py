@@ -130,8 +130,8 @@ async def _load_blob(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
         data = None
     if data is None or len(data) > left_bytes:
         raise ModelFailed(
-            f"output: the files exceed the maximum of {MAX_OUTPUT_FILES_BYTES} bytes in total for "
-            "an answer in a batch; create a prediction instead, which returns links to its files"
+            f"output: the files together exceed the maximum of {MAX_OUTPUT_FILES_BYTES} bytes for "
+            "a response in a batch; create a prediction instead, which returns links to its files"
         )
     return Blob(blob.media_type, data=data)
 

@@ -102,7 +102,7 @@ def validate_input(
     values = _without_files(present, files)
     if len(msgspec.json.encode(values)) > max_bytes:
         raise InputTooLarge(
-            f"input: must have at most {max_bytes} bytes without its files", field="input"
+            f"input: must be at most {max_bytes} bytes without its files", field="input"
         )
     _check_integers(values)
     if len(files) > MAX_FILES:
@@ -160,7 +160,7 @@ async def store_large_values(
             return
         if properties[name].get("format") == SECRET_FORMAT:
             raise InputTooLarge(
-                f"{name}: must have at most {MAX_MESSAGE_JSON_BYTES} bytes", field=name
+                f"{name}: must be at most {MAX_MESSAGE_JSON_BYTES} bytes", field=name
             )
         data = written[name]
         left_bytes -= len(data)

@@ -98,7 +98,7 @@ def text_inputs(
             size, most, unit = len(text_or_tokens), most_bytes // TOKEN_BYTES, "tokens"
             inputs.append(TokensInput(text_or_tokens, truncate))
         if size > most:
-            raise InputTooLarge(f"input[{index}]: must have at most {most} {unit}", field="input")
+            raise InputTooLarge(f"input[{index}]: must be at most {most} {unit}", field="input")
     return inputs
 
 
@@ -301,7 +301,7 @@ def check_texts(texts: list[str]) -> None:
         )
     if sum(len(text.encode()) for text in texts) > MAX_TEXT_BYTES:
         raise InputTooLarge(
-            f"texts: must have at most {MAX_TEXT_BYTES} bytes in total", field="texts"
+            f"texts: must be at most {MAX_TEXT_BYTES} bytes in total", field="texts"
         )
 
 

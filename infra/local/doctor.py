@@ -337,7 +337,7 @@ async def _within_limit(reaching: Coroutine[Any, Any, None]) -> None:
         async with asyncio.timeout(REACH_LIMIT_S):
             await reaching
     except TimeoutError as error:
-        raise Unavailable(f"no answer within {REACH_LIMIT_S:g} s") from error
+        raise Unavailable(f"no response within {REACH_LIMIT_S:g} s") from error
 
 
 async def _reach_broker(settings: Settings) -> None:

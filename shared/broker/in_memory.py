@@ -489,7 +489,7 @@ def _check_message(
             f"of {MAX_MESSAGE_BYTES}"
         )
     if len(ordering_key.encode()) > MAX_ORDERING_KEY_BYTES:
-        raise BadInput(f"{where}: an ordering key must have at most {MAX_ORDERING_KEY_BYTES} bytes")
+        raise BadInput(f"{where}: an ordering key must be at most {MAX_ORDERING_KEY_BYTES} bytes")
     if len(attributes) > MAX_ATTRIBUTES:
         raise BadInput(
             f"{where}: a message must have at most {MAX_ATTRIBUTES} attributes, got "
@@ -499,7 +499,7 @@ def _check_message(
         if not name or _RESERVED.match(name) or len(name.encode()) > MAX_NAME_BYTES:
             raise BadInput(f"{where}: {name[:64]!r} is not a valid attribute name")
         if len(value.encode()) > MAX_VALUE_BYTES:
-            raise BadInput(f"{where}: {name[:64]!r} must have at most {MAX_VALUE_BYTES} bytes")
+            raise BadInput(f"{where}: {name[:64]!r} must be at most {MAX_VALUE_BYTES} bytes")
 
 
 def _check_id(name: str) -> None:

@@ -78,7 +78,7 @@ def check_name(name: str) -> str:
         )
     if name.startswith(OURS):
         raise ValueError(
-            f"{OURS}* is reserved for settings of Penstock, which classes do not receive"
+            f"{OURS}* is reserved for Penstock settings, which are not passed to classes"
         )
     return name
 

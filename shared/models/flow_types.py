@@ -275,7 +275,7 @@ def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:
         if len(value) < wanted.get("minLength", 0):
             yield f"{literal} must have at least {wanted['minLength']} characters"
         if len(value) > wanted.get("maxLength", len(value)):
-            yield f"{literal} must have at most {wanted['maxLength']} characters"
+            yield f"{literal} must be at most {wanted['maxLength']} characters"
 
 
 def _show_type(schema: Schema) -> Schema:

@@ -114,7 +114,7 @@ def read_image_interface(path: Path, model: str) -> ImageInterface:
         raise ConfigurationError(reason, field="image.interface") from error
     try:
         if len(data) > MAX_BYTES:
-            raise ConfigurationError(f"must have at most {MAX_BYTES} bytes, got {len(data)}")
+            raise ConfigurationError(f"must be at most {MAX_BYTES} bytes, got {len(data)}")
         return ImageInterface.model_validate_json(data)
     except ConfigurationError as error:
         reason = error.message

@@ -152,7 +152,7 @@ def read_interface(path: Path) -> ModelInterface:
         raise ConfigurationError(f"{path}: {error.strerror}; {hint}", field="source") from error
     if len(data) > MAX_BYTES:
         raise ConfigurationError(
-            f"{path}: must have at most {MAX_BYTES} bytes, got {len(data)}", field="source"
+            f"{path}: must be at most {MAX_BYTES} bytes, got {len(data)}", field="source"
         )
     try:
         return ModelInterface.model_validate_json(data)

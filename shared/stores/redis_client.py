@@ -203,7 +203,7 @@ async def within(limit_s: float, call: Coroutine[Any, Any, Got]) -> Got:
             task.cancel()
             await asyncio.wait([task], timeout=limit_s)
     if task.cancelled() or not task.done():
-        raise TimeoutError(f"no answer within {limit_s} s")
+        raise TimeoutError(f"no response within {limit_s} s")
     return task.result()
 
 

@@ -392,7 +392,7 @@ async def test_wrong_files_are_named(api: ApiUnderTest) -> None:
     assert await asked(**large) == (
         413,
         "file",
-        "file: must have at most 26214400 bytes, got 26214401",
+        "file: must be at most 26214400 bytes, got 26214401",
     )
 
 

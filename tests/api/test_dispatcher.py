@@ -279,7 +279,7 @@ async def test_publish_that_ends_with_the_deadline_has_expired(
     ) -> str:
         while time.time() < float(attributes["deadline_s"]) - 0.001:
             pass
-        raise Unavailable("no answer within the time left")
+        raise Unavailable("no response within the time left")
 
     monkeypatch.setattr(harness.transport, "publish", publish)
     assert ends(await harness.ask("a", deadline_in_s=0.02)) == ["deadline_exceeded"]

@@ -301,7 +301,7 @@ FORBIDDEN = [
     ("https://localhost/", "not public"),
     ("https://receiver/", "does not have a domain"),
     ("https://1.2.3.400/", "neither a name nor an address"),
-    ("https://receiver.example/" + "a" * 2048, "must have at most 2048 characters"),
+    ("https://receiver.example/" + "a" * 2048, "must be at most 2048 characters"),
     ("file:///etc/passwd", "must be a data: URI, an https URL"),
     ("cat.png", "must be a data: URI, an https URL"),
 ]

@@ -65,7 +65,7 @@ async def test_json_above_the_bounds_is_refused_with_them(serve: Any) -> None:
     assert "16777216 bytes" in refused.json()["detail"]
     failed = await predict(api, size=8 * MIB)
     assert failed["status"] == "failed"
-    assert failed["error"] == "output: must have at most 16777216 bytes of JSON"
+    assert failed["error"] == "output: must be at most 16777216 bytes of JSON"
 
 
 async def test_context_of_a_prediction_reaches_the_class(serve: Any) -> None:

@@ -306,7 +306,7 @@ async def test_a_file_is_cut_as_its_text_is(api: ApiUnderTest, client: str) -> N
         ({"input": "a", "chunk": {"tokens": 255}}, "must be at most 254"),
         ({"input": "a", "chunk": {"tokens": 100, "overlap": 51}}, "at most half of chunk.tokens"),
         ({"input": "a b " * 20_000, "chunk": {"tokens": 8}}, "exceeds the maximum of 2048 windows"),
-        ({"input": ["a" * 2_200_000] * 2, "chunk": {}}, "must have at most 4194304 bytes"),
+        ({"input": ["a" * 2_200_000] * 2, "chunk": {}}, "must be at most 4194304 bytes"),
         ({"input": [5, 6], "chunk": {}}, "not token IDs"),
         ({"input": "a", "truncate": "end", "chunk": {}}, "can't be combined with `chunk`"),
         ({"input": [" \n "], "chunk": {}}, "must contain words"),

@@ -110,7 +110,7 @@ async def test_url_of_a_file_is_bounded(api: ApiUnderTest) -> None:
         "/v1/predictions", json={"version": IMAGE_MODEL.name, "input": wish}
     )
     assert (answer.status_code, answer.json()["invalid_fields"][0]["field"]) == (422, "input.image")
-    assert "must have at most 2048 characters" in answer.text
+    assert "must be at most 2048 characters" in answer.text
 
 
 async def test_source_images_come_as_data_file_or_earlier_result(api: ApiUnderTest) -> None:

@@ -86,7 +86,7 @@ async def test_a_list_even_of_one_score(api: ApiUnderTest) -> None:
             {"query": "a", "texts": ["b", "c" * 65537]},
             "pair 1 has a text with more than the maximum of 65536 bytes",
         ),
-        ({"query": "a" * 65536, "texts": ["b"] * 16}, "must have at most"),
+        ({"query": "a" * 65536, "texts": ["b"] * 16}, "must be at most"),
         ({"text": "a"}, "input.text: unknown parameter"),
         ({str(number): "a" for number in range(MAX_FIELDS + 1)}, "at most 100 fields, got 101"),
     ],

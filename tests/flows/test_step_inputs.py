@@ -83,7 +83,7 @@ def test_bounds_are_those_of_the_api() -> None:
     ("entry", "values", "reason"),
     [
         (EMBED, {"text": ""}, "text: must be text with at least one character"),
-        (EMBED, {"text": "x" * (EMBED.text.max_input_bytes + 1)}, "text: must have at most"),
+        (EMBED, {"text": "x" * (EMBED.text.max_input_bytes + 1)}, "text: must be at most"),
         (WRITE, {}, "send either prompt or messages"),
         (WRITE, {"prompt": "a", "max_tokens": 10**6}, "max_tokens: "),
         (DRAW, {"prompt": "a", "width": 63}, "width, height: "),

@@ -127,7 +127,7 @@ async def test_bad_message_fails_alone(opened: Opened) -> None:
 async def test_no_answer_in_time(opened: Opened) -> None:
     script, transport = opened
     script.gate.clear()
-    with pytest.raises(Unavailable, match=r"no answer within 0\.1 s"):
+    with pytest.raises(Unavailable, match=r"no response within 0\.1 s"):
         await transport.publish("t", b"1", {}, timeout_s=0.1)
     script.gate.set()
 

@@ -279,7 +279,7 @@ async def test_as_many_and_as_long_attributes_as_allowed_arrive_whole(rabbit: Pa
 @pytest.mark.anyio
 async def test_topic_that_no_routing_key_can_name_is_refused(rabbit: Pair) -> None:
     transport, _ = rabbit
-    with pytest.raises(BadInput, match="must have at most 255 bytes"):
+    with pytest.raises(BadInput, match="must be at most 255 bytes"):
         await transport.publish("t" * 256, b"1", {})
 
 

@@ -315,7 +315,7 @@ class ModelClient:
         try:
             (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if length > FRAME_MAX_BYTES:
-                raise msgspec.DecodeError(f"a frame of {length} bytes")
+                raise msgspec.DecodeError(f"invalid frame length: {length} bytes")
             return decode_server_message(await self._reader.readexactly(length))
         except (asyncio.IncompleteReadError, ConnectionError):
             return None

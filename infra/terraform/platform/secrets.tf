@@ -109,7 +109,7 @@ resource "google_secret_manager_secret_version" "files" {
     precondition {
       # In base64, because length() counts characters rather than bytes.
       condition     = length(base64encode(each.value)) <= 4 * ceil(65536 / 3)
-      error_message = "models_file: the catalog, with the content of its interface files, must have at most 65,536 bytes, because Cloud Run reads it from Secret Manager. Shorten the descriptions of inputs, or remove entries."
+      error_message = "models_file: the catalog, with the content of its interface files, must be at most 65,536 bytes, because Cloud Run reads it from Secret Manager. Shorten the descriptions of inputs, or remove entries."
     }
   }
 }

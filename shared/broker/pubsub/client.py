@@ -115,7 +115,7 @@ class PublishQueue:
         self._check_room(size_bytes)
         loop = asyncio.get_running_loop()
         pending = _Pending(message, size_bytes, loop.time() + timeout_s, loop.create_future())
-        late = Unavailable(f"publish to {topic_path}: no answer within {timeout_s} s")
+        late = Unavailable(f"publish to {topic_path}: no response within {timeout_s} s")
         timer = loop.call_at(pending.end_s, _resolve, pending, late)
         self._messages += 1
         self._bytes += size_bytes

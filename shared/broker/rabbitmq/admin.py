@@ -184,7 +184,7 @@ class RabbitAdmin:
                     await asyncio.sleep(pause_s)
         except TimeoutError:
             pass
-        raise failure or Unavailable(f"{action}: no answer within {self._timeout_s:g} s")
+        raise failure or Unavailable(f"{action}: no response within {self._timeout_s:g} s")
 
 
 def _delay(queue: str, delay_s: float) -> dict[str, Any]:

@@ -149,7 +149,7 @@ class ConfirmedPublisher:
         action = f"publish to {topic_id}"
         # Callers with little time left must not all wait for a channel that does not confirm.
         limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
-        failure: PenstockError = Unavailable(f"{action}: no answer within {timeout_s:g} s")
+        failure: PenstockError = Unavailable(f"{action}: no response within {timeout_s:g} s")
         try:
             async with asyncio.timeout(timeout_s):
                 for pause_s in backoff(longest_s=MAX_PAUSE_S):

@@ -96,7 +96,7 @@ def check_topic(topic_id: str) -> None:
         BadInput: the topic ID is too long.
     """
     if len(topic_id.encode()) > KEY_LIMIT_BYTES:
-        raise BadInput(f"topic {topic_id[:64]!r}… must have at most {KEY_LIMIT_BYTES} bytes")
+        raise BadInput(f"topic {topic_id[:64]!r}… must be at most {KEY_LIMIT_BYTES} bytes")
 
 
 def _check(attributes: Mapping[str, str]) -> None:
@@ -108,9 +108,7 @@ def _check(attributes: Mapping[str, str]) -> None:
         if not name or name.startswith(_OWN) or len(name.encode()) > NAME_LIMIT_BYTES:
             raise BadInput(f"{name[:64]!r} is not a valid attribute name")
         if len(value.encode()) > VALUE_LIMIT_BYTES:
-            raise BadInput(
-                f"the attribute {name[:64]!r} must have at most {VALUE_LIMIT_BYTES} bytes"
-            )
+            raise BadInput(f"the attribute {name[:64]!r} must be at most {VALUE_LIMIT_BYTES} bytes")
 
 
 def _number(headers: Mapping[str, Any], name: str) -> int:

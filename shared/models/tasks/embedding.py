@@ -90,7 +90,7 @@ def read_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str
         raise BadInput(f"{field}: must be text with at least one character", field=field)
     if len(text.encode(errors="replace")) > entry.text.max_input_bytes:
         raise InputTooLarge(
-            f"{field}: must have at most {entry.text.max_input_bytes} bytes", field=field
+            f"{field}: must be at most {entry.text.max_input_bytes} bytes", field=field
         )
     return text
 

@@ -216,7 +216,7 @@ async def test_file_may_begin_with_a_mark_and_blank_lines(api: ApiUnderTest) -> 
         (PURPOSE + FILE + LINE + b"\r\n" + FILE + LINE + b"\r\n--b--\r\n", "exactly one"),
         (PURPOSE + PURPOSE + FILE + LINE + b"\r\n--b--\r\n", "repeated"),
         (PURPOSE + PURPOSE.replace(b"purpose", b"color") + FILE + LINE + b"\r\n--b--\r\n", "color"),
-        (PURPOSE.replace(b"batch", b"x" * 5000) + b"--b--\r\n", "must have at most"),
+        (PURPOSE.replace(b"batch", b"x" * 5000) + b"--b--\r\n", "must be at most"),
         (b"no form", "can't be read|ends before"),
     ],
 )
@@ -292,7 +292,7 @@ async def test_file_above_its_bound_leaves_nothing(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(batch_files, "FILE_MAX_BYTES", 1_500_000)
-    with pytest.raises(openai.BadRequestError, match="must have at most 1500000 bytes"):
+    with pytest.raises(openai.BadRequestError, match="must be at most 1500000 bytes"):
         await uploaded(api.openai(), LINE * (3_000_000 // len(LINE)))
     assert [path for path in (tmp_path / "objects").rglob("*") if path.is_file()] == []
 

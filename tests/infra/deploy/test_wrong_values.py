@@ -427,7 +427,7 @@ def test_catalog_that_is_too_large_for_cloud_run(tmp_path: Path) -> None:
     (tmp_path / "classes.interface.json").write_text(json.dumps(interface))
     given = RIGHT | {"models_file": str(tmp_path / "models.yaml")}
     (reason,) = refusals(tmp_path, "platform", given)[""]
-    assert "must have at most 65,536 bytes" in reason
+    assert "must be at most 65,536 bytes" in reason
 
 
 @pytest.mark.parametrize(

@@ -277,7 +277,7 @@ def test_controls_of_another_model_are_refused(
 ) -> None:
     of_xl = entry_with(catalog, depth=write_control(tmp_path / "xl", tiny_xl_folder, 1))
     for entry, reason in (
-        (of_xl, "trained for another model: cross_attention_dim 64 instead of 128"),
+        (of_xl, "trained for a different model: cross_attention_dim 64 instead of 128"),
         (entry_with(catalog, depth=tiny_folder), r"image\.controls\.depth: .*config\.json"),
         (entry_with(catalog, depth=tmp_path / "none"), "is not a folder"),
     ):

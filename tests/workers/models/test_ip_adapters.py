@@ -351,7 +351,7 @@ def wrong_file(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
     ("name", "reason"),
     [
         ("FaceID", "FaceID is not supported, because it requires faces"),
-        ("layers", "trained for another model: 1.to_k_ip.weight"),
+        ("layers", "trained for a different model: 1.to_k_ip.weight"),
         ("encoder", "does not fit"),
         ("projection", "must have image_proj"),
     ],
@@ -377,7 +377,7 @@ def test_other_models_digests_and_places_are_refused(
 ) -> None:
     usual = catalog.default("image")
     of_xl = write(tmp_path / "xl", tiny_xl_folder, 1)
-    refuses(entry_with(usual, {"style": of_xl}), tiny_folder, "trained for another model")
+    refuses(entry_with(usual, {"style": of_xl}), tiny_folder, "trained for a different model")
     refuses(entry_with(usual, {"style": tiny_folder}), tiny_folder, "is not a file")
     refuses(entry_with(usual, {"style": tmp_path / "none"}), tiny_folder, "is not a folder")
     folder = write(tmp_path / "right", tiny_folder, 1)

@@ -140,7 +140,7 @@ class AsideClass:
         if frames is not None:
             runner.kill("it took too long")
             runner.close()
-            return f"no answer within {limit_s:g} s"
+            return f"no response within {limit_s:g} s"
         status = runner.close()
         reason = f"was ended: {runner.killed_for}" if runner.killed_for else end_of(status)
         return f"the process of the class {reason}"

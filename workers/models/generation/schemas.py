@@ -102,7 +102,7 @@ def check_size(json_schema: str) -> None:
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:
-        raise ValueError(f"must have at most {MAX_BYTES} bytes, got {size_bytes}")
+        raise ValueError(f"must be at most {MAX_BYTES} bytes, got {size_bytes}")
     # Before parsing, because how deep Python's parser can go depends on the version and the stack.
     depth = _depth(json_schema)
     if depth > MAX_DEPTH:

@@ -170,7 +170,8 @@ def _load(folder: Path, name: str, pipeline: Any, plan: ImagePlan) -> diffusers.
         wrong.append(f"latents of {net.config.in_channels} channels")
     if wrong:
         raise ConfigurationError(
-            f"{field}: {folder}: it was trained for another model: {', '.join(wrong)}", field=field
+            f"{field}: {folder}: it was trained for a different model: {', '.join(wrong)}",
+            field=field,
         )
     if net.config.global_pool_conditions:
         raise ConfigurationError(
@@ -467,13 +468,15 @@ def _by_layer(own: Tensors, layers: Sequence[Any]) -> tuple[list[torch.Tensor], 
     known = {name + kind for name in names for kind in (_KEY, _VALUE)}
     if other := sorted(own.keys() ^ known):
         raise _WrongFileError(
-            f"it was trained for another model: {other[0]} is not in both, of {len(layers)} layers"
+            f"it was trained for a different model: {other[0]} is not in both, of {len(layers)} "
+            "layers"
         )
     for name, layer in zip(names, layers, strict=True):
         wanted = (layer.inner_dim, layer.cross_attention_dim)
         for kind in (_KEY, _VALUE):
             if (shape := tuple(own[name + kind].shape)) != wanted:
                 raise _WrongFileError(
-                    f"it was trained for another model: {name}{kind} is {shape}, expected {wanted}"
+                    f"it was trained for a different model: {name}{kind} is {shape}, expected "
+                    f"{wanted}"
                 )
     return [own[name + _KEY] for name in names], [own[name + _VALUE] for name in names]

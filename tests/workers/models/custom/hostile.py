@@ -265,7 +265,7 @@ ENDINGS: dict[str, tuple[str, object]] = {
         "failed",
         "output: the file large.bin is too large; the maximum is 67108864 bytes",
     ),
-    "large_files": ("failed", "output: the files exceed the maximum of"),
+    "large_files": ("failed", "output: the files together exceed the maximum of"),
     "wrong_type": ("failed", "output: a value of type object can't be sent as JSON"),
     "look_around": ("succeeded", []),
     "secrets": ("succeeded", []),

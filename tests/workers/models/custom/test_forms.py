@@ -198,7 +198,7 @@ def test_files_of_an_output_have_a_bound_together(tmp_path: Path, start_class: S
     model = start_class(write_class(tmp_path, body))
     failed = compute(model, {"a": 4}).results[0]
     assert isinstance(failed, ModelFailed)
-    assert failed.message.startswith("output: the files exceed the maximum of")
+    assert failed.message.startswith("output: the files together exceed the maximum of")
 
 
 def test_metrics_and_what_was_printed(tmp_path: Path, start_class: StartClass) -> None:

@@ -113,7 +113,7 @@ def test_a_loop_is_killed_and_others_are_weighed(
     inputs = [CustomInput({"mode": one}) for one in ("pid", "loop", "pid")]
     before, looped, after = preparing(write_class(tmp_path, ONE), *inputs)
     assert isinstance(looped, ModelFailed)
-    assert "no answer within 1 s" in looped.message
+    assert "no response within 1 s" in looped.message
     assert before.length != after.length, "the process is another one"
     with pytest.raises(ProcessLookupError):
         os.kill(before.length, 0)
@@ -259,7 +259,7 @@ def test_a_comparison_that_loops_is_killed(tmp_path: Path, monkeypatch: pytest.M
     """
     folder = write_class(tmp_path, body)
     aside = AsideClass(entry_of(folder), folder)
-    with pytest.raises(ModelFailed, match="is_close: no answer within 1 s"):
+    with pytest.raises(ModelFailed, match="is_close: no response within 1 s"):
         aside.is_close(CustomResult(1), CustomResult(1))
     assert aside.is_close(CustomResult(2), CustomResult(2))
     assert not aside.is_close(CustomResult(2), CustomResult(3))

@@ -107,7 +107,7 @@ def test_no_text_of_a_caller_becomes_a_control_token(
 
 OPTIONAL = {f"p{number}": {"type": "integer"} for number in range(700)}
 LARGE_SCHEMAS = {
-    json.dumps({"const": "a" * 33_000}): "must have at most 32768 bytes, got 33013",
+    json.dumps({"const": "a" * 33_000}): "must be at most 32768 bytes, got 33013",
     json.dumps(
         {"const": "a" * 4097}
     ): "in it has 4097 characters as JSON, which exceeds the maximum of 4096",

@@ -314,7 +314,7 @@ class _Prediction:
         try:
             written = encode_json(output)
             if len(written) > MAX_OUTPUT_BYTES:
-                raise WrongOutput(f"output: must have at most {MAX_OUTPUT_BYTES} bytes of JSON")
+                raise WrongOutput(f"output: must be at most {MAX_OUTPUT_BYTES} bytes of JSON")
             if len(written) > MAX_INLINE_BYTES and not self._signature.output.streams:
                 message |= {"output": None, "is_packed": True}
                 blobs = [written, *blobs]

@@ -137,7 +137,7 @@ class OutputEncoder:
         self._size_bytes += len(data)
         if self._size_bytes > MAX_FILES_BYTES:
             raise WrongOutput(
-                f"output: the files exceed the maximum of {MAX_FILES_BYTES} bytes in total"
+                f"output: the files together exceed the maximum of {MAX_FILES_BYTES} bytes"
             )
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
         shown_name = Path(name).name.encode(errors="replace").decode()  # it may not be UTF-8

@@ -48,7 +48,7 @@ class RecordedMetrics:
             raise ValueError(f"metric {key}: it has half of a surrogate pair") from None
         if len(written) > MAX_BYTES:
             raise ValueError(
-                f"metric {key}: all metrics together must have at most {MAX_BYTES} bytes"
+                f"metric {key}: all metrics together must be at most {MAX_BYTES} bytes"
             )
         self._values[key] = new
 
@@ -119,7 +119,7 @@ def _mistake(key: str) -> str:
     """Returns why a name is invalid, in Cog's words. Empty if it is valid."""
     segments = key.split(".")
     checks = (
-        (len(key) > MAX_NAME_CHARS, f"must have at most {MAX_NAME_CHARS} characters"),
+        (len(key) > MAX_NAME_CHARS, f"must be at most {MAX_NAME_CHARS} characters"),
         (key.startswith("."), "must not start with a dot"),
         (key.endswith("."), "must not end with a dot"),
         (not all(segments), "must not have empty segments"),

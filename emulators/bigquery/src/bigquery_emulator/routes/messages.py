@@ -99,7 +99,7 @@ async def body_parts(request: Request) -> AsyncIterator[bytes]:
     except zlib.error as error:
         raise InvalidError(f"Invalid gzip body: {error}") from error
     if not unpacking.eof:
-        raise InvalidError("Invalid gzip body: it ends too early")
+        raise InvalidError("Invalid gzip body: unexpected end of data")
 
 
 def dataset_key(request: Request) -> DatasetKey:

@@ -83,7 +83,7 @@ class BigQueryLoop:
             self._note_unusable(error)
             return False
         except (TableUnavailable, TimeoutError) as error:
-            self._note_failure(str(error) or f"no answer within {self._timeout_s} s")
+            self._note_failure(str(error) or f"no response within {self._timeout_s} s")
             return False
         self._columns = columns
         self._subscription.show_bigquery_state("ACTIVE")
@@ -100,7 +100,7 @@ class BigQueryLoop:
             self._subscription.backlog.return_untried(deliveries)
             return
         except (TableUnavailable, TimeoutError) as error:
-            why = str(error) or f"no answer within {self._timeout_s} s"
+            why = str(error) or f"no response within {self._timeout_s} s"
             self._note_failure(why)
             self._nack(deliveries, dict.fromkeys(range(len(deliveries)), why))
             return

@@ -69,7 +69,7 @@ class PushLoop:
                 answer = await connection.post(*push_payload(self._subscription, delivery))
                 outcome = answer.status
         except (HttpFailed, TimeoutError) as error:
-            outcome = str(error) or f"no answer within {timeout_s} s"
+            outcome = str(error) or f"no response within {timeout_s} s"
         if outcome in ACK_STATUSES:
             self._failures = 0
             acknowledge(self._subscription.backlog, [ack_id])
