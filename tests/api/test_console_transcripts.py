@@ -18,7 +18,11 @@ from tests.browser import needs_chromium, opened_page
 pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=20), needs_chromium]
 CLASS = """
 class Predictor(BasePredictor):
-    def predict(self, file: Path = Input(description="A recording.")) -> list[dict]:
+    def predict(
+        self,
+        file: Path = Input(description="A recording."),
+        token: Secret | None = Input(default=None),
+    ) -> list[dict]:
         words = [(" The", 0.0), (" mill", 1.0), (" turns.", 2.0)]
         timed = [{"word": word, "start": start, "end": start + 1} for word, start in words]
         return [
@@ -65,6 +69,14 @@ async def test_the_word_that_is_said_is_highlighted(page: Page) -> None:
     await page.keyboard.press("Enter")
     await expect(page.locator(".said")).to_have_text(" It rains.")
     await expect(player).to_have_js_property("currentSrc", await player.get_attribute("src"))
+
+
+async def test_secrets_are_not_in_the_history(page: Page) -> None:
+    await page.get_by_text("More options").click()
+    await page.get_by_label("Token").fill("open sesame")
+    await page.get_by_role("button", name="Run").click()
+    await expect(page.get_by_text("Your tries in this tab (2)")).to_be_visible()
+    assert "sesame" not in await page.evaluate("sessionStorage.getItem('penstock.tries')")
 
 
 async def test_tries_are_listed_until_they_are_cleared(api: ApiUnderTest, page: Page) -> None:

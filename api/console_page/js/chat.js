@@ -152,9 +152,9 @@ async function stream(place, answer, live, waiting) {
   const { chat, signal, log } = place;
   const beganMs = performance.now();
   let firstMs = null;
-  const { id } = await call("v1/predictions", { method: "POST", body: chat.body, signal });
-  remember(id, chat.body);
-  const path = `v1/predictions/${encodeURIComponent(id)}`;
+  const created = await call("v1/predictions", { method: "POST", body: chat.body, signal });
+  remember(created, place.model.id);
+  const path = `v1/predictions/${encodeURIComponent(created.id)}`;
   place.running = path;
   let drawing = 0;
   const draw = () => {

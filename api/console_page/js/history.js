@@ -26,9 +26,13 @@ function tries() {
   }
 }
 
-/** Keeps a prediction that was just created, and forgets the oldest one. */
-export function remember(id, { version, input }) {
-  const kept = [{ id, model: version, words: summary(input), at: Date.now() / 1000 }, ...tries()].slice(0, MOST);
+/**
+ * Keeps a prediction that was just created, and forgets the oldest one.
+ * @param {object} created the API's response, whose input does not show secrets.
+ * @param {string} model its name.
+ */
+export function remember({ id, input }, model) {
+  const kept = [{ id, model, words: summary(input), at: Date.now() / 1000 }, ...tries()].slice(0, MOST);
   try {
     sessionStorage.setItem(KEPT, JSON.stringify(kept));
   } catch {

@@ -93,7 +93,7 @@ async function predict(body, before, outcome, signal) {
   say("Sent.");
   put(outcome, h("div", { class: "card" }, h("p", { class: "muted" }, "Sent …")));
   const created = await call("v1/predictions", { method: "POST", body, signal });
-  remember(created.id, body);
+  remember(created, body.version);
   const path = `v1/predictions/${encodeURIComponent(created.id)}`;
   const prediction = ENDS.includes(created.status) ? created : await follow(path, outcome, signal);
   const link = h("a", { href: `#predictions/${encodeURIComponent(created.id)}` }, "Open the prediction");
