@@ -5,11 +5,14 @@ markup.
 import asyncio
 import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 from playwright.async_api import Page, async_playwright, expect
 
-from tests.api.harness import ApiUnderTest, api_with_redis
+from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
+from tests.browser import opened_page
+from tests.keys import key_for, keys_url
 from tests.limits import WAIT_LIMIT_S
 
 pytestmark = [
@@ -104,3 +107,18 @@ async def test_markdown_of_a_model_is_shown_as_such(page: Page) -> None:
     await expect(answer.get_by_role("heading", name="Title")).to_be_visible()
     await expect(answer.get_by_role("listitem")).to_have_count(2)
     await expect(answer.get_by_role("cell", name="2")).to_be_visible()
+
+
+async def test_the_next_reader_does_not_see_the_chats_of_the_last_one(
+    tmp_path: Path, redis_url: str
+) -> None:
+    keys = keys_url(tmp_path, ann="acme", bob="other")
+    settings = settings_for(tmp_path, redis_url=redis_url, keys_url=keys)
+    async with running_api(settings) as api, opened_page(f"{api.url}/console#try/writer") as page:
+        for name in ("ann", "bob"):
+            await page.get_by_label("API key").fill(key_for(name))
+            await page.get_by_role("button", name="Log in").click()
+            await expect(page.get_by_role("button", name="Write a short story")).to_be_visible()
+            await ask(page, "say the mill turns")
+            await expect(page.get_by_role("article", name="Answer")).to_contain_text("mill turns")
+            await page.get_by_role("button", name="Log out").click()

@@ -4,6 +4,7 @@ import { call, hasKey, useKey } from "./api.js";
 import { failure, h, hush, keepFocus, put, say } from "./dom.js";
 import * as audit from "./audit.js";
 import * as batches from "./batches.js";
+import { forgetChats } from "./chat.js";
 import { forget } from "./history.js";
 import * as invoices from "./invoices.js";
 import * as keys from "./keys.js";
@@ -54,6 +55,7 @@ function logOut(reason = null) {
   isIn = false;
   useKey("");
   forget();
+  forgetChats();
   tabs.hidden = true;
   document.getElementById("who").textContent = "";
   document.getElementById("leave").hidden = true;

@@ -13,8 +13,13 @@ const USUAL_TOKENS = 512;
 const USUAL_TEMPERATURE = 0.7;
 const EXAMPLES = ["Write a short story", "Explain what an API is in two sentences", "List five names for a coffee shop"];
 
-/** Chats of this tab by model. They end with the page. */
+/** Chats of this tab by model. They end with the page, or when the reader logs out. */
 const kept = new Map();
+
+/** Forgets all chats. */
+export function forgetChats() {
+  kept.clear();
+}
 
 /** The chat of a model: its messages, a field to write in, and settings. */
 export function chatOf(model, schema, signal) {
