@@ -86,6 +86,18 @@ async def test_a_key_is_limited_to_models_and_a_budget(api: ApiUnderTest) -> Non
         await expect(page.get_by_role("region", name="Keys").locator("tbody tr")).to_have_count(1)
 
 
+async def test_a_new_secret_stays_if_the_keys_can_not_be_listed(api: ApiUnderTest) -> None:
+    async with logged_in(api, "root") as page:
+        await go(page, "keys", "Keys")
+        await page.route("**/v1/admin/keys?*", lambda route: route.abort())
+        form = page.get_by_role("form", name="New key")
+        await form.get_by_label("Tenant").fill("acme")
+        await form.get_by_label("Name").fill("website")
+        await form.get_by_role("button", name="Create key").click()
+        await expect(page.get_by_role("alert")).to_be_visible()
+        await expect(page.locator("code.secret")).to_contain_text("pk_live_")
+
+
 async def test_a_tenant_gets_a_plan_with_a_budget(api: ApiUnderTest) -> None:
     async with logged_in(api, "root") as page:
         await go(page, "plans", "Plans")

@@ -29,12 +29,18 @@ export async function show(place, _, signal, params) {
   await adminPage(place, "Keys", signal, async (isReadOnly) => {
     const issued = h("div", { "aria-live": "polite" });
     const listed = h("div", { class: "stack" });
-    const load = async () => {
-      put(listed, await page(params, isReadOnly, issued, load, signal));
+    const load = async () => put(listed, await page(params, isReadOnly, issued, reload, signal));
+    const reload = async () => {
+      try {
+        await load();
+      } catch (error) {
+        // Not in `issued`: that may have a secret, which is shown only once.
+        if (!signal.aborted) put(listed, failure(error));
+      }
       keepFocus();
     };
     await load();
-    return [tenantFilter(params), issued, listed, !isReadOnly && (await creation(params, issued, load, signal))];
+    return [tenantFilter(params), issued, listed, !isReadOnly && (await creation(params, issued, reload, signal))];
   });
 }
 
