@@ -110,14 +110,11 @@ async def list_invoices(call: Call, service: ReportService, settings: ApiSetting
     tenants = tenants_for(call, params.getlist("tenant"))
     question = ask_month(params.get("month", ""), params.get("tz", "UTC"), tenants=tenants)
     result = await service.run(find_report("invoice"), question, call.tenant, {})
-    # A month that has not ended is cut at the current time.
-    is_final = result.question.until == question.until
-    billed = invoices(result, terms_of(settings))
-    data = [_reply(invoice, is_final=is_final) for invoice in billed]
+    data = [_reply(invoice) for invoice in invoices(result, terms_of(settings))]
     return encode_json(InvoicesReply(data=data, rules=list(RULES)), headers=NO_STORE)
 
 
-def _reply(invoice: Invoice, *, is_final: bool) -> InvoiceReply:
+def _reply(invoice: Invoice) -> InvoiceReply:
     terms, tax = invoice.terms, None
     if terms.tax_percent:
         percent = f"{terms.tax_percent.normalize():f}"
@@ -128,8 +125,8 @@ def _reply(invoice: Invoice, *, is_final: bool) -> InvoiceReply:
         tenant=invoice.tenant,
         month=f"{invoice.month:%Y-%m}",
         tz=invoice.tz,
-        is_final=is_final,
-        issued_on=f"{invoice.issued_on}" if is_final else None,
+        is_final=invoice.is_final,
+        issued_on=f"{invoice.issued_on}" if invoice.is_final else None,
         lines=[_line(line) for line in invoice.lines],
         total_usd=f"{invoice.total_usd}",
         net_usd=f"{invoice.net_usd}",

@@ -22,6 +22,7 @@ from importlib import resources
 from typing import Any
 
 from shared.money.amounts import plain
+from shared.reports.definitions import find_zone
 from shared.reports.runner import ReportResult
 from shared.settings import InvoiceSettings
 
@@ -94,6 +95,8 @@ class Invoice:
     tz: str
     """Time zone of the month."""
     lines: Sequence[InvoiceLine]
+    is_final: bool
+    """False while the month lasts: more may be added."""
     terms: InvoiceTerms = InvoiceTerms()
 
     @property
@@ -118,7 +121,7 @@ class Invoice:
     @property
     def issued_on(self) -> date:
         """Returns the day after the month."""
-        return (self.month.replace(day=1) + timedelta(days=32)).replace(day=1)
+        return day_after(self.month)
 
 
 def terms_of(settings: InvoiceSettings) -> InvoiceTerms:
@@ -135,6 +138,8 @@ def invoices(result: ReportResult, terms: InvoiceTerms) -> list[Invoice]:
         # Rows without a tenant belong to no customer. The report data_quality counts them.
         if record["tenant"]:
             lines.setdefault((record["tenant"], record["month"]), []).append(record)
+    # A question about a month that has not ended is cut at the current time.
+    until = result.question.until.astimezone(find_zone(result.question.tz)).date()
     return [
         Invoice(
             number_of(tenant, month),
@@ -142,10 +147,16 @@ def invoices(result: ReportResult, terms: InvoiceTerms) -> list[Invoice]:
             month,
             result.question.tz,
             [_line(at, record) for at, record in enumerate(records, start=1)],
+            day_after(month) <= until,
             terms,
         )
         for (tenant, month), records in sorted(lines.items())
     ]
+
+
+def day_after(month: date) -> date:
+    """Returns the first day of the next month."""
+    return (month.replace(day=1) + timedelta(days=32)).replace(day=1)
 
 
 def number_of(tenant: str, month: date) -> str:
@@ -218,6 +229,7 @@ def _sheet(invoice: Invoice) -> str:
         f'<article id="{invoice.number}"><header><h1>Invoice {invoice.number}</h1><dl>'
         f"{_seller_facts(invoice)}<dt>Customer</dt><dd>{html.escape(invoice.tenant)}</dd>"
         f"<dt>Month</dt><dd>{invoice.month:%B %Y} ({html.escape(invoice.tz)})</dd>"
+        f"<dt>Issued on</dt><dd>{_date_in_words(invoice)}</dd>"
         f"<dt>Amount due</dt><dd><b>${invoice.due_usd:,}</b></dd></dl></header>"
         '<div class="table" tabindex="0" role="region" aria-label="Lines"><table>'
         '<thead><tr><th scope="col">No.</th><th scope="col">Model</th>'
@@ -233,6 +245,11 @@ def _sheet(invoice: Invoice) -> str:
         f"<td>{invoice.due_usd:,}</td></tr></tfoot></table></div>"
         f'<section class="rules"><h2>How it was computed</h2><ol>{rules}</ol></section></article>'
     )
+
+
+def _date_in_words(invoice: Invoice) -> str:
+    day = invoice.issued_on
+    return f"{day:%B} {day.day}, {day.year}" if invoice.is_final else "not yet"
 
 
 def _seller_facts(invoice: Invoice) -> str:

@@ -2,7 +2,8 @@
 
 import shutil
 from collections.abc import Iterator
-from datetime import timedelta
+from dataclasses import replace
+from datetime import date, timedelta
 from decimal import Decimal
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from playwright.sync_api import Browser, Page, expect, sync_playwright
 
 from infra.reports.formats import as_html
 from shared.reports.definitions import ask, find_report, reports
-from shared.reports.invoice import InvoiceTerms, invoice_page, invoices
+from shared.reports.invoice import Invoice, InvoiceTerms, invoice_page, invoices
 from shared.reports.runner import ReportRunner
 from tests.infra.reports.conftest import DATASET, load
 from tests.infra.reports.test_other_tables import QUESTION, row
@@ -98,6 +99,15 @@ def test_empty_reports_say_so(page: Page, runner: ReportRunner, tmp_path: Path) 
     expect(page.get_by_text("No rows.")).to_be_visible()
     opened(page, invoice_page([]), tmp_path)
     expect(page.get_by_text("Nothing was used.")).to_be_visible()
+
+
+def test_an_invoice_has_its_date_once_the_month_has_ended() -> None:
+    lasting = Invoice("1", "acme", date(2026, 12, 1), "UTC", [], is_final=False)
+    for invoice, words in (
+        (lasting, "not yet"),
+        (replace(lasting, is_final=True), "January 1, 2027"),
+    ):
+        assert f"<dt>Issued on</dt><dd>{words}</dd>" in invoice_page([invoice]).decode()
 
 
 def test_invoices_print_on_sheets_of_their_own(
