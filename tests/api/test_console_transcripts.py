@@ -71,6 +71,21 @@ async def test_the_word_that_is_said_is_highlighted(page: Page) -> None:
     await expect(player).to_have_js_property("currentSrc", await player.get_attribute("src"))
 
 
+async def test_long_transcripts_are_whole_and_words_may_be_null(page: Page) -> None:
+    length = await page.evaluate(
+        """async () => {
+            const { transcriptOf } = await import("./console/assets/js/documents.js");
+            const words = Array.from({ length: 12_000 }, (_, at) => ({ word: " la", start: at }));
+            const text = words.map(({ word }) => word).join("");
+            const last = { start: 1, end: 2, text: "end", words: null };
+            const segments = [{ start: 0, end: 1, text, words }, last];
+            const shown = transcriptOf(segments, { url: "data:audio/wav,", type: "audio/wav" });
+            return shown.querySelector(".transcript").textContent.length;
+        }"""
+    )
+    assert length == len(" la") * 12_000 + len(" end")
+
+
 async def test_secrets_are_not_in_the_history(page: Page) -> None:
     await page.get_by_text("More options").click()
     await page.get_by_label("Token").fill("open sesame")

@@ -29,7 +29,7 @@ export function transcriptOf(output, source = null) {
   if (!Array.isArray(segments) || !segments.length || !segments.every(isOne)) return null;
   const player = playerOf(source);
   const text = h("p", { class: "transcript" });
-  if (player) highlight(text, segments.flatMap(piecesOf).slice(0, MOST_PIECES), player);
+  if (player) highlight(text, segments.flatMap(piecesOf), player);
   else text.append(segments.map((one) => one.text.trim()).join(" "));
   const time = ({ start }) => (player ? h("button", { type: "button", class: "quiet", "aria-label": `Play from ${clock(start)}`, on: { click: () => playFrom(player, start) } }, clock(start)) : clock(start));
   const rows = segments.slice(0, MOST_SEGMENTS).map((one) => [h("dt", {}, time(one)), h("dd", {}, one.text.trim())]);
@@ -47,9 +47,9 @@ function playFrom(player, seconds) {
 }
 
 /** The words of a segment with their times, or the segment as one piece if they do not add up to its text. */
-function piecesOf({ start, end, text, words = [] }) {
+function piecesOf({ start, end, text, words }) {
   const whole = text.trim();
-  const isTimed = words.length && words.every((one) => typeof one.word === "string" && typeof one.start === "number");
+  const isTimed = Array.isArray(words) && words.length && words.every((one) => typeof one.word === "string" && typeof one.start === "number");
   for (const between of ["", " "]) {
     if (!isTimed || words.map(({ word }) => word).join(between).trim() !== whole) continue;
     return words.map((one, at) => ({ ...one, text: at ? between + one.word : ` ${one.word.trimStart()}` }));
@@ -57,13 +57,15 @@ function piecesOf({ start, end, text, words = [] }) {
   return [{ start, end, text: ` ${whole}` }];
 }
 
-/** Shows pieces of text of which the one that is said is highlighted. A click plays from there. */
+/** Shows pieces of text, and highlights the spoken one. A click plays from there. Beyond MOST_PIECES, they are plain. */
 function highlight(place, pieces, player) {
-  const spans = pieces.map(({ text, start }) => h("span", { on: { click: () => playFrom(player, start) } }, text));
-  place.append(...spans);
+  const timed = pieces.slice(0, MOST_PIECES);
+  const spans = timed.map(({ text, start }) => h("span", { on: { click: () => playFrom(player, start) } }, text));
+  const rest = pieces.slice(MOST_PIECES).map(({ text }) => text);
+  place.append(...spans, rest.join(""));
   let shown = null;
   player.addEventListener("timeupdate", () => {
-    const at = pieces.findLastIndex(({ start }) => start <= player.currentTime);
+    const at = timed.findLastIndex(({ start }) => start <= player.currentTime);
     shown?.classList.remove("said");
     shown = spans[at] ?? null;
     shown?.classList.add("said");
