@@ -224,7 +224,9 @@ class Batches:
 
 
 def _too_many_checked(next_at_s: float) -> BadInput:
-    following = datetime.fromtimestamp(next_at_s + 0.001, UTC).isoformat(timespec="milliseconds")
+    moment = datetime.fromtimestamp(next_at_s + 0.001, UTC)
+    # In a URL, the + of +00:00 is a space.
+    following = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     reason = f"none of the {MAX_CHECKED_WITHOUT_MATCH} newest batches in this range matches"
     return BadInput(
         f"created_before: {reason}; to search older ones, set it to {following}",
