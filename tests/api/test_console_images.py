@@ -1,5 +1,6 @@
 """The console's form for image models in a browser: painted masks, and results over sources."""
 
+import json
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -69,6 +70,23 @@ async def test_a_mask_file_replaces_the_painting(api: ApiUnderTest, page: Page) 
     height, width = mask.shape
     assert mask[height // 2, width // 4] == 255
     assert mask[height // 2, 2] == 0
+
+
+async def test_a_mask_url_replaces_the_painting(page: Page) -> None:
+    await paint(page, 0.5)
+    url = "https://localhost/mask.png"
+    await page.get_by_label("URL of mask").fill(url)
+    reply: dict[str, Any] = {
+        "id": "a",
+        "status": "canceled",
+        "input": {},
+        "output": None,
+        "metrics": {},
+    }
+    await page.route("**/v1/predictions", lambda route: route.fulfill(status=201, json=reply))
+    async with page.expect_request("**/v1/predictions") as sent:
+        await page.get_by_role("button", name="Run").click()
+    assert json.loads((await sent.value).post_data or "")["input"]["mask"] == url
 
 
 async def test_a_result_is_compared_with_its_source(api: ApiUnderTest, page: Page) -> None:

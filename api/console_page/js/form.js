@@ -68,6 +68,7 @@ function paintMask(fields) {
   if (!image || !mask) return;
   const painter = maskPainter(image.picker, mask.picker);
   mask.element.querySelector("label").after(painter.element);
+  mask.element.querySelector("input[type=url]").addEventListener("input", painter.empty);
   const readFile = mask.read;
   mask.read = async () => painter.read() ?? readFile();
 }

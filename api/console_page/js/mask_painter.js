@@ -10,8 +10,8 @@ const PERCENT = 100;
  * A painter for the image that is chosen in a picker.
  * @param {HTMLInputElement} imagePicker of the image.
  * @param {HTMLInputElement} maskPicker of a mask file. What was chosen last counts.
- * @returns {{element: HTMLElement, read: function(): ?string}} `read` gives the mask as a data URI, or null if nothing
- *   is painted.
+ * @returns {{element: HTMLElement, read: function(): ?string, empty: function()}} `read` gives the mask as a data URI, or
+ *   null if nothing is painted. `empty` removes what is painted.
  */
 export function maskPainter(imagePicker, maskPicker) {
   const below = h("img", { alt: "The image to paint on" });
@@ -63,7 +63,7 @@ export function maskPainter(imagePicker, maskPicker) {
     maskPicker.value = "";
     maskPicker.dispatchEvent(new Event("cleared"));
   });
-  return { element: h("div", {}, note, tools), read: () => (state.isPainted ? maskOf(canvas) : null) };
+  return { element: h("div", {}, note, tools), read: () => (state.isPainted ? maskOf(canvas) : null), empty };
 }
 
 function paintsWith(canvas, pen, brush, eraser, onPaint) {
