@@ -103,6 +103,7 @@ async def test_tries_are_listed_until_they_are_cleared(api: ApiUnderTest, page: 
     assert "base64" not in await page.evaluate("sessionStorage.getItem('penstock.tries')")
     await page.get_by_role("button", name="Clear").click()
     await expect(page.get_by_text("Your tries in this tab")).to_be_hidden()
+    await expect(page.locator("#main")).to_be_focused()
     await page.reload()
     await expect(page.get_by_role("heading", name="Try a model")).to_be_visible()
     await expect(page.get_by_text("Your tries in this tab")).to_be_hidden()

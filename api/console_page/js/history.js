@@ -1,6 +1,6 @@
 // The last tries of this tab: in sessionStorage, so they end with the tab or when the reader logs out.
 
-import { h, put } from "./dom.js";
+import { h, keepFocus, put } from "./dom.js";
 import { moment } from "./timing.js";
 
 const KEPT = "penstock.tries";
@@ -63,7 +63,7 @@ export function historyList(signal) {
           h("li", {}, h("a", { href: `#predictions/${encodeURIComponent(id)}` }, words || id), h("span", { class: "hint" }, ` ${model} · ${moment(at)}`)),
         ),
       ),
-      h("button", { type: "button", class: "quiet", on: { click: () => { forget(); draw(); } } }, "Clear"),
+      h("button", { type: "button", class: "quiet", on: { click: () => { forget(); draw(); keepFocus(); } } }, "Clear"),
     );
   };
   document.addEventListener("penstock:try", draw, { signal });
