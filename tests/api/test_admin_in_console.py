@@ -98,6 +98,19 @@ async def test_a_new_secret_stays_if_the_keys_can_not_be_listed(api: ApiUnderTes
         await expect(page.locator("code.secret")).to_contain_text("pk_live_")
 
 
+async def test_a_double_click_creates_one_key(api: ApiUnderTest) -> None:
+    async with logged_in(api, "root") as page:
+        await go(page, "keys", "Keys")
+        form = page.get_by_role("form", name="New key")
+        await form.get_by_label("Tenant").fill("acme")
+        await form.get_by_label("Name").fill("website")
+        methods: list[str] = []
+        page.on("request", lambda sent: methods.append(sent.method))
+        await form.get_by_role("button", name="Create key").dblclick()
+        await expect(page.locator("code.secret")).to_be_focused()
+        assert methods.count("POST") == 1
+
+
 async def test_a_tenant_gets_a_plan_with_a_budget(api: ApiUnderTest) -> None:
     async with logged_in(api, "root") as page:
         await go(page, "plans", "Plans")

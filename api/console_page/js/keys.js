@@ -139,14 +139,20 @@ async function creation(params, issued, load, signal) {
       expires_in_s: days.value ? Number(days.value) * SECONDS_PER_DAY : null,
     };
   };
+  let isRunning = false;
   const submit = async (event) => {
     event.preventDefault();
+    // A second key would hide the secret of the first.
+    if (isRunning) return;
+    isRunning = true;
     try {
       showOnce(issued, await call("v1/admin/keys", { method: "POST", body: read(), signal }));
       name.value = "";
       await load();
     } catch (error) {
       if (!signal.aborted) put(issued, failure(error));
+    } finally {
+      isRunning = false;
     }
   };
   return h(
