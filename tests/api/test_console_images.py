@@ -1,5 +1,6 @@
 """The console's form for image models in a browser: painted masks, and results over sources."""
 
+import base64
 import json
 from collections.abc import AsyncIterator
 from typing import Any
@@ -99,6 +100,17 @@ async def test_a_result_is_compared_with_its_source(api: ApiUnderTest, page: Pag
     await page.keyboard.press("Home")
     clip = "element => getComputedStyle(element).clipPath"
     assert "100%" in await before.evaluate(clip)
+
+
+async def test_a_result_is_not_compared_with_its_mask(page: Page) -> None:
+    await page.get_by_label("Image", exact=True).set_input_files([])
+    await page.get_by_label("URL of image").fill("https://localhost/source.png")
+    await page.get_by_label("Mask", exact=True).set_input_files(png("mask.png", white()))
+    output = f"data:image/png;base64,{base64.b64encode(SOURCE).decode()}"
+    reply = {"id": "a", "status": "succeeded", "input": {}, "output": output, "metrics": {}}
+    await page.route("**/v1/predictions", lambda route: route.fulfill(status=201, json=reply))
+    await run(page)
+    await expect(page.get_by_role("figure").get_by_role("img")).to_have_count(1)
 
 
 @pytest.mark.parametrize("width", [390, 1440])

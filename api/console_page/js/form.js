@@ -56,7 +56,8 @@ export function formOf(schema) {
       ),
   );
   const source = () => {
-    const chosen = fields.filter(({ picker }) => picker?.files[0]);
+    // A result does not begin with a mask or an image that only guides it.
+    const chosen = fields.filter(({ name, picker }) => picker?.files[0] && (name === "image" || !IMAGES.includes(name)));
     return (chosen.find(({ name }) => name === "image") ?? chosen[0])?.picker.files[0] ?? null;
   };
   return { element, read: () => readAll(fields), source };
