@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from http import HTTPStatus
 from pathlib import Path
 from typing import Any
 
@@ -187,10 +188,13 @@ def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
     seen, until_s = set[str](), time.monotonic() + TEST_LIMIT_S
     with httpx.Client(base_url=stack.api_url, **options) as http:
         while time.monotonic() < until_s:
-            listed = http.get("/v1/predictions").raise_for_status().json()["results"]
+            listed = http.get("/v1/predictions")
+            if listed.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # Redis was slow: ask again
+                time.sleep(1.0)
+                continue
             ours = [
                 prediction_facts["id"]
-                for prediction_facts in listed
+                for prediction_facts in listed.raise_for_status().json()["results"]
                 if prediction_facts["model"].endswith(FLOW)
             ]
             for prediction in (
