@@ -239,6 +239,9 @@ def client_settings(site: SelfHostedSite) -> dict[str, str]:
     workers = worker_deployment(site)
     settings = {
         "PENSTOCK_DATASET": workers.dataset,
+        "PENSTOCK_INVOICE_SELLER": site.invoices.seller,
+        "PENSTOCK_INVOICE_TAX_NAME": site.invoices.tax_name,
+        "PENSTOCK_INVOICE_TAX_PERCENT": str(site.invoices.tax_percent).removesuffix(".0"),
         "PENSTOCK_KEYS_URL": KEYS_URL,
         "PENSTOCK_METRICS_HOST": "0.0.0.0",
         "PENSTOCK_METRICS_PORT": "9464",

@@ -218,6 +218,16 @@ class SiteApi(_Part):
     memory: Size = "1Gi"
 
 
+class Invoices(_Part):
+    """Invoice terms, for the API and the functions."""
+
+    seller: str = ""
+    """Name and address, in lines. Empty: none is shown."""
+    tax_name: str = "Tax"
+    tax_percent: float = Field(0, ge=0, le=100)
+    """Tax added to the total. 0: invoices have no tax line."""
+
+
 class Ingress(_Part):
     """The ingress, which terminates TLS."""
 
@@ -283,6 +293,7 @@ class SelfHostedSite(_Part):
     api: SiteApi = SiteApi()
     billing_tz: Zone = "UTC"
     """Time zone that decides when days in scheduled reports and invoices begin."""
+    invoices: Invoices = Invoices()
     batches: bool = True
     """True to run a batch runner."""
     ingress: Ingress | None = None

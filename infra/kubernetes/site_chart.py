@@ -96,6 +96,7 @@ _MARKS = {
 _OF_SITE = frozenset(
     {f"PENSTOCK_{name}" for name in ("DATASET", "OBJECTS_URL", "PROJECT", "REGION")}
     | {f"PENSTOCK_{name}_URL" for name in ("PUBLIC", "RECORDS", "REDIS", "ROWS")}
+    | {f"PENSTOCK_{name}" for name in ("INVOICE_SELLER", "INVOICE_TAX_NAME", "INVOICE_TAX_PERCENT")}
     | {"PENSTOCK_BIGQUERY_ENDPOINT", "PENSTOCK_PUBSUB_ENDPOINT", "PENSTOCK_TRUSTED_PROXIES"}
 )
 """Settings that _site.tpl derives from the values. All others are the same in every site."""

@@ -42,6 +42,9 @@ Each definition returns JSON, or the lines that it adds.
 {{- define "penstock.clients" -}}
 {{- $site := include "penstock.site" . | fromJson -}}
 {{- $settings := merge (include "penstock.settings" . | fromJson) (.Files.Get "files/clients.json" | fromJson) -}}
+{{- $_ := set $settings "PENSTOCK_INVOICE_SELLER" $site.invoices.seller -}}
+{{- $_ := set $settings "PENSTOCK_INVOICE_TAX_NAME" $site.invoices.tax_name -}}
+{{- $_ := set $settings "PENSTOCK_INVOICE_TAX_PERCENT" ($site.invoices.tax_percent | toString) -}}
 {{- if and (eq $site.broker.kind "google") $site.broker.inbox_pool -}}
 {{- $_ := set $settings "PENSTOCK_INBOX_POOL" ($site.broker.inbox_pool | int64 | toString) -}}
 {{- $_ := set $settings "PENSTOCK_INBOX_FIRST" ($site.broker.inbox_first | int64 | toString) -}}

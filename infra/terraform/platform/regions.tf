@@ -26,6 +26,7 @@ module "region" {
   cidr                = cidrsubnet(var.network_cidr, 4, each.value.index)
   dataset             = google_bigquery_dataset.default.dataset_id
   deletion_protection = var.deletion_protection
+  invoices            = local.invoice_settings
   objects_url         = "gs://${module.objects.name}"
   records_max_bytes   = local.records_max_bytes
   records_url         = local.records_url

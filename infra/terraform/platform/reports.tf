@@ -10,8 +10,14 @@ locals {
   _report_alerts = { for key, alert in jsondecode(templatefile("${local._monitoring}/log-alerts.json.tftpl", {
     service = "${var.prefix}-reports"
   })) : key => alert if length(local._reports) > 0 }
+  # The API and the function have defaults for those that are not set.
+  invoice_settings = { for name, value in {
+    PENSTOCK_INVOICE_SELLER      = local.options.invoices.seller
+    PENSTOCK_INVOICE_TAX_NAME    = local.options.invoices.tax_name
+    PENSTOCK_INVOICE_TAX_PERCENT = local.options.invoices.tax_percent
+  } : name => tostring(value) if value != null }
   report_account  = { for name in keys(local._reports) : name => google_service_account.functions[name].member }
-  report_settings = { for function in values(local._reports) : "PENSTOCK_BILLING_TZ" => function.time_zone }
+  report_settings = merge(local.invoice_settings, { for function in values(local._reports) : "PENSTOCK_BILLING_TZ" => function.time_zone })
 }
 
 resource "google_cloud_scheduler_job" "reports" {

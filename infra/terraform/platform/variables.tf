@@ -13,6 +13,7 @@ locals {
     delivery     = var.delivery
     functions    = var.functions
     inboxes      = var.inboxes
+    invoices     = var.invoices
     nodes        = var.nodes
     objects_days = var.objects_days
     outside      = var.outside
@@ -161,6 +162,13 @@ variable "gpu_hour_usd" {
 
 variable "inboxes" {
   description = "The pool of reply inboxes: how many per region, and slots per inbox. Use twice the number of API instances, so that a new revision can start alongside the old one. `kept_slots`: slots that stay while revisions with more of them are serving; only needed to lower `slots`."
+  type        = any
+  default     = {}
+  nullable    = false
+}
+
+variable "invoices" {
+  description = "Invoice terms, for the API and the reports function: seller (name and address, in lines), and a tax on the total (tax_name, and tax_percent from 0 to 100). Default: no seller and no tax."
   type        = any
   default     = {}
   nullable    = false

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tests.infra.deploy.manifests import Objects, render
-from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
+from tests.infra.deploy.terraform import INVOICES, REGIONS, Plan, plan_platform
 
 
 @pytest.fixture(scope="session")
@@ -14,7 +14,9 @@ def plan(tmp_path_factory: pytest.TempPathFactory) -> Plan:
         name: {"image": "registry.example.com/functions@sha256:0"}
         for name in ("dead_letters", "reports", "webhooks")
     }
-    return plan_platform(tmp_path_factory.mktemp("plan"), regions=REGIONS, functions=functions)
+    return plan_platform(
+        tmp_path_factory.mktemp("plan"), regions=REGIONS, functions=functions, invoices=INVOICES
+    )
 
 
 @pytest.fixture(scope="session")

@@ -66,6 +66,10 @@ SITES: dict[str, dict[str, Any]] = {
         "api": {"replicas": 100, "cpu": "0.25"},
         "billing_tz": "America/Argentina/Buenos_Aires",
     },
+    "an invoice seller in lines": {
+        "invoices": {"seller": 'Müller & "Co": 50% <a>\n1 Main St, $(HOME)', "tax_percent": 8.875}
+    },
+    "a whole tax percentage": {"invoices": {"tax_name": "yes", "tax_percent": 19}},
     "redis with a default port": {
         "redis": {"kind": "given", "url": "redis://r.corp/3", "networks": ["10.9.0.0/16"]},
     },
@@ -105,6 +109,7 @@ WRONG: dict[str, dict[str, Any]] = {
     "autoscaling.prometheus": {"autoscaling": {"prometheus": "prometheus:9090"}},
     "autoscaling.labels": {"autoscaling": KEDA | {"labels": {"no-label": "x"}}},
     "billing_tz": {"billing_tz": "Mars/Base"},
+    "invoices.tax_percent": {"invoices": {"tax_percent": 101}},
     "namespace": {"namespace": "Penstock"},
 }
 """Invalid changes to the example, by the field that is wrong."""

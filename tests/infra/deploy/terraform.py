@@ -21,6 +21,7 @@ CHECKER = os.environ.get("TFOFFLINE", "")
 
 REGIONS = {"europe-west4": {"index": 0}, "europe-west1": {"index": 1}}
 PROJECT = "example-project"
+INVOICES = {"seller": "Example GmbH\nBerlin", "tax_name": "VAT", "tax_percent": 8.25}
 
 
 @dataclass(frozen=True)

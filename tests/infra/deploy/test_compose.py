@@ -266,6 +266,17 @@ def test_settings_are_known_and_accepted(
         assert port in probe or host == "redis"
 
 
+def test_api_and_functions_have_the_same_invoice_terms() -> None:
+    terms = {"SELLER": "Example Inc.\n1 Main Street", "TAX_NAME": "VAT", "TAX_PERCENT": "19"}
+    given = variables("images.env", "example.env")
+    given |= {f"INVOICE_{name}": value for name, value in terms.items()}
+    text = (FOLDER / "compose.yaml").read_text(encoding="utf-8")
+    services = filled(yaml.safe_load(text), given)["services"]
+    for name in ("api", "functions"):
+        environment = services[name]["environment"]
+        assert {field: environment[f"PENSTOCK_INVOICE_{field}"] for field in terms} == terms
+
+
 def test_all_share_one_place(services: dict[str, dict[str, Any]]) -> None:
     same = ("PROJECT", "DATASET", "PUBSUB_ENDPOINT", "REDIS_URL", "OBJECTS_URL")
     for field in same:

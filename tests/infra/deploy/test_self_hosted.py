@@ -169,6 +169,20 @@ def test_days_of_reports_begin_where_the_site_says(tmp_path: Path) -> None:
         SelfHostedSite.model_validate(example(billing_tz="Mars"))
 
 
+def test_api_and_functions_have_the_invoice_terms_of_the_site(
+    inside: Objects, tmp_path: Path
+) -> None:
+    terms = {"seller": "Example Inc.\n1 Main Street", "tax_name": "VAT", "tax_percent": 19}
+    objects = rendered(tmp_path / "site", invoices=terms)
+    for name in ("api", "functions"):
+        given = environment(objects, name)
+        assert {field: given[f"PENSTOCK_INVOICE_{field.upper()}"] for field in terms} == {
+            **terms,
+            "tax_percent": "19",
+        }
+        assert environment(inside, name)["PENSTOCK_INVOICE_TAX_PERCENT"] == "0"
+
+
 def test_nothing_of_google_is_asked_for(inside: Objects) -> None:
     text = yaml.safe_dump_all(inside)
     for word in ("cloud.google.com", "googleapis.com", "PodMonitoring", "keda.sh", "gs://"):

@@ -15,7 +15,14 @@ from shared.broker.transport import direct_id, inbox_topic_id
 from shared.models.catalog_file import read_catalog
 from shared.settings import ApiSettings, Settings, WorkerSettings
 from tests.infra.deploy.manifests import Objects, settings_of, workers
-from tests.infra.deploy.terraform import PROJECT, REGIONS, Plan, api_settings, function_settings
+from tests.infra.deploy.terraform import (
+    INVOICES,
+    PROJECT,
+    REGIONS,
+    Plan,
+    api_settings,
+    function_settings,
+)
 from tests.source_files import source_files
 from workers.functions.settings import FunctionSettings
 
@@ -39,7 +46,6 @@ LEFT_ALONE: dict[type[Settings], set[str]] = {
         *("PENSTOCK_LOG_LEVEL", "PENSTOCK_MEMORY_CACHE_BYTES", "PENSTOCK_REQUEST_MAX_BYTES"),
         *("PENSTOCK_INBOX_LEASE_S", "PENSTOCK_IDEMPOTENCY_LEASE_S", "PENSTOCK_METRICS_HOST"),
         *("PENSTOCK_CORS_ORIGINS", "PENSTOCK_WEBHOOKS_PRIVATE"),
-        *("PENSTOCK_INVOICE_SELLER", "PENSTOCK_INVOICE_TAX_NAME", "PENSTOCK_INVOICE_TAX_PERCENT"),
         # Inputs may be fetched from all public hosts.
         *("PENSTOCK_FETCH_HOSTS", "PENSTOCK_FETCH_NETWORKS"),
         *("PENSTOCK_FETCH_CA", "PENSTOCK_FETCH_LIMIT_S"),
@@ -194,6 +200,23 @@ def test_functions_know_and_accept_what_terraform_sets(
         False,
     )
     assert settings.push_account == f"{service}-push@{PROJECT}.iam.gserviceaccount.com"
+
+
+def invoice_settings(given: dict[str, str | None]) -> dict[str, str | None]:
+    return {name: v for name, v in given.items() if name.startswith("PENSTOCK_INVOICE_")}
+
+
+def test_api_and_reports_have_the_same_invoice_terms(plan: Plan) -> None:
+    terms = {f"PENSTOCK_INVOICE_{name.upper()}": str(value) for name, value in INVOICES.items()}
+    for region in REGIONS:
+        assert invoice_settings(api_settings(plan, region)) == terms
+    for service in FUNCTIONS:
+        wanted = terms if service == "penstock-reports" else {}
+        assert invoice_settings(function_settings(plan, service)) == wanted
+
+
+def test_invoice_terms_that_are_not_set_have_their_defaults(plan_with_batches: Plan) -> None:
+    assert invoice_settings(api_settings(plan_with_batches, "europe-west4")) == {}
 
 
 def test_api_is_given_all_that_it_must_be(plan: Plan) -> None:

@@ -104,6 +104,10 @@ FIRST: Wrong = {
         ({"reports": {"image": "a:1", "schedule": "daily"}}, "functions.reports.schedule"),
     ],
     "gpu_hour_usd": [({"l4": -1}, "below 0")],
+    "invoices": [
+        ({"tax_percent": -1}, "invoices.tax_percent"),
+        ({"tax_percent": 101}, "invoices.tax_percent"),
+    ],
     "labels": [({"Team": "a"}, "lower-case"), ({"goog-a": "b"}, "goog")],
     "namespace": [("Penstock", "lower-case"), ("kube-system", "own"), ("keda", "own")],
     "network_cidr": [
@@ -252,6 +256,7 @@ MISSPELLED: Wrong = {
         ({"webhooks": {"image": "a:b", "memory": "1Gi"}}, "functions.webhooks.memory."),
     ],
     "inboxes": [({"per_region": 8, "slot": 2}, "inboxes.slot.")],
+    "invoices": [({"tax": 19}, "invoices.tax.")],
     "nodes": [
         ({"max_gpu": 3}, "nodes.max_gpu."),
         ({"general": {"maximum": 3}}, "nodes.general.maximum."),

@@ -78,6 +78,11 @@ variable "options" {
       per_region = optional(number, 8)
       slots      = optional(number, 8)
     }), {})
+    invoices = optional(object({
+      seller      = optional(string)
+      tax_name    = optional(string)
+      tax_percent = optional(number)
+    }), {})
     nodes = optional(object({
       binary_authorization = optional(bool, false)
       compute_classes      = optional(bool, false)
@@ -374,6 +379,11 @@ variable "options" {
   validation {
     condition     = var.options.inboxes.per_region * (coalesce(var.options.inboxes.kept_slots, var.options.inboxes.slots) + 1) * length(var.options.regions) <= 9000
     error_message = "Regions x inboxes x (slots + 1) is 9000 at most; fewer slots do as well, requests then share them."
+  }
+
+  validation {
+    condition     = var.options.invoices.tax_percent == null ? true : var.options.invoices.tax_percent >= 0 && var.options.invoices.tax_percent <= 100
+    error_message = "invoices.tax_percent must be between 0 and 100."
   }
 
   validation {

@@ -67,7 +67,7 @@ resource "google_cloud_run_v2_service" "api" {
       image = each.value
 
       dynamic "env" {
-        for_each = merge(local.environment, local.first_inbox, local.public_url, var.traces)
+        for_each = merge(local.environment, local.first_inbox, local.public_url, var.invoices, var.traces)
 
         content {
           name  = env.key

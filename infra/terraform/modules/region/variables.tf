@@ -69,6 +69,13 @@ variable "inboxes" {
   nullable = false
 }
 
+variable "invoices" {
+  description = "Variables of the API that set the seller and the tax on invoices; none: its defaults."
+  type        = map(string)
+  default     = {}
+  nullable    = false
+}
+
 variable "labels" {
   description = "Labels of every resource."
   type        = map(string)
