@@ -111,13 +111,13 @@ class BodyTooLarge(InputTooLarge):
 
 
 class HeadTooLarge(InputTooLarge):
-    """The URL and headers of the request are larger than this API takes."""
+    """The request's URL and headers exceed the maximum size."""
 
     code = "request_headers_too_large"
 
 
 class TooSlow(BadInput):
-    """The request arrives too slowly."""
+    """The request arrived too slowly."""
 
     code = "request_timeout"
 
@@ -130,7 +130,7 @@ class Unauthorized(PenstockError):
 
 
 class Forbidden(PenstockError):
-    """This caller may not do this."""
+    """The caller is not allowed to do this."""
 
     code = "forbidden"
     public_by_default = None
@@ -144,33 +144,33 @@ class NotFound(PenstockError):
 
 
 class NotNow(BadInput):
-    """As things are now this can't be done. Later the same request may be answered otherwise.
+    """This can't be done right now, but the same request may succeed later.
 
-    So such an answer is not stored for an Idempotency-Key.
+    Errors of this kind are not stored for an Idempotency-Key.
     """
 
 
 class StorageFull(NotNow):
-    """The tenant's storage quota does not have room for this."""
+    """This would exceed the tenant's storage quota."""
 
     code = "storage_quota_exceeded"
 
 
 class PreviousResponseNotFound(NotNow):
-    """The earlier response is not there: it was not kept, has expired, or never was."""
+    """The previous response was not found: it was not stored, has expired, or never existed."""
 
     code = "previous_response_not_found"
 
 
 class MethodNotAllowed(PenstockError):
-    """This path does not take that method."""
+    """This path does not support this method."""
 
     code = "method_not_allowed"
     public_by_default = None
 
 
 class KeyReused(PenstockError):
-    """This Idempotency-Key was used with another request; a key identifies one request."""
+    """This Idempotency-Key was used for a different request; a key identifies one request."""
 
     code = "idempotency_key_reused"
     public_by_default = None
@@ -180,7 +180,7 @@ class KeyReused(PenstockError):
 
 
 class KeyInUse(PenstockError):
-    """The first request with this Idempotency-Key is still being answered; ask again."""
+    """The first request with this Idempotency-Key is still being processed; try again."""
 
     code = "idempotency_key_in_use"
     public_by_default = None
@@ -190,7 +190,7 @@ class KeyInUse(PenstockError):
 
 
 class RateLimited(Overloaded):
-    """A limit of the plan is reached.
+    """A plan limit was reached.
 
     Args:
         message: the limit that was reached, and when to try again.
@@ -210,7 +210,7 @@ class RateLimited(Overloaded):
 
 
 class BudgetExceeded(RateLimited):
-    """The budget of the month is spent."""
+    """The monthly budget is spent."""
 
     code = "insufficient_quota"
 
@@ -220,13 +220,13 @@ class LargerThanBudget(BudgetExceeded):
 
 
 class BudgetReserved(BudgetExceeded):
-    """Requests in flight have reserved the rest of the budget. It passes when they end."""
+    """Requests in flight have reserved the rest of the budget; try again once they finish."""
 
     code = "rate_limit_exceeded"
 
 
 class ClientGone(Canceled):
-    """The caller closed the connection before the answer was there."""
+    """The caller closed the connection before the response was complete."""
 
 
 class ErrorMapping(NamedTuple):

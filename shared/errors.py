@@ -5,12 +5,12 @@ PenstockError
 │   ├── UnknownModel
 │   ├── InputTooLarge
 │   │   └── ContextLengthExceeded
-│   └── ModerationBlocked    what was drawn is withheld, by the catalog's check
-├── Overloaded               full now, with the seconds to wait
-├── DeadlineExceeded         the answer came, or would come, too late
-├── Canceled                 no caller wants the answer any more
-├── ModelFailed              the model could not compute this item
-│   └── SchemaNotMatched     its text is not what the caller's JSON schema asks for
+│   └── ModerationBlocked    the output is withheld: the catalog's safety check flagged it
+├── Overloaded               at capacity, with the seconds to wait
+├── DeadlineExceeded         the response came, or would come, too late
+├── Canceled                 no caller is waiting for the response anymore
+├── ModelFailed              the model could not process this item
+│   └── SchemaNotMatched     its output does not match the caller's JSON schema
 ├── ModelWithdrawn           an operator has stopped this revision of the model
 ├── Unavailable              a required service (broker, store) is unreachable
 ├── UndecodableMessage       a message on a topic is not a job or reply
@@ -68,13 +68,13 @@ class BadInput(PenstockError):
 
 
 class UnknownModel(BadInput):
-    """No model of this name is served here."""
+    """No model with this name is served here."""
 
     code = "model_not_found"
 
 
 class InputTooLarge(BadInput):
-    """The request is larger than this model takes."""
+    """The request is larger than this model accepts."""
 
     code = "input_too_large"
 
@@ -86,13 +86,13 @@ class ContextLengthExceeded(InputTooLarge):
 
 
 class ModerationBlocked(BadInput):
-    """What the model made is withheld, because the safety check of the catalog flagged it."""
+    """The model's output was withheld because the catalog's safety check flagged it."""
 
     code = "moderation_blocked"
 
 
 class Overloaded(PenstockError):
-    """The system is full. Try again later."""
+    """The system is at capacity. Try again later."""
 
     code = "overloaded"
     public_by_default = None
@@ -105,28 +105,28 @@ class Overloaded(PenstockError):
 
 
 class DeadlineExceeded(PenstockError):
-    """The deadline passed before the answer was there."""
+    """The deadline passed before the response was ready."""
 
     code = "deadline_exceeded"
     public_by_default = None
 
 
 class Canceled(PenstockError):
-    """The caller canceled the request, or hung up."""
+    """The caller canceled the request or hung up."""
 
     code = "canceled"
     public_by_default = None
 
 
 class ModelFailed(PenstockError):
-    """The model could not compute this item."""
+    """The model could not process this item."""
 
     code = "model_failed"
     public_by_default = None
 
 
 class SchemaNotMatched(ModelFailed):
-    """What the model wrote does not match the JSON schema of the request."""
+    """The model's output does not match the request's JSON schema."""
 
     code = "schema_not_matched"
 
@@ -139,14 +139,14 @@ class ModelWithdrawn(PenstockError):
 
 
 class Unavailable(PenstockError):
-    """A service that this request needs is unreachable."""
+    """A service required by this request is unreachable."""
 
     code = "unavailable"
     public_by_default = "a service required by this request is unreachable; try again"
 
 
 class UndecodableMessage(PenstockError):
-    """A message could not be read as what its topic carries."""
+    """A message could not be decoded as the type that its topic carries."""
 
     code = "undecodable_message"
 

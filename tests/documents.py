@@ -231,7 +231,7 @@ def hostile_files() -> dict[str, tuple[bytes, str]]:
         ),
         "many-pages": (
             tree(b"<</Type/Pages/Count 20000/Kids[%s]>>" % (b"3 0 R " * 20_000)),
-            "it has 20000 pages, and at most 10000 are allowed",
+            "it has 20000 pages, but the maximum is 10000",
         ),
         "object-stream": (
             pdf_file(

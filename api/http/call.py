@@ -102,7 +102,7 @@ class Call:
         return [model for model in catalog.served if allowed is None or model.name in allowed]
 
     def visible_model(self, catalog: Catalog, name: str) -> Model:
-        """Returns the model of this name if the caller may see it.
+        """Returns the model with this name if the caller may see it.
 
         Raises:
             UnknownModel: the model is not served, or not visible to this key.

@@ -35,7 +35,7 @@ _DESCRIPTIONS = {
     401: "The API key is missing or invalid.",
     403: "The API key does not permit this request, or the signed link is invalid.",
     404: "The model, path or resource does not exist.",
-    408: "The body arrives too slowly.",
+    408: "The body arrived too slowly.",
     409: "The first request with this `Idempotency-Key` is still being processed.",
     413: "The body is too large.",
     422: "The request is invalid; `invalid_fields` names the fields.",
@@ -317,7 +317,7 @@ def streamed(answers: Responses) -> Responses:
 def inference_responses(answers: Responses, error: Schema) -> Responses:
     """Returns the responses of an endpoint that runs a model, with errors in the format `error`."""
     responses = answers | errors_as(error, *_INFERENCE_ERRORS)
-    responses[422]["description"] = "This `Idempotency-Key` was used with another request."
+    responses[422]["description"] = "This `Idempotency-Key` was used for a different request."
     # Even if some of a request's items fail, the others were computed and are reported.
     computed = references(*_OF_INFERENCE)
     for status in (*answers, *_INFERENCE_ERRORS):

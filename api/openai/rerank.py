@@ -173,7 +173,7 @@ def _model_of(body: RerankBody, catalog: Catalog) -> Model:
     """Returns the model to score with.
 
     Raises:
-        UnknownModel: no model of this name computes embeddings or similarity.
+        UnknownModel: no model with this name computes embeddings or similarity.
     """
     model = catalog.find(body.model)
     if not isinstance(model.definition, EmbeddingTask):

@@ -68,7 +68,7 @@ def read_question(
     if page := params.get("page"):
         match = _PAGE.fullmatch(page)
         if match is None or not start_s <= int(match[1]) < end_s or int(match[1]) % width_s:
-            raise BadInput("page: is not a page token of this query", field="page")
+            raise BadInput("page: is not a page token for this query", field="page")
         start_s = int(match[1])
     page_ends_s = start_s + limit * width_s
     groups = _groups(params, COST_GROUPS if is_of_costs else GROUPS)

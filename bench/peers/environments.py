@@ -45,7 +45,11 @@ def _make(environment: Path, requirements: Path) -> None:
         try:
             done = subprocess.run(command, capture_output=True, text=True, timeout=INSTALL_LIMIT_S)
         except (OSError, subprocess.TimeoutExpired) as error:
-            raise Unavailable(f"{environment.name}: no environment: {error}") from error
+            raise Unavailable(
+                f"{environment.name}: can't create the environment: {error}"
+            ) from error
         if done.returncode:
             words = (done.stderr or done.stdout).strip().splitlines()[-1:]
-            raise Unavailable(f"{environment.name}: no environment: {' '.join(words)}")
+            raise Unavailable(
+                f"{environment.name}: can't create the environment: {' '.join(words)}"
+            )

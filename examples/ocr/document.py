@@ -207,7 +207,7 @@ def divided(path: Path, folder: Path, pages: str) -> Iterator[tuple[int, Path]]:
     with Document(path) as document:
         numbers = chosen(pages, document.pages)
         if len(numbers) > MAX_DIVIDED:
-            reason = f"{len(numbers)} pages were requested, and at most {MAX_DIVIDED} are allowed"
+            reason = f"{len(numbers)} pages were requested, but the maximum is {MAX_DIVIDED}"
             raise InvalidInput("pages", f"{reason}; request a range, such as 0-{MAX_DIVIDED - 1}")
         for number in numbers:
             suffix, data = document.alone(number)
@@ -295,7 +295,7 @@ class PdfPages:
         if not self._count:
             raise Unreadable("it has no pages")
         if self._count > MAX_PAGES:
-            raise Unreadable(f"it has {self._count} pages, and at most {MAX_PAGES} are allowed")
+            raise Unreadable(f"it has {self._count} pages, but the maximum is {MAX_PAGES}")
 
     def __len__(self) -> int:
         return self._count

@@ -204,7 +204,7 @@ def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
                 if (killed := followed(http, prediction, stack)) is not None:
                     return killed
             time.sleep(0.1)
-    raise AssertionError("nobody has sent the scan")
+    raise AssertionError("the scan was never sent")
 
 
 def followed(http: httpx.Client, prediction: str, stack: Stack) -> tuple[int, list[int]] | None:

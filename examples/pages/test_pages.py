@@ -93,7 +93,7 @@ def test_a_hundred_thousand_ranges_hold_nobody_up() -> None:
 
 def test_more_pages_than_a_prediction_may_give_are_asked_for_in_parts(tmp_path: Path) -> None:
     whole = report([[f"page {number}"] for number in range(513)])
-    with pytest.raises(InvalidInput, match="513 pages were requested, and at most 512"):
+    with pytest.raises(InvalidInput, match="513 pages were requested, but the maximum is 512"):
         pages_in(whole, tmp_path)
     assert len(pages_in(whole, tmp_path, "1-512")) == 512
 

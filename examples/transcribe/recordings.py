@@ -85,7 +85,7 @@ def find_parts(path: Path) -> list[Part]:
     else:
         raise InvalidInput("file", f"not a recording in {FORMATS}")
     if len(parts) > MAX_PARTS:
-        raise InvalidInput("file", f"it consists of more than {MAX_PARTS} recordings")
+        raise InvalidInput("file", f"it contains more than {MAX_PARTS} recordings")
     parts = [part for part in parts if part.seconds > 0]
     if not parts:
         raise InvalidInput("file", "it has no sound")

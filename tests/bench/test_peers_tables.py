@@ -95,10 +95,11 @@ def test_best_peer_answers_nearly_all() -> None:
 
 def test_missing_peer_stands_with_its_reason() -> None:
     result = medians(
-        measured("fastapi", 60.0), missing="litserve: no environment: no wheel\nmore words"
+        measured("fastapi", 60.0),
+        missing="litserve: can't create the environment: no wheel\nmore words",
     )
     row = next(row for row in cost_rows(result) if row[0] == LITSERVE.name)
-    assert row[-1] == "left out: litserve: no environment: no wheel"
+    assert row[-1] == "left out: litserve: can't create the environment: no wheel"
     assert [LITSERVE.name, "-"] in rate_rows(result)
 
 

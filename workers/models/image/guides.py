@@ -170,7 +170,7 @@ def _load(folder: Path, name: str, pipeline: Any, plan: ImagePlan) -> diffusers.
         wrong.append(f"latents of {net.config.in_channels} channels")
     if wrong:
         raise ConfigurationError(
-            f"{field}: {folder}: it was trained for a different model: {', '.join(wrong)}",
+            f"{field}: {folder} was trained for a different model: {', '.join(wrong)}",
             field=field,
         )
     if net.config.global_pool_conditions:

@@ -64,7 +64,10 @@ class Target:
         except ValueError as error:
             raise BadInput(f"url: {url!r}: {error}", field="url") from error
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise BadInput(f"url: {url!r} is not a URL such as http://127.0.0.1:8080", field="url")
+            raise BadInput(
+                f"url: {url!r} is not a valid URL; expected a URL such as http://127.0.0.1:8080",
+                field="url",
+            )
         is_tls = parts.scheme == "https"
         self.server = Server(
             parts.hostname,
