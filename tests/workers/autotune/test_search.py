@@ -99,7 +99,9 @@ def artifacts_dir(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
             read_sentence_folder(folder), made / "exact.onnx", device="cpu", threads=1
         )
         encoder.open()
-        alone = [encoder.encode(ids, None, np.array([ids.shape[1]])) for ids in map(ids_of, TEXTS)]
+        alone = [
+            encoder.encode(ids[0], None, np.array([ids.shape[1]])) for ids in map(ids_of, TEXTS)
+        ]
         write_calibration(made, Calibration(TEXTS, np.concatenate(alone)))
         variants = [variant_of(made, name) for name in ("noise", "spoiled", "exact", "again")]
         variants.append(Variant(name="coarse", backend="torch", precision="int8", cosine_min=0.98))

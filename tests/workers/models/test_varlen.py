@@ -84,7 +84,8 @@ def test_batch_gives_what_each_text_gives_alone(
     encoder.open()
     assert encoder.pads == pads
     ids = np.random.default_rng(5).integers(5, VOCABULARY, (len(LENGTHS), int(LENGTHS.max())))
-    ours = encoder.encode(ids, None, LENGTHS)
+    joined = ids[np.arange(ids.shape[1]) < LENGTHS[:, None]]
+    ours = encoder.encode(joined, None, LENGTHS)
     apart = 1e-5 if precision == "fp32" else 0.05
     plain = transformers.AutoModel.from_pretrained(folder).eval()
     for row, length in enumerate(LENGTHS):

@@ -35,9 +35,7 @@ def cosines(artifact: Artifact, variant: Variant, folder: Path) -> np.ndarray:
     encoder.open()
     calibration = read_calibration(artifact)
     vectors = [
-        encoder.encode(
-            np.frombuffer(text.ids, "<u4").astype(np.int64)[None], None, np.array([text.length])
-        )[0]
+        encoder.encode(np.frombuffer(text.ids, "<u4"), None, np.array([text.length]))[0]
         for text in calibration.texts
     ]
     return np.asarray(np.einsum("td,td->t", np.array(vectors), calibration.vectors))
