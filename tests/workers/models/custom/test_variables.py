@@ -220,7 +220,7 @@ def test_the_operator_may_pass_proxies_and_certificates(
     assert run_once(entry_of(folder), folder, names=names) == expected
     monkeypatch.setenv("PENSTOCK_CLASS_VARIABLES", "PENSTOCK_REDIS_URL")
     with pytest.raises(
-        ConfigurationError, match=r"PENSTOCK_CLASS_VARIABLES: .*classes do not receive"
+        ConfigurationError, match=r"PENSTOCK_CLASS_VARIABLES: .*not passed to classes"
     ):
         read_settings(ClassSettings)
 
