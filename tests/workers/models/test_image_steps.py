@@ -1,6 +1,7 @@
 """Images that join others between two steps get the same pixels as if drawn on their own."""
 
 import json
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -20,6 +21,7 @@ from shared.models.catalog import Catalog
 from shared.models.schedulers import SCHEDULER_NAMES
 from shared.models.tasks import Result
 from shared.models.tasks.image import ImageInput, ImageResult
+from tests.limits import WAIT_LIMIT_S
 from tests.workers.models.conftest import TinyPipeline
 from tests.workers.models.test_image import FROM_IMAGE, TEXT, drawn, pixels
 from workers.models.base import (
@@ -30,6 +32,7 @@ from workers.models.base import (
     SteppedModel,
 )
 from workers.models.device import Device
+from workers.models.image import model as image_model
 from workers.models.image.compilation import compile_parts
 from workers.models.image.model import ImageModel
 from workers.models.image.options import OptionCheck
@@ -391,21 +394,32 @@ def test_image_that_is_not_finite_fails_alone(
 
 
 def test_the_file_of_a_large_image_is_made_beside_the_steps_of_others(
-    catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer
+    catalog: Catalog,
+    tiny_folder: Path,
+    tiny_preparer: Preparer,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     model = own_model(catalog, tiny_folder)
     large = msgspec.structs.replace(TEXT, width=192, height=192, steps=2)
     small = msgspec.structs.replace(TEXT, steps=60)
+    has_stepped = threading.Event()
+
+    def encode_later(pixels: np.ndarray) -> bytes:
+        if len(pixels) == large.height:
+            assert has_stepped.wait(WAIT_LIMIT_S)
+        return encode(pixels)
+
+    monkeypatch.setattr(image_model, "encode", encode_later)
     for slot, value in enumerate((large, small)):
         model.admit(slot, prepared(tiny_preparer, value))
     results: dict[int, Any] = {}
-    waited = 0
     while len(results) < 2:
         end = model.step()
-        waited += end.waiting == [0]
+        if end.waiting == [0]:
+            has_stepped.set()
         results |= end.results
     assert list(results) == [0, 1]
-    assert waited
+    assert has_stepped.is_set()
     alone = run(model, tiny_preparer, [(0, large)])[0]
     assert isinstance(alone, ImageResult)
     assert difference(results[0], alone) <= 1
