@@ -1,6 +1,7 @@
 """`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs, with a disk that is sometimes full.
 
-It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
+The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it may mount a
+small disk.
 """
 
 import random
@@ -26,7 +27,7 @@ OK, FULL = 200, 503
 
 @dataclass
 class Ledger:
-    """The server's answers."""
+    """The server's responses."""
 
     answered: set[int] = field(default_factory=set)
     refused: set[int] = field(default_factory=set)
@@ -34,7 +35,7 @@ class Ledger:
     full_starts: int = 0
     """Successful starts on a full disk."""
     told: list[str] = field(default_factory=list)
-    """Messages from failed starts."""
+    """Error messages from failed starts."""
 
 
 class Disk:
@@ -54,7 +55,7 @@ class Disk:
 
 
 def insert(url: str, first: int, size: int, ledger: Ledger, is_enough: threading.Event) -> None:
-    """Inserts rows until the server is gone. With a large `size`, some are refused first."""
+    """Inserts rows until the server is gone. With a large `size`, some are rejected first."""
     before = len(ledger.refused)
     with httpx.Client(timeout=WAIT_LIMIT_S) as http:
         for number in range(first, first + 100_000):
@@ -103,7 +104,7 @@ def start_on_a_full_disk(running: Process, port: int, ledger: Ledger) -> None:
 
 
 def check(endpoint: str, ledger: Ledger, when: object) -> None:
-    """Checks that each confirmed row exists once and that no refused row exists."""
+    """Checks that each confirmed row exists exactly once and that no rejected row exists."""
     with connected(endpoint, "p") as client:
         ids = [row[0] for row in rows_of(client, "SELECT id FROM d.t")]
     lost = ledger.answered - set(ids)

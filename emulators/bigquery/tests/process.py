@@ -14,7 +14,7 @@ from typing import Self
 POLL_S = 0.02
 STOP_LIMIT_S = 30.0
 FREE_PORTS = (15_000, 32_000)
-"""Below the kernel's ephemeral ports, which another process might take before our caller."""
+"""Below the kernel's ephemeral ports, which another process might take before our caller does."""
 PORT_TRIES = 1000
 _PR_SET_PDEATHSIG = 1
 _random = random.SystemRandom()
@@ -71,7 +71,8 @@ class Process:
         """Waits until `is_ready` returns true.
 
         Raises:
-            RuntimeError: it ended first, or `limit_s` seconds passed. The message contains its log.
+            RuntimeError: the program exited first, or `limit_s` seconds passed. The message
+                contains its log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():

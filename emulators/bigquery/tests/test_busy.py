@@ -1,4 +1,4 @@
-"""Long queries and requests at the same time: checks the order of events, not durations."""
+"""Long queries and concurrent requests: checks the order of events, not durations."""
 
 import sys
 import threading
@@ -21,9 +21,7 @@ LONG = (
 )
 
 MAX_QUERIES = 2
-"""Limit of the server in this test: each long query takes a core from the requests that it must not
-block.
-"""
+"""This test server's limit. Each long query takes a core from the requests it must not block."""
 SERVER = f"""
 from bigquery_emulator import threads
 threads.MAX_QUERIES = {MAX_QUERIES}

@@ -1,6 +1,6 @@
-"""SIGKILL right after each confirming answer: the change is there after a restart.
+"""SIGKILL right after each confirming response: the change still exists after a restart.
 
-The kill comes as soon as the answer has been read, before anything else the server does later.
+The kill comes as soon as the response has been read, before the server does anything else.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A disk that is full for a while: writes are refused, none is lost, and the server recovers."""
+"""A disk that is full for a while: writes are rejected, none is lost, and the server recovers."""
 
 import json
 import random
@@ -20,7 +20,7 @@ from tests.test_process import process
 
 MIB = 1024 * 1024
 LIMIT_BYTES = 20 * MIB
-"""More than the 16 MiB at which DuckDB writes its log back, but less than the file needs then."""
+"""More than the 16 MiB at which DuckDB writes its log back, but less than the file then needs."""
 
 
 def insert(endpoint: str, number: int) -> int:

@@ -1,4 +1,4 @@
-"""Expiration of tables and partitions, with a clock that the test sets."""
+"""Table and partition expiration, with a clock that the test sets."""
 
 from collections.abc import Iterator
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""Every function in BigQuery's reference is either supported or refused by name."""
+"""Every function in BigQuery's reference is either supported or rejected by name."""
 
 from __future__ import annotations
 

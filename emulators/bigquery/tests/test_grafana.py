@@ -1,4 +1,4 @@
-"""Requests of Grafana's BigQuery data source: names, fields, a dry run and time series.
+"""Requests from Grafana's BigQuery data source: names, fields, a dry run and time series.
 
 Its macros expand to the SQL below. Source:
 https://github.com/grafana/google-bigquery-datasource/blob/main/pkg/bigquery/macros.go

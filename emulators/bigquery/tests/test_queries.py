@@ -128,7 +128,7 @@ def test_columns_without_a_name_get_bigquery_s(client: bigquery.Client) -> None:
 
 
 def test_a_rounded_number_may_be_rounded_again(client: bigquery.Client) -> None:
-    """Each call expanded the inner one thirty times, so two nested calls never finished."""
+    """Each call used to expand the inner one thirty times, so two nested calls never finished."""
     rounded = "ROUND(TRUNC(ROUND(x / 3, 4) / 3, 3) / 3, 2)"
     sql = f"SELECT {rounded} FROM UNNEST([100.0, NULL]) AS x ORDER BY x DESC"
     assert rows_of(client, sql) == [(3.7,), (None,)]

@@ -1,4 +1,4 @@
-"""Requests with fields of the wrong type: refused by name on every route."""
+"""Requests with fields of the wrong type: every route rejects them by name."""
 
 import gzip
 import json

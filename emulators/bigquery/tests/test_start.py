@@ -1,4 +1,4 @@
-"""The data directory at startup: damaged parts are skipped by name, or refused in one line."""
+"""The data directory at startup: damaged parts are skipped by name or rejected in one line."""
 
 import logging
 import struct

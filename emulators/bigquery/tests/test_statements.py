@@ -1,4 +1,4 @@
-"""Statements that change data or tables:
+"""Statements that change data or tables.
 
 INSERT, UPDATE, DELETE, MERGE, CREATE, DROP, ALTER, TRUNCATE.
 """

@@ -1,4 +1,4 @@
-"""insertAll with Google's client: accepted rows, refused rows, and repeats."""
+"""insertAll with Google's client: accepted rows, rejected rows, and repeats."""
 
 import base64
 import datetime as dt

@@ -1,4 +1,4 @@
-"""Statements that differ only in literals are analyzed once, and translated as if separately."""
+"""Statements that differ only in literals: analyzed once, and translated as if separately."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ COLUMNS = {
 
 
 class CountingAnalyzer(Analyzer):
-    """Google's analyzer, which also counts the statements that it analyzes."""
+    """Google's analyzer, which also counts the statements it analyzes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -200,7 +200,7 @@ def test_any_other_literals_give_what_the_analyzer_gives(tables: Tables, path: P
 
 
 def varied(sql: str, draw: random.Random) -> str:
-    """Returns the statement with other numbers and strings. Equal literals mostly stay equal."""
+    """Returns the statement with different numbers and strings. Equal literals mostly stay so."""
     text, parts, at = StatementText(sql), [], 0
     new: dict[int, str] = {}
     for place, own_literal in zip(text.equals, text.literals, strict=True):

@@ -1,4 +1,4 @@
-"""Time zones in literals, parameters and columns, at clock changes and at the limits of time."""
+"""Time zones in literals, parameters and columns, at clock changes and at the extremes of time."""
 
 from __future__ import annotations
 

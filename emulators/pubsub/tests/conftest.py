@@ -45,7 +45,7 @@ def anyio_backend() -> str:
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
     """Keeps one event loop for all tests in a process.
 
-    gRPC's poller serves all of a process's loops: pending work of a closed loop would fail the next
+    gRPC's poller serves all of a process's loops: a closed loop's pending work would fail the next
     test with "Event loop is closed".
     """
     yield  # noqa: PT022  what follows a yield keeps the loop

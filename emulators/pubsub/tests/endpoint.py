@@ -1,4 +1,4 @@
-"""A real HTTP endpoint for push: records requests and answers as the test specifies."""
+"""A real HTTP endpoint for push: records requests and responds as the test specifies."""
 
 import queue
 from collections.abc import Iterator

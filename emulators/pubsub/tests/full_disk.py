@@ -1,6 +1,7 @@
 """`python -m tests.full_disk FOLDER`: runs a server on a separate disk that fills up.
 
-It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
+The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it may mount a
+small disk.
 """
 
 import asyncio

@@ -44,7 +44,7 @@ def running_emulator(command: list[str], log_dir: Path) -> Iterator[str]:
     """Runs the emulator. Yields `host:port`.
 
     Raises:
-        RuntimeError: it did not start.
+        RuntimeError: the emulator did not start.
     """
     port = free_port()
     with Process(

@@ -10,9 +10,9 @@ import os
 PATIENCE = float(os.environ.get("EMULATOR_TEST_PATIENCE", "1"))
 
 WAIT_LIMIT_S = 180.0 * PATIENCE
-"""For an answer, a message, a row, or the end of a short program."""
+"""How long to wait for a response, a message, a row, or the end of a short program."""
 START_LIMIT_S = 240.0 * PATIENCE
-"""For a server process to become ready or to end."""
+"""How long to wait for a server process to become ready or exit."""
 
 KILLS = int(os.environ.get("EMULATOR_TEST_KILLS", "4"))
 """Number of kills after each kind of confirmation. Each requires a server start."""

@@ -1,7 +1,7 @@
 """`python -m tests.malformed COUNT [SEED]`: sends requests that no client would send.
 
 They are generated from all methods' descriptors: wrong names, huge numbers, odd masks, unknown
-enums, truncated protobufs, bytes that are not HTTP/2. Half of them use REST. The server must refuse
+enums, truncated protobufs, bytes that are not HTTP/2. Half of them use REST. The server must reject
 each with a reason, stay alive, and free the memory.
 """
 
@@ -140,10 +140,10 @@ class Requests:
 
 
 async def run(server: KeptServer, count: int, seed: int) -> Counter[str]:
-    """Sends `count` requests. Returns the number of answers by status.
+    """Sends `count` requests. Returns the number of responses by status.
 
     Raises:
-        AssertionError: a status or a message that no client should get.
+        AssertionError: a status or a message was one that no client should get.
     """
     requests, statuses = Requests(seed), Counter[str]()
     endpoint, methods = server.endpoint, unary_methods(Broker(lambda: 1e9))

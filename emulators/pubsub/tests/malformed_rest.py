@@ -55,7 +55,7 @@ class RestRequests:
         self._random, self._text, self._fill, self._kinds = source, text, fill, kinds
 
     def next(self) -> tuple[Rule, bytes]:
-        """Returns a request and the rule that it was generated from."""
+        """Returns a request and the rule it was generated from."""
         rule, chance = self._random.choice(RULES), self._random.random
         verb = rule.verb if chance() < 0.9 else self._random.choice(("PUT", "BREW", "HEAD", "get"))
         target = self._path(rule) + self._query()
@@ -126,7 +126,7 @@ async def send(endpoint: str, rule: Rule, data: bytes) -> str:
     """Sends a request. Returns its status.
 
     Raises:
-        AssertionError: an answer that no client should get, or no answer in time.
+        AssertionError: the response was one that no client should get, or did not arrive in time.
     """
     host, _, port = endpoint.removeprefix("http://").rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))

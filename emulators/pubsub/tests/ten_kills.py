@@ -1,8 +1,9 @@
 """`python -m tests.ten_kills FOLDER [SEED]`: ten SIGKILLs, with a disk that is sometimes full.
 
-The seed determines message sizes and how long after a refusal the kill comes.
+The seed determines message sizes and how long after a rejection the kill comes.
 
-It runs in a mount namespace (`unshare --map-root-user --mount`), where it may mount a small disk.
+The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it may mount a
+small disk.
 """
 
 import asyncio
@@ -26,21 +27,21 @@ PLAIN, ORDERED, ONCE = (f"projects/p/subscriptions/{name}" for name in ("plain",
 KILLS = 10
 PUBLISHERS = 4
 ENOUGH_SMALL, ENOUGH_LARGE = 60, 5
-"""Number of answers before a kill."""
+"""Number of responses before a kill."""
 SMALL_BYTES, LARGE_BYTES = (200, 2_000), (20_000, 50_000, 200_000)
 PAUSES_S = (0.0, 0.01, 0.1, 0.2)
-"""Pauses before a kill, to hit the server while it refuses, makes room or has room again."""
+"""Pauses before a kill, to hit the server while it rejects, makes room or has room again."""
 
 
 @dataclass
 class Ledger:
-    """The server's answers and the messages that consumers received."""
+    """The server's responses and the messages that consumers received."""
 
     answered: dict[str, int] = field(default_factory=dict)
     """The number in each message, by message id."""
     received: dict[str, set[str]] = field(default_factory=dict)
     confirmed: set[str] = field(default_factory=set)
-    """Messages acked with exactly-once delivery whose ack was answered."""
+    """Messages whose ack was confirmed under exactly-once delivery."""
     again: set[str] = field(default_factory=set)
     """Messages redelivered although their ack was confirmed."""
     refused: int = 0

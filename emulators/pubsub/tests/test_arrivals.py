@@ -1,4 +1,4 @@
-"""When a publish's messages are delivered: before or after its answer and commit, and in slices."""
+"""When a publish's messages are delivered: before or after the response and commit, in slices."""
 
 import asyncio
 from dataclasses import dataclass

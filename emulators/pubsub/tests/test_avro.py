@@ -1,4 +1,4 @@
-"""Messages checked against Avro definitions: library output matches, nothing ends the process."""
+"""Messages checked against Avro definitions: results match the library's, and nothing crashes."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""BigQuery subscriptions: messages as rows, refused rows, missing tables, outages."""
+"""BigQuery subscriptions: messages as rows, rejected rows, missing tables, outages."""
 
 import base64
 import json

@@ -1,6 +1,6 @@
-"""SIGKILL right after each confirming answer: whatever it confirmed still holds after a restart.
+"""SIGKILL right after each confirming response: whatever it confirmed still holds after a restart.
 
-The kill comes as soon as the answer has been read, before anything else the server does later.
+The kill comes as soon as the response has been read, before the server does anything else.
 """
 
 from collections.abc import Awaitable, Callable, Iterator
@@ -23,7 +23,7 @@ MESSAGES = 50
 
 
 Door = Callable[[KeptServer, Wire, list[str]], Awaitable[set[str]]]
-"""Acks ids and returns the ids named in the answer. The answer confirms all others."""
+"""Acks ids and returns the ids named in the response. The response confirms all others."""
 
 
 async def by_unary_call(_: KeptServer, wire: Wire, ack_ids: list[str]) -> set[str]:

@@ -1,4 +1,4 @@
-"""Truncated, overwritten or replaced data directories: damage is reported, dropped or refused."""
+"""Truncated, overwritten or replaced data directories: damage is reported, dropped or rejected."""
 
 import shutil
 import sqlite3
@@ -17,7 +17,7 @@ COMMITS = 50
 
 
 def filled(folder: Path) -> None:
-    """A directory as SIGKILL leaves it: with a log that was not written back."""
+    """A directory in the state SIGKILL leaves it in: with a log that was not written back."""
     live = folder / "live"
     with kept_world(live) as world:
         world.topic()

@@ -1,4 +1,4 @@
-"""Exactly-once delivery: only the latest ack id is valid, and refusals list the others."""
+"""Exactly-once delivery: only the latest ack id is valid, and errors list the others."""
 
 from collections.abc import Callable
 

@@ -1,4 +1,4 @@
-"""The filter language: what each expression matches, and every reason to be refused."""
+"""The filter language: what each expression matches, and every reason an expression is rejected."""
 
 from collections.abc import Mapping
 

@@ -1,4 +1,4 @@
-"""The filter against a second implementation: printed trees must evaluate like the tree."""
+"""The filter against a second implementation: a printed tree must evaluate like the tree itself."""
 
 from contextlib import suppress
 from dataclasses import dataclass

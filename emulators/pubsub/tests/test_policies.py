@@ -1,4 +1,4 @@
-"""IAM policies: stored, returned, guarded by their etag, but not enforced."""
+"""IAM policies: stored, returned and guarded by their etag, but not enforced."""
 
 from typing import Any
 

@@ -12,7 +12,7 @@ STARTS = 100
 
 
 async def test_processes_start_while_calls_of_grpc_run(wire: Wire, tmp_path: Path) -> None:
-    """Without the setting in tests/__init__.py, 1 in 20 dies or hangs in gRPC's own threads."""
+    """Without the setting in tests/__init__.py, 1 in 20 processes dies or hangs in gRPC threads."""
     request = message_class("GetTopicRequest")(topic=TOPIC)
 
     async def calling() -> None:

@@ -1,4 +1,4 @@
-"""Protocol buffer schemas, over all calls and both protocols."""
+"""Protocol buffer schemas, in all calls and both protocols."""
 
 import asyncio
 import base64
@@ -164,7 +164,7 @@ def test_schemas_are_there_after_a_restart(kept: KeptWorld) -> None:
 
 
 async def validate(wire: Wire, definition: str, data: bytes = ALASKA) -> str:
-    """Validates a message against a definition and returns the server's answer."""
+    """Validates a message against a definition and returns the server's response."""
     request = message_class("ValidateMessageRequest")(
         parent="projects/p", schema=schema(definition), encoding=BINARY, message=data
     )

@@ -1,4 +1,4 @@
-"""Pull over a real connection: when it waits and when it refuses."""
+"""Pull over a real connection: when it waits and when it is rejected."""
 
 import asyncio
 

@@ -1,4 +1,4 @@
-"""The REST server: JSON for the same calls as gRPC. All other requests are refused."""
+"""The REST server: JSON for the same calls as gRPC. All other requests are rejected."""
 
 import asyncio
 import base64

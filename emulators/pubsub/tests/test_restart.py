@@ -1,4 +1,4 @@
-"""A broker in a directory, killed at any time and restarted from its files."""
+"""A broker in a directory, killed at any point and restarted from its files."""
 
 from typing import Any
 

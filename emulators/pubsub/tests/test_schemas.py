@@ -1,4 +1,4 @@
-"""Schemas: revisions, topics that have a schema, and the requirements on their messages."""
+"""Schemas: revisions, topics that have a schema, and the requirements their messages must meet."""
 
 import json
 from typing import Any
@@ -37,7 +37,7 @@ JSON, BINARY = 1, 2
 
 
 def record(**fields: Any) -> str:
-    """The definition of a record with fields of these types. Numbers may be missing."""
+    """The definition of a record with fields of these types. Some numbers may be missing."""
     default = {"int": {"default": 0}}
     listed = [
         {"name": name, "type": kind, **default.get(kind, {})} for name, kind in fields.items()

@@ -1,4 +1,4 @@
-"""Snapshots and seek: going back, going forward, and the messages kept for it."""
+"""Snapshots and seek: going back, going forward, and the messages kept for seeking."""
 
 from typing import Any
 

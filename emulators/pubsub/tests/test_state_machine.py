@@ -1,4 +1,4 @@
-"""Random histories of a topic: nothing is lost, no acked message returns, the order holds."""
+"""Random histories of a topic: nothing is lost, no acked message returns, order is preserved."""
 
 import tempfile
 from contextlib import ExitStack
@@ -32,7 +32,7 @@ MAX_ATTEMPTS = 5
 
 
 class Deliveries(RuleBasedStateMachine):
-    """Publishes, takes, acks, nacks, extends and waits in any order; compares with a model.
+    """Publishes, takes, acks, nacks, extends and waits in random order; compares with a model.
 
     For each of the subscription's messages, the model tracks whether it was acked and how often it
     was handed out.
@@ -131,7 +131,7 @@ class Deliveries(RuleBasedStateMachine):
             assert all(reader.outstanding_bytes >= 0 for reader in self.readers)
 
     def call_back_after(self, name: str) -> None:
-        """A message is redelivered, and so are the later outstanding ones with its key."""
+        """When a message is redelivered, so are the later outstanding ones with its key."""
         key = self.published[name]
         if not (self.ordered and key):
             return
@@ -200,7 +200,7 @@ class Deliveries(RuleBasedStateMachine):
 
 
 class KeptDeliveries(Deliveries):
-    """The same in a directory, restarted at any time: that ends every lease and changes
+    """The same in a directory, restarted at random points: a restart ends every lease and changes
     nothing else.
     """
 

@@ -1,4 +1,4 @@
-"""A bare gRPC client of `google.pubsub.v1`, for requests that Google's clients never send."""
+"""A bare gRPC client for `google.pubsub.v1`, for requests that Google's clients never send."""
 
 import asyncio
 import time
@@ -19,7 +19,7 @@ _END = vars(grpc.aio)["EOF"]
 
 
 class Wire:
-    """Calls by name with raw protobuf messages. Every call has a limit."""
+    """Calls methods by name with raw protobuf messages. Every call has a time limit."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self._channel = channel
@@ -81,7 +81,7 @@ class Wire:
 
 
 class WireStream:
-    """A StreamingPull. The call ends after the limit at the latest."""
+    """A StreamingPull. The call ends once the limit has passed, if not sooner."""
 
     def __init__(self, call: Any) -> None:
         self.call = call
@@ -95,7 +95,7 @@ class WireStream:
     async def receive(self) -> Any:
         """Return the next response.
 
-        A stream that has ended raises its error, or EOFError after a clean end.
+        If the stream has ended, raise its error, or EOFError after a clean end.
         """
         response = await self.call.read()
         if response is _END:
@@ -132,7 +132,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 
 def refused_ids(error: grpc.aio.AioRpcError) -> dict[str, str]:
-    """Return the ack ids that a refusal's details list, with their reasons."""
+    """Return the ack ids listed in an error's details, with their reasons."""
     trailers: Any = error.trailing_metadata()
     status = status_pb2.Status.FromString(dict(trailers)["grpc-status-details-bin"])
     info = error_details_pb2.ErrorInfo()

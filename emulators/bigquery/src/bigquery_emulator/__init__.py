@@ -1,4 +1,4 @@
-"""An embedded BigQuery for one machine and for tests: the REST API v2 on top of DuckDB.
+"""An embedded BigQuery for a single machine and for tests: the REST API v2 on top of DuckDB.
 
 Google's Python client and the `bq` tool work with it as they do with the service. Run it standalone
 with `bigquery-emulator`.
@@ -8,7 +8,7 @@ with `bigquery-emulator`.
 
 Differences from the service: NUMERIC / NUMERIC and AVG(NUMERIC) are FLOAT64, ROUND and CEIL of an
 INT64 stay INT64, and a dry run counts the bytes of whole tables. Anything else that this server
-can't answer like the service is refused.
+can't do exactly like the service is rejected.
 
 `Analyzer` checks a statement against the given tables, as the server does, without running it.
 """

@@ -28,7 +28,7 @@ def create_app(service: BigQueryService) -> Starlette:
     """Returns a server's application.
 
     Args:
-        service: the server's parts, open as long as the application runs.
+        service: the server's parts, open for as long as the application runs.
     """
     routes = [
         Mount(

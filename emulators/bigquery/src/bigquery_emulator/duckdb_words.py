@@ -1,6 +1,7 @@
 """Translates DuckDB's error messages into GoogleSQL terms.
 
-DuckDB's messages mention types that nobody wrote, such as INT128, and SQL that the user never sees.
+DuckDB's messages mention types that don't appear in the statement, such as INT128, and SQL that the
+user never sees.
 """
 
 import logging
@@ -69,11 +70,11 @@ def is_of_the_database(text: str) -> bool:
 
 
 def message_of(error: Exception) -> str:
-    """Returns the text of a DuckDB error, without the error kind, in terms that users know.
+    """Returns a DuckDB error's text, without the error kind, in terms that users know.
 
     Args:
         error: any `duckdb.Error`, or a UnicodeDecodeError, which replaces an error whose message
-            DuckDB cut in the middle of a character.
+            DuckDB cut off in the middle of a character.
     """
     text = str(error)
     if isinstance(error, UnicodeDecodeError):

@@ -1,15 +1,20 @@
 """The embedded BigQuery's errors, with the service's wording and format.
 
-ServiceError                 anything below ├── InvalidError             400 invalid: a request that
-makes no sense ├── InvalidQueryError        400 invalidQuery: SQL that can't be read or run ├──
-NotFoundError            404 notFound ├── DuplicateError           409 duplicate ├── InUseError
-400 resourceInUse: a data set that still holds tables ├── ConditionError           412
-conditionNotMet: the etag has changed ├── TooLargeError            413 uploadTooLarge /
-requestTooLarge ├── BusyError                403 rateLimitExceeded: too many jobs at once ├──
-BytesBilledError         400 bytesBilledLimitExceeded ├── StoppedError             499 stopped: a
-job that was cancelled or ran out of time ├── UnsupportedError         501 notImplemented: the
-service can, this server can't └── BugError                 500 bug: this server is wrong. It has
-its own reason, so that clients don't retry
+ServiceError               any of the errors below
+├── InvalidError           400 invalid: an invalid request
+├── InvalidQueryError      400 invalidQuery: SQL that can't be parsed or run
+├── NotFoundError          404 notFound
+├── DuplicateError         409 duplicate
+├── InUseError             400 resourceInUse: a dataset that still contains tables
+├── ConditionError         412 conditionNotMet: the etag has changed
+├── TooLargeError          413 requestTooLarge or uploadTooLarge
+├── BusyError              403 rateLimitExceeded: too many jobs at once
+├── BytesBilledError       400 bytesBilledLimitExceeded
+├── StoppedError           499 stopped: a job that was canceled or ran out of time
+├── UnsupportedError       501 notImplemented: the service supports it, this server doesn't
+├── ResourcesError         400 resourcesExceeded: not enough memory
+├── UnavailableError       503 backendError: a failed write that may succeed if retried
+└── BugError               500 bug: a bug in this server. The reason keeps clients from retrying
 
 Source: https://docs.cloud.google.com/bigquery/docs/error-messages
 """

@@ -25,7 +25,7 @@ _SUFFIXES = ("", ".wal", ".wal.checkpoint", ".wal.recovery")
 """Suffixes of the database files."""
 _LOST = "has been invalidated"
 _IS_DURABLE = "COMMIT succeeded and is durable"
-"""DuckDB's message for a commit after which it could not write the log back."""
+"""DuckDB's message for a commit that succeeded even though the log could not be written back."""
 _IS_ATTACHED = "SELECT 1 FROM duckdb_databases() WHERE database_name = 'data'"
 _MEMORY_LIMIT = "2GB"
 _MACROS = Path(__file__).parent / "googlesql" / "macros.sql"
@@ -44,7 +44,7 @@ class Store:
         self._root: Cursor = None
         self._place = ":memory:"
         self.changes = 0
-        """Incremented by each transaction, before its caller is answered."""
+        """Incremented by each transaction, before its caller gets the response."""
         self._is_lost = False
         self._reopened = 0
         """How many times the database was closed and reopened."""
@@ -56,8 +56,8 @@ class Store:
         """Opens the database and loads the macros.
 
         Raises:
-            OSError: another process uses the file, it is damaged, from a newer version or not a
-            database, or the disk is full.
+            OSError: another process uses the file; the file is damaged, from a newer version or not
+                a database; or the disk is full.
         """
         self._root = duckdb.connect(":memory:")
         self._root.execute("SET GLOBAL TimeZone = 'UTC'")
@@ -143,7 +143,7 @@ class Store:
     def _reopen(self) -> None:
         """Reopens the database. Its log has all confirmed changes.
 
-        First waits until all sessions that were open when the database was lost have ended.
+        First waits until all sessions that were open when the database was lost have closed.
         """
         with self._reopening:
             if not self._is_lost:
@@ -170,7 +170,7 @@ class Store:
         Its statements are committed together or not at all.
 
         Raises:
-            duckdb.Error: nothing was committed.
+            duckdb.Error: the commit failed, and nothing was committed.
         """
         try:
             with self.reading() as cursor:

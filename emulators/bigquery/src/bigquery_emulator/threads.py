@@ -1,7 +1,8 @@
 """Threads for DuckDB's blocking calls: metadata, queries, streamed rows, and one writer.
 
 Every request and every job uses `read`, `query`, `append` or `write`. Two statements that change
-rows or tables never overlap. Long statements do not block table descriptions or row streaming.
+rows or tables never overlap. Long statements do not delay requests that describe tables or stream
+rows.
 """
 
 import asyncio
@@ -86,7 +87,7 @@ class Threads:
         *args: object,
         interrupt: Callable[[], None] = _nothing,
     ) -> _Found:
-        """Runs a job's change. Waits for others as long as its job may take. See `query`."""
+        """Runs a job's change. Waits for others for as long as its job may take. See `query`."""
         return await self._run(self._writer, None, interrupt, function, *args)
 
     async def _run(

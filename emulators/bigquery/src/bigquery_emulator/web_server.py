@@ -52,7 +52,7 @@ class _Server(uvicorn.Server):
 
 @asynccontextmanager
 async def answering(app: ASGIApp, listener: socket.socket) -> AsyncIterator[None]:
-    """Serve on a listening socket until the block ends and open requests have been answered."""
+    """Serve on a listening socket until the block ends and open requests have completed."""
     config = uvicorn.Config(
         app,
         lifespan="off",

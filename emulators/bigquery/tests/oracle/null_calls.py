@@ -1,4 +1,4 @@
-"""Calls of every translated function, with each argument NULL in turn.
+"""Calls every translated function, with each argument NULL in turn.
 
 The argument types come from the analyzer's own signatures, so a newly translated function is tested
 automatically.
@@ -95,7 +95,7 @@ NEVER_ASKED = frozenset(
     {"current_timestamp", "double", "error", "generate_uuid", "lax_double"}
     | {"octet_length", "rand", "regexp_substr", "contains_substr"}
 )
-"""Functions without arguments, aliases of tested ones, or functions unknown to the analyzer."""
+"""Functions that have no arguments, are aliases of tested ones, or are unknown to the analyzer."""
 _VOLATILE = frozenset({"rand", "generate_uuid", "error"})
 
 

@@ -1,4 +1,4 @@
-"""An embedded Pub/Sub for one machine and for tests: `google.pubsub.v1` over gRPC and REST.
+"""An embedded Pub/Sub for a single machine and for tests: `google.pubsub.v1` over gRPC and REST.
 
 State is kept in memory or in a directory. Run it standalone with `pubsub-emulator`, or inside a
 program:

@@ -1,4 +1,4 @@
-"""The errors of the embedded Pub/Sub, with the service's wording.
+"""Errors raised by the embedded Pub/Sub, with the service's wording.
 
 `protocols` converts them to gRPC statuses and HTTP errors.
 
@@ -22,9 +22,9 @@ INVALID_ACK_ID = "PERMANENT_FAILURE_INVALID_ACK_ID"
 
 
 class PubsubError(Exception):
-    """A request was refused. `status` is the name of its gRPC status code.
+    """A request was rejected. `status` is the name of its gRPC status code.
 
-    `reason` and `metadata`, if set, go into the `google.rpc.ErrorInfo` sent with it.
+    `reason` and `metadata`, if set, go into the `google.rpc.ErrorInfo` sent with the status.
     """
 
     status = "INTERNAL"
@@ -39,10 +39,10 @@ class InvalidArgument(PubsubError):
 
 
 class AckIdsRefused(InvalidArgument):
-    """Some ack ids of an exactly-once subscription are no longer valid.
+    """Some of an exactly-once subscription's ack ids are no longer valid.
 
     Args:
-        reasons: the reason of each refused ack id.
+        reasons: the reason for each rejected ack id.
     """
 
     reason = "EXACTLY_ONCE_ACKID_FAILURE"
@@ -56,7 +56,7 @@ class AckIdsRefused(InvalidArgument):
 
 
 class MessageRefused(InvalidArgument):
-    """A message does not match the schema of its topic, or the schema it is validated against.
+    """A message does not match its topic's schema, or the schema it is validated against.
 
     Args:
         encoding: JSON or BINARY.
@@ -77,13 +77,13 @@ class ResourceNotFound(PubsubError):
 
 
 class ResourceExists(PubsubError):
-    """A resource of this name exists."""
+    """A resource with this name exists."""
 
     status = "ALREADY_EXISTS"
 
 
 class ChangedMeanwhile(PubsubError):
-    """The resource has changed since the version on which the request is based."""
+    """The resource has changed since the version the request is based on."""
 
     status = "ABORTED"
 
@@ -113,12 +113,12 @@ class ServerUnavailable(PubsubError):
 
 
 def resource_not_found(path: str) -> ResourceNotFound:
-    """Return the refusal for a resource that does not exist; `path` is `projects/…/<kind>/<id>`."""
+    """Return the error for a resource that does not exist; `path` is `projects/…/<kind>/<id>`."""
     return ResourceNotFound(f"Resource not found (resource={path.rpartition('/')[2]}).")
 
 
 def resource_exists(path: str) -> ResourceExists:
-    """Return the refusal for a name that is already taken; `path` is `projects/…/<kind>/<id>`."""
+    """Return the error for a name that is already taken; `path` is `projects/…/<kind>/<id>`."""
     return ResourceExists(
         f"Resource already exists in the project (resource={path.rpartition('/')[2]})."
     )

@@ -12,12 +12,12 @@ from urllib.parse import urlsplit
 import h11
 
 MOST_BODY_BYTES = 32 * 1024**2
-"""Maximum bytes of a response body to keep. The rest is read and dropped."""
+"""Maximum bytes of a response body to keep. The rest is read and discarded."""
 _READ_BYTES = 65_536
 
 
 class HttpFailed(Exception):
-    """The other side was unreachable, or did not speak HTTP."""
+    """The other side was unreachable or did not speak HTTP."""
 
 
 class HttpAnswer(NamedTuple):
@@ -52,15 +52,15 @@ class HttpConnection:
     async def send(
         self, method: str, target: str, headers: list[tuple[str, str]], body: bytes
     ) -> HttpAnswer:
-        """Send one request to the URL's host and return the answer.
+        """Send one request to the URL's host and return the response.
 
-        The caller limits the time. An interrupted request closes the connection.
+        The caller limits the time. Interrupting a request closes the connection.
 
         Args:
             target: path, including the leading slash.
 
         Raises:
-            HttpFailed: connecting failed, or the answer is not HTTP.
+            HttpFailed: connecting failed, or the response is not HTTP.
         """
         request = h11.Request(
             method=method,

@@ -1,4 +1,4 @@
-"""Refusals of invalid resource names and out-of-range numbers, worded like the service's.
+"""Rejects invalid resource names and out-of-range numbers, with the service's wording.
 
 Rules: https://cloud.google.com/pubsub/docs/pubsub-basics#resource_names
 """
@@ -17,12 +17,12 @@ _PROJECT_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9:._-]{0,254}")
 
 
 def check_name(path: str, kind: str) -> None:
-    """Refuse a path that is not `projects/<project>/<kind>/<id>`.
+    """Reject a path that is not `projects/<project>/<kind>/<id>`.
 
     `kind` is topics, subscriptions, snapshots or schemas.
 
     Raises:
-        InvalidArgument: the path is invalid. The message contains it.
+        InvalidArgument: the path is invalid. The message contains the path.
     """
     parts = path.split("/")
     if (
@@ -40,10 +40,10 @@ def check_name(path: str, kind: str) -> None:
 
 
 def check_project(path: str) -> None:
-    """Refuse a path that is not `projects/<project>`.
+    """Reject a path that is not `projects/<project>`.
 
     Raises:
-        InvalidArgument: the path is invalid. The message contains it.
+        InvalidArgument: the path is invalid. The message contains the path.
     """
     prefix, _, project = path.partition("/")
     if prefix != "projects" or not _PROJECT_ID.fullmatch(project):
@@ -51,7 +51,7 @@ def check_project(path: str) -> None:
 
 
 def check_range(field: str, value: float, minimum: float, maximum: float) -> None:
-    """Refuse a value outside `minimum`..`maximum`, naming the field as the service does.
+    """Reject a value outside `minimum`..`maximum`, naming the field as the service does.
 
     Raises:
         InvalidArgument: the message has the field, the value and the bound.
@@ -69,20 +69,21 @@ def check_range(field: str, value: float, minimum: float, maximum: float) -> Non
 
 
 def check_time(field: str, timestamp: Any) -> None:
-    """Refuse a protobuf Timestamp that is not a valid time.
+    """Reject a protobuf Timestamp that is not a valid time.
 
     Raises:
-        InvalidArgument: it is outside the years 1 to 9999, or its nanos are not a fraction.
+        InvalidArgument: the time is outside the years 1 to 9999, or its nanos are not a fraction.
     """
     check_range(f"{field}.seconds", timestamp.seconds, _FIRST_S, _LAST_S)
     check_range(f"{field}.nanos", timestamp.nanos, 0, 999_999_999)
 
 
 def check_duration(field: str, duration: Any) -> None:
-    """Refuse a protobuf Duration that is invalid or negative.
+    """Reject a protobuf Duration that is invalid or negative.
 
     Raises:
-        InvalidArgument: it is negative, above 10,000 years, or its nanos are not a fraction.
+        InvalidArgument: the duration is negative or over 10,000 years, or its nanos are not a
+            fraction.
     """
     check_range(f"{field}.seconds", duration.seconds, 0, _LONGEST_S)
     check_range(f"{field}.nanos", duration.nanos, 0, 999_999_999)

@@ -67,24 +67,24 @@ async def serve(
     fsync: bool = False,
     bigquery_endpoint: str = "",
 ) -> AsyncIterator[PubsubServer]:
-    """Listen until the block ends. Open streams then end with UNAVAILABLE.
+    """Listen until the block ends. Streams still open then end with UNAVAILABLE.
 
     Args:
         port: gRPC port, 0 for any free one.
         rest_port: REST port, 0 for any free one. None: no REST.
         socket_path: an additional Unix socket to listen on. It saves 0.1 ms per local call.
-        storage_bytes: maximum memory for messages. Publishes beyond it are refused.
+        storage_bytes: maximum memory for messages. Publishes that exceed it are rejected.
         data_dir: directory that stores the state across restarts. None keeps it in memory.
-        fsync: True if the state must survive power failures too, not only a process that dies.
-        bigquery_endpoint: URL of a BigQuery without credentials, to which BigQuery subscriptions
-            write. Empty: such subscriptions are refused.
+        fsync: True if the state must survive power failures, not just a crash of the process.
+        bigquery_endpoint: URL of a BigQuery that requires no credentials, to which BigQuery
+            subscriptions write. Empty: such subscriptions are rejected.
 
     Yields:
         The server with its actual ports.
 
     Raises:
         OSError: a port or the socket is in use, the address does not belong to this machine, or the
-        directory can't be used.
+            directory can't be used.
     """
     async with (
         _open_broker(data_dir, storage_bytes, bigquery_endpoint, fsync=fsync) as broker,

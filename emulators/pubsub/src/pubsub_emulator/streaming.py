@@ -29,9 +29,9 @@ PULL_MARGIN_S = 0.5
 
 
 async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes:
-    """Answer a Pull with the ready messages, or wait for one.
+    """Respond to a Pull with the ready messages, or wait for one.
 
-        It waits at most 20 s or until the caller's deadline, and may return no messages.
+    It waits up to 20 s or until the caller's deadline, and may return no messages.
 
     Args:
         request: a `PullRequest`.
@@ -41,7 +41,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes
         The serialized `PullResponse`.
 
     Raises:
-        PubsubError: the request was refused, or the subscription was deleted or detached.
+        PubsubError: the request was rejected, or the subscription was deleted or detached.
     """
     subscription = broker.pullable(request.subscription)
     check_range("max_messages", request.max_messages, 1, float("inf"))
@@ -78,8 +78,8 @@ async def streaming_pull(
         context: the call, to which responses are written.
 
     Raises:
-        PubsubError: the request was refused, the subscription was deleted or detached, or the
-        server is stopping.
+        PubsubError: the request was rejected, the subscription was deleted or detached, or the
+            server is stopping.
     """
     first = await anext(requests, None)
     if first is None:

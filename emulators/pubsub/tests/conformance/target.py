@@ -1,4 +1,4 @@
-"""The two servers under the same tests, and the features that Google's emulator lacks."""
+"""The two servers that run the same tests, and the features that Google's emulator lacks."""
 
 import sys
 from collections.abc import Iterator

@@ -38,7 +38,7 @@ def subscribed(
 
 
 def pulled_data(subscriber: SubscriberClient, subscription: str, count: int) -> list[bytes]:
-    """Pulls and acks until `count` messages arrived; a pull may return fewer than are waiting."""
+    """Pulls and acks until `count` messages arrive; a pull may return fewer than are waiting."""
     data: list[bytes] = []
     while len(data) < count:
         pulled = subscriber.pull(

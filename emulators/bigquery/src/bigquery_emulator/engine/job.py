@@ -66,7 +66,7 @@ class BigQueryJob:
         """Marks the job as RUNNING once it has its thread. Later calls have no effect.
 
         Raises:
-            StoppedError: it was canceled while waiting.
+            StoppedError: the job was canceled while waiting.
         """
         if self.stopping.is_set():
             raise StoppedError(_CANCELED)
@@ -75,7 +75,7 @@ class BigQueryJob:
             self.state = "RUNNING"
 
     def watch(self, cursor: Cursor) -> None:
-        """Records the session that is working for the job.
+        """Records the session that is working on the job.
 
         Raises:
             StoppedError: the job has been canceled.
@@ -131,7 +131,7 @@ Work = Callable[[BigQueryJob], Awaitable[None]]
 
 
 async def run(job: BigQueryJob, work: Work) -> None:
-    """Does a job's work and ends the job, whatever the outcome.
+    """Does a job's work and finishes the job, whatever the outcome.
 
     Args:
         work: does the work, and raises ServiceError if it fails.

@@ -1,6 +1,6 @@
 """All of a server's jobs, kept in memory from their start until they are forgotten.
 
-`Jobs.start` runs each job in the server's task group. Callers who need the outcome wait for the
+`Jobs.start` runs each job in the server's task group. Callers that need the outcome wait for the
 job.
 """
 
@@ -74,7 +74,8 @@ class Jobs:
             work: does the work, and raises ServiceError if it fails.
 
         Raises:
-            BusyError: too many jobs are running. DuplicateError: the id is taken.
+            BusyError: too many jobs are running.
+            DuplicateError: the id is taken.
         """
         key = (job.project, job.job_id)
         if key in self._jobs:

@@ -52,7 +52,7 @@ async def run_load(service: BigQueryService, file: IO[bytes], job: BigQueryJob) 
         job: the load job. Its `statistics.load` and `problems` are set here.
 
     Raises:
-        ServiceError: the file, the schema or the destination do not match.
+        ServiceError: the file, the schema and the destination do not match.
     """
     config = job.configuration["load"]
     if config.get("sourceUris"):
@@ -204,7 +204,7 @@ def _is_csv(config: Json) -> bool:
 def _read(config: Json, file: IO[bytes], schema: Schema | None) -> Iterator[_Line]:
     """Yields the file's rows.
 
-    `schema` names a CSV file's columns. Without it, the first line does.
+    `schema` names a CSV file's columns. Without it, the first line names them.
     """
     is_csv = _is_csv(config)
     file.seek(0)

@@ -46,7 +46,7 @@ class ParquetFile:
         self._path = path
 
     def schema(self, config: Json, known: Schema | None) -> Schema:
-        """Returns the fields to load: the job's, else the table's, else the file's.
+        """Returns the fields to load: the job's, or else the table's, or else the file's.
 
         Args:
             known: the table's fields. None if it is new or will be replaced.

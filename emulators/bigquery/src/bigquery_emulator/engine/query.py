@@ -1,4 +1,4 @@
-"""Runs translated statements on DuckDB: queries fill results in memory, changes write the data.
+"""Runs translated statements on DuckDB: queries store results in memory, changes write to `data`.
 
 This layer sits between a job and the store. Everything here blocks, so it runs in one of the
 server's threads.
@@ -42,9 +42,9 @@ _MOST_ROWS_READ_TWICE = 100_000
 _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DOTALL)
 """A macro's error: a failed cast."""
 _RAISED_AS_IT_IS = re.compile(r"(?:executing the UDF: \w+|Input Error): bq: (.*)", re.DOTALL)
-"""An error raised by a Python function or by ERROR."""
+"""An error raised by a Python function or by the ERROR function."""
 _UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
-"""A macro's refusal of a time zone that is invalid or that DuckDB does not know."""
+"""A macro's rejection of a time zone that is invalid or that DuckDB does not know."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
 # Called with the session that is about to run, so that the session can be interrupted.
 OnCursor = Callable[[Cursor], None]
@@ -65,7 +65,7 @@ class Result:
 
 @dataclass(frozen=True)
 class ReadSize:
-    """A statement's input size for whole tables: logical bytes of its columns, and rows."""
+    """A statement's input size, counting whole tables: its columns' logical bytes, and its rows."""
 
     size_bytes: int = 0
     rows: int = 0
@@ -86,8 +86,8 @@ class Queries:
             on_cursor: called with the session before the query runs.
 
         Raises:
-            InvalidQueryError: the query fails, at the start or later. StoppedError: the session was
-            interrupted.
+            InvalidQueryError: the query fails, at the start or later.
+            StoppedError: the session was interrupted.
         """
         # A query that turns out to have too many rows for Python runs twice, so this step is
         # skipped if that is known in advance or if the query reads a lot.
@@ -160,8 +160,8 @@ class Queries:
             The number of rows inserted, changed or removed.
 
         Raises:
-            InvalidQueryError: the statement failed and changed nothing. StoppedError: the session
-            was interrupted.
+            InvalidQueryError: the statement failed and changed nothing.
+            StoppedError: the session was interrupted.
         """
         # Checks and changes see the same snapshot of the data, because rows are being streamed
         # concurrently.
@@ -174,7 +174,7 @@ class Queries:
         return int(rows)
 
     def read_size(self, statement: Statement) -> ReadSize:
-        """Returns how much a statement reads from the columns that it names.
+        """Returns how much a statement reads from the columns it names.
 
         BigQuery counts only partitions that match the filter, so this is an upper bound.
         """
@@ -186,7 +186,7 @@ class Queries:
         return ReadSize(sum(size.size_bytes for size in sizes), sum(size.rows for size in sizes))
 
     def _counted(self, physical: str, row_bytes: str, changes: int) -> ReadSize:
-        """Measures a table's columns. `changes` identifies the version of the data."""
+        """Measures a table's columns. `changes` identifies the data version."""
         with self._store.reading() as cursor:
             query = f"SELECT coalesce(sum({row_bytes}), 0), count(*) FROM {physical}"
             size_bytes, rows = cursor.execute(query).fetchone()
@@ -201,7 +201,7 @@ def check_billed(read_bytes: int, limit_bytes: int | None) -> int:
         limit_bytes: the job's `maximumBytesBilled`.
 
     Raises:
-        BytesBilledError: the limit is lower than that.
+        BytesBilledError: the limit is lower than the bytes billed.
     """
     billed = max(-(-read_bytes // _MIB) * _MIB, _LEAST_BILLED_BYTES) if read_bytes else 0
     if limit_bytes is not None and billed > limit_bytes:
@@ -221,7 +221,7 @@ def table_size(cursor: Cursor, table: TableResource) -> tuple[int, int]:
 
 
 def _size_bytes(value: Any) -> int:
-    """Returns roughly how much memory a value or a row takes."""
+    """Returns the approximate memory that a value or a row takes."""
     if isinstance(value, str | bytes):
         return 50 + len(value)
     if isinstance(value, dict):

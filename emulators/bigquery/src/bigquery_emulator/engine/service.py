@@ -71,7 +71,7 @@ class BigQueryService:
                 details["dmlStats"] = {_COUNTS[statement.kind]: str(affected)}
 
     async def dry_run(self, job: BigQueryJob) -> None:
-        """Fills in a dry run's statistics: the fields and bytes of a query that is not run."""
+        """Fills in a dry run's statistics: the fields and bytes of a query without running it."""
         config = job.configuration["query"]
         statement = await self._statement(job.project, config, config["query"])
         job.statistics["query"] = details = {"statementType": statement.kind, "cacheHit": False}

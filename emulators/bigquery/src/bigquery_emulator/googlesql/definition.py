@@ -1,4 +1,4 @@
-"""Data definitions such as CREATE TABLE. sqlglot parses them because the analyzer doesn't."""
+"""Data definitions such as CREATE TABLE, which sqlglot parses because the analyzer doesn't."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ def parse_definition(sql: str) -> exp.Expr:
     """Parses a data definition.
 
     Raises:
-        InvalidQueryError: a syntax error, with line and column. UnsupportedError: this server does
-        not support the statement.
+        InvalidQueryError: there is a syntax error. The message has the line and column.
+        UnsupportedError: this server does not support the statement.
     """
     try:
         tree = sqlglot.parse_one(sql, dialect="bigquery")

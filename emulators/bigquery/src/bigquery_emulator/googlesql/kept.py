@@ -1,4 +1,4 @@
-"""Caches translated statements for as long as the tables that they read do not change."""
+"""Caches translated statements until the tables they read change."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class LookedUp:
     find: Callable[[TableKey], TableResource]
     states: dict[TableKey, tuple[int, str]] = field(default_factory=dict)
     is_lasting: bool = True
-    """False if it also read something that may change at any time, such as INFORMATION_SCHEMA."""
+    """False if the statement also read something that can change anytime: INFORMATION_SCHEMA."""
 
     def __call__(self, key: TableKey) -> TableResource:
         """Finds a table and records it."""

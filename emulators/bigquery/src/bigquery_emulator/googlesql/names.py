@@ -35,7 +35,7 @@ class Names:
     """The context in which names are resolved.
 
     `find` returns a table or raises NotFoundError. `listing` returns an INFORMATION_SCHEMA view's
-    rows, given the view's name, the parts of the name before it, and the job's project.
+    rows, given the view's name, the parts of the name that precede it, and the job's project.
     """
 
     project: str
@@ -54,7 +54,7 @@ class Names:
 
         Raises:
             InvalidQueryError: the name has no dataset, and the job has no default dataset.
-            UnsupportedError: a wildcard or a partition decorator.
+            UnsupportedError: the name contains a wildcard or a partition decorator.
         """
         *before, table_id = self.parts(path)
         if "*" in table_id:
@@ -106,7 +106,8 @@ def look_up(
         names: the context for resolving the name.
 
     Raises:
-        InvalidQueryError: the name has no dataset. NotFoundError: the table does not exist.
+        InvalidQueryError: the name has no dataset.
+        NotFoundError: the table does not exist.
     """
     listed = _information_view(names.parts(path))
     if listed is not None:
@@ -131,8 +132,8 @@ def likely_sources(sql: str, names: Names) -> tuple[dict[str, NamedSource], list
 
     Returns:
         The tables by key, and the names that are in a single pair of backticks. None if the
-        analyzer has to find the names: the statement is long, may read views, or has two names that
-        differ only in case, which the analyzer treats as one.
+            analyzer has to find the names: the statement is long, may read views, or has two names
+            that differ only in case, which the analyzer treats as one.
     """
     if len(sql) > _MOST_LIKELY_CHARACTERS:
         return None

@@ -37,18 +37,18 @@ class Parameters:
     values: dict[str, Any] = field(default_factory=dict)
 
     def form(self) -> tuple[object, ...]:
-        """The parts that a translation depends on: names, types and SQL, but not values."""
+        """The parts a translation depends on: names, types and SQL, but not values."""
         kinds = [*(kind for _, kind in self.types.named), *self.types.positional]
         return (*self.sql.items(), *(kind.SerializeToString() for kind in kinds))
 
 
 def values_in(sql: str, values: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns values for the placeholders in a DuckDB statement, which accepts no others."""
+    """Returns values for the placeholders in a DuckDB statement, which accepts no other values."""
     return {name: values[name] for name in _PLACEHOLDER.findall(sql) if name in values}
 
 
 def is_plain_zone(name: str) -> bool:
-    """True if the text is a time zone with the same name in BigQuery and DuckDB."""
+    """True if the text is a time zone that has the same name in BigQuery and DuckDB."""
     return _PLAIN_ZONE.fullmatch(name) is not None
 
 

@@ -1,9 +1,10 @@
 """Checks that queries filter on partitions if a table requires it (`requirePartitionFilter`).
 
 A filter counts if BigQuery could use it to skip partitions: it compares the partitioning column
-with a constant in the WHERE or ON clause next to the table. The filter may also be further out if
-nothing in between needs the other rows: no LIMIT, and no window or grouping that lacks the column
-among its keys. Source: https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
+with a constant in the WHERE or ON clause next to the table. The filter may also be in an outer
+query if nothing in between needs the other rows: no LIMIT, and no window or grouping that lacks the
+column among its keys. Source:
+https://docs.cloud.google.com/bigquery/docs/querying-partitioned-tables
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ _COMPARISONS = frozenset(
 _MONOTONE = frozenset(
     {"date", "timestamp", "datetime", "date_trunc", "timestamp_trunc", "datetime_trunc"}
 )
-"""A filter on the result of one of these functions counts as a filter on its column, as with a
-view's DATE(at) AS day.
+"""A filter on the result of one of these functions counts as a filter on its column, as with
+DATE(at) AS day in a view.
 """
 _NOTHING: frozenset[int] = frozenset()
 
@@ -45,7 +46,7 @@ class View:
 
 
 def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
-    """Refuses a statement that reads a whole table although the table requires a partition filter.
+    """Rejects a statement that reads a whole table if the table requires a partition filter.
 
     Args:
         reads: tables by the analyzer's keys.

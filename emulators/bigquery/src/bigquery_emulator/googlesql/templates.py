@@ -1,11 +1,11 @@
 """Caches statements that differ only in literals, so that they are analyzed only once.
 
 Dashboards and reports send the same statement with different days and ids. A translated statement
-is stored as a template, with marks in place of literals whose value did not affect the translation.
-Such literals are whole numbers, strings, and dates and timestamps in plain form that are compared
-with something or inserted. All other literals must be identical for the template to apply, and
-equal literals must again be equal to each other, because the analyzer treats equal expressions as
-one.
+is stored as a template, with marks in place of literals whose values did not affect the
+translation. Such literals are whole numbers, strings, and plain dates and timestamps that are
+compared with something or inserted. All other literals must be identical for the template to apply,
+and literals that were equal to each other must still be equal, because the analyzer treats equal
+expressions as one.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _FUNCTIONS = frozenset(
     f"ZetaSQL:${name}"
     for name in ("equal", "not_equal", "less", "less_or_equal", "greater", "greater_or_equal")
 ) | {"ZetaSQL:$between", "ZetaSQL:$in"}
-"""Functions whose translation never depends on a literal's value, unless it may be NaN."""
+"""Functions whose translation never depends on a literal's value, unless the value may be NaN."""
 _NAMES_FROM_VALUES = "PIVOT"  # also matches UNPIVOT
 _DATE = re.compile(r"\d{4}-\d\d-\d\d")
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\d[ T]\d\d:\d\d:\d\d(\.\d{1,6})?( ?UTC|Z|[+-]\d\d:\d\d)?")
@@ -73,7 +73,7 @@ class StatementText:
 
     @cached_property
     def equals(self) -> tuple[int, ...]:
-        """Returns, for each literal, the index of the first equal one, which may be itself."""
+        """Returns, for each literal, the index of the first literal equal to it (maybe itself)."""
         first: dict[tuple[type, int | str], int] = {}
         keys = [(type(literal.content), literal.content) for literal in self.literals]
         return tuple(first.setdefault(key, place) for place, key in enumerate(keys))

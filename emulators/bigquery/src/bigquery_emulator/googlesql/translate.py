@@ -72,7 +72,7 @@ class Statement:
 
 @dataclass
 class _Reads:
-    """The tables and columns that a statement reads, including through views."""
+    """The tables and columns a statement reads, including through views."""
 
     tables: dict[int, TableResource] = field(default_factory=dict)
     columns: dict[int, frozenset[str]] = field(default_factory=dict)
@@ -89,7 +89,7 @@ class Translator:
     Args:
         find: returns a table by its full name, or raises NotFoundError.
         listing: returns an INFORMATION_SCHEMA view's rows, given the view's name, the parts of the
-            name before it, and the job's project.
+            name that precede it, and the job's project.
     """
 
     find: Callable[[TableKey], TableResource]
@@ -116,8 +116,9 @@ class Translator:
             is_view: True for a view's query, whose result may be filtered later.
 
         Raises:
-            InvalidQueryError: BigQuery refuses the statement too. NotFoundError: a table does not
-            exist. UnsupportedError: this server does not support the statement.
+            InvalidQueryError: BigQuery rejects the statement too.
+            NotFoundError: a table does not exist.
+            UnsupportedError: this server does not support the statement.
         """
         if is_definition(sql):
             tree = parse_definition(sql)
@@ -139,7 +140,7 @@ class Translator:
         return replace(statement, values=bound.values)
 
     def _fill_template(self, text: StatementText, around: tuple[Hashable, ...]) -> Statement | None:
-        """Returns a statement that differs from an earlier one only in its literals."""
+        """Translates a statement that differs from an earlier one only in its literals."""
         earlier = self._templates.get((text.key, *around)) if text.literals else None
         if earlier is None:
             return None
@@ -210,7 +211,7 @@ class Translator:
         parameters: Parameters,
         translate_view: Callable[[TableResource], TranslatedView],
     ) -> tuple[Node, dict[str, NamedSource], str]:
-        """Returns a statement's tree, the tables that it may read (by name), and its text."""
+        """Returns a statement's tree, the tables it may read (by name), and its text."""
         likely = likely_sources(sql, names)
         if likely is not None:
             # Asking the analyzer for the names costs half as much as analyzing the statement.

@@ -93,8 +93,7 @@ def new_job(project: str, body: Json) -> BigQueryJob:
     """Returns the job that a request describes, without starting it.
 
     Raises:
-        InvalidError: the request names no kind of job, or several kinds, or a field has the wrong
-            type.
+        InvalidError: the request names no job kind or more than one, or a field has the wrong type.
     """
     body = read_fields(body, JobFields)
     configuration = body.get("configuration") or {}

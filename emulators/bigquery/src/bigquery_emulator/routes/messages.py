@@ -38,17 +38,18 @@ async def json_body(request: Request, most_bytes: int = MOST_BODY_BYTES) -> Json
     """Returns the request's JSON object. An empty body is an empty object.
 
     Raises:
-        InvalidError: the body is not a JSON object. TooLargeError: it exceeds `most_bytes`.
+        InvalidError: the body is not a JSON object.
+        TooLargeError: the body exceeds `most_bytes`.
     """
     raw = await whole_body(request, most_bytes)
     return json_object(raw) if raw.strip() else {}
 
 
 def json_object(raw: bytes) -> Json:
-    """Returns the JSON object in a body or in a part of a body.
+    """Returns the JSON object in a body or in one of its parts.
 
     Raises:
-        InvalidError: it is not a JSON object, or is nested too deeply.
+        InvalidError: the text is not a JSON object, or is nested too deeply.
     """
     try:
         decoded = read_row(raw)
@@ -65,7 +66,8 @@ async def whole_body(request: Request, most_bytes: int) -> bytes:
     """Returns the request's body, decompressed.
 
     Raises:
-        InvalidError: the gzip body is damaged. TooLargeError: it exceeds `most_bytes`.
+        InvalidError: the gzip body is damaged.
+        TooLargeError: the body exceeds `most_bytes`.
     """
     parts, size_bytes = [], 0
     async for part in body_parts(request):

@@ -1,4 +1,4 @@
-"""Routes for load jobs with a file: multipart in one request, or resumable over several requests.
+"""Routes for load jobs with a file, sent in one multipart request or in a resumable upload.
 
 Source: https://docs.cloud.google.com/bigquery/docs/reference/api-uploads
 """
@@ -92,7 +92,8 @@ class Sessions:
         """Locks an upload while one request uses it.
 
         Raises:
-            InvalidError: another request is using it. NotFoundError: it does not exist.
+            InvalidError: another request is using the upload.
+            NotFoundError: the upload does not exist.
         """
         session = self._sessions.get(name)
         if session is None:
@@ -184,7 +185,7 @@ async def _multipart(request: Request) -> Response:
 
 
 def _parts(body: bytes, content_type: str) -> tuple[Json, bytes]:
-    """Returns a multipart/related body's job JSON and file (RFC 2387)."""
+    """Returns the job JSON and the file from a multipart/related body (RFC 2387)."""
     match = re.search(r'boundary="?([^";]+)"?', content_type)
     if match is None:
         raise InvalidError("Multipart body without a boundary")

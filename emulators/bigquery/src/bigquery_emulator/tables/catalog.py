@@ -66,7 +66,7 @@ class TableCatalog:
         """Returns a dataset.
 
         Raises:
-            NotFoundError: it does not exist.
+            NotFoundError: the dataset does not exist.
         """
         dataset = self.datasets.get(key)
         if dataset is None:
@@ -77,7 +77,7 @@ class TableCatalog:
         """Returns a table or view.
 
         Raises:
-            NotFoundError: it or its dataset does not exist.
+            NotFoundError: the table or its dataset does not exist.
         """
         table = self.tables.get(key)
         if table is None:
@@ -98,7 +98,8 @@ class TableCatalog:
             body: Dataset resource from the request.
 
         Raises:
-            DuplicateError: it already exists. InvalidError: BigQuery refuses the name.
+            DuplicateError: the dataset already exists.
+            InvalidError: BigQuery rejects the name.
         """
         if not re.fullmatch(r"[a-z][a-z0-9.:-]{0,99}", key.project):
             raise InvalidError(f'Invalid project ID "{key.project}".')
@@ -132,7 +133,7 @@ class TableCatalog:
         """Deletes a dataset.
 
         Raises:
-            InUseError: it contains tables and `with_contents` is false.
+            InUseError: the dataset contains tables and `with_contents` is false.
         """
         tables = self.tables_of(key)
         if tables and not with_contents:
@@ -160,8 +161,8 @@ class TableCatalog:
             replaces: True to remove any table with this name in the same transaction.
 
         Raises:
-            DuplicateError: it already exists. InvalidError: BigQuery refuses the name or
-            partitioning.
+            DuplicateError: the table already exists.
+            InvalidError: BigQuery rejects the name or partitioning.
         """
         dataset = self.dataset(key.dataset)
         _check_table_id(key)
@@ -204,9 +205,8 @@ class TableCatalog:
             view_schema: the fields of a view's new query.
 
         Raises:
-            ConditionError: the table has changed since that version. InvalidError: the schema would
-                lose
-            change a field.
+            ConditionError: the table has changed since that version.
+            InvalidError: the schema would lose or change a field.
         """
         old = self.table(key)
         _expect(old.etag, etag)
@@ -252,7 +252,8 @@ class TableCatalog:
         """Renames a table within its dataset.
 
         Raises:
-            DuplicateError: the name is taken. InvalidError: BigQuery refuses the name.
+            DuplicateError: the name is taken.
+            InvalidError: BigQuery rejects the name.
         """
         old = self.table(key)
         _check_table_id(new)

@@ -1,7 +1,7 @@
 """Splits a CSV file's lines into cells, noting which cells were quoted.
 
-Python's reader does not report the quotes, but they decide whether an empty cell is NULL or an
-empty string. Source: https://cloud.google.com/bigquery/docs/loading-data-cloud-storage-csv
+Python's reader does not report quotes, but an empty cell is NULL or an empty string depending on
+whether it is quoted. Source: https://cloud.google.com/bigquery/docs/loading-data-cloud-storage-csv
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Writes a query's, load's or copy's rows to a destination table, following its dispositions.
+"""Writes rows from a query, load or copy to a destination table, following its dispositions.
 
 Runs in the server's writer thread.
 """
@@ -42,7 +42,7 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
 
     Args:
         config: the query's, load's or copy's configuration.
-        default_write: WRITE_APPEND for a load, WRITE_EMPTY for others.
+        default_write: WRITE_APPEND for a load, WRITE_EMPTY for other jobs.
 
     Raises:
         InvalidError: the disposition does not exist.
@@ -83,8 +83,9 @@ def put_rows(
         source: DuckDB table with the rows.
 
     Raises:
-        DuplicateError: the destination must be empty but is not. InvalidError: the fields don't
-        match the table. NotFoundError: the table does not exist and must not be created.
+        DuplicateError: the destination must be empty but is not.
+        InvalidError: the fields don't match the table.
+        NotFoundError: the table does not exist and must not be created.
     """
     table = catalog.tables.get(destination.key)
     if table is None:

@@ -1,6 +1,6 @@
-"""Parses requests: checks each field of a JSON body or query string by its type.
+"""Parses requests: checks each field in a JSON body or query string by its type.
 
-Fields that a struct does not name are ignored, as in most of the service's resources. Null means
+Fields that a struct does not define are ignored, as in most of the service's resources. Null means
 that a field is not set. Numbers may be strings, because JSON has no 64-bit integers. Source:
 https://cloud.google.com/bigquery/docs/reference/rest/v2.
 """

@@ -1,4 +1,4 @@
-"""Field types of jobs, queries and insertAll.
+"""Field types for jobs, queries and insertAll.
 
 Source: https://cloud.google.com/bigquery/docs/reference/rest/v2/Job and the pages of
 jobs.query and tabledata.insertAll.
@@ -142,7 +142,7 @@ class _Configuration(Fields):
 
 
 class JobFields(Fields):
-    """The stored fields of a Job resource."""
+    """A Job resource's stored fields."""
 
     configuration: _Configuration | msgspec.UnsetType = NOT_SET
     job_reference: _JobReference | msgspec.UnsetType = NOT_SET

@@ -1,7 +1,7 @@
 """Limits in a column type: STRING(n), BYTES(n), NUMERIC(p) and NUMERIC(p, s).
 
 Rows that arrive through the API are checked in Python. For all other writes, the DuckDB table has a
-CHECK. Source:
+CHECK constraint. Source:
 https://docs.cloud.google.com/bigquery/docs/reference/standard-sql/data-types#parameterized_data_types
 """
 
@@ -119,8 +119,8 @@ def parse_limits(field: dict[str, Any], name: str, kind: str, is_repeated: bool)
         is_repeated: True if the field is an array.
 
     Raises:
-        InvalidError: the type does not accept a limit, or it is invalid. UnsupportedError: an array
-        has limits, which DuckDB can't check.
+        InvalidError: the type does not accept limits, or a limit is invalid.
+        UnsupportedError: an array has limits, which DuckDB can't check.
     """
     set_keys = {key: field[key] for key in ("maxLength", "precision", "scale") if field.get(key)}
     if not set_keys:

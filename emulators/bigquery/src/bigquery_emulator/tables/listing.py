@@ -1,4 +1,4 @@
-"""Rows that the server itself knows, queryable as a table: INFORMATION_SCHEMA and the like."""
+"""Rows that the server generates itself, queryable as a table: INFORMATION_SCHEMA and the like."""
 
 import json
 from dataclasses import dataclass
@@ -25,13 +25,13 @@ class Listing:
 
     @property
     def json(self) -> str:
-        """The rows in the format of DuckDB's from_json."""
+        """The rows in the format that DuckDB's from_json reads."""
         records = [_record(self.schema, row) for row in self.rows]
         return json.dumps(records, ensure_ascii=False)
 
     @property
     def structure(self) -> str:
-        """The type of the rows in the format of from_json."""
+        """The rows' type in from_json's format."""
         return json.dumps([{field.name: field.duckdb_type for field in self.schema}])
 
     def sql(self) -> str:

@@ -24,7 +24,7 @@ def undecorated(key: TableKey) -> tuple[TableKey, str | None]:
 
 
 def partition_unit(partition_id: str) -> str:
-    """Returns the time unit of a partition's name.
+    """Returns the time unit implied by a partition's name.
 
     Raises:
         InvalidError: the name is not a time.

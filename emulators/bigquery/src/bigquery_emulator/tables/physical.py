@@ -64,7 +64,7 @@ def alter(cursor: Cursor, old: TableResource, new: TableResource, changed: Schem
     Args:
         old: the table before the change.
         new: the table with its new schema.
-        changed: fields of `new` that differ.
+        changed: fields in `new` that differ.
 
     Raises:
         InvalidError: a row does not match.
@@ -130,7 +130,7 @@ def accepted() -> Iterator[None]:
 
 
 def refusal(error: duckdb.Error) -> str:
-    """Returns the reason a row was refused, with the column's name."""
+    """Returns the reason a row was rejected, with the column's name."""
     text = str(error).split("\n")[0]
     if match := _NOT_NULL.search(text):
         return f"Required field {match.group(1)} cannot be null"

@@ -1,4 +1,4 @@
-"""Field types of Dataset and Table resources, and the parts that jobs share with them.
+"""Field types for Dataset and Table resources, and the parts that jobs share with them.
 
 Source: https://cloud.google.com/bigquery/docs/reference/rest/v2/tables#Table.
 """

@@ -52,7 +52,7 @@ class TableKey:
 
 @dataclass(frozen=True)
 class DatasetResource:
-    """A dataset. `settings` are its resource's fields that users set."""
+    """A dataset. `settings` are its resource's user-set fields."""
 
     key: DatasetKey
     settings: Json
@@ -102,7 +102,7 @@ class Partitioning:
 class TableResource:
     """A table or a view.
 
-    `settings` are its resource's fields that users set, without the schema.
+    `settings` are its resource's user-set fields, without the schema.
     """
 
     key: TableKey

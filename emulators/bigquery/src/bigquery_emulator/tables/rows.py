@@ -73,7 +73,7 @@ def read_rows(
 def read_all_rows(cursor: Cursor, physical: str, schema: Schema, is_micros: bool) -> list[Json]:
     """Like `read_rows`, for a whole table.
 
-    In this case DuckDB keeps the order by itself and is faster.
+    For a whole table, DuckDB preserves the order by itself and is faster.
     """
     return _read(cursor, physical, schema, is_micros)
 

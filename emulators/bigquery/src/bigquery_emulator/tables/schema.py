@@ -83,7 +83,7 @@ class Field:
     limits: TypeLimits = NO_LIMITS
 
     def resource(self) -> Json:
-        """Returns the TableFieldSchema of the API."""
+        """Returns the API's representation of the field, a TableFieldSchema."""
         resource: Json = {"name": self.name, "type": self.type, "mode": self.mode}
         resource |= self.limits.resource()
         if self.description is not None:
@@ -122,7 +122,7 @@ def parse_schema(fields: Sequence[Json]) -> Schema:
     """Parses a request's `schema.fields`.
 
     Raises:
-        InvalidError: BigQuery refuses a name, type or mode, or a name is used twice.
+        InvalidError: BigQuery rejects a name, type or mode, or a name is used twice.
         UnsupportedError: this server does not support a type or an option.
     """
     schema = tuple(_parse_field(field) for field in fields)
@@ -167,7 +167,7 @@ def _parse_field(field: Json) -> Field:
 
 
 def result_schema(columns: Sequence[tuple[str, Any]]) -> Schema:
-    """Returns the schema of a query's result.
+    """Returns a query result's schema.
 
     Args:
         columns: each column's name and DuckDB type object.

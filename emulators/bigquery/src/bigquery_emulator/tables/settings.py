@@ -1,4 +1,4 @@
-"""Settings of datasets and tables: the stored fields and their validation."""
+"""Dataset and table settings: the stored fields and their validation."""
 
 from typing import Any
 
@@ -43,8 +43,8 @@ def given_schema(body: Json) -> Schema | None:
     """Returns the schema in a Table resource. None if it is missing.
 
     Raises:
-        InvalidError: a field has the wrong type or an invalid value. UnsupportedError: this server
-        does not support a type or an option.
+        InvalidError: a field has the wrong type or an invalid value.
+        UnsupportedError: this server does not support a type or an option.
     """
     if body.get("schema") is None:
         return None
@@ -66,7 +66,8 @@ def dataset_settings(body: Json) -> Json:
     """Returns a Dataset resource's stored fields.
 
     Raises:
-        InvalidError: a field has the wrong type. UnsupportedError: names must be case-insensitive.
+        InvalidError: a field has the wrong type.
+        UnsupportedError: names must be case-insensitive.
     """
     settings = read_fields(body, DatasetFields)
     if settings.get("isCaseInsensitive"):
@@ -78,7 +79,7 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
     """Returns a Table resource's stored fields.
 
     Args:
-        dataset: the dataset that contains it. Its defaults apply.
+        dataset: the dataset that contains the table. The dataset's defaults apply.
         created_ms: when the table was created, for the default expiration.
 
     Raises:
@@ -113,10 +114,10 @@ def table_settings(schema: Schema, body: Json, dataset: DatasetResource, created
 
 
 def check_same_kind(old: TableResource, settings: Json) -> None:
-    """Refuses settings that would turn a table into a view, or change when rows were ingested.
+    """Rejects settings that would turn a table into a view, or change when rows were ingested.
 
     Raises:
-        InvalidError: the settings are refused.
+        InvalidError: the settings are rejected.
     """
     if (old.view_query is not None) != ("view" in settings):
         raise InvalidError(f"Invalid value for view: {old.key} can't change between table and view")

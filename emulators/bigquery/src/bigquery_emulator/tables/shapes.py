@@ -34,7 +34,8 @@ class Shapes:
         """Prevents changes to a table while rows are added, during a `with` block.
 
         All incoming rows share one thread, so the wait is counted from the start of the change:
-        rows for other tables wait at most that long, however many requests for this table arrive.
+        rows for other tables wait at most that long, no matter how many requests for this table
+        arrive.
 
         Raises:
             UnavailableError: the change is taking longer. The rows can be sent again.

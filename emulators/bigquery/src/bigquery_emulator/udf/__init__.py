@@ -1,5 +1,5 @@
 """GoogleSQL functions written in Python, because neither DuckDB nor SQL has them.
 
 Each takes 5 to 10 µs per row, about fifty times as long as DuckDB's own functions, and holds
-Python's lock.
+Python's GIL.
 """

@@ -19,10 +19,10 @@ Step = str | int
 
 
 def read_json(text: str) -> Any:
-    """Parses a JSON text. The first of equal names in an object counts.
+    """Parses a JSON text. If an object has equal names, the first one counts.
 
     Raises:
-        ValueError: it is not valid JSON (NaN is not), or is nested too deeply.
+        ValueError: the text is not valid JSON (NaN is not), or is nested too deeply.
     """
     try:
         return json.loads(text, object_pairs_hook=_firsts, parse_constant=_no_constant)
@@ -50,13 +50,13 @@ def canonical(text: str) -> str:
     """Returns a JSON text in GoogleSQL's format.
 
     Raises:
-        ValueError: it is not valid JSON.
+        ValueError: the text is not valid JSON.
     """
     return write_json(read_json(text))
 
 
 def pretty(text: str) -> str:
-    """Returns a JSON text with one value per line, as TO_JSON_STRING can write it."""
+    """Returns a JSON text with one value per line, as TO_JSON_STRING pretty-prints it."""
     return json.dumps(read_json(text), ensure_ascii=False, indent=2, sort_keys=True)
 
 
@@ -118,7 +118,7 @@ def changed(text: str, path: str, value: str, creates: bool) -> str:
 
 
 def _put(place: Any, steps: list[Step], value: Any, creates: bool) -> None:
-    """Sets a value at the end of a path. Does nothing if another kind of value is in the way."""
+    """Sets a value at the end of a path. Does nothing if a value of a different kind blocks it."""
     step, *rest = steps
     if isinstance(step, int):
         if not isinstance(place, list) or (step >= len(place) and not creates):

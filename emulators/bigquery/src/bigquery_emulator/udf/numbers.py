@@ -31,7 +31,7 @@ def format_numeric(form: str, value: Decimal) -> str:
     """Formats a NUMERIC with one of FORMAT's forms, such as `%10.2f`. Halves round away from zero.
 
     Raises:
-        ValueError: too many digits are requested.
+        ValueError: the format requests too many digits.
     """
     match = _FORM.fullmatch(form)
     assert match is not None, form

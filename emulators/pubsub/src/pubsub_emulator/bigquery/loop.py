@@ -1,7 +1,7 @@
 """Writes a subscription's messages to its BigQuery table, in batches.
 
 The loop is a consumer, just like a stream, so the subscription handles leases, backoff, ordering
-and dead letters. If BigQuery does not answer, the batch is nacked; a message that does not fit the
+and dead letters. If BigQuery does not respond, the batch is nacked; a message that does not fit the
 table is nacked too. A missing table does not count as an attempt: messages wait for it and never
 become dead letters. Sources:
     https://cloud.google.com/pubsub/docs/bigquery#handle_message_failures and
@@ -32,10 +32,10 @@ _log = logging.getLogger(__name__)
 
 
 class BigQueryLoop:
-    """The loop for a subscription.
+    """A subscription's loop.
 
     Args:
-        endpoint: URL of the BigQuery that contains its table.
+        endpoint: URL of the BigQuery that contains the subscription's table.
     """
 
     def __init__(self, subscription: SubscriptionState, endpoint: str) -> None:
@@ -108,7 +108,7 @@ class BigQueryLoop:
         self._settle(deliveries, refused)
 
     def _rows_of(self, deliveries: Sequence[Delivery]) -> tuple[dict[int, Row], dict[int, str]]:
-        """Return rows, and the reasons for messages that yield no row, by index in `deliveries`."""
+        """Return the rows, and the reasons some messages yield no row, by index in `deliveries`."""
         rows, refused = dict[int, Row](), dict[int, str]()
         config, path = self._subscription.proto.bigquery_config, self._subscription.path
         for place, delivery in enumerate(deliveries):

@@ -14,9 +14,9 @@ from pubsub_emulator.protos import BigQueryConfig, PubsubMessage
 
 Row = dict[str, Any]
 Column = Mapping[str, Any]
-"""A field of a table's schema in the format of `tables.get`."""
+"""A field in a table's schema, in the format of `tables.get`."""
 Columns = Mapping[str, Column]
-"""By name in lower case, because BigQuery's names are not case-sensitive."""
+"""By lower-case name, because BigQuery's names are not case-sensitive."""
 
 METADATA_COLUMNS = ("subscription_name", "message_id", "publish_time", "attributes")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)
@@ -27,12 +27,12 @@ class RowRefused(Exception):
 
 
 def columns_of(schema: Mapping[str, Any]) -> Columns:
-    """Return the columns of a schema, or of a RECORD."""
+    """Return the columns of a schema or a RECORD."""
     return {str(field["name"]).lower(): field for field in schema.get("fields", ())}
 
 
 def missing_columns(config: BigQueryConfig, columns: Columns) -> list[str]:
-    """Return columns that every row needs but the table lacks."""
+    """Return the columns that every row needs but the table lacks."""
     needed = () if config.use_table_schema else ("data",)
     metadata = METADATA_COLUMNS if config.write_metadata else ()
     return [name for name in (*needed, *metadata) if name not in columns]
@@ -41,10 +41,10 @@ def missing_columns(config: BigQueryConfig, columns: Columns) -> list[str]:
 def row_of(
     subscription_path: str, config: BigQueryConfig, columns: Columns, message: PubsubMessage
 ) -> Row:
-    """Return a message's row in the JSON format of insertAll.
+    """Return a message's row in insertAll's JSON format.
 
     Raises:
-        RowRefused: its data does not match the columns.
+        RowRefused: the message's data does not match the columns.
     """
     row = (
         _fields_of(message.data, columns)
@@ -79,7 +79,7 @@ def _as_inserted(fields: Row, columns: Columns) -> Row:
 
 
 def _value(value: Any, column: Column | None) -> Any:
-    """Convert a value for insertAll. Values that BigQuery should refuse are left unchanged."""
+    """Convert a value for insertAll. Values that BigQuery should reject are left unchanged."""
     if column is None or value is None:
         return value
     if column.get("mode") == "REPEATED" and isinstance(value, list):
@@ -95,7 +95,7 @@ def _value(value: Any, column: Column | None) -> Any:
 
 
 def _timestamp(value: float, name: str) -> str:
-    """Return a number of microseconds as text. insertAll would interpret the number as seconds."""
+    """Return microseconds as text, because insertAll would interpret a number as seconds."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise RowRefused(
             f"{name}: a number for a TIMESTAMP must be whole microseconds since 1970, got {value}"

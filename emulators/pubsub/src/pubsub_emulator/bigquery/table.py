@@ -1,6 +1,6 @@
 """A BigQuery table accessed over REST: reads its columns and adds rows.
 
-The service uses the Storage Write API. insertAll has the same effect here and can refuse individual
+The service uses the Storage Write API. insertAll has the same effect here and can reject individual
 rows. Source: https://docs.cloud.google.com/bigquery/docs/reference/rest/v2/tabledata/insertAll
 """
 
@@ -15,7 +15,7 @@ from pubsub_emulator.protos import BigQueryConfig
 
 _HEADERS = [("Content-Type", "application/json"), ("Accept", "application/json")]
 _PASSING_REASONS = frozenset({"rateLimitExceeded", "quotaExceeded"})
-"""Reasons for temporary refusals with status 403."""
+"""Reasons for temporary rejections with status 403."""
 
 
 class TableUnavailable(Exception):
@@ -54,18 +54,18 @@ class BigQueryTable:
         """Return the table's columns.
 
         Raises:
-            TableUnusable: it does not exist, or access is denied. TableUnavailable: BigQuery did
-            not answer.
+            TableUnusable: the table does not exist, or access is denied.
+            TableUnavailable: BigQuery did not respond.
         """
         answer = await self._send("GET", self._path, b"")
         return columns_of(self._json(answer).get("schema", {}))
 
     async def insert(self, rows: Sequence[Row]) -> dict[int, str]:
-        """Add rows. Return the reasons for refused rows, by index in `rows`.
+        """Add rows. Return the reasons for rejected rows, by index in `rows`.
 
         Raises:
-            TableUnusable: the table does not exist, or writing is denied. TableUnavailable:
-            BigQuery did not answer. It may have added rows.
+            TableUnusable: the table does not exist, or writing is denied.
+            TableUnavailable: BigQuery did not respond. It may have added rows.
         """
         body = {
             "skipInvalidRows": True,

@@ -1,1 +1,1 @@
-"""The calls of the Pub/Sub API, one module per resource."""
+"""Pub/Sub API calls, one module per resource."""

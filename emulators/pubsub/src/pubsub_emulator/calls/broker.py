@@ -28,11 +28,11 @@ class Broker:
 
     Args:
         now_s: the clock, in seconds since the epoch. It must never go backwards.
-        storage_bytes: memory limit for messages. A publish that exceeds it is refused with
+        storage_bytes: memory limit for messages. A publish that exceeds it is rejected with
             RESOURCE_EXHAUSTED.
         journal: receives each change. By default nothing survives the process.
         bigquery_endpoint: URL of the BigQuery to which BigQuery subscriptions write. Without it,
-            such subscriptions are refused.
+            such subscriptions are rejected.
     """
 
     def __init__(
@@ -96,22 +96,22 @@ class Broker:
         """Run an API call.
 
         Args:
-            name: its name in `google.pubsub.v1`, for example `Publish`. Not Pull or StreamingPull.
-            request: the raw protobuf request of that call. A Publish takes ownership of its
-                messages.
+            name: the call's name in `google.pubsub.v1`, for example `Publish`. Not Pull or
+                StreamingPull.
+            request: the call's raw protobuf request. A Publish takes ownership of its messages.
 
         Returns:
             The raw protobuf response. It belongs to the broker and must be serialized before the
-            next call.
+                next call.
 
         Raises:
-            PubsubError: the call was refused and changed nothing.
+            PubsubError: the call was rejected and changed nothing.
         """
         return self._calls[name](request)
 
     def pullable(self, path: str) -> SubscriptionState:
         """Return a subscription to `take` from.
 
-        Raises `NotFound` or `FailedPrecondition` like a pull.
+        Raises `NotFound` or `FailedPrecondition`, as a pull does.
         """
         return self._subscriptions.consumable(path, for_pull=True)

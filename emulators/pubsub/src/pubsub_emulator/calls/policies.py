@@ -13,7 +13,7 @@ from pubsub_emulator.state.policy import StoredPolicy, check_policy, check_versi
 from pubsub_emulator.state.registry import Registry
 
 _NEVER_SET_ETAG = bytes([0, 0x20, 0x01])
-"""The service's default etag if no policy was ever set; in base64, `ACAB`."""
+"""The service's default etag when no policy was ever set; in base64, `ACAB`."""
 _ETAG_BYTES = 8
 _MAX_PERMISSIONS = 100
 _FIELDS = frozenset({"version", "bindings", "audit_configs", "etag"})
@@ -27,13 +27,13 @@ class PolicyCalls:
         self._registry = registry
 
     def get_iam_policy(self, request: Any) -> Any:
-        """Return the policy of a resource. It is empty if none was set."""
+        """Return a resource's policy. It is empty if none was set."""
         self._registry.resource(request.resource)
         check_version("options.requested_policy_version", request.options.requested_policy_version)
         return self._policy(request.resource)
 
     def set_iam_policy(self, request: Any) -> Any:
-        """Replace the policy of a resource, or the fields of the mask.
+        """Replace a resource's policy, or the fields in the mask.
 
         Raises `ChangedMeanwhile` if the request's etag is not the latest one.
         """

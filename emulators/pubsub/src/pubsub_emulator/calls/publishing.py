@@ -1,4 +1,4 @@
-"""A Publish call on the broker's state: checked as a whole, added at once or in steps."""
+"""A Publish call on the broker's state: checked as a whole, then added at once or in steps."""
 
 from collections.abc import Generator, Iterator
 from typing import Any
@@ -20,7 +20,7 @@ class Publishing:
         request: a `PublishRequest` that passed its checks. Its messages are moved out of it.
 
     Raises:
-        PubsubError: the publish was refused and changed nothing.
+        PubsubError: the publish was rejected and changed nothing.
     """
 
     def __init__(self, registry: Registry, request: Any, measured: Measured) -> None:

@@ -125,7 +125,7 @@ class SchemaCalls:
         return schema.latest
 
     def delete_schema(self, request: Any) -> Any:
-        """Delete a schema. Its topics then show `_deleted-schema_` and refuse messages."""
+        """Delete a schema. Its topics then show `_deleted-schema_` and reject messages."""
         schema = self._registry.schema(request.name)
         del self._registry.schemas[schema.path]
         self._registry.erase(schema.path)
@@ -136,13 +136,13 @@ class SchemaCalls:
         return empty()
 
     def validate_schema(self, request: Any) -> Any:
-        """Refuse an invalid definition without storing anything."""
+        """Reject an invalid definition without storing anything."""
         check_project(request.parent)
         read_definition(request.schema)
         return _ValidateSchemaResponse()
 
     def validate_message(self, request: Any) -> Any:
-        """Refuse a message that does not match a schema or the request's definition."""
+        """Reject a message that does not match a schema or the request's definition."""
         self.validation(request).run([request.message])
         return _ValidateMessageResponse()
 
@@ -177,9 +177,9 @@ class SchemaCalls:
 
 
 def _shown(revisions: Iterable[Schema], view: int) -> list[Schema]:
-    """Return revisions, with their definitions only for the FULL view.
+    """Return revisions, including their definitions only in the FULL view.
 
-    Lists omit definitions by default, as the comments in the API document.
+    Lists omit definitions by default, as documented in the API's comments.
     """
     if view not in (_VIEW_UNSPECIFIED, _BASIC, _FULL):
         raise InvalidArgument(f"Invalid view given (view={view}).")

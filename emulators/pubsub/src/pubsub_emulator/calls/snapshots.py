@@ -26,7 +26,7 @@ class SnapshotCalls:
         self._registry = registry
 
     def create_snapshot(self, request: Any) -> Any:
-        """Keep unacked messages and all later messages of the topic for up to 7 days."""
+        """Keep unacked messages and all the topic's later messages for up to 7 days."""
         subscription = self._registry.subscription(request.subscription)
         if subscription.topic is None or subscription.proto.detached:
             raise FailedPrecondition(
@@ -80,7 +80,7 @@ class SnapshotCalls:
         return _ListSnapshotsResponse(snapshots=page, next_page_token=token)
 
     def delete_snapshot(self, request: Any) -> Any:
-        """Delete a snapshot and the messages that only it held."""
+        """Delete a snapshot and the messages held only by it."""
         self._registry.remove_snapshot(self._registry.snapshot(request.snapshot))
         return empty()
 

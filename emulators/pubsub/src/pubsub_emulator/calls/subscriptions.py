@@ -120,7 +120,7 @@ class SubscriptionCalls:
         return empty()
 
     def modify_ack_deadline(self, request: Any) -> Any:
-        """Set the end of leases, 0 to 600 seconds from now."""
+        """Set when leases end, 0 to 600 seconds from now."""
         subscription = self.consumable(request.subscription)
         check_ack_request_size(request)
         if not request.ack_ids:
@@ -136,8 +136,8 @@ class SubscriptionCalls:
         """Return a subscription to pull from (`for_pull`) or to ack on, and record its use.
 
         Raises:
-            NotFound: it does not exist. FailedPrecondition: it is detached, or can't be pulled
-            although `for_pull` is set.
+            NotFound: the subscription does not exist.
+            FailedPrecondition: it is detached, or it can't be pulled although `for_pull` is set.
         """
         subscription = self._registry.subscription(path)
         if subscription.proto.detached:

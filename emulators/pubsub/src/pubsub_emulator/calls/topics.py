@@ -133,7 +133,7 @@ class TopicCalls:
     def begin_checked_publish(
         self, request: Any, check: MessageCheck, revision_ids: Sequence[str]
     ) -> Publishing:
-        """Begin a publish of messages that match the revisions of their schema."""
+        """Begin a publish of messages that match the schema's revisions."""
         for message, revision_id in zip(request.messages, revision_ids, strict=True):
             check.stamp(message, revision_id)
         return Publishing(self._registry, request, measured(request))

@@ -1,1 +1,1 @@
-"""Protocols for calls: gRPC, REST, and the table of methods that both use."""
+"""Protocols for calls: gRPC, REST, and the method table that both use."""

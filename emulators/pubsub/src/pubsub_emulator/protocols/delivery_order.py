@@ -1,26 +1,26 @@
-"""Decides by client name whether a publish is answered before its messages are delivered."""
+"""Decides by client name whether a publish gets its response before its messages are delivered."""
 
 from collections.abc import Iterable
 
 _LIBRARY_HEADER = "x-goog-api-client"
 _NODE = "gl-node/"
 NODE_PAUSE_S = 0.001
-"""Time that Node's library needs between receiving an answer and returning from `publish`."""
+"""Time Node's library needs between receiving a response and returning from `publish`."""
 
 
 def pause_before_delivery_s(headers: Iterable[tuple[str, str | bytes]] | None) -> float | None:
-    """Return how long to hold messages back after their publish has been answered.
+    """Return how long to hold messages back after the publish response has been sent.
 
-    Google's libraries are answered first, because a program may wait for a published message's id
-    and look it up when the message arrives, as in Google's samples. For other clients, delivery
-    happens as early as possible: before the answer, while the data directory is being written. That
-    saves up to 0.6 ms per round trip (decision 72).
+    Google's libraries get the response first, because a program may wait for a published message's
+    id and look it up when the message arrives, as Google's samples do. For other clients, delivery
+    happens as early as possible: before the response, while the data directory is being written.
+    That saves up to 0.6 ms per round trip (decision 72).
 
     Args:
         headers: the publish's headers, with names in lower case.
 
     Returns:
-        Seconds after the answer. None: messages are delivered before it.
+        Seconds after the response. None: messages are delivered before it.
     """
     for name, value in headers or ():
         if name == _LIBRARY_HEADER:

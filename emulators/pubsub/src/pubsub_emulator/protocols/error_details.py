@@ -1,4 +1,4 @@
-"""Details sent with a refusal in addition to its status and message."""
+"""Details sent with an error in addition to its status and message."""
 
 from google.rpc import error_details_pb2
 
@@ -9,11 +9,11 @@ _DOMAIN = "pubsub.googleapis.com"
 
 
 def error_info(error: PubsubError) -> error_details_pb2.ErrorInfo:
-    """Return the `ErrorInfo` of a refusal that has a reason, with all of its entries.
+    """Return the `ErrorInfo`, with all of its entries, for an error that has a reason.
 
     It is never shortened, because clients treat each requested ack id that is not listed as
-    confirmed. The service lists up to 4 MiB of ids, for which Google's clients raise gRPC's limit
-    of 8 KiB; other clients get RESOURCE_EXHAUSTED from their own gRPC, and no id counts as
-    confirmed. Source: https://github.com/googleapis/python-pubsub/pull/623
+    confirmed. The service lists up to 4 MiB of ids, so Google's clients raise gRPC's limit of 8
+    KiB; other clients get RESOURCE_EXHAUSTED from their own gRPC, and no id counts as confirmed.
+    Source: https://github.com/googleapis/python-pubsub/pull/623
     """
     return error_details_pb2.ErrorInfo(reason=error.reason, domain=_DOMAIN, metadata=error.metadata)

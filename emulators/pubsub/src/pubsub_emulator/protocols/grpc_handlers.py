@@ -1,4 +1,4 @@
-"""The gRPC layer: method tables of the services, and errors as gRPC statuses."""
+"""The gRPC layer: the services' method tables, and errors as gRPC statuses."""
 
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
@@ -54,7 +54,7 @@ def _parsed(request: Any, data: bytes) -> Any:
 
 
 def _refusing(handle: Handle, kind: Any = None) -> Handle:
-    """Convert refusals to the call's status. Given a request class, also parse the request."""
+    """Convert errors to the call's status. Given a request class, also parse the request."""
 
     async def refusing(request: Any, context: Any) -> Any:
         try:

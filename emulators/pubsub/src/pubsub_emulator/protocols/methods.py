@@ -1,4 +1,4 @@
-"""Every unary call of the services: its request, its response, and what it waits for.
+"""Every unary call in the services: its request, its response, and what it waits for.
 
 Both the gRPC and the REST server use this table.
 """
@@ -220,7 +220,7 @@ def _with_definition(broker: Broker, name: str) -> Answer:
 
 
 async def _read_definitions(broker: Broker, name: str, request: Any) -> list[Definition]:
-    """In a thread, read slow definitions that a call needs."""
+    """Read the slow definitions that a call needs, in a thread."""
     schemas = [request.schema]
     if name == "CommitSchema" and request.name in broker.registry.schemas:
         schemas.append(broker.registry.schemas[request.name].latest)

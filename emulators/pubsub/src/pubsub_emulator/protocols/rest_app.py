@@ -19,9 +19,9 @@ from pubsub_emulator.protocols.rest_rules import find_rule
 from pubsub_emulator.protocols.transcoding import to_json, to_request
 
 _MAX_BODY_BYTES = 16 * 1024**2
-"""The same limit as for a gRPC call. Base64 makes a publish a third larger than its limit."""
+"""The same limit as for a gRPC call. Base64 makes a publish at the limit a third larger."""
 _LARGE_BODY_BYTES = 64 * 1024
-"""Larger bodies are parsed in a thread, so that other calls are answered in the meantime."""
+"""Larger bodies are parsed in a thread, so that other calls can run in the meantime."""
 # Source: https://github.com/googleapis/googleapis/blob/master/google/rpc/code.proto
 _HTTP_STATUSES = {
     "INVALID_ARGUMENT": 400,
@@ -38,7 +38,7 @@ _log = logging.getLogger(__name__)
 
 
 def rest_app(broker: Broker) -> ASGIApp:
-    """Return the application for a broker."""
+    """Create the REST application for a broker."""
     methods = {method.name: method for method in unary_methods(broker)}
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
@@ -103,7 +103,7 @@ async def _body(http: Request) -> bytes:
 
 
 async def _until_hung_up(method: Method, request: Any, http: Request) -> bytes:
-    """Answer a call. A pull must not take messages once its caller has hung up."""
+    """Respond to a call. A pull must not take messages once its caller has hung up."""
     if method.name != "Pull":
         return await method.answer(request, _Call(http))
     answer = asyncio.ensure_future(method.answer(request, _Call(http)))

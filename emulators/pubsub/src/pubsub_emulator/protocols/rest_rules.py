@@ -1,7 +1,7 @@
-"""Maps HTTP requests to calls, by the `google.api.http` rules of the services.
+"""Maps HTTP requests to calls, by the services' `google.api.http` rules.
 
 Source: https://github.com/googleapis/googleapis/tree/master/google/pubsub/v1. A test compares these
-rules with the REST transports of the installed client.
+rules with the installed client's REST transports.
 """
 
 import re

@@ -1,4 +1,4 @@
-"""Splits long work on the event loop into slices, so that other calls are answered in between."""
+"""Splits long work on the event loop into slices, so that other calls can run in between."""
 
 import asyncio
 import time
@@ -12,7 +12,7 @@ Another call needs about ten turns of the loop, each of which may contain a slic
 
 
 def run_slice(steps: Iterator[None]) -> bool:
-    """Run steps for one slice. Returns whether they are finished."""
+    """Run steps for one slice. Returns True once they are finished."""
     until_s = time.monotonic() + SLICE_S
     return all(time.monotonic() <= until_s for _ in steps)
 

@@ -1,4 +1,4 @@
-"""Converts between HTTP with JSON and the protobuf requests and responses of the services.
+"""Converts between HTTP with JSON and the services' protobuf requests and responses.
 
 Source: https://github.com/googleapis/googleapis/blob/master/google/api/http.proto and
 https://protobuf.dev/programming-guides/json/.
@@ -17,7 +17,7 @@ from pubsub_emulator.protocols.rest_rules import Rule
 _SYSTEM_PARAMETERS = frozenset(
     {"access_token", "alt", "callback", "fields", "key", "oauth_token", "prettyPrint", "quotaUser"}
 )
-"""Source: https://cloud.google.com/apis/docs/system-parameters.
+"""Source: https://cloud.google.com/apis/docs/system-parameters
 
 Parameters that start with `$` are handled separately.
 """
@@ -41,7 +41,7 @@ def to_request(
         body: the raw body. It is ignored if the rule has no body.
 
     Raises:
-        InvalidArgument: the message has the field and the problem.
+        InvalidArgument: a field is invalid. The message has the field and the problem.
     """
     fields: dict[str, Any] = {}
     if rule.body == "*":

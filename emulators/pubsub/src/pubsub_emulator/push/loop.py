@@ -14,7 +14,7 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 from pubsub_emulator.state.subscription import SubscriptionState
 
 PUSH_WORKERS = 32
-"""Maximum number of messages that a subscription sends to its endpoint at once.
+"""Maximum number of messages a subscription sends to its endpoint at once.
 
 The workers spend most of their time waiting for the endpoint.
 """

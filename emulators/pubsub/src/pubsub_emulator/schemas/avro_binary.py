@@ -1,7 +1,8 @@
 """Validates a message in Avro's binary encoding without storing its values.
 
 Library decoders construct every value, and some messages make them crash the process: an array of a
-billion nulls takes three bytes, and a recursive type nests as deep as a message is long. Source:
+billion nulls takes three bytes, and a recursive type can nest as deep as the message is long.
+Source:
 https://avro.apache.org/docs/1.12.0/specification/#binary-encoding.
 """
 
@@ -19,7 +20,7 @@ _TOO_LITTLE = "Too little data to parse for schema"
 
 
 def check_binary(schema: avro.schema.Schema, message: bytes, budget: Budget) -> None:
-    """Refuse a message that is not exactly one value of a schema.
+    """Reject a message that is not exactly one value of a schema.
 
     Raises:
         Mismatch: contains the reason.

@@ -1,7 +1,7 @@
 """The changes that a revision of an Avro definition may make.
 
 Source: https://avro.apache.org/docs/1.12.0/specification/#schema-resolution. A revision must
-satisfy it both as reader and as writer
+satisfy these rules both as reader and as writer
 (https://cloud.google.com/pubsub/docs/commit-schema-revision).
 """
 
@@ -21,7 +21,7 @@ _READ_BY = {
 """For each primitive reader type, the types that can be promoted to it."""
 
 Schema = Any
-"""An `avro.schema.Schema`. The library does not document the attributes of each kind."""
+"""An `avro.schema.Schema`. The library does not document each kind's attributes."""
 Pair = tuple[Schema, Schema, str]
 """A reader, a writer, and their location in the definitions."""
 Branches = Mapping[tuple[str, str], Schema]
@@ -29,7 +29,7 @@ Branches = Mapping[tuple[str, str], Schema]
 
 
 def check_changes(latest: Schema, revised: Schema) -> None:
-    """Refuse a revision that can't read data written with the latest one, or vice versa.
+    """Reject a revision that can't read data written with the latest one, or vice versa.
 
     Raises:
         Malformed: names the part that can't be read.
@@ -61,7 +61,7 @@ class _Reading:
                 raise Malformed(f"{self._told}: {where} {error}") from None
 
     def _inner(self, reader: Schema, writer: Schema, path: str) -> Iterator[Pair]:
-        """Check a pair, and yield the pairs inside it that must also match. Raises `Malformed`."""
+        """Check a pair, and yield the inner pairs that must also match. Raises `Malformed`."""
         if writer.type == "union":
             for branch in writer.schemas:
                 yield reader, branch, path
@@ -124,7 +124,7 @@ def _check_symbols(reader: Schema, writer: Schema) -> None:
 
 
 def _is_alike(reader: Schema, writer: Schema) -> bool:
-    """True if the types match, whatever they contain."""
+    """True if the types match, regardless of their contents."""
     if reader.type != writer.type:
         return reader.type in _READ_BY.get(writer.type, ())
     if reader.type not in _NAMED:

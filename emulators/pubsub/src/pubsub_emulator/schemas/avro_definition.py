@@ -15,7 +15,7 @@ from pubsub_emulator.schemas.mismatch import Budget, Malformed
 MAX_NESTING = 64
 """Maximum nesting of a definition's JSON.
 
-The library's errors repeat each level, so formatting them took seconds for deeper nesting.
+The library's errors repeat each level, so with deeper nesting, formatting them took seconds.
 """
 _CHECKS: dict[str, Callable[[avro.schema.Schema, bytes, Budget], None]] = {
     "JSON": check_json,
@@ -36,11 +36,11 @@ class AvroDefinition:
         self._schema = _parsed(definition)
 
     def check(self, message: bytes, encoding: str, budget: Budget) -> None:
-        """Refuse a message that does not match, by raising `Mismatch`."""
+        """Reject a message that does not match, by raising `Mismatch`."""
         _CHECKS[encoding](self._schema, message, budget)
 
     def check_revises(self, latest: "AvroDefinition") -> None:
-        """Refuse changes that a revision of `latest` may not make, by raising `Malformed`."""
+        """Reject changes that a revision of `latest` may not make, by raising `Malformed`."""
         check_changes(latest._schema, self._schema)
 
 

@@ -28,7 +28,7 @@ _NAMES = {
 
 
 def check_json(schema: avro.schema.Schema, message: bytes, budget: Budget) -> None:
-    """Refuse a message that is not exactly one value of a schema.
+    """Reject a message that is not exactly one value of a schema.
 
     Raises:
         Mismatch: contains the location and the reason.
@@ -92,7 +92,7 @@ def _string(schema: Any, value: Any, budget: Budget, depth: int) -> None:
 
 
 def _bytes(schema: Any, value: Any, budget: Budget, depth: int) -> None:
-    """Refuse a string in which some character does not stand for exactly one byte."""
+    """Reject a string if any of its characters does not represent exactly one byte."""
     if not isinstance(value, str):
         _refuse(schema, value)
     if not value.isascii() and max(value) > "\xff":

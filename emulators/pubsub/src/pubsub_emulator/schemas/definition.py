@@ -13,7 +13,7 @@ MAX_DEFINITION_BYTES = 300 * 1024
 """Source: https://cloud.google.com/pubsub/quotas#resource_limits"""
 
 _LONGEST_REASON = 500
-"""Maximum length of a reason. Compilers repeat the text that they could not parse."""
+"""Maximum length of a reason. Compilers repeat the text they could not parse."""
 _QUICKLY_READ_LENGTH = 8 * 1024
 _PROTOCOL_BUFFER = 1
 
@@ -36,7 +36,8 @@ def read_definition(schema: Any) -> Definition:
         schema: a `google.pubsub.v1.Schema` with a type and a definition.
 
     Raises:
-        InvalidArgument: the type is missing, or the definition is not valid, with the reason.
+        InvalidArgument: the type is missing, or the definition is invalid. The message has the
+            reason.
     """
     key = (schema.type_, schema.definition)
     definition = _in_use.get(key)
@@ -47,7 +48,7 @@ def read_definition(schema: Any) -> Definition:
 
 
 def kind_of(schema: Any) -> str:
-    """Return AVRO or PROTO, the schema's type in refusals of messages."""
+    """Return AVRO or PROTO, the schema type named in message errors."""
     return _READERS[schema.type_].kind
 
 
@@ -58,10 +59,11 @@ def is_read_slowly(schema: Any) -> bool:
 
 
 def check_revision(definition: Definition, latest: Definition) -> None:
-    """Refuse a revision that makes forbidden changes.
+    """Reject a revision that makes forbidden changes.
 
     Raises:
-        InvalidArgument: its type is different, or a field differs. The message names the field.
+        InvalidArgument: the revision's type is different, or a field differs. The message names the
+            field.
     """
     if definition.kind != latest.kind:
         raise InvalidArgument("The type of a schema can't be changed by a revision.")

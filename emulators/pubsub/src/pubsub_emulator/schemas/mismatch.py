@@ -1,9 +1,9 @@
-"""Reasons why a definition is invalid or a message does not match, and limits on checking."""
+"""Reasons a definition is invalid or a message does not match, and limits on checking."""
 
 MAX_DEPTH = 100
 """Maximum nesting of a message's values. Schemas may be recursive."""
 MAX_VALUES = 5_000_000
-"""Maximum values checked for one request's messages, over all revisions: takes seconds.
+"""Maximum values checked for one request's messages, over all revisions. This takes seconds.
 
 A few bytes of a message can encode any number of values that take no bytes.
 """
@@ -25,7 +25,7 @@ class Mismatch(Exception):
         self._place: list[str] = []
 
     def within(self, part: str) -> None:
-        """Prepend a part of the location, from the inside out."""
+        """Prepend a part of the location. Parts are added from the inside out."""
         self._place.append(part)
 
     def __str__(self) -> str:
@@ -37,7 +37,7 @@ class Mismatch(Exception):
 
 
 class Budget:
-    """Remaining values to check for one request."""
+    """The number of values that may still be checked for one request."""
 
     def __init__(self, values: int = MAX_VALUES) -> None:
         self._values = values
@@ -50,7 +50,7 @@ class Budget:
             values: cost of checking it, in values.
 
         Raises:
-            Mismatch: it is nested too deeply, or there are too many values.
+            Mismatch: the value is nested too deeply, or there are too many values.
         """
         if depth > MAX_DEPTH:
             raise Mismatch(f"it is nested deeper than {MAX_DEPTH} levels")

@@ -35,7 +35,7 @@ _Span = tuple[int, int]
 
 
 def check_binary(root: MessageType, message: bytes, budget: Budget) -> None:
-    """Refuse bytes that are not a message of the given type.
+    """Reject bytes that are not a message of the given type.
 
     Raises:
         Mismatch: contains the location and the reason.
@@ -64,7 +64,7 @@ class _Reader:
                 raise
 
     def check_required(self, kind: MessageType, spans: Sequence[_Span], depth: int) -> None:
-        """Refuse a message, possibly in parts, that lacks a required field."""
+        """Reject a message, possibly in parts, that lacks a required field."""
         seen: set[int] = set()
         parts: dict[Field, list[_Span]] = {}
         if kind.is_map_entry:
@@ -174,7 +174,7 @@ class _Reader:
         return begin, position
 
     def _group_end(self, number: int, position: int, end: int, depth: int) -> _Span:
-        """Return the end of a group's fields and the end of its end tag."""
+        """Return where a group's fields end and where its end tag ends."""
         open_groups = [number]
         while open_groups:
             if position >= end:

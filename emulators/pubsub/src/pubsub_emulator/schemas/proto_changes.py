@@ -5,7 +5,7 @@ from pubsub_emulator.schemas.proto_types import Field, MessageType
 
 
 def check_changes(latest: MessageType, revised: MessageType) -> None:
-    """Refuse all changes except adding and removing optional fields.
+    """Reject all changes except adding and removing optional fields.
 
     Source: https://cloud.google.com/pubsub/docs/commit-schema-revision
 

@@ -32,16 +32,16 @@ class ProtoDefinition:
         self._root = root_type(file)
 
     def check(self, message: bytes, encoding: str, budget: Budget) -> None:
-        """Refuse a message that does not match, by raising `Mismatch`."""
+        """Reject a message that does not match, by raising `Mismatch`."""
         _CHECKS[encoding](self._root, message, budget)
 
     def check_revises(self, latest: "ProtoDefinition") -> None:
-        """Refuse changes that a revision of `latest` may not make, by raising `Malformed`."""
+        """Reject changes that a revision of `latest` may not make, by raising `Malformed`."""
         check_changes(latest._root, self._root)
 
 
 def _check_file(file: FileDescriptorProto) -> None:
-    """Refuse valid files that are not schemas.
+    """Reject valid files that are not schemas.
 
     Source: https://cloud.google.com/pubsub/docs/schemas.
     """

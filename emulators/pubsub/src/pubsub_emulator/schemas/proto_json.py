@@ -1,6 +1,6 @@
 """Validates a message in the JSON encoding of protocol buffers.
 
-Source: https://protobuf.dev/programming-guides/json/. Unknown fields are refused, as parsers do by
+Source: https://protobuf.dev/programming-guides/json/. Unknown fields are rejected, as parsers do by
 default. Definitions have no imports, so no type has a special form in JSON.
 """
 
@@ -37,7 +37,7 @@ _KINDS = {
 
 
 def check_json(root: MessageType, message: bytes, budget: Budget) -> None:
-    """Refuse JSON that is not a message of the given type.
+    """Reject JSON that is not a message of the given type.
 
     Raises:
         Mismatch: contains the location and the reason.

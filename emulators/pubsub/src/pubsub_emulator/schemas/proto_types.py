@@ -32,7 +32,7 @@ _WIRE_TYPES = {
 
 @dataclass(frozen=True)
 class EnumType:
-    """An enum. A closed enum, as in proto2, allows only the values that it names."""
+    """An enum. A closed enum, as in proto2, allows only the values it defines."""
 
     name: str
     names: frozenset[str]
@@ -44,8 +44,8 @@ class EnumType:
 class Field:
     """A field of a message, or an extension of the message.
 
-    `type` is `INT32` and so on, `wire_type` its encoding when not packed, `oneof` its oneof's
-    number or None.
+    `type` is, for example, `INT32`; `wire_type` is the field's encoding when not packed; `oneof` is
+    its oneof's number or None.
     """
 
     name: str
@@ -89,7 +89,7 @@ class MessageType:
 
 
 def root_type(file: FileDescriptorProto) -> MessageType:
-    """Return a file's only top-level message, with everything that it refers to."""
+    """Return a file's only top-level message, with everything it refers to."""
     return _Types(file).messages[_joined(f".{file.package}", file.message_type[0].name)]
 
 

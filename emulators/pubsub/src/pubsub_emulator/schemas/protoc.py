@@ -32,7 +32,7 @@ def compile_definition(definition: str) -> FileDescriptorProto:
     It takes tens of milliseconds, so call it in a thread.
 
     Raises:
-        Malformed: the first error that the compiler reports, with its line and column.
+        Malformed: the first error reported by the compiler, with its line and column.
         ServerUnavailable: the machine is too busy, or the compiler does not run on it.
     """
     limits = [str(MAX_CPU_S), str(MAX_MEMORY_MIB)]

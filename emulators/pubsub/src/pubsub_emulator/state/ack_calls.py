@@ -1,4 +1,4 @@
-"""Calls by consumers about their messages: acks, nacks, and extensions of leases."""
+"""Consumers' calls about their messages: acks, nacks, and lease extensions."""
 
 from collections.abc import Iterable
 
@@ -9,16 +9,16 @@ from pubsub_emulator.state.backlog import Backlog
 _MAX_REQUEST_BYTES = 512 * 1024
 """Source: https://cloud.google.com/pubsub/quotas.
 
-A refusal that lists every id in a request, with reasons, is smaller than the 4 MiB that Google's
+An error that lists every id in a request, with reasons, is smaller than the 4 MiB that Google's
 clients accept.
 """
 
 
 def check_ack_request_size(request: Message) -> None:
-    """Refuse a request with more ack ids than the service allows.
+    """Reject a request with more ack ids than the service allows.
 
     Raises:
-        InvalidArgument: it is too large. Nothing was acked.
+        InvalidArgument: the request is too large. Nothing was acked.
     """
     if request.ByteSize() > _MAX_REQUEST_BYTES:
         raise InvalidArgument(
@@ -30,8 +30,8 @@ def acknowledge(backlog: Backlog, ack_ids: Iterable[str]) -> dict[str, str]:
     """Ack the messages with these ack ids.
 
     Returns:
-        Refused ack ids with reasons. Empty without exactly-once delivery: in that case an expired
-        id acks the message if it still exists and is ignored otherwise.
+        Rejected ack ids with reasons. Empty without exactly-once delivery: in that case an expired
+            id acks the message if it still exists and is ignored otherwise.
 
     Raises:
         InvalidArgument: an ack id has an invalid format. Nothing was acked.
@@ -52,7 +52,7 @@ def modify_ack_deadline(
     """Set leases to end this many seconds from now. 0 is a nack.
 
     Returns:
-        Refused ack ids with reasons. Empty without exactly-once delivery.
+        Rejected ack ids with reasons. Empty without exactly-once delivery.
 
     Raises:
         InvalidArgument: an ack id has an invalid format. Nothing was changed.

@@ -1,6 +1,7 @@
 """A publish's deliveries, held until all of its messages have been added.
 
-Messages published by Google's libraries are also held until they are committed and answered.
+Messages published by Google's libraries are also held until they are committed and the response is
+sent.
 """
 
 from collections.abc import Iterable, Iterator
@@ -13,7 +14,7 @@ class Queue(Protocol):
     """Holds a subscription's deliveries."""
 
     def let_out(self, deliveries: Iterable[Delivery]) -> None:
-        """Make those deliveries that still exist available to consumers."""
+        """Make the deliveries that still exist available to consumers."""
 
 
 class Arrivals:
@@ -30,7 +31,10 @@ class Arrivals:
         waiting.append(delivery)
 
     def forget(self) -> None:
-        """Drop all deliveries without releasing them: an error's traceback may keep this alive."""
+        """Drop all deliveries without releasing them.
+
+        An error's traceback may keep this object alive.
+        """
         self._waiting.clear()
 
     def let_out(self) -> Iterator[None]:

@@ -25,7 +25,7 @@ MAX_TAKE_BYTES = 2 * 1024 * 1024
 
 
 class BacklogOwner(Protocol):
-    """Operations that a backlog needs from its subscription."""
+    """Operations a backlog needs from its subscription."""
 
     settings: DeliverySettings
 
@@ -40,7 +40,7 @@ class BacklogOwner(Protocol):
 
 
 class Backlog:
-    """All unacked messages of a subscription, oldest first, each in one `State`."""
+    """All of a subscription's unacked messages, oldest first, each in one `State`."""
 
     def __init__(
         self, owner: BacklogOwner, timers: Timers, journal: ChangeJournal, holder: int
@@ -69,7 +69,7 @@ class Backlog:
 
     @property
     def attempts_of_oldest(self) -> int:
-        """Delivery attempts of the oldest unacked message. 0 if there is none."""
+        """The oldest unacked message's delivery attempts. 0 if there is no such message."""
         oldest = self._queue.oldest
         return 0 if oldest is None else oldest.attempts
 
@@ -84,7 +84,8 @@ class Backlog:
     def restore(self, message: StoredMessage, number: int, attempts: int) -> None:
         """Add a message from before a restart. The restart ended any lease.
 
-        A message that had already had its last attempt becomes a dead letter as soon as timers run.
+        A message that had already used its last attempt becomes a dead letter as soon as timers
+        run.
         """
         delivery = Delivery(number, message)
         delivery.attempts = delivery.handouts = attempts
@@ -157,7 +158,7 @@ class Backlog:
         )
 
     def find(self, ack_id: str) -> tuple[Delivery | None, bool]:
-        """Return an ack id's delivery, if it exists, and whether the id is its current lease's.
+        """Return an ack id's delivery, if it exists, and whether the id is for its current lease.
 
         Raises:
             InvalidArgument: the id has an invalid format. Not raised with exactly-once delivery.
@@ -180,7 +181,7 @@ class Backlog:
             self._owner.acked(delivery.message)
 
     def extend(self, delivery: Delivery, deadline_s: float) -> None:
-        """If the lease still exists, end it this many seconds from now."""
+        """If the lease still exists, set it to end this many seconds from now."""
         if delivery.state == "leased":
             delivery.stop_timer()
             self._lease(delivery, self._timers.now_s() + deadline_s)
@@ -236,7 +237,7 @@ class Backlog:
         delivery.timer = self._timers.at(until_s, partial(self.give_back, delivery))
 
     def give_back(self, delivery: Delivery) -> None:
-        """End a lease without an ack: move to dead letters, into backoff, or ready immediately."""
+        """End a lease without an ack: dead-letter the message, back off, or make it ready now."""
         if delivery.state != "leased":
             return
         self._end_lease(delivery)

@@ -18,8 +18,7 @@ def complete_bigquery_config(subscription: Subscription) -> None:
 
     Raises:
         InvalidArgument: the table name is invalid, or settings are mutually exclusive.
-            Unimplemented:
-        the config requests the columns of the topic's schema.
+        Unimplemented: the config requests the columns of the topic's schema.
     """
     config = subscription.bigquery_config
     if not _TABLE.fullmatch(config.table):

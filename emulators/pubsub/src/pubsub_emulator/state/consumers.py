@@ -18,7 +18,7 @@ class Consumer:
 
     Args:
         wake: called when there may be messages to take, or when `ended` was set.
-        ack_deadline_s: lease duration, in seconds, of messages that it takes.
+        ack_deadline_s: lease duration, in seconds, for messages it takes.
         max_messages: maximum outstanding messages. 0: no limit.
         max_bytes: maximum outstanding bytes. 0: no limit.
     """
@@ -39,7 +39,7 @@ class Consumer:
         self.is_waiting = False
         self.has_left = False
         self.keys: dict[str, None] = {}
-        """Ordering keys whose next message it may take, because it holds the previous ones."""
+        """Ordering keys whose next message may go to this consumer: it holds the earlier ones."""
         self.ended: PubsubError | None = None
 
     @property
@@ -53,7 +53,8 @@ class Consumer:
 State = Literal["arriving", "ready", "held", "backoff", "leased", "settled"]
 """A delivery's state.
 
-- arriving: waits until its whole publish has been added, or has been committed and answered.
+- arriving: waits until its whole publish has been added, or has been committed and its response
+  sent.
 - ready: can be handed to the next consumer.
 - held: waits behind an older message with its ordering key. Only the consumer that has the older
   message may take it.
@@ -70,8 +71,8 @@ class Delivery:
 
     `number` is unique in the subscription, even after a seek.
 
-    `handouts` counts how often it was handed to a consumer. `attempts` counts hand-outs that were
-    not revoked for another reason: 1 + nacks + expired leases at each delivery, as
+    `handouts` counts how often the message was handed to a consumer. `attempts` counts hand-outs
+    that were not revoked for another reason: 1 + nacks + expired leases at each delivery, as
     `delivery_attempt` is defined.
 
     `failure` is the reason the last attempt failed, if this server made the attempt.
@@ -149,7 +150,7 @@ class Consumers:
             consumer.wake()
 
     def share(self, consumer: Consumer, ready: int) -> int:
-        """Return how many ready messages it may take, leaving as many for each idle consumer."""
+        """Return how many ready messages a consumer may take, leaving as many for each idle one."""
         self._hungry.pop(consumer, None)
         self._woken.discard(consumer)
         consumer.is_waiting = False

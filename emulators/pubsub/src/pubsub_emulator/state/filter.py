@@ -1,6 +1,6 @@
 """The subscription filter language: parses text into a tree that matches attributes.
 
-Grammar and refusals: https://cloud.google.com/pubsub/docs/subscription-message-filter
+Grammar and errors: https://cloud.google.com/pubsub/docs/subscription-message-filter
 """
 
 import functools
@@ -148,7 +148,7 @@ def parse_filter(text: str) -> Filter | None:
         The tree that matches attributes. None: the filter is empty.
 
     Raises:
-        InvalidArgument: it is too long, or not valid. The message includes the column and the
+        InvalidArgument: the filter is too long or invalid. The message includes the column and the
             reason.
     """
     size_bytes = len(text.encode())
@@ -179,7 +179,7 @@ class _BadLiteral(Exception):
 
 
 class _TreeBuilder(Transformer[Token, Filter]):
-    """Its methods are called by the parser for each rule and literal that it completes."""
+    """The parser calls its methods for each rule and literal that it completes."""
 
     def STRING(self, token: Token) -> str:
         return _unescape(str(token)[1:-1])

@@ -15,13 +15,13 @@ if TYPE_CHECKING:
     from pubsub_emulator.state.message import StoredMessage
 
 ACKED = -1
-"""Stored in place of the attempts: the subscription retains the message, which was acked."""
+"""Stored in place of the attempts: the message was acked, and the subscription retains it."""
 
 
 class Resource(Protocol):
     """A topic, subscription or snapshot in stored form.
 
-    `holder` is the number under which it holds messages.
+    `holder` is the number under which the resource holds messages.
     """
 
     path: str
@@ -49,9 +49,9 @@ class ChangeJournal:
         """Record that no subscription or snapshot holds a message any longer."""
 
     def offered(self, sequence: int) -> None:
-        """Record that a publisher is waiting for a message's answer.
+        """Record that a publisher is waiting for the response about a message.
 
-        Until the answer, the message may be withdrawn.
+        Until the response, the message may be withdrawn.
         """
 
     def hold(
@@ -63,7 +63,7 @@ class ChangeJournal:
         """Record that a resource no longer holds a message."""
 
     def admit(self) -> None:
-        """Refuse a call whose changes must be durable, before it changes anything.
+        """Reject a call whose changes must be durable, before it changes anything.
 
         Raises:
             Unavailable: nothing can be stored at the moment.
@@ -86,6 +86,6 @@ class ChangeJournal:
     def after_commit(self, act: Callable[[], None]) -> None:
         """Call `act` once everything recorded so far will survive this process.
 
-        Callers waiting for it in `committed` continue first.
+        Callers waiting for this in `committed` continue first.
         """
         asyncio.get_running_loop().call_soon(act)

@@ -6,16 +6,16 @@ from pubsub_emulator.errors import ResourceExhausted
 from pubsub_emulator.protos import PubsubMessage
 
 MESSAGE_COST_BYTES = 320
-"""Memory that a message takes in this process, in addition to its own bytes."""
+"""Memory a message takes in this process, in addition to its own bytes."""
 ATTRIBUTE_COST_BYTES = 180
 """Memory per attribute, which is stored both in the serialized message and as text."""
 DELIVERY_COST_BYTES = 700
-"""Maximum memory per subscription that has the message, reached while it is leased."""
+"""Maximum memory per subscription that has the message, reached while the message is leased."""
 # All three are rounded up from the memory growth of a process with 60,000 messages (CPython 3.11).
 
 
 class Storage:
-    """Counts the memory that all messages take in this process.
+    """Counts the memory used by all messages in this process.
 
     A message's bytes are counted once, no matter how many subscriptions hold it.
 
@@ -30,7 +30,7 @@ class Storage:
         self.held_bytes = 0
 
     def admit(self, cost_bytes: int) -> None:
-        """Refuse a publish that would exceed the limit.
+        """Reject a publish that would exceed the limit.
 
         Args:
             cost_bytes: its messages' memory, from `cost_of`.
@@ -47,7 +47,7 @@ class Storage:
 
 
 def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
-    """Return the memory that messages take, without the subscriptions that hold them.
+    """Return the memory used by messages, not counting the subscriptions that hold them.
 
     Args:
         size_bytes: total size in bytes, serialized.
@@ -56,7 +56,7 @@ def cost_of(size_bytes: int, attributes: int, messages: int = 1) -> int:
 
 
 class StoredMessage:
-    """A message with its id and time, set by the server.
+    """A message with the id and time set by the server.
 
     `sequence` is the order of arrival across all topics. `serialized` is used in each response and
     in the journal, so it is created only once.
@@ -93,7 +93,7 @@ class StoredMessage:
 
     @property
     def proto(self) -> PubsubMessage:
-        """Return the message, parsed again. It belongs to the caller."""
+        """Return the message, parsed again. The result belongs to the caller."""
         return PubsubMessage.FromString(self.serialized)
 
     def __del__(self) -> None:

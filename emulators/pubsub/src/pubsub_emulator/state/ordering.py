@@ -1,6 +1,6 @@
-"""Unacked messages by ordering key, oldest first, and which of them are with a consumer.
+"""Unacked messages by ordering key, oldest first, and which of them a consumer has.
 
-Several messages with the same key may be outstanding, all with one consumer. If one is redelivered,
+Several messages with the same key may be outstanding, all at one consumer. If one is redelivered,
 so are the ones after it. Source: https://cloud.google.com/pubsub/docs/ordering
 """
 
@@ -21,7 +21,7 @@ class OrderingLine:
 
     @property
     def next(self) -> Delivery | None:
-        """The oldest delivery that is not with a consumer."""
+        """The oldest delivery that no consumer has."""
         return self.deliveries[self.out] if self.out < len(self.deliveries) else None
 
     def took(self, consumer: Consumer | None) -> None:

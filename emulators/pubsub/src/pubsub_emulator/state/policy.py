@@ -15,7 +15,7 @@ VERSIONS = (0, 1, 3)
 class StoredPolicy:
     """A resource's policy in stored form.
 
-    `proto` has the resource and the policy. `holder` is its number in the journal.
+    `proto` has the resource and the policy. `holder` is the policy's number in the journal.
     """
 
     moment_s = 0.0
@@ -28,7 +28,7 @@ class StoredPolicy:
 
 
 def check_version(field: str, version: int) -> None:
-    """Refuse a policy version that does not exist.
+    """Reject a policy version that does not exist.
 
     Raises:
         InvalidArgument: the message has the field and the version.
@@ -41,13 +41,13 @@ def check_version(field: str, version: int) -> None:
 
 
 def check_policy(policy: Policy) -> None:
-    """Refuse a policy that the service would not accept from anyone.
+    """Reject a policy that the service would not accept from anyone.
 
-    Its roles and members may not exist; this is not checked.
+    Roles and members need not exist.
 
     Raises:
         InvalidArgument: the version does not exist, a condition requires version 3, a binding has
-        no role, a member has no name, or a limit is exceeded.
+            no role, a member has no name, or a limit is exceeded.
     """
     check_version("policy.version", policy.version)
     check_range("policy size in bytes", policy.ByteSize(), 0, MAX_POLICY_BYTES)

@@ -29,7 +29,7 @@ class Measured(NamedTuple):
 
     size_bytes: int
     attributes: list[dict[str, str]]
-    """Per message."""
+    """Each message's attributes, in order."""
 
 
 def measured(request: PublishRequest) -> Measured:
@@ -41,8 +41,8 @@ def check_publish(request: PublishRequest) -> Measured:
     """Check a publish request's messages. Returns the data read from them.
 
     Raises:
-        InvalidArgument: there are too many, or they are too large, empty, have an invalid
-        attribute, or have different ordering keys.
+        InvalidArgument: there are too many messages, or they are too large, empty, have an invalid
+            attribute, or have different ordering keys.
     """
     messages = request.messages
     check_range("message_count", len(messages), 1, MAX_MESSAGES)

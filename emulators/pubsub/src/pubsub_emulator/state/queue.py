@@ -54,7 +54,7 @@ class DeliveryQueue:
             self._make_ready(delivery)
 
     def let_out(self, deliveries: Iterable[Delivery]) -> None:
-        """Make arriving deliveries available, except for any that have been removed since."""
+        """Make arriving deliveries available, except for any that have been removed by then."""
         for delivery in deliveries:
             if delivery.state != "arriving":
                 continue
@@ -75,7 +75,7 @@ class DeliveryQueue:
         self._advance(self._lines.of(delivery))
 
     def next_for(self, consumer: Consumer, share: int) -> Delivery | None:
-        """Return a consumer's next delivery: from its keys first, then from its share."""
+        """Return a consumer's next delivery: from its own keys first, then from its share."""
         if consumer.keys:
             following = self._following(consumer)
             if following is not None:
@@ -126,7 +126,7 @@ class DeliveryQueue:
         return None
 
     def _advance(self, line: OrderingLine) -> None:
-        """Release a key's next message: to anyone, or to the consumer of the previous ones."""
+        """Release a key's next message: to anyone, or to the consumer that has the earlier ones."""
         delivery = line.next
         if delivery is None or delivery.state != "held":
             return

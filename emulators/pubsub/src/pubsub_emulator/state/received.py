@@ -17,7 +17,7 @@ _DELIVERY_ATTEMPT = b"\x18"
 
 
 def received_message(delivery: Delivery, ack_id: str, delivery_attempt: int) -> bytes:
-    """Serialize an entry of a response's `received_messages`.
+    """Serialize an entry in a response's `received_messages`.
 
     Args:
         delivery_attempt: the attempt's number. 0: the subscription does not report it.

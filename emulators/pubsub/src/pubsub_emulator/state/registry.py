@@ -51,7 +51,7 @@ class Registry:
         return self._next_sequence
 
     def continue_after(self, sequence: int) -> None:
-        """Make all future numbers higher than one that was used before a restart."""
+        """Make all future numbers higher than a number used before a restart."""
         self._next_sequence = max(self._next_sequence, sequence)
 
     def topic(self, path: str) -> Topic:
@@ -86,7 +86,7 @@ class Registry:
     def store(
         self, message: PubsubMessage, attributes: dict[str, str], now_s: float
     ) -> StoredMessage:
-        """Assign an id and a time to a checked message, and store it for as long as it is held.
+        """Assign an id and a time to a checked message, and store it as long as something holds it.
 
         Args:
             message: the message to publish. Its id and time are set.
@@ -108,7 +108,7 @@ class Registry:
         Source: https://cloud.google.com/pubsub/docs/handling-failures#track-delivery-attempts
 
         Returns:
-            False if that topic no longer exists. The message then stays.
+            False if that topic no longer exists. The message then stays where it is.
         """
         topic = self.topics.get(subscription.settings.dead_letter_topic)
         if topic is None:

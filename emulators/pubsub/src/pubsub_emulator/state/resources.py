@@ -78,8 +78,8 @@ def checked_topic(request: Topic) -> Topic:
     """Return a copy of a requested topic, as GetTopic will return it.
 
     Raises:
-        InvalidArgument: a name, label or duration is out of range. Unimplemented: this server does
-        not support one of the service's features.
+        InvalidArgument: a name, label or duration is out of range.
+        Unimplemented: the topic uses a service feature that this server does not support.
     """
     topic = Topic()
     topic.CopyFrom(request)
@@ -98,8 +98,8 @@ def checked_subscription(request: Subscription) -> Subscription:
     """Return a copy of a requested subscription with the service's defaults.
 
     Raises:
-        InvalidArgument: a name, filter, label, number or duration is out of range. Unimplemented:
-        this server does not support one of the service's features.
+        InvalidArgument: a name, filter, label, number or duration is out of range.
+        Unimplemented: the subscription uses a service feature that this server does not support.
     """
     subscription = Subscription()
     subscription.CopyFrom(request)
@@ -215,7 +215,7 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
 
 
 def _is_path(path: str, descriptor: Any) -> bool:
-    """True if each part of a path names a field of the message that the previous part names."""
+    """True if each part of a path names a field in the message named by the previous part."""
     for part in path.split("."):
         field = descriptor.fields_by_name.get(part) if descriptor is not None else None
         if field is None:

@@ -16,7 +16,7 @@ MAX_REVISIONS = 20
 class StoredSchema:
     """A schema's revisions in stored form, oldest first.
 
-    `holder` is its number in the journal.
+    `holder` is the schema's number in the journal.
     """
 
     moment_s = 0.0
@@ -101,7 +101,7 @@ class MessageCheck:
         return [self._fitting(message, budget) for message in messages]
 
     def stamp(self, message: PubsubMessage, revision_id: str) -> None:
-        """Add the attributes by which subscribers recognize the message's schema.
+        """Add the attributes that identify the message's schema to subscribers.
 
         Source: https://cloud.google.com/pubsub/docs/schemas
         """

@@ -1,4 +1,4 @@
-"""A topic's schema settings: their validation, and the message check that results from them."""
+"""A topic's schema settings: validating them, and creating the message check that they require."""
 
 from collections.abc import Callable
 from functools import partial
@@ -26,7 +26,7 @@ def check_encoding(field: str, encoding: int) -> str:
 
 
 def check_schema_settings(topic: Topic, current: Topic | None, find_schema: FindSchema) -> None:
-    """Refuse a topic with invalid schema settings.
+    """Reject a topic with invalid schema settings.
 
     Args:
         topic: the topic after the change.
@@ -36,7 +36,8 @@ def check_schema_settings(topic: Topic, current: Topic | None, find_schema: Find
 
     Raises:
         InvalidArgument: the name or encoding is missing, or the first revision is later than the
-        last. ResourceNotFound: the schema or a revision does not exist.
+            last.
+        ResourceNotFound: the schema or a revision does not exist.
     """
     if not topic.HasField("schema_settings"):
         return

@@ -19,8 +19,8 @@ SHORTEST_LIFE_S = 3600.0
 class Snapshot:
     """Holds messages until it expires. Like a subscription, it is attached to the topic.
 
-    `holder` is its number in the journal. `latest_expire_s` is its original expiration, in seconds
-    since the epoch.
+    `holder` is the snapshot's number in the journal. `latest_expire_s` is its original expiration,
+    in seconds since the epoch.
     """
 
     def __init__(
@@ -44,12 +44,12 @@ class Snapshot:
         self.messages: dict[int, StoredMessage] = {}
 
     def add(self, message: StoredMessage, arrivals: Arrivals | None = None) -> None:
-        """Hold a message that was unacked when the snapshot was created, or was published since."""
+        """Hold a message that was unacked when the snapshot was created, or was published later."""
         self._journal.hold(message, self.holder)
         self.restore(message)
 
     def restore(self, message: StoredMessage) -> None:
-        """Add a message that it held before a restart."""
+        """Add a message that the snapshot held before a restart."""
         self.messages[message.sequence] = message
 
     def withdraw(self, sequences: Collection[int]) -> None:
@@ -73,7 +73,7 @@ def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
         https://cloud.google.com/pubsub/docs/reference/rpc/google.pubsub.v1#snapshot
 
     Raises:
-        FailedPrecondition: it would live for less than an hour.
+        FailedPrecondition: the snapshot would expire in less than an hour.
     """
     oldest_s = min((message.published_s for message in source.backlog.messages), default=now_s)
     expire_s = oldest_s + LONGEST_LIFE_S
@@ -87,7 +87,7 @@ def snapshot_expire_s(source: SubscriptionState, now_s: float) -> float:
 
 
 def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None:
-    """Refuse an expiration (seconds since the epoch) in the past or later than the original one.
+    """Reject an expiration (seconds since the epoch) in the past or later than the original one.
 
     Raises:
         InvalidArgument: the message has the limit.

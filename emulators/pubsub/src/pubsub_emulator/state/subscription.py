@@ -23,7 +23,7 @@ from pubsub_emulator.state.topic import Topic
 
 
 class Surroundings(Protocol):
-    """Operations that a subscription needs from the broker."""
+    """Operations a subscription needs from the broker."""
 
     timers: Timers
     journal: ChangeJournal
@@ -39,9 +39,9 @@ class Surroundings(Protocol):
 
 
 class SubscriptionState:
-    """The state of a subscription.
+    """A subscription's state.
 
-    GetSubscription returns `proto`; `holder` is its number in the journal.
+    GetSubscription returns `proto`; `holder` is the subscription's number in the journal.
     """
 
     def __init__(
@@ -81,7 +81,7 @@ class SubscriptionState:
         )
 
     def follow_topic(self, topic: Topic | None) -> None:
-        """Apply a change of the topic's retention. None: the topic was deleted."""
+        """Apply a change to the topic's retention. None: the topic was deleted."""
         self.topic = topic
         self._arm_retention()
 
@@ -92,9 +92,9 @@ class SubscriptionState:
 
     @property
     def moment_s(self) -> float:
-        """The last use, in seconds since the epoch.
+        """When the subscription was last used, in seconds since the epoch.
 
-        A connected consumer counts as permanent use.
+        A connected consumer counts as continuous use.
         """
         return self._timers.now_s() if len(self.backlog.consumers) else self._last_active_s
 
@@ -136,7 +136,7 @@ class SubscriptionState:
             self._arm_retention()
 
     def restore_last_use(self, last_active_s: float) -> None:
-        """Restore the time from which the expiration counts, if there is one, after a restart."""
+        """After a restart, restore the time from which expiration is counted, if there is one."""
         self._last_active_s = last_active_s
         self._arm_expiration()
 
@@ -148,7 +148,7 @@ class SubscriptionState:
             self._acked.remove(message)
 
     def next_number(self) -> int:
-        """Return a number for the delivery of a returned message."""
+        """Return a number for a returned message's delivery."""
         return self._surroundings.next_sequence()
 
     def forward_dead_letter(self, delivery: Delivery) -> bool:
@@ -180,7 +180,7 @@ class SubscriptionState:
         self._arm_retention()
 
     def close(self, reason: PubsubError) -> None:
-        """Drop everything and end all consumers after a deletion or detachment."""
+        """Drop everything and notify all consumers after a deletion or detachment."""
         self.backlog.clear()
         self._forget_acked()
         for timer in (self._retention_timer, self._expiration_timer):
@@ -235,7 +235,7 @@ class SubscriptionState:
 
 
 def not_pullable(path: str, kind: Kind) -> FailedPrecondition:
-    """Return the refusal to pull from a subscription that this server delivers itself."""
+    """Return the error for pulling from a subscription that this server delivers itself."""
     return FailedPrecondition(
         f"This method is not supported for this subscription type (resource={path}, type={kind})."
     )

@@ -13,7 +13,7 @@ from pubsub_emulator.state.message import StoredMessage
 from pubsub_emulator.state.timers import Timer, Timers
 
 STEP_SINKS = 50
-"""Subscriptions per step. If a message makes all of them grow, that takes 3 ms."""
+"""Subscriptions per step. A message that makes all of them grow takes 3 ms per step."""
 
 
 class Sink(Protocol):
@@ -27,11 +27,11 @@ class Sink(Protocol):
 
 
 class Topic:
-    """A topic's state. GetTopic returns `proto`; `holder` is its number in the journal.
+    """A topic's state. GetTopic returns `proto`; `holder` is the topic's number in the journal.
 
-    Filters of the form `attributes.KEY = "literal"`, alone or as part of an AND, are found with two
-    dict lookups, so a publish costs no more with a thousand of them than with one. Other filters
-    are evaluated for each message.
+    Filters of the form `attributes.KEY = "literal"`, on their own or as part of an AND, are found
+    with two dict lookups, so a publish costs no more with a thousand of them than with one. Other
+    filters are evaluated for each message.
     """
 
     moment_s = 0.0
@@ -67,7 +67,7 @@ class Topic:
 
     @property
     def sinks(self) -> int:
-        """Return the maximum number of sinks for one message."""
+        """Return the maximum number of sinks one message can have."""
         return len(self._sinks)
 
     def attach(self, sink: Sink) -> None:

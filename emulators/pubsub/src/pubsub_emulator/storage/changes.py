@@ -15,7 +15,7 @@ HeldRow = tuple[int, int]
 
 
 class Changes:
-    """A transaction's changes. None instead of a row means that the row is deleted."""
+    """A transaction's changes. None in place of a row means the row is deleted."""
 
     def __init__(self) -> None:
         self.resources: dict[str, ResourceRow | None] = {}
@@ -30,8 +30,7 @@ class Changes:
         self.size_bytes = 0
         self.error = ""
         self.again_in: Changes | None = None
-        """Everything except offered messages, for a retry after a write failed and space was freed.
-        """
+        """Everything except offered messages, to retry after a write failed and space was freed."""
         self._settled = asyncio.Event()
 
     def __bool__(self) -> bool:
@@ -62,7 +61,7 @@ class Changes:
             self.size_bytes -= len(data) + MESSAGE_OVERHEAD_BYTES
 
     def followed_by(self, later: "Changes") -> "Changes":
-        """Return both as one, so that a failed commit is repeated with the next one."""
+        """Return both merged into one, so that a failed commit is repeated with the next one."""
         both = Changes()
         both.resources = self.resources | later.resources
         both.held = self.held | later.held
@@ -76,7 +75,7 @@ class Changes:
         return both
 
     def settle(self, error: str = "") -> None:
-        """Notify all waiting callers that it was written, or why not."""
+        """Wake all waiting callers. `error` is the reason the changes were not written, or ""."""
         self.error = error
         self._settled.set()
 

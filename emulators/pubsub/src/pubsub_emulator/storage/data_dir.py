@@ -25,7 +25,7 @@ from pubsub_emulator.storage.database import Database, WriteFailed, opened_datab
 from pubsub_emulator.storage.durable import DurableJournal
 
 USE_NOTED_EVERY_S = 3600.0
-"""Maximum amount by which a restart may set back a subscription's last use."""
+"""Maximum amount by which a restart may set back the time of a subscription's last use."""
 
 MOST_NAMED = 10
 _log = logging.getLogger(__name__)
@@ -70,13 +70,13 @@ async def durable_broker(
 
 
 def restore(registry: Registry, database: Database) -> None:
-    """Fill an empty registry with the last process's final state, however it ended.
+    """Fill an empty registry with the last process's final state, no matter how it exited.
 
     Damaged messages are skipped and logged.
 
     Raises:
-        OSError: a topic, a subscription or a snapshot is damaged. sqlite3.Error: the file can't be
-        read.
+        OSError: a topic, a subscription or a snapshot is damaged.
+        sqlite3.Error: the file can't be read.
     """
     registry.continue_after(database.highest_number())
     holders: dict[int, Restore] = {}

@@ -19,7 +19,7 @@ CACHE_KIB = 16 * 1024
 SPARE_PAGES = 1024
 """Free pages that the file keeps for later use (4 MiB). The rest are returned to the disk."""
 SHRINK_PAGES = 1024
-"""Pages returned at a time. A publish may have to wait for it."""
+"""Pages returned at a time. A publish may have to wait for this."""
 PROBE_BYTES = 64 * 1024
 """After a failure, this much space must be available before anything new is accepted."""
 
@@ -72,13 +72,13 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
 
     Args:
         data_dir: the directory. Only one server at a time may use it.
-        fsync: True if each commit waits for the disk. Otherwise a commit survives however this
-            process ends, but the last commits before a power failure may be lost; the file stays
+        fsync: True if each commit waits for the disk. Otherwise a commit survives any exit or crash
+            of this process, but the last commits before a power failure may be lost; the file stays
             intact.
 
     Raises:
         OSError: the directory can't be used, another server uses it, or the file has a different
-        format.
+            format.
     """
     data_dir.mkdir(parents=True, exist_ok=True)
     path, reserve = data_dir / FILE_NAME, Reserve(data_dir)
@@ -155,7 +155,7 @@ class Database:
         row = connection.execute("SELECT number FROM last_commit").fetchone()
         here, elsewhere = row[0] if row else 0, last_commit.read()
         self.lost_commits = max(0, elsewhere - here)
-        """How many commits of earlier processes are missing from the file."""
+        """How many of earlier processes' commits are missing from the file."""
         self._commits = here
         # Reset so that it is reported only once.
         last_commit.write(here)
@@ -231,7 +231,7 @@ class Database:
         """Return all unused pages to a full disk, as far as there is enough space to do so.
 
         Raises:
-            WriteFailed: with SQLite's reason.
+            WriteFailed: contains SQLite's reason.
         """
         with _translated():
             self._connection.executescript("PRAGMA incremental_vacuum")
@@ -241,7 +241,7 @@ class Database:
         """Check whether the disk has some space again.
 
         Raises:
-            WriteFailed: with SQLite's reason.
+            WriteFailed: contains SQLite's reason.
         """
         with self._transaction():
             self._connection.execute(
@@ -254,7 +254,7 @@ class Database:
         """Return some unused pages to the disk. Returns whether there are more.
 
         Raises:
-            WriteFailed: with SQLite's reason.
+            WriteFailed: contains SQLite's reason.
         """
         with _translated():
             (free,) = self._connection.execute("PRAGMA freelist_count").fetchone()

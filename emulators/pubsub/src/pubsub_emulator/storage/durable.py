@@ -1,7 +1,7 @@
 """Group commit: changes accumulate while a transaction is written, and form the next one.
 
-This layer sits between the broker, which records each change, and the file. Publishes are answered
-once they are committed.
+This layer sits between the broker, which records each change, and the file. Publishes get their
+response once they are committed.
 """
 
 import asyncio
@@ -21,7 +21,7 @@ LAZY_S = 0.1
 """How long acks and attempts wait for a publish, and the pause between tries on a full disk."""
 COMMIT_LIMIT_S = 30.0
 MAX_UNWRITTEN_BYTES = 64 * 1024**2
-"""Maximum bytes waiting to be written. Beyond this, publishes are refused."""
+"""Maximum bytes waiting to be written. Publishes that exceed it are rejected."""
 
 Withdraw = Callable[[Collection[int]], None]
 
@@ -64,9 +64,9 @@ class DurableJournal(ChangeJournal):
         self._pending.drop(sequence)
 
     def offered(self, sequence: int) -> None:
-        """Record that a publisher is waiting for a message's answer.
+        """Record that a publisher is waiting for the response about a message.
 
-        Until the answer, the message may be withdrawn.
+        Until the response, the message may be withdrawn.
         """
         self._pending.offered.add(sequence)
 
@@ -79,7 +79,7 @@ class DurableJournal(ChangeJournal):
         self._pending.release(message.sequence, holder)
 
     def admit(self) -> None:
-        """Refuse a call whose changes must be durable, before it changes anything.
+        """Reject a call whose changes must be durable, before it changes anything.
 
         Raises:
             ServerUnavailable: the last commit failed, or too much is waiting for the disk.
@@ -94,8 +94,8 @@ class DurableJournal(ChangeJournal):
         """Wait until everything recorded so far is in the file.
 
         Raises:
-            ServerUnavailable: it could not be written and offered messages were withdrawn, or it
-            was not written in time.
+            ServerUnavailable: the changes could not be written and offered messages were withdrawn,
+                or they were not written in time.
         """
         await self._written(self._pending)
 
@@ -106,8 +106,8 @@ class DurableJournal(ChangeJournal):
         commit contains the acks.
 
         Raises:
-            ServerUnavailable: they could not be written even with all space freed, or not in time.
-            They are kept for later.
+            ServerUnavailable: the acks could not be written even with all space freed, or not in
+                time. They are kept for later.
         """
         changes = self._pending
         try:
@@ -124,7 +124,7 @@ class DurableJournal(ChangeJournal):
             raise _unavailable(changes.error)
 
     def after_commit(self, act: Callable[[], None]) -> None:
-        """Call `act` once everything recorded so far is in the file, after waiting callers."""
+        """Call `act` once everything recorded so far is in the file. Waiting callers go first."""
         self._pending.afterwards.append(act)
         self._ask()
 

@@ -1,7 +1,7 @@
 """Detects lost or damaged data in a data directory, which SQLite does not do.
 
-SQLite silently ends its log at the first incomplete frame, and its file has no checksums. So each
-record has a checksum, and the last commit's number is also stored in a separate file.
+SQLite silently stops reading its log at the first incomplete frame, and its file has no checksums.
+So each record has a checksum, and the last commit's number is also stored in a separate file.
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class Reserve:
         return True
 
     def covers(self, new_bytes: int) -> bool:
-        """True if a commit leaves enough space to write the log back, whatever else uses the disk.
+        """True if a commit leaves enough space to write the log back, regardless of other disk use.
 
         Everything in the log may be new to the file. If neither can grow, acks can't be written and
         no space can be freed.
@@ -61,7 +61,7 @@ class Reserve:
         return free_bytes + RESERVE_BYTES >= needed_bytes
 
     def give_up_if_full(self) -> None:
-        """Free the space if nothing could be opened without it."""
+        """Free the reserve if nothing could be opened otherwise."""
         if shutil.disk_usage(self._path.parent).free < LEAST_FREE_BYTES:
             self.give_up()
 

@@ -43,8 +43,9 @@ def altered(table: TableResource, actions: list[str], evaluate: Evaluate) -> Sha
         table: the table or view.
 
     Raises:
-        DuplicateError: a column already exists. InvalidQueryError: a column does not exist, or
-        BigQuery refuses the change. UnsupportedError: this server does not support the action.
+        DuplicateError: a column already exists.
+        InvalidQueryError: a column does not exist, or BigQuery rejects the change.
+        UnsupportedError: this server does not support the action.
     """
     sources = {field.name: quoted(field.name) for field in table.schema}
     shape = Shape(table.schema, table.settings, sources)
@@ -185,7 +186,7 @@ def _put(shape: Shape, position: int, new: Field) -> None:
 
 
 def _check_free(shape: Shape, old: Field) -> None:
-    """Refuses to remove a column that the table is partitioned or clustered by."""
+    """Rejects removing a column that the table is partitioned or clustered by."""
     for name in ("timePartitioning", "rangePartitioning"):
         if str(shape.settings.get(name, {}).get("field", "")).lower() == old.name.lower():
             raise InvalidQueryError(f"Cannot change the partitioning column {old.name}")

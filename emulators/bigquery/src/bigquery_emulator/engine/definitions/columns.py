@@ -13,8 +13,8 @@ def columns(node: exp.Schema) -> Schema:
     """Returns a column list's fields.
 
     Raises:
-        InvalidError: BigQuery refuses a name or type. UnsupportedError: this server does not
-        support a constraint or type.
+        InvalidError: BigQuery rejects a name or type.
+        UnsupportedError: this server does not support a constraint or type.
     """
     # An unenforced key has no effect on rows, but clients that read it back would miss it.
     wrong = [part for part in node.expressions if not isinstance(part, exp.ColumnDef)]

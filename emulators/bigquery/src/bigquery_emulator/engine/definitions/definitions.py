@@ -1,7 +1,7 @@
 """Runs data definitions: CREATE, DROP, TRUNCATE and ALTER on the catalog.
 
-A job runs it in the server's writer thread. Settings that a statement does not specify have the
-same defaults as in tables.insert.
+A job runs a definition in the server's writer thread. Settings that a statement does not specify
+have the same defaults as in tables.insert.
 """
 
 from dataclasses import dataclass, replace

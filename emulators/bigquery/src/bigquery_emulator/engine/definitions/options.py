@@ -39,8 +39,8 @@ def table_options(texts: Mapping[str, str], evaluate: Evaluate) -> Json:
     """Returns the changes that OPTIONS make to a Table resource, as a merge patch.
 
     Raises:
-        InvalidQueryError: an expression has no value. UnsupportedError: this server does not
-        support an option.
+        InvalidQueryError: an expression has no value.
+        UnsupportedError: this server does not support an option.
     """
     others = dict(texts)
     days = others.pop("partition_expiration_days", None)

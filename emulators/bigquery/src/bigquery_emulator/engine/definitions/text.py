@@ -47,7 +47,7 @@ def option_texts(sql: str) -> dict[str, str]:
 
 @dataclass(frozen=True)
 class AlterText:
-    """An ALTER statement: the name that it changes, and the text of each action."""
+    """An ALTER statement: the name of the object it changes, and the text of each action."""
 
     name: str
     is_optional: bool

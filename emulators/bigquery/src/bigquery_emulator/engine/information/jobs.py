@@ -1,4 +1,4 @@
-"""Jobs that the server remembers: the rows of JOBS."""
+"""Jobs the server remembers: the rows of JOBS."""
 
 from typing import Any
 

@@ -1,4 +1,4 @@
-"""Options of datasets and tables: the rows of SCHEMATA_OPTIONS and TABLE_OPTIONS.
+"""Dataset and table options: the rows of SCHEMATA_OPTIONS and TABLE_OPTIONS.
 
 Values are written as in GoogleSQL's OPTIONS.
 """

@@ -1,4 +1,4 @@
-"""The INFORMATION_SCHEMA views, and their rows for the qualifier before the name.
+"""The INFORMATION_SCHEMA views, and their rows for the qualifier in front of the name.
 
 The translator calls this when a statement names a view. Source:
 https://docs.cloud.google.com/bigquery/docs/information-schema-intro
@@ -46,7 +46,7 @@ class InformationViews:
 
     Args:
         catalog: the server's datasets and tables.
-        jobs: the jobs that the server remembers.
+        jobs: the jobs the server remembers.
     """
 
     store: Store
@@ -58,12 +58,12 @@ class InformationViews:
 
         Args:
             view: name after INFORMATION_SCHEMA, or `__TABLES__`.
-            before: the parts of the name before it: project, then region or dataset.
+            before: the parts of the name that precede the view: project, then region or dataset.
 
         Raises:
             InvalidQueryError: the view needs a dataset or a region, which is missing.
-                NotFoundError:
-            the dataset does not exist. UnsupportedError: this server does not support the view.
+            NotFoundError: the dataset does not exist.
+            UnsupportedError: this server does not support the view.
         """
         name = view.upper()
         if name in _OF_DATASETS or name in _JOB_VIEWS:

@@ -56,7 +56,7 @@ class NamedTable:
 
 @dataclass(frozen=True)
 class ParameterTypes:
-    """Types of a statement's parameters, by lower-case name or by position."""
+    """The types of a statement's parameters, by lower-case name or by position."""
 
     named: Sequence[tuple[str, TypeProto]] = ()
     positional: Sequence[TypeProto] = ()
@@ -109,8 +109,8 @@ class Analyzer:
             tables: the tables that `table_paths` returned.
 
         Raises:
-            InvalidQueryError: GoogleSQL refuses the statement. UnsupportedError: the analyzer does
-            not support it.
+            InvalidQueryError: GoogleSQL rejects the statement.
+            UnsupportedError: the analyzer does not support it.
         """
         wanted = AnalyzerOptionsProto(
             language_options=self._language,

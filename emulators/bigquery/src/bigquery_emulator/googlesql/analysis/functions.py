@@ -1,7 +1,7 @@
 """BigQuery functions that the analyzer lacks.
 
 Some are described to the analyzer here. The others are only listed by name, so that they can be
-refused.
+rejected.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/functions-all
 """

@@ -2,7 +2,7 @@
 
 The package `zetasql` contains Google's ZetaSQL (GoogleSQL). No statement that it analyzes can
 affect this process: the module has its own memory, limits on its stack and time, and no access to
-files except the time zones.
+files except the time zone files.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _config() -> wasmtime.Config:
 
 
 def _enable_cache(config: wasmtime.Config) -> None:
-    """Caches machine code in the user's cache, or in the virtual environment without a home."""
+    """Caches machine code in the user's cache, or in the virtual environment if home is missing."""
     try:
         config.cache = True
         return
@@ -76,8 +76,8 @@ class AnalyzerModule:
     """The loaded module and an instance of it. Takes calls from any thread, one at a time.
 
     wasmtime stores the machine code in the user's cache (22 MB): the first load on a machine takes
-    10 s and 1.1 GB of memory, later loads 0.2 s. Running this package as a program does the first
-    load.
+    10 s and 1.1 GB of memory; later loads take 0.2 s. Running this package as a program does the
+    first load.
     """
 
     def __init__(self) -> None:
@@ -97,8 +97,8 @@ class AnalyzerModule:
             method: for example `Analyze`.
 
         Raises:
-            AnalyzerRefusedError: the method returned an error. AnalyzerTrappedError: it did not
-            finish. It has no lasting effects.
+            AnalyzerRefusedError: the method returned an error.
+            AnalyzerTrappedError: the method did not finish. It has no lasting effects.
         """
         with self._lock:
             if self._instance is None:
@@ -120,8 +120,8 @@ class AnalyzerModule:
 class _Watchdog:
     """Stops calls that take too long. There is only one call at a time.
 
-    A single thread watches all calls and ends when there have been none for a while. A timer per
-    call would start a thread for each.
+    A single thread watches all calls and exits after a while without any. A timer per call would
+    start a thread for each.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:
@@ -171,7 +171,7 @@ class _Instance:
         """Returns the encoded response.
 
         Raises:
-            AnalyzerRefusedError: with the error's message.
+            AnalyzerRefusedError: the method returned an error. Contains its message.
         """
         self._store.set_epoch_deadline(1)
         self._reserve(len(request))

@@ -57,7 +57,7 @@ class Node:
         return name in _paths(self._message.DESCRIPTOR)
 
     def children(self) -> list[Node]:
-        """Returns the direct child nodes, in the order of their fields."""
+        """Returns the direct child nodes, in field order."""
         children: list[Node] = []
         for name, path in _paths(self._message.DESCRIPTOR).items():
             if path.is_node:

@@ -40,8 +40,8 @@ def type_of_parameter(kind: Json) -> TypeProto:
     """Returns the type described by a QueryParameterType resource.
 
     Raises:
-        InvalidQueryError: the type does not exist. UnsupportedError: this server does not support
-        the type.
+        InvalidQueryError: the type does not exist.
+        UnsupportedError: this server does not support the type.
     """
     name = str(kind.get("type", "")).upper()
     if name == "ARRAY":
@@ -68,7 +68,7 @@ def field_of(name: str, kind: TypeProto) -> Field:
     """Returns the field for a result column.
 
     Raises:
-        UnsupportedError: results can't contain the type here.
+        UnsupportedError: this server does not support the type in results.
     """
     if kind.type_kind == types.TYPE_ARRAY:
         inner = field_of(name, kind.array_type.element_type)
@@ -88,7 +88,7 @@ def duckdb_type(kind: TypeProto) -> str:
     """Returns DuckDB's type for a type's values.
 
     Raises:
-        UnsupportedError: the type is not supported here.
+        UnsupportedError: this server does not support the type.
     """
     if kind.type_kind == types.TYPE_ARRAY:
         return f"{duckdb_type(kind.array_type.element_type)}[]"

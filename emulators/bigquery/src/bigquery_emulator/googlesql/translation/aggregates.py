@@ -25,7 +25,7 @@ _PLACE_CONTEXT = Context(prec=60)
 
 @dataclass(frozen=True)
 class Aggregate:
-    """A call of an aggregate function and the text inside its parentheses."""
+    """An aggregate function call and the text inside its parentheses."""
 
     call: Call
     node: Node
@@ -39,7 +39,7 @@ class Aggregate:
         return not self.distinct and not self.order
 
     def of(self, name: str, *others: str, condition: str = "") -> str:
-        """Returns a call of a DuckDB aggregate with the first argument and `others`."""
+        """Returns a call to a DuckDB aggregate function, with the first argument and `others`."""
         inside = ", ".join([*self.call.sql[:1], *others])
         filtering = f" FILTER (WHERE {condition})" if condition else ""
         return f"{name}({self.distinct}{inside}{self.order}){filtering}{self.over}"
@@ -197,7 +197,7 @@ def _string_agg(one: Aggregate) -> str:
 
 
 def _quantiles(one: Aggregate) -> str:
-    """Returns exact quantiles. They are valid approximations, and the same on every run."""
+    """Returns exact quantiles, which are valid as approximations and the same on every run."""
     buckets = one.call.integer(1)
     if buckets is None or not 0 < buckets <= _MOST_QUANTILES:
         raise InvalidQueryError("Argument 2 to APPROX_QUANTILES must be a positive integer literal")
@@ -208,7 +208,7 @@ def _quantiles(one: Aggregate) -> str:
 
 
 def _top_count(one: Aggregate) -> str:
-    """Returns exact counts. They are valid approximations.
+    """Returns exact counts, which are valid as approximations.
 
     Among equal counts, the smaller value comes first.
     """
@@ -309,7 +309,7 @@ def _percentile(name: str) -> Callable[[Call, str], str]:
 
 
 def _exact(place: float) -> str:
-    """Returns a percentile as a DECIMAL, with which DuckDB multiplies as exactly as GoogleSQL does.
+    """Returns a percentile as a DECIMAL, which DuckDB multiplies as exactly as GoogleSQL does.
 
     The lost digits would matter only for more rows than fit into memory. The value is truncated
     rather than rounded, so that an exact percentile that falls on a row stays there.

@@ -77,7 +77,7 @@ def limited(value: str, kind: int, parameters: TypeParametersProto) -> str:
     """Checks a value against a type's parameters, as in `NUMERIC(10, 2)`.
 
     Raises:
-        UnsupportedError: parameters on any other type.
+        UnsupportedError: the type can't have parameters here.
     """
     if kind in (_STRING, _BYTES) and parameters.string_type_parameters.HasField("max_length"):
         most = parameters.string_type_parameters.max_length

@@ -54,7 +54,7 @@ def call_of(node: Node, scope: Scope) -> Call:
 
 
 def _moved(name: str, arguments: list[Node]) -> tuple[str, list[Node]]:
-    """Returns `at + INTERVAL 1 DAY` as TIMESTAMP_ADD: an INTERVAL alone has no translation."""
+    """Returns `at + INTERVAL 1 DAY` as TIMESTAMP_ADD: an INTERVAL by itself has no translation."""
     moment, span = arguments
     kind = _MOMENTS.get(moment.type.type_kind)
     if kind is None or span.function.name != "ZetaSQL:$interval":
@@ -63,7 +63,7 @@ def _moved(name: str, arguments: list[Node]) -> tuple[str, list[Node]]:
 
 
 def _span(node: Node) -> list[Node]:
-    """Returns an INTERVAL's number and date part. An INTERVAL alone has no translation."""
+    """Returns an INTERVAL's number and date part. An INTERVAL by itself has no translation."""
     if node.kind != "FunctionCall" or node.function.name != "ZetaSQL:$interval":
         raise unsupported("An INTERVAL that is not a number and a date part")
     return list(node.argument_list)

@@ -104,7 +104,7 @@ def _computed(columns: Iterable[Node], scope: Scope) -> dict[int, str]:
 
 
 def _columns(scan: Node, scope: Scope, computed: dict[int, str] | None = None) -> str:
-    """Returns a scan's SELECT list: columns that are computed or passed on."""
+    """Returns a scan's SELECT list: computed columns and columns passed through."""
     computed, parts, seen = computed or {}, [], set()
     for column in scan.column_list:
         if column.column_id not in seen:
@@ -128,7 +128,7 @@ def _join(scan: Node, scope: Scope) -> str:
 
 
 def _array(scan: Node, scope: Scope) -> str:
-    """Translates UNNEST, alone or joined with its array's source.
+    """Translates UNNEST, on its own or joined with its array's source.
 
     A NULL array has no elements.
     """

@@ -23,7 +23,7 @@ class Scope:
     """A statement's columns, parameters and tables.
 
     Args:
-        prefix: prefix of its column names, so that a view's columns don't collide with surrounding
+        prefix: prefix for its column names, so that a view's columns don't collide with surrounding
             ones.
         sources: tables by the analyzer's keys.
         parameters: DuckDB's SQL for each parameter, by lower-case name or by position from 1.

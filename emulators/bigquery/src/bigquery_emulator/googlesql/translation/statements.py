@@ -37,12 +37,11 @@ class Written:
 
 
 def write_query(tree: Node, scope: Scope) -> Written:
-    """Translates a QueryStmt, or the query of a CREATE TABLE or CREATE VIEW.
+    """Translates a QueryStmt, or the query in a CREATE TABLE or CREATE VIEW.
 
     Raises:
-        InvalidQueryError: two of the result's columns have the same name. UnsupportedError:
-            something
-        has no translation.
+        InvalidQueryError: two of the result's columns have the same name.
+        UnsupportedError: part of the query has no translation.
     """
     names = _result_names([str(output.name) for output in tree.output_column_list])
     schema, parts = [], []
@@ -113,7 +112,7 @@ def write_manipulation(tree: Node, scope: Scope, table: str) -> Written:
         table: DuckDB's name for the table to change.
 
     Raises:
-        UnsupportedError: something has no translation.
+        UnsupportedError: part of the statement has no translation.
     """
     if tree.has("returning") and tree.returning is not None:
         raise unsupported("THEN RETURN")

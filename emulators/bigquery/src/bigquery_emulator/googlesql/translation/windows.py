@@ -55,7 +55,7 @@ def _is_by_value(frame: Node) -> bool:
 
 
 def _check_bounded(frame: Node) -> None:
-    """Refuses frames that may start or end with NaN, which DuckDB sorts at the other end."""
+    """Rejects frames that may start or end with NaN, which DuckDB sorts at the other end."""
     for end in (frame.start_expr, frame.end_expr):
         if end.enum("boundary_type").startswith("UNBOUNDED"):
             raise unsupported("RANGE over FLOAT64 with one end UNBOUNDED")

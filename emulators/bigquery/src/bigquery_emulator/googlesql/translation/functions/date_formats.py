@@ -54,14 +54,14 @@ _ZONED = {
 }
 _FRACTION = re.compile("E([1-6])S")
 _PARSED = frozenset("aAbBdDeFhHImMpRSTxXyY%") | {"E*S", "z", "Ez"}
-"""Elements that DuckDB's strptime parses like GoogleSQL, once some of them are expanded."""
+"""Elements that DuckDB's strptime parses as GoogleSQL does, once some of them are expanded."""
 _CLOCKS_PARSED = frozenset("HIMpRSTX") | {"E*S"}
 _HOURS = "0[0-9]|1[0-3]"
 _OFFSETS = {
     "z": f"[-+](?:(?:{_HOURS})(?:[0-5][0-9])?|14(?:00)?)",
     "Ez": f"[-+](?:(?:{_HOURS})(?::?[0-5][0-9])?|14(?::?00)?)|Z",
 }
-"""Possible endings of texts with an offset from UTC."""
+"""Possible endings of a text with an offset from UTC."""
 _OFFSET_AT_END = re.compile("(?<!%)%(Ez|z)$")
 _READ_AS = {
     **{"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S", "X": "%H:%M:%S"},

@@ -18,9 +18,9 @@ from bigquery_emulator.googlesql.translation.literals import text
 from bigquery_emulator.udf.json_values import is_path
 
 _PATH = re.compile(r"""\$(\.[A-Za-z_]\w*|\."[^"\\]+"|\[\d{1,9}\])*""", re.ASCII)
-"""Paths that DuckDB interprets like BigQuery."""
+"""Paths that DuckDB interprets as BigQuery does."""
 _MOST_DEPTH = 1_000
-"""Exceeds the nesting limit of JSON."""
+"""Exceeds JSON's nesting limit."""
 
 
 def _path(call: Call) -> str:
@@ -124,7 +124,7 @@ def _json_array(call: Call) -> str:
 def _json_object(call: Call) -> str:
     """Builds an object from alternating names and values.
 
-    Handling equal names would require comparing all names.
+    Duplicate names can't be handled without comparing all names.
     """
     names = [call.text(place) for place in range(0, len(call.sql), 2)]
     if any(node.type.type_kind == types.TYPE_ARRAY for node in call.nodes[::2]):

@@ -35,7 +35,7 @@ _FORMS_OF_JSON = {
     types.TYPE_NUMERIC: "bq.json_numeric_value({0})",
     types.TYPE_JSON: "CAST({0} AS VARCHAR)",
 }
-"""In JSON, all numbers are numbers. In JSON text, wide numbers are strings."""
+"""In a JSON value, all numbers are numbers. In JSON text, wide numbers are strings."""
 
 
 def json_text(value: str, kind: TypeProto, depth: int = 0, *, is_json: bool = False) -> str:

@@ -1,4 +1,4 @@
-"""A function call, and the type of its translation."""
+"""A function call, and the type of a translation."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from bigquery_emulator.googlesql.translation.literals import date_part
 
 @dataclass(frozen=True)
 class Call:
-    """A call of a function.
+    """A function call.
 
     Attributes:
         name: ZetaSQL's name in lower case, such as `date_trunc` or `$add`.
-        sql: arguments in DuckDB's SQL. A name, such as a date part, is empty.
+        sql: arguments in DuckDB's SQL. Empty for an argument that is a name, such as a date part.
     """
 
     name: str
@@ -32,7 +32,7 @@ class Call:
         return int(self.nodes[place].type.type_kind)
 
     def part(self, place: int) -> str:
-        """Returns the date part that an argument names."""
+        """Returns the date part named by an argument."""
         return date_part(self.nodes[place].value.value)
 
     def text(self, place: int) -> str | None:
@@ -77,10 +77,10 @@ def is_name(node: Node) -> bool:
 
 
 def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]], str]) -> str:
-    """Returns SQL that yields NULL if a function of some arguments fails.
+    """Returns SQL that yields NULL if a function fails for some arguments.
 
     Errors in the arguments themselves must still be raised, so TRY contains only columns. Other
-    arguments are passed as elements of a list. Constants need that too: DuckDB evaluates their
+    arguments are passed as list elements. Constants need that too, because DuckDB evaluates their
     conditions in advance, when TRY does not catch an error.
 
     Args:

@@ -214,7 +214,7 @@ def _edge(name: str) -> Translate:
 
 
 def _with_edge(name: str) -> Translate:
-    """Tests whether a value starts or ends with another one. Also works on the digits of BYTES."""
+    """Tests whether a value starts or ends with another. Also works on the digits of BYTES."""
 
     def write(call: Call) -> str:
         if call.kind() == _BYTES:
