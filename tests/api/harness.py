@@ -57,9 +57,9 @@ CATALOG = Catalog(
 """The shipped models plus models for similarity and text, each also under a second name."""
 TEXT_MODEL, IMAGE_MODEL = CATALOG.default("embedding"), CATALOG.default("image")
 TICK_S = 0.1
-"""Time between checks by uvicorn's server."""
+"""Interval at which uvicorn's server checks whether to exit."""
 ACCEPT_TURNS = 5
-"""Event loop iterations until an accepted socket becomes a connection. asyncio takes three."""
+"""Event loop iterations until an accepted socket becomes a connection. asyncio needs three."""
 T = TypeVar("T")
 
 
@@ -71,7 +71,7 @@ class ApiUnderTest:
     app: FastAPI
     worker: FakeWorker
     broker: InMemoryBroker
-    """The default, unless the test provides another."""
+    """The default broker, unless the test provides another."""
     rows: list[Row]
     http: httpx.AsyncClient
     clients: list[openai.AsyncOpenAI] = field(default_factory=list)
@@ -83,7 +83,7 @@ class ApiUnderTest:
         return dependencies
 
     def openai(self, **options: Any) -> Any:
-        """OpenAI's client, untyped so that tests can inspect raw answers; it does not retry by
+        """OpenAI's client, untyped so that tests can inspect raw responses; it does not retry by
         default.
         """
         given: dict[str, Any] = {"api_key": "any", "max_retries": 0, **options}
@@ -120,7 +120,8 @@ async def running_api(
 ) -> AsyncIterator[ApiUnderTest]:
     """An API and a worker. `worker` replaces the worker with one that the caller keeps running.
 
-    `written` receives its rows. `spent` adds up rows; by default, the rows that this API wrote.
+    `written` receives the API's rows. `spent` adds up rows; by default, the rows that this API
+    wrote.
     """
     in_memory = InMemoryBroker()
     broker, inbox_admin, rows = transport or in_memory, admin or in_memory, RowList(written)

@@ -41,7 +41,7 @@ class Broker:
         await self.transport.publish(waiter.inbox, data, attributes)
 
     async def is_answered(self, inbox: ReplyInbox, request_id: str, replies: Replies) -> bool:
-        """True if a request to this instance receives the reply to that request."""
+        """True if a request to this instance receives its own reply."""
         with inbox.waiter(request_id, 0, replies) as waiter:
             await self.reply_to(waiter, request_id, worker=request_id)
             return (await waiter.reply(WAIT_LIMIT_S)).body.worker == request_id

@@ -1,7 +1,7 @@
 """Charges to tenants and keys according to three books: the responses, the rows, and the counters.
 
 A test sends requests through a `Ledger` and lets them end in any way. `check` waits until nothing
-is in flight, then compares each key's and tenant's books.
+is in flight, then compares each key's and each tenant's books.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ class Ledger:
         return sum(row.cost_usd or 0.0 for row in self.rows() if row.key_id == key_id)
 
     async def check(self, spare_usd: Mapping[str, float] | None = None) -> dict[str, float]:
-        """Compares each key's and tenant's three books, and returns the charges by key.
+        """Compares each key's and each tenant's three books, and returns the charges by key.
 
         Args:
             spare_usd: amount by which each counter may exceed its rows, by counter name.
@@ -169,7 +169,7 @@ class Ledger:
         return counted
 
     async def held_usd(self, instance: str) -> dict[str, float]:
-        """Amounts that Redis still leases to an instance, by counter name."""
+        """Amounts still leased from Redis to an instance, by counter name."""
         held: dict[str, float] = defaultdict(float)
         client: Any
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:
@@ -182,7 +182,7 @@ class Ledger:
 
 
 def budgets_of(tenant: str, key_id: str) -> tuple[str, str]:
-    """Returns the counter names for a tenant's and a key's budgets."""
+    """Returns the names of the counters for a tenant's and a key's budgets."""
     return budget_name(BudgetHolder(tenant)), budget_name(BudgetHolder(tenant, key_id))
 
 

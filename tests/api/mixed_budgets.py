@@ -38,14 +38,14 @@ class MixedBudgets:
         default_factory=lambda: {name: OWN_USD if name == "two" else RICH_USD for name in NAMES}
     )
     highest_usd: dict[str, float] = field(default_factory=dict)
-    """The highest budget so far, by counter name. Infinite if there was ever no budget."""
+    """The highest budget so far, by counter name. Infinite if there was ever no limit."""
 
     @property
     def tenant_of(self) -> dict[str, str]:
         return {self.key(name): f"{tenant}-{self.number}" for name, tenant in TENANTS.items()}
 
     def key(self, name: str) -> str:
-        """Returns the name that a key has in this example."""
+        """Returns a key's name in this example."""
         return f"{name}-{self.number}"
 
     def write(self) -> str:
@@ -68,7 +68,9 @@ class MixedBudgets:
         )
 
     def change(self, new: NewBudget) -> None:
-        """Changes a key's or tenant's budget. A tenant may be moved to another plan to do so."""
+        """Changes a key's or tenant's budget. To change it, a tenant may be moved to another
+        plan.
+        """
         if new.holder == "two":
             self.own_usd[new.holder] = new.usd
         else:

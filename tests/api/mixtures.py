@@ -1,6 +1,4 @@
-"""Mixtures of requests, ways in which callers end them, and failures that happen in the
-meantime.
-"""
+"""Mixtures of requests, the ways callers end them, and failures that happen in the meantime."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ class Ask:
     """A request, and how its caller ends it.
 
     `items` are chosen from a few texts, so that some are found in the cache and some are joined.
-    The worker rejects 7, and 8 fails. `repeats` chooses an Idempotency-Key; 0 means none.
+    The worker rejects item 7, and item 8 fails. `repeats` chooses an Idempotency-Key; 0 means none.
     """
 
     kind: Kind
@@ -47,7 +45,7 @@ class Ask:
     instance: int = 0
     waits: bool = False
     is_put: bool = False
-    """True if a prediction is created with an ID that the caller chose through `repeats`."""
+    """True if a prediction is created under an ID that the caller chose through `repeats`."""
 
     @property
     def ends_early(self) -> bool:
@@ -160,7 +158,7 @@ UNPAID = Mixture(
     ),
     batches=(Ask("batch", items=(0, 3, 7), end="cancel"),),
 )
-"""Unpaid results are requested again, on the same instance and on a different one."""
+"""Unpaid results are requested again, both on the same instance and on a different one."""
 
 DEATHS = Mixture(
     waves=(
@@ -213,4 +211,4 @@ BUDGETS = Mixture(
     ),
     batches=(Ask("batch", "poor", items=(0, 3, 6)),),
 )
-"""Budgets are removed, set below the amount spent, raised and lowered while flows run."""
+"""Budgets are removed, set below the amount already spent, raised, and lowered while flows run."""

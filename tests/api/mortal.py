@@ -1,8 +1,8 @@
 """Processes inside the test's own process that die as if they had been killed.
 
-After a process dies, nothing it does counts. It can't reach Redis, the broker drops its messages
-and redelivers the ones it held, and only the rows that it had already written remain. Closing it
-later has no effect.
+After a process dies, nothing it does has any effect: it can't reach Redis, and the broker drops its
+messages and redelivers the ones it held. Only the rows it had already written remain. Closing it
+later does nothing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 
 class Door:
-    """A process's access to an in-memory broker: a Transport and Admin that can be shut."""
+    """A process's access to an in-memory broker: a Transport and Admin that can be cut off."""
 
     def __init__(self, broker: InMemoryBroker) -> None:
         self._broker = broker
@@ -31,7 +31,7 @@ class Door:
         self._is_shut = False
 
     def __getattr__(self, name: str) -> Any:
-        """Any other operation of the broker."""
+        """Looks up any other operation on the broker."""
         operation: Callable[..., Awaitable[Any]] = getattr(self._broker, name)
         if not callable(operation):
             return operation
@@ -65,7 +65,7 @@ class Mortal(Generic[T]):
 
     Args:
         name: name of its link to Redis.
-        made: opens it, with its access to the broker and a list for its rows.
+        made: opens the process, given its access to the broker and a list for its rows.
         ledger: receives the lists of its rows.
     """
 
@@ -114,8 +114,8 @@ class Mortal(Generic[T]):
         self._life.result()
 
     async def die(self, asked: Sequence[asyncio.Task[Any]]) -> None:
-        """Kills it, along with the requests whose callers are waiting for it, and starts the next
-        one.
+        """Kills the process, along with the requests whose callers are waiting for it, and starts
+        the next one.
         """
         self._links.cut(self._name)
         await self._door.shut()

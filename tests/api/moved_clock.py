@@ -19,11 +19,11 @@ from shared.stores.objects import UrlSigner
 
 SCRIPT = "tests/api/moved_clock.lua"
 CLOCKED = (ApiKeys, BudgetMarks, ResultCache, Storage, UrlSigner)
-"""Classes that take `time.time` as a default argument and so keep the real one despite a patch."""
+"""Classes that take `time.time` as a default argument, so a patch doesn't reach them."""
 
 
 class MovedClock:
-    """Moves `time.time`, and the limit time in one Redis, until `patch` is undone."""
+    """Moves `time.time`, and the time one Redis uses for limits, until `patch` is undone."""
 
     def __init__(self, redis_url: str, patch: pytest.MonkeyPatch) -> None:
         self._client = redis.Redis.from_url(redis_url)
@@ -47,7 +47,7 @@ class MovedClock:
     def move_to_turn(self, left_s: float) -> None:
         """Moves the clock to this long before the end of the current month (UTC).
 
-        Negative values are after the end.
+        Negative values mean after the end.
         """
         now = datetime.fromtimestamp(self._usual(), UTC)
         turn = datetime(now.year + now.month // 12, now.month % 12 + 1, 1, tzinfo=UTC)

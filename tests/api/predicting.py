@@ -1,4 +1,4 @@
-"""Helpers that the tests of predictions share."""
+"""Helpers shared by the prediction tests."""
 
 import asyncio
 import base64
@@ -11,12 +11,12 @@ from tests.limits import WAIT_LIMIT_S
 
 TEXT = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 WAIT = {"prefer": "wait=60"}
-"""The longest possible wait: decoding an image is slow while the machine does other work."""
+"""The longest possible wait, because decoding an image is slow while the machine is busy."""
 OVER = {"succeeded", "failed", "canceled"}
 
 
 async def until_over(api: ApiUnderTest, prediction: dict[str, Any]) -> dict[str, Any]:
-    """The prediction once it has ended, as returned by GET."""
+    """The finished prediction, as returned by GET."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (

@@ -1,4 +1,4 @@
-"""All of an app's routes, including routes that its OpenAPI document leaves out."""
+"""All of an app's routes, including those left out of its OpenAPI document."""
 
 from collections.abc import Iterable, Iterator
 

@@ -24,7 +24,7 @@ def once(rows: Iterable[Row]) -> list[Row]:
 
 
 class RowSums:
-    """A SpentReader for lists of rows that may grow.
+    """A SpentReader over lists of rows that may grow.
 
     Args:
         row_lists: the rows that have arrived.

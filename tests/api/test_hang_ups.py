@@ -1,4 +1,4 @@
-"""Callers that hang up while their job is being sent to the broker: workers are still notified."""
+"""When callers hang up while their job is being sent to the broker, workers are still notified."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def test_stream_that_nobody_can_resume_is_canceled_at_once(
     body: dict[str, Any],
     headers: dict[str, str],
 ) -> None:
-    """Its reader has no event yet, so it has no id to resume with."""
+    """Its reader has received no event yet, so it has no id to resume from."""
     monkeypatch.setattr("api.predictions.generation_stream.LEFT_S", 10 * WAIT_LIMIT_S)
     api.worker.go.clear()
     asking = asyncio.create_task(api.http.post(path, json=body, headers=headers))
@@ -123,7 +123,7 @@ async def test_stream_that_nobody_can_resume_is_canceled_at_once(
 
 
 async def test_stream_that_was_cut_off_goes_on_for_its_reader(api: ApiUnderTest) -> None:
-    """With an Idempotency-Key, the same request finds it again."""
+    """With an Idempotency-Key, repeating the request resumes the stream."""
     api.worker.go.clear()
     path, body = CHAT
     given: dict[str, Any] = {"json": body, "headers": {"idempotency-key": "again"}}

@@ -1,4 +1,4 @@
-"""Misbehaving classes: their callers get a clear error, and other classes keep being served."""
+"""Misbehaving classes: their callers get a clear error, and other classes are still served."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ async def test_each_ends_alone_in_a_clear_error(tmp_path: Path, redis_url: str) 
 
 
 def _end_of(prediction: dict[str, Any], expected: tuple[str, object]) -> tuple[str, object]:
-    """The status with the output, or with the part of the error that ENDINGS expects."""
+    """The status with the output, or with the part of the error expected by ENDINGS."""
     status = prediction["status"]
     if status == "succeeded":
         return status, prediction["output"]

@@ -58,8 +58,8 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 async def two_apis(
     tmp_path: Path, redis_url: str, *, way: str = "", **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, str]]:
-    """One API with a worker for both, and the URL of another, sharing one Redis; `way` is the first
-    API's link to it.
+    """One API with a worker for both, and the URL of another API, sharing one Redis; `way` is the
+    first API's link to it.
     """
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with running_api(given.model_copy(update={"redis_url": way or redis_url})) as first:
@@ -416,7 +416,7 @@ async def test_without_redis_only_keys_are_refused(tmp_path: Path, own_redis: Re
 
 
 class Crowd:
-    """Requests from tenants that each repeat one key, and whose answers wait for `done`."""
+    """Requests from tenants that each repeat one key. Their responses wait for `done`."""
 
     def __init__(self, idempotency: IdempotencyService) -> None:
         self.idempotency = idempotency

@@ -143,7 +143,7 @@ def test_jpeg_with_many_scans_is_refused_before_it_is_decoded() -> None:
 
 
 def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
-    """A decoder reads all of them, so its time grows with their number."""
+    """A decoder reads every scan, so decoding time grows with their number."""
 
     def reserve(cost_bytes: int) -> None:
         raise AssertionError("nothing is decoded")
@@ -161,7 +161,7 @@ def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
 
 
 def test_scans_are_counted_in_linear_time() -> None:
-    """A 0xFF byte may be preceded by any number of fill bytes. Each is looked at once."""
+    """A 0xFF byte may be preceded by any number of fill bytes. Each is examined once."""
     whole = _encoded("jpeg", "RGB", comment=b"\xff\xda" * (MAX_SCANS + 1))
     filled = whole.removesuffix(b"\xff\xd9") + b"\xff" * 150_000 + b"\x00\xff\xd9"
     begun_s = time.process_time()
@@ -172,7 +172,7 @@ def test_scans_are_counted_in_linear_time() -> None:
 
 @pytest.mark.parametrize("kind", ["many scans", "thumbnail", "video behind it"])
 def test_jpeg_within_the_limit_of_scans_is_drawn(kind: str) -> None:
-    """Bytes that look like a scan in metadata or after the image don't count as a scan."""
+    """Bytes that look like a scan don't count as one if they are in metadata or after the image."""
     scan = b"\xff\xda" * 5000
     data = {
         "many scans": repeat_scans(64, MAX_SCANS - 6),

@@ -1,5 +1,5 @@
-"""Image models with a known interface: inputs that the API accepts and refuses, and its
-descriptions of them.
+"""Image models with a known interface: the inputs the API accepts and rejects, and how it describes
+them.
 """
 
 from collections.abc import AsyncIterator

@@ -1,7 +1,6 @@
-"""Every image mode, depth and container: drawn as numpy computes it, or refused by name.
+"""Every image mode, depth and container: drawn as numpy computes it, or rejected by name.
 
-The expected pixels come from the data from which the image was created. The test never reads the
-file.
+The expected pixels come from the data used to create the image. The test never reads the file.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ def slopes(channels: int, highest: int) -> Pixels:
 
 
 def on_white(color: Pixels, alpha: Pixels) -> Pixels:
-    """RGB over white. Alpha ranges from 0 to 1."""
+    """The pixels' RGB over white. Alpha ranges from 0 to 1."""
     mixed: Pixels = color * alpha[..., None] + 255 * (1 - alpha[..., None])
     return np.round(mixed)
 
@@ -174,7 +173,7 @@ PNGS = [
 ]
 ADAM7 = [(0, 0, 8, 8), (4, 0, 8, 8), (0, 4, 4, 8), (2, 0, 4, 4), (0, 2, 2, 4), (1, 0, 2, 2)]
 ADAM7 += [(0, 1, 1, 2)]
-"""First column and row, and the steps to the next: https://www.w3.org/TR/png-3/#8Interlace"""
+"""First column and row, and the step to the next: https://www.w3.org/TR/png-3/#8Interlace"""
 
 
 def chunk(kind: bytes, data: bytes) -> bytes:
@@ -182,7 +181,7 @@ def chunk(kind: bytes, data: bytes) -> bytes:
 
 
 def lines(values: Pixels, depth: int) -> bytes:
-    """An image's rows, each preceded by its filter type, which is none."""
+    """An image's rows, each preceded by its filter type, which is always "none"."""
     rows = values.reshape(values.shape[0], -1)
     if depth == 16:
         return b"".join(b"\0" + row.astype(">u2").tobytes() for row in rows)
@@ -246,7 +245,7 @@ def test_transparent_color_of_a_png_is_white(kind: int, depth: int) -> None:
 
 
 def exif(kind: int, count: int, value: bytes) -> bytes:
-    """An EXIF block with one entry, the orientation, of any type."""
+    """An EXIF block with a single entry, the orientation, of any type."""
     entry = struct.pack("<HHHI", 1, 0x0112, kind, count) + value.ljust(4, b"\0")
     return b"II*\0" + struct.pack("<I", 8) + entry + bytes(4)
 
@@ -331,7 +330,7 @@ def test_kinds_that_people_send_and_that_are_not_read_are_named(begins: bytes, n
 @pytest.mark.parametrize("container", ["PNG", "WEBP", "JPEG", "AVIF", "TIFF"])
 @pytest.mark.parametrize("orientation", range(1, 9))
 def test_a_picture_is_drawn_upright(container: str, orientation: int) -> None:
-    """Its shape is the visible one, so an output of the same size is not stretched."""
+    """The visible shape is used, so an output of the same size is not stretched."""
     corner = np.zeros((24, 40, 3), np.uint8)
     corner[:12, :20] = (255, 0, 0)  # top left as stored
     buffer, tags = io.BytesIO(), Image.Exif()
@@ -366,7 +365,7 @@ def test_of_several_pictures_the_first_is_taken() -> None:
 
 
 def wide_gamut() -> ImageCms.ImageCmsProfile:
-    """A profile that swaps colors, with sRGB's green as its red: an image that ignores it is
+    """A profile that swaps colors, with sRGB's green as its red: an image that ignores it looks
     obviously wrong.
     """
     data = bytearray(ImageCms.ImageCmsProfile(ImageCms.createProfile("sRGB")).tobytes())
@@ -401,7 +400,7 @@ def test_a_profile_that_can_not_be_read_is_none(profile: bytes) -> None:
 
 
 def test_lab_is_drawn_by_its_colors() -> None:
-    """CIE 15: L* = 53.2, a* = 80.1, b* = 67.2 is sRGB's red; Pillow stores 0 as 128."""
+    """In CIE 15, L* = 53.2, a* = 80.1, b* = 67.2 is sRGB's red; Pillow stores 0 as 128."""
     image = Image.new("LAB", (WIDTH, HEIGHT), (136, 208, 195))
     buffer = io.BytesIO()
     image.save(buffer, "TIFF")

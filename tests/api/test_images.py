@@ -21,7 +21,7 @@ DEFAULTS = IMAGE_MODEL.image
 
 
 def drawn(api: ApiUnderTest) -> list[ImageInput]:
-    """Image inputs that the worker received, sorted by seed."""
+    """Image inputs received by the worker, sorted by seed."""
     inputs = [item.input for item in api.worker.items if isinstance(item.input, ImageInput)]
     return sorted(inputs, key=lambda given: given.seed)
 

@@ -93,7 +93,7 @@ async def edited(api: ApiUnderTest, url: str, **headers: str) -> Any:
 
 
 async def refusal(api: ApiUnderTest, url: str) -> str:
-    """The reason an image is refused. Also checks that nothing was created."""
+    """The reason an image is rejected. Also checks that nothing was created."""
     response = await edited(api, url)
     assert response.status_code == 422, response.text
     (wrong,) = response.json()["invalid_fields"]
@@ -136,7 +136,7 @@ async def test_an_image_is_fetched_for_an_edit(api: ApiUnderTest, files: FileSer
 async def test_lists_use_the_creation_time_that_they_show(
     api: ApiUnderTest, files: FileServer
 ) -> None:
-    """A prediction is recorded when its image has been fetched, and shows when it was requested."""
+    """A prediction is recorded once its image has been fetched, and shows when it was requested."""
     url = files.add("/slow.png", PNG)
     files.held.add("/slow.png")
     async with asyncio.TaskGroup() as group:
@@ -226,7 +226,7 @@ async def test_a_media_type_that_is_none_goes_no_further(api: ApiUnderTest, kind
 async def test_a_name_server_that_is_silent_holds_up_no_other_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Nor does it hold up anything else that needs the event loop's threads."""
+    """It doesn't hold up anything else that needs the event loop's threads either."""
     look_up, released = socket.getaddrinfo, threading.Event()
 
     def getaddrinfo(host: str, *rest: Any, **more: Any) -> Any:
@@ -248,7 +248,7 @@ async def test_a_name_server_that_is_silent_holds_up_no_other_name(
 async def test_a_large_file_goes_to_the_object_store(
     api: ApiUnderTest, files: FileServer, tmp_path: Path
 ) -> None:
-    """Stored by digest, like uploads and data: URIs: equal files share one key."""
+    """Files are stored by digest, like uploads and data: URIs, so equal files share one key."""
     data = PNG + bytes(LARGE)
     url = files.add("/large.png", data)
     blob = (await given_to_class(api, file=url)).files[0]
@@ -315,7 +315,7 @@ async def test_private_places_are_refused_by_field_and_reason(closed: ApiUnderTe
 async def test_nobody_is_connected_to_who_was_not_checked(
     closed: ApiUnderTest, files: FileServer
 ) -> None:
-    """The server's port would be refused before its address, so the settings allow the port."""
+    """The port would be rejected before the address, so the settings allow the server's port."""
     url = files.add("/a.png", PNG)
     assert "not public" in await refusal(closed, url)
     assert not files.asked
@@ -424,7 +424,7 @@ async def fetch(
 async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
     tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    """A name server whose second answer differs is queried only once per hop."""
+    """A name server that would change its answer is queried only once per hop."""
     answers = iter([["127.0.0.1"], ["127.0.0.1"], ["127.0.0.2"]])
     asked = []
 
@@ -471,7 +471,7 @@ async def test_one_private_address_among_others_refuses_the_name(
 async def test_errors_have_nothing_that_a_host_sent(
     tmp_path: Path, files: FileServer, stores: RecordStores, said: bytes, reason: str
 ) -> None:
-    """It may be an internal service that was reached by mistake."""
+    """The host may be an internal service that was reached by mistake."""
 
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
@@ -526,7 +526,7 @@ async def test_a_tenant_leaves_room_for_others(
 
 
 async def asked_for_slow(files: FileServer) -> None:
-    """Waits until an unfinished body has started."""
+    """Waits until a slow response body has started."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not files.asked["/slow"]:
             files.is_asked.clear()
@@ -536,7 +536,7 @@ async def asked_for_slow(files: FileServer) -> None:
 async def test_requests_at_the_same_time_share_a_download(
     tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    """All from one tenant, in any number: waiting requests hold no permit."""
+    """All of them are from one tenant, in any number: waiting requests hold no permit."""
     one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     slow, small = f"{files.url}/slow", files.add("/small", b"a")
     async with asyncio.TaskGroup() as group:

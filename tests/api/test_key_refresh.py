@@ -193,7 +193,7 @@ async def test_file_with_what_cannot_work_is_refused_with_its_line(
 async def test_redis_that_names_a_model_that_is_gone_still_lets_in(
     redis_url: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It was checked when it was changed. The catalog has lost the model since then."""
+    """The file was checked when it was changed. The catalog has lost the model since then."""
     async with KeyRedis(redis_url) as store:
         admin = Administration(store, actor="user ann", address="desk")
         await admin.start_directory(Document(keys=(stored("a", "acme", models=("gone",)),)))
@@ -236,7 +236,7 @@ async def test_keys_outlive_their_source_for_a_day(
 
 
 class Counted(KeyFile):
-    """A store that counts its reads."""
+    """A store that counts how often it is read."""
 
     reads = 0
 
@@ -303,7 +303,7 @@ async def test_wrong_keys_are_looked_for_once_a_second(
 
 
 class Broken(KeyFile):
-    """A store with a bug that starts with its second read."""
+    """A store with a bug that shows from its second read on."""
 
     reads = 0
 

@@ -1,5 +1,5 @@
-"""Keys in Redis: several processes share them, and a Redis outage neither admits nor locks out any
-caller.
+"""Keys in Redis: several processes share them, and a Redis outage neither lets a caller in nor
+locks one out.
 """
 
 import asyncio
@@ -38,7 +38,7 @@ async def first_key(url: str) -> IssuedKey:
 
 
 async def until_status(http: httpx.AsyncClient, url: str, key: str, status: int) -> float:
-    """Waits until the key gets this status, and returns the time."""
+    """Waits until a request with the key gets this status, and returns the time."""
     async with asyncio.timeout(EVERYWHERE_WITHIN_S):
         while True:
             answer = await http.get(f"{url}/v1/models", headers={"x-api-key": key})
@@ -68,7 +68,7 @@ async def test_revoked_key_is_refused_by_all_processes_within_seconds(
 
 
 async def test_key_works_in_the_next_line_of_a_script(tmp_path: Path, redis_url: str) -> None:
-    """Created by the command line or at another instance, and used immediately."""
+    """The key was created by the command line or at another instance, and is used immediately."""
     await first_key(redis_url)
     async with (
         running_api(settings_for(tmp_path, keys_url=redis_url)) as api,

@@ -20,7 +20,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 INPUT = {"input": {"text": "a"}}
 PREDICTION = {"version": TEXT_MODEL.name} | INPUT
 SOON = {"x-penstock-deadline-ms": "200"}
-"""Without a worker."""
+"""Short, because there is no worker."""
 
 
 async def test_key_in_wrong_places_is_nowhere_else(
@@ -66,7 +66,7 @@ def spooled(api: ApiProcess) -> list[Path]:
 
 
 def misplaced(key: str) -> list[dict[str, Any]]:
-    """Requests with the key in a place where it does not belong, none of which can succeed."""
+    """Requests with the key in the wrong place, none of which can succeed."""
     text, drawing = {"model": TEXT_MODEL.name, "input": "a"}, {"model": IMAGE_MODEL.name}
     post = {"method": "POST", "url": "/v1/embeddings"}
     return [

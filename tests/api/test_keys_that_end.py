@@ -1,7 +1,7 @@
 """A key that expires or is revoked while its caller reads or waits: open requests end within
 seconds.
 
-Keys are in a file that others change, so each instance learns of it as usual.
+Keys are in a file that another process changes, so each instance learns of the change as usual.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""JSON above 1 MiB in class inputs and outputs goes through the object store."""
+"""JSON over 1 MiB in class inputs and outputs goes through the object store."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""However a request ends, its answer, its rows, and the counters of its key and tenant agree.
+"""No matter how a request ends, its response, its rows, and its key's and tenant's counters agree.
 
-One test for each ending. Each compares the three books and checks which key pays how much.
+There is one test for each ending. Each compares the three books and checks which key pays how much.
 """
 
 import asyncio
@@ -39,7 +39,7 @@ WORD_USD = 4 * LETTER_USD
 LATE_MS = str(int(500 * PATIENCE))
 """A deadline that passes in the test."""
 DEADLINES_MS = tuple(str(int(LATE_MS) * 4**attempt) for attempt in range(5))
-"""Deadlines to try one after another, if the worker has to meet a deadline that the caller
+"""Deadlines to try one after another, when the worker has to meet a deadline that the caller
 misses.
 """
 End = Callable[[LedgerWorld], Awaitable[dict[str, float]]]
@@ -52,7 +52,7 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[LedgerWorld]:
 
 
 def words(count: int, start: int = 0) -> list[str]:
-    """Different texts of four letters each.
+    """Distinct texts of four letters each.
 
     A message has 16 items; the model's batch size is four.
     """
@@ -70,7 +70,7 @@ def replies(world: LedgerWorld, count: int) -> Callable[[], bool]:
 
 
 async def delivered(world: LedgerWorld) -> dict[str, float]:
-    """Computed, from the cache, and several times in one request."""
+    """Texts are computed, found in the cache, and repeated within one request."""
     texts = words(20)
     for asked in (texts, texts, [*texts[:3], texts[0], "new"]):
         assert (await world.ledger.embed("one", asked)).status_code == 200
@@ -78,7 +78,7 @@ async def delivered(world: LedgerWorld) -> dict[str, float]:
 
 
 async def one_item_is_bad(world: LedgerWorld) -> dict[str, float]:
-    """Results from the same job, from another job, from the cache, and from a joined item."""
+    """Results come from the same job, another job, the cache, and a joined item."""
     texts = words(20)
     await world.ledger.embed("one", texts[:2])
     for asked in ([*texts, "0"], ["0", *words(40, 100)], [texts[0], "0", texts[0]]):
@@ -121,7 +121,7 @@ async def caller_hangs_up_with_a_part_done(world: LedgerWorld) -> dict[str, floa
 
 
 async def worker_never_hears_of_the_hang_up(world: LedgerWorld) -> dict[str, float]:
-    """The row with its result comes after the row that records the hang-up."""
+    """The row with the result is written after the row that records the hang-up."""
     texts = words(3)
     world.harness.process.gate.clear()
     with pytest.MonkeyPatch.context() as patch:
@@ -159,7 +159,7 @@ async def deadline_passes_with_a_part_done(world: LedgerWorld) -> dict[str, floa
 
 
 async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
-    """The worker answered in time and wrote its row, but the caller got nothing."""
+    """The worker responded in time and wrote its row, but the caller got nothing."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("api.dispatch.reply_inbox.OpenInbox.deliver", lambda *_: None)
         patch.setattr(Records, "read", _away)
@@ -174,7 +174,7 @@ async def reply_is_lost(world: LedgerWorld) -> dict[str, float]:
 
 
 async def broker_confirms_a_reply_late(world: LedgerWorld) -> dict[str, float]:
-    """It delivered the reply in time, but the worker learns of it after the deadline."""
+    """It delivered the reply in time, but the worker doesn't find out until after the deadline."""
     publish = world.harness.broker.publish
     for attempt, deadline_ms in enumerate(DEADLINES_MS):
         answered, before = asyncio.Event(), len(world.harness.rows)
@@ -219,7 +219,9 @@ async def budget_is_too_small(world: LedgerWorld) -> dict[str, float]:
 
 
 async def answer_is_replayed(world: LedgerWorld) -> dict[str, float]:
-    """It is charged once, even if the caller hung up and gets its answer on the next try."""
+    """The request is charged once, even if the caller hung up and gets its response on the next
+    try.
+    """
     for _ in range(2):
         assert (await world.ledger.embed("one", words(3), idempotency_key="a")).is_success
     world.harness.process.gate.clear()
@@ -236,7 +238,7 @@ async def answer_is_replayed(world: LedgerWorld) -> dict[str, float]:
 
 
 async def items_are_joined(world: LedgerWorld) -> dict[str, float]:
-    """The first caller pays; the others pay a share for the items they share."""
+    """The first caller pays in full; the others pay a reduced share for the items they share."""
     world.harness.process.gate.clear()
     asked = [await _begun(world, key) for key in ("one", "two", "two")]
     world.harness.process.gate.set()
@@ -245,7 +247,7 @@ async def items_are_joined(world: LedgerWorld) -> dict[str, float]:
 
 
 async def who_was_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
-    """The first of the others pays for all of it, because it was computed only for them."""
+    """The first of the remaining callers pays in full, because it was computed only for them."""
     world.harness.process.gate.clear()
     first, *others = [await _begun(world, key) for key in ("one", "two", "other", "two")]
     first.cancel()
@@ -267,7 +269,7 @@ async def who_joined_hangs_up(world: LedgerWorld) -> dict[str, float]:
 
 
 async def who_was_joined_gets_an_error(world: LedgerWorld) -> dict[str, float]:
-    """That caller's request fails as a whole, so the request that joined pays for all of it."""
+    """The first request fails as a whole, so the request that joined it pays in full."""
     world.harness.process.gate.clear()
     first = await _begun(world, "one", "0")
     second = await _begun(world, "two")
@@ -280,7 +282,7 @@ async def who_was_joined_gets_an_error(world: LedgerWorld) -> dict[str, float]:
 async def unpaid_results_of_a_bad_request_are_asked_for_again(
     world: LedgerWorld,
 ) -> dict[str, float]:
-    """The first hit pays like a miss, and later hits pay their share."""
+    """The first hit pays like a miss, and later hits pay their reduced share."""
     texts = words(20)
     await _leave_unpaid(world, texts)
     for key in ("one", "two"):
@@ -290,7 +292,7 @@ async def unpaid_results_of_a_bad_request_are_asked_for_again(
 
 
 async def unpaid_results_are_asked_for_together(world: LedgerWorld) -> dict[str, float]:
-    """If several requests ask at the same time, one pays, even if a request has equal texts."""
+    """If several requests ask at the same time, only one pays, even if a request repeats texts."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     asked = (world.ledger.embed("one", [*texts, *texts]) for _ in range(4))
@@ -311,7 +313,7 @@ async def unpaid_results_fail_again(world: LedgerWorld) -> dict[str, float]:
 
 
 async def unpaid_results_meet_a_refusal(world: LedgerWorld) -> dict[str, float]:
-    """A request that is refused before any of it is computed pays for none of its hits."""
+    """A request that is rejected before any of it is computed pays for none of its hits."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     with pytest.MonkeyPatch.context() as patch:
@@ -323,7 +325,7 @@ async def unpaid_results_meet_a_refusal(world: LedgerWorld) -> dict[str, float]:
 
 
 async def results_of_a_hang_up_are_asked_for_again(world: LedgerWorld) -> dict[str, float]:
-    """One job was answered before its caller hung up, and one is computed again."""
+    """One job had replied before its caller hung up, and one is computed again."""
     texts = words(32)
     world.harness.process.holds = texts[20]
     await world.hang_up("one", texts, replies(world, 16))
@@ -346,7 +348,7 @@ async def results_are_on_their_way_at_a_hang_up(world: LedgerWorld) -> dict[str,
 
 
 async def answer_that_cant_be_made_is_asked_for_again(world: LedgerWorld) -> dict[str, float]:
-    """This time in a format that it can use."""
+    """This time, the request asks for a usable format."""
     for encoding, status in (("float", 500), ("base64", 200), ("base64", 200)):
         answer = await world.ledger.embed("one", ["abc"], encoding=encoding)
         assert answer.status_code == status
@@ -382,7 +384,7 @@ async def results_computed_again_meet_a_hang_up(world: LedgerWorld) -> dict[str,
 
 
 async def paid_results_replace_unpaid_ones(world: LedgerWorld) -> dict[str, float]:
-    """The second computation was paid for, so later hits pay their share."""
+    """The second computation was paid for, so later hits pay their reduced share."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     answer = await world.ledger.embed("one", texts, cache_control="no-cache")
@@ -456,9 +458,7 @@ async def _until_marked(world: LedgerWorld) -> None:
 
 
 async def _pay_once(world: LedgerWorld, texts: Sequence[str]) -> dict[str, float]:
-    """Requests unpaid results twice: the first hit pays for all of it, the second only its
-    share.
-    """
+    """Requests unpaid results twice: the first hit pays in full, the second only its share."""
     for _ in range(2):
         assert (await world.ledger.embed("one", texts)).status_code == 200
     assert _computed_once(world)
@@ -475,7 +475,7 @@ def _full(*_: object, **__: object) -> None:
 
 
 async def predictions_end(world: LedgerWorld) -> dict[str, float]:
-    """Predictions that succeeded, were found again, failed, or were canceled during computation."""
+    """Predictions that succeeded, were repeated, failed, or were canceled during computation."""
     for text in ("abcd", "!"):
         for _ in range(2):
             await _prediction(world, text, idempotency_key=f"key-{len(text)}")
@@ -502,7 +502,7 @@ async def prediction_is_published_by_who_asks_again(world: LedgerWorld) -> dict[
 
 
 async def batch_ends(world: LedgerWorld) -> dict[str, float]:
-    """A line with an error is not charged, however much of it was computed."""
+    """A line with an error is not charged, no matter how much of it was computed."""
     client = world.api.openai(api_key=key_for("one"))
     async with running_batches(world):
         batch = await _batch(client, ["abcd"], ["efgh", "0"], ["ijkl", "!"], words(20))
@@ -513,7 +513,7 @@ async def batch_ends(world: LedgerWorld) -> dict[str, float]:
 
 
 async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
-    """Part of one line is computed, and nothing of the other."""
+    """Part of one line is computed, and none of the other."""
     client = world.api.openai(api_key=key_for("one"))
     texts = words(32)
     world.harness.process.holds = texts[20]
@@ -528,7 +528,7 @@ async def batch_is_canceled(world: LedgerWorld) -> dict[str, float]:
 
 
 async def batch_is_canceled_after_its_process_died(world: LedgerWorld) -> dict[str, float]:
-    """Results that were computed and charged are delivered, though none of their segments were
+    """Results that were computed and charged are delivered, even though none of their segments were
     written.
     """
     client = world.api.openai(api_key=key_for("one"))
@@ -573,7 +573,7 @@ async def _left_by_its_process(world: LedgerWorld, client: Any) -> Any:
 
 
 async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
-    """The next process sends the same ids and gets the results already computed."""
+    """The next process sends the same ids and gets the results computed so far."""
     client = world.api.openai(api_key=key_for("one"))
     texts = words(32)
     world.harness.process.holds = texts[20]
@@ -667,7 +667,9 @@ async def test_three_books_agree(world: LedgerWorld, end: End) -> None:
 
 
 async def test_unpaid_results_are_paid_at_any_instance(redis_url: str, tmp_path: Path) -> None:
-    """Charged once, to the first request that asks, wherever the undelivered request was."""
+    """They are charged once, to the first request that asks, regardless of which instance had the
+    undelivered request.
+    """
     async with ledger_world(redis_url, tmp_path, instances=3) as world:
         texts = words(3)
         assert (await world.ledger.embed("one", [*texts, "0"])).status_code == 400
@@ -679,7 +681,7 @@ async def test_unpaid_results_are_paid_at_any_instance(redis_url: str, tmp_path:
 
 
 async def test_three_books_agree_on_streams(redis_url: str, tmp_path: Path) -> None:
-    """One is read to its end; some of the other's letters are read before it is canceled."""
+    """One is read to the end; only some of the other's letters are read before it is canceled."""
     worker = spelling(redis_url, tmp_path, model=LONG)
     async with ledger_world(redis_url, tmp_path, LONG, worker=worker) as world:
         http, key, rows = world.api.http, bearer("one"), world.harness.rows
@@ -700,7 +702,9 @@ async def test_three_books_agree_on_streams(redis_url: str, tmp_path: Path) -> N
 
 
 async def test_three_books_agree_on_canaries(redis_url: str, tmp_path: Path) -> None:
-    """Its caller pays once for items that fail there and are computed by the other revision."""
+    """The caller pays once for items that fail on the canary and are computed by the other
+    revision.
+    """
     keys = ledger_keys(tmp_path)
     async with running_world(redis_url, tmp_path, keys_url=keys) as world:
         await world.until_serving()
@@ -734,7 +738,7 @@ async def _away(*_: object) -> None:
 
 
 async def _begun(world: LedgerWorld, key: str, *more: str) -> asyncio.Task[httpx.Response]:
-    """A request for three texts, which waits for its worker."""
+    """A request for three texts that is waiting for its worker."""
     waiting = _waiters(world)
     texts = [*words(3), *more]
     asked = asyncio.create_task(world.ledger.embed(key, texts))
@@ -743,7 +747,7 @@ async def _begun(world: LedgerWorld, key: str, *more: str) -> asyncio.Task[httpx
 
 
 def _waiters(world: LedgerWorld) -> int:
-    """How many of the three texts are waiting in the API."""
+    """How many of the three texts are being waited for in the API."""
     flights = world.api.dependencies.dispatcher._single_flight._by_key.values()
     return sum(one.waiters for one in flights if getattr(one.item.input, "text", "") in words(3))
 
@@ -755,7 +759,7 @@ def _is_published(world: LedgerWorld) -> bool:
 
 @asynccontextmanager
 async def running_batches(world: LedgerWorld) -> AsyncIterator[None]:
-    """A process that runs batches. Its limiter returns unused amounts when the process ends."""
+    """A process that runs batches. Its limiter returns unused amounts when the process exits."""
     rows, broker = RowList(), world.harness.broker
     world.ledger.row_lists.append(rows.rows)
     async with open_runner(
@@ -787,7 +791,7 @@ async def _create(world: LedgerWorld, text: str, **headers: Any) -> dict[str, An
 
 
 async def _prediction(world: LedgerWorld, text: str, **headers: Any) -> None:
-    """Creates a prediction and waits for it to end."""
+    """Creates a prediction and waits for it to finish."""
     created_one = await _create(world, text, **headers)
     http, key = world.api.http, bearer("one")
     async with asyncio.timeout(WAIT_LIMIT_S):

@@ -1,8 +1,8 @@
-"""Any mix of requests, ending in any way: afterward, the three books agree, and no budget is
+"""For any mix of requests, no matter how they end, the three books agree, and no budget is
 exceeded.
 
-Answers, rows and counters are compared per key and tenant (tests/api/ledger.py). An example is a
-list of waves. A wave's requests are in flight together: model processes are held until requests
+Responses, rows and counters are compared per key and tenant (tests/api/ledger.py). An example is a
+list of waves. A wave's requests are in flight together: model processes are held until the requests
 that hang up, are late or are canceled have ended. After that, a process may die, budgets may
 change, or the month may turn. No example waits for a clock.
 """
@@ -138,7 +138,7 @@ TWICE = FlowEntry.model_validate(
         "output": {"words": "$second"},
     }
 )
-"""The first step or another run has computed most items of its second step."""
+"""The first step or another run has computed most of the second step's items."""
 MODELS = (LETTERS, PAINTER, SPELLER, REVISED, CAPITALS)
 CATALOG = Catalog(MODELS, (flow_of(TWICE, Catalog(MODELS)),))
 CANARY = CATALOG.canaries[REVISED.name]
@@ -149,11 +149,11 @@ PATIENT = "wait=2"
 """`Prefer` header for predictions. A late prediction waits in vain as long as its model is held."""
 NEVER_S = 1e9
 LEASE_S = 1.0
-"""How long a dead process's work stays with it."""
+"""How long a dead process keeps its lease on its work."""
 LINES_WAIT_S = 2.0
-"""How long a batch's lines may wait for room in their budget after all other requests."""
+"""How long a batch's lines may wait for room in their budget after all other requests finish."""
 RIVALS = 8
-"""Deletions sent together with a cancel. They arrive at different stages of it."""
+"""Deletions sent together with a cancel. They arrive at different stages of the cancel."""
 ENDLESS = 10**6
 """More tokens than any test waits for."""
 SMALL = {"size": "64x64", "num_inference_steps": 4}
@@ -342,7 +342,7 @@ async def _runner(settings: ApiSettings, door: Any, rows: list[Row]) -> AsyncIte
 
 @dataclass(repr=False)
 class Mix:
-    """An example: its own tenants, its requests, and the costs in the answers."""
+    """An example: its own tenants, its requests, and the costs reported in its responses."""
 
     world: Mixed
     budgets: MixedBudgets
@@ -360,14 +360,14 @@ class Mix:
     silent: set[str] = field(default_factory=set)
     """Requests whose callers got no report of the cost, by the id they sent.
 
-    Either their answer was stored although the caller hung up, or their process died.
+    Either the response was stored although the caller hung up, or the process died.
     """
     answered: set[str] = field(default_factory=set)
     """Requests that reported their cost to their callers, by the id they sent."""
     spare_usd: dict[str, float] = field(default_factory=lambda: defaultdict(float))
     """Amounts that dead processes could have returned, by counter name."""
     has_died: bool = False
-    """True if a process has."""
+    """True if a process has died."""
 
     def key(self, name: str) -> str:
         return self.budgets.key(name)
@@ -421,7 +421,7 @@ class Mix:
         return asked
 
     async def _tell_redis(self, numbers: Iterable[int] = range(len(PROCESSES))) -> None:
-        """Lets processes report to Redis anything they did while it was unreachable."""
+        """Lets processes report to Redis everything they did while it was unreachable."""
         for limiter in map(self.world.limiter, numbers):
             async with asyncio.timeout(WAIT_LIMIT_S):
                 is_told = False
@@ -467,7 +467,7 @@ class Mix:
     async def _fixed_marks(self) -> AsyncIterator[None]:
         """A block in which no instance moves a budget's mark.
 
-        Amounts that an instance spends without Redis while a mark moves count twice
+        Amounts an instance spends without Redis while a mark moves count twice
         (docs/decisions/0124-budgets-from-their-rows.md).
         """
         store = self.ledger.limiters[0].store
@@ -478,7 +478,7 @@ class Mix:
         await store.unlock_marks()
 
     def _body(self, one: Ask) -> tuple[str, dict[str, Any]]:
-        """Returns the path and the body. A request that must not be answered gets a unique item."""
+        """Returns the path and the body. A request that must never complete gets a unique item."""
         own = one.ends_early
         number = next(self.fresh) if own and not one.repeats else 0
         texts = [_text(item) for item in one.items] + ([_own(number)] if own else [])
@@ -595,7 +595,7 @@ class Mix:
         return batch
 
     async def _end_batch(self, one: Ask, batch: str) -> None:
-        """Waits for a batch to end.
+        """Waits for a batch to finish.
 
         Cancels it if its lines are waiting for room in a full budget.
         """
@@ -616,8 +616,8 @@ class Mix:
                 await asyncio.sleep(0.02)
 
     async def settle(self) -> None:
-        """Ends requests that no caller is waiting for any more, and records costs from
-        predictions.
+        """Ends requests that no caller is waiting for any longer, and records predictions'
+        costs.
         """
         for name in NAMES:
             for one in await self._listed(name):
@@ -643,10 +643,9 @@ class Mix:
         self.ledger.uncounted = self.budgets.budgets().keys() - self.budgets.counted()
 
     def _tell(self, said: defaultdict[str, float]) -> None:
-        """Reports costs from predictions to the ledger. Rows identify the keys they belong to.
+        """Reports predictions' costs to the ledger. Rows identify the keys they belong to.
 
-        Answers that were stored after their callers hung up, and batch lines, report no cost to any
-        caller.
+        Responses stored after their callers hung up, and batch lines, report no cost to any caller.
         """
         keys = {stored(key, tenant).id: key for key, tenant in self.ledger.tenant_of.items()}
         for row in self.ledger.rows():
@@ -700,7 +699,7 @@ def check_bounds(ledger: Ledger, highest_usd: Mapping[str, float], times: int) -
     Without Redis, each instance spends its part of the remaining amount that it knows about.
 
     An instance that does not know the amount spent uses its part of the whole budget, so together
-    they overspend by at most one budget (docs/reference/limits.md).
+    the instances overspend by at most one budget (docs/reference/limits.md).
     """
     for name, months in ledger.charged_by_month().items():
         for month, usd in months.items():
@@ -714,14 +713,14 @@ def check_paid_once(
     """Each text or word that was computed and delivered is paid for in full, exactly once.
 
     Rows do not contain the texts, but each text has a different length. A process that finds a
-    result before it is marked as unpaid pays only a share of it. In that case the mark is still
-    there for the next request (docs/decisions/0131-unpaid-results.md).
+    result before it is marked as unpaid pays only a share of it. In that case the mark still exists
+    for the next request (docs/decisions/0131-unpaid-results.md).
 
     Args:
-        ledger: the books of one example.
+        ledger: the ledger that contains the example's books.
         texts: texts sent to the embedding model.
         words: words sent to flow steps.
-        is_whole: True if no process died and all reached Redis, which has the marks.
+        is_whole: True if no process died and all of them reached the Redis that has the marks.
     """
     tenants = set(ledger.tenant_of.values())
     paid = [row for row in ledger.rows() if row.tenant in tenants and row.cost_usd]
@@ -739,7 +738,7 @@ def check_paid_once(
 
 
 def unpaid_texts(redis_url: str, tenants: Iterable[str]) -> set[tuple[str, int | None]]:
-    """Returns the texts whose next hit pays in full: their tenants and lengths."""
+    """Returns the texts whose next hit pays in full, by tenant and length."""
     texts = [_text(item) for item in range(7)]
     with redis.Redis.from_url(redis_url) as client:
         return {
@@ -757,7 +756,7 @@ def cost_of(prediction: Mapping[str, Any]) -> float:
 
 
 def _text(item: int) -> str:
-    """Returns a text whose length differs from all others that can be delivered."""
+    """A text whose length differs from all others that can be delivered."""
     return "0!"[item - 7] if item >= 7 else "abcdefg"[item] * 4 * (item + 1)
 
 

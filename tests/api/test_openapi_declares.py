@@ -1,6 +1,6 @@
-"""Each route declares the answers that shared code can return on it.
+"""Each route declares the responses that shared code can return on it.
 
-All other tests also compare routes' answers with the document (tests/api/declared.py).
+All other tests also compare routes' responses with the document (tests/api/declared.py).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The OpenAPI document covers every answer to any request: schemathesis sends requests, the same
+"""The OpenAPI document covers every response to any request: schemathesis sends requests, the same
 ones each time.
 
-Its phases: the document's examples, each bound of each schema, random requests, and requests built
-from earlier answers.
+Its phases: the document's examples, each schema's bounds, random requests, and requests built from
+earlier responses.
 """
 
 import asyncio

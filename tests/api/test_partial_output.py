@@ -1,4 +1,4 @@
-"""The output of a class that yields, as GET and webhooks show it while the class is running."""
+"""Output from a class that yields, as shown by GET and webhooks while the class is running."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ async def test_files_are_there_before_the_end(serve: Any, tmp_path: Path) -> Non
 
 
 async def test_replicates_client_iterates_over_the_output(serve: Any, tmp_path: Path) -> None:
-    """It uses the part of each answer that comes after the previous one, so no piece may change."""
+    """The client uses only what each response adds to the previous one, so no piece may change."""
     words = [f"{number} " for number in range(30)]
     api = await serve(YIELDS.format(kind="ConcatenateIterator[str]", pieces=repr(words)))
     client = Client(api_token="any", base_url=api.url)
@@ -195,7 +195,7 @@ async def test_output_of_an_asynchronous_class_stays_when_it_fails(serve: Any) -
 
 
 async def until_charged(api: ApiUnderTest, created: dict[str, Any]) -> dict[str, Any]:
-    """The prediction, once its worker has ended it too."""
+    """The prediction, once its worker has also finished it."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found: dict[str, Any] = (await api.http.get(created["urls"]["get"])).json()

@@ -1,4 +1,6 @@
-"""Deleting a prediction removes its files; plans limit how long it is kept; webhooks are listed."""
+"""Deleting a prediction removes its files; plans limit how long predictions are kept; webhooks are
+listed.
+"""
 
 from collections.abc import AsyncIterator
 from pathlib import Path

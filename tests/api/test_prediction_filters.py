@@ -1,4 +1,4 @@
-"""Filters and pages in the list of predictions."""
+"""Filters and pages in the prediction list."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -27,7 +27,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 @pytest.fixture
 def short_pages(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pages of two, in search of which up to eight predictions are read."""
+    """Pages of two predictions, each filled by reading up to eight."""
     monkeypatch.setattr("api.predictions.service.PAGE", 2)
     monkeypatch.setattr("api.predictions.service.SCAN_WINDOW", 3)
     monkeypatch.setattr("api.predictions.service.PAGE_READS", 3)
@@ -47,7 +47,7 @@ async def page(api: ApiUnderTest, url: str, key: str = "a", **query: str) -> dic
 
 
 async def listed(api: ApiUnderTest, key: str = "a", **query: str) -> list[str]:
-    """The IDs on all pages, and asserts that none is on two of them."""
+    """The IDs on all pages. Asserts that none is on two pages."""
     ids, found = list[str](), await page(api, "/v1/predictions", key, **query)
     while True:
         ids += [entry["id"] for entry in found["results"]]
@@ -94,7 +94,7 @@ def model_of(entry: dict[str, Any]) -> str:
 
 
 async def key_id(api: ApiUnderTest, made: list[tuple[dict[str, Any], str]], key: str) -> str:
-    """The public ID of a key, as shown by its predictions."""
+    """A key's public ID, as shown by its predictions."""
     ids = {entry["id"] for entry, by in made if by == key}
     found = await page(api, "/v1/predictions", include="api_key_id")
     while True:
@@ -140,7 +140,7 @@ async def test_a_page_of_records_that_are_gone_has_a_next_page(
 
 @pytest.mark.usefixtures("short_pages")
 async def test_predictions_of_the_same_time_are_in_pages(api: ApiUnderTest, redis_url: str) -> None:
-    """As the runs of a batch, which show the time of the batch."""
+    """A batch's runs are an example: they all show the batch's time."""
     made = [(await create(api, TEXT))["id"] for _ in range(7)]
     with redis.Redis.from_url(redis_url) as client:
         client.zadd(f"{KEY_PREFIX}predictions:of:acme", dict.fromkeys(made[1:6], 1_790_000_000.25))

@@ -1,4 +1,4 @@
-"""Predictions when something is late, gone or full: accepted predictions are kept, and no others
+"""Predictions when something is late, missing or full: accepted predictions are kept, and no others
 are accepted.
 """
 

@@ -75,7 +75,7 @@ async def test_waiting_answers_when_it_is_over(api: ApiUnderTest) -> None:
 async def test_wait_that_ends_early_answers_starting_and_get_says_processing(
     api: ApiUnderTest,
 ) -> None:
-    """If a wait returns `processing`, Replicate's clients take the prediction as ended, without
+    """If a wait returns `processing`, Replicate's clients treat the prediction as finished, without
     output.
     """
     api.worker.go.clear()
@@ -142,7 +142,7 @@ async def test_put_twice_is_one_prediction(api: ApiUnderTest) -> None:
 
 @pytest.fixture
 def one_stream(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Allows one stream at a time, from before the API starts."""
+    """Limits streams to one at a time, from before the API starts."""
     monkeypatch.setattr("api.predictions.event_stream.MAX_STREAMS", 1)
 
 
@@ -215,7 +215,7 @@ async def test_streams_of_one_tenant_leave_room_for_another(
 async def test_many_predictions_of_one_tenant_do_not_stand_before_requests(
     api: ApiUnderTest,
 ) -> None:
-    """`interactive` priority gets as many as a model process takes at once, and `batch` priority
+    """The `interactive` priority gets as many as a model process takes at once, and `batch` gets
     the rest.
     """
     api.worker.go.clear()
@@ -267,7 +267,7 @@ async def test_list_goes_back_page_by_page(api: ApiUnderTest) -> None:
 
 
 async def test_a_page_of_large_predictions_has_fewer_of_them(api: ApiUnderTest) -> None:
-    """If several callers list them at the same time, they could exceed an instance's memory."""
+    """If several callers listed them at the same time, they could exceed an instance's memory."""
     large = TEXT | {"input": {"texts": ["a " * 3500] * 128}}
     made = [(await api.http.post("/v1/predictions", json=large)).json()["id"] for _ in range(8)]
     found, url = list[str](), "/v1/predictions"

@@ -1,4 +1,4 @@
-"""Previews reach readers who request them, from any instance, at no cost to others."""
+"""Previews reach the readers that request them, from any instance, at no cost to others."""
 
 import asyncio
 import base64

@@ -41,13 +41,13 @@ def window_of(items_per_s: float = 1.0, floor: int = FLOOR) -> ModelWindow:
 
 
 class Senders:
-    """Jobs in flight in one window, without publishing any."""
+    """Sends jobs through one window, without publishing any."""
 
     def __init__(self, window: ModelWindow) -> None:
         self.window = window
         self.tasks: list[tuple[Demand, asyncio.Task[None]]] = []
         self.left: list[Demand] = []
-        """Unanswered jobs, in the order in which they left."""
+        """Jobs sent but not yet replied to, in the order in which they left."""
 
     async def send(self, asked: Demand, until_s: float = FAR_S) -> asyncio.Task[None]:
         task = asyncio.create_task(self._run(asked, until_s))
@@ -82,7 +82,7 @@ class Senders:
 
 @contextmanager
 def ended(senders: Senders) -> Iterator[Senders]:
-    """Checks that nothing sent in the block remains."""
+    """Checks that the block leaves no jobs behind."""
     yield senders
     assert senders.window.is_idle
     assert (senders.window.published, senders.window.held) == (0, 0)
@@ -246,7 +246,7 @@ async def test_room_goes_to_the_tenant_that_has_least_for_its_weight() -> None:
 
 @pytest.mark.anyio
 async def test_part_of_a_tenant_is_divided_among_instances() -> None:
-    """Both tenants are on all instances, and this instance has a quarter of tenant `a`'s items."""
+    """Both tenants use all instances, and this instance has a quarter of tenant `a`'s items."""
     tenants = {digest_of("a"): (1.0, 60), digest_of("b"): (1.0, 80)}
     with ended(Senders(window_of(floor=1))) as senders:
         senders.window.update(Elsewhere(3, size=80.0, published=80, tenants=tenants))
@@ -271,7 +271,7 @@ async def test_weights_add_up_whatever_comes_and_goes() -> None:
 
 
 class Publishing(RuleBasedStateMachine):
-    """Tenants publish, receive answers and give up."""
+    """Tenants publish, receive replies and give up."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -20,7 +20,7 @@ api = api_with_redis(secret="s")
 
 
 async def waiting(api: ApiUnderTest, stores: RecordStores, count: int) -> list[dict[str, Any]]:
-    """Creates `count` predictions that no worker has taken, in the order of their deadlines."""
+    """Creates `count` predictions that no worker has taken, in deadline order."""
     made = []
     for _ in range(count):
         api.worker.go.clear()

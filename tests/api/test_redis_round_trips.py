@@ -1,7 +1,7 @@
-"""How many times a request waits for Redis: if Redis is far away, each wait is a round trip.
+"""How many times a request waits for Redis, because each wait is a round trip if Redis is far away.
 
-Redis is behind a proxy that forwards nothing until the test allows it. All commands that the API
-has sent by then are forwarded together, as one round trip.
+Redis is behind a proxy that forwards nothing until the test allows it. All commands the API has
+sent by then are forwarded together, as one round trip.
 """
 
 from collections.abc import AsyncIterator
@@ -31,7 +31,7 @@ REQUESTS = 8
 async def gated_api(
     tmp_path: Path, redis_url: str
 ) -> AsyncIterator[tuple[ApiUnderTest, GatedLink]]:
-    """An API whose tenant has limits, with its Redis behind a gate."""
+    """An API whose tenant has limits, and whose Redis is behind a gate."""
     plan = Plan(requests_per_min=1000, budget_usd_per_month=1000.0)
     url = keys_url(
         tmp_path, plans={"theirs": plan}, tenants={"acme": "theirs"}, keys=[stored("a", "acme")]
@@ -46,7 +46,7 @@ async def gated_api(
 
 
 async def fewest(api: ApiUnderTest, link: GatedLink, cache: str, *texts: str) -> int:
-    """The minimum number of round trips for requests with these texts, one text each."""
+    """The minimum number of round trips for requests with one of these texts each."""
     found = list[str]()
 
     async def embed(text: str) -> httpx.Response:

@@ -1,4 +1,4 @@
-"""Requests that are refused before any work is done for them."""
+"""Requests that are rejected before any work is done for them."""
 
 import asyncio
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A refused request leaves a count, and one row if its sender is known, but not its content."""
+"""A rejected request leaves a count, and one row if its sender is known, but not its content."""
 
 import asyncio
 from collections.abc import AsyncIterator
@@ -214,7 +214,7 @@ async def test_who_only_looks_leaves_no_row(api: ApiUnderTest) -> None:
 
 
 async def test_what_a_worker_refuses_has_its_own_row(api: ApiUnderTest) -> None:
-    """Items of an accepted request leave their rows where they end, so there is no second row
+    """An accepted request's items leave their rows where they finish, so there is no second row
     here.
     """
     before = count(EMBEDDINGS, 500, "model_failed")
@@ -227,7 +227,7 @@ async def test_what_a_worker_refuses_has_its_own_row(api: ApiUnderTest) -> None:
 
 
 def labels() -> set[tuple[str, str]]:
-    """Route and code of all errors counted so far, in any test."""
+    """The routes and codes of all errors counted so far, in any test."""
     samples = [sample for metric in REGISTRY.collect() for sample in metric.samples]
     return {
         (sample.labels["route"], sample.labels["code"])

@@ -63,7 +63,7 @@ async def test_run_gives_the_vector(client: Any) -> None:
 
 
 async def test_run_of_a_version_gives_images(api: ApiUnderTest, client: Any) -> None:
-    """It also checks the version for its output schema."""
+    """The client also checks the version's output schema."""
     model = await client.models.async_get(IMAGE_REF)
     version = model.latest_version
     images = await client.async_run(

@@ -1,4 +1,4 @@
-"""Limits on a request's other fields, and on the memory it uses until it is answered."""
+"""Limits on a request's other fields, and on the memory it uses until its response is sent."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ REASONING = [
         ("summary", lambda size: [{"type": "summary_text", "text": "s" * size}]),
     )
 ]
-"""Fields of a reasoning item, which is stored but not read: of maximum length, and longer."""
+"""A reasoning item's fields, which are stored but not read: of maximum length, and longer."""
 
 
 def _thought(fields: dict[str, Any]) -> list[dict[str, Any]]:
@@ -236,5 +236,5 @@ async def test_the_first_wrong_element_of_many_is_named(api: ApiUnderTest) -> No
 
 
 def test_bodies_are_within_what_is_received(tmp_path: Path) -> None:
-    """The limits here are reached before the limit on the body."""
+    """These limits are reached before the body size limit."""
     assert settings_for(tmp_path).request_max_bytes > 2 * DOCUMENT_MAX_BYTES

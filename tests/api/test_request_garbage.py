@@ -1,7 +1,8 @@
 """A request leaves nothing behind that only the garbage collector could free.
 
-Cycles keep all of a request's objects alive until a collection. If that collection has to look at
-thousands of requests, it blocks the event loop, and with it every request, for a fifth of a second.
+Cycles keep all of a request's objects alive until a collection. If that collection has to examine
+thousands of requests' objects, it blocks the event loop, and with it every request, for a fifth of
+a second.
 """
 
 import gc

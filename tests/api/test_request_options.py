@@ -1,4 +1,4 @@
-"""Options in headers: valid options are on the job within their limits, others are refused by name
+"""Options in headers: valid options reach the job within their limits; others are rejected by name
 and range.
 """
 

@@ -1,4 +1,4 @@
-"""The API's spans: of a request, its cache lookup, and its jobs."""
+"""The API's spans: for a request, its cache lookup, and its jobs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""/v1/responses as OpenAI's client calls it: whole, streamed, in the background, and read again."""
+"""/v1/responses as OpenAI's client calls it: whole, streamed, in the background, and retrieved
+later.
+"""
 
 import asyncio
 import json

@@ -95,7 +95,7 @@ async def test_id_of_the_caller_stands_in_its_rows_and_names_none(
 
 
 async def test_repeated_prediction_keeps_the_times_and_ids_of_its_record(api: ApiUnderTest) -> None:
-    """A repeated request publishes its job if the first one could not: the row belongs to the
+    """A repeated request publishes its job if the first one couldn't, and the row belongs to the
     first.
     """
     api.broker.outage = Unavailable("the broker is away")

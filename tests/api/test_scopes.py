@@ -289,7 +289,7 @@ EXPECTED: dict[tuple[str, str], KeyScope] = {
 
 
 async def test_each_route_requires_the_scope_in_the_documentation(api: ApiUnderTest) -> None:
-    """An endpoint without a scope accepts only unrestricted keys, which could go unnoticed."""
+    """An endpoint without a scope only accepts unrestricted keys, which could go unnoticed."""
     routes = {
         (method, path)
         for method, path in routes_of(api.app)
@@ -307,7 +307,7 @@ def without_version(path: str) -> str:
 
 
 def may(scope: Scope, method: str, needed: KeyScope) -> bool:
-    """True if a key with one scope is allowed to, according to docs/how-to/keys.md."""
+    """True if docs/how-to/keys.md allows a key with one scope to use the endpoint."""
     if needed in ("any", scope):
         return True
     return needed != "admin" and (scope == "all" or (scope == "read" and method == "GET"))
@@ -325,7 +325,7 @@ async def test_each_scope_opens_its_routes_and_no_others(api: ApiUnderTest) -> N
 
 
 async def stored_work(api: ApiUnderTest) -> dict[str, str]:
-    """Ids of the objects that each endpoint stores, by the scope they belong to."""
+    """The ids of the objects stored by each endpoint, by the scope they belong to."""
     writer = {"model": "writer", "stream": True}
     predicted = (await ask(api, "a", PREDICTIONS)).json()["id"]
     drawing = ("POST", "/v1/predictions", {"version": IMAGE_MODEL.name, "input": {"prompt": "a"}})
@@ -344,7 +344,7 @@ PREFIXES = {"completion_id": "chatcmpl-", "response_id": "resp_"}
 
 
 def place_of(template: str, stored_id: str) -> str:
-    """The path of a stored object, with the id in the form that the route expects."""
+    """A stored object's path, with the id in the form that the route expects."""
     digits = re.split("[-_]", stored_id)[1]
     return "/v1" + re.sub(
         r"\{([^}]*)\}", lambda name: PREFIXES.get(name[1], "pred_") + digits, template

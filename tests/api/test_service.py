@@ -1,4 +1,4 @@
-"""The API's behavior around its endpoints: limits, deadlines, callers who hang up, keys, and its
+"""The API's behavior around its endpoints: limits, deadlines, callers that hang up, keys, and its
 own errors.
 """
 

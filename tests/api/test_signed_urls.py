@@ -1,4 +1,4 @@
-"""Trusted sources for the API's public address, from which links in answers are built."""
+"""Trusted sources for the API's public address, which is used to build links in responses."""
 
 from pathlib import Path
 
@@ -20,7 +20,7 @@ BY_A_PROXY = {
 
 
 def keyed_settings(tmp_path: Path, **settings: object) -> ApiSettings:
-    """Without keys, the API answers only to this machine's names."""
+    """Without keys, the API only accepts requests to this machine's names."""
     return settings_for(tmp_path, keys_url=keys_url(tmp_path, k="t"), **settings)
 
 

@@ -1,6 +1,4 @@
-"""Items that the deadline objective counts, and their labels, read the way Prometheus reads
-them.
-"""
+"""Items counted by the deadline objective, and their labels, read the way Prometheus reads them."""
 
 import asyncio
 from collections.abc import Iterator
@@ -33,7 +31,7 @@ def counted() -> dict[str, float]:
 
 @contextmanager
 def counts(**expected: int) -> Iterator[None]:
-    """Checks each counter's increase during the block; counters that are not named must not
+    """Checks each counter's increase during the block; counters that are not listed must not
     change.
     """
     before = counted()

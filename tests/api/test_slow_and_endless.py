@@ -59,7 +59,7 @@ class Peer:
                 return b""
 
     async def answer(self) -> tuple[int, bytes]:
-        """The status and body of the next answer."""
+        """The next response's status and body."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             head = (await self.reader.readuntil(b"\r\n\r\n")).lower()
             length = int(head.partition(b"content-length: ")[2].partition(b"\r\n")[0])
@@ -117,7 +117,7 @@ async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> No
 
 @pytest.mark.parametrize("path", [b"chat/completions", b"images/edits", b"audio/speech"])
 async def test_nothing_that_a_stranger_sends_is_waited_for(tmp_path: Path, path: bytes) -> None:
-    """Including idempotency keys, although only the body shows whether to stream."""
+    """This includes idempotency keys, although only the body shows whether to stream."""
     keys = {"keys_url": keys_url(tmp_path, a="acme")}
     head = b"POST /v1/" + path + b" HTTP/1.1\r\nhost: localhost\r\nidempotency-key: a\r\n"
     kind = b"content-type: multipart/form-data; boundary=b\r\ncontent-length: 9\r\n\r\n"
@@ -275,7 +275,7 @@ async def test_full_house_of_requests_refuses_the_next(tmp_path: Path) -> None:
 
 
 LARGE_BYTES = 24 * 1024 * 1024
-"""More than the kernel buffers of an answer for a caller that does not read it."""
+"""More than the kernel buffers of a response when the caller does not read it."""
 
 
 async def _large(api: ApiUnderTest) -> bytes:
@@ -288,7 +288,7 @@ async def _large(api: ApiUnderTest) -> bytes:
 
 
 async def _until_unread(connections: int) -> None:
-    """Returns when `count` connections are stuck because their answers are not read."""
+    """Returns when `count` connections are stuck because their responses are not read."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         unread = "penstock_api_connections_unread"
         while REGISTRY.get_sample_value(unread) != connections:  # noqa: ASYNC110 - the product has no use for an event
@@ -356,7 +356,7 @@ OFFER = (
     b"upgrade: h2c\r\n"
     b"http2-settings: AAEAAEAAAAIAAAABAAMAAABk\r\n"
 )
-"""Java's client sends it with each request over http."""
+"""Java's client sends this with each request over http."""
 
 
 @pytest.mark.parametrize(
@@ -409,8 +409,8 @@ async def test_tunnels_are_refused(tmp_path: Path, target: bytes, offer: bytes) 
 
 
 async def test_trailers_are_no_headers(tmp_path: Path) -> None:
-    """A proxy looks only at headers: fields that it strips or checks there must not arrive after
-    the body.
+    """A proxy looks only at headers: fields that it strips or checks must not arrive after the
+    body.
     """
     chunked = POST + b"transfer-encoding: chunked\r\nconnection: close\r\n\r\n%x\r\n%b\r\n0\r\n" % (
         len(BODY),
@@ -424,7 +424,7 @@ async def test_trailers_are_no_headers(tmp_path: Path) -> None:
 
 
 async def test_body_beside_an_offer_is_no_request(tmp_path: Path) -> None:
-    """Otherwise a proxy that forwards the offer would mix up its callers' answers."""
+    """Otherwise, a proxy that forwards the offer would mix up its callers' responses."""
     hidden = b"GET /healthz HTTP/1.1\r\nhost: localhost\r\n\r\n"
     async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(POST + OFFER + b"content-length: %d\r\n\r\n" % len(hidden))
@@ -474,7 +474,9 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
 
 
 async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> None:
-    """Slow bodies are held for as long as they take: an hour for the largest."""
+    """Slow bodies occupy memory for as long as they take to arrive: up to an hour for the
+    largest.
+    """
     length = 2 * SMALL_BODY_BYTES
     busy, quiet = (
         POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, length)
@@ -498,7 +500,7 @@ async def test_bodies_of_one_tenant_leave_room_for_another(tmp_path: Path) -> No
 
 
 async def test_slow_bodies_of_one_tenant_leave_connections_to_another(tmp_path: Path) -> None:
-    """Small bodies, each of which holds a connection for as long as it takes."""
+    """The bodies are small, and each occupies a connection for as long as it takes to arrive."""
     busy, quiet = (
         POST + b"authorization: Bearer %b\r\ncontent-length: %d\r\n\r\n" % (key, len(BODY))
         for key in (key_for("b").encode(), key_for("q").encode())

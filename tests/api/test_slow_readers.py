@@ -36,7 +36,9 @@ TOKENS = 64
 COUNT = [{"role": "user", "content": "count"}]
 COUNTED = "".join(f"3-{number} " for number in range(TOKENS))
 ROOM_BYTES = 64 * 1024
-"""A segment on the loopback interface. With less room, the kernel sends in bursts 0.2 s apart."""
+"""The size of a segment on the loopback interface. With less room, the kernel sends in bursts 0.2 s
+apart.
+"""
 LONG_TOKENS, STEP_TOKENS = 1000, 50
 """Several times the room between the API and a reader, including log probabilities."""
 LEAVING, PATIENT = 200, 20
@@ -66,7 +68,7 @@ async def roomy(
 ) -> AsyncIterator[ApiUnderTest]:
     """An API with room for all the readers that leave at once, and for long texts.
 
-    Its answers start before there are tokens.
+    Its responses start before there are any tokens.
     """
     monkeypatch.setattr("api.predictions.generation_stream.FIRST_EVENT_S", 0.0)
     monkeypatch.setattr("api.predictions.generation_stream.HEARTBEAT_S", 0.05)
@@ -80,7 +82,7 @@ async def roomy(
 
 
 class SlowReader:
-    """An ASGI client that receives the start of an answer, and nothing more until `reads`."""
+    """An ASGI client that receives the start of a response, and nothing more until `reads`."""
 
     def __init__(self, api: ApiUnderTest, body: dict[str, Any]) -> None:
         self._body = json.dumps(body).encode()
@@ -124,7 +126,7 @@ def _scope() -> dict[str, Any]:
 
 @pytest.fixture
 def reads(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[int]]:
-    """By record: the position after each read that returned tokens."""
+    """The position after each read that returned tokens, by record."""
     found: dict[str, list[int]] = defaultdict(list)
     read = TokenStreams.read
 
@@ -176,7 +178,7 @@ async def test_a_reader_that_stops_holds_up_nobody_and_gets_all_later(
 async def test_what_a_socket_does_not_take_is_not_read_for_it(
     roomy: ApiUnderTest, reads: dict[str, list[int]]
 ) -> None:
-    """The kernel has some room. The API buffers one read, and no more."""
+    """The kernel has some room. The API buffers one read and no more."""
     roomy.worker.written = asyncio.Semaphore(0)
     asked = chat(
         messages=COUNT, max_tokens=LONG_TOKENS, stream=True, logprobs=True, top_logprobs=20
@@ -205,7 +207,7 @@ async def test_what_a_socket_does_not_take_is_not_read_for_it(
 
 
 async def write_until_unread(api: ApiUnderTest, reads: dict[str, list[int]]) -> None:
-    """Lets the worker generate, each part once the previous one was read, until an answer is
+    """Lets the worker generate, each part once the previous one was read, until a response is
     stuck.
     """
     for written in range(STEP_TOKENS, LONG_TOKENS, STEP_TOKENS):
@@ -220,7 +222,7 @@ async def write_until_unread(api: ApiUnderTest, reads: dict[str, list[int]]) -> 
 async def test_readers_that_leave_leave_nothing_behind(
     roomy: ApiUnderTest, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each text is canceled, because no reader will return, and every key expires."""
+    """Each text is canceled, because its reader will not return, and every key expires."""
 
     async def nobody(self: TokenStreams, record: str) -> bool:
         return False
@@ -270,7 +272,7 @@ async def test_readers_that_leave_leave_nothing_behind(
 
 
 def unread() -> float:
-    """How many of this process's connections have an answer that the caller does not read."""
+    """How many of this process's connections have a response that the caller does not read."""
     return REGISTRY.get_sample_value("penstock_api_connections_unread") or 0.0
 
 

@@ -1,4 +1,4 @@
-"""Objects that tenants store, counted and removed: in a folder, with a clock that is moved."""
+"""Objects stored by tenants, counted and removed: in a folder, with a clock that is moved."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tenant's stored objects share one limit, whichever endpoint they come through."""
+"""A tenant's stored objects share one limit, no matter which endpoint they come through."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ async def predicted(api: ApiUnderTest, image: bytes, key: str = "a") -> httpx.Re
 
 
 def large_image() -> bytes:
-    """A 300 KiB image, most of which is after its end marker."""
+    """A 300 KiB image, most of which comes after its end marker."""
     return PNG + os.urandom(300 * 1024)
 
 
@@ -162,7 +162,7 @@ async def test_upload_of_unknown_length_counts_as_it_arrives(
 
 
 async def test_files_fetched_by_url_count(tmp_path: Path, redis_url: str) -> None:
-    """Including files that no request refers to any more: everything stored counts."""
+    """This includes files that no request refers to any longer: everything stored counts."""
     keys = keys_url(tmp_path, a="alice", b="bob")
     (tmp_path / "server").mkdir()
     async with serving_files(tmp_path / "server") as files:
@@ -205,7 +205,7 @@ async def test_quota_error_names_the_input_of_a_class(tmp_path: Path, redis_url:
 async def test_class_that_returns_files_is_refused_without_room(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """Workers count the size of its earlier results."""
+    """Workers count the size of the class's earlier results."""
     keys = keys_url(tmp_path, a="alice", b="bob")
     settings = settings_for(tmp_path, redis_url=redis_url, keys_url=keys, files_max_bytes=MIB)
     assert CLASS.interface is not None

@@ -1,4 +1,4 @@
-"""Responses are stored unless `store` is false: they can be read again, continued and referred
+"""Responses are stored unless `store` is false: they can be retrieved, continued and referred
 to.
 """
 
@@ -28,7 +28,7 @@ async def api(redis_url: str, tmp_path: Path) -> AsyncIterator[ApiUnderTest]:
 
 
 def prompt_of(api: ApiUnderTest) -> list[dict[str, Any]]:
-    """The messages that the model received last."""
+    """The messages in the model's latest prompt."""
     item = api.worker.items[-1].input
     assert isinstance(item, GenerationInput)
     return item.messages

@@ -1,4 +1,4 @@
-"""The format of streams that OpenAI's clients expect: data only, one kind of id, and errors found
+"""The stream format that OpenAI's clients expect: data only, one kind of id, and errors found
 before the first event reported as request errors.
 """
 
@@ -73,7 +73,7 @@ async def test_an_unclear_wish_for_ids_is_refused(api: ApiUnderTest) -> None:
 async def test_a_reader_that_skips_blocks_with_comments_loses_nothing(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Reads like vLLM's benchmark client: blocks between empty lines."""
+    """Reads like vLLM's benchmark client, which processes the blocks between empty lines."""
     monkeypatch.setattr(generation_stream, "HEARTBEAT_S", 0.01)
     api.worker.written = asyncio.Semaphore(1)
     later, got = asyncio.get_running_loop(), ""
@@ -93,7 +93,7 @@ async def test_a_reader_that_skips_blocks_with_comments_loses_nothing(
 async def test_a_stream_that_takes_too_long_ends_with_an_error(
     api: ApiUnderTest, path: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A reader without ids can't resume, and would take its part for the whole."""
+    """A reader without ids can't resume, and would mistake the part it got for the whole."""
     monkeypatch.setattr(generation_stream, "MAX_S", 0.0)
     api.worker.written = asyncio.Semaphore(1)
     body = BODIES.get(path, {**BODIES[CHATS], "max_tokens": 60})

@@ -52,7 +52,7 @@ async def record_being_drawn(api: ApiUnderTest) -> str:
 
 
 async def show(stores: RecordStores, record: str, step: int, *, index: int = 0) -> None:
-    """Adds a preview, as workers do once a reader watches."""
+    """Adds a preview, as workers do once a reader is watching."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while not await stores.records.progress(record, step, 20):  # noqa: ASYNC110
             await asyncio.sleep(0.01)

@@ -1,5 +1,5 @@
-"""One tenant's input reveals nothing to another: over HTTP, through API, broker, Redis and a real
-worker's internals.
+"""One tenant's input reveals nothing to another: over HTTP, through the API, broker, Redis and a
+real worker's internals.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ class Deployment:
     harness: WorkerHarness
 
     async def embed(self, key: str, api: ApiUnderTest | None = None, *more: str) -> str:
-        """Sends SECRET and returns the answer's cache header."""
+        """Sends SECRET and returns the response's cache header."""
         body = {"model": MODEL.name, "input": [SECRET, *more], "encoding_format": "base64"}
         answer = await (api or self.here).http.post(
             "/v1/embeddings", json=body, headers=bearer(key)
@@ -43,8 +43,8 @@ class Deployment:
         return answer.headers["x-penstock-cache"]
 
     async def begin(self, key: str, api: ApiUnderTest, marker: str) -> asyncio.Task[str]:
-        """The same, in progress: its SECRET waits for another request once the job with its marker
-        is published.
+        """Starts the same request and returns while it is in progress, once the job with its marker
+        has been published.
         """
         published = self.harness.broker.published
         asked = asyncio.create_task(self.embed(key, api, marker))

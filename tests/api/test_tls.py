@@ -1,4 +1,4 @@
-"""The API with its own certificate, and certificates that it refuses at startup."""
+"""The API with its own certificate, and certificates that it rejects at startup."""
 
 import ssl
 from contextlib import AsyncExitStack

@@ -10,7 +10,7 @@ from shared.stores.token_streams import FIRST_SHARE, MAX_GAP_S, READ_EVERY_S, Re
 
 
 def looks(pace: ReadPace, tokens_s: Sequence[float], skipped_s: float = 0.0) -> tuple[int, float]:
-    """The number of reads until a reader has all tokens, and a token's maximum delay.
+    """The number of reads until a reader has all tokens, and the longest any token waited.
 
     Args:
         pace: the reader's pace; it wakes up every READ_EVERY_S.

@@ -275,7 +275,7 @@ async def test_a_call_that_can_not_be_forced_is_refused(
 
 @pytest.mark.anyio
 async def test_a_forced_call_may_come_with_a_response_format(api: ApiUnderTest) -> None:
-    """OpenAI accepts it. A call is not a message, so it follows the tool's schema."""
+    """OpenAI accepts this. A call is not a message, so it follows the tool's schema."""
     wanted = {"tool_choice": "required", "response_format": {"type": "json_object"}}
     reply = await api.openai().chat.completions.create(**asked(WRITTEN_CALL, **wanted))
     assert reply.choices[0].message.tool_calls[0].function.name == "Weather"
@@ -298,7 +298,7 @@ async def test_a_forced_call_may_come_with_a_response_format(api: ApiUnderTest) 
 async def test_a_call_that_was_cut_is_a_call(
     api: ApiUnderTest, choice: str, said: str, name: str | None, arguments: str | None
 ) -> None:
-    """As with OpenAI, `finish_reason` shows that its arguments are incomplete."""
+    """As with OpenAI, `finish_reason` shows that the call's arguments are incomplete."""
     if name is None and choice == "auto":
         return  # a text that is not a call stays a text
     given = asked(said, tool_choice=choice)

@@ -55,7 +55,7 @@ QUERIES = {"/v1/organization/costs": {"start_time": "2026-01-01"}}
 
 
 async def refuse(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-    """A Redis that refuses every command with its own message."""
+    """A Redis that rejects every command with its own message."""
     try:
         while head := await reader.readline():
             for _ in range(int(head[1:])):
@@ -107,7 +107,7 @@ async def broken_world(tmp_path: Path, status: int) -> AsyncIterator[ApiUnderTes
 
 
 def refusals() -> list[PenstockError]:
-    """Exceptions that both brokers' clients raise."""
+    """Exceptions raised by both brokers' clients."""
     codes = [code for code in StatusCode if code is not StatusCode.OK]
     found = [
         translate(

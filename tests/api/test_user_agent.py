@@ -1,4 +1,4 @@
-"""Clients are identified by their User-Agent; rows store only its kind."""
+"""Clients are identified by their User-Agent; rows store only the kind of client."""
 
 import pytest
 from hypothesis import given

@@ -1,4 +1,4 @@
-"""Work without a delivered result is free but counts toward its tenant's limits."""
+"""Work whose result is never delivered is free but counts toward its tenant's limits."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def data_uri(data: bytes) -> str:
 
 
 async def left_of(api: ApiUnderTest) -> dict[str, int]:
-    """Each limit's remaining amount before this request, which reaches no other limit."""
+    """Each limit's remaining amount before this request, which is far from any other limit."""
     answer = await ask(api, "/v1/embeddings", model=TEXT_MODEL.name, input="a")
     assert answer.status_code == 200, answer.text
     shown = limits_in(answer)
@@ -76,7 +76,7 @@ async def left_of(api: ApiUnderTest) -> dict[str, int]:
 
 
 def work_of(text: str) -> int:
-    """The tokens that count for reading a text, in the parts that a worker receives."""
+    """The tokens counted for reading a text, in the parts that a worker receives."""
     parts = sections_of(text, TEXT_MODEL.text.max_input_bytes)
     return sum(estimate_tokens(part) for part in parts)
 
@@ -182,7 +182,7 @@ async def test_a_prediction_of_an_edit_counts_one_request_when_it_is_settled(
 async def test_urls_are_not_fetched_for_a_tenant_without_room(
     tmp_path: Path, redis_url: str, files: FileServer
 ) -> None:
-    """A refused fetch counts as a request, whatever its target was."""
+    """A rejected fetch counts as a request, no matter what its target was."""
     async with limited_api(tmp_path, redis_url, PLAN, **fetching(files)) as api:
         url = files.add("/page", b"<html>", "text/html")
         statuses = [(await edit(api, url)).status_code for _ in range(5)]

@@ -1,4 +1,4 @@
-"""A webhook that can never be delivered is refused before anything is accepted or computed."""
+"""A webhook that can never be delivered is rejected before anything is accepted or computed."""
 
 from pathlib import Path
 

@@ -216,7 +216,7 @@ class Topic:
         task.add_done_callback(self.tasks.discard)
 
     async def run(self, seconds: float) -> None:
-        """Each answered job is followed by another from the same tenant."""
+        """Each finished job is followed by another from the same tenant."""
         self.done.clear()
         for step in range(int(seconds * self.ITEMS_PER_S)):
             for _ in range(3):

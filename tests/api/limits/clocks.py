@@ -39,7 +39,7 @@ class Clock:
 
 @asynccontextmanager
 async def limiters(url: str, clock: Clock, instances: int) -> AsyncIterator[list[Limiter]]:
-    """Limiters, each with its own connection and without background tasks."""
+    """Limiters, each with its own connection and no background tasks."""
     async with AsyncExitStack() as opened:
         made = []
         for number in range(instances):

@@ -1,5 +1,5 @@
-"""Fixtures for limit tests: a clock that Redis reads, and a Redis that keeps its data between the
-examples of a property test.
+"""Fixtures for limit tests: a clock that Redis reads, and a Redis that keeps its data between a
+property test's examples.
 """
 
 from collections.abc import AsyncIterator, Iterator

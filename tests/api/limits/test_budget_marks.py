@@ -1,4 +1,4 @@
-"""A budget set in the middle of a month counts amounts spent earlier."""
+"""A budget set in the middle of a month includes amounts spent earlier."""
 
 import asyncio
 import threading
@@ -77,7 +77,7 @@ class Deployment:
         await self._end_passes()
 
     async def _end_passes(self) -> None:
-        """Waits for the end of a budget pass that began with the previous keys."""
+        """Waits for a budget pass that began with the previous keys to finish."""
         async with (
             asyncio.timeout(WAIT_LIMIT_S),
             LimitStore(self.world.ledger.redis_url, "test", timeout_s=REDIS_LIMIT_S) as store,
@@ -242,7 +242,7 @@ async def test_budgets_come_back_by_themselves_after_redis_lost_them(deployed: D
 
 
 async def test_what_is_in_flight_while_rows_are_added_counts_once(deployed: Deployment) -> None:
-    """Its row exists before its request has settled its reservation, and vice versa."""
+    """A request's row can exist before its reservation is settled, and vice versa."""
     await deployed.spend(words(3))
     deployed.arrive()
     deployed.world.harness.process.gate.clear()
@@ -259,7 +259,7 @@ async def test_what_is_in_flight_while_rows_are_added_counts_once(deployed: Depl
 
 
 class RowSumsOf:
-    """Rows that add up to the same amount for every question."""
+    """Rows that add up to the same amount for every query."""
 
     def __init__(self, usd: float) -> None:
         self._usd = usd
@@ -269,9 +269,7 @@ class RowSumsOf:
 
 
 class MeetingRows:
-    """Rows for $5 that several readers receive at the same time, before any of them has added the
-    rows.
-    """
+    """Rows for $5 that several readers receive before any of them has added the rows."""
 
     def __init__(self, readers: int) -> None:
         self._met = threading.Barrier(readers, timeout=WAIT_LIMIT_S)
@@ -284,7 +282,7 @@ class MeetingRows:
 async def test_spending_without_redis_counts_once_after_redis_lost_its_data(
     redis_url: str, clock: Clock
 ) -> None:
-    """An instance reports it after another instance has seen that Redis is back."""
+    """An instance reports the spending after another instance has noticed that Redis is back."""
     rows = RowSumsOf(5.0)
     month, budgets = month_of(T0_MS / 1000), frozenset({HOLDER})
     ask = Ask(budget_name(HOLDER), "month", 100.0, 0.0, month=month)
@@ -301,7 +299,7 @@ async def test_spending_without_redis_counts_once_after_redis_lost_its_data(
 
 
 async def test_lock_whose_answer_was_lost_is_taken_again(redis_url: str) -> None:
-    """Otherwise no instance would check budgets for three minutes."""
+    """Otherwise, no instance would check budgets for three minutes."""
     async with (
         LimitStore(redis_url, "a", timeout_s=REDIS_LIMIT_S) as store,
         LimitStore(redis_url, "b", timeout_s=REDIS_LIMIT_S) as other,

@@ -1,5 +1,5 @@
-"""Tenants are warned once a month about each threshold of their budget, whichever instances
-notice.
+"""Tenants are warned once a month about each of their budget's thresholds, no matter which
+instances notice.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PLAN = Plan(budget_usd_per_month=1.0, budget_webhook="https://acme.example/hook"
 
 
 class Topic:
-    """Stores published messages. While `is_away`, it refuses them."""
+    """Stores published messages. While `is_away`, it rejects them."""
 
     def __init__(self) -> None:
         self.events: list[BudgetEvent] = []

@@ -1,4 +1,4 @@
-"""Any instance settles predictions' reservations, whenever and however the predictions end."""
+"""Any instance settles predictions' reservations, no matter when or how the predictions end."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ REPLY = encode_reply_body(ReplyBody([ItemOutcome(0, "succeeded", Receipt("miss",
 
 
 class LatePredictions:
-    """Marks a prediction as late when asked to read it."""
+    """Marks a prediction as late when it is asked to read one."""
 
     def __init__(self, stores: RecordStores) -> None:
         self._stores = stores
@@ -178,7 +178,7 @@ async def test_one_that_was_settled_before_its_creation_is_known_is_settled_once
 
 
 async def test_creation_that_comes_late_does_not_come_to_be(setup: Setup) -> None:
-    """Its reservation has already been returned, so its cost would not be paid."""
+    """Its reservation has already been returned, so nothing would pay for it."""
 
     class Late(Setup):
         async def store(self, hold: Hold) -> None:
@@ -217,7 +217,7 @@ async def test_canceled_one_waits_for_what_its_worker_says(setup: Setup) -> None
 async def test_one_that_reserved_without_redis_is_settled_before_redis_knows_of_it(
     setup: Setup, redis_url: str, monkeypatch: pytest.MonkeyPatch, others: int
 ) -> None:
-    """Redis comes back between the reservation and the record. Any instance may settle it first.
+    """Redis comes back between the reservation and the record. Any instance may settle first.
 
     Another request's reservation may be returned in between.
     """

@@ -1,6 +1,6 @@
-"""Any mix of requests, ending in any way: afterward, a budget's counter is the sum of its rows.
+"""For any mix of requests, no matter how they end, a budget's counter equals the sum of its rows.
 
-No request is admitted whose maximum cost does not fit on top of the amounts already spent and
+A request is admitted only if its maximum cost fits on top of the amounts already spent and
 reserved.
 """
 
@@ -102,7 +102,7 @@ class Open:
         return sum(highest_cost_usd(price, unit, one.bound_work(self.model)) for one in self.inputs)
 
     def outcome(self, index: int, share: float, cache: str = "miss") -> ItemOutcome:
-        """An item that used part of its maximum."""
+        """The result of an item that used part of its maximum."""
         bound = self.inputs[index].bound_work(self.model)
         receipt = Receipt(cache)
         if self.model.definition.unit == "pixel_steps":
@@ -119,7 +119,7 @@ class Open:
 
 
 class NoPredictions:
-    """No prediction here is late."""
+    """No prediction is late here."""
 
     async def read_linked(self, record_id: str, prediction_id: str) -> None:
         raise AssertionError
@@ -145,7 +145,7 @@ class Ledger(RuleBasedStateMachine):
         self.predictions: list[Open] = []
         self.giving: list[asyncio.Task[None]] = []
         self.lost: set[float] = set()
-        """The months in which Redis's answers were lost."""
+        """The months in which Redis's responses were lost."""
 
     def run(self, coroutine: Coroutine[Any, Any, T]) -> T:
         return self.loop.run_until_complete(coroutine)
@@ -204,7 +204,7 @@ class Ledger(RuleBasedStateMachine):
         price_share=st.sampled_from([1.0, 0.5]),
     )
     def ask(self, kind: int, items: int, instance: int, age_s: float, price_share: float) -> None:
-        """A request, or a line of a batch that was created some time ago."""
+        """A request, or a line in a batch that was created a while ago."""
         at_s = self.clock() - age_s
         if (asked := self.let_in(kind, items, instance, at_s, price_share)) is not None:
             self.open.append(asked)
@@ -227,7 +227,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), error=st.sampled_from([ClientGone, RuntimeError]))
     def fail(self, which: int, error: type[Exception]) -> None:
-        """The caller hangs up, or the request is refused after all. It is not charged."""
+        """The caller hangs up, or the request is rejected after all. It is not charged."""
         if self.open:
             one = self.open.pop(which % len(self.open))
             self.run(one.limited.__aexit__(error, error(), None))
@@ -277,7 +277,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(which=st.integers(0, 100), share=SHARES, instance=st.integers(0, INSTANCES - 1))
     def end_prediction(self, which: int, share: float, instance: int) -> None:
-        """Its worker ends it, and any instance settles it, any number of times."""
+        """The worker finishes the prediction, and any instance settles it, any number of times."""
         if self.predictions:
             one = self.predictions.pop(which % len(self.predictions))
             outcomes = [one.outcome(index, share) for index in range(len(one.inputs))]
@@ -320,7 +320,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.1, 0.3, 5.0, 40_000.0]))
     def wait(self, seconds: float) -> None:
-        """In the last case, waits until the next month if it is near."""
+        """Advances the clock. The longest step may cross into the next month."""
         self.clock.advance(seconds)
         for limiter, _ in self.instances:
             with suppress(Unavailable):
@@ -340,9 +340,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule()
     def turn_the_month(self) -> None:
-        """Requests that are still open may be from the previous month, but never from an earlier
-        one.
-        """
+        """Requests still open may be from the previous month, but never from an earlier one."""
         now = month_of(self.clock())
         if any(one.month < now for one in (*self.open, *self.predictions)):
             self.all_end()
@@ -351,7 +349,7 @@ class Ledger(RuleBasedStateMachine):
 
     @rule(budget=st.sampled_from([0.2, 0.5, 1.0, 2.0]))
     def change_the_plan(self, budget: float) -> None:
-        """Leases on the old budget end within a quarter of a second."""
+        """Leases on the old budget expire within a quarter of a second."""
         self.plan = Plan(budget_usd_per_month=budget)
         self.wait(0.3)
 

@@ -48,7 +48,7 @@ async def is_let_in(limiter: Limiter, caller: Caller, wanted: RequestDemand | No
 
 
 async def let_in(ten: list[Limiter], caller: Caller, wanted: RequestDemand, tries: int) -> int:
-    """The number of `count` requests that are admitted, sent to all instances at once."""
+    """How many of `count` requests are admitted when all instances receive them at once."""
     asked = (is_let_in(ten[number % len(ten)], caller, wanted) for number in range(tries))
     return sum(await asyncio.gather(*asked))
 
@@ -75,7 +75,7 @@ async def test_ten_instances_let_through_exactly_the_limit(
 
 
 async def test_no_minute_has_more_than_the_limit(ten: list[Limiter], clock: Clock) -> None:
-    """A limit used up at the end of one minute is not available again at the start of the next."""
+    """A limit used up at the end of one minute isn't available again at the start of the next."""
     caller, through = Caller(tenant="acme", plan=Plan(tokens_per_min=50_000)), []
     drawn = random.Random(3)
     for _ in range(300):
@@ -189,7 +189,9 @@ async def test_more_than_was_reserved_is_waited_for(ten: list[Limiter], clock: C
 
 
 async def test_budget_is_never_overspent(ten: list[Limiter], clock: Clock) -> None:
-    """Requests that cost a tenth of a cent each, half of them hits, never exceed the budget."""
+    """Requests that cost a tenth of a cent each, half of them cache hits, never exceed the
+    budget.
+    """
     caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=0.5))
     drawn, spent, refused = random.Random(5), 0, 0
     while refused < 50:
@@ -226,7 +228,7 @@ async def test_spent_budget_says_when_it_starts_anew(ten: list[Limiter], clock: 
 async def test_budget_that_is_only_reserved_is_refused_for_a_moment(
     ten: list[Limiter], clock: Clock
 ) -> None:
-    """It does not matter whether this instance or another holds the reservation."""
+    """It does not matter whether this instance or another one holds the reservation."""
     caller = Caller(tenant="acme", plan=Plan(budget_usd_per_month=1.0))
     spent = await ask(ten[2], caller, demand(usd=0.4))
     spent.settle(demand(usd=0.4))
@@ -372,7 +374,7 @@ async def test_request_larger_than_the_limit_is_told_so(ten: list[Limiter]) -> N
 async def test_request_larger_than_the_limit_is_told_so_after_its_preparation(
     ten: list[Limiter],
 ) -> None:
-    """Preparation has used part of the limit. The rest alone would fit."""
+    """Preparation has used part of the limit. The rest would fit by itself."""
     limiter, caller = ten[0], Caller(tenant="acme", plan=Plan(tokens_per_min=10))
     account = limiter.account(caller, "mini", "tokens")
     taken = await limiter.reserve_rates(account, demand(4, items=0))
@@ -398,7 +400,9 @@ async def test_changed_plan_counts_at_once(ten: list[Limiter]) -> None:
 
 
 async def test_without_redis_at_most_one_limit_more_gets_in(tmp_path: Path, clock: Clock) -> None:
-    """Before, during and after the Redis outage: at most twice the limit in any minute."""
+    """Before, during and after the Redis outage, at most twice the limit is admitted in any
+    minute.
+    """
     with RedisServer(tmp_path, tmp_path) as server:
         time_of = Clock(server.url)
         async with limiters(server.url, time_of, INSTANCES) as ten:
@@ -440,7 +444,7 @@ async def test_budget_without_redis_is_what_was_left(tmp_path: Path) -> None:
 
 
 async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clock) -> None:
-    """Including an instance that never served the tenant: it learns of it when it registers."""
+    """This includes an instance that never served the tenant: it finds out when it registers."""
     async with limiters(redis_url, clock, 3) as three:
         for limiter in three:
             await limiter.register()
@@ -513,7 +517,7 @@ async def _unavailable(asks: object) -> list[Answer]:
 async def test_what_redis_grants_to_a_canceled_request_comes_back(
     redis_url: str, clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its caller hangs up during the call to Redis, or its batch is canceled."""
+    """The caller hangs up during the call to Redis, or the batch is canceled."""
     taken, take = asyncio.Event(), LimitStore.take
 
     async def slow(store: LimitStore, asks: Sequence[Ask]) -> list[Answer]:

@@ -1,4 +1,6 @@
-"""Requests, ends, waits and outages in any order, checked against a model that tracks every use."""
+"""Requests, completions, waits and outages in any order, checked against a model that tracks every
+use.
+"""
 
 from __future__ import annotations
 
@@ -98,7 +100,7 @@ class Limited(RuleBasedStateMachine):
 
     @rule(seconds=st.sampled_from([0.01, 0.1, 0.25, 1.0, 7.0, 30.0]))
     def wait(self, seconds: float) -> None:
-        """Slots are renewed in the meantime, as the background task does."""
+        """Slots are renewed in the meantime, as the background task would do."""
         while seconds > 0:
             step_s = min(seconds, 7.0)
             self.clock.advance(step_s)
@@ -150,8 +152,8 @@ class Limited(RuleBasedStateMachine):
 
     @rule()
     def rest(self) -> None:
-        """After a pause in which everything is returned, as many requests are admitted as the
-        limits allow.
+        """After a pause in which everything is returned, the limiters admit exactly as many
+        requests as the limits allow.
         """
         if self.is_away or self.open:
             return

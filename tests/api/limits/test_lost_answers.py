@@ -1,4 +1,4 @@
-"""Redis counts a call once, even if its response is lost and it is repeated or arrives again
+"""Redis counts a call once, even if its response is lost and the call is repeated or arrives again
 later.
 """
 
@@ -53,7 +53,7 @@ class Setup:
         return await self.limiter.reserve(account, demand(usd))
 
     async def give_back(self) -> None:
-        """Acts as the background task does: a failed call is retried the next time."""
+        """Acts like the background task: a failed call is retried the next time."""
         with suppress(Unavailable):
             await self.limiter.give_back(math.inf)
 
@@ -67,7 +67,7 @@ class Setup:
         return float(await self.client.hget(BUDGET, "used") or 0)
 
     async def calls(self) -> int:
-        """The number of calls that Redis remembers for this instance."""
+        """The number of calls that Redis remembers from this instance."""
         [key] = await self.client.keys("penstock:limits:calls:*")
         return int(await self.client.hlen(key)) - 1
 
@@ -128,7 +128,7 @@ async def test_amount_that_came_back_unheard_comes_back_once(setup: Setup) -> No
 
 
 async def test_what_was_spent_without_redis_is_told_once(setup: Setup) -> None:
-    """As long as Redis may or may not have counted it, it is not available to others."""
+    """As long as Redis may have counted an amount, that amount is not available to others."""
     await setup.reserve(0.1)
     setup.links.cut(LINK)
     for _ in range(3):
@@ -148,7 +148,7 @@ async def test_what_was_spent_without_redis_is_told_once(setup: Setup) -> None:
 
 @pytest.mark.parametrize("first", ["copy", "resolve"])
 async def test_copy_that_comes_late_counts_nothing(setup: Setup, first: str) -> None:
-    """An abandoned connection may deliver its data after the repetition."""
+    """An abandoned connection may deliver its data after the call has been repeated."""
     store, sent = setup.limiter.store, list[tuple[Any, ...]]()
     run = store._commands.run_script
 
@@ -174,7 +174,7 @@ async def test_copy_that_comes_late_counts_nothing(setup: Setup, first: str) -> 
 
 
 async def test_redis_remembers_few_calls(setup: Setup) -> None:
-    """Calls without a response, and the calls after them until it has arrived."""
+    """Redis remembers calls that got no response, and the calls after them until one does."""
     for _ in range(20):
         (await setup.reserve(0.9)).cancel()
         await setup.until_given_back()
@@ -195,7 +195,7 @@ async def test_redis_remembers_few_calls(setup: Setup) -> None:
 async def test_calls_beyond_a_bound_are_given_up(
     setup: Setup, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest call's possible amount stays counted, so the counter is never too low."""
+    """The amount the oldest call may have used stays counted, so the counter is never too low."""
     monkeypatch.setattr("api.limits.limiter.MAX_LOST", 1)
     for usd in (0.1, 0.2):
         setup.links.lose_answers(LINK)

@@ -1,4 +1,4 @@
-"""Batch lines that another process had computed count once, even if a budget is full."""
+"""Batch lines that another process already computed count once, even if a budget is full."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ async def recover(limiter: Limiter, clock: Clock) -> None:
 
 
 async def used_usd(limiter: Limiter, clock: Clock) -> float:
-    """The amount that Redis has counted, including reservations."""
+    """The amount counted in Redis, including reservations."""
     await asyncio.gather(*limiter._takings)
     clock.advance(1.0)
     await limiter.give_back(clock())

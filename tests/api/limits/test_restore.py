@@ -67,7 +67,7 @@ class Books:
             return await client.hmget(f"penstock:limits:month:{name}:usd", list(fields))
 
     async def ask(self, key: str, count: int, start: int) -> None:
-        """Sends texts under this key, one after another. All are answered."""
+        """Sends texts under this key, one after another. All of them succeed."""
         for at in range(start, start + count):
             answer = await self.world.ledger.embed(key, [key[0] + words(1, at)[0]])
             assert answer.status_code == 200, answer.text

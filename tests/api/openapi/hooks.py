@@ -15,7 +15,7 @@ def filter_case(context: schemathesis.HookContext, case: Any) -> bool:
 def map_body(context: schemathesis.HookContext, body: Any) -> Any:
     """In JSON Schema, 1.0 is an integer.
 
-    This API and its clients don't treat it as an integer: they write 1.
+    This API and its clients don't treat it as one: they write 1.
     """
     return _whole(body)
 

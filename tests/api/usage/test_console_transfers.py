@@ -1,4 +1,4 @@
-"""Each view of the console loads little, and only from this API."""
+"""Each console view loads little, and only from this API."""
 
 import pytest
 from playwright.async_api import Page, Request, expect
@@ -40,7 +40,9 @@ async def test_each_view_loads_little_and_only_from_this_api(world: World) -> No
 
 
 async def loaded(page: Page, address: str, heading: str) -> tuple[int, set[str]]:
-    """Returns the bytes of all answers until the view is quiet, and the hosts that sent them."""
+    """Returns the size in bytes of all responses until the view is quiet, and the hosts that sent
+    them.
+    """
     finished: list[Request] = []
     page.on("requestfinished", lambda request: finished.append(request))
     await page.goto(address)

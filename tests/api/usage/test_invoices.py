@@ -1,5 +1,5 @@
-"""GET /v1/invoices and the console's view of them: the amounts match the rows and are visible only
-to the key.
+"""GET /v1/invoices and the console's view of invoices: the amounts match the rows and are visible
+only to the key.
 """
 
 import re

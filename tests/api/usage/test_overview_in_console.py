@@ -1,4 +1,4 @@
-"""The console's view "Overview" in a browser, for a tenant and an administrator."""
+"""The console's "Overview" view in a browser, for a tenant and an administrator."""
 
 import asyncio
 import re
@@ -62,7 +62,7 @@ async def serious_barriers(page: Page) -> list[str]:
 
 
 async def store_rows_of_last_week(world: World, copies: int) -> None:
-    """Stores rows of the requests so far again, as if they were from seven days before."""
+    """Stores the rows of all requests so far again, dated seven days earlier."""
     rows: list[dict[str, Any]] = []
     for row in world.rows():
         for copy in range(copies):

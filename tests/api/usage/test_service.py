@@ -1,4 +1,4 @@
-"""Few usage queries run at a time, and for a while they are answered from memory."""
+"""Only a few usage queries run at a time, and for a while their results are served from memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Rows(UsageRows):
-    """Answers once `go` is set, and counts the queries."""
+    """Returns rows once `go` is set, and counts the queries."""
 
     def __init__(self) -> None:
         self.go = threading.Event()

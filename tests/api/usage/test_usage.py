@@ -24,7 +24,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 
 
 async def _traffic(world: World) -> int:
-    """Misses, hits, joined items, failures, invalid and refused requests.
+    """Misses, hits, joined items, failures, and invalid and rejected requests.
 
     Returns the number of rows.
     """

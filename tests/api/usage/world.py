@@ -87,9 +87,9 @@ class World:
 
 
 _EMPTY: dict[str, list[str]] = defaultdict(list)
-"""Projects with empty tables and views that are not in use, by their BigQuery.
+"""Unused projects with empty tables and views, by the BigQuery they belong to.
 
-Creating them takes a second of CPU time, more than most tests here.
+Creating them takes a second of CPU time, more than most tests here take.
 """
 
 
