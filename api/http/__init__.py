@@ -1,1 +1,1 @@
-"""The HTTP layer: options, keys, limits and the OpenAPI document."""
+"""The HTTP layer: options, keys, limits, and the OpenAPI document."""

@@ -1,12 +1,12 @@
 """Authenticates and authorizes requests. Routes under /v1 do this first.
 
-- Keys: requests read a snapshot of the key directory in memory (api/http/key_refresh.py).
+- Keys: requests read an in-memory snapshot of the key directory (api/http/key_refresh.py).
 - Scopes: each endpoint declares the scope that a key needs (api/http/router.py).
-- Access without keys: only for APIs that no other machine can reach. Browsers on this machine open
-  third-party pages, which must not be able to use the API. Such a page can submit a form to
+- Access without keys: allowed only if no other machine can reach the API. Browsers on this machine
+  open third-party pages, which must not be able to use the API. Such a page can submit a form to
   http://127.0.0.1:8080 from its origin, and its host name can be made to resolve to 127.0.0.1 (DNS
-  rebinding). So the names in `Host` and `Origin` must be names of this machine. A reverse proxy on
-  this machine forwards the public name, so the API is not exposed through a proxy either.
+  rebinding). Therefore, `Host` and `Origin` must name this machine. A reverse proxy on this machine
+  forwards the public name, so the API is not exposed through a proxy either.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller
 
 KeyScope: TypeAlias = Scope | Literal["any"]
-"""Scope that a key needs for an endpoint. `any`: any valid key is accepted."""
+"""The scope a key needs for an endpoint. `any`: any valid key is accepted."""
 
 _ANYONE = Caller()
 
@@ -44,7 +44,7 @@ DENIED = Counter(
 RawHeaders = Iterable[tuple[bytes, bytes]]
 HOW_TO_SEND = "send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'"
 _SCHEMES = frozenset({b"bearer", b"token"})
-"""`Token` is used by older Replicate clients."""
+"""Older Replicate clients use `Token`."""
 
 _NOT_VALID = "the API key is not valid"
 _REFUSED = {
@@ -74,7 +74,7 @@ class StoredWork(Protocol):
 
     @property
     def endpoint(self) -> str:
-        """The path of the endpoint that created the result. Empty: predictions."""
+        """The path of the endpoint that created the result. Empty for predictions."""
 
     @property
     def model(self) -> str:
@@ -85,8 +85,8 @@ class AccessRules:
     """Decides which endpoints a key may call.
 
     Args:
-        scopes: the scope that each endpoint needs, by method and path template. An endpoint that is
-            not listed requires an unrestricted key. HEAD counts as GET.
+        scopes: each endpoint's required scope, keyed by method and path template. An endpoint that
+            is not listed requires an unrestricted key. HEAD is treated as GET.
     """
 
     def __init__(self, scopes: Mapping[tuple[str, str], KeyScope]) -> None:
@@ -101,8 +101,8 @@ class AccessRules:
 
         Args:
             path: path template of the route, such as `/v1/files/{file_id}`.
-            stored: the result that the request reads or changes, if a model computed it. The key
-                also needs the scope of the result's endpoint.
+            stored: the result the request reads or changes, if a model computed it. The key also
+                needs the scope required by the result's endpoint.
 
         Raises:
             MissingScope: the key lacks a scope.
@@ -157,7 +157,7 @@ class OpenOnLoopback:
 
     Args:
         host: the address the API listens on.
-        cors_origins: origins that may call it, comma-separated, or `*`.
+        cors_origins: origins that may call the API, comma-separated, or `*`.
 
     Raises:
         ConfigurationError: other machines can reach `host`.
@@ -203,11 +203,11 @@ class OpenOnLoopback:
         """Does nothing, because there are no keys to look up."""
 
     def keys_status(self) -> str:
-        """`not required`."""
+        """Always `not required`."""
         return "not required"
 
     store = None
-    """None: without keys there is nothing to administer."""
+    """None, because without keys there is nothing to administer."""
 
     def budgets(self) -> frozenset[BudgetHolder]:
         """Empty, because tenants do not have plans without keys."""
@@ -275,7 +275,8 @@ def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
     """Returns the access control for an API with these settings.
 
     Args:
-        catalog: the models that plans and keys in a file may name. None: not checked.
+        catalog: the models that plans and keys in a file may name. If None, the names are not
+            checked.
 
     Raises:
         ConfigurationError: keys are not configured although other machines can reach this API, or
@@ -339,7 +340,7 @@ class ApiKeys:
     async def meet(self, headers: RawHeaders) -> None:
         """Looks up the key in these headers if it is not known yet, for a limited time.
 
-        It may have been created, or its secret rotated, a moment ago.
+        The key may have just been created, or its secret just rotated.
         """
         sent, directory = _read_keys(headers), self.directory.current()
         key = parse_key(sent.pop()) if len(sent) == 1 else None

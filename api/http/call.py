@@ -1,4 +1,4 @@
-"""An authenticated request: the caller, the options, and the connection.
+"""An authenticated request, with its caller, options, and connection.
 
 A call carries no services. Endpoints receive services as parameters (api/http/injection.py).
 """
@@ -30,7 +30,8 @@ class Call:
     """An authenticated request.
 
     Args:
-        public_url: the API's URL as configured by the operator. Empty: taken from the request.
+        public_url: the API's URL as configured by the operator. If empty, it is taken from the
+            request.
         access: decides whether the caller's key is still valid.
     """
 
@@ -60,7 +61,7 @@ class Call:
         """Accepts only UTF-8 forms.
 
         Raises:
-            BadInput: the form has another charset.
+            BadInput: the form has a different charset.
         """
         check_charset(self.http.headers.get("content-type", ""))
 
@@ -118,7 +119,7 @@ class Call:
 
     @property
     def route(self) -> str:
-        """The route's path, with names in place of values."""
+        """The route's path, with parameter names in place of values."""
         path: str = self.http.scope["route"].path
         return path
 
@@ -134,7 +135,7 @@ class Call:
 
     @property
     def body_bytes(self) -> int | None:
-        """The body size declared in the request. None if not declared."""
+        """The body size declared in the request, if any."""
         length = self.http.headers.get("content-length", "")
         return int(length) if length.isascii() and length.isdigit() else None
 
@@ -152,13 +153,16 @@ class ModelCall(Call):
         return self.context.facts.received_at_s + self.options.limit_s(model.deadline)
 
     def prediction_stops_at_s(self, model: Model) -> float:
-        """Returns the Unix time at which a prediction is stopped."""
+        """Returns the Unix time at which to stop a prediction."""
         return self.context.facts.received_at_s + self.options.done_within_s(model.deadline)
 
 
 @lru_cache(maxsize=256)
 def _base_url(scheme: str, host: str, server: tuple[str, int | None] | None, root: str) -> str:
-    """The URL that the caller used. Starlette computes the same URL, but takes 40 µs each time."""
+    """Returns the URL the caller used.
+
+    Starlette computes the same URL, but takes 40 µs each time.
+    """
     headers = [(b"host", host.encode("latin-1"))] if host else []
     scope = {"type": "http", "scheme": scheme, "server": server, "root_path": root}
     return str(HTTPConnection({**scope, "path": "/", "headers": headers}).base_url).rstrip("/")

@@ -46,17 +46,16 @@ async def while_connected(
 class _Watch:
     """Cancels a request's task once its caller hangs up or may no longer wait.
 
-    Starts in the next event loop iteration, by which time anything that does not wait has finished.
-    The watch refers to itself through a handle, a timer and a task, all of which are canceled by
-    `stop`. Otherwise, all of a request's objects would stay in memory until the next garbage
-    collection.
+    Starts in the next event loop iteration, by which time any work that does not wait has finished.
+    The watch refers to itself through a handle, a timer, and a task. `stop` cancels all three;
+    otherwise, all of a request's objects would stay in memory until the next garbage collection.
     """
 
     def __init__(
         self, receive: Receive, check: Callable[[], object], task: asyncio.Task[Any]
     ) -> None:
         self.refused: PenstockError | None = None
-        """Why the task was canceled. None: it was not canceled."""
+        """The error that canceled the task. None if it was not canceled."""
         self._receive = receive
         self._check = check
         self._task = task

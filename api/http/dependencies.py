@@ -1,6 +1,6 @@
 """The app's services. The lifespan opens them and stores them in the app's state.
 
-Endpoints declare the services that they need as parameters (api/http/injection.py).
+Endpoints declare the services they need as parameters (api/http/injection.py).
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ StartedAt = NewType("StartedAt", float)
 
 @dataclass(frozen=True, slots=True)
 class Dependencies:
-    """Holds one instance of each service, by type. Open while the app runs."""
+    """One instance of each service, by type. Open while the app is running."""
 
     settings: ApiSettings
     catalog: Catalog
@@ -84,7 +84,7 @@ class Dependencies:
 
 
 def dependencies_of(request: Request) -> Dependencies:
-    """Returns the services of the app that received a request."""
+    """Returns the services belonging to the app that received a request."""
     dependencies = request.app.state.dependencies
     assert isinstance(dependencies, Dependencies), (
         "the lifespan sets them before the first request; this is a bug"

@@ -32,9 +32,11 @@ from api.http.request_options import IDEMPOTENCY_HEADER
 from api.problem_details import ProblemRoute, problem_response
 
 MIN_BYTES = 64 * 1024
-"""About eight vectors. A smaller response takes one or two round trips, compressed or not."""
+"""About eight vectors. A smaller response takes one or two round trips, whether or not it is
+compressed.
+"""
 _LEVEL = 1
-"""Level 6 takes seven times as long and saves another 5 %."""
+"""Level 6 takes seven times as long and saves only another 5%."""
 _GZIP = re.compile(r"\s*(?:gzip|\*)\s*(?:;\s*q\s*=\s*(?P<q>[0-9.]+)\s*)?", re.IGNORECASE)
 
 IS_HEAD = "penstock.is_head"
@@ -141,13 +143,13 @@ class FastProblemRoute(ProblemRoute, FastRoute):
 
 
 class _BodyRequest(Request):
-    """Reads a body without Starlette's generator, which dominates the cost of short requests."""
+    """Reads a body without Starlette's generator, the largest part of a short request's cost."""
 
     async def body(self) -> bytes:
         """Returns the whole body, as Starlette does.
 
         Raises:
-            ClientDisconnect: the caller hung up before the end of the body.
+            ClientDisconnect: the caller hung up before sending the whole body.
         """
         if hasattr(self, "_body") or self._stream_consumed:
             return await super().body()

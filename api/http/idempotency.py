@@ -1,9 +1,9 @@
 """Handles requests with an `Idempotency-Key`: identical requests with the same key run only once.
 
-Follows draft-ietf-httpapi-idempotency-key-header. Reusing a key with a different body returns a
-422. If the first request is still running when the second one's response is due, the second gets a
-409. OpenAI's clients retry a 409 but not a 422, which is right in both cases. Each tenant has
-separate keys. While Redis is unreachable, a request with a key gets a 503.
+Follows draft-ietf-httpapi-idempotency-key-header. Reusing a key with a different body gets a 422.
+If the first request is still running when the second request's response is due, the second request
+gets a 409. OpenAI's clients retry a 409 but not a 422, which is right in both cases. Each tenant's
+keys are separate. While Redis is unreachable, a request with a key gets a 503.
 api/idempotency/service.py decides which request computes the response.
 """
 
@@ -91,7 +91,10 @@ async def run_idempotent(
 
 
 def _fingerprint(request: Request, body: bytes) -> str:
-    """Returns a digest of method, path, query and body. Identical requests have the same digest."""
+    """Returns a digest of the method, path, query, and body.
+
+    Identical requests have the same digest.
+    """
     kind = request.headers.get("content-type", "")
     if boundary := _BOUNDARY.search(kind):
         # Clients choose a new boundary for each retry of the same form.
@@ -109,7 +112,7 @@ def _fingerprint(request: Request, body: bytes) -> str:
 
 
 def _receive(body: bytes) -> Callable[[], Coroutine[Any, Any, Message]]:
-    """Receives from a caller that never hangs up, so that the request runs to completion."""
+    """Simulates a caller that never hangs up, so that the request runs to completion."""
     messages: Iterator[Message] = iter([{"type": "http.request", "body": body, "more_body": False}])
 
     async def receive() -> Message:

@@ -132,7 +132,7 @@ class Inference:
 
         Args:
             quota: the tenant's storage quota, with the field named in errors.
-            deadline_s: Unix time at which work on the files is stopped.
+            deadline_s: Unix time at which to stop work on the files.
             keep_s: how long to keep a file that belongs to the request, in seconds.
         """
         begin = self.preparation(call, model).begin

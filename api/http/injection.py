@@ -115,7 +115,10 @@ def injectable(kind: type[T]) -> type[T]:
 
 @cache
 def _provider_of(kind: Any) -> Provider | None:
-    """Returns how to get a parameter's value from its type. None: FastAPI passes the value."""
+    """Returns a function that provides a parameter's value, based on its type.
+
+    None if FastAPI passes the value.
+    """
     if kind is Call:
         return authenticate
     if kind is ModelCall:

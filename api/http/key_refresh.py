@@ -1,6 +1,6 @@
-"""Keeps the key directory in memory up to date.
+"""Keeps the in-memory key directory up to date.
 
-Requests read a snapshot in memory. A task checks the store for a new version every REFRESH_S
+Requests read an in-memory snapshot. A task checks the store for a new version every REFRESH_S
 seconds. An unreadable or invalid version does not replace the snapshot, because a broken file must
 not lock everyone out. The directory also survives an outage of its store for up to STALE_LIMIT_S.
 If the store is in another region, a copy in the local region's Redis lets new instances start
@@ -35,11 +35,11 @@ LOOK_AGAIN_S = 1.0
 """Minimum interval between lookups of unknown keys, across all requests."""
 MAX_LOOKED_FOR = 4096
 MAX_LOOKING = 64
-"""Maximum number of requests that may wait for a lookup. Others use the snapshot."""
+"""Maximum number of requests that may wait for a lookup. Further requests use the snapshot."""
 NOTE_USES_S = 60.0
 """Interval at which key usage is written."""
 COPY_S = 60.0
-"""Interval at which the copy is written, in addition to after each change."""
+"""Interval at which the copy is written, in addition to the write after each change."""
 STALE_LIMIT_S = 86_400.0
 """While the store is unreachable, keys can't be revoked.
 
@@ -66,10 +66,11 @@ class LiveDirectory:
         store: the directory's store. This object opens and closes it.
         clock: monotonic seconds.
         served: models that plans and keys may name. A file that names any other model is invalid.
-            In Redis, changes were checked when they were made, so a name missing from the catalog
-            is only logged: the catalog has changed since then. None: not known.
+            In Redis, changes were checked when they were made, so if a name is missing from the
+            catalog, the catalog must have changed since then, and the missing name is only logged.
+            None if not known.
         copy: stores a copy for instances that start while the main store is unreachable. This
-            object opens and closes it. None: no copy.
+            object opens and closes it. None disables the copy.
 
     Raises:
         ConfigurationError: the directory in the store is invalid at startup.
@@ -99,7 +100,9 @@ class LiveDirectory:
         self._salt, self._looked_for = secrets.token_bytes(SALT_BYTES), set[bytes]()
         self._looking, self._looked_s, self._waiting = asyncio.Lock(), -math.inf, 0
         self.uses: dict[str, int] = {}
-        """When keys were last used (Unix seconds), by ID. Excludes uses already written."""
+        """When keys were last used (Unix seconds), keyed by ID. Excludes uses that have already
+        been written.
+        """
         if (first := store.read_at_start()) is not None:
             self._directory, self._version = self._decode(first), first.version
 
@@ -119,7 +122,7 @@ class LiveDirectory:
         await self.store.__aexit__(*exc)
 
     def current(self) -> Directory | None:
-        """The directory used to check keys. None if it does not exist or is too old."""
+        """The directory used to check keys. None if there is no directory or it is too old."""
         if self._clock() - self._current_s > STALE_LIMIT_S:
             return None
         return self._directory
@@ -137,16 +140,16 @@ class LiveDirectory:
         return self._failure.public_message if self._failure else "not read yet"
 
     async def refresh(self) -> None:
-        """Reads the directory once if it has changed."""
+        """Checks the directory once, and reads it if it has changed."""
         async with self._refreshing:
             await self._refresh()
 
     async def look_again(self, key: ApiKey) -> None:
-        """Reads the directory again for an unknown key, which may be brand new.
+        """Reads the directory again when a key is unknown, because the key may be brand new.
 
-        Concurrent requests with unknown keys wait for the same read. The next read is at least
-        LOOK_AGAIN_S later, for all callers. A key is looked up only once while the directory is
-        unchanged, so a caller with an invalid key does not wait each time.
+        Concurrent requests with unknown keys wait for the same read. Across all callers, the next
+        read is at least LOOK_AGAIN_S later. As long as the directory is unchanged, each key is
+        looked up only once, so a caller with an invalid key does not wait every time.
         """
         digest = hash_of(self._salt, key)
         if digest in self._looked_for or self._waiting >= MAX_LOOKING:

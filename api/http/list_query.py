@@ -1,4 +1,4 @@
-"""Query parameters shared by list endpoints: filters by creation time, model and key."""
+"""Query parameters shared by list endpoints: filters by creation time, model, and key."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ Include = Annotated[
 
 
 def model_name(text: str) -> str:
-    """Returns the name in `model`, without the optional owner. Empty: all models.
+    """Returns the name in `model`, without the optional owner. Empty means all models.
 
     Raises:
-        BadInput: it contains only an owner.
+        BadInput: `model` contains only an owner.
     """
     if text.endswith("/"):
         raise BadInput("model: must be a model name, with or without its owner", field="model")
@@ -45,7 +45,7 @@ def model_name(text: str) -> str:
 
 
 def unix_s(moment: datetime | None, default_s: float) -> float:
-    """Returns a time in Unix seconds. A time without a time zone is in UTC."""
+    """Returns a time in Unix seconds. A time without a time zone is taken as UTC."""
     if moment is None:
         return default_s
     return (moment if moment.tzinfo else moment.replace(tzinfo=UTC)).timestamp()

@@ -1,14 +1,14 @@
-"""The outermost layer of every request: ID and times, body limits, headers, metrics and errors.
+"""The outermost layer of every request: ID and times, body limits, headers, metrics, and errors.
 
-Plain ASGI, because a middleware that wraps responses costs more than a cache hit. It limits the
-memory and connections that request bodies may occupy, in total and per tenant. A request's span
+This is plain ASGI, because middleware that wraps responses costs more than a cache hit. It limits
+the memory and connections that request bodies may occupy, in total and per tenant. A request's span
 (`receive`) lasts from its arrival until the response ends. It does not include the URL, query or
 headers, because callers put texts and keys there by mistake.
 
 All requests in an instance share one event loop. A tenant with many uploads has many chunks ready
-at any time, and every other request would wait for all of these chunks at each `await`. So chunks
-of large bodies take turns, one per tenant in each event loop iteration. A single tenant loses
-nothing, because an iteration of an idle loop is short.
+at any time, and at each `await`, every other request would wait for all of these chunks. For this
+reason, chunks of large bodies take turns, one per tenant in each event loop iteration. A single
+tenant loses nothing, because iterations of an idle loop are short.
 """
 
 from __future__ import annotations
@@ -51,11 +51,13 @@ BODY_IDLE_S = 30.0
 """Maximum pause between two chunks of a body."""
 SMALL_BODY_BYTES = 64 * 1024
 STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
-"""Memory counted for a streamed body."""
+"""Memory, in bytes, counted for a streamed body."""
 FULL_RETRY_S = 1.0
 """Retry-After for a request rejected because body memory is full."""
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
-"""A body may take this long, plus the time its bytes take at this rate. Cuts off trickles."""
+"""Time limit for a body: this many seconds, plus the time its bytes take at this rate. Cuts off
+clients that send in a trickle.
+"""
 CLIENT_GONE = 499
 """Status in logs and rows if the caller hung up, as in nginx."""
 RECORDED_METHODS = frozenset({"POST", "PUT"})
@@ -70,7 +72,7 @@ class BodyPermits:
 
     def __init__(self) -> None:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """By tenant, for tenants with a chunk in this iteration or the previous one."""
+        """Waiting chunks, for tenants with a chunk in this iteration or the previous one."""
 
     async def take(self, tenant: str) -> None:
         """Waits until one of the tenant's chunks may be handled.
@@ -99,7 +101,7 @@ class BodyPermits:
 
 
 def share_of(most: int) -> int:
-    """Returns how much of `most` one tenant may use."""
+    """Returns the portion of `most` that one tenant may use."""
     return max(1, int(most * MAX_SHARE))
 
 
@@ -107,7 +109,8 @@ def share_of(most: int) -> int:
 class BodyBudget:
     """The memory and connections used by request bodies.
 
-    Memory is held until the response has been sent, a connection until its body has arrived.
+    Memory is held until the response has been sent. A connection is held until its body has
+    arrived.
     """
 
     largest_bytes: int
@@ -115,7 +118,7 @@ class BodyBudget:
     together_bytes: int
     """Maximum total size of all bodies. Once it is exceeded, only small bodies are accepted."""
     arriving: FairRoom
-    """Connections whose bodies are still arriving."""
+    """Room for connections whose bodies are still arriving."""
     turns: BodyPermits = field(default_factory=BodyPermits)
     """Schedules chunks of large bodies fairly."""
     held_bytes: int = 0
@@ -154,7 +157,7 @@ def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: A
         scope: request scope, including its route.
         status: response status. 0: none was sent.
         error_code: the response's error code, or empty.
-        facts: additional attributes. Empty values are left out.
+        facts: additional attributes. Empty values are omitted.
     """
     method, route = _method(scope), getattr(scope.get("route"), "path", "")
     span.set({name: value for name, value in facts.items() if value})
@@ -174,12 +177,15 @@ def _method(scope: Scope) -> str:
 
 @dataclass(slots=True)
 class RequestContext:
-    """Facts about a request. The middleware creates them; routes add tenant, model and headers."""
+    """Facts about a request.
+
+    The middleware creates them; routes add the tenant, model, and headers.
+    """
 
     shown_id: str
     """The ID in the response: the caller's if it has only allowed characters, otherwise ours."""
     facts: RequestFacts
-    """The caller, the time and the terms. The tenant is empty before authentication."""
+    """The caller, the time, and the pricing terms. The tenant is empty until authentication."""
     caller: Caller | None = None
     """The caller, once authenticated and permitted to use the route."""
     started_s: float = field(default_factory=time.perf_counter)
@@ -196,9 +202,9 @@ class RequestContext:
     error_code: str = ""
     """Error code in the response."""
     has_rows: bool = False
-    """True if the request's items produce rows, no matter how they end."""
+    """True if the request's items produce rows, whatever their outcome."""
     streamed_max_bytes: int = 0
-    """Maximum size of a body streamed by the route. 0: the body is held in memory."""
+    """Maximum size of a body that the route streams. 0 if the body is held in memory."""
     record_refusal: Callable[[RequestContext], None] | None = None
     """Writes the row of a rejected request. Set once the tenant is known."""
 
@@ -316,7 +322,7 @@ class _Exchange:
             ) from error
 
     async def _receive_within(self, limit_s: float) -> Message:
-        """Does the same as asyncio.timeout, in a fifth of the time.
+        """Does the same as asyncio.timeout in a fifth of the time.
 
         Raises:
             TimeoutError: nothing arrived within `limit_s`.
@@ -339,7 +345,10 @@ class _Exchange:
         task.cancel()
 
     def _hold_connection(self) -> None:
-        """Counts the connection until its body has arrived. Most bodies arrive in one chunk."""
+        """Counts the connection as in use until its body has arrived.
+
+        Most bodies arrive in one chunk.
+        """
         if self._body_ended:
             self._release_connection()
         elif self._arriving is None:
@@ -447,7 +456,7 @@ def _digest_of(key: str) -> str:
 def _number(text: str) -> int:
     """Returns the value of Content-Length.
 
-    Python does not parse very long numbers, so those become maxsize.
+    Python does not parse very long numbers, so they become maxsize.
     """
     if not (text and text.isascii() and text.isdigit()):
         return 0

@@ -1,4 +1,4 @@
-"""Parts of the OpenAPI document: headers, parameters, request bodies and responses.
+"""Parts of the OpenAPI document: headers, parameters, request bodies, and responses.
 
 `Router` (api/http/router.py) combines them for each endpoint. A new status in
 api/errors.py needs a description in _DESCRIPTIONS and an entry in the `errors` of every endpoint
@@ -21,7 +21,7 @@ from api.problem_details import Problem
 Described: TypeAlias = dict[str, Any]
 Responses: TypeAlias = dict[int | str, Described]
 Schema: TypeAlias = type[BaseModel] | type[msgspec.Struct]
-"""A body or reply with a named schema."""
+"""A request or response body with a named schema."""
 
 TRUNCATED_HEADER = "x-penstock-truncated-tokens"
 AUTHENTICATED: Described = {"security": [{"key": []}, {"header": []}]}
@@ -180,7 +180,7 @@ INFERRING = (
 """Headers for requests that run a model."""
 _INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
 NOT_OVER = "The prediction has not ended."
-"""Reason for a 409 from an endpoint that requires a finished prediction."""
+"""The reason for a 409 from an endpoint that requires a finished prediction."""
 _ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
 OF_LIMITS = ("X-Penstock-Lane", *(name for name in _HEADERS if name.startswith("X-Ratelimit-")))
 _OF_INFERENCE = (
@@ -203,7 +203,7 @@ _referenced: dict[str, Schema] = {}
 
 
 def ref_to(kind: Schema) -> Described:
-    """Returns a reference to the schema of a body or reply, which the document then includes."""
+    """Returns a reference to a body's schema, which is then included in the document."""
     name = kind.__name__
     assert _referenced.setdefault(name, kind) is kind, f"two schemas are named {name}"
     return {"$ref": SCHEMA_REF.format(name=name)}
@@ -237,7 +237,7 @@ def query_parameter(
 
 
 def array_parameter(name: str, description: str) -> Described:
-    """Returns an optional parameter that can have several values."""
+    """Returns an optional parameter that can have multiple values."""
     values = {"type": "array", "items": {"type": "string"}, "maxItems": 100}
     return query_parameter(name, description, values)
 
@@ -260,7 +260,7 @@ def references(*names: str) -> Described:
 
 
 def request_body(json: Schema | None, form: Schema | None) -> Described:
-    """Returns a request body: JSON, a form, or either."""
+    """Returns a request body that is JSON, a form, or either."""
     kinds = {"multipart/form-data": form, "application/json": json}
     content = {kind: {"schema": ref_to(body)} for kind, body in kinds.items() if body is not None}
     return {"requestBody": {"required": True, "content": content}}
@@ -303,7 +303,7 @@ def event_stream(*kinds: str) -> Described:
 
 
 def streamed(answers: Responses) -> Responses:
-    """Returns the responses of an endpoint that can also return an event stream.
+    """Returns the responses for an endpoint that can also return an event stream.
 
     A stream's `Location` is the URL for rereading it.
     """
@@ -315,7 +315,7 @@ def streamed(answers: Responses) -> Responses:
 
 
 def inference_responses(answers: Responses, error: Schema) -> Responses:
-    """Returns the responses of an endpoint that runs a model, with errors in the format `error`."""
+    """Returns an inference endpoint's responses, with errors in the format `error`."""
     responses = answers | errors_as(error, *_INFERENCE_ERRORS)
     responses[422]["description"] = "This `Idempotency-Key` was used for a different request."
     # Even if some of a request's items fail, the others were computed and are reported.
@@ -327,12 +327,12 @@ def inference_responses(answers: Responses, error: Schema) -> Responses:
 
 
 def errors(*statuses: int) -> Responses:
-    """Returns the responses to errors in OpenAI's format."""
+    """Returns the error responses in OpenAI's format."""
     return errors_as(ErrorReply, *statuses)
 
 
 def problems(*statuses: int) -> Responses:
-    """Returns the responses to errors in Replicate's format."""
+    """Returns the error responses in Replicate's format."""
     return errors_as(Problem, *statuses)
 
 
@@ -345,7 +345,7 @@ def of_both_apis(*statuses: int) -> Responses:
 
 
 def errors_as(error: Schema, *statuses: int) -> Responses:
-    """Returns errors in the format `error`. 401 includes the other errors that a key can cause."""
+    """Returns errors in the format `error`. A 401 covers the other errors a key can cause."""
     if 401 in statuses:
         statuses = (*statuses, 403, 503)
     media_type = "application/problem+json" if error is Problem else "application/json"

@@ -1,4 +1,7 @@
-"""Predictions: calls with a record. Their results are stored and can be read from any instance."""
+"""Predictions, which are calls with a record.
+
+Results are stored and can be read from any instance.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ from shared.models.tasks import Input
 from shared.models.tasks.custom import stores_files
 
 Failure = Callable[[PredictionSnapshot], PenstockError]
-"""Returns why a prediction failed."""
+"""Returns the reason a prediction failed."""
 
 
 class Delivery(NamedTuple):
@@ -35,7 +38,7 @@ class Delivery(NamedTuple):
     outcomes: Sequence[ItemOutcome]
     """The inputs' outcomes. For a flow, a single outcome with the flow's output."""
     deadline_s: float
-    """Unix time at which work on the response is stopped."""
+    """Unix time at which to stop work on the response."""
 
 
 class Recording:
@@ -106,17 +109,17 @@ class Recording:
     ) -> AsyncGenerator[Creation]:
         """Creates a prediction, or finds the one created by an identical request.
 
-        The block may wait for the prediction to end. Its cost is counted when it ends, here or on
-        any other instance.
+        The block may wait for the prediction to finish. Its cost is counted when it finishes, on
+        this instance or any other.
 
         Args:
             request: returned by the method `request`.
-            waits: True if the block waits for the prediction to end.
+            waits: True if the block waits for the prediction to finish.
 
         Raises:
             PenstockError: as raised by `Predictions.creating`. RateLimited: the plan rejected the
                 request.
-            StorageFull: its results may be files, and the tenant's storage quota is used up.
+            StorageFull: the results may be files, and the tenant's storage quota is used up.
         """
         new = request.new_record
         if stores_files(request.model):
@@ -134,7 +137,7 @@ class Recording:
                     limited.settle(request.price, reply.outcomes)
 
     async def start(self, call: ModelCall, request: InferenceRequest) -> PredictionSnapshot:
-        """Creates or finds a prediction without waiting for it to end.
+        """Creates or finds a prediction without waiting for it to finish.
 
         Raises:
             PenstockError: as raised by `create`.
@@ -159,11 +162,11 @@ class Recording:
             served: the model or flow that the endpoint serves.
             run_request: returns the request for a flow's prediction.
             is_repeatable: True if identical inputs have identical results.
-            failure: returns why a run failed, in the endpoint's terms.
+            failure: returns the reason a run failed, in the endpoint's terms.
 
         Raises:
-            PenstockError: as raised by `Inference.compute`. For a flow: it failed, or as raised by
-                `create`. DeadlineExceeded: it took too long.
+            PenstockError: as raised by `Inference.compute`. For a flow: the flow failed, or as
+                raised by `create`. DeadlineExceeded: it took too long.
         """
         if isinstance(served, Flow):
             request = await run_request()
@@ -199,8 +202,8 @@ class Recording:
         """Returns a prediction's current state, no matter which endpoint created it.
 
         Raises:
-            NotFound: the tenant does not have such a prediction, or it has expired.
-            Forbidden: the key does not permit this for that endpoint's or model's results.
+            NotFound: the tenant has no such prediction, or it has expired.
+            Forbidden: the key is not allowed to do this with that endpoint's or model's results.
         """
         snapshot = await self._predictions.read(call.tenant, prediction_id)
         self._rules.check(call.caller, call.http.method, call.route, snapshot.prediction)

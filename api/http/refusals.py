@@ -1,7 +1,8 @@
-"""Writes the row of a rejected request: one per request, because it has no items yet.
+"""Writes a row for each rejected request, because such a request has no items yet.
 
-Requests without a valid key do not produce a row, so that they can't fill up the table. Metrics
-count both kinds of rejection. The row contains nothing from the caller except the `x-request-id`.
+Requests without a valid key do not produce rows, so that they can't fill up the table. Metrics
+count both kinds of rejected request. The row contains nothing from the caller except the
+`x-request-id`.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from shared.usage.row import Row, RowSink
 
 
 class Refusals:
-    """Writes the rows of rejected requests."""
+    """Writes rows for rejected requests."""
 
     def __init__(self, rows: RowSink, *, api_instance: str, region: str) -> None:
         self._rows = rows
@@ -21,7 +22,7 @@ class Refusals:
         self._region = region
 
     def write_row(self, context: RequestContext) -> None:
-        """Writes the row of a request that was just rejected."""
+        """Writes the row for a request that was just rejected."""
         columns = context.facts.row_columns()
         if context.options is None:  # rejected before its priority was read
             columns["priority"] = None

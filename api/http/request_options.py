@@ -2,9 +2,9 @@
 
 No other code reads these headers.
 
-Accepted values are within the job decoder's bounds, so workers can read every published job. Other
-values are rejected with an error that names the header. Invalid values of Cache-Control and Prefer
-are ignored, as their standards require.
+Accepted values are within the job decoder's bounds, so workers can read every published job. All
+other values are rejected with an error that names the header. Invalid values of Cache-Control and
+Prefer are ignored, as their standards require.
 
 The kind of client is derived from its `User-Agent`. Rows contain the kind, never the header. The
 set of kinds is fixed, so reports can group by kind and callers can't write arbitrary text into the
@@ -79,7 +79,7 @@ _KEY = re.compile(rf"[\x21-\x7e]{{1,{MAX_KEY_CHARS}}}")
 
 @lru_cache(maxsize=512)
 def family_of(user_agent: str) -> str:
-    """Returns the kind of client for this header: empty without a header, `other` if unknown."""
+    """Returns the kind of client: empty if there is no header, `other` if unknown."""
     agent = user_agent[:MAX_READ].strip().lower()
     if not agent:
         return ""

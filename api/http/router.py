@@ -1,4 +1,4 @@
-"""A router whose endpoints each declare their requirements, input and output in one place.
+"""A router whose endpoints each declare their requirements, input, and output in one place.
 
     router = Router(scope="embeddings", route_class=FastRoute)
 
@@ -12,7 +12,7 @@
     )
     async def rank_documents(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
 
-The scopes that keys need, the OpenAPI document and the batch line endpoints are derived from these
+The scopes that keys need, the OpenAPI document, and the batch line endpoints are derived from these
 declarations (api/endpoints.py).
 """
 
@@ -63,9 +63,9 @@ class Declared(TypedDict, total=False):
 
     summary: str
     description: str
-    """Default: the docstring."""
+    """Defaults to the docstring."""
     scope: KeyScope | None
-    """Scope that keys need. None: the endpoint is public. Default: the router's scope."""
+    """The scope keys need. None makes the endpoint public. Defaults to the router's scope."""
     body: Schema
     form: Schema
     takes: tuple[str, ...]
@@ -75,9 +75,9 @@ class Declared(TypedDict, total=False):
     reply: type[msgspec.Struct]
     reply_text: str
     headers: tuple[str, ...]
-    """Additional reply headers."""
+    """Additional response headers."""
     is_streamed: bool
-    """True if the reply can also be a stream of events."""
+    """True if the response can also be a stream of events."""
     errors: tuple[int, ...]
     conflict: str
     """The reason for a 409."""
@@ -86,7 +86,7 @@ class Declared(TypedDict, total=False):
     lines: LineEndpoint
     """Computes batch lines with the same body."""
     answers: Responses
-    """Successful responses, instead of a 200 with `reply`."""
+    """Successful responses, replacing a 200 with `reply`."""
     status_code: int
     response_class: type[Response]
     include_in_schema: bool
@@ -97,9 +97,9 @@ class Router(APIRouter):
     """A router whose endpoints get their parameters by type (api/http/injection.py).
 
     Args:
-        scope: scope that keys need for the router's endpoints. None: the endpoints are public.
+        scope: the scope keys need for the router's endpoints. None makes the endpoints public.
         route_class: its `error_reply` sets the error format, which is OpenAI's by default.
-        tags: groups on the page /docs. Default: its scope.
+        tags: groups on the /docs page. Defaults to the scope.
     """
 
     def __init__(

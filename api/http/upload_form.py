@@ -41,14 +41,14 @@ _PEEK_BYTES = 4096
 _DISPOSITION = b"content-disposition:"
 
 _TRUE = ("true", "1", "on", "t", "y", "yes")
-"""Values that pydantic reads as true."""
+"""Values that pydantic parses as true."""
 
 
 def plain_disposition(header: bytes) -> bytes:
     """Returns a Content-Disposition with the file name as plain UTF-8 in `filename`.
 
-    Clients send non-ASCII names in `filename*` (RFC 8187), sometimes along with a `filename` for
-    old servers, or as an encoded word (RFC 2047).
+    Clients send non-ASCII names either in `filename*` (RFC 8187), sometimes along with a `filename`
+    for old servers, or as an encoded word (RFC 2047).
     """
     extended = _EXTENDED_NAME.search(_QUOTED.sub(b'""', header))
     _, options = parse_options_header(header)
@@ -81,7 +81,7 @@ def _escape(text: bytes) -> bytes:
 
 
 class _FormParser(MultiPartParser):
-    """Starlette's parser, extended to support other encodings of file names."""
+    """Starlette's parser, extended to support other file name encodings."""
 
     def on_headers_finished(self) -> None:
         part = self._current_part
@@ -90,7 +90,7 @@ class _FormParser(MultiPartParser):
 
 
 def check_charset(content_type: str) -> None:
-    """Accepts only UTF-8 forms, which all clients send, because some of Python's codecs fail.
+    """Accepts only UTF-8 forms, which all clients send, because some of Python's codecs can fail.
 
     Args:
         content_type: value of the request header.
@@ -111,7 +111,7 @@ def check_charset(content_type: str) -> None:
 async def open_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
     """Opens a multipart/form-data form, like `Request.form`, and closes it afterward.
 
-    `Request.form` leaves a file open if the body ends in the middle of the file.
+    `Request.form` leaves a file open if the body is cut off in the middle of it.
 
     Args:
         request: request whose body has not yet been read.
@@ -154,7 +154,7 @@ class UploadForm:
         self.fields: dict[str, str] = {}
         """Other fields by name."""
         self.filename: str | None = None
-        """File name. None until its part begins."""
+        """File name. None until the file's part begins."""
         self._file_field = file_field
         self._header, self._disposition = (b"", b""), b""
         self._name: str | None = None
@@ -171,7 +171,7 @@ class UploadForm:
             raise BadInput(f"the form can't be read: {error}") from error
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Parses a piece of the body. Returns the pieces of the file that it contains.
+        """Parses a piece of the body. Returns the pieces of the file it contains.
 
         Raises:
             BadInput: the form can't be read or has too many fields.
@@ -295,7 +295,7 @@ async def _messages(read: list[Message], receive: Receive) -> AsyncIterator[Mess
 
 
 async def form_asks_for_stream(request: Request, **limits: int) -> bool:
-    """Returns whether a form sets `stream` to true. The form can be read again afterwards."""
+    """Returns whether a form sets `stream` to true. The form can still be read afterward."""
     await request.body()  # both readers then use the buffered body
     async with open_form(request, **limits) as form:
         stream = form.get("stream", "")

@@ -1,8 +1,8 @@
-"""Runs idempotent requests: one computes the response, and others with the same key replay it.
+"""Runs idempotent requests: one computes the response, and others with the same key get a replay.
 
-This works across instances. A request with a key runs in a separate task because its caller may
+This works across instances. A request with a key runs in a separate task, because its caller may
 hang up and come back. Temporary responses (429, 5xx, a missed deadline, an earlier response that is
-still being generated) are not stored, and they release the key. Responses are stored in Redis
+still being generated) are not stored, and the key is released. Responses are stored in Redis
 (api/idempotency/store.py), and large bodies in the object store. api/http/idempotency.py calls this
 service.
 """
@@ -30,12 +30,15 @@ from shared.stores.objects import ObjectStore, object_key
 log = logging.getLogger(__name__)
 
 STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
-"""These depend only on the request. 401, 404 and 413 depend on API keys, the catalog and settings.
+"""Statuses that depend only on the request. 401, 404, and 413 depend on API keys, the catalog, and
+settings.
 """
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
 """Pauses between reads of a key that another instance has claimed."""
 MAX_WAITING = 1000
-"""Maximum number of requests waiting for others at a time, shared among tenants."""
+"""Maximum number of requests that may wait for other requests at the same time, shared among
+tenants.
+"""
 RENEWALS_PER_LEASE = 4
 CLOSE_LIMIT_S = 1.0
 
@@ -45,7 +48,7 @@ _encoder = msgspec.msgpack.Encoder()
 class StoredResponse(msgspec.Struct, omit_defaults=True):
     """A stored response.
 
-    `headers` includes the content type. It has either `body` or its object key.
+    `headers` includes the content type. Either `body` or its object key is set.
     """
 
     status: int
@@ -55,7 +58,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     object_key: str = ""
     model: str = ""
     is_of_the_moment: bool = False
-    """True if it depends on more than the request, no matter what its status is."""
+    """True if the response depends on more than the request, whatever its status."""
 
     @property
     def media_type(self) -> str:
@@ -63,7 +66,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
 
     @property
     def is_final(self) -> bool:
-        """Returns whether the same request would get the same response at any other time."""
+        """Returns whether the same request would always get the same response."""
         return self.status in STORED_STATUSES and not self.is_of_the_moment
 
 
@@ -73,8 +76,8 @@ Compute = Callable[[], Coroutine[Any, Any, StoredResponse]]
 class IdempotentRequest(NamedTuple):
     """A request with an Idempotency-Key.
 
-    `name`: digest of tenant and key. `tenant`: tenant whose share of the store it uses.
-    `fingerprint`: digest of route and body.
+    `name`: digest of the tenant and key. `tenant`: the tenant whose share of the store is used.
+    `fingerprint`: digest of the route and body.
     """
 
     name: str
@@ -107,7 +110,7 @@ class IdempotencyService:
 
     @property
     def waiting(self) -> int:
-        """Number of requests waiting for others."""
+        """Number of requests that are waiting for other requests."""
         return self._room.total
 
     async def __aenter__(self) -> Self:
@@ -129,7 +132,7 @@ class IdempotencyService:
 
         Args:
             compute: computes the response. Called at most once, and only if none is stored.
-            wait_s: maximum seconds to wait for another request that computes it.
+            wait_s: maximum seconds to wait for another request that is computing the response.
 
         Raises:
             KeyReused: the key was used with a different request.
@@ -218,7 +221,7 @@ class IdempotencyService:
     ) -> StoredResponse:
         """Stores the response, and returns the stored one.
 
-        Returns it without storing it if Redis is unreachable.
+        If Redis is unreachable, returns the response without storing it.
         """
         try:
             encoded = _encoder.encode(await self._without_large_body(response))
@@ -250,7 +253,10 @@ class IdempotencyService:
         return await self._with_body(_decoder.decode(encoded))
 
     async def _without_large_body(self, response: StoredResponse) -> StoredResponse:
-        """Returns the response for Redis. A large body goes to the object store."""
+        """Returns the response in the form stored in Redis.
+
+        A large body goes to the object store.
+        """
         if response.body_bytes <= INLINE_LIMIT_BYTES:
             return response
         key = _body_key(response)
@@ -260,7 +266,7 @@ class IdempotencyService:
     async def _with_body(
         self, stored: StoredResponse, own: StoredResponse | None = None
     ) -> StoredResponse:
-        """Returns the stored response with its body. The body is not fetched if `own` has it."""
+        """Returns the stored response with its body, which is not fetched if `own` has it."""
         if not stored.object_key:
             return stored
         if own is not None and _body_key(own) == stored.object_key:
@@ -274,7 +280,7 @@ class IdempotencyService:
         return msgspec.structs.replace(stored, body=body)
 
     async def _renew(self) -> None:
-        """Renews the leases of all this instance's claims with one call, until canceled.
+        """Renews the leases on all this instance's claims, with one call at a time, until canceled.
 
         No timer runs while there are no claims.
         """

@@ -1,14 +1,14 @@
 """Stores idempotent requests' claims and responses in Redis, for all instances.
 
 An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim`
-(of the request that computes the response) and `answer` (the response). A claim is valid while its
-instance renews its lease. One call renews all of an instance's leases. Only the Redis clock is
+(of the request that computes the response) and `answer` (the response). A claim is valid as long as
+its instance renews the lease. One call renews all of an instance's leases. Only Redis's clock is
 used, so instances' clocks need not agree.
 
 Entries do not have a TTL, because a full Redis evicts keys with a TTL (volatile-lru), and responses
 must be kept. Each new entry removes a few expired entries, found through an index. All responses
-share a byte budget (shared/stores/retention.py). Claims do not count, because only claims of
-crashed instances remain without a response. The scripts are in *.lua files in this package.
+share a byte budget (shared/stores/retention.py). Claims do not count toward it, because only
+crashed instances leave claims without a response. The scripts are in *.lua files in this package.
 """
 
 from __future__ import annotations
@@ -58,9 +58,9 @@ class IdempotencyStore(RedisStore):
 
     Args:
         redis_url: `redis://`, `rediss://` or `unix://` URL.
-        keep_s: seconds to store a response.
+        keep_s: how long to store a response, in seconds.
         lease_s: seconds until a claim that is not renewed expires.
-        prefix: prefix of every key, for several deployments on one Redis.
+        prefix: prefix for every key, so that several deployments can share one Redis.
     """
 
     def __init__(
@@ -94,8 +94,8 @@ class IdempotencyStore(RedisStore):
         """Claims the right to compute the response. `claim` is a unique ID.
 
         Raises:
-            Unavailable: Redis did not respond. If it recorded the claim, the claim expires with its
-                lease.
+            Unavailable: Redis did not respond. If Redis recorded the claim, the claim expires with
+                its lease.
         """
         args = (fingerprint, claim, self._keep_s, self.lease_s)
         state, response = await self._commands.run_script(_CLAIM, self._keys(name), *args)
@@ -106,8 +106,8 @@ class IdempotencyStore(RedisStore):
     ) -> bytes:
         """Stores `response`, unless the key already has one. Returns the stored response.
 
-        If the budget is exceeded, removes the oldest responses of the tenant with the largest
-        total.
+        If the budget is exceeded, removes the oldest responses belonging to the tenant with the
+        largest total.
         """
         args = (fingerprint, claim, response, self._keep_s, tenant, self._max_bytes)
         stored, dropped = await self._commands.run_script(_COMPLETE, self._keys(name), *args)
@@ -118,12 +118,12 @@ class IdempotencyStore(RedisStore):
         """Releases a claim without a response. The next request with the key computes it.
 
         Raises:
-            Unavailable: Redis did not answer. The claim expires with its lease.
+            Unavailable: Redis did not respond. The claim expires with its lease.
         """
         await self._commands.run_script(_RELEASE, self._keys(name), claim)
 
     async def renew(self, claims: Iterable[str]) -> None:
-        """Renews the leases of `claims`."""
+        """Renews the leases on all of `claims`."""
         await self._commands.run_script(
             _RENEW, [f"{self._prefix}answers:leases"], self.lease_s, *claims
         )

@@ -1,11 +1,11 @@
 """A pool of processes that decode and encode images, with a bounded queue and a memory budget.
 
-A request's deadline applies while its image is queued and while it is decoded. At the deadline, or
-when the caller hangs up, the process is killed. A new process starts within a tenth of a second.
-Idle processes exit, so an API without image traffic does not have any. Tenants take turns in the
-queue. Within a tenant, images are handled in order of arrival. One tenant can't use all processes,
-and if a tenant is not decoding anything else, its small image does not wait for memory used by
-other tenants.
+A request's deadline applies both while its image is queued and while the image is being decoded. At
+the deadline, or when the caller hangs up, the process is killed. A new process starts within a
+tenth of a second. Idle processes exit, so an API without image traffic has no codec processes.
+Tenants take turns in the queue. Each tenant's images are handled in order of arrival. One tenant
+can't use all processes. If a tenant is not decoding anything else, its small image does not wait
+for memory used by other tenants.
 
 See docs/decisions/0015-image-codec-processes.md.
 """
@@ -49,12 +49,12 @@ from shared.errors import (
 from shared.settings import environment_with
 
 COMMAND = (sys.executable, "-W", "ignore", "-m", "api.inputs.codec_server")
-"""Suppresses warnings, so that callers' images can't fill the log with Pillow's warnings."""
+"""Suppresses warnings, so that callers' images can't flood the log with Pillow's warnings."""
 PIECE_BYTES = 256 * 1024
 """Bytes per write: 32 MB in one write would block the event loop for 10 ms."""
 MAX_REPLY_BYTES = 512 * 1024 * 1024
 EXIT_LIMIT_S = 2.0
-"""Time limit for a process that closed its socket to exit before it is killed."""
+"""How long a process that has closed its socket may take to exit before it is killed."""
 
 ReserveMemory = Callable[[int], AbstractAsyncContextManager[None]]
 """Waits until this many bytes of the memory budget are free, and holds them for the duration of the
@@ -66,24 +66,23 @@ T = TypeVar("T")
 MAX_QUEUED = 64
 """Maximum number of new images waiting for a process."""
 MAX_QUEUED_BYTES = 128 * 1024 * 1024
-"""Maximum total size of waiting image files. The first is admitted regardless of its size."""
+"""Maximum total size of waiting image files. The first file is admitted regardless of its size."""
 IDLE_S = 30.0
 """A process exits after being idle this long."""
 FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
-"""Seconds per image: the initial estimate, and the weight of the newest value in the moving
-average.
+"""Initial estimate of the seconds per image, and the newest value's weight in the moving average.
 """
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 SPARE_PROCESSES = 1
-"""Number of processes in addition to a single tenant's maximum."""
+"""Number of processes beyond one tenant's maximum."""
 SMALL_SHARE = 0.25
-"""Largest fraction of the memory budget for which an image counts as small."""
+"""An image counts as small if it needs at most this fraction of the memory budget."""
 
 
 class CodecClient:
     """A codec process.
 
-    Accepts no further commands after a command that was canceled or killed the process.
+    Accepts no further commands once a command has been canceled or has killed the process.
     """
 
     def __init__(
@@ -146,7 +145,7 @@ class CodecClient:
         If the call is canceled, the process must be killed.
 
         Args:
-            reserve: called after the image header is read, before anything is decoded.
+            reserve: called after the image header has been read and before anything is decoded.
 
         Raises:
             BadInput: the image was rejected. The caller adds the field name.
@@ -256,11 +255,11 @@ class CodecPool:
     """An async context manager that owns its processes.
 
     Args:
-        processes: maximum number of processes per tenant. All tenants together have SPARE_PROCESSES
-            more.
-        budget_bytes: memory for all images being decoded. A larger image is decoded on its own. In
-            addition, each process may decode a small image for a tenant that is not decoding
-            anything else.
+        processes: maximum number of processes per tenant. All tenants together may use
+            SPARE_PROCESSES more.
+        budget_bytes: memory for all images being decoded. An image over the budget is decoded on
+            its own. In addition, each process may decode a small image for a tenant that is not
+            decoding anything else.
         start: starts a process. Replaced by tests.
     """
 
@@ -274,7 +273,7 @@ class CodecPool:
         self._free = processes + SPARE_PROCESSES
         self._processes = processes
         self._running: Counter[str] = Counter()
-        """Number of processes by tenant."""
+        """Number of processes in use by each tenant."""
         self._budget_bytes = budget_bytes
         # Results go first because they are already computed and paid for.
         self._lines: dict[bool, FairQueue[asyncio.Future[None]]] = {
@@ -290,7 +289,7 @@ class CodecPool:
         self._memory_freed = asyncio.Event()
         self._decoding_bytes = 0
         self._decoding: Counter[str] = Counter()
-        """Number of images with reserved memory, by tenant."""
+        """Number of images with reserved memory, per tenant."""
         self._service_s = FIRST_SERVICE_S
 
     async def __aenter__(self) -> Self:
@@ -314,10 +313,10 @@ class CodecPool:
         """Runs a command on the image in `data`.
 
         Args:
-            deadline_s: Unix time at which the command is stopped.
-            is_new: True if it may be rejected. Results that are already computed go first and are
-                never rejected.
-            tenant: the tenant whose turn is used. Empty: shared by all unknown callers.
+            deadline_s: Unix time at which to stop the command.
+            is_new: True if the command may be rejected. Results that have already been computed go
+                first and are never rejected.
+            tenant: the tenant whose turn to use. All unknown callers share the empty tenant.
 
         Raises:
             Overloaded: the queue is full, or the command would miss its deadline.
@@ -479,7 +478,7 @@ class CodecPool:
         self._kill(child)
 
     def _kill(self, child: CodecClient, then: Callable[[], None] | None = None) -> None:
-        """Kills a process and calls `then` once it has exited, so there are never too many."""
+        """Kills a process, and calls `then` once it exits, so that there are never too many."""
         task = asyncio.create_task(child.kill())
         self._killing.add(task)
         task.add_done_callback(self._killing.discard)
@@ -510,7 +509,7 @@ class CodecPool:
                 self._memory_freed.set()
 
     async def _take_memory(self, cost_bytes: int) -> None:
-        """Takes memory from the budget, or all of it if the image is larger than the budget."""
+        """Takes memory from the budget, or the whole budget if the image is larger than that."""
         async with self._memory_lock:
             while self._decoding_bytes and self._decoding_bytes + cost_bytes > self._budget_bytes:
                 self._memory_freed.clear()

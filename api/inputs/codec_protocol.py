@@ -1,9 +1,9 @@
-"""Messages between the API and a codec process: MessagePack, followed by image data.
+"""Messages between the API and a codec process: MessagePack followed by image data.
 
 A frame has two lengths in bytes (unsigned 32-bit, little-endian), one of the structs below, and the
 image data, which is never copied into a struct. The API sends a command (PrepareSource,
 PrepareMask, EncodeImage or CompareImages). The process replies with HeaderRead, waits for Proceed,
-which arrives once there is room for the image, and then replies with SourcePrepared, MaskPrepared,
+which is sent once there is room for the image, and then replies with SourcePrepared, MaskPrepared,
 ImageEncoded or ImagesCompared. CodecError may replace any of these replies.
 """
 
@@ -17,16 +17,16 @@ import msgspec
 LENGTHS = struct.Struct("<II")
 
 Padding = tuple[int, int, int, int]
-"""Output pixels to the left, above, to the right and below."""
+"""Output pixels on the left, top, right, and bottom."""
 UNPADDED: Padding = (0, 0, 0, 0)
 
 _encode = msgspec.msgpack.Encoder().encode
 
 
 class SourceLimits(msgspec.Struct):
-    """A model's limits on the size of a source. `width` x `height` is the default size.
+    """A model's limits on source image size. `width` x `height` is the default size.
 
-    `enlarges`: whether a smaller source is enlarged to that number of pixels.
+    `enlarges`: whether smaller sources are enlarged to that number of pixels.
     """
 
     width: int
@@ -53,21 +53,22 @@ class PrepareMask(msgspec.Struct, tag="mask"):
 
     Without a file, only the source's `padding` is masked.
 
-    `redraws`: which pixels to redraw, in proportion: `transparent` or `white` ones. `blur`:
-    standard deviation of a Gaussian in output pixels. The mask's edge is blurred inward.
+    `redraws`: which pixels to redraw, `transparent` or `white`, in proportion to how transparent or
+    white they are. `blur`: standard deviation, in output pixels, of the Gaussian that blurs the
+    mask's edge inward.
     """
 
     size: tuple[int, int]
     """Output width and height."""
     file_size: tuple[int, int]
-    """Width and height of the upright source image."""
+    """The upright source image's width and height."""
     redraws: Literal["transparent", "white"]
     blur: float
     padding: Padding = UNPADDED
 
 
 class EncodeImage(msgspec.Struct, tag="encode"):
-    """Converts the PNG or WebP to `output_format`, and to another `size` if set."""
+    """Converts the PNG or WebP to `output_format`, and resizes it to `size` if set."""
 
     output_format: str
     quality: int
@@ -75,7 +76,7 @@ class EncodeImage(msgspec.Struct, tag="encode"):
 
 
 class CompareImages(msgspec.Struct, tag="compare"):
-    """Compares two PNGs. The first has `first_bytes` bytes, and the second follows it."""
+    """Compares two PNGs. The first is `first_bytes` bytes long, and the second follows it."""
 
     first_bytes: int
 
@@ -91,7 +92,10 @@ class HeaderRead(msgspec.Struct, tag="opened"):
 
 
 class SourcePrepared(msgspec.Struct, tag="prepared"):
-    """The source image follows, a PNG of this size. `file_size` is its upright size in the file."""
+    """The source image follows, a PNG of this size.
+
+    `file_size` is the upright size of the image in the file.
+    """
 
     width: int
     height: int
@@ -115,7 +119,7 @@ class ImagesCompared(msgspec.Struct, tag="compared"):
 class CodecError(msgspec.Struct, tag="refused"):
     """The file was rejected: the reason and its error code, as in shared/errors.py.
 
-    `field`: the command field at fault, if it isn't the file.
+    `field`: the command field at fault, unless the file is at fault.
     """
 
     code: str
@@ -132,6 +136,6 @@ decode_reply = msgspec.msgpack.Decoder(CodecReply).decode
 
 
 def frame_header(frame: CodecRequest | CodecReply, data_bytes: int = 0) -> bytes:
-    """Returns a frame without its image data of `data_bytes` bytes."""
+    """Returns a frame, except for its `data_bytes` bytes of image data."""
     encoded = _encode(frame)
     return LENGTHS.pack(len(encoded), data_bytes) + encoded

@@ -6,8 +6,8 @@ and may take any amount of memory. This process can be killed at a deadline, has
 than the event loop, has kernel limits on memory and CPU time, and does not have the API's settings
 or secrets. It imports only Pillow and msgspec, so it starts within a tenth of a second.
 
-A command decodes, resizes or encodes an image with Pillow in bounded memory: it reads the header
-first and reserves the memory that the rest may take.
+A command decodes, resizes or encodes an image with Pillow in bounded memory: it first reads the
+header, and then reserves as much memory as the rest may need.
 """
 
 from __future__ import annotations
@@ -79,23 +79,22 @@ _REFUSED = (
     (0, b"<?xml", "SVG"),
     (0, b"\x00\x00\x01\x00", "ICO"),
 )
-"""First bytes of unsupported file types, and their names."""
+"""The leading bytes of unsupported file types, with the types' names."""
 _MAX_PROFILE_BYTES = 4 * 1024 * 1024
 REDUCING_GAP = 3
 """Images are averaged in boxes down to three times the target and then resampled, as for
 thumbnails.
 """
 EQUAL_DB = 100.0
-"""The ratio reported for equal images, because the formula does not define one."""
+"""The ratio reported for equal images, for which the formula is undefined."""
 MAX_SCANS = 100
-"""Scans per JPEG, as in libtiff (MAX_SCAN_NUMBER of tif_jpeg.c).
-
-Encoders write at most about 15. A scan of 25 megapixels may have 42 bytes and take 17 ms.
+"""Maximum scans per JPEG, as in libtiff (MAX_SCAN_NUMBER in tif_jpeg.c). Encoders write at most
+about 15. A scan of 25 megapixels can be 42 bytes long and take 17 ms.
 """
 STRIP_PIXELS = 1 << 18
 """Number of decoded pixels to flatten and reduce at a time."""
 WORKING_BYTES = 24 * 1024 * 1024
-"""Maximum memory for decoder, strips and encoder."""
+"""Maximum memory for the decoder, strips, and encoder."""
 
 # Pillow's own limit only warns at first. The limit here rejects right after reading the header.
 Image.MAX_IMAGE_PIXELS = None
@@ -135,7 +134,7 @@ _TURNS = {
 _SIDEWAYS = (5, 6, 7, 8)
 
 _MARKER = re.compile(rb"\xff([\xc0-\xcf\xd8-\xfe])")
-"""A marker with a segment, or a start or end of an image (ITU-T T.81, B.1).
+"""A marker with a segment, or one that starts or ends an image (ITU-T T.81, B.1).
 
 Lower markers are reserved. libjpeg rejects them between segments. In coded data with restart
 intervals, it drops them without a length and continues after them (jpeg_resync_to_restart in
@@ -147,18 +146,17 @@ _PROFILE_MODES = {"RGB ": "RGB", "GRAY": "L", "CMYK": "CMYK"}
 _SRGB = ImageCms.createProfile("sRGB")
 
 NICENESS = 10
-"""The API's event loop has priority.
-
-Under contention, this process still gets a tenth of a core.
+"""Makes the API's event loop take priority. Under contention, this process still gets a tenth of a
+core.
 """
 CPU_LIMIT_S = 6
-"""CPU seconds for an image sent by a caller. 25 megapixels take 0.6 to 1.8 s, depending on the
-format.
+"""Maximum CPU seconds for an image sent by a caller. 25 megapixels take 0.6 to 1.8 s, depending on
+the format.
 """
 RESULT_CPU_LIMIT_S = 20
-"""CPU seconds for an image computed by a worker: 16 megapixels as WebP take 4 s."""
+"""Maximum CPU seconds for an image computed by a worker. 16 megapixels as WebP take 4 s."""
 ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
-"""The largest image takes 400 MB."""
+"""Maximum address space. The largest image takes 400 MB."""
 SPARE_BYTES = 48 * 1024 * 1024
 """Address space in addition to an image's reservation, because allocators take it in large pieces.
 """
@@ -171,13 +169,13 @@ class _TooLargeError(Exception):
 
 
 class _PaddedTooLargeError(_TooLargeError):
-    """The padding makes it too large."""
+    """The padding makes the image too large."""
 
     field = "padding"
 
 
 class _NotDrawnError(Exception):
-    """An image of a kind that can't be drawn correctly. The message names the kind."""
+    """A kind of image that can't be drawn correctly. The message names the kind."""
 
 
 def run_command(
@@ -214,7 +212,7 @@ def run_command(
 
 
 def _check_scans(data: bytes) -> None:
-    """Raises _NotDrawnError if a JPEG has more than MAX_SCANS scans. Decodes nothing."""
+    """Raises _NotDrawnError if a JPEG has more than MAX_SCANS scans, without decoding anything."""
     if data.count(b"\xff\xda") <= MAX_SCANS:  # segments may contain these bytes too
         return
     at, scans = 0, 0
@@ -234,7 +232,7 @@ def _check_scans(data: bytes) -> None:
 
 
 def _why_not(data: bytes) -> str:
-    """Returns why a file can't be drawn."""
+    """Returns the reason a file can't be drawn."""
     for at, begins, name in _REFUSED:
         if data[at : at + len(begins)] == begins:
             return f"{name} is not supported; send {ACCEPTED}"
@@ -242,7 +240,7 @@ def _why_not(data: bytes) -> str:
 
 
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
-    """Returns the PSNR of two PNGs in dB, 10 log10(255^2 / MSE) as in ITU-T J.340."""
+    """Returns two PNGs' PSNR in dB, 10 log10(255^2 / MSE) as in ITU-T J.340."""
     with (
         _open_image(data[:first_bytes], ("PNG",)) as first,
         _open_image(data[first_bytes:], ("PNG",)) as other,
@@ -262,7 +260,7 @@ def _prepare_image(
 ) -> tuple[Image.Image, tuple[int, int]]:
     """Returns the image in `data`, upright, in RGB, and resized to the output size.
 
-    Also returns its upright size.
+    Also returns its original upright size.
     """
     with _open_image(_without_metadata(data), SOURCE_FORMATS) as image:
         shape = image.size
@@ -299,7 +297,7 @@ def _inner(command: PrepareSource | PrepareMask) -> tuple[int, int] | None:
 
 
 def _compute_padded_bytes(size: tuple[int, int], padding: Padding) -> int:
-    """Returns the memory of an image including its padding."""
+    """Returns the memory, in bytes, for an image including its padding."""
     if padding == UNPADDED:
         return 0
     left, above, right, below = padding
@@ -340,7 +338,7 @@ def _with_edges(image: Image.Image, padding: Padding) -> Image.Image:
 
 
 def _mask(data: bytes, command: PrepareMask, reserve: Callable[[int], None]) -> Image.Image:
-    """Returns how much of each source pixel to redraw, upright, from 0 to 255.
+    """Returns how strongly to redraw each pixel of the upright source, from 0 to 255.
 
     Raises:
         _NotDrawnError: the mask differs in size from the source, has no transparency, or leaves
@@ -409,8 +407,8 @@ def _white(strip: Image.Image) -> Image.Image:
 def _blur_inward(mask: Image.Image, radius: float) -> Image.Image:
     """Returns the mask with soft edges. Pixels that were 0 stay 0.
 
-    Half of a Gaussian edge lies inside. It is stretched so that a straight edge is 0 at the
-    boundary and reaches 255 three radii inside.
+    Half of a Gaussian edge lies inside the mask. It is stretched so that a straight edge is 0 at
+    the boundary and reaches 255 three radii inside.
 
     Raises:
         _NotDrawnError: the blurred mask is empty.
@@ -429,7 +427,7 @@ def _blur_inward(mask: Image.Image, radius: float) -> Image.Image:
 def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
     """Returns a size with the source's aspect ratio and the model's default pixel count.
 
-    A smaller source keeps its pixel count if the limits do not enlarge it.
+    A smaller source keeps its pixel count unless the limits enlarge it.
     """
     scale = math.sqrt(limits.width * limits.height / (width * height))
     if not limits.enlarges:
@@ -454,7 +452,7 @@ def _open_image(data: bytes, formats: tuple[str, ...]) -> Image.Image:
 
 
 def _without_metadata(data: bytes) -> bytes:
-    """Returns a PNG without chunks that don't affect its pixels, because errors could be in them.
+    """Removes a PNG's chunks that don't affect its pixels, because they could contain errors.
 
     Other files are returned unchanged.
     """
@@ -488,11 +486,11 @@ def _is_profile(chunk: bytes) -> bool:
 
 
 def _scale_transparent_color(image: Image.Image) -> None:
-    """Adjusts the transparent color of a PNG (tRNS) to the depth that its pixels will have.
+    """Adjusts a PNG's transparent color (tRNS) to the depth its pixels will have.
 
     Raises:
-        _NotDrawnError: the PNG has 16 bits per channel. Pillow keeps eight of them, so other colors
-            would become transparent too.
+        _NotDrawnError: the PNG has 16 bits per channel. Pillow keeps eight of those bits, so other
+            colors would become transparent too.
     """
     tile: Any = next(iter(getattr(image, "tile", ())), None)
     if image.format != "PNG" or tile is None or "transparency" not in image.info:
@@ -507,7 +505,7 @@ def _scale_transparent_color(image: Image.Image) -> None:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Returns the EXIF orientation, from 1 to 8. 1 (upright) if there is none."""
+    """Returns the EXIF orientation, from 1 to 8, or 1 (upright) if there is none."""
     try:
         tag = image.getexif().get(ExifTags.Base.Orientation, 1)
         # Numbers of a nonstandard type arrive as bytes or in a tuple.
@@ -527,7 +525,7 @@ def _target(image: Image.Image, shape: tuple[int, int], command: PrepareSource) 
 
 
 def _swap_if_sideways(size: tuple[int, int], image: Image.Image) -> tuple[int, int]:
-    """Converts `size` between the display and file orientations, in both directions."""
+    """Converts `size` between the display and file orientations, in either direction."""
     return (size[1], size[0]) if _orientation(image) in _SIDEWAYS else size
 
 
@@ -556,7 +554,7 @@ def _cost_bytes(
 
 
 def _compute_reduced_bytes(have: tuple[int, int], want: tuple[int, int]) -> int:
-    """Returns the memory `_reduce` needs to average, resample in both directions and rotate."""
+    """Returns the memory `_reduce` needs to average, resample in both directions, and rotate."""
     across, down = _factors(have, want)
     height = math.ceil(have[1] / down)
     return 4 * (math.ceil(have[0] / across) * height + want[0] * height + 2 * want[0] * want[1])
@@ -570,7 +568,7 @@ def _factors(have: tuple[int, int], want: tuple[int, int]) -> tuple[int, int]:
 
 
 def _reduce(image: Image.Image, size: tuple[int, int]) -> Image.Image:
-    """Returns the image without alpha in `size`: in RGB, or in CMYK if it has a profile.
+    """Returns the image resized to `size`, without alpha: in RGB, or in CMYK if it has a profile.
 
     Works in strips to avoid a second full copy in memory.
     """
@@ -587,7 +585,7 @@ def _reduce(image: Image.Image, size: tuple[int, int]) -> Image.Image:
 
 
 def _in_srgb(drawn: Image.Image, source: Image.Image) -> Image.Image:
-    """Returns `drawn` in sRGB, using the ICC profile of its file if that is suitable.
+    """Returns `drawn` in sRGB, using the source file's ICC profile if it is suitable.
 
     Without a profile, colors are assumed to be sRGB, as in browsers.
     """
@@ -627,9 +625,9 @@ def _flat(image: Image.Image) -> Image.Image:
 
 
 def _with_8_bits(image: Image.Image) -> Image.Image:
-    """Converts a 16-bit gray image to 8 bits, with alpha if one of its grays is transparent.
+    """Converts a 16-bit gray image to 8 bits, with alpha if one of the grays is transparent.
 
-    Pillow itself would turn all values above 255 white.
+    Pillow on its own would turn all values above 255 white.
     """
     wide = image.convert("I")  # the mode that accepts tables of 65,536 entries
     gray = wide.point(_TO_8_BITS, "L")
@@ -647,7 +645,7 @@ def _save(image: Image.Image, output_format: str, **options: int) -> bytes:
 
 
 def main() -> int:
-    """Serves the socket whose file descriptor is the argument, until the API closes it."""
+    """Serves the socket with the file descriptor in the argument, until the API closes it."""
     # The API handles signals to the process group (Ctrl-C, SIGTERM): it drains, then closes the
     # socket.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -686,8 +684,8 @@ def _limit_memory(more_bytes: int) -> None:
 
     The total is limited to ADDRESS_SPACE_BYTES.
 
-    The header of a file may declare fewer pixels than its data has: an AVIF image of 64 x 64 pixels
-    whose AV1 frame has 8000 x 8000 takes five times its reservation.
+    A file's header may declare fewer pixels than its data has. For example, an AVIF image of 64 x
+    64 pixels whose AV1 frame has 8000 x 8000 takes five times its reservation.
     """
     with contextlib.suppress(ValueError, OSError):  # not available on every system
         with open("/proc/self/statm", "rb") as file:

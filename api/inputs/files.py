@@ -1,9 +1,8 @@
-"""Files that callers upload before the predictions that use them.
+"""Files that callers upload before creating the predictions that use them.
 
-The object store has each file's data and document. Both count toward the tenant's quota and are
-removed after the file expires (api/inputs/storage.py). The API does not serve expired files.
-
-Calls raise Unavailable if the object store is unreachable.
+The object store holds each file's data and document. Both count toward the tenant's quota and are
+removed after the file expires (api/inputs/storage.py). Expired files are not served. Calls raise
+Unavailable if the object store is unreachable.
 """
 
 from __future__ import annotations
@@ -38,7 +37,7 @@ MAX_BYTES = 64 * 1024 * 1024
 MAX_LISTED = 100
 _METADATA_LIMIT_BYTES = 64 * 1024
 _FACTS_BYTES = 1024
-"""Size allowed for a document in addition to the name and metadata sent by the caller."""
+"""Bytes allowed for a document on top of the name and metadata sent by the caller."""
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}", re.ASCII)
 
@@ -46,7 +45,7 @@ _CHARSETS = frozenset({*aliases, *aliases.values()})
 
 
 class File(msgspec.Struct):
-    """A file's metadata. `key` is the object that contains its data."""
+    """A file's metadata. `key` identifies the object that contains the file's data."""
 
     id: str
     tenant: str
@@ -70,7 +69,7 @@ def is_media_type(text: str) -> bool:
 
 
 def is_charset(name: str) -> bool:
-    """Returns whether a charset may be looked up. Python caches even invalid names forever."""
+    """Returns whether a charset may be looked up. Python caches even invalid names, forever."""
     return normalize_encoding(name).lower() in _CHARSETS
 
 
@@ -78,7 +77,7 @@ class Files:
     """All tenants' files.
 
     Args:
-        storage: counts the stored bytes per tenant.
+        storage: keeps track of the bytes each tenant has stored.
     """
 
     def __init__(self, objects: ObjectStore, storage: Storage) -> None:
@@ -101,7 +100,7 @@ class Files:
         Args:
             name: file name set by the caller.
             keep_s: seconds until it expires, at most KEEP_S.
-            reservation: the reservation of `receiving`. None: room is reserved here.
+            reservation: the reservation from `receiving`, or None to reserve room here.
 
         Raises:
             BadInput: the metadata is too large.
@@ -140,7 +139,7 @@ class Files:
         """Reserves room for a request's file before its body is read.
 
         Args:
-            body_bytes: size of the request body, including the file. None: not known.
+            body_bytes: size of the request body, including the file. None if not known.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.
@@ -173,10 +172,10 @@ class Files:
         await self._objects.delete(file.key)
 
     async def find(self, tenant: str, file_id: str) -> File:
-        """Finds a file of this tenant.
+        """Finds one of this tenant's files.
 
         Raises:
-            NotFound: the tenant does not have such a file, or it has expired.
+            NotFound: the tenant has no such file, or it has expired.
         """
         unknown = NotFound(f"file {file_id[:80]!r} does not exist")
         if not _ID.fullmatch(file_id):
@@ -195,10 +194,10 @@ class Files:
 
 
 def _encode_within_limit(file: File) -> bytes:
-    """Returns the document of a file.
+    """Returns a file's document, encoded.
 
     Raises:
-        BadInput: it is too large.
+        BadInput: the document is too large.
     """
     encoded = msgspec.json.encode(file)
     if len(encoded) > _METADATA_LIMIT_BYTES:
@@ -213,12 +212,12 @@ def _folder_of(tenant: str) -> str:
 
 
 def _place_of(tenant: str, file_id: str) -> str:
-    """Returns the folder with the data and document of a file."""
+    """Returns the folder that contains a file's data and document."""
     return f"{KEPT_FILES}/{owner_of(tenant)}/{file_id}"
 
 
 def _build_listing_key(file: File) -> str:
-    """Listings start with the smallest key, so newer files have smaller keys."""
+    """Listings start with the smallest key, so newer files are given smaller keys."""
     left_s = LATEST_S - int(file.created_at_s)
     return f"{_folder_of(file.tenant)}/{left_s:010d}_{file.id.removeprefix('file_')}"
 

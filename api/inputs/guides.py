@@ -1,7 +1,7 @@
-"""Image request fields, including those for the guides of a drawing: ControlNets and IP-Adapters.
+"""Image request fields, including the fields for guides: ControlNets and IP-Adapters.
 
 Fields have the same names as in diffusers pipelines and Replicate models. `control` and
-`ip_adapter` name an entry of the catalog. image_draft.py prepares the images of both.
+`ip_adapter` each name a catalog entry. image_draft.py prepares the images for both.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _CONTROL_OPTIONS = (
 MORE_CONTROLS = "more_controls"
 CONTROL_FIELDS = ("control", *_CONTROL_OPTIONS, MORE_CONTROLS)
 MAX_MORE_CONTROLS = 3
-"""Maximum number of controls after the first one of a request."""
+"""Maximum number of controls in a request after the first one."""
 
 IP_ADAPTER = "ip_adapter"
 IP_ADAPTER_IMAGE = "ip_adapter_image"
@@ -52,11 +52,11 @@ _IP_ADAPTER_OPTIONS = (IP_ADAPTER_IMAGE, "ip_adapter_scale")
 IP_ADAPTER_FIELDS = (IP_ADAPTER, *_IP_ADAPTER_OPTIONS)
 
 GUIDE_IMAGES = (CONTROL_IMAGE, IP_ADAPTER_IMAGE)
-"""Fields with the image of a ControlNet or IP-Adapter. In forms, they may be files."""
+"""Fields that contain an image for a ControlNet or IP-Adapter. In forms, they may be files."""
 
 
 class ControlFields(Body):
-    """The fields of all bodies for images that are for ControlNets."""
+    """ControlNet fields, which all image bodies have."""
 
     control: str | None = Field(
         None,
@@ -101,13 +101,13 @@ class ControlFields(Body):
 
     @property
     def part(self) -> tuple[float, float]:
-        """Start and end of the steps in which the control guides, from 0 to 1."""
+        """Fraction of the steps, from 0 to 1, at which the control starts and stops guiding."""
         start, end = self.control_guidance_start, self.control_guidance_end
         return 0.0 if start is None else start, 1.0 if end is None else end
 
 
 class IpAdapterFields(Body):
-    """The fields of all bodies for images that are for IP-Adapters."""
+    """IP-Adapter fields, which all image bodies have."""
 
     ip_adapter: str | None = Field(
         None,
@@ -142,7 +142,7 @@ def _have_no_reference(schema: dict[str, Any]) -> None:
 
 
 class ImageFields(ControlFields, IpAdapterFields):
-    """The parameters of an image request. None: the default of the model."""
+    """An image request's parameters. None means the model's default."""
 
     more_controls: list[ControlFields] | None = Field(
         None,
@@ -194,7 +194,7 @@ class ImageFields(ControlFields, IpAdapterFields):
 
 
 def guide_urls(body: ImageFields) -> dict[str, str]:
-    """Returns the URLs of the guides' images by place."""
+    """Returns the URLs of the guides' images, keyed by slot."""
     named = {name: getattr(body, name) for name in GUIDE_IMAGES}
     for index, control in enumerate(body.more_controls or ()):
         named[place_of_control(index)] = control.control_image
@@ -202,18 +202,18 @@ def guide_urls(body: ImageFields) -> dict[str, str]:
 
 
 def place_of_control(index: int) -> str:
-    """Returns the place of a control's image in `more_controls`."""
+    """Returns the slot for a control's image in `more_controls`."""
     return f"{MORE_CONTROLS}[{index}].{CONTROL_IMAGE}"
 
 
 def check_guides(body: ImageFields, model: Model, *, files: Collection[str] = ()) -> None:
-    """Validates the guides of a request for a model.
+    """Checks that a model supports a request's guides.
 
     Args:
         files: fields whose images were uploaded as form files.
 
     Raises:
-        BadInput: the model has no such guide, or its image is missing.
+        BadInput: the model has no such guide, or the guide's image is missing.
     """
     _check_control(body, model, has_picture=CONTROL_IMAGE in files)
     for index, control in enumerate(body.more_controls or ()):
@@ -228,11 +228,11 @@ def check_guides(body: ImageFields, model: Model, *, files: Collection[str] = ()
 
 
 def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
-    """Validates that the pipeline of a model accepts the fields of a request.
+    """Checks that a model's pipeline accepts a request's fields.
 
     Args:
-        model: if its interface is unknown here, its workers check the fields.
-        mode: the kind of input that the image is drawn from.
+        model: the model to check. If its interface is unknown here, its workers check the fields.
+        mode: the kind of input from which the image is drawn.
 
     Raises:
         BadInput: the model does not accept a field or the mode.
@@ -255,7 +255,7 @@ def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
 
 
 def _check_control(body: ControlFields, model: Model, *, has_picture: bool) -> None:
-    """Validates the control of a request for a model.
+    """Checks that a model supports a request's control.
 
     Args:
         has_picture: True if its image was uploaded as a form file.
@@ -281,7 +281,7 @@ def _check_control(body: ControlFields, model: Model, *, has_picture: bool) -> N
 
 
 def _check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool) -> None:
-    """Validates the IP-Adapter of a request for a model.
+    """Checks that a model supports a request's IP-Adapter.
 
     Args:
         has_picture: True if its image was uploaded as a form file.
@@ -305,10 +305,10 @@ def _check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool)
 
 
 def show_files(raw_input: Mapping[str, Any], kept: Mapping[str, str]) -> dict[str, Any]:
-    """Returns an input in which files are replaced by their URLs.
+    """Returns an input with files replaced by their URLs.
 
     Args:
-        kept: URLs of the files that were in the input itself, by place.
+        kept: URLs of the files that were inline in the input, keyed by slot.
     """
     result = dict(raw_input)
     if MORE_CONTROLS in result:
@@ -321,7 +321,7 @@ def show_files(raw_input: Mapping[str, Any], kept: Mapping[str, str]) -> dict[st
 
 
 def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, Any]:
-    """Returns the JSON Schema of a body with only the fields that these image models accept."""
+    """Returns a body's JSON Schema, limited to the fields these image models accept."""
     known = list(models)
     controls = sorted({name for model in known for name in model.image.controls})
     ip_adapters = sorted({name for model in known for name in model.image.ip_adapters})
@@ -346,7 +346,7 @@ def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, An
 
 
 def _restrict_to_names(field: dict[str, Any], names: list[str]) -> dict[str, Any]:
-    """Returns the schema of a field that accepts these names."""
+    """Returns the schema for a field that accepts these names."""
     # Forms can't express null.
     kinds = [kind | {"enum": names} for kind in field.get("anyOf", ())[:1]]
     return field | ({"anyOf": [*kinds, *field["anyOf"][1:]]} if kinds else {"enum": names})

@@ -1,6 +1,6 @@
 """Prepares source images for models, and encodes results in the requested format.
 
-The work happens in separate processes (api/inputs/codec_pool.py). This process never decodes an
+The work is done in separate processes (api/inputs/codec_pool.py). This process never decodes an
 image.
 """
 
@@ -30,26 +30,27 @@ from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90
 REFERENCE_SIDE = 1024
-"""Side of a square with the maximum pixel count of a reference image. Encoders read 224 x 224."""
+"""Side of a square with a reference image's maximum pixel count. Encoders read 224 x 224."""
 COMPARER = "penstock-canary"
-"""Queue tenant for comparisons."""
+"""The tenant under which comparisons are queued."""
 BASE64_CHUNK = 256 * 1024
-"""Characters decoded at a time: 20 MB at once would block the event loop for 45 ms. A multiple of
-4."""
+"""Number of characters to decode at a time, because 20 MB at once would block the event loop for 45
+ms. Must be a multiple of 4.
+"""
 
 
 class PreparedSource(NamedTuple):
-    """A source image as models expect it."""
+    """A source image in the form models expect."""
 
     image: Blob
     size: tuple[int, int]
     """Width and height in pixels."""
     file_size: tuple[int, int]
-    """Upright width and height of its file."""
+    """Width and height of the upright image in the file."""
 
 
 class ImageCodec:
-    """Converts images in the processes of `pool`."""
+    """Converts images in `pool`'s processes."""
 
     def __init__(self, pool: CodecPool) -> None:
         self._pool = pool
@@ -65,20 +66,21 @@ class ImageCodec:
         padding: Padding = UNPADDED,
         field: str = "image",
     ) -> PreparedSource:
-        """Returns a source image as models expect it: an upright RGB PNG of the output size.
+        """Returns a source image in the form models expect: an upright RGB PNG at the output size.
 
         Args:
             data: a file in one of the formats listed in codec_server.py.
-            size: output width and height in pixels. None: the source's aspect ratio with the
+            size: output width and height in pixels. None means the source's aspect ratio with the
                 model's default pixel count.
-            deadline_s: Unix time at which the work is stopped.
-            tenant: the tenant who sent it. Tenants take turns.
-            padding: padding around the image, filled with its edge pixels: part of `size`, but
-                added to the default pixel count.
+            deadline_s: Unix time at which to stop the work.
+            tenant: the tenant who sent the file. Tenants take turns.
+            padding: padding around the image, filled with its edge pixels. It is part of `size`,
+                but is added to the default pixel count.
 
         Raises:
-            BadInput: the file is not such an image or is damaged.
-            InputTooLarge: it has too many pixels according to its header. Nothing is decoded.
+            BadInput: the file is not an image in a supported format, or is damaged.
+            InputTooLarge: according to its header, the image has too many pixels. Nothing is
+                decoded.
             Overloaded: too many images are waiting to be decoded.
             DeadlineExceeded: the work was not finished in time.
         """
@@ -91,12 +93,12 @@ class ImageCodec:
     async def prepare_reference(
         self, data: bytes, deadline_s: float, *, tenant: str, field: str
     ) -> Blob:
-        """Returns a reference image: an upright RGB PNG, shrunk if it is above 1 megapixel.
+        """Returns a reference image: an upright RGB PNG, shrunk if it is over 1 megapixel.
 
         Args:
             data: a file in one of the formats listed in codec_server.py.
-            deadline_s: Unix time at which the work is stopped.
-            tenant: the tenant who sent it. Tenants take turns.
+            deadline_s: Unix time at which to stop the work.
+            tenant: the tenant who sent the file. Tenants take turns.
 
         Raises:
             PenstockError: as raised by `prepare_source`.
@@ -133,21 +135,22 @@ class ImageCodec:
         tenant: str,
         padding: Padding = UNPADDED,
     ) -> Blob:
-        """Returns the mask of a source as models expect it: an upright gray PNG of the output size.
+        """Returns a source's mask as models expect it: an upright gray PNG at the output size.
 
-        255 is redrawn, 0 keeps the source, and values between are blended.
+        255 is redrawn, 0 keeps the source, and values in between are blended.
 
         Args:
-            data: a file in one of the formats listed in codec_server.py, with the size of the
-                source file. Empty: only the padding is redrawn.
-            source: the source image of the mask.
-            blur: softness of the edge, inward: standard deviation of a Gaussian in pixels.
-            deadline_s: Unix time at which the work is stopped.
-            tenant: the tenant who sent it. Tenants take turns.
-            padding: padding of the source, which is always redrawn.
+            data: a file in one of the formats listed in codec_server.py, with the same dimensions
+                as the source file. If empty, only the padding is redrawn.
+            source: the source image to which the mask applies.
+            blur: how far the edge is softened inward: standard deviation of a Gaussian, in pixels.
+            deadline_s: Unix time at which to stop the work.
+            tenant: the tenant who sent the file. Tenants take turns.
+            padding: the source's padding, which is always redrawn.
 
         Raises:
-            BadInput: the file is not such an image, has another size, or masks nothing.
+            BadInput: the file is not an image in a supported format, has different dimensions, or
+                masks nothing.
             InputTooLarge: as in `prepare_source`, as are Overloaded, DeadlineExceeded and
                 Unavailable.
         """
@@ -177,9 +180,9 @@ class ImageCodec:
         Args:
             png: the image from the worker.
             quality: 0 to 100, for jpeg and webp.
-            deadline_s: Unix time at which the work is stopped.
-            is_new: True if it may be rejected. Results of the current request may not.
-            tenant: tenant whose turn it uses. Empty: shared by all unknown callers.
+            deadline_s: Unix time at which to stop the work.
+            is_new: True if the call may be rejected. The current request's results may not be.
+            tenant: the tenant whose turn to use. All unknown callers share the empty tenant.
 
         Raises:
             Overloaded: too many images are waiting to be encoded.
@@ -208,7 +211,7 @@ class ImageCodec:
         size: tuple[int, int],
         tenant: str,
     ) -> bytes:
-        """Returns a preview, a small WebP, in the requested format and size.
+        """Converts a preview, which is a small WebP, to the requested format and size.
 
         Raises the same errors as `encode`.
         """
@@ -219,10 +222,10 @@ class ImageCodec:
         return encoded
 
     async def psnr_db(self, ours: bytes, theirs: bytes, deadline_s: float) -> float:
-        """Returns the peak signal-to-noise ratio of two PNGs in dB. 100 if they are equal.
+        """Returns two PNGs' peak signal-to-noise ratio in dB. It is 100 if they are equal.
 
         Args:
-            deadline_s: Unix time at which the work is stopped.
+            deadline_s: Unix time at which to stop the work.
 
         Raises:
             PenstockError: a file is not a PNG, there is not enough time, or no process is
@@ -238,12 +241,12 @@ class ImageCodec:
 
 
 async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
-    """Decodes a base64 data: URI (RFC 2397). Errors refer to it by `where` and `field`.
+    """Decodes a base64 data: URI (RFC 2397). Errors refer to the URI by `where` and `field`.
 
-    The base64 may be wrapped into lines and may lack padding, as many encoders omit it.
+    The base64 may be wrapped into lines, and padding may be missing because many encoders omit it.
 
     Raises:
-        BadInput: not a base64 data: URI.
+        BadInput: it is not a base64 data: URI.
     """
     header, comma, text = uri.partition(",")
     if not comma or not header.startswith("data:") or not header.lower().endswith(";base64"):

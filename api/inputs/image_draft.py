@@ -1,12 +1,12 @@
-"""Builds the images that a request asks for: fetches the files and prepares them for models.
+"""Builds the images for a request: fetches the files and prepares them for models.
 
-Image endpoints, predictions of image models and batch lines all build their images here.
+Image endpoints, image model predictions, and batch lines all build their images here.
 
-An adapter (LoRA) may be named by the URL of its file, if the catalog allows that URL. The API
-fetches the file like any input. From then on, cache, rows and workers identify the adapter by the
-fetched file's digest, no matter what the URL returns later. A caller who appends `#sha256=…` to the
-URL gets that file, or an error. Fetched files are remembered per tenant, so no one gets an adapter
-whose URL they can't open.
+An adapter (LoRA) may be specified by its file's URL, if the catalog allows that URL. The API
+fetches the file like any other input. From then on, the cache, rows, and workers identify the
+adapter by the fetched file's digest, no matter what the URL returns later. A caller who appends
+`#sha256=…` to the URL gets that file, or an error. Fetched files are remembered per tenant, so no
+one gets an adapter whose URL they can't open.
 """
 
 from __future__ import annotations
@@ -38,23 +38,23 @@ from shared.models.tasks.image import ControlInput, ImageInput, IpAdapterInput, 
 
 USUAL_STRENGTH = 0.8
 MAX_MASK_BLUR = 64.0
-"""Pixels."""
+"""In pixels."""
 
 ADAPTER_FIELD = "lora_weights"
 ADAPTER_KEPT_S = 12 * 3600.0
-"""Seconds during which an unchanged file is not downloaded again. Stored inputs stay for days."""
+"""How long an unchanged file is not downloaded again. Stored inputs are kept for days."""
 _DIGEST = re.compile(r"sha256=([0-9a-f]{64})")
 
 
 class ImageSource(NamedTuple):
-    """A source image to start from, and its mask. Both files are identified by their place."""
+    """A source image to start from, and its mask. Both files are identified by slot."""
 
     image: str
     strength: float
     """Ignored by models that edit the source as a whole."""
     mask: str | None = None
     redraws: Literal["transparent", "white"] = "white"
-    """The area of the mask that is redrawn."""
+    """The part of the mask to redraw."""
     blur: float = 0.0
     """Softness of the mask edge, as in ImageCodec.prepare_mask."""
     padding: Padding = UNPADDED
@@ -69,9 +69,9 @@ class ImageDraft:
     Args:
         body: the parameters, validated with `check_guides` and `check_accepted`.
         model: the model that draws the images.
-        size: requested width and height. None: the size of the source or control, or else the
-            model's default.
-        owner: owns the files, and counts work on them.
+        size: requested width and height. None: the source's or control's size if there is one,
+            otherwise the model's default.
+        owner: owns the files, and counts the work done on them.
         images: fetches and stores the files.
     """
 
@@ -92,13 +92,14 @@ class ImageDraft:
         self._inline: dict[str, FetchedFile] = {}
 
     async def fetch(self, files: Mapping[str, bytes | str]) -> None:
-        """Fetches all files named by URL concurrently.
+        """Fetches all files specified by URL, concurrently.
 
         Args:
-            files: each file's data or URL, by its place in the request.
+            files: each file's data or URL, keyed by its slot in the request.
 
         Raises:
-            BadInput: a file does not exist, or must not be fetched. The message names its place.
+            BadInput: a file does not exist, or fetching it is not allowed. The message names its
+                slot.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
@@ -111,10 +112,10 @@ class ImageDraft:
         }
 
     async def first(self, source: ImageSource | None = None) -> ImageInput:
-        """Returns the first image. The others differ only in their seeds.
+        """Returns the first image. The other images differ only in their seeds.
 
         Args:
-            source: the image to start from. None: images are drawn from the prompt.
+            source: the image to start from, or None to draw from the prompt.
 
         Raises:
             BadInput: the model can't draw it, or a file is not an image or is damaged.
@@ -132,7 +133,7 @@ class ImageDraft:
         return await self._adapt(first)
 
     async def store(self, first: ImageInput) -> ImageInput:
-        """Returns an image for a message. Large sources are moved to the object store.
+        """Returns an image ready for a message, with large sources moved to the object store.
 
         Raises:
             Unavailable: the object store is unreachable.
@@ -140,7 +141,7 @@ class ImageDraft:
         return first.with_sources([await self._images.stored(blob) for blob in first.sources])
 
     async def keep_inline(self) -> dict[str, str]:
-        """Stores the files that were sent as data: URIs, and returns their URLs by place.
+        """Stores the files that were sent as data: URIs, and returns their URLs, keyed by slot.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.
@@ -164,10 +165,10 @@ class ImageDraft:
         return msgspec.structs.replace(first, image=image.image, mask=mask)
 
     async def _guide(self, first: ImageInput, size: tuple[int, int] | None) -> ImageInput:
-        """Returns an image with its request's guides.
+        """Returns an image with the request's guides.
 
         Args:
-            size: width and height of the image to draw. None: the control's size, if any.
+            size: width and height of the image to draw. None means the control's size, if any.
         """
         body = self._body
         if CONTROL_IMAGE in self._files:
@@ -184,7 +185,7 @@ class ImageDraft:
     async def _control(
         self, fields: ControlFields, place: str, size: tuple[int, int] | None
     ) -> tuple[ControlInput, tuple[int, int]]:
-        """Returns a control and the size of its image."""
+        """Returns a control and its image's size."""
         assert fields.control is not None, "validated by check_guides; this is a bug"
         entry = self._model.image.controls[fields.control]
         image = await self._prepare(place, size, field=place)
@@ -206,10 +207,11 @@ class ImageDraft:
         return IpAdapterInput(name, entry.version, image, entry.scale if scale is None else scale)
 
     async def _adapt(self, first: ImageInput) -> ImageInput:
-        """Returns an image whose adapter is fetched if it is named by URL.
+        """Returns an image, fetching its adapter if it is specified by URL.
 
         Raises:
-            BadInput: the file can't be fetched, or has another digest. Names `lora_weights`.
+            BadInput: the file can't be fetched, or has a different digest. The error names
+                `lora_weights`.
         """
         chosen, urls = first.adapter, self._model.image.adapter_urls
         if chosen is None or not chosen.url:
@@ -239,7 +241,7 @@ class ImageDraft:
         padding: Padding = UNPADDED,
         field: str = "image",
     ) -> PreparedSource:
-        """Returns the image at a place as models expect it. Errors name `field`."""
+        """Returns the image in a slot, in the form models expect. Errors name `field`."""
         await self._owner.begin()
         return await self._images.codec.prepare_source(
             self._files[place],
@@ -252,7 +254,7 @@ class ImageDraft:
         )
 
     async def _prepare_mask(self, source: ImageSource, image: PreparedSource) -> Blob:
-        """Returns the mask of a source as models expect it."""
+        """Returns a source's mask in the form models expect."""
         await self._owner.begin()
         return await self._images.codec.prepare_mask(
             b"" if source.mask is None else self._files[source.mask],
@@ -266,13 +268,14 @@ class ImageDraft:
 
 
 def first_image(body: ImageFields, model: Model, size: tuple[int, int] | None) -> ImageInput:
-    """Returns the first image of a request, without its files.
+    """Returns a request's first image, without its files.
 
     Args:
-        size: width and height. None: the model's default.
+        size: width and height, or None for the model's default.
 
     Raises:
-        BadInput: more steps than the model allows, or an adapter that it does not have.
+        BadInput: the request has more steps than the model allows, or an adapter the model does not
+            have.
     """
     defaults = model.image
     steps = defaults.steps if body.num_inference_steps is None else body.num_inference_steps
@@ -297,7 +300,7 @@ def first_image(body: ImageFields, model: Model, size: tuple[int, int] | None) -
 
 
 def names_files(body: ImageFields, first: ImageInput) -> bool:
-    """Returns whether the request's guides or adapter must be fetched."""
+    """Returns whether any guide or adapter in the request must be fetched."""
     return bool(guide_urls(body)) or (first.adapter is not None and bool(first.adapter.url))
 
 
@@ -310,7 +313,7 @@ def size_of(text: str, model: Model) -> tuple[int, int]:
     """Parses and validates WIDTHxHEIGHT.
 
     Raises:
-        BadInput: the model does not support it.
+        BadInput: the model does not support the size.
     """
     width, height = (int(length) for length in text.split("x"))
     return check_size(width, height, model)
@@ -320,7 +323,7 @@ def check_size(width: int, height: int, model: Model) -> tuple[int, int]:
     """Validates and returns an output size in pixels.
 
     Raises:
-        BadInput: the model does not support it.
+        BadInput: the model does not support the size.
     """
     limits = model.image
     if width % limits.multiple or height % limits.multiple:
@@ -338,7 +341,7 @@ def check_size(width: int, height: int, model: Model) -> tuple[int, int]:
 
 
 def _check_strength(steps: int, strength: float) -> None:
-    """Validates that at least one step is run.
+    """Checks that at least one step is run.
 
     Raises:
         BadInput: the strength is too low.
@@ -352,7 +355,7 @@ def _check_strength(steps: int, strength: float) -> None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Returns an adapter's URL and the hex digest after its #. Empty: no digest.
+    """Returns an adapter's URL and the hex digest after the #, which is empty if there is none.
 
     Raises:
         BadInput: the part after the # is not a digest.

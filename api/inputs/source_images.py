@@ -1,7 +1,7 @@
-"""Fetches and stores files named in inputs: images, and files of any kind.
+"""Fetches and stores the files that inputs refer to: images, and files of any kind.
 
-Inputs name them by data: URI, by ID or URL of a file or result of this API, or by https URL on
-another server (api/inputs/url_fetcher.py).
+Inputs refer to files by data: URI, by the ID or URL of one of this API's files or results, or by an
+https URL on another server (api/inputs/url_fetcher.py).
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ OFF = (
     "must be a data: URI or a file of this API (POST /v1/files); this API does not fetch other URLs"
 )
 IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
-"""Buckets report the last two for files of unknown type."""
+"""Buckets report the last two types for files of unknown type."""
 
 
 @dataclass(frozen=True, slots=True)
 class ImageCaller:
-    """The tenant and deadline of a request, and a counter for work done on its behalf."""
+    """A request's tenant and deadline, and a counter for work done on its behalf."""
 
     tenant: str
     quota: StorageQuota
@@ -51,18 +51,18 @@ class ImageCaller:
     base_url: str
     """The API's URL as seen by the caller, without a trailing slash."""
     deadline_s: float
-    """Unix time at which work on a source image is stopped."""
+    """Unix time at which to stop work on a source image."""
     keep_s: float
     """Seconds to keep an image that belongs to the request."""
     begin: Callable[[], Awaitable[None]]
     """Called before each fetch and each decode.
 
-    Counts the first one toward the tenant's limits, or rejects it.
+    Counts the first call toward the tenant's limits, or rejects it.
     """
 
 
 class FetchedFile(NamedTuple):
-    """A file named in an input, with the media type and name that the caller specified."""
+    """A file that an input refers to, with the media type and name the caller specified."""
 
     data: bytes
     media_type: str
@@ -70,24 +70,24 @@ class FetchedFile(NamedTuple):
 
 
 class SupportsFetch(Protocol):
-    """Fetches the target of a signed link."""
+    """Fetches a signed link's target."""
 
     async def fetch(self, key: str, media_type: str, deadline_s: float) -> bytes:
-        """Returns the data for a link whose signature is already verified."""
+        """Returns the data for a link whose signature has already been verified."""
 
 
 class SupportsUploads(Protocol):
-    """Uploads in OpenAI's API."""
+    """Files uploaded through OpenAI's API."""
 
     def has_id(self, name: str) -> bool:
-        """Returns whether `name` has the form of an upload ID."""
+        """Returns whether `name` looks like an upload ID."""
         ...
 
     async def load(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
-        """Returns the data and name of an upload.
+        """Returns an upload's data and name.
 
         Raises:
-            NotFound: the tenant does not have an upload with this ID.
+            NotFound: the tenant has no upload with this ID.
             BadInput: the upload is larger than `max_bytes`.
             Unavailable: the object store is unreachable.
         """
@@ -116,10 +116,10 @@ class SourceImages:
         self._url_fetcher = url_fetcher
 
     async def fetch_image(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
-        """Fetches an image file from wherever it is.
+        """Fetches an image file from wherever it is stored.
 
         Raises:
-            BadInput: the file does not exist, or must not be fetched.
+            BadInput: the file does not exist, or fetching it is not allowed.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
@@ -136,10 +136,10 @@ class SourceImages:
     async def fetch_images(
         self, wanted: Mapping[str, str], caller: ImageCaller
     ) -> dict[str, FetchedFile]:
-        """Fetches several image files at the same time. Raises the same errors as `fetch_image`.
+        """Fetches several image files concurrently. Raises the same errors as `fetch_image`.
 
         Args:
-            wanted: URLs by the field that names them.
+            wanted: URLs, keyed by the field that contains each one.
         """
         try:
             async with asyncio.TaskGroup() as group:
@@ -154,13 +154,13 @@ class SourceImages:
     async def fetch_elsewhere(
         self, wanted: Iterable[tuple[str, str]], caller: ImageCaller
     ) -> dict[str, FetchedInput]:
-        """Fetches files from other servers at the same time, each only once.
+        """Fetches files from other servers concurrently, each only once.
 
         Args:
             wanted: each file's URL and field.
 
         Returns:
-            The files by URL.
+            The files, keyed by URL.
 
         Raises:
             BadInput: a file can't be fetched.
@@ -203,13 +203,13 @@ class SourceImages:
     async def fetch_for_workers(
         self, url: str, caller: ImageCaller, field: str, rules: FileRules, keep_s: float
     ) -> tuple[str, str]:
-        """Fetches a file from another server that only workers read.
+        """Fetches a file that only workers read from another server.
 
         Args:
-            keep_s: seconds to remember it, so that it is not downloaded again.
+            keep_s: how many seconds to remember the file, so that it is not downloaded again.
 
         Returns:
-            Its SHA-256 in hex, and its key in the object store.
+            The file's SHA-256 in hex, and its key in the object store.
 
         Raises:
             BadInput: the file can't be fetched.
@@ -226,10 +226,10 @@ class SourceImages:
         return fetched.sha256, key
 
     async def fetch(self, url: str, caller: ImageCaller, field: str = "image") -> FetchedFile:
-        """Returns the file for a data: URI, or for an ID or URL of this API.
+        """Returns the file for a data: URI, or for one of this API's IDs or URLs.
 
         Raises:
-            BadInput: the URL is neither, or its target does not exist.
+            BadInput: the URL is of a different kind, or its target does not exist.
         """
         await caller.begin()
         if url.startswith("data:"):
@@ -264,7 +264,7 @@ class SourceImages:
         raise BadInput(f"{field}: {ACCEPTED}", field=field)
 
     async def _load_upload(self, file_id: str, caller: ImageCaller, field: str) -> FetchedFile:
-        """Returns an upload of OpenAI's API by its ID."""
+        """Returns the file uploaded through OpenAI's API under this ID."""
         try:
             data, name = await self._uploads.load(caller.tenant, file_id, MAX_BYTES)
         except (NotFound, BadInput) as error:
@@ -273,10 +273,10 @@ class SourceImages:
         return FetchedFile(data, media_type, name)
 
     async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:
-        """Stores the data of a data: URI as a file, and returns its URL.
+        """Stores a data: URI's data as a file, and returns its URL.
 
-        Records do not contain files. The file is kept as long as the prediction and is named after
-        its input, which also appears in errors.
+        Records do not contain files. The file is kept for as long as the prediction and is named
+        after its input, the name used in errors.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.
@@ -292,10 +292,10 @@ class SourceImages:
         return f"{caller.base_url}/v1/files/{stored_file.id}"
 
     async def stored(self, source: Blob) -> Blob:
-        """Returns the source for a message. A large one is moved to the object store."""
+        """Returns the source ready for a message. A large source is moved to the object store."""
         return await store_if_large(source, self._objects)
 
 
 def is_elsewhere(url: str, caller: ImageCaller) -> bool:
-    """Returns whether a URL leads to a server other than this API."""
+    """Returns whether a URL points to a server other than this API."""
     return url.startswith(("https://", "http://")) and not url.startswith(f"{caller.base_url}/")

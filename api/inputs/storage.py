@@ -1,4 +1,4 @@
-"""Tenants' storage in the object store: one quota per tenant, and removal of expired files.
+"""Tenants' storage in the object store: enforces one quota per tenant, and removes expired files.
 
     batches/files/<owner>/<file>/data, file.json   files of batches, and their outputs
     files/kept/<owner>/<file>/data, file.json      files of predictions, and their data: images
@@ -7,14 +7,14 @@
     files/held/<owner>/<until>_<bytes>_<id>        bytes elsewhere (shared/stores/held_bytes.py)
 
 Stored files are counted by listing them, so a count can't be lost or stay wrong for long. An upload
-first writes a reservation, then counts the files and the other reservations. Each of several
-concurrent uploads sees all reservations written before it counted, so together they never exceed
-the quota, no matter how many instances there are. If little room is left, several uploads may be
-rejected although one of them would have fit. A reservation left behind by a dead instance expires.
+first writes a reservation, then counts the files and the other reservations. Every upload sees all
+reservations written before it counted, so concurrent uploads never exceed the quota together, no
+matter how many instances there are. If little room is left, several uploads may be rejected even
+though one of them would have fit. A reservation left behind by a dead instance expires.
 
-A tenant may have many files and send many uploads at once. So the uploads on an instance share
-listings: uploads that arrive during a listing share the next one, which starts after all of their
-reservations. Documents are not reread until one of them may have expired.
+A tenant may have many files and send many uploads at once, so the uploads on an instance share
+listings: uploads that arrive during a listing share the next one, which starts once all their
+reservations have been written. Documents are not reread until one of them may have expired.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -43,36 +43,39 @@ from shared.stores.objects import ObjectStore, StoredObject
 from shared.tenants.plan import Caller
 
 KEEP_S = 24 * 3600
-"""Replicate keeps files for the same time, as does the bucket for objects under `files/`."""
+"""Replicate keeps files for the same length of time, and so does the bucket for objects under
+`files/`.
+"""
 DEFAULT_TENANT_MAX_BYTES = 2 * 1024**3
-"""Default value of the `files_max_bytes` setting."""
+"""The default for the `files_max_bytes` setting."""
 BATCH_FILES, KEPT_FILES = "batches/files", "files/kept"
 LISTED = "files/of"
 RESERVED = "files/reserved"
 MAX_FILES = 10_000
-"""Maximum number of files per tenant. Each upload lists them."""
+"""Maximum number of files per tenant. Each upload lists all of them."""
 RESERVED_S, RENEW_S = 600.0, 300.0
-"""A reservation's lifetime, and the interval at which it is renewed while needed."""
+"""A reservation's lifetime, and how often it is renewed while it is needed."""
 STEP_BYTES = 8 * 1024 * 1024
-"""Increment in which an upload of unknown size reserves room."""
+"""Increment in which an upload of unknown size reserves space."""
 LOOK_AGAIN_S = 60.0
-"""Minimum interval between removals of expired files for a tenant without room.
+"""Minimum interval between removals of expired files for a tenant that is out of space.
 
-Another instance may have stored files that expire before all files seen here.
+Another instance may have stored files that expire earlier than any seen here.
 """
 MAX_OWNERS = 1000
-"""Number of tenants whose last removal and last check are remembered."""
+"""Number of tenants for which the last removal and the last check are remembered."""
 CHECKED_S = 10.0
-"""How long a check is valid. A tenant can exceed its quota by the results from this period."""
+"""How long a check is valid. A tenant can exceed its quota by as many results as arrive in this
+period.
+"""
 _WHAT_TO_DO = "delete files that you no longer need, or wait until they expire"
 ABANDONED_S = 3600.0
-"""Data without a document, left by an interrupted upload, is removed after this time."""
+"""How long before data without a document, left by an interrupted upload, is removed."""
 LATEST_S = 9_999_999_999
 SWEEP_EVERY_S, SWEEP_BY_AGE_EVERY_S = 3600.0, 24 * 3600.0
 FOLDERS_BY_AGE = ("answers", "batches/runs", "inputs", "results")
-"""Folders that are not divided by tenant.
-
-On Google, the bucket's lifecycle rules remove their objects after Terraform's `objects_days`.
+"""Folders that are not divided by tenant. On Google Cloud, the bucket's lifecycle rules remove
+their objects after Terraform's `objects_days`.
 """
 OLDEST_S = 31 * 24 * 3600.0
 """Retention is limited to 30 days, no matter what plans and requests specify."""
@@ -88,7 +91,7 @@ log = logging.getLogger(__name__)
 
 
 class _Expiring(msgspec.Struct):
-    """The fields of a file document that are used here. Unix time."""
+    """The fields of a file's document that are used here. Times are Unix times."""
 
     expires_at_s: float
 
@@ -120,7 +123,7 @@ class _Removal(NamedTuple):
     removed: int
     """Number of removed objects."""
     next_s: float
-    """Unix time before which no other listed file can expire."""
+    """Unix time before which none of the remaining listed files can expire."""
 
 
 class _Checked(NamedTuple):
@@ -142,7 +145,7 @@ class Storage:
 
     Args:
         clock: Unix time. Replaced by tests.
-        tenant_max_bytes: maximum per tenant, if the tenant's plan does not set one.
+        tenant_max_bytes: maximum per tenant, unless the tenant's plan sets one.
     """
 
     def __init__(
@@ -157,12 +160,12 @@ class Storage:
         self._listing: dict[str, asyncio.Task[_Listed]] = {}
         self._next_listing: dict[str, asyncio.Task[_Listed]] = {}
         self._removals: OrderedDict[str, asyncio.Task[_Removal]] = OrderedDict()
-        """The last removal for each owner without room."""
+        """The last removal for each owner that is out of space."""
         self._checked: OrderedDict[str, _Checked] = OrderedDict()
-        """The last listing of each owner."""
+        """Each owner's last listing."""
 
     def quota_of(self, caller: Caller, field: str) -> StorageQuota:
-        """Returns the storage quota of a caller's tenant. Errors about it name `field`."""
+        """Returns the storage quota for a caller's tenant. Errors about the quota name `field`."""
         own_bytes = caller.plan.storage_max_bytes
         max_bytes = self._tenant_max_bytes if own_bytes is None else own_bytes
         return StorageQuota(caller.tenant, max_bytes, field)
@@ -236,7 +239,7 @@ class Storage:
         return _Listed([*batch_files, *kept_files], reserved, elsewhere_bytes)
 
     async def _count_held(self, owner: str) -> int:
-        """Returns an owner's bytes stored elsewhere, regardless of the number of objects.
+        """Returns how many bytes an owner has stored elsewhere, in any number of objects.
 
         Keys begin with the expiry time, so expired entries are not listed.
         """
@@ -253,12 +256,13 @@ class Storage:
     async def reserved(
         self, quota: StorageQuota, size_bytes: int | None
     ) -> AsyncIterator[StorageReservation]:
-        """Holds room for one file while it is being written.
+        """Reserves space for one file while it is being written.
 
-        If there is not enough room, removes expired files first.
+        If there is not enough space, removes expired files first.
 
         Args:
-            size_bytes: maximum size. None: unknown, so the reservation grows with `cover`.
+            size_bytes: maximum size. If None, the size is unknown, and the reservation grows with
+                `cover`.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.
@@ -277,7 +281,7 @@ class Storage:
                 await reservation.end()
 
     async def sweep(self) -> int:
-        """Removes the expired files of all tenants. Returns the number of objects removed."""
+        """Removes all tenants' expired files. Returns the number of objects removed."""
         removed = 0
         folders = (BATCH_FILES, KEPT_FILES, LISTED, RESERVED, HELD)
         owners = {owner for folder in folders for owner in await self.objects.folders(folder)}
@@ -296,9 +300,9 @@ class Storage:
         return removed
 
     async def _make_room(self, owner: str) -> bool:
-        """Removes expired files of an owner, unless none can have expired since the last removal.
+        """Removes an owner's expired files, unless none can have expired since the last removal.
 
-        Concurrent calls share one removal. Returns whether it removed any file.
+        Concurrent calls share one removal. Returns whether any file was removed.
         """
         removal = self._removals.get(owner)
         if removal is None or self._is_due(removal):
@@ -317,7 +321,7 @@ class Storage:
         return self.clock() >= removal.result().next_s
 
     async def remove_expired(self, owner: str) -> int:
-        """Removes the expired files of one owner. Returns the number of objects removed."""
+        """Removes one owner's expired files. Returns the number of objects removed."""
         return (await self._remove_expired(owner)).removed
 
     async def _remove_expired(self, owner: str) -> _Removal:
@@ -370,7 +374,7 @@ class Storage:
 
 
 class StorageReservation:
-    """Room for one file being written, created by `Storage.reserved`."""
+    """Space for one file being written, created by `Storage.reserved`."""
 
     def __init__(self, storage: Storage, quota: StorageQuota) -> None:
         self._storage = storage
@@ -380,7 +384,7 @@ class StorageReservation:
         self._renew_at_s = 0.0
 
     async def cover(self, size_bytes: int) -> None:
-        """Makes sure that there is room for a file of `size_bytes` so far.
+        """Makes sure there is space for a file of `size_bytes` so far.
 
         Raises:
             StorageFull: the quota is used up.
@@ -397,7 +401,7 @@ class StorageReservation:
         """Reserves `size_bytes`, replacing the earlier reservation.
 
         Raises:
-            StorageFull: the quota is used up. The earlier reservation stays valid.
+            StorageFull: the quota is used up. The earlier reservation remains valid.
         """
         storage, now_s = self._storage, self._storage.clock()
         name = f"{int(now_s + RESERVED_S):010d}_{size_bytes}_{secrets.token_hex(8)}"
@@ -415,7 +419,7 @@ class StorageReservation:
             await storage.objects.delete(before)
 
     async def end(self) -> None:
-        """Releases the room. Written files are counted separately."""
+        """Releases the reservation. Written files are counted separately."""
         if self._key:
             await self._storage.objects.delete(self._key)
 
@@ -439,7 +443,7 @@ class StorageReservation:
 
 @asynccontextmanager
 async def sweep(storage: Storage) -> AsyncIterator[None]:
-    """Removes expired files periodically for the duration of the block."""
+    """Removes expired files periodically for as long as the block runs."""
     sweeping = asyncio.create_task(_sweep_forever(storage))
     try:
         yield
@@ -463,16 +467,16 @@ async def _sweep_forever(storage: Storage) -> None:
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:
-    """Retrieves an error that may no longer have a waiter, so that asyncio does not log it."""
+    """Retrieves an error that may have no waiter left, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
 def _is_listed_no_more(name: str, now_s: float) -> bool:
-    """Returns whether an entry of LISTED, named by its countdown, is older than KEEP_S."""
+    """Returns whether an entry in LISTED, which is named by its countdown, is older than KEEP_S."""
     return LATEST_S - int(name.split("_")[0]) + KEEP_S <= now_s
 
 
 def _is_left_behind(name: str, now_s: float) -> bool:
-    """Returns whether a reservation, named by its end, has expired."""
+    """Returns whether a reservation, which is named by its end time, has expired."""
     return int(name.split("_")[0]) <= now_s

@@ -1,12 +1,12 @@
-"""Fetches inputs named by https URL before their request is accepted.
+"""Fetches inputs specified by https URL before the request is accepted.
 
 Every address is checked before connecting, and again at each redirect (shared/web/pinned_http.py).
-A body is stored in the object store as it arrives, so a large body needs memory for only one part.
-Bytes, time, redirects and concurrent fetches are limited.
+A body is stored in the object store as it arrives, so even a large body needs memory for only one
+part. Bytes, time, redirects, and concurrent fetches are limited.
 
-While its request exists, a file with an ETag is not downloaded again, because a repeated request
-only asks whether the file has changed. On each instance, a tenant's concurrent requests for one URL
-share one download.
+A file with an ETag is not downloaded again for as long as its request exists, because a repeated
+request only asks whether the file has changed. On each instance, a tenant's concurrent requests for
+the same URL share one download.
 """
 
 from __future__ import annotations
@@ -54,12 +54,11 @@ if TYPE_CHECKING:
     from aiohttp import ClientResponse
 
 MAX_BYTES = 64 * 1024 * 1024
-"""Same limit as for an uploaded file."""
+"""Same limit as for uploaded files."""
 MAX_REDIRECTS = 5
 MAX_AT_A_TIME = 16
-"""Concurrent fetches on this instance.
-
-Each fetch uses the memory of one object writer. A tenant gets at most half of the fetches.
+"""Maximum concurrent fetches on this instance. Each fetch uses one object writer's memory. A tenant
+gets at most half of the fetches.
 """
 IDLE_LIMIT_S = 10.0
 """Maximum pause between two chunks of a body."""
@@ -81,27 +80,27 @@ FETCHES = Counter(
 
 
 class FetchedInput(NamedTuple):
-    """A fetched file: inline or in the object store."""
+    """A fetched file, either inline or in the object store."""
 
     blob: Blob
     name: str
     sha256: str
-    """SHA-256 of its data, in hex."""
+    """SHA-256 of the data, in hex."""
 
 
 class FileRules(NamedTuple):
     """Requirements on a file fetched by URL."""
 
     media_types: tuple[str, ...] = ()
-    """Accepted prefixes of the media type. Empty: all types."""
+    """Accepted media type prefixes. If empty, all types are accepted."""
     within: tuple[str, ...] = ()
-    """Allowed prefixes for its URL and every redirect. Empty: any URL."""
+    """Allowed prefixes for the file's URL and for every redirect. If empty, any URL is allowed."""
     max_bytes: int = MAX_BYTES
     sha256: str = ""
-    """The digest that the caller expects, in hex.
+    """The digest the caller expects, in hex.
 
-    A remembered file with this digest is not requested again. The caller checks the digest of
-    fetched files. Empty: no expectation.
+    A remembered file with this digest is not requested again. The caller checks fetched files'
+    digests. Empty if the caller has no expectation.
     """
 
 
@@ -109,15 +108,15 @@ ANY_FILE = FileRules()
 
 
 class FetchFailed(NotNow):
-    """The server of an input's URL did not return it, but may do so later."""
+    """The server did not return the file at an input's URL, but might do so later."""
 
 
 class _OutOfTime(FetchFailed):
-    """The request's time ran out first."""
+    """The request ran out of time first."""
 
 
 class _Download(NamedTuple):
-    """A shared download's key: tenant, URL and requirements."""
+    """A shared download's key: tenant, URL, and requirements."""
 
     quota: StorageQuota
     """The tenant's quota.
@@ -137,7 +136,7 @@ class HostRules:
 
     @classmethod
     def read(cls, setting: str) -> HostRules:
-        """Reads HOST or HOST:PORT, comma-separated, already validated by the settings."""
+        """Parses comma-separated HOST or HOST:PORT entries, already validated by the settings."""
         names = set()
         for entry in filter(None, map(str.strip, setting.split(","))):
             host, _, port = entry.partition(":")
@@ -158,7 +157,7 @@ class UrlFetcher:
     """Fetches files by URL.
 
     Args:
-        settings: allowed hosts and networks, and the time limit per request.
+        settings: specifies allowed hosts and networks, and the time limit per request.
         storage: stores fetched files within their tenant's quota.
         resolve: returns all addresses of a host and port.
 
@@ -185,9 +184,8 @@ class UrlFetcher:
         self._resolve = resolve
         self._permits = FairPermits(MAX_AT_A_TIME)
         self._downloads: dict[_Download, asyncio.Future[FetchedInput | PenstockError | None]] = {}
-        """Running downloads.
-
-        Each produces the file, the server's error, or None if the request that started it ended it.
+        """Downloads in progress. Each produces the file, the server's error, or None if the request
+        that started the download stopped it.
         """
 
     @property
@@ -196,7 +194,7 @@ class UrlFetcher:
         return not self._hosts.names
 
     def until_s(self, deadline_s: float) -> float:
-        """Returns the Unix time by which a request's fetches that start now must finish.
+        """Returns the Unix time by which a request's fetches must finish if they start now.
 
         Args:
             deadline_s: the request's deadline, Unix time.
@@ -217,15 +215,15 @@ class UrlFetcher:
 
         Args:
             quota: the tenant's storage quota. Tenants take turns.
-            until_s: result of `until_s`.
+            until_s: the Unix time returned by the method `until_s`.
             keep_until_s: Unix time until which the file is remembered and counts toward the quota,
                 usually the end of the request.
 
         Raises:
-            BadInput: the file must not be fetched from there, or does not meet the requirements.
-                The message contains the reason.
-            FetchFailed: its server did not return it in time.
-            InputTooLarge: it is larger than the rules allow.
+            BadInput: the file may not be fetched from there, or does not meet the requirements. The
+                message contains the reason.
+            FetchFailed: the server did not return the file in time.
+            InputTooLarge: the file is larger than the rules allow.
             StorageFull: the tenant's storage quota is used up.
             Overloaded: too many files are being fetched.
             Unavailable: the object store is unreachable.
@@ -251,7 +249,7 @@ class UrlFetcher:
         """Waits for another request's identical download. Returns None if there is none.
 
         A waiting request does not hold a permit, and downloads the file itself if the other request
-        ends first. Raises the same errors as `fetch`.
+        finishes first. Raises the same errors as `fetch`.
         """
         while (running := self._downloads.get(download)) is not None:
             try:
@@ -333,7 +331,7 @@ def _as_input(known: FetchedUrl) -> FetchedInput:
 
 
 class _Place(NamedTuple):
-    """A fetched file's location, and the Unix time until which it counts."""
+    """A fetched file's location, and the Unix time until which the file counts toward the quota."""
 
     storage: Storage
     quota: StorageQuota
@@ -345,7 +343,7 @@ class _Loaded(NamedTuple):
     name: str
     sha256: str
     tagged: FetchedUrl | None
-    """Facts to remember about it, if it has a tag or its digest was expected."""
+    """Facts to remember about the file, if it has a tag or its digest was expected."""
 
 
 class _Unchanged(Exception):
@@ -364,7 +362,7 @@ class _Fetch:
     place: _Place
 
     async def run(self, url: str, known: FetchedUrl | None) -> _Loaded | FetchedUrl:
-        """Returns the loaded file, or `known` if the server reports that it has not changed."""
+        """Returns the fetched file, or `known` if the server reports that it has not changed."""
         target = url
         for _ in range(MAX_REDIRECTS + 1):
             parsed = self.check_url(target)
@@ -400,7 +398,7 @@ class _Fetch:
 
         Raises:
             BadInput: the URL is too long.
-            UrlForbidden: files must not be fetched from there.
+            UrlForbidden: files may not be fetched from there.
         """
         if len(target) > MAX_URL_CHARS:  # it becomes part of the record
             raise BadInput(f"must be at most {MAX_URL_CHARS} characters")
@@ -417,7 +415,7 @@ class _Fetch:
         return parsed
 
     async def _ask(self, url: URL, asked: str, known: FetchedUrl | None) -> _Loaded | str:
-        """Requests the URL. Returns the file or the URL that it redirects to."""
+        """Requests the URL. Returns the file, or the URL to which the server redirects."""
         from aiohttp import ClientError, ClientTimeout
 
         is_known = known is not None and known.final_url == str(url)
@@ -443,7 +441,7 @@ class _Fetch:
             raise FetchFailed(f"{url.host}: {_reason_of(error)}") from error
 
     def _check(self, answer: ClientResponse) -> None:
-        """Checks a response's head.
+        """Checks a response's status and headers.
 
         Raises:
             BadInput: the response does not meet the requirements.
@@ -471,7 +469,7 @@ class _Fetch:
 
 
 def _reason_of(error: Exception) -> str:
-    """Returns why a fetch failed, without anything sent by the host."""
+    """Returns the reason a fetch failed, without including anything the host sent."""
     from aiohttp import (
         ClientConnectorCertificateError,
         ClientConnectorError,
@@ -568,7 +566,7 @@ def _media_type(answer: ClientResponse) -> str:
 
 
 def _name_of(answer: ClientResponse, asked: str) -> str:
-    """Returns the name sent by the server, or by default the last part of the requested path."""
+    """Returns the name the server sent, or else the last part of the requested path."""
     head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
     # A mix of numbered and unnumbered name parts, and some charsets, make the parser raise.
@@ -597,7 +595,7 @@ def _authorities(path: str) -> ssl.SSLContext | None:
 
 
 def _of_field(error: PenstockError, field: str) -> PenstockError:
-    """Returns the same error with the field's name."""
+    """Returns the same error, with the field's name."""
     if isinstance(error, Overloaded):
         return Overloaded(f"{field}: {error.message}", retry_after_s=error.retry_after_s)
     if isinstance(error, Unavailable):

@@ -1,1 +1,1 @@
-"""Caller limits: rates per minute, items in flight, and monthly budgets."""
+"""Caller limits: per-minute rates, items in flight, and monthly budgets."""

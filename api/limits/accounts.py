@@ -1,10 +1,10 @@
 """An instance's accounts, and the Redis store that counts usage across all instances.
 
-An account groups the counters that apply to one caller and model: those for the tenant, the key and
-the requested model.
+An account groups the counters that apply to one caller and model: the tenant's, the key's, and the
+requested model's.
 
 In Redis, a single script takes from several limits. The script (take.lua) defines how windows,
-months and slots are counted. Only Redis's clock is used, so instances' clocks need not agree.
+months, and slots are counted. Only Redis's clock is used, so instances' clocks need not agree.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -40,7 +40,9 @@ from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 
 MAX_ACCOUNTS = 8192
-"""Maximum number of accounts (caller and model) kept. Dropped ones are recreated as needed."""
+"""Maximum number of accounts (caller and model) kept in memory. Dropped accounts are recreated as
+needed.
+"""
 
 ERRORS = prometheus_client.Counter(
     "penstock_limits_errors_total",
@@ -52,10 +54,10 @@ UP = prometheus_client.Gauge(
     "1 while Redis is being asked about limits, 0 while the breaker is open.",
 )
 MAX_TOTALS = 16_384
-"""Maximum number of budgets an instance tracks, in addition to the budgets that it serves."""
+"""Maximum number of budgets an instance tracks, in addition to the budgets it serves."""
 CALLS_S = 24 * 3600
-"""How long Redis remembers the counted calls of an instance, and the counted operations of a group,
-after the last one.
+"""How long Redis remembers an instance's counted calls and a group's counted operations after the
+last one.
 """
 ENDED_GROUP_S = 3600
 """How long Redis remembers a finished group's counted operations.
@@ -67,7 +69,9 @@ CLOCK = "api/limits/now.lua"
 MAX_COMPARED = 64
 """Maximum number of budgets per call to the script that compares budgets with their rows."""
 MARKS_LOCK_MS = 180_000
-"""Lease of the instance that maintains marks. If it dies, others wait for the lease to expire."""
+"""Lease duration for the instance that maintains marks. If that instance dies, others wait for the
+lease to expire.
+"""
 _RENEW = load_script("shared/stores/lease_renew.lua")
 _RELEASE = load_script("shared/stores/lease_release.lua")
 
@@ -104,7 +108,7 @@ class Accounts:
         """Returns a caller's account for a model whose work is counted in `unit`.
 
         Args:
-            month: month in which the request arrived, as counted by `month_of`. 0: the current
+            month: month in which the request arrived, as counted by `month_of`. 0 means the current
                 month.
         """
         name = (caller.tenant, caller.key_id, model, month)
@@ -119,7 +123,7 @@ class Accounts:
         return account
 
     def note(self, ask: Ask, answer: Answer, sent_s: float) -> None:
-        """Records the answer to an ask that took nothing, if this instance knows its limit."""
+        """Records the response to an ask that took nothing, if this instance knows the limit."""
         counter = self._counters.get((ask.key, ask.month))
         if counter is not None:
             counter.accept(ask, answer, sent_s, need=0)
@@ -245,7 +249,7 @@ class Totals(NamedTuple):
     """Amounts spent from budgets."""
 
     by_key: dict[str, dict[float, float]]
-    """US dollars by month, for the latest month and the previous one."""
+    """US dollars per month, for the latest month and the one before it."""
     at_ms: int
     """By Redis's clock."""
     is_whole: bool
@@ -260,9 +264,8 @@ class RowsAsk(NamedTuple):
     month: int
     """Months since January of year 0, as counted by `month_of`."""
     rows: float = -1.0
-    """Total, in US dollars, of the rows for all requests answered before an earlier reading.
-
-    Negative: only read.
+    """Total, in US dollars, of the rows for all requests completed before an earlier reading. If
+    negative, only reads.
     """
     seen: float = 0.0
     """`used` minus `raised` at that reading."""
@@ -282,7 +285,7 @@ class BudgetReading(msgspec.Struct, frozen=True):
     held: float
     """The part of `used` that requests in flight may return."""
     added: float
-    """The amount added by this call. Negative: subtracted."""
+    """The amount added by this call. Negative if an amount was subtracted."""
 
 
 def budget_name(holder: BudgetHolder) -> str:
@@ -352,7 +355,7 @@ class LimitStore(RedisStore):
 
         Raises:
             AnswerLost: Redis did not respond, but may have counted the asks. Also raised if Redis
-                could not be informed that an operation has ended.
+                could not be notified that an operation has finished.
             Unavailable: Redis was not called, because it has not responded for a while.
         """
         call, was_up = next(self._calls), self.is_up
@@ -368,7 +371,7 @@ class LimitStore(RedisStore):
         return answers
 
     async def resolve(self, call: int, asks: Sequence[Ask]) -> list[Answer]:
-        """Returns the amounts granted by a call whose answer was lost.
+        """Returns the amounts granted by a call whose response was lost.
 
         If the call was not counted, the amounts it returned are counted now, and nothing is taken.
         If a copy of the call arrives later, it has no effect.
@@ -385,7 +388,7 @@ class LimitStore(RedisStore):
         return answers
 
     def forget(self, call: int) -> None:
-        """Gives up a call. If it is not counted yet, it never will be."""
+        """Abandons a call. If the call has not been counted yet, it never will be."""
         self._unanswered.pop(call, None)
 
     async def settle(self, record_id: str, asks: Sequence[Ask]) -> list[Answer]:
@@ -465,15 +468,15 @@ class LimitStore(RedisStore):
         return readings
 
     async def read_age_s(self) -> float:
-        """Returns how long this Redis has been counting. 0: it is new, or has lost its data."""
+        """Returns how long this Redis has been counting. 0 if it is new or has lost its data."""
         age_ms = await self._commands.run_script(self._age, [f"{self._prefix}since"])
         return int(age_ms) / 1000
 
     async def lock_marks(self) -> bool:
         """Returns whether this instance may maintain the marks now. Release with `unlock_marks`.
 
-        An instance that already holds the lock gets it again, because the answer to an earlier call
-        may have been lost.
+        An instance that already holds the lock gets it again, because the response to an earlier
+        call may have been lost.
         """
         args = (self.process, MARKS_LOCK_MS)
         return bool(await self._commands.run_script(_RENEW, [self._lock_key], *args))
@@ -487,7 +490,7 @@ class LimitStore(RedisStore):
         await self._commands.run_script(_RELEASE, [self._lock_key], self.process)
 
     async def marks(self) -> dict[str, bytes]:
-        """Returns the mark of each counted budget by counter name."""
+        """Returns each counted budget's mark, keyed by counter name."""
         marks = await self._commands.run("HGETALL", self._marks_key)
         return {name.decode(): mark for name, mark in marks.items()}
 
@@ -511,7 +514,9 @@ class LimitStore(RedisStore):
         await self._commands.run("ZREM", f"{self._prefix}instances", self._instance)
 
     async def claim_warning(self, key: str, period: float, share: float) -> bool:
-        """Returns whether this caller is the first to warn about this share of a month's budget.
+        """Claims the warning about this share of a month's budget.
+
+        Returns whether the caller is the first.
 
         Raises:
             Unavailable: Redis did not respond, but may have recorded the warning.
@@ -520,7 +525,7 @@ class LimitStore(RedisStore):
         return bool(await self._commands.run("HSETNX", f"{self._prefix}month:{key}", field, "1"))
 
     async def unclaim_warning(self, key: str, period: float, share: float) -> None:
-        """Forgets a claim, because the warning was not sent.
+        """Removes a claim, because the warning was not sent.
 
         Raises:
             Unavailable: Redis did not respond. The warning is never sent.

@@ -1,9 +1,9 @@
-"""Counts spending on a budget from before the budget existed.
+"""Counts spending that took place before a budget existed.
 
 A budget's counter is the sum of its rows (docs/reference/limits.md). While a tenant or a key has no
-budget, its spending is not counted. So when one of them gets a budget in mid-month, an API instance
+budget, its spending is not counted. When a budget is set in mid-month, therefore, an API instance
 marks the time and adds the BigQuery rows for earlier responses. Rows may arrive late, so the mark
-is checked again, less and less often, for a day. Once no request in flight has reserved any of the
+is checked again for a day, less and less often. Once no request in flight has reserved any of the
 budget, the mark moves to that moment. This includes requests admitted by instances that did not yet
 know of the budget.
 
@@ -35,11 +35,10 @@ PASS_S = 10.0
 CHECKS_AFTER_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 43_200.0)
 """Pauses between checks of a mark. On Google Cloud, a row takes about 150 s to reach BigQuery."""
 RETRY_S = 60.0
-"""Pause after a check that failed or could not read the rows."""
+"""Pause after a check fails or can't read the rows."""
 SETTLE_S = 10.0
-"""Age at which a new Redis has received every instance's report of spending without Redis.
-
-An instance notices within MAX_RETRY_S that Redis is back, and reports on its next round trip.
+"""Age by which a new Redis has received every instance's report of spending without Redis. An
+instance notices within MAX_RETRY_S that Redis is back, and reports on its next round trip.
 """
 log = logging.getLogger(__name__)
 
@@ -50,9 +49,9 @@ class Mark(msgspec.Struct, frozen=True, omit_defaults=True):
     at_s: float
     """Unix time, by Redis's clock."""
     seen: dict[int, float]
-    """By month: the amount used at that time, minus the amount added from rows."""
+    """The amount used at that time, minus the amount added from rows, for each month."""
     due_s: float = 0.0
-    """Unix time of the next check. 0: no more checks."""
+    """Unix time of the next check. 0 if there are no more checks."""
     checks: int = 0
 
 
@@ -60,8 +59,8 @@ class BudgetMarks:
     """Compares new budgets with their rows, in the background. An async context manager.
 
     Args:
-        store: counts for all instances. Must be open.
-        budgets: returns the budgets in the directory. None if it may have changed.
+        store: the counters for all instances. Must be open.
+        budgets: returns the budgets in the directory, or None if the directory may have changed.
         clock: Unix seconds.
     """
 
@@ -161,7 +160,7 @@ class BudgetMarks:
     async def _check_due(
         self, budgets: Mapping[str, BudgetHolder], due: Mapping[str, Mark], now_s: float
     ) -> dict[str, Mark]:
-        """Adds missing amounts from rows. Returns the next marks."""
+        """Adds missing amounts from rows. Returns the new marks."""
         month = int(month_of(now_s))
         questions = [SpentQuestion(budgets[name], mark.at_s) for name, mark in due.items()]
         try:

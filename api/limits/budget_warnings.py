@@ -1,4 +1,4 @@
-"""Warns tenants when given shares of their budgets are spent, once per share and month."""
+"""Warns tenants when certain shares of their budgets have been spent, once per share and month."""
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ class BudgetWarnings:
     ) -> None:
         """Warns if a share is reached for the first time.
 
-        A request rejected by the budget counts as reaching every share, because it does not fit in
-        what is left.
+        If a request is rejected because it does not fit in the rest of the budget, every share
+        counts as reached.
         """
         if not plan.budget_webhook or not counter.period:
             return

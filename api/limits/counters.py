@@ -1,14 +1,14 @@
 """The state of each limit in this instance, including amounts leased for upcoming requests.
 
 Plain data without I/O. If a limit is far from full and requests arrive fast, an instance takes
-slightly more of the limit than a request needs: a lease. Requests use the lease for LEASE_S without
-a round trip to Redis. The rest is then returned. An amount that was taken but not needed goes into
-the lease, or back to the period in which it was taken. Items in flight hold slots.
+slightly more of the limit than a request needs: a lease. For LEASE_S, requests use the lease
+without a round trip to Redis. The rest is then returned. An amount that was taken but not needed
+goes into the lease, or back to the period in which it was taken. Items in flight hold slots.
 
 While Redis is unreachable, each instance admits its share of the limit: the limit divided by the
-number of registered instances. So together they admit at most the limit. For a budget, each
-instance admits a share of the remaining amount. If the remaining amount is unknown, the plan
-decides whether requests are admitted.
+number of registered instances, so together they never exceed the limit. For a budget, each instance
+admits a share of the remaining amount. If the remaining amount is unknown, the plan decides whether
+requests are admitted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ import msgspec
 
 Kind: TypeAlias = Literal["window", "month", "slots"]
 SLOTS_S = 30
-"""A dead instance's slots and registrations are freed after this time."""
+"""How long before a dead instance's slots and registrations are freed."""
 LEASE_S = 0.25
 """LEASE_BUCKETS in take.lua: a window covers amounts taken in it that may still be used."""
 BLOCK_S = 0.25
@@ -44,31 +44,31 @@ class Ask(msgspec.Struct, frozen=True):
     kind: Kind
     limit: float
     need: float
-    """The amount to take. 0: only return amounts. For slots: the total number to hold."""
+    """The amount to take. 0 means only return amounts. For slots: the total number to hold."""
     extra: float = 0.0
     """An additional amount, if the limit is far from full."""
     returns: list[tuple[float, float]] = []
-    """Periods, and the unused amounts taken in them. Negative: additional use."""
+    """Periods, and the unused amounts taken in them. Negative amounts are additional usage."""
     held: float = -1.0
     """For a budget: the part of the used amount that this instance may return, including `need`.
 
-    Negative: the same as last reported.
+    Negative means unchanged since the last report.
     """
     month: float = 0
-    """For a budget: the month in which the request arrived. 0: the current month."""
+    """For a budget: the month in which the request arrived. 0 means the current month."""
     operation: str = ""
     """GROUP/NAME of work that another process would restart.
 
     All of the work's reservations are returned.
     """
     used: float = 0.0
-    """Amount used by the operation, no matter how often it was started."""
+    """Amount the operation used, no matter how many times it was started."""
     owner: str = ""
-    """The process that took `returns` without Redis. Empty: this process."""
+    """The process that took `returns` without Redis. Empty for this process."""
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The result of one ask. If one of several does not fit, none is granted."""
+    """The result of one ask. If one of several asks does not fit, none are granted."""
 
     granted: float
     used: float
@@ -76,8 +76,8 @@ class Answer(msgspec.Struct, frozen=True):
     period: float
     fits: bool
     retry_ms: float
-    """Milliseconds until there is room for `need`. 0 for a month: as soon as enough of `held` is
-    returned.
+    """Milliseconds until there is room for `need`. For a month, 0 means as soon as enough of `held`
+    is returned.
     """
     reset_ms: float
     """Milliseconds until nothing counts as used."""
@@ -97,7 +97,7 @@ class Counter(ABC):
 
     Args:
         key: counter name, also in Redis.
-        unit: counted unit: requests, tokens, pixel_steps, work, items or usd.
+        unit: unit that is counted: requests, tokens, pixel_steps, work, items, or usd.
         subject: what is limited, as described to callers.
     """
 
@@ -132,28 +132,37 @@ class Counter(ABC):
 
     @abstractmethod
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Returns an unused amount that was taken in `period`. Negative: additional use."""
+        """Returns an unused amount that was taken in `period`.
+
+        A negative amount is additional usage.
+        """
 
     @abstractmethod
     def ask(self, need: float, now_s: float) -> Ask:
-        """Returns the ask to send to Redis for a request with this need. 0: only returns."""
+        """Returns the ask to send to Redis for a request with this need.
+
+        A need of 0 only returns amounts.
+        """
 
     @abstractmethod
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
         """Records the amount that Redis granted for `ask`, sent at `sent_s` for `need`.
 
-        A grant covers the need. Nothing is granted if another limit rejected the request.
+        A grant covers the need. If another limit rejected the request, nothing is granted.
         """
 
     @abstractmethod
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Records that Redis did not respond. If the answer is lost, `resolve` follows."""
+        """Records that Redis did not respond.
+
+        If the response was lost, `resolve` is called later.
+        """
 
     def resolve(self, ask: Ask, answer: Answer, now_s: float) -> None:
-        """Returns the amount granted for an ask whose answer was lost.
+        """Returns the amount granted for an ask whose response was lost.
 
         Args:
-            answer: the amount that Redis had counted, or counts now.
+            answer: the amount Redis had already counted, or counts now.
         """
         if answer.granted:
             self.give_back(answer.granted, answer.period, now_s)
@@ -162,7 +171,7 @@ class Counter(ABC):
         """Records that an unfinished request has reserved `amount` in `period`."""
 
     def release(self, amount: float, period: float) -> None:  # noqa: B027  nor here
-        """Records that this request is finished. Its unused part has already been returned."""
+        """Records that this request is finished. The unused part has already been returned."""
 
     @abstractmethod
     def is_due(self, now_s: float) -> bool:
@@ -174,11 +183,11 @@ class Counter(ABC):
         """Returns whether this object can be dropped without losing anything."""
 
     def retry_after_s(self, now_s: float) -> float:
-        """Seconds until there is room for the amount last rejected."""
+        """Returns the seconds until there is room for the amount that was last rejected."""
         return max(0.0, self._room_at_s - now_s)
 
     def reset_s(self, now_s: float) -> float:
-        """Seconds until nothing counts as used, assuming no further requests."""
+        """Returns the seconds until nothing counts as used, assuming no further requests."""
         return max(0.0, self._reset_at_s - now_s)
 
     @property
@@ -210,7 +219,7 @@ class LeasedCounter(Counter):
         self._period = 0.0
         self._ends_s = 0.0
         self._spent = 0.0
-        """Amount used from the current lease, or from the last one."""
+        """Amount used from the current lease, or from the last lease if it has expired."""
         self._returns: dict[float, float] = {}
 
     def take(self, need: float, now_s: float) -> float | None:
@@ -222,7 +231,7 @@ class LeasedCounter(Counter):
         return self._period
 
     def give_back(self, amount: float, period: float, now_s: float) -> None:
-        """Adds the amount to a lease of the same period, or returns it on the next round trip."""
+        """Adds the amount to a lease for the same period, or returns it on the next round trip."""
         if period == ALONE:
             self._give_back_alone(amount)
         elif period == self._period and now_s < self._ends_s and amount >= -self._left:
@@ -232,7 +241,7 @@ class LeasedCounter(Counter):
             self._return(period, amount)
 
     def ask(self, need: float, now_s: float) -> Ask:
-        """Asks for twice the last lease if that lease ended only a moment ago."""
+        """Asks for twice the last lease if that lease expired only a moment ago."""
         self._retire()
         is_recent = now_s < self._ends_s + RECENT_S
         extra = 2 * max(self._spent, need) if need and is_recent else 0.0
@@ -248,12 +257,12 @@ class LeasedCounter(Counter):
             self._ends_s, self._spent = sent_s + LEASE_S, ask.need
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Keeps amounts for the next round trip, unless they may already have been returned."""
+        """Saves amounts for the next round trip, unless they may already have been returned."""
         for period, amount in () if is_lost else ask.returns:
             self._return(period, amount)
 
     def is_due(self, now_s: float) -> bool:
-        """Returns whether a lease has ended, so that what remains of it must be returned."""
+        """Returns whether a lease has expired, so that the remainder must be returned."""
         return bool(self._returns) or (self._left > 0 and now_s >= self._ends_s)
 
     @property
@@ -320,19 +329,19 @@ class MonthCounter(LeasedCounter):
     def __init__(self, key: str, limit: float, unit: str, subject: str) -> None:
         super().__init__(key, limit, unit, subject)
         self.month = 0.0
-        """Month in which its requests arrived, as counted by `month_of`. 0: the current month on
-        Redis's clock.
+        """Month in which the requests arrived, as counted by `month_of`. 0 means the current month
+        on Redis's clock.
         """
         self.period = 0.0
-        """The month reported by Redis. 0: not yet known."""
+        """The month reported by Redis. 0 if not yet known."""
         self.key_id = ""
-        """The key that the budget belongs to. Empty: the tenant's budget."""
+        """The key to which the budget belongs. Empty for the tenant's budget."""
         self.is_known = False
         """True if Redis has reported the amount used, even if that was 0."""
         self.is_open = False
         """True if the budget may be spent without Redis while the amount used is unknown."""
         self.spent = 0.0
-        """Amount spent, not just reserved, by all instances as of the last Redis response."""
+        """Amount spent (not just reserved) by all instances as of the last Redis response."""
         self._reserved = 0.0
         """Amount reserved by this instance's unfinished requests."""
         self._asking = 0.0
@@ -343,7 +352,7 @@ class MonthCounter(LeasedCounter):
         self._telling: list[Ask] = []
         """Amount in unanswered asks that was taken without Redis.
 
-        It is not part of `used` until answered.
+        It is not part of `used` until Redis responds.
         """
 
     def is_spent(self, amount: float) -> bool:
@@ -369,7 +378,7 @@ class MonthCounter(LeasedCounter):
     def ask(self, need: float, now_s: float) -> Ask:
         """Asks for the month in which the request arrived, because its rows belong to that month.
 
-        Also reports the amount that may be returned. Asks are answered in order, so the last report
+        Also reports the amount that may be returned. Asks are handled in order, so the last report
         applies.
         """
         held = self._reserved + self._asking + need
@@ -406,7 +415,7 @@ class MonthCounter(LeasedCounter):
         )
 
     def learn(self, used: float, at_s: float) -> None:
-        """Records the amount used at `at_s`, unless a later answer is known."""
+        """Records the amount used at `at_s`, unless a more recent amount is known."""
         if at_s >= self.touched_s:
             self.used, self.is_known = used, True
 
@@ -442,12 +451,12 @@ class MonthCounter(LeasedCounter):
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether there is nothing to return now or later, and Redis knows it."""
+        """Returns whether there is nothing to return now or later, and Redis knows that."""
         is_known = not self._telling and self._reported < ROUNDING_USD
         return super().is_idle and not self._reserved and is_known
 
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
-        """Takes up to this instance's share of the remaining amount. Redis is informed afterward.
+        """Takes up to this instance's share of the remaining amount. Redis is notified afterward.
 
         Takes nothing if the remaining amount is unknown and the plan does not allow it.
         """
@@ -520,14 +529,14 @@ class SlotCounter(Counter):
 
         `need` counts as in use until it is rejected.
 
-        Asks are answered in order, so the last answer contains the number held.
+        Asks are handled in order, so the last response contains the number held.
         """
         self.in_use += need
         extra = max(1.0, self.in_use) if need else 0.0
         return Ask(self.key, self.kind, self.limit, self.in_use, extra)
 
     def accept(self, ask: Ask, answer: Answer, sent_s: float, *, need: float) -> None:
-        """Records how many slots it holds: fewer than requested if the request was rejected."""
+        """Records how many slots are held: fewer than requested if the request was rejected."""
         self._note(ask, answer, sent_s)
         self._held, self._held_until_s = answer.granted, sent_s + SLOTS_S * 0.9
         self._spare_since_s = sent_s
@@ -535,7 +544,10 @@ class SlotCounter(Counter):
             self.in_use -= need
 
     def abandon(self, ask: Ask, need: float, *, is_lost: bool = False) -> None:
-        """Does nothing. The slots may or may not be held, and the next ask has the total number."""
+        """Does nothing.
+
+        The slots may or may not be held, and the next ask contains the total number.
+        """
         self.in_use -= need
 
     def is_due(self, now_s: float) -> bool:

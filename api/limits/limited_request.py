@@ -34,7 +34,8 @@ from shared.predictions import Prediction
 from shared.tenants.plan import Caller
 
 STOPS_WITHIN_S = 5.0
-"""Late or canceled work may still finish a little later, and is charged if it was read."""
+"""Late or canceled work may still finish within this time, and is charged if its result was read.
+"""
 
 Follow: TypeAlias = "Callable[[LimitedRequest, Hold], None]"
 
@@ -44,7 +45,7 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     prediction_id: str
     deadline_s: float
-    """Unix time after which no work is done on the prediction."""
+    """Unix time after which no more work is done on the prediction."""
     unit: Unit
     price: ItemPrice
     takings: list[Taking]
@@ -52,7 +53,7 @@ class HeldLimits(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """For a flow, each step's terms."""
 
     def count_unreported(self) -> RequestDemand:
-        """Returns the usage to count if a worker took the prediction and never reported back.
+        """Returns the usage to count if a worker took the prediction but never reported back.
 
         The reserved work counts, but it costs nothing because nothing was delivered.
         """
@@ -69,7 +70,7 @@ class Hold:
     record_id: str
     kept: HeldLimits
     is_stored: bool | None = False
-    """None: unknown, because Redis did not respond."""
+    """None if unknown because Redis did not respond."""
 
     @property
     def data(self) -> bytes:
@@ -82,10 +83,10 @@ class LimitedRequest:
     For a budget, it reserves the maximum that the request can cost.
 
     - `settle` sets the actual usage.
-    - `hold` is for work that outlives the context: a prediction. Redis stores the reservations with
-      its record, and any instance settles them.
-    - If the caller hangs up before then, the estimate counts. Only the budget is returned, because
-      work for such callers is not charged.
+    - `hold` is for work that outlives the context, such as a prediction. Redis stores the
+      reservations with the record, and any instance can settle them.
+    - If the caller hangs up before then, the estimate counts. Only the budget part is returned,
+      because work for such callers is not charged.
     - Any other error means that the request was not accepted, so nothing is counted.
 
     Does nothing for callers without limits.
@@ -94,11 +95,11 @@ class LimitedRequest:
         model: the model that runs the request.
         headers: response headers. The rate-limit headers are added to them.
         received_at_s: Unix time at which the request arrived. Its rows use this time.
-        longest_s: maximum compute time in seconds. None: the model's maximum.
+        longest_s: maximum compute time in seconds. None means the model's maximum.
         price_share: fraction of the list price that the request pays.
-        preparation: amounts taken by the request's preparation. None: it had no preparation.
-        operation: GROUP/NAME, the same each time that this request is repeated after a process
-            died. Budgets count it once. Empty: it is never repeated.
+        preparation: amounts taken by the request's preparation. None if there was no preparation.
+        operation: GROUP/NAME, which stays the same each time this request is repeated after a
+            process dies. Budgets count it once. Empty if the request is never repeated.
     """
 
     def __init__(
@@ -169,16 +170,16 @@ class LimitedRequest:
         self._headers |= self._limiter.headers(self._account)
 
     def wake_next(self) -> None:
-        """Wakes the next request waiting for the same budgets, because there may be room."""
+        """Wakes the next request waiting for the same budgets, because there may be room for it."""
         if self._account is not None:
             self._limiter.wake_all_next(self._account)
 
     def hold(self, prediction: Prediction, follow: Follow) -> Hold | None:
-        """Returns the hold to store with a prediction's record. None: there are no limits.
+        """Returns the hold to store with a prediction's record, or None if there are no limits.
 
         Args:
             follow: called when the context exits if the prediction continues, or if it is unknown
-                whether it was created.
+                whether the prediction was created.
         """
         if self._account is None:
             return None
@@ -200,7 +201,7 @@ class LimitedRequest:
         self._reservation.cancel()
 
     def hand_over(self) -> None:
-        """Leaves the amounts to whichever instance settles the hold. Items remain in flight."""
+        """Leaves the amounts to whichever instance settles the hold. The items remain in flight."""
         self._reservation.hand_over()
 
     def cancel(self) -> None:
@@ -222,13 +223,13 @@ class LimitedRequest:
     def settle(
         self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
     ) -> None:
-        """Records the outcomes of the items. Work and cost count as charged.
+        """Records the items' outcomes. Work and cost count as charged.
 
         Work for an undelivered response counts, but costs nothing.
 
         Args:
             price: the items' terms.
-            is_delivered: True if they were delivered to the caller.
+            is_delivered: True if the outcomes were delivered to the caller.
         """
         if self._account is not None:
             charged = as_delivered(outcomes, is_delivered=is_delivered)
@@ -254,7 +255,7 @@ class LimitedRequest:
         return RequestDemand(unit, items=len(self._inputs), work=work, cost_usd=usd)
 
     def _highest_cost_of_steps_usd(self) -> float:
-        """Returns the maximum cost of a flow's steps if each has as many items as it can."""
+        """Returns the maximum cost of a flow's steps if each has as many items as possible."""
         steps = zip(self._model.find_bounds(self._inputs), self._step_prices(), strict=True)
         return sum(
             highest_cost_usd(price, model.definition.unit, bound, self._longest_s)
@@ -267,7 +268,7 @@ class RecoveredRequest(LimitedRequest):
     """A context for a request whose result was computed by another process.
 
     It reserves nothing and is never rejected. `settle` counts delivered results, even in excess of
-    a budget. It requires an operation and the time at which the request was received.
+    a budget. It requires an operation and the time the request was received.
     """
 
     async def __aenter__(self) -> Self:
@@ -287,7 +288,7 @@ def used_by(
 
     Args:
         price: the items' terms.
-        charged: the outcomes as delivered. None: the same as `outcomes`.
+        charged: the outcomes as delivered. None means the same as `outcomes`.
         step_prices: for a flow, each step's terms. The items then belong to the steps.
     """
     delivered = outcomes if charged is None else charged

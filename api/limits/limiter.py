@@ -1,9 +1,9 @@
 """Decides whether a request is within its tenant's, key's and model's limits.
 
 A request reserves its estimated usage from every limit at once, or is rejected. Work and cost are
-known only when the request ends. The reservation is then settled, and the unused part is returned.
-Callers without limits never get here. A caller's counters belong to its tenant, its key and the
-requested model.
+known only when the request finishes. The reservation is then settled, and the unused part is
+returned. Callers without limits never get here. A caller's counters are those for the tenant, the
+key, and the requested model.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ REGISTER_S = SLOTS_S / 3
 MAX_ASKS = 64
 """Maximum number of limits per call to the script that returns amounts."""
 MAX_LOST = 16_384
-"""Maximum number of calls that Redis may or may not have counted.
+"""Maximum number of remembered calls that Redis may or may not have counted.
 
 Amounts taken by older calls remain counted.
 """
@@ -86,7 +86,7 @@ class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
     period: float
     month: float = 0
     owner: str = ""
-    """The process that took it without Redis."""
+    """The process that took the amount without Redis."""
     before: float = 0
     """The amount taken by the request's preparation, which is not returned."""
 
@@ -109,8 +109,8 @@ class Limiter:
 
     Args:
         store: counts for all instances. Opened and closed by the limiter.
-        warnings: warns tenants about spent budgets. None: no warnings.
-        instances: number of instances to assume until Redis reports it.
+        warnings: warns tenants about spent budgets. None disables warnings.
+        instances: number of instances to assume until Redis reports the number.
         clock: monotonic seconds. Replaced by tests.
     """
 
@@ -134,7 +134,9 @@ class Limiter:
         self._is_touched = asyncio.Event()
         self._takings: set[asyncio.Task[list[Answer]]] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Waiters for a budget's reserved part, by the budget's key, longest waiting first."""
+        """Requests waiting for a budget's reserved part, by the budget's key, longest waiting
+        first.
+        """
         self._keeping = BackgroundTask("keeping counts of limits", self._keep)
 
     async def __aenter__(self) -> Self:
@@ -154,8 +156,8 @@ class Limiter:
     def account(self, caller: Caller, model: str, unit: Unit, month: float = 0) -> Account:
         """Returns the counters for a caller, a month, and a model whose work is counted in `unit`.
 
-        `month` is the month in which the request arrived, as counted by `month_of`. 0: the current
-        month.
+        `month` is the month in which the request arrived, as counted by `month_of`. 0 means the
+        current month.
         """
         return self._accounts.of(caller, model, unit, month)
 
@@ -170,8 +172,8 @@ class Limiter:
 
         Args:
             account: counters for the request's caller and model.
-            demand: total usage of the request.
-            before: the part already taken by its preparation. None: nothing.
+            demand: the usage that the request will have in total.
+            before: the part already taken by the request's preparation, if any.
 
         Raises:
             RateLimited: a limit is reached. BudgetExceeded: the monthly budget is spent.
@@ -246,7 +248,10 @@ class Limiter:
     async def _ask(
         self, reservation: Reservation, account: Account, missing: Sequence[Need]
     ) -> None:
-        """Asks Redis for all missing amounts at once. If there is no answer, takes them locally."""
+        """Asks Redis for all missing amounts at once.
+
+        If Redis does not respond, takes them locally.
+        """
         sent_s = self._clock()
         asks = [counter.ask(amount, sent_s) for counter, amount in missing]
         asking = account.asking = asyncio.get_running_loop().create_future()
@@ -292,7 +297,7 @@ class Limiter:
         asks: Sequence[Ask],
         sent_s: float,
     ) -> None:
-        """Handles a canceled request: if Redis grants the amounts anyway, they are returned."""
+        """Handles a canceled request: if Redis grants the amounts anyway, returns them."""
         late = list[tuple[Need, Ask]]()
         for need, ask in zip(missing, asks, strict=True):
             if ask.kind == "slots":  # the next ask contains the number needed
@@ -323,7 +328,7 @@ class Limiter:
     def _abandon(
         self, error: BaseException | None, needs: Sequence[Need], asks: Sequence[Ask]
     ) -> None:
-        """Records that there was no answer.
+        """Records that Redis did not respond.
 
         Amounts that Redis may have counted are resolved later.
         """
@@ -347,7 +352,7 @@ class Limiter:
             self.store.forget(oldest)
 
     async def _resolve(self) -> None:
-        """Determines which amounts were counted for calls whose answers were lost.
+        """Determines which amounts were counted for calls whose responses were lost.
 
         Raises:
             Unavailable: Redis did not respond. The remaining calls are resolved next time.
@@ -388,7 +393,7 @@ class Limiter:
         """Settles a prediction's reservations exactly once, no matter which instance created it.
 
         Args:
-            used: actual usage. None: unknown, so the reserved amounts count.
+            used: actual usage. If None, it is unknown, so the reserved amounts count.
         """
         asks = (
             [] if used is None else [taking.settled(used.amount(taking.unit)) for taking in takings]
@@ -431,13 +436,13 @@ class Limiter:
         self._is_touched.set()
 
     async def wait_released(self, account: Account, limit_s: float) -> bool:
-        """Waits for a request that has reserved part of one of the account's budgets to finish.
+        """Waits until a request that reserved part of one of the account's budgets finishes.
 
         Each finished request wakes one waiter, and `wake_all_next` wakes the next. Requests on
         other instances do not wake waiters, so try again when the time is up.
 
         Args:
-            account: account of the rejected request.
+            account: the account under which the request was rejected.
             limit_s: maximum seconds to wait.
 
         Returns:
@@ -462,7 +467,7 @@ class Limiter:
         return True
 
     def wake_next(self, key: str) -> None:
-        """Wakes the longest waiter for the budget counted under this key."""
+        """Wakes the request that has waited longest for the budget counted under this key."""
         queue = self._waiting.get(key)
         while queue:
             woken = queue.popleft()
@@ -471,7 +476,7 @@ class Limiter:
                 return
 
     def wake_all_next(self, account: Account) -> None:
-        """Wakes the next waiter of each budget, because the admitted request may have left room."""
+        """Wakes each budget's next waiter, because the admitted request may have left room."""
         for counter in account.counters:
             self.wake_next(counter.key)
 
@@ -531,8 +536,8 @@ class Reservation:
     """The amounts one request has taken. Settled or canceled exactly once, when the request ends.
 
     Args:
-        before: amounts taken by the request's preparation. They remain counted no matter how this
-            ends.
+        before: amounts taken by the request's preparation. They remain counted no matter how the
+            reservation ends.
     """
 
     def __init__(self, limiter: Limiter, before: Reservation | None = None) -> None:
@@ -543,7 +548,10 @@ class Reservation:
         self._handed_over: list[tuple[Need, float]] = []
 
     def missing_of(self, counter: Counter, demand: RequestDemand) -> Need | None:
-        """Returns the amount still to be taken from a limit. None: the preparation took enough."""
+        """Returns the amount still to be taken from a limit.
+
+        None if the preparation took enough.
+        """
         amount, period = self._before.get(counter, (0.0, 0.0))
         missing = demand.of(counter) - amount
         if amount and missing <= 0:
@@ -566,7 +574,7 @@ class Reservation:
 
         Args:
             operation: GROUP/NAME of a request that another process may repeat if this one dies. The
-                request's budgets count it once. Empty: it is never repeated.
+                request's budgets count it once. Empty if the request is never repeated.
         """
         budgets = list[tuple[Counter, Ask]]()
         for (counter, amount), period in self._taken:
@@ -604,7 +612,7 @@ class Reservation:
     def hand_over(self) -> None:
         """Leaves the amounts to whichever instance settles the hold. Only items in flight remain.
 
-        Amounts handed over may be returned until the end, so they are not spent.
+        Amounts that are handed over may still be returned, so they are not spent.
         """
         self._handed_over += [taken for taken in self._taken if taken[0].counter.unit != "items"]
         self._taken = [taken for taken in self._taken if taken[0].counter.unit == "items"]
@@ -621,7 +629,7 @@ class Reservation:
         Nothing remains in flight here.
 
         Args:
-            is_charged: True if the budget pays for it. False if the caller hung up.
+            is_charged: True if the budget pays for the request, False if the caller hung up.
         """
         for (counter, amount), period in self._taken:
             if counter.unit == "items" or (counter.unit == "usd" and not is_charged):
@@ -643,9 +651,10 @@ async def open_limiter(
     """Opens a limiter, which `opened` closes.
 
     Args:
-        redis_url: the Redis in which all instances count.
+        redis_url: URL of the Redis in which all instances count.
         publisher: sends warnings. It must outlive the limiter.
-        instances: number of instances to assume until Redis reports it. 0: only this one.
+        instances: number of instances to assume until Redis reports the number. 0 means only this
+            instance.
     """
     store = LimitStore(redis_url, instance)
     warnings = BudgetWarnings(store, publisher)

@@ -16,14 +16,14 @@ from shared.money.amounts import plain
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
 """Bounds of `Retry-After`, the same as for a full instance (api/dispatch/admission.py)."""
 RESERVED_RETRY_S = 1.0
-"""Retry-After for a budget whose remainder is reserved. Most requests finish sooner."""
+"""Retry-After if the rest of a budget is reserved. Most requests finish sooner."""
 BUDGET_UNIT = "usd"
 LIMITS_PREFIX = "x-ratelimit-"
 SHOWN_UNITS = ("requests", "tokens", "pixel_steps", "work")
 
 
 class Need(NamedTuple):
-    """The amount that a request needs from one limit."""
+    """The amount a request needs from one limit."""
 
     counter: Counter
     amount: float
@@ -32,7 +32,7 @@ class Need(NamedTuple):
 def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
     """Returns the `x-ratelimit-{limit,remaining,reset}-<unit>` headers.
 
-    If the limits of the tenant, the key and the model share a unit, the headers show the one
+    If several of the tenant's, key's, and model's limits share a unit, the headers show the one
     with the least remaining.
     """
     tightest: dict[str, Counter] = {}
@@ -51,7 +51,7 @@ def headers_of(counters: Iterable[Counter], now_s: float) -> dict[str, str]:
 
 
 def duration(seconds: float) -> str:
-    """Returns a duration in OpenAI's format: `6m0s`, `1s`, `17ms`. Rounded up."""
+    """Returns a duration, rounded up, in OpenAI's format: `6m0s`, `1s`, `17ms`."""
     if seconds < 1:
         milliseconds = math.ceil(seconds * 1000)
         return "1s" if milliseconds == 1000 else f"{milliseconds}ms" if milliseconds else "0s"
@@ -65,7 +65,7 @@ def duration(seconds: float) -> str:
 def refusal(refused: Sequence[Need], now_s: float) -> RateLimited:
     """Returns the error for the limit that rejected a request.
 
-    If several limits rejected it, the error is for the limit with the longest wait.
+    If several limits rejected the request, the error is for the limit with the longest wait.
     """
     larger = [need for need in refused if _is_larger_than_budget(*need)]
     counter, amount = max(larger or refused, key=lambda need: need.counter.retry_after_s(now_s))

@@ -1,10 +1,10 @@
 """Counts work done for a request before its inputs are known.
 
-Inputs must be fetched, decoded and cut before a request's size is known, and any of this may fail.
-So a request takes amounts from the per-minute limits before this preparation starts. If the request
-continues, those amounts become part of its reservation (api/limits/limited_request.py). If the
-preparation fails, they remain counted. Nothing needs to be reported later, so it does not matter if
-the instance dies.
+Inputs must be fetched, decoded, and split before a request's size is known, and any of these steps
+may fail. For this reason, a request takes amounts from the per-minute limits before the preparation
+starts. If the request continues, those amounts become part of its reservation
+(api/limits/limited_request.py). If the preparation fails, they remain counted. Nothing needs to be
+reported later, so it does not matter if the instance dies.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ class Preparation:
         )
         self._lock = asyncio.Lock()
         self.taken: Reservation | None = None
-        """None: no work that counts has started."""
+        """None if no work that counts has started."""
 
     async def begin(self, work: float | None = None) -> None:
-        """Takes one request and its minimum work from the limits, unless already called.
+        """Takes one request and its minimum work from the limits, unless already taken.
 
         Call it before each piece of work.
 
         Args:
-            work: work in the model's unit. None: the work for the model's smallest item.
+            work: work in the model's unit. None means the work for the model's smallest item.
 
         Raises:
             RateLimited: a per-minute limit is reached.

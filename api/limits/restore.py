@@ -1,14 +1,14 @@
 """Restores budget counters after Redis has lost its counts: `penstock budgets restore`.
 
-A budget's counter is the sum of its rows (docs/reference/limits.md). So the rows in BigQuery
-determine the correct counters for this month and the previous one. Only budgets that a plan or a
-key currently has are restored.
+A budget's counter is the sum of its rows (docs/reference/limits.md), so the rows in BigQuery
+determine the correct counters for this month and the previous month. Only budgets currently set for
+a plan or a key are restored.
 
 It may run while requests arrive, and several runs may be concurrent. It reads a counter, then the
-rows for requests answered before that reading, and adds the amount by which the rows exceed the
-counter. Amounts reserved by requests in flight at that moment count as if their rows existed. So no
-counter ends up higher than its rows, but a budget in use may still be too low. Running it again
-adds the missing amount.
+rows for requests completed before that reading, and adds the amount by which the rows exceed the
+counter. Amounts reserved by requests in flight at that moment count as if their rows existed. As a
+result, no counter ends up higher than its rows, but the counter for a budget in use may still be
+too low. Running it again adds the missing amount.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Restored(NamedTuple):
     counted_usd: float
     """Amount in Redis, excluding reservations by requests in flight."""
     rows_usd: float
-    """Amount in rows for requests answered before the counter was read."""
+    """Amount in rows for requests completed before the counter was read."""
     is_busy: bool
-    """True if requests in flight have reserved part of it."""
+    """True if requests in flight have reserved part of the budget."""
     is_changed: bool
-    """True if it was adjusted to match its rows, or would have been."""
+    """True if the counter was, or would have been, adjusted to match its rows."""
 
 
 async def restore(
@@ -60,10 +60,10 @@ async def restore(
     """Adds to budget counters the amounts that are in rows but missing from Redis.
 
     Args:
-        lowers: True to also lower a counter that exceeds its rows. Only use it while no request is
-            in flight and all rows have arrived.
+        lowers: True to also lower a counter that exceeds its rows. Use this only when no requests
+            are in flight and all rows have arrived.
         writes: False to only compare.
-        now_s: Unix time. None: now.
+        now_s: Unix time, or None for now.
 
     The counters that differ.
 

@@ -12,11 +12,11 @@ from shared.tenants.directory import BudgetHolder
 from shared.usage.bigquery import open_client, run_query
 
 QUERY_LIMIT_S = 20.0
-"""On exit, a process waits for its query to finish."""
+"""Time limit per query. On exit, a process waits for its query to finish."""
 
 
 class SpentQuestion(NamedTuple):
-    """Asks for the charges of all requests answered before a given time."""
+    """A query for the charges for all requests completed before a given time."""
 
     holder: BudgetHolder
     before_s: float
@@ -24,7 +24,7 @@ class SpentQuestion(NamedTuple):
 
 
 class SpentReader(Protocol):
-    """Adds up rows. Calls are blocking, so they run in threads."""
+    """Adds up rows. Calls block, so they run in threads."""
 
     def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
         """Returns US dollars per question, for the month and the previous month.
@@ -43,8 +43,8 @@ class SpentRows:
 
     Args:
         project: the dataset's project, which pays for the queries.
-        endpoint: URL of an embedded BigQuery. Empty for Google's.
-        most_bytes: a query that would read more bytes is rejected.
+        endpoint: URL of an embedded BigQuery, or empty for Google's.
+        most_bytes: maximum bytes that a query may read; larger queries are rejected.
         limit_s: maximum seconds per query.
     """
 

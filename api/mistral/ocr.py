@@ -1,11 +1,11 @@
 """POST /v1/ocr as in Mistral's OCR API: reads a document page by page.
 
 A custom model with `api: ocr` in its entry reads the document. Its inputs and outputs are described
-in shared/models/tasks/custom.py. It yields pages, so as a prediction, a document is also a stream.
-Its unit of work is a page. https://docs.mistral.ai/api/endpoint/ocr
+in shared/models/tasks/custom.py. It yields pages, so a document that is run as a prediction can
+also be streamed. Work is measured in pages. https://docs.mistral.ai/api/endpoint/ocr
 
-A flow may also read it, with one item per page. Its output has a separate document per page, and
-the page numbers.
+A flow can also read the document, with one item per page. Its output contains a separate document
+for each page, plus the page numbers.
 """
 
 from __future__ import annotations
@@ -73,13 +73,13 @@ from shared.stores.objects import ObjectStore
 PATH = "/v1/ocr"
 DOCUMENT, SIZE_METRIC = "document", "doc_size_bytes"
 MAX_IMAGES_BYTES = 48 * 1024 * 1024
-"""Maximum total size of the images in an answer. Base64 adds a third."""
+"""Maximum total size, in bytes, of the images in a response. Base64 adds a third."""
 _REPLY_BYTES, _REPLY_WITH_IMAGES_BYTES = 256 * 1024, 4 * 1024 * 1024
 _ID_REFERENCE = re.compile(r"(!?)\[([^\]\s]{1,100})\]\(\2\)")
-"""A reference in markdown to an image or a table by its ID."""
+"""A markdown reference to an image or a table, by ID."""
 _LINE_URLS = ("data:", "https://", "http://", "/v1/files/")
 _PAGE_OF_ONE = re.compile(r"^page 0: ")
-"""Prefix of errors about a one-page document."""
+"""Prefix for errors about a one-page document."""
 _CLASS_FIELDS = (
     *("table_format", "include_image_base64", "image_limit", "image_min_size", "include_blocks"),
     *("confidence_scores_granularity", "extract_header", "extract_footer"),
@@ -88,7 +88,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
-    """Returns an error with its status and body. Invalid requests get a 422."""
+    """Returns an error's status and body. Invalid requests get a 422."""
     match error:
         case PenstockError():
             known = error
@@ -113,16 +113,16 @@ class OcrRoute(FastRoute):
     error_reply = OcrErrorReply
 
     async def answer_error(self, request: Request, error: Exception) -> Response:
-        """Returns an error in that format."""
+        """Returns an error in Mistral's format."""
         set_error_code(request, error)
         known, status, body = ocr_error(error)
         return Response(body, status, headers_for(known), "application/json")
 
 
 def _read_fields(body: OcrBody, model: Model) -> CustomInput:
-    """Returns the input of a class or flow, without its document.
+    """Returns the input for a class or flow, without its document.
 
-    Disabled options are left out, so that equivalent requests have equal inputs.
+    Disabled options are omitted, so that equivalent requests have equal inputs.
 
     Raises:
         pydantic.ValidationError: the class does not accept a value.
@@ -140,7 +140,9 @@ def _read_fields(body: OcrBody, model: Model) -> CustomInput:
 async def _load_document(
     ocr_input: CustomInput, url: str, owner: ImageCaller, images: SourceImages
 ) -> None:
-    """Loads the document into an input. Its name is dropped: it does not affect the result.
+    """Loads the document into an input.
+
+    The document's name is dropped because it does not affect the result.
 
     Raises:
         BadInput: the document can't be loaded.
@@ -157,11 +159,11 @@ async def _load_document(
 async def _build_reply(
     result: Result | None, model: Model, objects: ObjectStore, body: OcrBody
 ) -> OcrReply:
-    """Returns the answer in Mistral's format.
+    """Returns the response in Mistral's format.
 
     Raises:
         ModelFailed: the class or flow did not return pages.
-        BadInput: their images are too large.
+        BadInput: the pages' images are too large.
         Unavailable: the object store is unreachable.
     """
     (document,) = check_results([result], CustomResult, model)
@@ -172,7 +174,7 @@ async def _build_reply(
 
 
 async def _read_images(document: CustomResult, objects: ObjectStore) -> list[Blob]:
-    """Returns the images of all pages with their data."""
+    """Returns all pages' images, with their data."""
     images, size = [], 0
     for blob in document.files:
         data = await read_blob(objects, blob, "image")
@@ -210,7 +212,7 @@ def _count_pages(result: CustomResult, model: Model) -> int:
 
 
 def _join_pages(apart: PagesApart) -> list[OcrPage]:
-    """Returns the pages of one-page documents with their numbers.
+    """Returns the pages from one-page documents, with their page numbers.
 
     Raises:
         ModelFailed: there are too many or too few pages.
@@ -224,9 +226,9 @@ def _join_pages(apart: PagesApart) -> list[OcrPage]:
 
 
 def _number_images_and_tables(pages: Sequence[OcrPage], max_images: int | None) -> None:
-    """Numbers images and tables across pages. A class numbers them from 0 on each page.
+    """Numbers images and tables across pages. A class starts numbering at 0 on each page.
 
-    Images beyond `max_images` are left out, because a flow applies the limit to each page
+    Images beyond `max_images` are dropped, because a flow applies the limit to each page
     separately.
     """
     images, tables, room = count(), count(), sys.maxsize if max_images is None else max_images
@@ -243,7 +245,7 @@ def _number_images_and_tables(pages: Sequence[OcrPage], max_images: int | None) 
 
 
 def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
-    """Replaces the IDs of images and tables, including references to them on the page.
+    """Replaces image and table IDs, including references to them on the page.
 
     Does nothing if `names` is empty.
     """
@@ -274,7 +276,7 @@ def _rename(page: OcrPage, names: Mapping[str, str]) -> None:
 
 
 class OcrEndpoint(Endpoint):
-    """Lines with the body of POST /v1/ocr."""
+    """Batch lines with the same body as POST /v1/ocr."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item. Its document is loaded when the line runs."""
@@ -287,18 +289,18 @@ class OcrEndpoint(Endpoint):
         return LineRequest(body, model, [ocr_input], model.deterministic, reply_bytes)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
-        """Loads the document of the line."""
+        """Loads the document that the line refers to."""
         body, owner = cast(OcrBody, request.body), caller.file_owner(DOCUMENT)
         ocr_input = _read_fields(body, request.model)
         await _load_document(ocr_input, body.url, owner, caller.source_images)
         return [ocr_input]
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
-        """Makes errors name the fields of the body."""
+        """Makes errors refer to the body's fields."""
         return _names_for(request.model).used()
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
-        """Returns why a flow failed, with the number of the affected page."""
+        """Returns the reason a flow failed, with the affected page's number."""
         return _failure_of(cast(OcrBody, request.body), snapshot)
 
     def usage(
@@ -332,10 +334,10 @@ async def create_ocr(
     source_images: SourceImages,
     objects: ObjectStore,
 ) -> Response:
-    """Answers once all pages are read.
+    """Responds once all pages have been read.
 
-    As a prediction of the same model, `GET /v1/predictions/{id}/stream` sends each page as soon as
-    it is read. If a flow reads the document, `location` has the URL of its prediction.
+    For a prediction with the same model, `GET /v1/predictions/{id}/stream` sends each page as soon
+    as it is read. If a flow reads the document, `location` contains the prediction's URL.
     """
     body = await call.read_json(OcrBody)
     model = call.serving(catalog, "ocr", body.model)
@@ -361,7 +363,7 @@ async def create_ocr(
 async def _run_request(
     call: ModelCall, flow: Model, ocr_input: CustomInput, body: OcrBody, recording: Recording
 ) -> InferenceRequest:
-    """Returns the request for the prediction of a flow."""
+    """Returns the request for a flow's prediction."""
     fields = body.model_dump(mode="json", exclude_unset=True, exclude={DOCUMENT})
     shown_input = fields | {DOCUMENT: {"type": body.document.type}}
     read = Inputs([ocr_input], shown_input, is_list=False, is_repeatable=flow.deterministic)
@@ -374,7 +376,7 @@ def _names_for(model: Model) -> FieldNames:
 
 
 def _failure_of(body: OcrBody, snapshot: PredictionSnapshot) -> PenstockError:
-    """Returns why a flow failed. Errors about a page become errors about the document."""
+    """Returns the reason a flow failed. Errors about a page become errors about the document."""
     plan = plan_of(snapshot.prediction)
     failure, reply = snapshot.failure, snapshot.record.reply
     if isinstance(failure, BadInput):
@@ -394,7 +396,7 @@ def _failure_of(body: OcrBody, snapshot: PredictionSnapshot) -> PenstockError:
 
 
 def _is_page(step: FlowStep, field: str | None, position: int, plan: FlowPlan) -> bool:
-    """Returns whether an item's input is a page that a first step created from the document."""
+    """Returns whether an item's input is a page that the first step created from the document."""
     if step.for_each is None:
         return False
     first = {candidate.id for candidate in plan.steps if not candidate.depends_on}

@@ -1,4 +1,4 @@
-"""Request, response and error bodies of POST /v1/ocr, as in Mistral's OCR API."""
+"""Request, response, and error bodies for POST /v1/ocr, as in Mistral's OCR API."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ _BlockKind = Literal[
 
 
 class DocumentUrl(Body):
-    """A document named by its URL."""
+    """A document specified by URL."""
 
     type: Literal["document_url"] = "document_url"
     document_url: str = Field(
@@ -49,14 +49,14 @@ class DocumentUrl(Body):
 
 
 class ImageAddress(Body):
-    """The URL of an image."""
+    """An image's URL."""
 
     url: str = Field(min_length=1)
     detail: str | None = Field(None, description="Accepted, without effect.")
 
 
 class ImageUrl(Body):
-    """An image named by its URL."""
+    """An image specified by URL."""
 
     type: Literal["image_url"] = "image_url"
     image_url: Annotated[
@@ -73,7 +73,7 @@ class UploadedDocument(Body):
 
 
 def _kind_of(value: Any) -> str | None:
-    """Returns the kind of a document. Its type may be omitted."""
+    """Returns a document's kind. The document's type may be omitted."""
     if not isinstance(value, dict):
         return None
     kinds = ("document_url", "image_url", "file")
@@ -168,16 +168,16 @@ class OcrBody(Body):
 
     @property
     def wanted_pages(self) -> str | None:
-        """The pages in the format of custom classes, with a single spelling per set of pages.
+        """The pages in the format custom classes use. Each set of pages has exactly one spelling.
 
-        None: all pages.
+        None means all pages.
         """
         if not self.pages:
             return None
         return _ranges_of(self.pages)
 
     def number_of(self, position: int) -> int:
-        """Returns the number of a page by its position among the requested pages."""
+        """Returns a page's number, given its position among the requested pages."""
         for part in (self.wanted_pages or "").split(",") if self.pages else ():
             first, _, last = part.partition("-")
             count = int(last or first) - int(first) + 1
@@ -188,7 +188,7 @@ class OcrBody(Body):
 
     @property
     def url(self) -> str:
-        """The URL of the document. Files of this API are below `/v1/files/`."""
+        """The document's URL. Files uploaded to this API are under `/v1/files/`."""
         match self.document:
             case DocumentUrl():
                 return self.document.document_url
@@ -200,7 +200,7 @@ class OcrBody(Body):
 
 
 def _ranges_of(pages: Sequence[int] | str) -> str:
-    """Returns numbers and ranges in order, with each page once: `0-3,5`."""
+    """Returns page numbers and ranges in order, listing each page once: `0-3,5`."""
     spans = [(page, page) for page in pages if isinstance(page, int)]
     if isinstance(pages, str):
         parts = [part.partition("-") for part in pages.replace(" ", "").split(",")]
@@ -215,7 +215,7 @@ def _ranges_of(pages: Sequence[int] | str) -> str:
 
 
 class OcrDimensions(msgspec.Struct):
-    """The size of a page as it was processed. Coordinates are in its pixels."""
+    """A page's size as processed. Coordinates are in pixels of this size."""
 
     dpi: int
     height: int
@@ -230,7 +230,7 @@ class _Place(msgspec.Struct, kw_only=True):
 
 
 class OcrImage(_Place, kw_only=True):
-    """An image on a page. The markdown has a reference to its ID."""
+    """An image on a page. The markdown refers to it by ID."""
 
     id: str
     image_base64: str | None = None
@@ -238,7 +238,7 @@ class OcrImage(_Place, kw_only=True):
 
 
 class OcrWordScore(msgspec.Struct):
-    """Confidence of a word, from 0 to 1, and its start position in the markdown."""
+    """A word's confidence, from 0 to 1, and its start position in the markdown."""
 
     text: str
     confidence: float
@@ -246,7 +246,7 @@ class OcrWordScore(msgspec.Struct):
 
 
 class OcrPageScores(msgspec.Struct, omit_defaults=True):
-    """Confidence of a page, based on its words."""
+    """A page's confidence, based on its words."""
 
     average_page_confidence_score: float
     minimum_page_confidence_score: float
@@ -254,7 +254,7 @@ class OcrPageScores(msgspec.Struct, omit_defaults=True):
 
 
 class OcrBlockScores(msgspec.Struct):
-    """Confidence of a block, based on its words. Null if it has no words."""
+    """A block's confidence, based on its words. Null if it has no words."""
 
     average_content_confidence_score: float | None = None
     minimum_content_confidence_score: float | None = None
@@ -262,7 +262,7 @@ class OcrBlockScores(msgspec.Struct):
 
 
 class OcrTable(msgspec.Struct):
-    """A table outside the markdown, which has a reference to its ID."""
+    """A table stored outside the markdown, which refers to it by ID."""
 
     id: str
     content: str
@@ -270,7 +270,7 @@ class OcrTable(msgspec.Struct):
 
 
 class OcrBlock(_Place, kw_only=True, omit_defaults=True):
-    """A block of a page, with its position."""
+    """A block on a page, with its position."""
 
     type: _BlockKind
     content: str
@@ -295,10 +295,10 @@ class OcrPage(msgspec.Struct, omit_defaults=True):
 
 
 class PagesApart(msgspec.Struct):
-    """The output of a flow that reads each page as a separate document."""
+    """The output from a flow that reads each page as a separate document."""
 
     pages: list[list[OcrPage]]
-    """Pages of each of these documents."""
+    """Each document's pages."""
     numbers: list[int]
     """Page numbers in the original document."""
     doc_size_bytes: int | None = None

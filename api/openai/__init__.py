@@ -1,1 +1,1 @@
-"""OpenAI's API: one module per topic, with its bodies, replies and routes."""
+"""OpenAI's API: one module per topic, containing its request bodies, responses, and routes."""

@@ -1,9 +1,9 @@
 """POST /v1/audio/transcriptions and /v1/audio/translations, directly and in batches.
 
 Custom models with the matching `api` in their entries compute them. Their inputs and outputs are
-described in shared/models/tasks/custom.py. A transcriber streams segments, so its answer may be
-streamed too: it is then a prediction, like a chat. Its unit of work is a second of audio, which is
-also the unit of `usage`.
+described in shared/models/tasks/custom.py. A transcriber streams segments, so its response can be
+streamed too. A streamed response is a prediction, as with chats. Work and `usage` are measured in
+seconds of audio.
 
 A batch line names its recording by `url`, as in Groq's API (https://console.groq.com/docs/batch),
 or by the ID of an upload as `file`. OpenAI's batches do not support audio.
@@ -102,7 +102,7 @@ _SUFFIX = re.compile(r"\.[a-z0-9]{1,8}")
 _ANY_BYTES = "application/octet-stream"
 _FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": MAX_FIELD_BYTES}
 _NAMES = {"task": "model", "word_timestamps": "timestamp_granularities"}
-"""Form fields by the class inputs that have other names."""
+"""Maps class inputs to form fields that have a different name."""
 _encode = msgspec.json.Encoder().encode
 F = TypeVar("F", bound=TranslationForm)
 
@@ -118,7 +118,7 @@ class _Upload(NamedTuple):
 
 
 async def _read_form(call: ModelCall, kind: type[F]) -> tuple[F, _Upload | None]:
-    """Returns the validated fields of a form and its file, if it has no `url`.
+    """Returns a form's validated fields, and its file unless it has a `url`.
 
     Raises:
         BadInput: there is not exactly one file, or it is empty or too large.
@@ -148,7 +148,7 @@ async def _open_form(request: Request) -> AsyncIterator[FormData]:
 
 
 def _fields_of(form: FormData) -> dict[str, Any]:
-    """Returns the fields except the file, by name without `[]`. Empty fields are left out."""
+    """Returns all non-empty fields except the file, keyed by name without `[]`."""
     fields: dict[str, Any] = {}
     for sent_as, value in form.multi_items():
         name = sent_as.removesuffix("[]")
@@ -190,7 +190,7 @@ def _name_of(filename: str) -> str:
 
 
 def _read_input(form: TranslationForm, model: Model, mode: Task) -> CustomInput:
-    """Returns the input of a transcriber without its file.
+    """Returns a transcriber's input, without its file.
 
     Raises:
         pydantic.ValidationError: the class does not accept a value.
@@ -211,13 +211,13 @@ def _read_input(form: TranslationForm, model: Model, mode: Task) -> CustomInput:
 async def _add_recording(
     item: CustomInput, field: str, url: str, caller: ImageCaller, images: SourceImages
 ) -> None:
-    """Loads the recording of an input.
+    """Loads an input's recording.
 
     Args:
         url: URL of the recording, or the ID of an upload.
 
     Raises:
-        BadInput: the file does not exist, or must not be fetched.
+        BadInput: the file does not exist, or fetching it is not allowed.
         Overloaded: too many files are being fetched.
         Unavailable: the object store is unreachable.
     """
@@ -230,12 +230,12 @@ async def _add_recording(
 
 
 def _names_for(model: Model, field: str) -> FieldNames:
-    """Returns the names of a form's fields. `field` has the recording."""
+    """Returns the names of a form's fields. `field` contains the recording."""
     return FieldNames(model, field, "seconds", _NAMES | {FILE: field})
 
 
 def _validate(values: Mapping[str, Any], model: Model) -> CustomInput:
-    """Returns the input of a class without files. None values are left out."""
+    """Returns a class's input without files. None values are omitted."""
     if values.get("task") is not None and "task" not in interface_of(model).properties:
         raise BadInput(f"model: {model.name} does not support translation", field="model")
     return input_of_fields(values, model, _NAMES)[0]
@@ -272,11 +272,11 @@ class _Transcript:
 def _subtitles(
     transcript: _Transcript, mark: str, written: Callable[[str], str] = str
 ) -> Iterator[str]:
-    """Yields the segments with their times.
+    """Yields the segments with their timestamps.
 
     Args:
         mark: separator between seconds and milliseconds.
-        written: converts text to the format.
+        written: converts text to the output format.
     """
     for element in transcript.spoken:
         # An empty line would end the segment.
@@ -351,17 +351,17 @@ def _event(body: msgspec.Struct) -> bytes:
 
 
 class TranscriptEvents(StreamShape):
-    """The events of a transcript: one per segment, and one with the whole text.
+    """A transcript's events: one per segment, and one with the whole text.
 
     Args:
-        names: field names that error messages use.
+        names: field names to use in error messages.
     """
 
     def __init__(self, names: FieldNames) -> None:
         self._names = names
 
     def delta(self, added: AddedText) -> bytes | None:
-        """Returns the events for segments, each a line of JSON."""
+        """Returns one event per segment, each a line of JSON."""
         values = [entry.value for entry in read_elements(added.text)]
         said = "".join(element.text for element in _elements(values))
         said = said if added.before else said.lstrip()
@@ -373,12 +373,12 @@ class TranscriptEvents(StreamShape):
         return [_event(TranscriptDone(transcript.text, transcript.usage))]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error that names the field sent by the caller."""
+        """Returns an error that uses the caller's field name."""
         return failure_event(self._names.error(error))
 
 
 class _LinesOf(Endpoint):
-    """Lines whose bodies have the fields of a form, and name the recording by URL or ID."""
+    """Batch lines whose bodies have the same fields as the form, with the recording's URL or ID."""
 
     mode: ClassVar[Task]
     body_type: ClassVar[type[TranscriptionLine | TranslationLine]]
@@ -402,7 +402,7 @@ class _LinesOf(Endpoint):
         return [item]
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
-        """Makes errors name the fields of the body."""
+        """Makes errors refer to the body's fields."""
         body = cast(TranscriptionLine | TranslationLine, request.body)
         return _names_for(request.model, body.recording[0]).used()
 
@@ -412,7 +412,7 @@ class _LinesOf(Endpoint):
         outcomes: Sequence[ItemOutcome],
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
-        """Counts the seconds of audio."""
+        """Counts seconds of audio."""
         seconds = _Transcript(answered, request.model).usage.seconds
         return super().usage(request, outcomes, answered)._replace(audio_seconds=seconds)
 
@@ -483,10 +483,10 @@ async def create_transcription(
     progress: PredictionProgress,
     generation_streams: GenerationStreams,
 ) -> Response:
-    """Answers with the whole transcript or, with `stream`, segment by segment.
+    """Returns the whole transcript or, with `stream`, one segment at a time.
 
-    With an `Idempotency-Key`, the events of a stream have IDs. Sending the same request with the
-    same key, and an ID as `Last-Event-ID`, continues after that event, on any instance.
+    With an `Idempotency-Key`, the events of a stream have IDs. To continue after an event, on any
+    instance, send the same request with the same key and the event's ID as `Last-Event-ID`.
     """
     form, upload = await _read_form(call, TranscriptionForm)
     model = call.serving(catalog, "transcription", form.model)
@@ -524,7 +524,7 @@ async def create_translation(
 
 
 class _Transcriber:
-    """Transcribes the recording of one request.
+    """Transcribes one request's recording.
 
     Args:
         mode: what the endpoint does with the recording.
@@ -554,11 +554,11 @@ class _Transcriber:
         """Returns the input with its recording.
 
         Args:
-            upload: the recording. None: the form has its URL.
+            upload: the recording. None if the form has a URL instead.
 
         Raises:
             BadInput: the class does not accept a field, or the recording can't be loaded.
-            Overloaded: there is no room, or too many files are being fetched.
+            Overloaded: no capacity, or too many files are being fetched.
             Unavailable: the object store is unreachable.
         """
         call, model, form, inference = self._call, self._model, self._form, self._inference
@@ -576,7 +576,7 @@ class _Transcriber:
         return item
 
     async def answer(self, item: CustomInput) -> Response:
-        """Answers with the whole transcript.
+        """Returns the whole transcript as a response.
 
         Raises:
             PenstockError: the model failed, or the request was rejected.
@@ -589,7 +589,7 @@ class _Transcriber:
             return _answer(self._form, _Transcript(delivery.outcomes, model), self._mode)
 
     async def prediction_request(self, item: CustomInput) -> InferenceRequest:
-        """Returns the request for the prediction described by the form."""
+        """Returns the request to create the prediction described by the form."""
         model = self._model
         fields = {FILE: item.places[0].name} | self._form.model_dump(
             mode="json", exclude_unset=True
@@ -603,10 +603,10 @@ class _Transcriber:
 
 
 class _TranscriptStream:
-    """Answers with the events of a transcript, starting after `Last-Event-ID`.
+    """Responds with a transcript's events, starting after `Last-Event-ID`.
 
     Args:
-        names: field names that error messages use.
+        names: field names to use in error messages.
     """
 
     def __init__(
@@ -629,10 +629,10 @@ class _TranscriptStream:
         self._has_ids = wants_event_ids(call.http.headers)
 
     async def answer(self, new: InferenceRequest) -> Response:
-        """Creates the prediction, or finds it, and returns its events.
+        """Creates the prediction, or finds the existing one, and returns its events.
 
         Args:
-            new: the request for the prediction.
+            new: the request to create the prediction.
 
         Raises:
             BadInput: `Last-Event-ID` is not an event ID of this stream.
@@ -660,7 +660,7 @@ class _TranscriptStream:
     async def _events(
         self, snapshot: PredictionSnapshot, seen: Sequence[StreamPosition]
     ) -> AsyncGenerator[bytes]:
-        """Returns the events of a transcriber: one per segment."""
+        """Returns a transcriber's events, one per segment."""
         call, streams, has_ids = self._call, self._streams, self._has_ids
         if not self._last_id:
             return await begin_events(
@@ -677,7 +677,7 @@ class _TranscriptStream:
         )
 
     async def _flow_events(self, first: PredictionSnapshot, flow: Flow) -> AsyncGenerator[bytes]:
-        """Yields the events of a flow: one per window in order, as soon as it is transcribed.
+        """Yields a flow's events: one per window, in order, as soon as the window is transcribed.
 
         If the reader hangs up and can't resume, the run is canceled.
         """
@@ -710,7 +710,7 @@ class _TranscriptStream:
 
 
 class _WindowEvents:
-    """The window events of a flow. `seen`: number of the last event that a reader has."""
+    """A flow's window events. `seen`: number of the last event the reader received."""
 
     def __init__(self, flow: Flow, seen: int, *, has_ids: bool) -> None:
         order = flow.plan.order()

@@ -1,4 +1,4 @@
-"""Requests and replies of /v1/audio, as in OpenAI's API."""
+"""Requests and responses for /v1/audio, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ MAX_FILE_BYTES = 25 * 1024 * 1024
 """OpenAI's limit."""
 MAX_PROMPT_CHARS = 4096
 MAX_INPUT_CHARS = 4096
-"""OpenAI's limit for text to speak."""
+"""OpenAI's limit for text to speech."""
 FILE = "file"
 LISTS = ("timestamp_granularities", "include")
-"""Fields that a form may repeat. OpenAI's clients send their names with `[]`."""
+"""Form fields that may be repeated. OpenAI's clients send their names with `[]`."""
 Task = Literal["transcribe", "translate"]
 
 
 class DurationUsage(msgspec.Struct):
-    """Length of a recording in seconds, rounded up."""
+    """The recording's duration in seconds, rounded up."""
 
     seconds: int
     type: Literal["duration"] = "duration"
 
 
 class TranscriptionReply(msgspec.Struct):
-    """The transcript of a recording."""
+    """A recording's transcript."""
 
     text: str
     usage: DurationUsage
@@ -45,7 +45,7 @@ class TranscribedWord(msgspec.Struct):
 
 
 class TranscribedSegment(msgspec.Struct):
-    """A segment of a transcript, with its start and end in seconds."""
+    """A transcript segment, with its start and end in seconds."""
 
     start: float
     end: float
@@ -60,7 +60,7 @@ class TranscribedSegment(msgspec.Struct):
 
 
 class VerboseTranscriptionReply(msgspec.Struct, omit_defaults=True):
-    """The transcript of a recording, with times."""
+    """A recording's transcript, with timestamps."""
 
     task: Task
     language: str
@@ -72,14 +72,14 @@ class VerboseTranscriptionReply(msgspec.Struct, omit_defaults=True):
 
 
 class TranscriptDelta(msgspec.Struct):
-    """Text added since the last event of a stream."""
+    """Text added since the stream's previous event."""
 
     delta: str
     type: Literal["transcript.text.delta"] = "transcript.text.delta"
 
 
 class TranscriptDone(msgspec.Struct):
-    """The last event of a stream."""
+    """The final event of a stream."""
 
     text: str
     usage: DurationUsage
@@ -175,19 +175,19 @@ class TranscriptionForm(TranslationForm):
 
     @property
     def wants_words(self) -> bool:
-        """True if the answer includes times of words."""
+        """True if the response includes word timestamps."""
         return "word" in (self.timestamp_granularities or ())
 
 
 def _recording_of(file: str | None, url: str | None) -> tuple[str, str]:
-    """Returns the field that names the recording of a line, and its value."""
+    """Returns the field that identifies a line's recording, and its value."""
     if (file is None) == (url is None):
         raise WrongField("url", f"exactly one of url and {FILE} (the ID of an upload) is required")
     return ("url", url) if url is not None else (FILE, file or "")
 
 
 class TranslationLine(TranslationForm):
-    """The body of a batch line. It names its recording by ID or URL."""
+    """A batch line's body. It identifies its recording by ID or URL."""
 
     file: str | None = Field(None, min_length=1, max_length=MAX_URL_CHARS)
 
@@ -198,12 +198,12 @@ class TranslationLine(TranslationForm):
 
     @property
     def recording(self) -> tuple[str, str]:
-        """The field that names the recording, and its value."""
+        """The field that identifies the recording, and its value."""
         return _recording_of(self.file, self.url)
 
 
 class TranscriptionLine(TranscriptionForm):
-    """The body of a batch line. It names its recording by ID or URL."""
+    """A batch line's body. It identifies its recording by ID or URL."""
 
     file: str | None = Field(None, min_length=1, max_length=MAX_URL_CHARS)
 
@@ -216,7 +216,7 @@ class TranscriptionLine(TranscriptionForm):
 
     @property
     def recording(self) -> tuple[str, str]:
-        """The field that names the recording, and its value."""
+        """The field that identifies the recording, and its value."""
         return _recording_of(self.file, self.url)
 
 

@@ -1,4 +1,4 @@
-"""/v1/batches as in OpenAI's API: bodies, replies and routes.
+"""/v1/batches as in OpenAI's API: request bodies, responses, and routes.
 
 Batches run in a separate process (api/batch_runner).
 Source: https://platform.openai.com/docs/api-reference/batch
@@ -36,7 +36,7 @@ from shared.webhooks.event import WebhookUrlForbidden, parse_webhook_url
 
 
 class OutputExpiresAfter(Body):
-    """Retention of the output file and the error file."""
+    """How long the output file and the error file are retained."""
 
     anchor: Literal["created_at"]
     seconds: int = Field(ge=3600, le=30 * 24 * 3600)
@@ -76,7 +76,7 @@ class BatchRequestCounts(msgspec.Struct):
 
 
 class BatchErrorItem(msgspec.Struct):
-    """Why a file was rejected."""
+    """One reason a file was rejected."""
 
     code: str
     message: str
@@ -92,7 +92,7 @@ class BatchErrors(msgspec.Struct):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Input tokens that were not computed again."""
+    """Input tokens that did not have to be computed again."""
 
     cached_tokens: int = 0
 
@@ -104,7 +104,7 @@ class OutputTokensDetails(msgspec.Struct):
 
 
 class BatchUsage(msgspec.Struct, kw_only=True):
-    """Total usage reported in the answers of completed lines."""
+    """Total usage reported in the responses of completed lines."""
 
     input_tokens: int
     output_tokens: int
@@ -230,9 +230,11 @@ router = Router(scope="batches")
     errors=(404, 429),
 )
 async def create_batch(call: Call, settings: ApiSettings, batches: Batches) -> Response:
-    """Answers at once, with status `validating`. The lines run within 24 hours, at a lower price.
+    """Returns immediately, with status `validating`.
 
-    `webhook` receives an event in OpenAI's format when the batch ends.
+    The lines run within 24 hours, at a lower price.
+
+    When the batch finishes, `webhook` receives an event in OpenAI's format.
     """
     body = await call.read_json(BatchBody)
     if body.webhook:
@@ -265,10 +267,10 @@ async def list_batches(
     api_key_id: KeyId = "",
     include: Include = None,
 ) -> Response:
-    """Lists the batches of the tenant, newest first. `last_id` is the `after` of the next page.
+    """Lists the tenant's batches, newest first. Pass `last_id` as `after` to get the next page.
 
-    If few batches match the filters, a page may be short and have more after it. It is empty only
-    if there are no more.
+    If few batches match the filters, a page may be short even though more pages follow. Only the
+    last page can be empty.
     """
     wanted = BatchFilter(
         model_name(model),
@@ -289,7 +291,7 @@ async def list_batches(
 
 @router.get("/v1/batches/{batch_id}", summary="Get a batch", reply=BatchObject)
 async def get_batch(call: Call, batches: Batches, batch_id: str) -> Response:
-    """Returns a batch with the number of finished lines."""
+    """Returns a batch and how many of its lines have finished."""
     return encode_json(build_batch_object(await _find(call, batch_id, batches)))
 
 
@@ -306,7 +308,7 @@ async def cancel_batch(call: Call, batches: Batches, batch_id: str) -> Response:
 
 
 async def _find(call: Call, batch_id: str, batches: Batches) -> BatchState:
-    """Returns a batch of the tenant, unless the key may not use its model."""
+    """Returns one of the tenant's batches, unless the key may not use its model."""
     state = await batches.find(call.tenant, batch_id)
     if state.model:
         check_model(call.caller, state.model)

@@ -1,7 +1,7 @@
-"""POST /v1/chat/completions and /v1/completions, and their streams.
+"""POST /v1/chat/completions and /v1/completions, including streaming.
 
-A streamed answer is a prediction: its record is in Redis before its job is published, so any
-instance can resume the stream. Events have OpenAI's format.
+A streamed response is a prediction. Its record is written to Redis before its job is published, so
+any instance can resume the stream. Events are in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def _event(body: msgspec.Struct) -> bytes:
 
 
 class ChatEvents:
-    """The events of a chat."""
+    """A chat's events."""
 
     def __init__(
         self, body: ChatBody, completion_id: str, created_at_s: float, model: Model
@@ -105,7 +105,7 @@ class ChatEvents:
         self._has_usage = options is not None and options.include_usage
 
     def opening(self, index: int, prompt: PromptSize) -> bytes:
-        """Returns the event with the message's role."""
+        """Returns the event containing the message's role."""
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 
     def delta(self, added: AddedText) -> bytes | None:
@@ -125,7 +125,7 @@ class ChatEvents:
         return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
 
     def _call_delta(self, added: AddedText) -> dict[str, object] | None:
-        """Returns the text added to the first call."""
+        """Returns the text added to the first tool call."""
         begun, earlier = begun_call(added.now), begun_call(added.before)
         if begun is None:
             return None
@@ -137,7 +137,7 @@ class ChatEvents:
         return {"index": 0, "function": {"arguments": arguments}} if arguments else None
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Returns the text held back, the tool calls and the finish reason."""
+        """Returns the held-back text, the tool calls, and the finish reason."""
         choice = chat_choice(self._body, self._completion_id, index, result)
         events = []
         content = choice.message.content or ""
@@ -172,7 +172,7 @@ class ChatEvents:
 
 
 class CompletionEvents(StreamShape):
-    """The events of a completion."""
+    """A completion's events."""
 
     def __init__(
         self, body: CompletionBody, completion_id: str, created_at_s: float, model: Model
@@ -249,11 +249,11 @@ async def create_chat(
     predictions: Predictions,
     generation_streams: GenerationStreams,
 ) -> Response:
-    """Answers with the complete message or, with `"stream": true`, token by token.
+    """Returns the complete message or, with `"stream": true`, streams it token by token.
 
-    With an `Idempotency-Key`, or `X-Penstock-Event-Ids: true`, each event of a stream has an ID.
-    Sending the same request with the same `Idempotency-Key` and that ID as `Last-Event-ID` resumes
-    after it, on any instance.
+    With an `Idempotency-Key`, or `X-Penstock-Event-Ids: true`, each event of a stream has an ID. To
+    resume after an event, on any instance, send the same request with the same `Idempotency-Key`
+    and the event's ID as `Last-Event-ID`.
     """
     body = await call.read_json(ChatBody)
     model = model_of(body, catalog)
@@ -326,7 +326,7 @@ async def read_chat(
 
 
 class _NewAnswer(Generic[B]):
-    """An answer to generate, as a whole or as a stream.
+    """A response to generate, either whole or as a stream.
 
     Args:
         model: the model that generates it.
@@ -345,16 +345,16 @@ class _NewAnswer(Generic[B]):
         self._inputs = inputs_of(body, model, secrets.randbelow(2**53) if seed is None else seed)
 
     def compute(self, inference: Inference) -> AbstractAsyncContextManager[InferenceResponse]:
-        """Computes the answer. The block returns `reply`."""
+        """Computes the response. The block returns `reply`."""
         return inference.compute(
             self._call, self._model, self._inputs, is_repeatable=self._is_repeatable
         )
 
     def reply(self, outcomes: Sequence[ItemOutcome], answer: str = "") -> Response:
-        """Returns the whole answer.
+        """Returns the whole response.
 
         Args:
-            answer: its ID. Default: made from the ID of the request.
+            answer: ID of the response. By default, it is derived from the request's ID.
         """
         facts = self._call.context.facts
         answer = answer or answer_id(self._endpoint.id_prefix, facts.request_id)
@@ -363,7 +363,7 @@ class _NewAnswer(Generic[B]):
         )
 
     def request(self, recording: Recording) -> InferenceRequest:
-        """Returns the request for a prediction that stores the answer."""
+        """Returns the request for a prediction that stores the response."""
         request_fields, path = dump_body(self._body), self._endpoint.path
         read = Inputs(
             self._inputs,
@@ -377,7 +377,7 @@ class _NewAnswer(Generic[B]):
     async def stream(
         self, catalog: Catalog, recording: Recording, streams: GenerationStreams
     ) -> Response:
-        """Answers with events. With `Last-Event-ID`, only those after it.
+        """Responds with events. With `Last-Event-ID`, only events after that one are sent.
 
         Raises:
             PenstockError: the generation failed before its first event.
@@ -396,12 +396,12 @@ class _NewAnswer(Generic[B]):
 
 
 def dump_body(body: ChatBody | CompletionBody) -> dict[str, Any]:
-    """Returns a body in the format in which it is stored."""
+    """Returns a body in its storage format."""
     return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
 
 class _EventAnswer(Generic[B]):
-    """An answer with the events of a prediction."""
+    """A response that streams a prediction's events."""
 
     def __init__(
         self,
@@ -420,7 +420,7 @@ class _EventAnswer(Generic[B]):
         self._location = f"{CHAT.path}/{answer}" if endpoint.path == CHAT.path else ""
 
     async def begin(self, call: ModelCall, streams: GenerationStreams, held: ExitStack) -> Response:
-        """Answers with all events of a new prediction. Takes over `held`, until the last of them.
+        """Responds with all events of a new prediction. Owns `held` until the last event is sent.
 
         Raises:
             PenstockError: the prediction failed before its first event.
@@ -432,7 +432,7 @@ class _EventAnswer(Generic[B]):
         return answer_events(events, held, self._location)
 
     def follow(self, last_id: str, streams: GenerationStreams, held: ExitStack) -> Response:
-        """Answers with the events after `last_id`. Takes over `held`, until the last of them.
+        """Responds with the events after `last_id`. Owns `held` until the last event is sent.
 
         Raises:
             BadInput: the ID does not belong to this stream.
@@ -452,10 +452,10 @@ def _items_of(body: ChatBody | CompletionBody) -> int:
 
 
 def stored_chat(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> ChatReply:
-    """Returns the complete chat of a prediction.
+    """Returns a prediction's complete chat.
 
     Raises:
-        PredictionNotOver: the answer is still being written.
+        PredictionNotOver: the response is still being generated.
         PenstockError: the prediction failed.
     """
     prediction, record = snapshot

@@ -1,7 +1,7 @@
-"""Replies of chat completions and completions, complete or as stream events.
+"""Chat completion and completion responses, either complete or as stream events.
 
 The fields follow OpenAI's API (https://platform.openai.com/docs/api-reference/chat and
-/completions). The requests are in api/chat_bodies.py.
+/completions). Request bodies are defined in api/chat_bodies.py.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class PromptDetails(msgspec.Struct):
 
 
 class TextUsage(msgspec.Struct):
-    """Tokens read and written."""
+    """Number of tokens read and generated."""
 
     prompt_tokens: int
     completion_tokens: int
@@ -72,7 +72,7 @@ class ChatLogprobs(msgspec.Struct):
 
 
 class ChatChoice(msgspec.Struct):
-    """One of n answers."""
+    """One of n choices."""
 
     index: int
     message: ChatMessage
@@ -81,7 +81,7 @@ class ChatChoice(msgspec.Struct):
 
 
 class ChatReply(msgspec.Struct):
-    """A complete answer."""
+    """A complete chat response."""
 
     id: str
     created: int
@@ -90,11 +90,11 @@ class ChatReply(msgspec.Struct):
     usage: TextUsage
     object: Literal["chat.completion"] = "chat.completion"
     metadata: dict[str, str] | msgspec.UnsetType = msgspec.UNSET
-    """Only in a chat that is read again."""
+    """Present only when a stored chat is retrieved."""
 
 
 class ChatDelta(msgspec.Struct, omit_defaults=True):
-    """Text added to a message since the last event."""
+    """Text added to a message since the previous event."""
 
     role: str = ""
     content: str | None = None
@@ -102,7 +102,7 @@ class ChatDelta(msgspec.Struct, omit_defaults=True):
 
 
 class ChatChunkChoice(msgspec.Struct):
-    """The changes to one choice."""
+    """Changes to one choice."""
 
     index: int
     delta: ChatDelta
@@ -122,7 +122,7 @@ class ChatChunk(msgspec.Struct):
 
 
 class CompletionLogprobs(msgspec.Struct):
-    """Log probabilities in the old format: one list per fact."""
+    """Log probabilities in the legacy format, with one list per property."""
 
     tokens: list[str]
     token_logprobs: list[float | None]
@@ -132,7 +132,7 @@ class CompletionLogprobs(msgspec.Struct):
 
 
 class CompletionChoice(msgspec.Struct):
-    """One of n texts, or the text added since the last event."""
+    """One of n texts, or the text added since the previous event."""
 
     index: int
     text: str
@@ -141,7 +141,7 @@ class CompletionChoice(msgspec.Struct):
 
 
 class CompletionReply(msgspec.Struct):
-    """A complete text, or one event of a stream."""
+    """A complete text, or one stream event."""
 
     id: str
     created: int

@@ -40,7 +40,7 @@ router = Router(scope="text")
 
 @injectable
 class CallerConversations:
-    """The conversations of a caller, with the output of all finished responses."""
+    """A caller's conversations, including the output of all finished responses."""
 
     def __init__(
         self, call: Call, catalog: Catalog, predictions: Predictions, conversations: Conversations
@@ -51,12 +51,12 @@ class CallerConversations:
         self._conversations = conversations
 
     async def read(self, conversation_id: str) -> Conversation:
-        """Returns a conversation, and saves the output that it did not have yet.
+        """Returns a conversation, first saving any output that was missing from it.
 
         Raises:
             NotFound: the tenant does not have a conversation with this ID, or it has expired.
-            ModelForbidden: the conversation has output of a model that the key may not use.
-            ConversationBusy: it is constantly being changed by other requests.
+            ModelForbidden: the conversation contains output from a model the key may not use.
+            ConversationBusy: other requests keep changing the conversation.
         """
         conversation = await _find(self._call, conversation_id, self._conversations)
         outputs: dict[str, list[ConversationEntry]] = {}
@@ -87,15 +87,16 @@ class CallerConversations:
 
         Raises:
             NotFound: the tenant does not have a conversation with this ID, or it has expired.
-            ConversationBusy: it is constantly being changed by other requests.
+            ConversationBusy: other requests keep changing the conversation.
         """
         return await _change(self._call, conversation_id, change, self._conversations)
 
     async def read_complete(self, conversation_id: str) -> Conversation:
-        """Returns a conversation in which no response is being written.
+        """Returns a conversation, provided no response is still being generated in it.
 
         Raises:
-            PenstockError: as raised by `read`. ConversationBusy: a response is being written.
+            PenstockError: as raised by `read`. ConversationBusy: a response is still being
+                generated.
         """
         conversation = await self.read(conversation_id)
         if conversation.pending:
@@ -159,7 +160,10 @@ class ConversationDeleted(msgspec.Struct):
 async def create_conversation(
     call: Call, catalog: Catalog, recording: Recording, conversations: Conversations
 ) -> Response:
-    """Responses with this `conversation` continue it. It is kept as long as responses are."""
+    """Responses that specify this `conversation` continue it.
+
+    It is kept for as long as responses are.
+    """
     body = await call.read_json(ConversationBody)
     items = await items_to_add(call, body.items or [], catalog, recording)
     keep_s = call.caller.plan.prediction_keep_s
@@ -294,9 +298,10 @@ async def add_to(
     model: str = "",
     prediction: str = "",
 ) -> None:
-    """Appends items and, once it has ended, the output of a prediction.
+    """Appends items and, once a prediction has finished, its output.
 
-    `model`: the model whose output is among them or will follow. Empty: none.
+    `model`: the model that generated, or will generate, some of these items. Empty if there is
+    none.
     """
     new = [ConversationEntry(item) for item in items] + [
         ConversationEntry(prediction=prediction)
@@ -313,7 +318,7 @@ async def add_to(
 async def items_to_add(
     call: Call, items: Sequence[Any], catalog: Catalog, recording: Recording
 ) -> list[dict[str, Any]]:
-    """Returns items in stored form: with IDs, and with references resolved."""
+    """Returns items in stored form, with IDs assigned and references resolved."""
     names = [item.id for item in items if isinstance(item, ItemReference)]
     known = await read_referenced_items(call, names, catalog, recording)
     dumped = [
@@ -326,12 +331,12 @@ async def items_to_add(
 
 
 def as_stored(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns items with IDs."""
+    """Returns the items, each with an ID."""
     return shown_items(items, secrets.token_hex(12))
 
 
 async def _find(call: Call, conversation_id: str, conversations: Conversations) -> Conversation:
-    """Returns a conversation of the tenant, if the key may use all models in it."""
+    """Returns one of the tenant's conversations, if the key may use all models in it."""
     conversation = await conversations.read(call.tenant, conversation_id)
     for model in conversation.models:
         check_model(call.caller, model)

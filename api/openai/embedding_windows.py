@@ -1,4 +1,4 @@
-"""Windows of long texts: cuts the texts of a request with `chunk`, and describes their vectors."""
+"""Windows for long texts: splits texts as `chunk` specifies, and describes their vectors."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from shared.models.tasks.embedding import (
 
 
 class _LongText(NamedTuple):
-    """A text in a request, and the windows it was cut into."""
+    """One of a request's texts, and the windows it was split into."""
 
     text: str
     windows: list[Window]
@@ -51,7 +51,8 @@ class _LongText(NamedTuple):
     def inputs(self) -> list[TextInput]:
         """One item per window.
 
-        Each is identical to the item for the same text sent alone, so both share cache and batch.
+        Each item is identical to one sent for the same text on its own, so both share cache entries
+        and batches.
         """
         return [
             TextInput(self.text[window.start : window.end], "none" if window.is_exact else "end")
@@ -60,7 +61,7 @@ class _LongText(NamedTuple):
 
 
 class Windows:
-    """The windows of a request's texts.
+    """The windows into a request's texts.
 
     Args:
         is_pooled: True if each text has one vector, the mean of its windows' vectors.
@@ -76,7 +77,7 @@ class Windows:
         return [value for text in self._texts for value in text.inputs()]
 
     def describe(self, reply: EmbeddingsReply, outcomes: Sequence[ItemOutcome]) -> None:
-        """Adds to each vector the window it was computed from, and pools the vectors of texts."""
+        """Labels each vector with its window, and pools each text's vectors."""
         windows = (
             (number, window) for number, text in enumerate(self._texts) for window in text.windows
         )
@@ -113,7 +114,7 @@ class Windows:
 async def read_texts(
     call: Call, body: EmbeddingsBody, files: Files, batch_files: BatchFiles
 ) -> list[str]:
-    """Returns the texts of a request with `chunk`.
+    """Returns the texts from a request that has `chunk`.
 
     Raises:
         BadInput: the request has token IDs, `truncate`, or a file that is not text.
@@ -147,7 +148,7 @@ async def read_texts(
 
 
 async def _read_upload(call: Call, file_id: str, files: Files, batch_files: BatchFiles) -> bytes:
-    """Returns the data of a file uploaded by the caller.
+    """Returns the data in a file the caller uploaded.
 
     Raises:
         BadInput: the file belongs to a batch.
@@ -170,7 +171,7 @@ async def _read_upload(call: Call, file_id: str, files: Files, batch_files: Batc
 async def cut_texts(
     call: ModelCall, texts: list[str], chunk: Chunk, model: Model, inference: Inference
 ) -> Windows:
-    """Cuts texts into windows, based on tokens from a worker.
+    """Splits texts into windows, using tokens from a worker.
 
     Raises:
         BadInput: windows would be too long for the model, or too many.
@@ -228,7 +229,7 @@ def _window_tokens(chunk: Chunk, most: int, model: Model) -> int:
 
 
 def take_time(call: ModelCall, model: Model) -> None:
-    """Sets `batch` priority and the model's maximum deadline for a large request.
+    """Sets a large request's priority to `batch` and its deadline to the model's maximum.
 
     Values chosen by the caller take precedence.
     """

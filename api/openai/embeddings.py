@@ -1,6 +1,6 @@
-"""POST /v1/embeddings as in OpenAI's API: converts bodies to inputs, and outcomes to replies.
+"""POST /v1/embeddings as in OpenAI's API: converts bodies to inputs, and outcomes to responses.
 
-Vectors stay bytes from the worker's reply to the answer, except for floats.
+Vectors remain bytes from the worker's reply to the response, unless floats are requested.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ from shared.models.tasks.embedding import (
 )
 
 FLOAT_BYTES = 22
-"""Maximum size of a coordinate in JSON."""
+"""Maximum size of a coordinate in JSON, in bytes."""
 _REPLY_BYTES = 256
 _encoder = msgspec.json.Encoder()
 
 LARGE_ITEMS = 256
-"""With at least this many items, admission is checked before computing the cache keys, which takes
-milliseconds. With at least this many windows, requests get `batch` priority unless the caller chose
-one.
+"""For requests with at least this many items, admission is checked before the cache keys are
+computed, which takes milliseconds. Requests with at least this many windows get `batch` priority
+unless the caller chose a priority.
 """
 
 
 class EmbeddingsEndpoint(Endpoint):
-    """Lines with the body of POST /v1/embeddings."""
+    """Batch lines with the same body as POST /v1/embeddings."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item per text."""
@@ -82,7 +82,7 @@ class EmbeddingsEndpoint(Endpoint):
 
 
 def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInput]:
-    """Returns the items of a body.
+    """Returns a body's items.
 
     Raises:
         BadInput: the model can't compute them.
@@ -95,7 +95,7 @@ def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInpu
 
 
 def check_dimensions(body: EmbeddingsBody, model: Model) -> None:
-    """Rejects more dimensions than the model has.
+    """Rejects a request for more dimensions than the model has.
 
     Raises:
         BadInput: the number exceeds the model's dimensions.
@@ -109,7 +109,7 @@ def check_dimensions(body: EmbeddingsBody, model: Model) -> None:
 
 
 def dimensions_of(model: Model) -> int:
-    """Returns how many dimensions the model's vectors have."""
+    """Returns the number of dimensions in the model's vectors."""
     assert model.dimensions is not None, (
         "the catalog rejects embedding models without dimensions; this is a bug"
     )
@@ -119,7 +119,7 @@ def dimensions_of(model: Model) -> int:
 def embeddings_reply(
     body: EmbeddingsBody, model: Model, outcomes: Sequence[ItemOutcome]
 ) -> EmbeddingsReply:
-    """Returns the reply to a body whose items all have results.
+    """Returns the response to a body whose items all have results.
 
     With `truncate`, each vector includes the number of tokens cut from its text.
     """
@@ -173,9 +173,9 @@ async def create_embeddings(
     files: Files,
     batch_files: BatchFiles,
 ) -> Response:
-    """Answers once all vectors are ready.
+    """Responds once all vectors are ready.
 
-    Texts that were embedded before come from the cache.
+    Vectors for texts that were embedded before come from the cache.
     """
     body = await call.read_json(EmbeddingsBody)
     model = catalog.find(body.model, "embedding")

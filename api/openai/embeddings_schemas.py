@@ -1,4 +1,4 @@
-"""Bodies and replies of POST /v1/embeddings."""
+"""Request and response bodies for POST /v1/embeddings."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from api.validators import null_is
 
 
 class EmbeddingWindow(msgspec.Struct):
-    """A window of a text: its characters from `start` (inclusive) to `end` (exclusive).
+    """A window into a text: the characters from `start` (inclusive) to `end` (exclusive).
 
-    Characters are Unicode code points. `input`: position of the text in the request. `tokens`:
-    number of computed tokens, including special tokens.
+    Characters are Unicode code points. `input`: the text's position in the request. `tokens`:
+    number of tokens computed, including special tokens.
     """
 
     input: int
@@ -56,8 +56,8 @@ class EmbeddingsReply(msgspec.Struct):
 class Chunk(Body):
     """How to cut long texts into windows, each with a separate vector.
 
-    A window ends after a sentence (`by: sentence`) or a word (`by: tokens`), and repeats up to
-    `overlap` tokens of the previous one, in whole sentences or words.
+    A window ends after a sentence (`by: sentence`) or a word (`by: tokens`), and starts with up to
+    `overlap` tokens from the previous window, in whole sentences or words.
     """
 
     tokens: int | None = Field(
@@ -80,13 +80,13 @@ def _shape_of(value: Any) -> str:
 
 
 class FileOfText(Body):
-    """A text in UTF-8 uploaded to POST /v1/files, as `content` or with purpose `user_data`."""
+    """A UTF-8 text file uploaded to POST /v1/files, as `content` or with purpose `user_data`."""
 
     file: str = Field(min_length=1, max_length=256)
 
 
 class EmbeddingsBody(Body):
-    """Texts to embed, or token IDs together with `tokenizer`."""
+    """Texts to embed, or token IDs along with `tokenizer`."""
 
     model_config = ConfigDict(
         json_schema_extra={

@@ -1,6 +1,6 @@
-"""Chat completions and completions: converts bodies to inputs, and outcomes to replies.
+"""Chat completions and completions: converts request bodies to inputs, and outcomes to responses.
 
-Tool calls are parsed from the model's text. Each family of models is trained on a specific format,
+Tool calls are parsed from the model's text. Each model family is trained on a specific format,
 which its chat template shows:
 
 - Hermes, Qwen: one or more `<tool_call>{"name": …, "arguments": {…}}</tool_call>`.
@@ -8,11 +8,11 @@ which its chat template shows:
 - Mistral: `[TOOL_CALLS] [{"name": …, "arguments": {…}}, …]`.
 - Llama 3.1: the text is `{"name": …, "parameters": {…}}`, possibly after `<|python_tag|>`.
 
-A forced call has the format of Llama 3.1, with `arguments`, for every family. Its JSON schema
+For every family, a forced call uses the Llama 3.1 format, but with `arguments`. Its JSON schema
 embeds each tool's schema as a separate resource (JSON Schema 2020-12, section 9.3) with an `$id`.
-So references and anchors keep their meaning, and nothing is rewritten. If a schema allows it,
-models make up arguments until they run out of tokens. So an object that lists its properties gets
-no others, unless its schema allows them explicitly, or other parts of the schema may add
+This way, references and anchors keep their meaning, and nothing is rewritten. If a schema allows
+it, models make up arguments until they run out of tokens, so an object that lists its properties
+gets no others unless its schema explicitly allows them or other parts of the schema may add
 properties.
 """
 
@@ -64,17 +64,17 @@ _OF_PARTS = (
 )
 """Keywords whose values are schemas.
 
-Others, such as `const`, may contain something that only looks like a schema.
+The values of other keywords, such as `const`, may contain something that only looks like a schema.
 """
 _MIXED = frozenset({"allOf", "dependentSchemas", "dependencies", "if", "not", "$dynamicRef"})
-"""With any of these keywords, an object's properties may be listed in several places."""
+"""If any of these keywords is present, an object's properties may be listed in several places."""
 _OPEN = frozenset({"additionalProperties", "patternProperties", "unevaluatedProperties"})
 _BRANCHES = frozenset({"anyOf", "oneOf", "$ref"})
 _SAYS_NOTHING = frozenset({"type", "title", "description", "$schema", "$comment"})
 _NO_PARAMETERS = {"type": "object", "properties": {}, "additionalProperties": False}
 
 _WHOLE, _WITHIN = ("{", "<|python_tag|>"), ("<tool_call>", "[TOOL_CALLS]")
-"""The start of a text that is a call, and the markers before a call."""
+"""Prefixes of a text that consists of a call, and markers that precede a call."""
 _SIGN = re.compile("|".join(map(re.escape, _WITHIN)))
 _WHOLE_CALL = re.compile(r"\s*(?:<\|python_tag\|>\s*)?(?=\{)")
 _CLOSING = re.compile(r"\s*</tool_call>")
@@ -89,22 +89,24 @@ _REPLY_BYTES = 512
 
 
 def answer_id(prefix: str, own_id: str) -> str:
-    """Returns the ID of an answer: a prefix and 24 hexadecimal digits, as in OpenAI's API.
+    """Returns a response's ID: a prefix and 24 hexadecimal digits, as in OpenAI's API.
 
-    The digits come from the prediction, if the answer is one, and otherwise from the request. So
-    IDs have the same format for every kind of request, and a stored answer can be found by its ID.
+    The digits come from the prediction if the response is one, and otherwise from the request. IDs
+    therefore have the same format for every kind of request, and a stored response can be found by
+    its ID.
 
     Args:
-        own_id: ID of its prediction or its request.
+        own_id: ID of the prediction or the request.
     """
     return prefix + own_id.partition("_")[2]
 
 
 def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
-    """Returns the JSON schema, as JSON, of a call to one of these tools.
+    """Returns a JSON schema, serialized, for a call to one of these tools.
 
     Args:
-        tools: name and argument schema of each tool. None: it takes no arguments.
+        tools: each tool's name and argument schema. A None schema means the tool takes no
+            arguments.
 
     Raises:
         BadInput: two schemas have the same name.
@@ -131,7 +133,7 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
 
 
 def _close_schema(parameters: dict[str, Any] | None) -> dict[str, Any]:
-    """Returns the schema of a tool's arguments without additional properties."""
+    """Returns the schema for a tool's arguments, with additional properties disallowed."""
     if not parameters or not parameters.keys() - _SAYS_NOTHING:
         return dict(_NO_PARAMETERS)
     schema: dict[str, Any] = json.loads(json.dumps(parameters))
@@ -156,7 +158,7 @@ def _is_mixed(schema: dict[str, Any], *, is_branch: bool) -> bool:
 
 
 def _schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], bool]]:
-    """Yields all schemas in a schema, and whether each is a branch of one with properties."""
+    """Yields all nested schemas, and whether each is a branch of a schema with properties."""
     waiting = [(schema, False)]
     while waiting:
         subschema, is_branch = waiting.pop()
@@ -175,7 +177,7 @@ def _schemas_in(schema: Any) -> Iterator[tuple[dict[str, Any], bool]]:
 
 
 class _Found(NamedTuple):
-    """Calls, and the position in the text after them."""
+    """Calls found in a text, and the position just past them."""
 
     calls: list[CalledTool]
     end: int
@@ -184,17 +186,17 @@ class _Found(NamedTuple):
 def read_tool_calls(
     text: str, names: Collection[str], id_seed: str
 ) -> tuple[str, list[CalledTool]]:
-    """Splits a text into the model's message and its tool calls.
+    """Splits generated text into the model's message and its tool calls.
 
-    A call to an unknown tool stays text, as does anything that is not JSON.
+    A call to an unknown tool is left as text, as is anything that is not JSON.
 
     Args:
         text: text as generated by the model.
         names: names of the caller's tools.
-        id_seed: seed for the IDs of the calls. Equal seeds yield equal IDs, on any instance.
+        id_seed: seed for the calls' IDs. Equal seeds yield equal IDs, on any instance.
 
     Returns:
-        The text before, between and after the calls, and the calls in order.
+        The text before, between, and after the calls, followed by the calls in order.
     """
     calls: list[CalledTool] = []
     rest, at = [], 0
@@ -210,7 +212,7 @@ def read_tool_calls(
 
 
 def shown_of(text: str) -> str:
-    """Returns the part of a text so far that is not, and can't become, a call.
+    """Returns the part of the text so far that is not, and can't become, a call.
 
     It is always a prefix of the text that `read_tool_calls` returns later.
     """
@@ -239,7 +241,7 @@ def read_cut_call(
         is_whole: True if the whole text may be a call.
 
     Returns:
-        The text unchanged and None, if it does not yet have the name of a tool.
+        The unchanged text and None, if the tool name is not yet complete.
     """
     before = _WHOLE_CALL.match(text) if is_whole else None
     signs = [(sign.start(), sign.end()) for sign in _SIGN.finditer(text)]
@@ -274,7 +276,7 @@ def begun_call(text: str) -> BegunCall | None:
 
 
 def first_call(begun: BegunCall, id_seed: str) -> CalledTool:
-    """Returns a partial call in the format of an answer, with its final ID."""
+    """Returns a partial call in response format, with its final ID."""
     function = CalledFunction(begun.name, begun.arguments)
     return CalledTool(_id_of(f"{id_seed}:0"), function)
 
@@ -293,14 +295,14 @@ def _parse_begun_call(text: str, at: int) -> BegunCall | None:
 
 
 def _find_whole(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """Returns the call if the whole text is one."""
+    """Returns the call if the whole text is a call."""
     before = _WHOLE_CALL.match(text)
     calls = _calls_at(text, before.end(), names) if before else None
     return [(0, calls)] if calls is not None and not text[calls.end :].strip() else []
 
 
 def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
-    """Returns the calls after markers, each with the position of its marker."""
+    """Returns the calls that follow markers, each with its marker's position."""
     calls: list[tuple[int, _Found]] = []
     end = 0
     for sign in _SIGN.finditer(text):
@@ -316,7 +318,7 @@ def _find_within(text: str, names: Collection[str]) -> list[tuple[int, _Found]]:
 def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
     """Returns the calls in the JSON object or list at a position.
 
-    None if one of them is not a call.
+    None if any of them is not a call.
     """
     start = _SPACE.match(text, at)
     try:
@@ -355,7 +357,7 @@ def _id_of(seed: str) -> str:
 
 
 class _TextEndpoint(Endpoint):
-    """Lines whose answer is one or more generated texts."""
+    """Batch lines whose response is one or more generated texts."""
 
     def usage(
         self,
@@ -363,7 +365,7 @@ class _TextEndpoint(Endpoint):
         outcomes: Sequence[ItemOutcome],
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
-        """As reported in the answer: a prompt counts once for its n choices."""
+        """Matches the usage in the response: a prompt counts once for its n choices."""
         body = cast("ChatBody | CompletionBody", request.body)
         usage = usage_of(results_of(answered, request.model), body.n or 1)
         cached = usage.prompt_tokens_details.cached_tokens
@@ -371,10 +373,10 @@ class _TextEndpoint(Endpoint):
 
 
 class ChatEndpoint(_TextEndpoint):
-    """Lines with the body of POST /v1/chat/completions."""
+    """Batch lines with the same body as POST /v1/chat/completions."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item for each of n answers."""
+        """Returns one item for each of the n choices."""
         return _line(ChatBody.model_validate_json(data, strict=True), catalog, default_seed)
 
     async def reply(
@@ -388,7 +390,7 @@ class ChatEndpoint(_TextEndpoint):
 
 
 class CompletionEndpoint(_TextEndpoint):
-    """Lines with the body of POST /v1/completions."""
+    """Batch lines with the same body as POST /v1/completions."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item per prompt and choice."""
@@ -423,12 +425,12 @@ def model_of(body: TextBody, catalog: Catalog) -> Model:
 
 
 def is_repeatable(body: TextBody) -> bool:
-    """Returns whether an equal request gets an equal answer."""
+    """Returns whether an identical request gets an identical response."""
     return body.seed is not None or body.temperature == 0 or body.top_p == 0
 
 
 def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[GenerationInput]:
-    """Returns the items of a body: n per prompt, with consecutive seeds.
+    """Returns a body's items: n per prompt, with consecutive seeds.
 
     Raises:
         BadInput: the model can't generate that many tokens.
@@ -492,7 +494,7 @@ def _first_of(body: TextBody, model: Model) -> GenerationInput:
 
 
 def _parameters_field(body: ChatBody, forced: Sequence[FunctionTool]) -> str:
-    """Returns the field that determines the schema of a call."""
+    """Returns the field that determines a call's schema."""
     if len(forced) > 1:
         return "tools"
     functions = [tool.function for tool in body.tools or ()]
@@ -500,12 +502,12 @@ def _parameters_field(body: ChatBody, forced: Sequence[FunctionTool]) -> str:
 
 
 def tools_of(body: ChatBody) -> list[dict[str, object]]:
-    """Returns the tools in the format of chat templates."""
+    """Returns the tools in the format that chat templates expect."""
     return [tool.model_dump(exclude_none=True) for tool in body.allowed_tools]
 
 
 def results_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[GenerationResult]:
-    """Returns the results of outcomes that all have one."""
+    """Returns the outcomes' results; every outcome must have one."""
     return check_results((outcome.result for outcome in outcomes), GenerationResult, model)
 
 
@@ -524,7 +526,7 @@ def chat_reply(
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> ChatReply:
-    """Returns the reply to a chat whose items all have results."""
+    """Returns the response to a chat whose items all have results."""
     results = results_of(outcomes, model)
     choices = [
         chat_choice(body, completion_id, index, result) for index, result in enumerate(results)
@@ -535,7 +537,7 @@ def chat_reply(
 
 
 def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationResult) -> ChatChoice:
-    """Returns one answer, with the tool calls in its text."""
+    """Returns one choice, including any tool calls in its text."""
     text, calls, cut = result.text, list[CalledTool](), None
     if names := {tool.function.name for tool in body.allowed_tools}:
         seed = f"{choice_id}:{index}"
@@ -578,7 +580,7 @@ def completion_reply(
     model: Model,
     outcomes: Sequence[ItemOutcome],
 ) -> CompletionReply:
-    """Returns the reply to a prompt whose items all have results."""
+    """Returns the response to a prompt whose items all have results."""
     results = results_of(outcomes, model)
     choices = [
         CompletionChoice(
@@ -595,7 +597,7 @@ def completion_reply(
 
 
 def _before(body: CompletionBody, result: GenerationResult, index: int) -> str:
-    """Returns the prompt if it is echoed: as sent, or as the text of its tokens."""
+    """Returns the prompt if it should be echoed, either as sent or as the text of its tokens."""
     if not body.echo:
         return ""
     prompt = body.prompts[index // (body.n or 1)]
@@ -612,10 +614,10 @@ def _whole_logprobs(result: GenerationResult) -> CompletionLogprobs:
 def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:
     """Returns log probabilities in the completions format.
 
-    `offset`: number of characters before them.
+    `offset`: number of characters before the tokens.
 
-    The most likely tokens include the generated one. A token that is not a whole character is shown
-    as bytes, as is a token with the same text as another.
+    The most likely tokens include the generated one. A token that is not a complete character is
+    shown as bytes, as is a token with the same text as another token.
     """
     reader = codecs.getincrementaldecoder("utf-8")(errors="replace")
     ends = itertools.accumulate(

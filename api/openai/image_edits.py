@@ -1,7 +1,8 @@
-"""POST /v1/images/edits and /v1/images/variations: draws from an image, optionally within a mask.
+"""POST /v1/images/edits and /v1/images/variations: redraws an image, optionally within a mask.
 
-An edit has a prompt, and is sent as a form with files or as JSON. With a mask, only its transparent
-area is redrawn. A variation is image-to-image without a prompt. images.py builds the answers.
+An edit has a prompt and is sent either as a form with files or as JSON. If there is a mask, only
+the mask's transparent area is redrawn. A variation is image-to-image without a prompt. images.py
+builds the responses.
 """
 
 from __future__ import annotations
@@ -51,15 +52,15 @@ _WHITE = (
 MASK = "The transparent area is redrawn. Must have the width and height of the image."
 
 VARIED_STRENGTH = 0.6
-"""Strength of a variation: large features stay, and small ones are redrawn."""
+"""A variation's strength: large features are preserved, and small ones are redrawn."""
 UNGUIDED = 1.0
-"""Guidance scale of a variation, which has no prompt to be guided by."""
+"""Guidance scale for a variation, which has no prompt to guide it."""
 
 IMAGE_FIELDS = ("image", "image[]")
 IMAGE_URL = "images[0].image_url"
 MASK_URL = "mask.image_url"
 FILE_FIELDS = {IMAGE_URL: "images", MASK_URL: "mask"}
-"""The field names used in errors, by file place."""
+"""Field names used in errors, keyed by file slot."""
 NO_MASK = "requires a mask; leave it out"
 NO_MARKUP = "markup is not supported; send a mask whose transparent area marks the part to redraw"
 
@@ -114,7 +115,7 @@ def _as_edit_form(schema: dict[str, Any]) -> None:
 
 
 class EditForm(ImageBody):
-    """A prompt and a source image, as a form. The files are the fields `image` and `mask`."""
+    """A prompt and a source image, as a form. The files are in the fields `image` and `mask`."""
 
     model_config = ConfigDict(json_schema_extra=_as_edit_form)
 
@@ -167,7 +168,7 @@ def _as_variation_form(schema: dict[str, Any]) -> None:
 
 
 class VariationForm(ImageBody):
-    """A source image, as a form. The file is the field `image`."""
+    """A source image, as a form. The file is in the field `image`."""
 
     model_config = ConfigDict(json_schema_extra=_as_variation_form)
 
@@ -192,11 +193,11 @@ Form = TypeVar("Form", EditForm, VariationForm)
 
 
 Files = Mapping[str, bytes | str]
-"""The files of a request by place (IMAGE_URL, MASK_URL, GUIDE_IMAGES): data, or a URL to fetch."""
+"""A request's files by slot (IMAGE_URL, MASK_URL, GUIDE_IMAGES): either data or a URL to fetch."""
 
 
 async def read_edit(call: ModelCall) -> tuple[EditForm, Files]:
-    """Returns the validated fields and the files of an edit request.
+    """Returns an edit request's validated fields and its files.
 
     Raises:
         ValidationError: a field is invalid.
@@ -275,10 +276,10 @@ async def _file(form: FormData, name: str) -> bytes | None:
 
 
 def _check(body: EditForm | VariationForm, model: Model, files: Files) -> None:
-    """Validates a request for a model.
+    """Checks that a model supports a request.
 
     Raises:
-        BadInput: the model does not support it.
+        BadInput: the model does not support the request.
     """
     check_guides(body, model, files=files)
     check_accepted(body, model, "mask" if MASK_URL in files else "image")
@@ -287,10 +288,10 @@ def _check(body: EditForm | VariationForm, model: Model, files: Files) -> None:
 async def _first_image(
     draft: ImageDraft, body: EditForm | VariationForm, files: Files
 ) -> ImageInput:
-    """Returns the first image of a request, with its files.
+    """Returns a request's first image, with its files.
 
     Raises:
-        BadInput: a file can't be loaded, or the model can't draw from it.
+        BadInput: a file can't be loaded, or the model can't use it as a source.
     """
     try:
         await draft.fetch(files)
@@ -324,7 +325,7 @@ router = Router(scope="images", route_class=ImageRoute)
     is_streamed=True,
 )
 async def edit_image(call: ModelCall, images: ImageRequests) -> Response:
-    """Image-to-image: the source is resized and changed by `strength`."""
+    """Image-to-image: the source is resized, and `strength` sets how much it changes."""
     body, files = await read_edit(call)
     model = images.use_model(call, body)
     images.inference.check_room(call, model, body.n)
@@ -347,7 +348,7 @@ async def edit_image(call: ModelCall, images: ImageRequests) -> Response:
     is_streamed=True,
 )
 async def vary_image(call: ModelCall, images: ImageRequests) -> Response:
-    """Draws image-to-image with an empty prompt."""
+    """Runs image-to-image with an empty prompt."""
     body, files = await _read_form(call, VariationForm)
     model = images.use_model(call, body)
     images.inference.check_room(call, model, body.n)

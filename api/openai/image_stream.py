@@ -2,8 +2,9 @@
 
 https://platform.openai.com/docs/api-reference/images-streaming
 
-The request is a prediction. Its record and previews (shared/stores/record_state.py) determine all
-events, so a reader that returns with an event ID, to any instance, gets the events it is missing.
+The request is a prediction. All events are derived from its record and previews
+(shared/stores/record_state.py), so a reader can reconnect to any instance with an event ID and get
+the events it missed.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ _TOO_LONG = (
 class StreamedImage(msgspec.Struct):
     """A preview of an image (`partial_image_index`), or the image itself (`seed`).
 
-    `index` distinguishes the images of a request, and is omitted for a single image.
+    `index` distinguishes a request's images, and is omitted if there is only one.
     """
 
     type: str
@@ -72,7 +73,7 @@ class StreamedImage(msgspec.Struct):
 
 
 class ImagePosition(NamedTuple):
-    """A reader's position: previews up to `cursor`, number shown per image, and complete images."""
+    """A reader's position: the last preview's `cursor`, previews per image, and complete images."""
 
     cursor: str
     completed: int
@@ -80,7 +81,7 @@ class ImagePosition(NamedTuple):
 
     @classmethod
     def from_id(cls, last_id: str, count: int) -> Self:
-        """Returns the position after an event. The start if the ID is empty.
+        """Returns the position after an event, or the start if the ID is empty.
 
         Raises:
             BadInput: the ID does not belong to such a stream.
@@ -97,23 +98,23 @@ class ImagePosition(NamedTuple):
         return cls(match[1], int(match[2]), preview_counts)
 
     def to_id(self) -> str:
-        """Returns the ID of an event after which a reader has this position."""
+        """Returns the ID of an event that leaves a reader at this position."""
         return f"{self.cursor}~{self.completed}~{'.'.join(map(str, self.shown))}"
 
     def showing(self, preview: Preview) -> Self:
-        """Returns the position after a preview was shown."""
+        """Returns the position after a preview has been shown."""
         preview_counts = [*self.shown]
         preview_counts[preview.index] += 1
         return self._replace(shown=tuple(preview_counts))
 
 
 class ImageStream:
-    """The events of one image request.
+    """One image request's events.
 
     Args:
         kind: prefix of the event types.
-        position: the position after which the reader continues.
-        partial_images: number of previews per image that the reader wants.
+        position: the position from which the reader continues.
+        partial_images: number of previews per image the reader requested.
         encode: returns an image in the requested format.
         enlarge: returns a preview in the requested format and size.
     """
@@ -147,7 +148,7 @@ class ImageStream:
         self._has_ids = wants_event_ids(call.http.headers)
 
     async def events(self, snapshot: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
-        """Yields the events that the reader is missing, for at most MAX_S.
+        """Yields the events the reader has not received yet, for at most MAX_S.
 
         If the reader hangs up and can't resume, the prediction is canceled.
 
@@ -192,7 +193,7 @@ class ImageStream:
                 yield await self._encode_completed(index, result)
 
     async def _partials(self, snapshot: PredictionSnapshot) -> AsyncGenerator[bytes]:
-        """Yields new previews, up to the number that the reader wants."""
+        """Yields new previews, up to the number the reader requested."""
         if not self._wanted:
             return
         for preview in await self._progress.previews(snapshot, self._position.cursor):
@@ -206,7 +207,7 @@ class ImageStream:
                 yield self._on_wire(event)
 
     def _is_due(self, preview: Preview, number: int) -> bool:
-        """True if a preview is late enough to be the one with this number.
+        """True if a preview is late enough to be preview number `number`.
 
         Previews are evenly spaced.
         """

@@ -1,6 +1,6 @@
-"""POST /v1/images/generations: converts bodies to inputs, and results to replies.
+"""POST /v1/images/generations: converts request bodies to inputs, and results to responses.
 
-As in OpenAI's API. Requests with a source image (image_edits.py) are answered in the same way.
+As in OpenAI's API. Requests with a source image (image_edits.py) get the same kind of response.
 """
 
 from __future__ import annotations
@@ -69,14 +69,14 @@ from shared.stores.previews import Preview
 
 RESULT_LIMIT_BYTES = 64 * 1024 * 1024
 _BYTES_PER_PIXEL = 4
-"""Maximum size of a base64 image: 3 bytes per pixel (noise does not compress), plus a third."""
+"""Maximum bytes per pixel in a base64 image: 3 bytes (noise does not compress), plus a third."""
 
 FORM_LIMITS = {"max_files": 4, "max_fields": MAX_EDIT_FIELDS, "max_part_size": 256 * 1024}
 
 OWN_HEADERS = ("X-Penstock-Seed", "X-Penstock-Truncated-Tokens", "X-Penstock-Withheld")
 
 WITHHELD_HEADER = "x-penstock-withheld"
-"""Header with the number of images withheld by the safety check."""
+"""Response header with the number of images withheld by the safety check."""
 
 
 class ImageItem(msgspec.Struct, omit_defaults=True):
@@ -101,7 +101,7 @@ class ImagesReply(msgspec.Struct):
 
 
 class ImageBody(ImageFields):
-    """Fields shared by all image requests. ImageFields are extensions, except for the prompt."""
+    """Fields shared by all image requests. All ImageFields except the prompt are extensions."""
 
     model: str | None = Field(None, description="Default: the first image model in the catalog.")
     n: Annotated[int, null_is(1)] = Field(1, ge=1, le=10)
@@ -137,7 +137,7 @@ class ImageBody(ImageFields):
     def __get_pydantic_json_schema__(
         cls, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Returns the schema, in which extensions of OpenAI's API are marked."""
+        """Returns the schema, with extensions to OpenAI's API marked."""
         json_schema = handler(schema)
         fields = handler.resolve_ref_schema(json_schema)["properties"]
         for name in ImageFields.model_fields.keys() & fields.keys() - {"prompt"}:
@@ -179,10 +179,13 @@ class GenerationBody(ImageBody):
 
 
 class GenerationsEndpoint(Endpoint):
-    """Lines with the body of POST /v1/images/generations."""
+    """Batch lines with the same body as POST /v1/images/generations."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
-        """Returns one item per image. Links expire within an hour, so they are rejected."""
+        """Returns one item per image.
+
+        Requests for links are rejected, because links expire within an hour.
+        """
         body = GenerationBody.model_validate_json(data, strict=True)
         if body.response_format == "url":
             raise BadInput(
@@ -205,7 +208,7 @@ class GenerationsEndpoint(Endpoint):
         return LineRequest(body, model, read.inputs, is_repeatable, reply_bytes)
 
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[Input]:
-        """Returns the images, or the flow run that draws them, with the files of the line."""
+        """Returns the images, or the flow run that draws them, with the line's files."""
         body, model = cast(GenerationBody, request.body), request.model.requested
         value = request.inputs[0]
         first = value.first if isinstance(value, ImagesInput) else value
@@ -249,7 +252,7 @@ def model_of(body: ImageBody, catalog: Catalog) -> Model:
 
 
 def size_in(body: ImageBody, model: Model) -> tuple[int, int] | None:
-    """Returns the requested width and height. None for `auto`.
+    """Returns the requested width and height, or None for `auto`.
 
     Raises:
         BadInput: the model does not support it.
@@ -258,18 +261,18 @@ def size_in(body: ImageBody, model: Model) -> tuple[int, int] | None:
 
 
 def size_after(body: ImageBody, first: ImageInput) -> tuple[int, int]:
-    """Returns width and height of the delivered images."""
+    """Returns the delivered images' width and height."""
     scale = body.upscale or 1
     return first.width * scale, first.height * scale
 
 
 async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
-    """Returns the data of a result, from the object store if it is there.
+    """Returns a result's data, from the object store if it is stored there.
 
-    `noun`: name of the result, for errors.
+    `noun`: what errors call the result.
 
     Raises:
-        Unavailable: the object store is unreachable, or the result was deleted in the meantime.
+        Unavailable: the object store is unreachable, or the result has since been deleted.
     """
     if blob.data is not None:
         return blob.data
@@ -292,7 +295,7 @@ class ImageRoute(StreamedRoute):
 
 @dataclass(frozen=True, slots=True)
 class ImageEncoder:
-    """Converts the images of one request to the requested format."""
+    """Converts one request's images to the requested format."""
 
     call: ModelCall
     body: ImageBody
@@ -306,8 +309,9 @@ class ImageEncoder:
         """Returns one image as data or as a link.
 
         Args:
-            deadline_s: Unix time at which encoding is stopped.
-            is_awaited: True if the answer has not started, so a caller who hangs up is detected.
+            deadline_s: Unix time at which to stop encoding.
+            is_awaited: True if the response has not started, so that a caller who hangs up is
+                detected.
         """
         body, stored_key = self.body, result.image.object_key
         if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
@@ -347,7 +351,7 @@ class ImageEncoder:
 
 @dataclass(frozen=True, slots=True)
 class ImageAnswer:
-    """Computes the images of one request, and answers it as a whole or as a stream.
+    """Computes one request's images, and returns them all at once or as a stream.
 
     Args:
         first: the first image, with its files.
@@ -363,7 +367,7 @@ class ImageAnswer:
     encoder: ImageEncoder
 
     async def whole(self) -> Response:
-        """Computes n images with consecutive seeds, and returns the answer."""
+        """Computes n images with consecutive seeds, and returns the response."""
         call, body, model = self.call, self.body, self.model
         key_seed = call.context.key_seed
         start = self.first.seed if body.seed is not None or key_seed is None else key_seed
@@ -433,7 +437,7 @@ class ImageAnswer:
     async def _record(
         self, inputs: Sequence[ImageInput], *, is_repeatable: bool
     ) -> InferenceRequest:
-        """Returns the request for a prediction of the images."""
+        """Returns the request for a prediction that draws the images."""
         body, model, path = self.body, self.model, self.call.route
         elsewhere: dict[str, Any] = dict.fromkeys(("images", "mask", *GUIDE_IMAGES), True)
         elsewhere[MORE_CONTROLS] = {"__all__": {CONTROL_IMAGE}}
@@ -455,7 +459,7 @@ class ImageAnswer:
 @injectable
 @dataclass(frozen=True, slots=True)
 class ImageRequests:
-    """Draws the images for requests, and returns them all at once or as a stream."""
+    """Draws images for requests, and returns them all at once or as a stream."""
 
     catalog: Catalog
     inference: Inference
@@ -482,7 +486,7 @@ class ImageRequests:
         return model
 
     def draft(self, call: ModelCall, body: ImageBody, model: Model) -> ImageDraft:
-        """Returns a draft of the requested images. Their files are not kept."""
+        """Returns a draft of the requested images, whose files are not stored."""
         quota = self.storage.quota_of(call.caller, "images")
         owner = self.inference.file_owner(call, model, quota, call.answer_by_s(model))
         return ImageDraft(body, model, size_in(body, model), owner, self.source_images)
@@ -490,7 +494,7 @@ class ImageRequests:
     async def answer(
         self, call: ModelCall, body: ImageBody, model: Model, first: ImageInput
     ) -> Response:
-        """Computes the images of a request, and returns the answer.
+        """Computes a request's images, and returns the response.
 
         Args:
             first: the first image, with its files.
@@ -519,11 +523,11 @@ router = Router(scope="images", route_class=ImageRoute)
     lines=GenerationsEndpoint(),
 )
 async def create_images(call: ModelCall, images: ImageRequests) -> Response:
-    """Answers once all images are ready or, with `stream`, image by image.
+    """Responds once all images are ready or, with `stream`, sends each image as it is ready.
 
     With a seed, the same request returns the same images, usually from the cache. With an
-    `Idempotency-Key`, the events of a stream have IDs. Sending the same request with the same key,
-    and an ID as `Last-Event-ID`, continues after that event, on any instance.
+    `Idempotency-Key`, stream events have IDs. To continue after an event, on any instance, send the
+    same request with the same key and the event's ID as `Last-Event-ID`.
     """
     body = await call.read_json(GenerationBody)
     model = images.use_model(call, body)
@@ -538,6 +542,6 @@ async def create_images(call: ModelCall, images: ImageRequests) -> Response:
 
 
 async def _with_files(draft: ImageDraft, body: GenerationBody) -> ImageInput:
-    """Returns the first image, with the files of its guides and adapter."""
+    """Returns the first image, with its guides' and its adapter's files."""
     await draft.fetch(guide_urls(body))
     return await draft.first()

@@ -1,4 +1,4 @@
-"""Pages of lists in OpenAI's format."""
+"""List pages in OpenAI's format."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ After = Annotated[str, Query(description="Only items after the one with this ID.
 
 
 class ItemsPage(msgspec.Struct):
-    """A page of a list, with the IDs of its first and last items."""
+    """One page of a list, with the IDs of its first and last items."""
 
     data: list[dict[str, Any]]
     first_id: str | None

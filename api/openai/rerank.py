@@ -1,8 +1,9 @@
 """POST /v1/rerank and /v2/rerank, compatible with Cohere's and Jina's clients.
 
-A similarity model scores each document with the query, so each pair is an item. An embedding model
-computes a vector per text, and the score is their cosine. Each text is an item, so documents
-embedded or ranked before come from the cache, regardless of the query.
+A similarity model scores each document against the query, so each pair is an item. An embedding
+model computes one vector per text, and the score is the cosine of the two vectors. In that case
+each text is an item, so documents that were embedded or ranked before come from the cache, whatever
+the query.
 
 For the fields of a request, see https://docs.cohere.com/reference/rerank and
 https://api.jina.ai/redoc.
@@ -42,7 +43,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class RerankText(Body):
-    """A document as an object."""
+    """A document in the form of an object."""
 
     text: Text
 
@@ -114,13 +115,13 @@ class RerankResult(msgspec.Struct, omit_defaults=True):
 
 
 class RerankVersion(msgspec.Struct):
-    """The version of Cohere's API used for the answer."""
+    """The version of Cohere's API that the response follows."""
 
     version: str
 
 
 class RerankTokens(msgspec.Struct):
-    """Tokens of query and documents."""
+    """Number of tokens in the query and the documents."""
 
     input_tokens: int
 
@@ -136,8 +137,8 @@ class RerankMeta(msgspec.Struct):
 class RerankReply(msgspec.Struct):
     """Results, best first.
 
-    `rerank` is an extension that describes the scores. `cosine`: of two vectors, from -1 to 1.
-    `cross-encoder`: from a model that reads both texts together, from 0 to 1. Answers to batch
+    `rerank` is an extension that describes the scores. `cosine`: cosine of two vectors, from -1 to
+    1. `cross-encoder`: from a model that reads both texts together, from 0 to 1. Responses to batch
     lines do not have an `id`.
     """
 
@@ -151,7 +152,7 @@ class RerankReply(msgspec.Struct):
 
 
 class RerankEndpoint(Endpoint):
-    """Lines with the body of POST /v1/rerank."""
+    """Batch lines with the same body as POST /v1/rerank."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item per document, plus one for the query if the model computes vectors."""
@@ -182,7 +183,7 @@ def _model_of(body: RerankBody, catalog: Catalog) -> Model:
 
 
 def _inputs_of(body: RerankBody, model: Model) -> list[Input]:
-    """Returns a pair per document or, for vectors, all documents followed by the query.
+    """Returns one pair per document or, for embedding models, all documents followed by the query.
 
     Raises:
         InputTooLarge: a text is too long for the model.
@@ -228,7 +229,7 @@ def _scores(results: Sequence[Any], model: Model) -> list[float]:
     """Returns the score of each document.
 
     Raises:
-        PenstockError: a worker returned another type.
+        PenstockError: a worker returned a result of a different type.
     """
     if all(isinstance(result, SimilarityResult) for result in results):
         return [result.score for result in results]
@@ -261,7 +262,7 @@ router = Router(scope="embeddings", route_class=FastRoute)
 async def rank_documents(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
     """Ranks documents by their relevance to the query, best first.
 
-    Only the beginning of an overlong document is read.
+    If a document is too long, only its beginning is read.
     """
     body = await call.read_json(RerankBody)
     model = _model_of(body, catalog)

@@ -1,10 +1,10 @@
-"""Responses, complete and as events, with deterministic IDs and sequence numbers.
+"""Responses, either complete or as events, with deterministic IDs and sequence numbers.
 
-The sequence number of an event depends on the number of tokens up to it, not on the number of
-earlier events. It is the same on every instance, even if one could not read the tokens for a while.
-The first events have the numbers 0 to 3. An event with tokens has 3 plus the number of tokens so
-far. The final events are numbered after the maximum number of tokens. So numbers increase, with
-gaps.
+An event's sequence number depends on the number of tokens up to that point, not on the number of
+earlier events, so it is the same on every instance, even on one that could not read the tokens for
+a while. The first events have the numbers 0 to 3. The number of an event with tokens is 3 plus the
+number of tokens so far. The final events are numbered from the maximum number of tokens, so numbers
+increase with gaps.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shared.models.catalog import Model
 from shared.models.tasks.text import GenerationResult, TokenLogprob
 
 _ITEM, _PART = 2, 3
-"""Numbers of the events that begin a message."""
+"""Sequence numbers of the events that start a message."""
 _encode = msgspec.json.Encoder().encode
 
 _FIELDS_OF_CHATS = {
@@ -50,16 +50,16 @@ _FIELDS_OF_CHATS = {
     "max_completion_tokens": "max_output_tokens",
     "logprobs": "include",
 }
-"""Chat fields that have another name in a response."""
+"""Chat fields that have a different name in a response."""
 
 
 class ResponseEvents:
-    """The answer to one request, and its events after number `after`.
+    """The response to one request, and its events after number `after`.
 
     Args:
         body: request body. Its `max_output_tokens` is set if events are sent.
         model: the model that generates it.
-        after: the sequence number of the last event that the reader has. -1: none.
+        after: sequence number of the last event the reader received. -1 if none.
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class ResponseEvents:
 
     @property
     def seen(self) -> tuple[bool, int, int]:
-        """Returns what a reader has after event `after`: opening, tokens, and pieces of the end."""
+        """Returns what a reader has up to event `after`: opening, tokens, parts of the ending."""
         if self._after < _PART:
             return False, 0, 0
         if self._after < self._first_end:
@@ -91,7 +91,7 @@ class ResponseEvents:
         return True, self._first_end - _PART - 1, self._after - self._first_end + 1
 
     def reply(self, status: ResponseStatus, **facts: Any) -> ResponseReply:
-        """Returns the answer without its output."""
+        """Returns the response without its output."""
         body = self._body
         fields = body.model_dump(mode="json", by_alias=True, exclude_unset=True)
         return ResponseReply(
@@ -122,7 +122,7 @@ class ResponseEvents:
         )
 
     def whole(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> ResponseReply:
-        """Returns the answer with its output, which was finished at `ended_at_s`."""
+        """Returns the response with its output, which was finished at `ended_at_s`."""
         (result,) = results_of(outcomes, self._model)
         is_cut = result.finish_reason == "length"
         return self.reply(
@@ -163,7 +163,7 @@ class ResponseEvents:
         return OutputMessage(f"msg_{self._digits}", content, status)
 
     def opening(self, index: int, prompt: PromptSize) -> bytes | None:
-        """Returns the event for a created answer."""
+        """Returns the event for a newly created response."""
         begun = self.reply("in_progress")
         return self._join_events(
             self._event(0, "response.created", response=begun),
@@ -204,7 +204,7 @@ class ResponseEvents:
         return {"item_id": f"msg_{self._digits}", "output_index": 0, "content_index": 0}
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Returns the text held back and the ends of items, numbered from the previous piece."""
+        """Returns the held-back text and items' final events, numbered after the previous event."""
         events: list[tuple[str, dict[str, Any]]] = []
         visible_text = self._show_text(result.text)
         for at, item in enumerate(self._output(result)):
@@ -241,19 +241,19 @@ class ResponseEvents:
         return [event] if event else []
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns the event for a failed answer."""
+        """Returns the event for a failed response."""
         failed = self.failed(error)
         return self._event(self._last, "response.failed", response=failed, is_kept=True)
 
     def failed(self, error: PenstockError) -> ResponseReply:
-        """Returns the failed answer, with its error."""
+        """Returns the failed response, with its error."""
         if isinstance(error, Canceled):
             return self.reply("cancelled")
         error = as_asked(error)
         return self.reply("failed", error=ResponseError(error.code, error.public_message))
 
     def _event(self, number: int, kind: str, *, is_kept: bool = False, **facts: Any) -> bytes:
-        """Returns an event. Empty if the reader already has it."""
+        """Returns an event, or an empty value if the reader already has it."""
         if number <= self._after and not is_kept:
             return b""
         event = {"type": kind, "sequence_number": number, **facts}
@@ -269,7 +269,7 @@ def _format_logprob(one: TokenLogprob) -> LogprobOfText:
 
 
 def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the events of a call, which is sent in one piece."""
+    """Returns the events for a call, which is sent in one piece."""
     fields = {"output_index": at, "item_id": call.id}
     begun = msgspec.structs.replace(call, arguments="", status="in_progress")
     written = {**fields, "arguments": call.arguments, "name": call.name}

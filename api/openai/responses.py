@@ -1,7 +1,7 @@
 """/v1/responses as in OpenAI's API: creates, reads, streams and deletes responses.
 
 Responses are stored unless `store` is false. A streamed or background response is a prediction,
-which any instance can serve. Others are stored as predictions once they are complete.
+which any instance can serve. Other responses are stored as predictions once they are complete.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from shared.models.tasks.text import GenerationInput
 
 PATH = PATH_OF_RESPONSES
 UNSTORED_KEEP_S = 120
-"""Seconds for which an unstored stream can be resumed after its end."""
+"""How many seconds after its end an unstored stream can be resumed."""
 StartingAfter = Annotated[
     int, Query(ge=-1, le=2**31, description="Only events with a greater `sequence_number`.")
 ]
@@ -62,7 +62,7 @@ StartingAfter = Annotated[
 
 @contextmanager
 def words_of_responses() -> Iterator[None]:
-    """Replaces chat fields by response fields in errors raised by the block."""
+    """Replaces chat fields with response fields in errors raised inside the block."""
     try:
         yield
     except BadInput as error:
@@ -89,10 +89,10 @@ async def create_response(
     conversations: Conversations,
     generation_streams: GenerationStreams,
 ) -> Response:
-    """Answers like the chat endpoint, in the form of items.
+    """Works like the chat endpoint, but returns items.
 
-    With `"background": true`, answers at once, and the text is generated whether it is read or not.
-    Responses can be read again and continued unless `store` is false.
+    With `"background": true`, returns immediately, and the text is generated whether or not anyone
+    reads it. Unless `store` is false, responses can be retrieved and continued later.
     """
     preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
     full_request = await preceding.complete(await call.read_json(ResponseBody))
@@ -133,7 +133,7 @@ async def read_response(
     stream: bool = False,
     starting_after: StartingAfter = -1,
 ) -> Response:
-    """Returns the current state of a stored response. With `stream=true`, its events."""
+    """Returns a stored response's current state or, with `stream=true`, its events."""
     snapshot = await find_response(call, response_id, recording, is_resumed=stream)
     if not stream:
         return encode_json(state_of(call, snapshot, catalog))
@@ -157,7 +157,7 @@ async def list_input_items(
     order: Order = "desc",
     after: After = "",
 ) -> Response:
-    """Lists the complete model input, including the part from `previous_response_id`."""
+    """Lists the model's complete input, including the part from `previous_response_id`."""
     snapshot = await find_response(call, response_id, recording)
     body, digits = ResponseBody.model_validate(snapshot.prediction.input), response_id[-24:]
     items = [item.model_dump(mode="json", exclude_unset=True) for item in body.items]
@@ -177,7 +177,7 @@ async def cancel_response(
     predictions: Predictions,
     response_id: str,
 ) -> Response:
-    """Cancels a background response unless it has ended."""
+    """Cancels a background response unless it has already finished."""
     snapshot = await find_response(call, response_id, recording)
     if not snapshot.prediction.input.get("background"):
         raise BadInput(
@@ -212,11 +212,11 @@ class WholeRequest(NamedTuple):
     body: ResponseBody
     own: list[dict[str, Any]]
     conversation: str
-    """ID of the conversation to append to. Empty: none."""
+    """ID of the conversation to append to. Empty if there is none."""
 
 
 class PrecedingItems:
-    """The items that a request refers to, from its conversation or from stored responses."""
+    """The items a request refers to, taken from its conversation or from stored responses."""
 
     def __init__(
         self,
@@ -259,7 +259,7 @@ class PrecedingItems:
             raise BadInput(reason, field=field) from error
 
     async def _items_of(self, conversation: str, new: int) -> list[dict[str, Any]]:
-        """Returns the items of a conversation that has room for `new` items and their output.
+        """Returns a conversation's items, provided it has room for `new` items and their output.
 
         Raises:
             InputTooLarge: the conversation is full.
@@ -277,7 +277,7 @@ class PrecedingItems:
         return contents.items
 
     async def _items_before(self, previous: str) -> list[dict[str, Any]]:
-        """Returns the input and output of a previous response."""
+        """Returns a previous response's input and output."""
         try:
             snapshot = await find_response(self._call, previous, self._recording)
         except NotFound as error:
@@ -321,7 +321,7 @@ class _NewResponse:
     conversations: Conversations
 
     async def start(self, catalog: Catalog, streams: GenerationStreams) -> Response:
-        """Creates a prediction. Answers with its state or, if requested, with its events."""
+        """Creates a prediction. Responds with its state or, if requested, with its events."""
         call, full_request = self.call, self.full_request
         body = full_request.body
         # Event numbers depend on the maximum number of tokens, so it is stored now.
@@ -348,10 +348,10 @@ class _NewResponse:
     ) -> ResponseReply:
         """Appends a finished response to its conversation, and stores it if requested.
 
-        Stored responses can be read, and a failed answer is not charged, so nothing may fail after
-        it is stored in one of the two places. Without room or Redis, the response is still
-        returned, marked as not stored, unless the request explicitly asks to store it and has no
-        conversation.
+        Once a response is stored in either place, it can be read, while a failed request is not
+        charged, so nothing may fail after that point. If there is no room or Redis is unreachable,
+        the response is still returned, marked as not stored, unless the request explicitly asks to
+        store it and has no conversation.
         """
         full_request, body = self.full_request, self.full_request.body
         prediction = self._request(_dump_body(body)).new_record.prediction
@@ -390,12 +390,12 @@ class _NewResponse:
 
 
 def _dump_body(body: ResponseBody) -> dict[str, Any]:
-    """Returns a body in the format in which it is stored."""
+    """Returns a body in its storage format."""
     return body.model_dump(mode="json", exclude_unset=True, by_alias=True)
 
 
 class _EventAnswer:
-    """An answer with the events of a response.
+    """Streams a response's events.
 
     Readers resume by sequence number, so the events don't need other IDs.
     """
@@ -414,7 +414,7 @@ class _EventAnswer:
         self._location = f"{PATH}/{answer_id(RESPONSE_PREFIX, snapshot.prediction.id)}"
 
     async def begin(self, call: ModelCall, held: ExitStack) -> Response:
-        """Answers with all events of a new response. Takes over `held`, until the last of them.
+        """Sends all events of a new response. Owns `held` until the last event is sent.
 
         Raises:
             PenstockError: the prediction failed before its first event.
@@ -427,7 +427,7 @@ class _EventAnswer:
         return answer_events(events, held, self._location)
 
     def follow(self, after: int, held: ExitStack) -> Response:
-        """Answers with the events after number `after`. Takes over `held`, until the last."""
+        """Sends the events after number `after`. Owns `held` until the last event is sent."""
         body, events = response_of(self._call, self._snapshot, self._catalog, after)
         if IS_HEAD in self._call.http.scope:
             return answer_head()

@@ -1,4 +1,4 @@
-"""Request and response bodies of /v1/responses.
+"""Request and response bodies for /v1/responses.
 
 The fields follow OpenAI's API (https://platform.openai.com/docs/api-reference/responses). Each
 request is converted to a chat request.
@@ -28,7 +28,7 @@ ITEM_TYPES = ("message", "function_call", "function_call_output", "reasoning", "
 
 
 class LogprobOfText(msgspec.Struct):
-    """The log probability of a token, in the text of an answer."""
+    """A token's log probability in a generated text."""
 
     token: str
     logprob: float
@@ -46,7 +46,7 @@ class OutputText(msgspec.Struct):
 
 
 class OutputMessage(msgspec.Struct, tag_field="type", tag="message"):
-    """A message of the model."""
+    """A message from the model."""
 
     id: str
     content: list[OutputText]
@@ -68,7 +68,7 @@ OutputItem = OutputMessage | OutputCall
 
 
 class WrittenDetails(msgspec.Struct):
-    """Tokens of a kind that these models do not generate."""
+    """A kind of token that these models do not generate."""
 
     reasoning_tokens: int = 0
 
@@ -81,7 +81,7 @@ class InputDetails(msgspec.Struct):
 
 
 class ResponseUsage(msgspec.Struct):
-    """Tokens read and written."""
+    """Number of tokens read and generated."""
 
     input_tokens: int
     input_tokens_details: InputDetails
@@ -91,26 +91,26 @@ class ResponseUsage(msgspec.Struct):
 
 
 class ResponseError(msgspec.Struct):
-    """The reason for a failed answer."""
+    """The reason a response failed."""
 
     code: str
     message: str
 
 
 class IncompleteDetails(msgspec.Struct):
-    """Why the answer ended early."""
+    """Why the response is incomplete."""
 
     reason: Literal["max_output_tokens"] = "max_output_tokens"
 
 
 class ConversationShown(msgspec.Struct):
-    """The conversation that an answer was added to."""
+    """The conversation to which a response was added."""
 
     id: str
 
 
 class ResponseReply(msgspec.Struct, kw_only=True):
-    """An answer, complete or in progress."""
+    """A response, complete or in progress."""
 
     id: str
     created_at: int
@@ -148,7 +148,7 @@ class ResponseReply(msgspec.Struct, kw_only=True):
 
 
 class ResponseDeleted(msgspec.Struct):
-    """A deleted answer."""
+    """A deleted response."""
 
     id: str
     deleted: bool = True
@@ -156,7 +156,7 @@ class ResponseDeleted(msgspec.Struct):
 
 
 class InputPart(Body):
-    """A part of a message. Text models read only text."""
+    """Part of a message. Text models read only text."""
 
     type: Literal["input_text", "output_text", "refusal"]
     text: str = Field(validation_alias=AliasChoices("text", "refusal"))
@@ -178,7 +178,7 @@ Content = Annotated[
 
 
 class _ItemBody(Body):
-    """Fields that exist in the client's types but have no effect on text models."""
+    """Fields that exist in client types but have no effect on text models."""
 
     caller: Options | None = Field(None, exclude=True, description="Accepted, without effect.")
     created_by: None = Field(None, exclude=True)
@@ -187,7 +187,7 @@ class _ItemBody(Body):
 
 
 class InputMessage(Body):
-    """A message, including messages of earlier answers."""
+    """A message, possibly from an earlier response."""
 
     type: Annotated[Literal["message"], null_is("message")] = "message"
     role: Literal["system", "developer", "user", "assistant"]
@@ -201,7 +201,7 @@ class InputMessage(Body):
 
 
 class InputCall(_ItemBody):
-    """A function call in an earlier answer."""
+    """A function call from an earlier response."""
 
     type: Literal["function_call"]
     call_id: ItemId
@@ -216,7 +216,7 @@ class InputCall(_ItemBody):
 
 
 class InputResult(_ItemBody):
-    """The result of a function."""
+    """A function's result."""
 
     type: Literal["function_call_output"]
     call_id: ItemId
@@ -231,14 +231,14 @@ class InputResult(_ItemBody):
 
 
 class ReasoningPart(Body):
-    """A part of the model's reasoning, or of its summary."""
+    """Part of the model's reasoning or of its summary."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str = Field(max_length=MAX_REASONING_CHARS)
 
 
 class InputReasoning(Body):
-    """The model's reasoning before an earlier answer. Passed to chat templates that support it."""
+    """The model's reasoning before an earlier response, for chat templates that support it."""
 
     type: Literal["reasoning"]
     id: ItemId | None = None
@@ -251,12 +251,12 @@ class InputReasoning(Body):
 
     @property
     def text(self) -> str:
-        """The reasoning, or else its summary."""
+        """The reasoning if present, otherwise its summary."""
         return "".join(part.text for part in self.content or self.summary or ())
 
 
 class ItemReference(Body):
-    """A reference to an item of a stored response, by ID."""
+    """A reference, by ID, to an item in a stored response."""
 
     type: Literal["item_reference"] | None = None
     id: ItemId
@@ -284,7 +284,10 @@ def _text_of(content: str | list[InputPart]) -> str:
 
 
 def _item_tag(item: Any) -> str:
-    """Returns the tag of an item's variant. Without a type, it is a message or else a reference."""
+    """Returns the tag of an item's variant.
+
+    An item without a type is either a message or a reference.
+    """
     is_dict = isinstance(item, dict)
     kind = item.get("type") if is_dict else getattr(item, "type", None)
     if kind is None:
@@ -351,7 +354,7 @@ class AllowedResponseTools(Body):
 
 
 def _choice_tag(choice: Any) -> str:
-    """Returns the tag of a variant, so that errors refer to the variant that the client meant."""
+    """Returns a variant's tag, so that errors refer to the variant the client intended."""
     if isinstance(choice, NamedTool) or not isinstance(choice, dict | AllowedResponseTools):
         return "named:" if isinstance(choice, NamedTool) else "mode:"
     is_allowed = isinstance(choice, AllowedResponseTools) or choice.get("type") == "allowed_tools"
@@ -367,7 +370,7 @@ ResponseToolChoice = Annotated[
 
 
 class TextFormat(Body):
-    """The format of the text."""
+    """The text format."""
 
     type: Literal["text", "json_object", "json_schema"]
     name: str | None = Field(None, pattern=TOOL_NAME)
@@ -392,14 +395,14 @@ class TextFormat(Body):
 
 
 class TextOptions(Body):
-    """Options of the text."""
+    """Text options."""
 
     format: TextFormat | None = None
     verbosity: Option | None = Field(None, description="Accepted, without effect.")
 
 
 class ResponseStreamOptions(Body):
-    """Options of a stream."""
+    """Stream options."""
 
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
 
@@ -421,7 +424,7 @@ Conversation = Annotated[
 
 
 class ResponseBody(Body):
-    """A text to continue, with everything before it as items."""
+    """A text to continue, along with everything before it, as items."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -508,30 +511,30 @@ class ResponseBody(Body):
 
     @property
     def is_kept(self) -> bool:
-        """Returns whether it can be read again by ID."""
+        """Returns whether the response can be retrieved later by ID."""
         return self.store is not False
 
     @property
     def has_logprobs(self) -> bool:
-        """Returns whether the answer has log probabilities."""
+        """Returns whether the response includes log probabilities."""
         includes_logprobs = "message.output_text.logprobs" in (self.include or ())
         return includes_logprobs or self.top_logprobs is not None
 
     @property
     def items(self) -> list[StoredItem]:
-        """Returns its input as items. References must already be resolved."""
+        """Returns the input as items. References must already be resolved."""
         if isinstance(self.input, str):
             return [InputMessage(role="user", content=self.input)]
         return [item for item in self.input if not isinstance(item, ItemReference)]
 
     @property
     def references(self) -> list[str]:
-        """Returns the IDs of the items that its input refers to."""
+        """Returns the IDs of the items the input refers to."""
         items = () if isinstance(self.input, str) else self.input
         return [item.id for item in items if isinstance(item, ItemReference)]
 
     def with_items(self, referenced: Mapping[str, dict[str, Any]]) -> ResponseBody:
-        """Returns a copy with references replaced by the items."""
+        """Returns a copy with references replaced by the items they refer to."""
         fields = self.model_dump(mode="json", exclude_unset=True, by_alias=True)
         fields["input"] = [
             referenced[item.id] if isinstance(item, ItemReference) else item_fields
@@ -541,19 +544,19 @@ class ResponseBody(Body):
 
     @property
     def dumped_items(self) -> list[dict[str, Any]]:
-        """Returns its input items as JSON."""
+        """Returns the input items as JSON."""
         return [item.model_dump(mode="json", exclude_unset=True) for item in self.items]
 
     @property
     def conversation_id(self) -> str:
-        """ID of its conversation. Empty: none."""
+        """The conversation's ID. Empty if there is none."""
         conversation = self.conversation
         return (
             conversation.id if isinstance(conversation, ConversationNamed) else conversation or ""
         )
 
     def behind(self, items: Sequence[dict[str, Any]]) -> ResponseBody:
-        """Returns a copy with `items` inserted before its own.
+        """Returns a copy with `items` inserted before the body's items.
 
         Raises:
             pydantic.ValidationError: there are too many items.

@@ -1,7 +1,7 @@
-"""POST /v1/audio/speech as in OpenAI's API, complete and as events.
+"""POST /v1/audio/speech as in OpenAI's API, either complete or as events.
 
 A class that yields files can be streamed: each file is the next part of the audio. Without
-streaming, callers receive the concatenation of all files. Its unit of work is a character.
+streaming, callers receive the concatenation of all files. Work is measured in characters.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _encode = msgspec.json.Encoder().encode
 
 
 class CharacterUsage(msgspec.Struct):
-    """Usage of a text."""
+    """A text's usage."""
 
     characters: int
     type: Literal["characters"] = "characters"
@@ -81,11 +81,11 @@ class SpeechDelta(msgspec.Struct, omit_defaults=True):
     type: str
     audio: str
     key: str = ""
-    """Key in the object store, where a large part is kept until it is sent."""
+    """Key in the object store, which holds a large part until it is sent."""
 
 
 class SpeechDone(msgspec.Struct):
-    """The last event of a stream."""
+    """The final event of a stream."""
 
     usage: CharacterUsage
     type: Literal["speech.audio.done"] = "speech.audio.done"
@@ -97,14 +97,14 @@ def _delta(audio: str, key: str = "") -> bytes:
 
 
 class SpeechEvents(StreamShape):
-    """The events of spoken text: one per audio part, and a final one."""
+    """The events for spoken text: one per audio part, plus a final one."""
 
     def __init__(self, record: str, names: FieldNames) -> None:
         self._record = record
         self._names = names
 
     def delta(self, added: AddedText) -> bytes | None:
-        """Returns the events for parts, each a line of JSON."""
+        """Returns one event per part, each a line of JSON."""
         files = [file for element in read_elements(added.text) for file in element.files]
         return b"".join(
             _delta(file.uri.partition(",")[2])
@@ -121,7 +121,7 @@ class SpeechEvents(StreamShape):
         return [b"data: " + _encode(done) + b"\n\n"]
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns an error that names the field sent by the caller."""
+        """Returns an error that uses the caller's field name."""
         return failure_event(self._names.error(error))
 
 
@@ -177,10 +177,10 @@ async def create_speech(
     generation_streams: GenerationStreams,
     objects: ObjectStore,
 ) -> Response:
-    """Answers with the whole audio in the requested format, or part by part as events.
+    """Returns all of the audio in the requested format, or streams it part by part as events.
 
-    With an `Idempotency-Key`, the events have IDs. Sending the same request with the same key, and
-    an ID as `Last-Event-ID`, continues after that event, on any instance.
+    With an `Idempotency-Key`, the events have IDs. To continue after an event, on any instance,
+    send the same request with the same key and the event's ID as `Last-Event-ID`.
     """
     body = await call.read_json(SpeechBody)
     model = call.serving(catalog, "speech", body.model)
@@ -211,7 +211,7 @@ async def create_speech(
 
 
 async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> bytes:
-    """Returns the concatenated files of a result."""
+    """Returns the audio in a result by concatenating its files."""
     (outcome,) = outcomes
     if outcome.result is None or not outcome.result.blobs:
         raise ModelFailed("the model did not return an audio file")
@@ -220,10 +220,10 @@ async def _sound_of(outcomes: Sequence[ItemOutcome], objects: ObjectStore) -> by
 
 @dataclass(frozen=True, slots=True)
 class _SpeechStream:
-    """Answers with the audio parts as events, starting after `Last-Event-ID`.
+    """Responds with the audio parts as events, starting after `Last-Event-ID`.
 
     Args:
-        names: field names that error messages use.
+        names: field names to use in error messages.
     """
 
     call: ModelCall
@@ -233,7 +233,7 @@ class _SpeechStream:
     objects: ObjectStore
 
     async def answer(self, body: SpeechBody, one: CustomInput) -> Response:
-        """Creates the prediction, or finds it, and returns its events.
+        """Creates the prediction, or finds the existing one, and returns its events.
 
         Raises:
             BadInput: `Last-Event-ID` is not an event ID of this stream.
@@ -266,7 +266,7 @@ class _SpeechStream:
             return answer_events(_with_sound(events, self.objects), held, location)
 
     def _request(self, body: SpeechBody, one: CustomInput) -> InferenceRequest:
-        """Returns the request for the prediction described by a body."""
+        """Returns the request to create the prediction described by a body."""
         model = self.names.model
         fields = body.model_dump(mode="json", exclude_unset=True)
         read = Inputs([one], fields, is_list=False, is_repeatable=model.deterministic)

@@ -20,7 +20,7 @@ from shared.predictions import ended_at_s
 
 PATH_OF_RESPONSES = "/v1/responses"
 MAX_REFERENCED = 64
-"""Maximum number of responses that one request's references may name."""
+"""Maximum number of responses that one request may reference."""
 _DIGITS = re.compile(r"[0-9a-f]{24}")
 _OUTPUT_ITEM = re.compile(r"(?:msg|fc)_([0-9a-f]{24})(?:_\d{1,4})?")
 _NAMES = {CHAT_PREFIX: "Chat completion", RESPONSE_PREFIX: "Response"}
@@ -30,16 +30,16 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 async def find_stored(
     call: Call, prefix: str, endpoint: str, shown: str, recording: Recording
 ) -> PredictionSnapshot:
-    """Returns the prediction that stores an answer of the tenant.
+    """Returns the prediction that stores one of the tenant's responses.
 
     Args:
-        prefix: prefix of the answer's ID.
-        endpoint: the path that creates such answers.
+        prefix: prefix of the response's ID.
+        endpoint: the path that creates such responses.
         shown: the ID as sent by the caller.
 
     Raises:
-        NotFound: the tenant does not have such an answer, or it has expired.
-        Forbidden: the key does not permit this with results of that endpoint or model.
+        NotFound: the tenant has no such response, or it has expired.
+        Forbidden: the key is not allowed to do this with that endpoint's or model's results.
     """
     digits = shown.removeprefix(prefix)
     if shown.startswith(prefix) and _DIGITS.fullmatch(digits):
@@ -54,21 +54,21 @@ async def find_stored(
 
 
 def not_found(prefix: str, shown: str) -> NotFound:
-    """Returns the error for an answer that does not exist, in OpenAI's words."""
+    """Returns the error for a response that does not exist, worded like OpenAI's."""
     return NotFound(f"{_NAMES[prefix]} with id '{shown[:80]}' not found.")
 
 
 async def find_response(
     call: Call, response_id: str, recording: Recording, *, is_resumed: bool = False
 ) -> PredictionSnapshot:
-    """Returns a response of the tenant that can be read again.
+    """Returns one of the tenant's stored responses.
 
     Args:
         is_resumed: True if its stream is being resumed, which does not require `store`.
 
     Raises:
         NotFound: the response does not exist or was not stored.
-        Forbidden: the key does not permit this with responses or with the model.
+        Forbidden: the key is not allowed to do this with responses or with the model.
     """
     snapshot = await find_stored(call, RESPONSE_PREFIX, PATH_OF_RESPONSES, response_id, recording)
     if snapshot.prediction.input.get("store") is False and not is_resumed:
@@ -79,7 +79,7 @@ async def find_response(
 def response_of(
     call: Call, snapshot: PredictionSnapshot, catalog: Catalog, after: int = -1
 ) -> tuple[ResponseBody, ResponseEvents]:
-    """Returns the request of a response, and its events after number `after`."""
+    """Returns a response's request, and its events after number `after`."""
     prediction = snapshot.prediction
     model = catalog.find(prediction.model)
     call.use(model)
@@ -89,7 +89,7 @@ def response_of(
 
 
 def state_of(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> ResponseReply:
-    """Returns the current state of a response."""
+    """Returns a response's state as of now."""
     record = snapshot.record
     _, events = response_of(call, snapshot, catalog)
     if record.state == "succeeded" and record.reply is not None:
@@ -102,7 +102,7 @@ def state_of(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> Resp
 async def read_referenced_items(
     call: Call, names: Sequence[str], catalog: Catalog, recording: Recording
 ) -> dict[str, dict[str, Any]]:
-    """Returns items of stored responses by ID.
+    """Returns items from stored responses, keyed by ID.
 
     Raises:
         NotFound: an item does not exist. `field` is "input".
@@ -134,7 +134,7 @@ def _no_item(name: str) -> NotFound:
 
 
 def shown_items(items: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
-    """Returns items in the format of item lists. Items without an ID get one."""
+    """Returns items in the item list format. Items without an ID are given one."""
     return [_format_item(item, f"{digits}_in{number}") for number, item in enumerate(items)]
 
 

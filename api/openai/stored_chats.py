@@ -68,7 +68,7 @@ async def list_chats(
     model: OfModel = "",
     metadata: OfMetadata = "",
 ) -> Response:
-    """Lists chats with `store: true` that the key may see."""
+    """Lists the chats created with `store: true` that the key may see."""
     if metadata:
         raise BadInput("metadata: must be sent as metadata[key]=value", field="metadata")
     wanted = {
@@ -168,7 +168,7 @@ async def list_messages(
     limit: Limit = 20,
     order: Order = "asc",
 ) -> Response:
-    """Lists the messages that the model received."""
+    """Lists the messages the model received."""
     snapshot = await _find(call, completion_id, recording)
     body = ChatBody.model_validate(snapshot.prediction.input)
     messages = [

@@ -1,7 +1,7 @@
-"""Counts tokens as a text model reads them: /v1/responses/input_tokens and /v1/tokenize.
+"""Counts tokens the way a text model reads them: /v1/responses/input_tokens and /v1/tokenize.
 
-A worker of the model counts them, because only workers have its tokenizer and chat template. The
-model does not run, and counting is free.
+One of the model's workers counts them, because only workers have its tokenizer and chat template.
+The model does not run, and counting is free.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ router = Router(scope="text")
 
 
 class InputTokensBody(ResponseBody):
-    """A response request whose input tokens to count."""
+    """A response request whose input tokens are counted."""
 
     personality: Option | None = Field(None, description="Accepted, without effect.")
 
 
 class InputTokensReply(msgspec.Struct):
-    """Number of tokens that the model would read."""
+    """Number of tokens the model would read."""
 
     input_tokens: int
     object: Literal["response.input_tokens"] = "response.input_tokens"
 
 
 class TokenizeBody(Body):
-    """A text, or the messages of a chat."""
+    """A text, or a chat's messages."""
 
     model: str | None = Field(None, description="Default: the first text model in the catalog.")
     prompt: str | None = Field(None, description="Text to tokenize, without a chat template.")
@@ -64,7 +64,7 @@ class TokenizeBody(Body):
 
 
 class TokenizeReply(msgspec.Struct):
-    """Token IDs, their number, and the model's maximum number of input tokens."""
+    """The token IDs, how many there are, and the model's maximum number of input tokens."""
 
     count: int
     tokens: list[int]
@@ -85,7 +85,7 @@ async def count_input_tokens(
     predictions: Predictions,
     conversations: Conversations,
 ) -> Response:
-    """Counts the tokens that the same request would read, including everything before its input."""
+    """Counts the tokens the same request would read, including everything before its input."""
     preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
     body = (await preceding.complete(await call.read_json(InputTokensBody))).body
     with words_of_responses():
@@ -100,7 +100,7 @@ async def count_input_tokens(
     reply=TokenizeReply,
 )
 async def tokenize(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
-    """Extension, as in vLLM: returns the IDs of the tokens that the model would read."""
+    """Extension, as in vLLM: returns the IDs of the tokens the model would read."""
     body = await call.read_json(TokenizeBody)
     model = _model_of(call, body.model, catalog)
     prompt = PromptToCount(prompt=body.prompt or "", wants_ids=True)
@@ -119,7 +119,7 @@ async def count_chat(
 
     Raises:
         UnknownModel: the text model does not exist.
-        PenstockError: the same errors as for a chat.
+        PenstockError: for the same reasons as a chat.
     """
     messages = [message.to_template() for message in chat.messages]
     prompt = PromptToCount(messages=messages, tools=tools_of(chat))
@@ -129,7 +129,7 @@ async def count_chat(
 async def count(
     call: ModelCall, model: Model, prompt: PromptToCount, inference: Inference
 ) -> TokenCount:
-    """Counts tokens on a worker of the model."""
+    """Counts tokens on one of the model's workers."""
     call.context.facts.price_share = 0.0
     async with inference.compute(call, model, [prompt], is_repeatable=False) as response:
         (counted,) = check_results([response.outcomes[0].result], TokenCount, model)

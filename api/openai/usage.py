@@ -1,7 +1,7 @@
-"""Usage and charges: OpenAI's routes with pages of buckets, and a summary of the key's tenant.
+"""Usage and charges: OpenAI's routes, with pages of buckets, and a summary for the key's tenant.
 
-A key sees its own tenant. A key with the `admin` scope sees all tenants through OpenAI's routes.
-https://platform.openai.com/docs/api-reference/usage
+A key sees its own tenant's usage. Through OpenAI's routes, a key with the `admin` scope sees every
+tenant's. https://platform.openai.com/docs/api-reference/usage
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ _SUMMARY = [
     query_parameter("from", "Unix seconds or a UTC date, inclusive.", _DAY_OR_SECONDS),
     query_parameter("to", "Unix seconds or a UTC date, exclusive. Default: now.", _DAY_OR_SECONDS),
 ]
-"""Parameters that api/usage/question.py reads, so that we control the wording of errors."""
+"""Parameters parsed by api/usage/question.py, so that we control the wording of errors."""
 _SUMMED = UsageLine._fields[UsageLine._fields.index("requests") :]
 Result = EmbeddingsUsage | ImagesUsage | Costs
 router = Router(scope="usage", tags=["usage"])
@@ -144,7 +144,7 @@ def _nothing(model: str | None) -> ModelUsage:
     errors=(400, 429),
 )
 async def get_embeddings_usage(call: Call, usage: UsageService) -> Response:
-    """Returns tokens and requests per time bucket, for models billed by tokens."""
+    """Returns tokens and requests per time bucket, for models billed by the token."""
     return await _page(call, usage, _of_embeddings, unit="tokens")
 
 
@@ -157,7 +157,7 @@ async def get_embeddings_usage(call: Call, usage: UsageService) -> Response:
     errors=(400, 429),
 )
 async def get_images_usage(call: Call, usage: UsageService) -> Response:
-    """Returns images and requests per time bucket, for models billed by pixel-steps."""
+    """Returns images and requests per time bucket, for models billed by the pixel-step."""
     return await _page(call, usage, _of_images, unit="pixel_steps")
 
 

@@ -1,4 +1,4 @@
-"""Replies of the usage routes: OpenAI's buckets, and our summary."""
+"""The usage routes' responses: OpenAI's buckets, and our summary."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ Amount = Annotated[float, msgspec.Meta(ge=0)]
 class EmbeddingsUsage(
     msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.embeddings.result"
 ):
-    """Usage of models billed by tokens."""
+    """Usage for models billed by the token."""
 
     input_tokens: Count
-    """Input tokens of all delivered results, including those from the cache."""
+    """Input tokens for all delivered results, including results from the cache."""
     charged_tokens: Amount
     """The charged part of `input_tokens`."""
     num_model_requests: Count
@@ -30,7 +30,7 @@ class EmbeddingsUsage(
 class ImagesUsage(
     msgspec.Struct, kw_only=True, tag_field="object", tag="organization.usage.images.result"
 ):
-    """Usage of models billed by pixel-steps."""
+    """Usage for models billed by the pixel-step."""
 
     images: Count
     """Delivered images, including those from the cache."""
@@ -85,10 +85,10 @@ class UsagePage(msgspec.Struct, kw_only=True):
 
 
 class ModelUsage(msgspec.Struct, kw_only=True):
-    """Usage of one model, or of all models."""
+    """Usage for one model, or for all models."""
 
     model: str | None
-    """None: all models."""
+    """None means all models."""
     requests: Count
     """All requests, including rejected ones, as in the reports."""
     refused: Count
@@ -96,7 +96,7 @@ class ModelUsage(msgspec.Struct, kw_only=True):
     items: Count
     succeeded: Count
     cached: Count
-    """Succeeded items that came from the cache or joined an identical item."""
+    """Successful items that came from the cache or joined an identical item."""
     tokens: Count
     charged_tokens: Amount
     pixel_steps: Count
@@ -106,7 +106,7 @@ class ModelUsage(msgspec.Struct, kw_only=True):
 
 
 class UsageSpan(msgspec.Struct, kw_only=True):
-    """Usage in a span of time."""
+    """Usage within a time span."""
 
     start_time: Count
     end_time: Count
@@ -115,12 +115,14 @@ class UsageSpan(msgspec.Struct, kw_only=True):
 
 
 class UsageReply(msgspec.Struct, kw_only=True):
-    """Usage of a tenant, in UTC."""
+    """A tenant's usage, in UTC."""
 
     object: Literal["usage"] = "usage"
     tenant: str
     as_of: Amount
-    """Unix time at which the rows were read. Rows arrive a few seconds after their answers."""
+    """Unix time at which the rows were read. Rows arrive a few seconds after the responses they
+    describe.
+    """
     today: UsageSpan
     month: UsageSpan
     range: UsageSpan | None

@@ -66,7 +66,10 @@ ExtraEvents = Annotated[
 async def list_webhooks(
     call: Call, recording: Recording, webhook_log: WebhookLog, prediction_id: str
 ) -> Response:
-    """Lists the attempts to deliver an event, with status or error. The last hundred are kept."""
+    """Lists the attempts to deliver an event, with status or error.
+
+    The last hundred attempts are kept.
+    """
     snapshot = await recording.find(call, prediction_id)
     attempts = await webhook_log.read(snapshot.prediction.record)
     results = [
@@ -118,7 +121,7 @@ async def replay_webhook(
 
 @injectable
 class PredictionStreams:
-    """Streams of predictions, from their records or while their output is generated."""
+    """Prediction streams, read from records or sent while the output is generated."""
 
     def __init__(
         self,
@@ -139,7 +142,7 @@ class PredictionStreams:
     async def find_linked(
         self, prediction_id: str, record: str, expires: int, signature: str
     ) -> PredictionSnapshot:
-        """Returns the prediction of a signed link.
+        """Returns the prediction a signed link points to.
 
         Raises:
             Forbidden: the signature is wrong, or the link has expired.
@@ -156,7 +159,7 @@ class PredictionStreams:
         extra: set[str],
         held: ExitStack,
     ) -> AsyncGenerator[bytes]:
-        """Returns the events after `last_id`, and holds room for them in `held`.
+        """Returns the events after `last_id`, and reserves room for them in `held`.
 
         Raises:
             BadInput: the ID does not belong to this stream.
@@ -199,12 +202,12 @@ async def stream(
     expires: LinkExpiry = 0,
     signature: str = "",
 ) -> Response:
-    """Streams server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
+    """Sends server-sent events: logs, output, error, done. `Last-Event-ID` resumes a stream.
 
     With `events=preview`, also sends image previews between steps, as small WebP files. With
     `events=queue`, also sends the queue position whenever it changes. The link in `urls.stream` is
-    signed and needs no API key. The output of a text model is streamed while it is generated, and
-    has neither previews nor queue positions.
+    signed and needs no API key. A text model's output is streamed while it is generated, without
+    previews or queue positions.
     """
     if signature and not _sends_key(request):
         snapshot = await streams.find_linked(prediction_id, record, expires, signature)
@@ -220,7 +223,10 @@ async def stream(
 
 
 def _stream_kind_of(catalog: Catalog, prediction: Prediction) -> StreamKind:
-    """Returns how its output is streamed while it is generated. Empty: only as a whole."""
+    """Returns how the prediction's output is streamed while it is generated.
+
+    Empty if the output is only sent whole.
+    """
     with suppress(UnknownModel):  # removed from the catalog, so only its record remains
         model = catalog.find(prediction.model)
         return "" if prediction.is_list else API_TASKS[model.task].streams(model)
@@ -228,7 +234,7 @@ def _stream_kind_of(catalog: Catalog, prediction: Prediction) -> StreamKind:
 
 
 def _prints(catalog: Catalog, prediction: Prediction) -> bool:
-    """Returns whether its model prints, which only custom models do."""
+    """Returns whether the prediction's model prints; only custom models do."""
     return catalog.find(prediction.model).definition.has_interface
 
 
@@ -239,7 +245,7 @@ def _stays_valid() -> None:
 def _sends_key(request: Request) -> bool:
     """Returns whether the request has a key.
 
-    If so, the key decides, and an invalid one is an error.
+    If it does, the key decides, and an invalid key is an error.
     """
     return "authorization" in request.headers or "x-api-key" in request.headers
 

@@ -1,4 +1,4 @@
-"""Other routes used by Replicate's clients: models, versions, account, files and webhook secret."""
+"""Other routes Replicate's clients use: models, versions, account, files, and webhook secret."""
 
 from __future__ import annotations
 
@@ -39,9 +39,8 @@ from shared.stores.objects import UrlSigner
 from shared.webhooks.event import tenant_secrets
 
 COG_VERSION = "0.16.0"
-"""The cog version whose schemas ours follow.
-
-With a version before 0.3.9, clients treat every list as an iterator.
+"""The Cog version whose schema format ours follows. For versions before 0.3.9, clients treat every
+list as an iterator.
 """
 
 PAGE = 25
@@ -52,7 +51,7 @@ _CURSOR = re.compile(r"\d{1,9}")
 
 
 def version_body(model: Model, created_at_s: float) -> dict[str, Any]:
-    """Returns the only version of a model, ready for JSON."""
+    """Returns a model's only version, ready for JSON."""
     return {
         "id": version_of(model),
         "created_at": iso(created_at_s),
@@ -80,7 +79,7 @@ def model_body(model: Model, owner: str, base_url: str, created_at_s: float) -> 
 
 
 def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, Any]:
-    """Returns the only deployment of a model, ready for JSON."""
+    """Returns a model's only deployment, ready for JSON."""
     release = {
         "number": 1,
         "model": f"{owner}/{model.name}",
@@ -97,7 +96,7 @@ def deployment_body(model: Model, owner: str, created_at_s: float) -> dict[str, 
 
 
 def hardware_body(kind: str) -> dict[str, Any]:
-    """Returns a GPU type in the catalog in Replicate's format, ready for JSON."""
+    """Returns a GPU type from the catalog in Replicate's format, ready for JSON."""
     return {"sku": kind, "name": "CPU" if kind == "none" else f"NVIDIA {kind.upper()} GPU"}
 
 
@@ -108,9 +107,9 @@ router = Router(scope="any", route_class=ProblemRoute, tags=["predictions"])
 async def list_models(
     call: Call, catalog: Catalog, started_at_s: StartedAt, cursor: str = ""
 ) -> Response:
-    """Lists the models that the key may use, in pages.
+    """Lists the models the key may use, in pages.
 
-    Under /v1, only for Replicate's clients (api/routes/models.py).
+    Under /v1, this is only for Replicate's clients (api/routes/models.py).
     """
     if cursor and not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
@@ -162,7 +161,7 @@ async def list_versions(
 async def get_version(
     call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str, version: str
 ) -> Response:
-    """Returns the version with the schema of its input and output."""
+    """Returns the version, with its input and output schemas."""
     model = call.visible_model(catalog, name)
     try:
         is_this = find_version(catalog, version) is model
@@ -175,7 +174,7 @@ async def get_version(
 
 @router.get("/deployments", summary="List deployments", reply=DeploymentsPage)
 async def list_deployments(call: Call, catalog: Catalog, started_at_s: StartedAt) -> Response:
-    """Lists one deployment per model that the key may use, all on one page."""
+    """Lists one deployment for each model the key may use, all on one page."""
     models = call.visible_models(catalog)
     deployments = [deployment_body(model, OWNER, started_at_s) for model in models]
     return encode_json({"previous": None, "next": None, "results": deployments})
@@ -185,7 +184,7 @@ async def list_deployments(call: Call, catalog: Catalog, started_at_s: StartedAt
 async def get_deployment(
     call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str
 ) -> Response:
-    """Each model in the catalog has one deployment of the same name."""
+    """Each model in the catalog has one deployment with the same name."""
     return encode_json(deployment_body(call.visible_model(catalog, name), owner, started_at_s))
 
 
@@ -204,7 +203,7 @@ async def get_account(call: Call) -> Response:
     answers={200: success("Done.", Hardware) | _HARDWARE_LIST},
 )
 async def list_hardware(call: Call, catalog: Catalog) -> Response:
-    """Lists the hardware of the models that the key may use, each kind once."""
+    """Lists each kind of hardware used by the models available to the key."""
     kinds = {model.gpu.type for model in call.visible_models(catalog)}
     return encode_json([hardware_body(kind) for kind in sorted(kinds)])
 
@@ -215,7 +214,7 @@ async def create_file(
 ) -> Response:
     """Accepts a form with the file as `content` and, optionally, a JSON object as `metadata`.
 
-    Files are kept for a day, and count toward the tenant's storage quota. Below /v1
+    Files are kept for a day and count toward the tenant's storage quota. Under /v1,
     api/routes/files.py is tried first.
     """
     call.check_charset()
@@ -248,7 +247,7 @@ async def get_file(call: Call, files: Files, url_signer: UrlSigner, file_id: str
 
 @router.get("/files", scope="files", include_in_schema=False)
 async def list_files(call: Call, files: Files, url_signer: UrlSigner) -> Response:
-    """Lists the newest files. Below /v1, api/routes/files.py is tried first."""
+    """Lists the newest files. Under /v1, api/routes/files.py is tried first."""
     results = await shown_files(call, files, url_signer)
     return encode_json({"previous": None, "next": None, "results": results})
 
@@ -260,7 +259,7 @@ async def shown_files(call: Call, files: Files, url_signer: UrlSigner) -> list[d
 
 @router.delete("/files/{file_id}", scope="files", include_in_schema=False)
 async def delete_file(call: Call, files: Files, file_id: str) -> Response:
-    """Deletes a file at once. Links to its data expire within an hour."""
+    """Deletes a file immediately. Links to its data expire within an hour."""
     await files.delete(await files.find(call.tenant, file_id))
     return Response(status_code=204)
 

@@ -1,7 +1,7 @@
 """Batch lines that are predictions of a custom model, or flow runs.
 
-The body is the same as for POST /v1/predictions. The answer is a succeeded prediction without the
-fields that belong to a record. Links would expire before a batch is read, so output files are
+The body is the same as for POST /v1/predictions. The response is a successful prediction without
+the fields that belong to a record. Links would expire before a batch is read, so output files are
 included as `data:` URIs.
 """
 
@@ -32,8 +32,8 @@ from shared.models.tasks.custom import CustomInput, CustomResult, interface_of
 from shared.money.charge import cost_usd
 
 MAX_OUTPUT_FILES_BYTES = 4 * 1024 * 1024
-"""Maximum total size of the files in one answer, because a whole segment of lines is held in
-memory.
+"""Maximum total size, in bytes, of the files in one response, because a whole segment of lines is
+held in memory.
 """
 PREDICTIONS_PATH = "/v1/predictions"
 _REPLY_BYTES, _REPLY_WITH_FILES_BYTES = 64 * 1024, 1024 * 1024
@@ -41,14 +41,14 @@ _ACCEPTED = ("data:", "https://", "http://", "file-")
 
 
 class PredictionLine(Body):
-    """The body of a line."""
+    """A line's body."""
 
     version: str = Field(min_length=1, max_length=512)
     input: dict[str, Any]
 
 
 class PredictionsEndpoint(Endpoint):
-    """Lines with the body of POST /v1/predictions, for custom models and flows."""
+    """Batch lines with the same body as POST /v1/predictions, for custom models and flows."""
 
     def read(self, data: bytes, catalog: Catalog, default_seed: int) -> LineRequest:
         """Returns one item. Its files are loaded when the line runs."""
@@ -137,7 +137,7 @@ async def _load_blob(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
 
 
 def _in_input(error: ValidationError | BadInput) -> BadInput:
-    """The same error, for a field of `input`."""
+    """Returns the same error, but for a field inside `input`."""
     wrong = to_bad_input(error) if isinstance(error, ValidationError) else error
     if wrong.field in (None, "input"):
         return wrong

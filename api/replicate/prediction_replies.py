@@ -1,4 +1,4 @@
-"""Predictions as shown to callers, with their whole output."""
+"""Predictions as shown to callers, with their complete output."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_lines import QueuePosition
 
 MAX_OUTPUT_BYTES = 64 * 1024 * 1024
-"""Maximum size of a class output to read from the object store."""
+"""Maximum size, in bytes, of a class output to read from the object store."""
 
 
 @injectable
@@ -42,9 +42,9 @@ class PredictionReplies:
         return body_of(*snapshot, self._url_signer, queue, partial=partial)
 
     async def answer_creation(self, snapshot: PredictionSnapshot, *, is_new: bool) -> Response:
-        """Returns the answer to a creation.
+        """Returns the response to a creation request.
 
-        Replicate's clients would take `processing` for a final state here, so it becomes
+        Replicate's clients would treat `processing` as a final state here, so it becomes
         `starting`.
         """
         body = await self.body(snapshot)
@@ -61,7 +61,7 @@ class PredictionReplies:
 async def _with_output(snapshot: PredictionSnapshot, objects: ObjectStore) -> PredictionSnapshot:
     """Returns a prediction with its output, even if that is large JSON in the object store.
 
-    An output deleted in the meantime stays a link.
+    If the output has since been deleted, it stays a link.
 
     Raises:
         Unavailable: the object store is unreachable.

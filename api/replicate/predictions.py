@@ -1,8 +1,8 @@
-"""The Predictions API as in Replicate's API (https://replicate.com/docs/reference/http).
+"""Replicate's Predictions API (https://replicate.com/docs/reference/http).
 
-A version is the name of a model in the catalog, or the ID in its entry. An owner can be anything,
-because names are unique here. Every path is served with and without /v1, because some clients
-add the prefix themselves.
+A version is a model's name in the catalog, or the ID in its entry. Any owner is accepted, because
+names are unique here. Every path is served with and without /v1, because some clients add the
+prefix themselves.
 
 Field names follow Replicate's API and, inside `input`, Replicate's Stable Diffusion models. A body
 is converted to a request with the model, its source image and its digest.
@@ -75,19 +75,18 @@ ContextValue = Annotated[str, Field(max_length=4096)]
 Context = Annotated[dict[ContextKey, ContextValue], Field(max_length=64)]
 
 CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
-"""Status codes that OpenAPI documents for routes that create predictions."""
+"""Status codes documented in OpenAPI for routes that create predictions."""
 
 EARLY_S = 0.25
-"""Clients that wait n seconds hang up half a second later.
-
-The answer is sent this long before n seconds have passed.
+"""Clients that wait n seconds hang up half a second later. The response is sent this long before
+the n seconds are up.
 """
 _FILTERS = frozenset(
     ("created_after", "created_before", "model", "status", "api_key_id", "include")
 )
 _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?(-[A-Za-z0-9_.:-]{1,128})?)?")
 """Creation time and record ID of the last prediction checked for the previous page. Release 0.1.0
-left out the ID.
+omitted the ID.
 """
 
 # Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
@@ -96,7 +95,7 @@ CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.patte
 
 
 class PredictionBody(Body):
-    """A prediction of the model in the path."""
+    """A prediction with the model in the path."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -129,7 +128,7 @@ class PredictionBody(Body):
 
     @property
     def webhook_target(self) -> tuple[str, tuple[str, ...]]:
-        """The webhook's URL and events. Empty without a webhook."""
+        """The webhook's URL and events. Empty if there is no webhook."""
         if self.webhook_completed:
             return self.webhook_completed, ("completed",)
         if not self.webhook:
@@ -141,7 +140,7 @@ class PredictionBody(Body):
 
 
 class VersionedBody(PredictionBody):
-    """A prediction of the model named in `version`."""
+    """A prediction with the model named in `version`."""
 
     model_config = ConfigDict(
         json_schema_extra={
@@ -192,7 +191,7 @@ class PredictionCreator:
 
         Args:
             model: the model that computes it.
-            owner: model owner as named by the caller.
+            owner: the model owner specified by the caller.
             own_id: the ID chosen by the caller, if any.
             deployment: `owner/name` of the deployment in the path, if any.
 
@@ -232,7 +231,7 @@ class PredictionCreator:
     async def _read(
         self, call: ModelCall, body: PredictionBody, model: Model
     ) -> tuple[Model, Inputs]:
-        """Returns the inputs in a body, and the model that computes them."""
+        """Returns a body's inputs, and the model that computes them."""
         stops_at_s, keep_s = call.prediction_stops_at_s(model), call.caller.plan.prediction_keep_s
         if keep_s is None:
             keep_s = self._settings.prediction_keep_s
@@ -276,7 +275,7 @@ async def _digest(body: PredictionBody, model: Model) -> str:
 
 
 def creation_responses() -> Responses:
-    """Returns the responses of a route that creates predictions or finds existing ones."""
+    """Returns the responses to declare for a route that creates or finds predictions."""
     answers: Responses = {
         200: success(
             "The prediction created earlier by the same request.",
@@ -311,9 +310,9 @@ async def create(
     catalog: Catalog,
     creator: PredictionCreator,
 ) -> Response:
-    """Creates a prediction of the model named in `version`.
+    """Creates a prediction with the model named in `version`.
 
-    Answers at once or, with `Prefer: wait`, when it ends.
+    Responds immediately or, with `Prefer: wait`, when it finishes.
     """
     body = await call.read_json(VersionedBody)
     model = find_version(catalog, body.version)
@@ -334,9 +333,9 @@ async def put(
     creator: PredictionCreator,
     prediction_id: CallerId,
 ) -> Response:
-    """The same request finds the same prediction again.
+    """Repeating a request returns the same prediction.
 
-    Another request with the same ID is rejected (422).
+    A different request with the same ID is rejected (422).
     """
     if not CALLER_ID.fullmatch(prediction_id):
         raise BadInput(
@@ -365,7 +364,7 @@ async def create_of_model(
     owner: str,
     name: str,
 ) -> Response:
-    """Creates a prediction of the model `name`. Any owner is accepted."""
+    """Creates a prediction with the model `name`. Any owner is accepted."""
     model = catalog.find(name)
     body = await call.read_json(PredictionBody)
     return await creator.create(call, body, model, owner=owner)
@@ -390,7 +389,7 @@ async def create_of_deployment(
     owner: str,
     name: str,
 ) -> Response:
-    """Creates a prediction of the model with the deployment's name."""
+    """Creates a prediction with the model that has the deployment's name."""
     model = catalog.find(name)
     body = await call.read_json(PredictionBody)
     return await creator.create(call, body, model, owner=owner, deployment=f"{owner}/{name}")
@@ -418,8 +417,8 @@ async def list_all(
 ) -> Response:
     """Lists predictions in pages, newest first. `next` is the URL of the next page.
 
-    Predictions that the key may not read are left out, so some pages may be shorter. If few
-    predictions match the filters, a page may even be empty and have a `next` page.
+    Predictions the key may not read are omitted, so some pages may be shorter. If few predictions
+    match the filters, a page may be empty even though `next` points to another page.
     """
     if not _CURSOR.fullmatch(cursor):
         raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
@@ -442,7 +441,7 @@ async def list_all(
 
 
 def _position(cursor: str) -> ListedRecord | None:
-    """Returns where the previous page ended. None: there is no previous page."""
+    """Returns where the previous page ended, or None if there is no previous page."""
     if not cursor:
         return None
     created_at_s, _, record = cursor.partition("-")
@@ -512,10 +511,10 @@ async def delete(
     result_fetcher: ResultFetcher,
     prediction_id: str,
 ) -> Response:
-    """Deletes a finished prediction: record, results and webhook log.
+    """Deletes a finished prediction: record, results, and webhook log.
 
-    Cancel it first if it has not ended. A cached result that may answer the same request again is
-    kept as long as the cache keeps it.
+    If the prediction is still running, cancel it first. A cached result that could serve the same
+    request again stays until the cache drops it.
     """
     await recording.find(call, prediction_id)
     await predictions.delete(call.tenant, prediction_id, result_fetcher.delete)
@@ -523,7 +522,7 @@ async def delete(
 
 
 def _check_names(**names: str) -> None:
-    """Rejects path names that may contain a key, without repeating them."""
+    """Rejects path names that may contain a key, without repeating them in the error."""
     for field, name in names.items():
         if holds_key(name):
             raise BadInput(f"{field}: {IS_A_KEY}", field=field)

@@ -1,4 +1,4 @@
-"""Replies of the Predictions API, for the OpenAPI document.
+"""Predictions API responses, for the OpenAPI document.
 
 The routes write these bodies themselves. Field names follow Replicate's API
 (https://replicate.com/docs/reference/http).
@@ -27,7 +27,7 @@ class PredictionUrls(msgspec.Struct):
 
 
 class StepReply(msgspec.Struct):
-    """The progress of a flow step: completed items and their charge."""
+    """A flow step's progress: completed items and what they cost."""
 
     id: str
     model: str
@@ -42,9 +42,10 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
     Each is present as soon as it is known.
 
     `truncated_tokens` is the number of tokens cut: from all texts if the input has `truncate`, or
-    from image prompts if known. `input_token_count` and `output_token_count` are the tokens that a
-    text model read and wrote, also if it was stopped. `device_time` is its share of a whole device,
-    and `cost_usd` its charge, as in the usage report. `steps` lists the steps of a flow.
+    from image prompts if known. `input_token_count` and `output_token_count` are the tokens a text
+    model read and generated, even if it was stopped. `device_time` is the prediction's share of a
+    whole device, and `cost_usd` is its charge, as in the usage report. `steps` lists a flow's
+    steps.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -60,7 +61,7 @@ class PredictionTimes(msgspec.Struct, omit_defaults=True):
 
 
 class QueueReply(msgspec.Struct):
-    """The prediction's position among your tenant's predictions that wait for the same model.
+    """The prediction's position among your tenant's predictions waiting for the same model.
 
     `estimated_s` is the time until a worker takes it, based on the last half minute. It is null
     until enough is known.
@@ -81,23 +82,25 @@ class PredictionReply(msgspec.Struct):
     endpoint: str | None
     """Extension: path of the endpoint that created it, such as `/v1/images/edits`.
 
-    Null: created as a prediction. Otherwise, `input` may lack files.
+    Null: created as a prediction. Otherwise, files may be missing from `input`.
     """
     status: Literal["starting", "processing", "succeeded", "failed", "canceled"]
     input: dict[str, Any]
     output: Any
-    """A vector or vectors, URLs of images, a text, or the output of a custom model, as described in
-    the model's `openapi_schema`.
+    """One or more vectors, image URLs, a text, or a custom model's output, as described in the
+    model's `openapi_schema`.
 
-    Null until it has succeeded, except for a custom model that yields: its list grows while the
-    prediction runs, and remains if it fails or is canceled. Lists of predictions only include it at
-    the end.
+    Null until the prediction has succeeded, except for a custom model that yields: its list grows
+    while the prediction runs, and remains if the prediction fails or is canceled. Prediction lists
+    include it only once the prediction has finished.
     """
     logs: str
     error: str | None
     metrics: PredictionTimes
     queue: QueueReply | None
-    """Null if unknown: once a worker has it, in lists, and in the answer to its creation."""
+    """Null if unknown: once a worker has taken the prediction, in lists, and in the response that
+    creates it.
+    """
     data_removed: bool
     created_at: Moment
     started_at: Moment | None
@@ -125,22 +128,21 @@ class WebhookAttemptReply(msgspec.Struct, kw_only=True):
     created_at: Moment
     duration_ms: Amount
     status: int | None
-    """HTTP status of the receiver's answer. Null without an answer."""
+    """HTTP status of the receiver's response. Null if there was no response."""
     error: str | None
-    """Why there is no answer, or that the answer is a redirect, which is not followed.
-
+    """Why there was no response, or a note that the response was a redirect, which is not followed.
     Otherwise null.
     """
 
 
 class WebhookAttempts(msgspec.Struct):
-    """The attempts to deliver the events of a prediction."""
+    """The attempts to deliver a prediction's events."""
 
     results: list[WebhookAttemptReply]
 
 
 class VersionReply(msgspec.Struct):
-    """A version of a model, with the schema of its input and output."""
+    """A model version, with its input and output schemas."""
 
     id: str
     created_at: Moment
@@ -149,7 +151,7 @@ class VersionReply(msgspec.Struct):
 
 
 class VersionsPage(msgspec.Struct):
-    """The versions of a model."""
+    """A model's versions."""
 
     previous: None
     next: None
@@ -182,7 +184,7 @@ class ModelsPage(msgspec.Struct):
 
 
 class DeploymentConfiguration(msgspec.Struct):
-    """The hardware of the model."""
+    """The model's hardware."""
 
     hardware: str
     min_instances: Count
@@ -201,7 +203,7 @@ class Release(msgspec.Struct):
 
 
 class DeploymentReply(msgspec.Struct):
-    """A deployment of a model."""
+    """A model's deployment."""
 
     owner: str
     name: str
@@ -217,7 +219,7 @@ class DeploymentsPage(msgspec.Struct):
 
 
 class AccountReply(msgspec.Struct):
-    """The tenant of the key, as an account."""
+    """The key's tenant, as an account."""
 
     type: Literal["organization"]
     username: str
@@ -239,7 +241,7 @@ class Checksums(msgspec.Struct):
 
 
 class FileUrls(msgspec.Struct):
-    """URLs of the file's metadata and of its data (valid for an hour)."""
+    """URLs for the file's metadata and for its data (valid for an hour)."""
 
     get: Link
     download: Link

@@ -1,1 +1,1 @@
-"""The endpoints, one function each."""
+"""Endpoints, each one a function."""

@@ -54,24 +54,24 @@ class NewKeyBody(msgspec.Struct, forbid_unknown_fields=True, kw_only=True):
     name: Name
     scopes: tuple[Scope, ...] = ("all",)
     models: tuple[str, ...] | None = None
-    """Models that it may use. Null: all."""
+    """Models the key may use. Null means all models."""
     limits: Limits | None = None
     expires_in_s: Seconds | None = None
-    """Seconds until it expires. Null: never."""
+    """Seconds until the key expires. Null means never."""
 
 
 class RotationBody(msgspec.Struct, forbid_unknown_fields=True):
     """Options for rotating a key."""
 
     overlap_s: Annotated[int, msgspec.Meta(ge=0, le=30 * 86_400)] = 86_400
-    """Seconds for which the old secret remains valid."""
+    """Number of seconds that the old secret remains valid."""
 
 
 class TenantBody(msgspec.Struct, forbid_unknown_fields=True):
-    """The settings of a tenant."""
+    """A tenant's settings."""
 
     plan: str | None
-    """Null: the default plan."""
+    """Null means the default plan."""
 
 
 class KeyObject(msgspec.Struct, kw_only=True):
@@ -85,7 +85,7 @@ class KeyObject(msgspec.Struct, kw_only=True):
     expires_at: int | None
     revoked_at: int | None
     old_secret_until: int | None
-    """Unix time until which the secret before the last rotation is valid."""
+    """Unix time until which the previous secret remains valid after a rotation."""
     tenant: str
     scopes: tuple[Scope, ...]
     models: tuple[str, ...] | None
@@ -108,7 +108,9 @@ class KeysPage(msgspec.Struct):
     first_id: str | None
     last_id: str | None
     is_read_only: bool
-    """True if keys are in a file: the API can't change them, and does not record their last use."""
+    """True if keys are stored in a file, so the API can't change them and does not record their
+    last use.
+    """
     object: Literal["list"] = "list"
 
 
@@ -121,7 +123,7 @@ class KeyDeleted(msgspec.Struct):
 
 
 class PlanObject(msgspec.Struct):
-    """A plan by its name."""
+    """A plan and its name."""
 
     name: str
     plan: Plan
@@ -144,17 +146,17 @@ class PlanDeleted(msgspec.Struct):
 
 
 class TenantObject(msgspec.Struct):
-    """A tenant. Without an assigned plan, it has the default plan."""
+    """A tenant. If no plan is assigned, it has the default plan."""
 
     name: str
     plan: str | None
     frozen_at: int | None = None
-    """Unix time since which its keys are rejected."""
+    """Unix time since which the tenant's keys have been rejected."""
     object: Literal["tenant"] = "tenant"
 
 
 class TenantsReply(msgspec.Struct):
-    """Tenants that have keys or an assigned plan."""
+    """Tenants with keys or an assigned plan."""
 
     data: list[TenantObject]
     object: Literal["list"] = "list"
@@ -213,7 +215,7 @@ class KeyAdmin:
         """Reads and changes the directory, and appends changes to the audit log."""
 
     async def read_body(self, kind: type[Body]) -> Body:
-        """Returns the body of a change. Plans and limits are structs that validate themselves."""
+        """Returns a change's body. Plans and limits are structs that validate themselves."""
         data = await self.call.json_body()
         check_amount(data)
         try:
@@ -232,12 +234,12 @@ class KeyAdmin:
         return await self.answer_changed(IssuedKeyObject(**fields, value=issued.key.text))
 
     async def answer_changed(self, reply: msgspec.Struct) -> Response:
-        """Returns the answer to a change, after this instance has read the new directory."""
+        """Returns the response to a change, after this instance has read the new directory."""
         await self._access.refresh()
         return _encode_uncached(reply)
 
     def check_slashes(self) -> None:
-        """Accepts a slash in the name at the end of a path only as %2F.
+        """Checks that a slash in the name at the end of a path is sent as %2F.
 
         Raises:
             NotFound: the path has additional slashes.
@@ -255,7 +257,7 @@ async def list_keys(
     limit: Limit = 20,
     tenant: str = "",
 ) -> Response:
-    """Lists the keys of all tenants, or of one, in order of creation."""
+    """Lists one tenant's keys, or every tenant's, in order of creation."""
     keys = [key for key in (await admin.acts.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in keys]
     if after and after not in ids:
@@ -276,7 +278,7 @@ async def list_keys(
     conflict=_NOT_HERE,
 )
 async def create_key(admin: KeyAdmin) -> Response:
-    """Creates a key. The answer has it as `value`, which is not shown again."""
+    """Creates a key. The response includes the secret as `value`, which is not shown again."""
     body = await admin.read_body(NewKeyBody)
     wanted = KeyRequest(
         body.tenant, body.name, body.scopes, body.models, body.limits, body.expires_in_s
@@ -286,7 +288,7 @@ async def create_key(admin: KeyAdmin) -> Response:
 
 @router.get("/keys/{key_id}", summary="Get a key", reply=KeyObject, errors=(400,))
 async def get_key(admin: KeyAdmin, key_id: str) -> Response:
-    """Returns the key without its secret."""
+    """Returns the key, without its secret."""
     check_key_id(key_id)
     for key in (await admin.acts.read()).keys:
         if key.id == key_id:
@@ -304,7 +306,7 @@ async def get_key(admin: KeyAdmin, key_id: str) -> Response:
 async def revoke_key(admin: KeyAdmin, key_id: str) -> Response:
     """Revokes the key. All instances reject it within 5 s. It stays in the list for 90 days.
 
-    A key can't revoke itself; use another key.
+    A key can't revoke itself, so use a different key.
     """
     await admin.acts.revoke_key(key_id)
     return await admin.answer_changed(KeyDeleted(key_id))
@@ -318,7 +320,7 @@ async def revoke_key(admin: KeyAdmin, key_id: str) -> Response:
     conflict=_NOT_HERE,
 )
 async def rotate_key(admin: KeyAdmin, key_id: str) -> Response:
-    """Replaces the key's secret. The old secret is valid for `overlap_s` more seconds."""
+    """Replaces the key's secret. The old secret remains valid for `overlap_s` more seconds."""
     body = await admin.read_body(RotationBody)
     return await admin.answer_issued(await admin.acts.rotate_key(key_id, body.overlap_s))
 
@@ -338,7 +340,7 @@ async def list_plans(admin: KeyAdmin) -> Response:
     conflict=_NOT_HERE,
 )
 async def set_plan(admin: KeyAdmin, name: str) -> Response:
-    """Sets a plan, which takes effect within seconds for all its tenants."""
+    """Sets a plan. It takes effect within seconds for all of the plan's tenants."""
     admin.check_slashes()
     plan = await admin.read_body(Plan)
     await admin.acts.set_plan(name, plan)
@@ -377,7 +379,7 @@ async def list_tenants(admin: KeyAdmin) -> Response:
     conflict=_NOT_HERE,
 )
 async def set_tenant(admin: KeyAdmin, name: str) -> Response:
-    """Sets the tenant's plan. Null: the default plan. Send a slash in the name as %2F."""
+    """Sets the tenant's plan, or the default plan if null. Send a slash in the name as %2F."""
     admin.check_slashes()
     body = await admin.read_body(TenantBody)
     tenant = await admin.acts.set_tenant(name, body.plan)

@@ -1,6 +1,6 @@
-"""/v1/files as in OpenAI's API: bodies, replies and routes.
+"""/v1/files as in OpenAI's API: request bodies, responses, and routes.
 
-Replicate's clients upload to the same path with another field. Source:
+Replicate's clients upload to the same path but use a different field. Source:
 https://platform.openai.com/docs/api-reference/files
 
 GET /v1/objects/… serves the target of a signed link. The signature replaces the API key.
@@ -61,10 +61,10 @@ from shared.stores.objects import LINK_VALID_S, UrlSigner
 
 ANY_BYTES = "application/octet-stream"
 MAX_LINK_S = 30.0
-"""Time limit for encoding an image in another format, because links do not have a deadline."""
+"""Time limit for encoding an image in another format. Links do not have a deadline."""
 
 FORM_BYTES = 64 * 1024
-"""Maximum size of a form without its file."""
+"""Maximum size of a form, in bytes, not counting the file."""
 _OF_REPLICATE = frozenset({"content", "metadata"})
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
 _FILE = {"type": "string", "format": "binary"}
@@ -110,7 +110,7 @@ _SAMPLE_TYPES: dict[FilePurpose, Literal["batch_request", "batch_result", "ocr_i
 
 
 class FileForm(Body):
-    """The text fields of an upload, in addition to the file."""
+    """The text fields in an upload, in addition to the file."""
 
     model_config = ConfigDict(populate_by_name=False)
 
@@ -123,7 +123,7 @@ class FileForm(Body):
 
 
 class FileObject(msgspec.Struct):
-    """An uploaded file, or one written by a batch. Times are Unix seconds."""
+    """A file that was uploaded, or that a batch wrote. Times are Unix seconds."""
 
     id: str
     bytes: int
@@ -155,7 +155,7 @@ class FilesPage(msgspec.Struct):
 
 
 class FileDeleted(msgspec.Struct):
-    """The answer to a deletion."""
+    """The response to a deletion."""
 
     id: str
     deleted: bool = True
@@ -186,9 +186,9 @@ async def create_file(
     storage: Storage,
     url_signer: UrlSigner,
 ) -> Response:
-    """Accepts a form with a batch file, or an input of any kind, and its `purpose`.
+    """Accepts a form with a `purpose` and either a batch file or an input of any kind.
 
-    A form with the field `content` is an upload by Replicate's clients.
+    A form with the field `content` is an upload from one of Replicate's clients.
     """
     call.context.streamed_max_bytes = FILE_MAX_BYTES + FORM_BYTES
     name, replayed = await first_field(call.http)
@@ -283,7 +283,7 @@ async def get_file(
 async def delete_file(
     call: Call, files: Files, batch_files: BatchFiles, batches: Batches, file_id: str
 ) -> Response:
-    """Deletes a file at once, unless a batch is still reading it."""
+    """Deletes a file immediately, unless a batch is still reading it."""
     if file_id.startswith("file_"):
         return await _as_replicate(call, replicate_models.delete_file(call, files, file_id))
     file = await _find(call, batch_files, file_id)
@@ -321,7 +321,7 @@ async def get_content(call: Call, batch_files: BatchFiles, file_id: str) -> Resp
 
 
 async def _find(call: Call, batch_files: BatchFiles, file_id: str) -> BatchFile:
-    """Returns a file of the tenant, unless a model that the key may not use wrote it."""
+    """Returns one of the tenant's files, unless it was written by a model the key may not use."""
     file = await batch_files.find(call.tenant, file_id)
     if file.model:
         check_model(call.caller, file.model)
@@ -329,9 +329,11 @@ async def _find(call: Call, batch_files: BatchFiles, file_id: str) -> BatchFile:
 
 
 def _parse_range(header: str, size_bytes: int) -> tuple[int, int]:
-    """Returns the first byte and the one after the last. For unknown formats, the whole file.
+    """Returns the position of the first byte and of the byte after the last.
 
-    RFC 9110, 14.2 allows a server to ignore `Range`.
+    For unknown formats, the range is the whole file.
+
+    RFC 9110, section 14.2, allows a server to ignore `Range`.
     """
     match = _RANGE.fullmatch(header.strip())
     if match is None:
@@ -390,7 +392,7 @@ async def get_object(
     expires: int,
     signature: str,
 ) -> Response:
-    """Returns the data of a result, as long as the link is valid."""
+    """Returns a result's data, as long as the link is valid."""
     url_signer.check(key, type, expires, signature)
     fetching = result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
     data = await while_connected(request.receive, fetching)

@@ -1,6 +1,6 @@
 """GET /livez, /readyz and /healthz, and GET /v1/status, which reports how busy the models are.
 
-On Cloud Run, Google's front end answers /healthz itself with 404 ("Reserved URL paths",
+On Cloud Run, Google's front end itself returns 404 for /healthz ("Reserved URL paths",
 https://docs.cloud.google.com/run/docs/known-issues).
 """
 
@@ -24,26 +24,26 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-"""Steps to which a wait is rounded up. Longer waits are shown as the last step."""
+"""Values that an expected wait is rounded up to. Longer waits are shown as the last value."""
 
 router = Router(tags=["health"])
 
 
 @router.get("/livez", summary="Liveness", reply=HealthReply, reply_text="The process is running.")
 async def is_alive() -> Response:
-    """Returns 200 while the process answers requests."""
+    """Returns 200 as long as the process is serving requests."""
     return Response(b'{"status":"ok"}', media_type="application/json")
 
 
 @router.get("/healthz", summary="Liveness", reply=HealthReply, reply_text="The process is running.")
 async def is_alive_as_before() -> Response:
-    """The same as /livez, under its earlier name. It can't be reached on Cloud Run."""
+    """Same as /livez, under its former name. Not reachable on Cloud Run."""
     return await is_alive()
 
 
 @router.get("/health", summary="Liveness", reply=HealthReply, reply_text="The process is running.")
 async def is_alive_too() -> Response:
-    """The same as /livez, under the name used by other servers."""
+    """Same as /livez, under the name other servers use."""
     return await is_alive()
 
 
@@ -56,9 +56,10 @@ async def is_alive_too() -> Response:
     },
 )
 async def is_ready(readiness: Readiness) -> Response:
-    """Returns 200 if a message passes through Pub/Sub and back, and API keys can be checked.
+    """Returns 200 if a message makes it through Pub/Sub and back, and API keys can be checked.
 
-    Without Redis, or with a Redis that may evict records, it is still 200, with status `degraded`.
+    If Redis is unavailable or might evict records, the response is still 200, with status
+    `degraded`.
     """
     state = await readiness.check()
     body = {
@@ -73,20 +74,20 @@ async def is_ready(readiness: Readiness) -> Response:
 
 
 class ModelStatus(msgspec.Struct, kw_only=True):
-    """The load of a model, as seen by one API instance."""
+    """A model's load, as seen by one API instance."""
 
     model: str
     is_busy: bool
-    """True if items of any tenant are waiting for a worker."""
+    """True if any tenant's items are waiting for a worker."""
     your_items_in_flight: Count
     """Your tenant's items that are waiting for a worker."""
     expected_wait_s: Seconds | None
-    """Estimate for one more item from you, in steps of 1, 2 and 5.
+    """Estimated wait for one more item from you, in steps of 1, 2, and 5.
 
     Null if items are waiting and the throughput is unknown.
     """
     items_per_s: Seconds | None
-    """Throughput of the workers while there is a queue, as last measured.
+    """The workers' most recently measured throughput while there was a queue.
 
     Null if it was not measured in the last few minutes.
     """
@@ -94,7 +95,7 @@ class ModelStatus(msgspec.Struct, kw_only=True):
 
 
 class StatusReply(msgspec.Struct):
-    """The load of the models that the key may use."""
+    """The load on the models the key may use."""
 
     data: list[ModelStatus]
     object: Literal["list"] = "list"
@@ -104,7 +105,7 @@ class StatusReply(msgspec.Struct):
 async def get_status(call: Call, catalog: Catalog, admission: Admission) -> Response:
     """Returns the load of each model, and the wait for one more item from you.
 
-    The numbers come from the instance that answers. The load of other tenants is not shown.
+    The numbers come from the instance that serves the request. Other tenants' load is not shown.
     """
     models = call.visible_models(catalog)
     reply = StatusReply([_status(call, model.name, admission) for model in models])
@@ -134,6 +135,6 @@ def _two_digits(value: float | None) -> float | None:
 def _coarse(wait_s: float) -> float:
     """Returns the next step of STEPS_S.
 
-    The exact wait would reveal how many items others are waiting for.
+    The exact wait would reveal how many items other tenants have waiting.
     """
     return next((step for step in STEPS_S if wait_s <= step), STEPS_S[-1])

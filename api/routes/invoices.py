@@ -1,6 +1,6 @@
-"""GET /v1/invoices: the invoices of a month, as `penstock invoice` creates them.
+"""GET /v1/invoices: a month's invoices, as created by `penstock invoice`.
 
-A key sees its own tenant's invoice. A key with the `admin` scope sees all tenants.
+A key sees its own tenant's invoice. A key with the `admin` scope sees every tenant's.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from shared.settings import ApiSettings
 
 
 class InvoiceLineReply(msgspec.Struct, kw_only=True):
-    """The use of one model at one price. Amounts are decimals in text, in US dollars."""
+    """One model's usage at one price. Amounts are decimals in text, in US dollars."""
 
     position: int
     """Line number, from 1."""
@@ -31,15 +31,15 @@ class InvoiceLineReply(msgspec.Struct, kw_only=True):
     kind: str
     """computed, cached, failed, expired or canceled."""
     items: int
-    """Texts, images or predictions."""
+    """Number of texts, images, or predictions."""
     quantity: int
     unit: str
     """Unit of `quantity`: tokens, pixel-steps or items."""
     unit_price_usd: str | None
-    """Price of a million units. Null if rows of an old release were not charged."""
+    """Price per million units. Null if the rows, from an old release, were not charged."""
     price_version: str | None
     charged_share: str
-    """Fraction of the price that is charged."""
+    """The fraction of the price that is charged."""
     amount_usd: str
 
 
@@ -52,22 +52,22 @@ class InvoiceTaxReply(msgspec.Struct, kw_only=True):
 
 
 class InvoiceReply(msgspec.Struct, kw_only=True):
-    """The amount that one tenant owes for one month."""
+    """One tenant's bill for one month."""
 
     object: Literal["invoice"] = "invoice"
     number: str
-    """Unique, and the same whenever the invoice is created again."""
+    """Unique, and stays the same whenever the invoice is created again."""
     seller: str
-    """Name and address in lines. Empty: not set."""
+    """Name and address, one per line. Empty if not set."""
     tenant: str
     month: str
-    """Such as 2026-10."""
+    """For example, 2026-10."""
     tz: str
-    """Time zone of the month."""
+    """Time zone in which the month is defined."""
     is_final: bool
-    """False while the month lasts: more may be added."""
+    """False until the month is over, because charges may still be added."""
     issued_on: str | None
-    """Date of the invoice: the day after the month. Null while the month lasts."""
+    """Invoice date: the day after the month ends. Null until the month is over."""
     currency: Literal["usd"] = "usd"
     lines: list[InvoiceLineReply]
     total_usd: str
@@ -75,13 +75,13 @@ class InvoiceReply(msgspec.Struct, kw_only=True):
     net_usd: str
     """The total, rounded to cents."""
     tax: InvoiceTaxReply | None
-    """Null: no tax is added."""
+    """Null if no tax is added."""
     due_usd: str
-    """The rounded total and the tax."""
+    """The rounded total plus tax."""
 
 
 class InvoicesReply(msgspec.Struct, kw_only=True):
-    """The invoices of a month."""
+    """A month's invoices."""
 
     object: Literal["list"] = "list"
     data: list[InvoiceReply]
@@ -105,7 +105,7 @@ _QUESTION = [
     errors=(400, 429),
 )
 async def list_invoices(call: Call, service: ReportService, settings: ApiSettings) -> Response:
-    """Returns the invoices of a month, computed from the rows in BigQuery."""
+    """Returns a month's invoices, computed from the rows in BigQuery."""
     params = call.http.query_params
     tenants = tenants_for(call, params.getlist("tenant"))
     question = ask_month(params.get("month", ""), params.get("tz", "UTC"), tenants=tenants)

@@ -44,15 +44,17 @@ class ModelItem(msgspec.Struct):
     owned_by: str = "penstock"
     object: Literal["model"] = "model"
     max_model_len: int | msgspec.UnsetType = msgspec.UNSET
-    """Context size of a text model in tokens, including generated tokens, as named by vLLM."""
+    """A text model's context size in tokens, including generated tokens, under vLLM's name for it.
+    """
     context_length: int | msgspec.UnsetType = msgspec.UNSET
-    """The same, as named by OpenRouter."""
+    """The same, under OpenRouter's name for it."""
     rerank: Rerank | msgspec.UnsetType = msgspec.UNSET
-    """Kind of scores in /v1/rerank, for a model that can rank."""
+    """The kind of score it returns in /v1/rerank, if the model can rank."""
     api: ServedApi | msgspec.UnsetType = msgspec.UNSET
     """The endpoint that serves a custom model, if it is one of OpenAI's or Mistral's."""
     price: dict[str, float] = {}
-    """Current prices in US dollars, by their names in the catalog. Omits prices of 0."""
+    """Current prices in US dollars, keyed by their names in the catalog. Prices of 0 are omitted.
+    """
 
 
 class ModelsReply(msgspec.Struct):
@@ -81,7 +83,7 @@ async def list_models(
     started_at_s: StartedAt,
     cursor: Annotated[str, Query(include_in_schema=False)] = "",
 ) -> Response:
-    """Lists the models that the key may use, in OpenAI's format.
+    """Lists the models the key may use, in OpenAI's format.
 
     Replicate's clients get pages in Replicate's format.
     """

@@ -1,14 +1,14 @@
-"""The two HTML pages: GET /docs to read about and try the API, and GET /console to use it.
+"""The two HTML pages: GET /docs for reading about and trying the API, GET /console for using it.
 
-GET / leads to the console.
+GET / redirects to the console.
 
-All scripts of a page come from its folder, so pages work without internet access, and no
+All of a page's scripts come from its folder, so pages work without internet access, and no
 third-party script sees a reader's key.
 
-The console consists of the files in api/console_page, which use only the public API, to try models
-and to see predictions, batches, usage and keys. It shows text from untrusted sources, so its policy
-does not allow inline scripts or styles, and Trusted Types prevent markup from strings
-(https://www.w3.org/TR/trusted-types/).
+The console consists of the files in api/console_page. It uses only the public API, and lets readers
+try models and view predictions, batches, usage, and keys. Because it shows text from untrusted
+sources, its policy does not allow inline scripts or styles, and Trusted Types prevent strings from
+becoming markup (https://www.w3.org/TR/trusted-types/).
 """
 
 from __future__ import annotations
@@ -61,17 +61,17 @@ console_assets = _ConsoleAssets(directory=CONSOLE)
 
 @router.get("/", include_in_schema=False)
 async def get_root() -> RedirectResponse:
-    """Redirects to the console. The address is relative, so it also works below a prefix."""
+    """Redirects to the console. The URL is relative, so it also works under a prefix."""
     return RedirectResponse("console", 307)
 
 
 @router.get("/docs", include_in_schema=False)
 async def get_docs() -> FileResponse:
-    """The page itself. Its assets are under /docs/assets."""
+    """Returns the page itself. Its assets are under /docs/assets."""
     return FileResponse(_DOCS / "index.html", headers=_DOCS_HEADERS)
 
 
 @router.get("/console", include_in_schema=False)
 async def get_console() -> FileResponse:
-    """The page itself. Its assets are under /console/assets."""
+    """Returns the page itself. Its assets are under /console/assets."""
     return FileResponse(CONSOLE / "index.html", headers=_CONSOLE_HEADERS)

@@ -1,6 +1,7 @@
-"""Reports in docs/reference/reports.md that the key may see, for the console and programs.
+"""The reports in docs/reference/reports.md that the key may see, for the console and for programs.
 
-A key sees its own tenant's rows. A key with the `admin` scope sees all tenants and all reports.
+A key sees its own tenant's rows. A key with the `admin` scope sees every tenant's rows and all
+reports.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _QUESTION = [
 
 
 class ReportEntry(msgspec.Struct, kw_only=True):
-    """A report that this key may read."""
+    """A report this key may read."""
 
     object: Literal["report.entry"] = "report.entry"
     name: str
@@ -46,30 +47,30 @@ class ReportEntry(msgspec.Struct, kw_only=True):
     audience: Literal["tenants", "operators"]
     """`operators`: only for keys with the `admin` scope."""
     days: Annotated[int, msgspec.Meta(ge=1)]
-    """Default range, in days before now."""
+    """Default range, in days back from now."""
     filters: list[Literal["tenant", "model"]]
-    """The filters it supports."""
+    """Supported filters."""
 
 
 class ReportsReply(msgspec.Struct, kw_only=True):
-    """The reports that this key may read."""
+    """The reports this key may read."""
 
     object: Literal["list"] = "list"
     data: list[ReportEntry]
 
 
 class ReportColumnReply(msgspec.Struct, kw_only=True):
-    """A column of a report."""
+    """A report column."""
 
     name: str
     type: str
     about: str
     has_total: bool
-    """True if the sum of the column is meaningful."""
+    """True if the column's sum is meaningful."""
 
 
 class ReportSeries(msgspec.Struct, kw_only=True):
-    """One line of a plot, the bars of one color, or one row of a heat map."""
+    """One line in a plot, the bars of one color, or one row of a heat map."""
 
     name: str
     x: list[str]
@@ -77,7 +78,7 @@ class ReportSeries(msgspec.Struct, kw_only=True):
 
 
 class ReportPlot(msgspec.Struct, kw_only=True):
-    """A plot of a report."""
+    """A report's plot."""
 
     kind: Literal["bars", "lines", "heat"]
     title: str
@@ -87,7 +88,7 @@ class ReportPlot(msgspec.Struct, kw_only=True):
 
 
 class ReportReply(msgspec.Struct, kw_only=True):
-    """The result of a report."""
+    """A report's result."""
 
     object: Literal["report"] = "report"
     name: str
@@ -109,7 +110,7 @@ router = Router(scope="usage", prefix="/v1/reports", tags=["usage"])
 
 @router.get("", summary="List reports", reply=ReportsReply)
 async def list_reports(call: Call) -> Response:
-    """Lists the reports that your key may read."""
+    """Lists the reports your key may read."""
     data = [_entry(report) for report in reports().values() if _may_read(call, report)]
     return encode_json(ReportsReply(data=data), headers=NO_STORE)
 
@@ -124,7 +125,7 @@ async def list_reports(call: Call) -> Response:
 async def get_report(
     call: Call, settings: ApiSettings, service: ReportService, name: str
 ) -> Response:
-    """Returns a report for a time range, with your tenant's rows."""
+    """Returns a report on your tenant's rows for a time range."""
     report = reports().get(name)
     if report is None or not _may_read(call, report):
         raise NotFound(f"report {name[:80]!r} does not exist", field="name")
@@ -153,10 +154,10 @@ def _may_read(call: Call, report: Report) -> bool:
 
 
 def tenants_for(call: Call, asked: list[str]) -> tuple[str, ...] | None:
-    """Returns the tenants whose rows to read. None: all.
+    """Returns the tenants whose rows to read. None means all tenants.
 
     Raises:
-        BadInput: the key may not read the rows of a tenant that it asked for.
+        BadInput: the key may not read a requested tenant's rows.
     """
     if _is_admin(call):
         return tuple(asked) or None

@@ -23,8 +23,8 @@ async def read_inputs(
 
     Args:
         raw_input: `input` in the body.
-        caller: owner of the files that the input may name.
-        images: fetches and stores images named in the input.
+        caller: owner of the files that the input may refer to.
+        images: fetches and stores images the input refers to.
 
     Raises:
         InvalidFields: a field is invalid.
@@ -41,7 +41,7 @@ async def read_inputs(
 
 
 def openapi_schema_of(model: Model) -> dict[str, Any]:
-    """Returns the schema of input and output in cog's format. Clients build forms from it."""
+    """Returns the input and output schemas in Cog's format. Clients build forms from them."""
     task = API_TASKS[model.task]
     schemas = {
         "Input": task.input_schema_of(model) | {"title": "Input"},

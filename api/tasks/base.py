@@ -19,21 +19,21 @@ Typed = TypeVar("Typed")
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The inputs of a prediction."""
+    """A prediction's inputs."""
 
     inputs: Sequence[Input]
     shown: dict[str, Any]
-    """The input as stored and shown. Images in it are replaced by the URL of a file."""
+    """The input as stored and shown, with each image replaced by a file's URL."""
     is_list: bool
-    """True if the output is a list, and False if it is the only element."""
+    """True if the output is a list; False if it is a single element."""
     is_repeatable: bool
     output_format: str = "png"
     upscale: int | None = None
-    """Factor by which images are enlarged. None: they are not enlarged."""
+    """Factor by which to enlarge images, or None to leave them as they are."""
 
 
 def check_results(results: Iterable[Result | None], kind: type[Typed], model: Model) -> list[Typed]:
-    """Returns the results, all of which must have this type."""
+    """Returns the results after checking that all of them have type `kind`."""
     typed = []
     for result in results:
         if not isinstance(result, kind):
@@ -43,28 +43,29 @@ def check_results(results: Iterable[Result | None], kind: type[Typed], model: Mo
 
 
 class ApiTask(ABC):
-    """The predictions of one task.
+    """One task's predictions.
 
     shared/models/tasks defines how a result becomes output, because webhooks show outputs too.
     """
 
     input_schema: ClassVar[type[Body]]
-    """The schema of the input. Clients build their forms from it."""
+    """The input schema. Clients build their forms from it."""
     output_schema: ClassVar[dict[str, Any]]
     """The output, as JSON Schema."""
 
     def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """The input of a model, as JSON Schema."""
+        """Returns a model's input as JSON Schema."""
         return self.input_schema.model_json_schema(ref_template="#/components/schemas/{model}")
 
     def output_schema_of(self, model: Model) -> dict[str, Any]:
-        """The output of a model, as JSON Schema."""
+        """Returns a model's output as JSON Schema."""
         return self.output_schema
 
     def streams(self, model: Model) -> StreamKind:
-        """Returns the form in which workers write output to Redis while computing, for streams.
+        """Returns the form in which workers write partial output to Redis, for streams.
 
-        Empty: only as a whole. `text`: piece by piece. `items`: one line of JSON per element.
+        Empty: not until it is complete. `text`: piece by piece. `items`: one line of JSON per
+        element.
         """
         return ""
 
@@ -72,11 +73,11 @@ class ApiTask(ABC):
     async def read(
         self, raw_input: dict[str, Any], model: Model, caller: ImageCaller, images: SourceImages
     ) -> Inputs:
-        """Returns the items of one prediction.
+        """Returns one prediction's items.
 
         Args:
             raw_input: `input` in the body.
-            images: fetches and stores images named in the input.
+            images: fetches and stores images the input refers to.
 
         Raises:
             pydantic.ValidationError: a field is invalid.

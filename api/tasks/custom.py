@@ -1,4 +1,4 @@
-"""Predictions of custom models, with inputs as defined in the model's penstock.schema.json."""
+"""Predictions with custom models. A model's penstock.schema.json defines its inputs."""
 
 from __future__ import annotations
 
@@ -31,18 +31,20 @@ from shared.models.tasks.custom import (
 )
 
 MAX_VALUES_BYTES = 16 * 1024 * 1024
-"""Maximum JSON size of inputs without files. Values that don't fit into a message are stored."""
+"""Maximum JSON size, in bytes, of inputs without files. Values that don't fit into a message are
+stored.
+"""
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
 
 FileInput = tuple[list[str | int], str]
-"""The position of a file in an input, and its URL."""
+"""A file's position in an input, and its URL."""
 
 _PLAIN: dict[str, Any] = {"string": str, "integer": int, "number": float, "boolean": bool}
 
 
 class AnyInput(Body):
-    """The input of a custom model. The fields differ per model."""
+    """A custom model's input. The fields differ from model to model."""
 
     model_config = ConfigDict(extra="allow", frozen=True)
 
@@ -60,7 +62,7 @@ class CustomApi(ApiTask):
         return interface_of(model).output
 
     def streams(self, model: Model) -> StreamKind:
-        """Piece by piece, if the class yields."""
+        """Output is streamed piece by piece if the class yields."""
         return interface_of(model).streams
 
     async def read(
@@ -85,14 +87,14 @@ def validate_input(
 
     Args:
         raw_input: `input` in the body.
-        max_bytes: maximum JSON size of the values without files.
+        max_bytes: maximum JSON size of the values, without files.
 
     Returns:
         The input without its files, and the files.
 
     Raises:
         pydantic.ValidationError: a field is invalid.
-        BadInput: it is too large, or has too many files.
+        BadInput: the input is too large, or has too many files.
     """
     interface = interface_of(model)
     # Null is the same as absent, as sent by Replicate's clients.
@@ -126,7 +128,7 @@ def _check_integers(values: Mapping[str, Any]) -> None:
 
 
 def max_values_bytes(model: Model) -> int:
-    """Returns the maximum JSON size of an input that `store_large_values` handles."""
+    """Returns the maximum JSON size, in bytes, of an input to `store_large_values`."""
     is_flow = isinstance(model, Flow)  # its engine reads the values
     return MAX_MESSAGE_JSON_BYTES if is_flow else MAX_VALUES_BYTES
 
@@ -144,8 +146,8 @@ async def store_large_values(
 
     Args:
         caller: owner of the files in `shown`.
-        shown: the input as shown to its caller, in which each stored value is replaced by a link.
-            None if callers can't read the input.
+        shown: the input as shown to its caller, with each stored value replaced by a link. None if
+            callers can't read the input.
 
     Raises:
         InputTooLarge: a secret does not fit into a message. Secrets are never stored.
@@ -174,11 +176,11 @@ async def store_large_values(
 def input_of_fields(
     values: Mapping[str, Any], model: Model, names: Mapping[str, str]
 ) -> tuple[CustomInput, list[FileInput]]:
-    """Validates the fields of an endpoint served by a class. None values are left out.
+    """Validates the fields for an endpoint that a class serves. None values are omitted.
 
     Args:
-        values: values by the names of the class's inputs.
-        names: names of the endpoint's fields by input name, where they differ.
+        values: values, keyed by the class's input names.
+        names: the endpoint's field names, keyed by input name, where the two differ.
 
     Returns:
         The input without its files, and the files.
@@ -195,10 +197,10 @@ def input_of_fields(
 
 
 class FieldNames(NamedTuple):
-    """The names that an endpoint uses for its class's or flow's inputs.
+    """The names an endpoint uses for its class's or flow's inputs.
 
     Args:
-        names: names of the endpoint's fields by input name, where they differ.
+        names: the endpoint's field names, keyed by input name, where the two differ.
     """
 
     model: Model
@@ -207,7 +209,7 @@ class FieldNames(NamedTuple):
     names: Mapping[str, str] = {}
 
     def error(self, error: PenstockError) -> PenstockError:
-        """Returns an error in which input names are replaced by the endpoint's field names."""
+        """Returns the error with input names replaced by the endpoint's field names."""
         if not isinstance(error, BadInput):
             return error
         is_weight = isinstance(error, InputTooLarge) and error.field == "input"
@@ -223,7 +225,7 @@ class FieldNames(NamedTuple):
 
     @contextmanager
     def used(self) -> Iterator[None]:
-        """Replaces input names by the endpoint's field names in errors of the block."""
+        """Replaces input names with the endpoint's field names in errors from the block."""
         try:
             yield
         except BadInput as error:
@@ -239,16 +241,16 @@ async def add_files(
     images: SourceImages,
     shown: dict[str, Any] | None = None,
 ) -> None:
-    """Loads the files of an input.
+    """Loads the files an input refers to.
 
     Args:
         files: the files returned by `validate_input`.
-        caller: owner of the files that may be named.
-        shown: the input as shown to its caller. Each `data:` URI is replaced by a link, and then
-            kept. None: not shown.
+        caller: owner of the files that the input may refer to.
+        shown: the input as shown to its caller. Each `data:` URI is stored and replaced by a link.
+            None if the input is not shown.
 
     Raises:
-        BadInput: the file does not exist, or must not be fetched.
+        BadInput: the file does not exist, or fetching it is not allowed.
         Overloaded: too many files are being fetched.
         Unavailable: the object store is unreachable.
     """
@@ -269,7 +271,7 @@ async def add_files(
 
 
 def _show(shown: dict[str, Any], at: list[str | int], link: str) -> None:
-    """Puts a link into an input, without changing the lists of the body."""
+    """Puts a link into an input, without changing the lists in the body."""
     field = str(at[0])
     if len(at) > 1:
         number = int(at[1])
@@ -322,7 +324,7 @@ def validator_of(interface: ModelInterface) -> type[BaseModel]:
 
 
 def _type_of(shape: dict[str, Any]) -> Any:
-    """Returns the type for a JSON Schema as written by cog."""
+    """Returns the type for a JSON Schema generated by Cog."""
     if "enum" in shape:
         return Literal[tuple(shape["enum"])]
     if "anyOf" in shape:
@@ -354,10 +356,10 @@ def _type_of(shape: dict[str, Any]) -> Any:
 
 
 def _pattern_of(regex: str) -> str:
-    """Returns a regular expression matched from the beginning, as in cog.
+    """Returns a regular expression that is anchored at the start, as in Cog.
 
-    Empty: it requires Python's engine, whose running time is unbounded. The class's process checks
-    it.
+    Empty if the pattern requires Python's engine, whose running time is unbounded. In that case,
+    the class's process checks the value.
     """
     pattern = f"^(?:{regex})"
     try:

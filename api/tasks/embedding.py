@@ -1,4 +1,4 @@
-"""Predictions of embedding models: one or more texts, and a vector for each.
+"""Predictions with embedding models: one or more texts, and a vector for each.
 
 Also builds the inputs of embedding jobs from texts or token lists, within the model's limits.
 """
@@ -22,14 +22,15 @@ from shared.models.catalog import Model
 from shared.models.tasks.embedding import TextInput, TextTokens, TokensInput, Truncate
 
 TOKEN_BYTES = 4
-"""Bytes that a token ID counts toward the input limit, because a token is about four bytes of text.
+"""Number of bytes a token ID counts toward the input limit, because a token is about four bytes of
+text.
 """
 
 WindowUnit = Literal["sentence", "tokens"]
 MAX_LONG_TEXT_BYTES = 4 * 1024 * 1024
-"""Maximum text per request: about 1,200 pages, more than its windows have room for.
+"""Maximum text per request: about 1,200 pages, more than the windows can hold.
 
-Finding windows is free, so it needs a limit.
+Splitting a text into windows is free, so it needs a limit.
 """
 _BLANK_LINE = re.compile(r"\n[^\S\n]*+\n")
 # A match begins at the first character of a run and takes the whole run, so the time is linear in
@@ -44,10 +45,11 @@ _SENTENCE_END = re.compile(
 _INITIAL = re.compile(r"(?:^|[\s(.])[^\W\d_]\.\s+$")
 _LOOK_BACK = 32
 _LONGEST_WORD = 4096
-"""Maximum number of characters that a section goes back to find the end of a word."""
+"""Maximum number of characters to back up from a section's end to find the end of a word."""
 
 MAX_TEXTS = 128
-"""A prediction is one message and its answer another. Both must stay far below Pub/Sub's 10 MB."""
+"""A prediction is one message and its reply is another. Both must stay far below Pub/Sub's 10 MB.
+"""
 MAX_TEXT_BYTES = 1024 * 1024
 _VECTOR = {"type": "array", "items": {"type": "number"}}
 
@@ -69,8 +71,8 @@ def text_inputs(
 
     Args:
         texts_or_tokens: one or more texts or token lists.
-        truncate: the side of an overlong text to cut.
-        tokenizer: model whose tokenizer produced the token IDs, according to the caller.
+        truncate: the side on which to cut a text that is too long.
+        tokenizer: the model whose tokenizer, according to the caller, produced the token IDs.
 
     Raises:
         BadInput: there are too many inputs, or token IDs without the model's tokenizer name.
@@ -103,7 +105,7 @@ def text_inputs(
 
 
 def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
-    """Rejects IDs from other tokenizers, whose vocabularies would yield a wrong vector."""
+    """Rejects IDs from other tokenizers, because their vocabularies would yield wrong vectors."""
     if tokenizer is None:
         raise BadInput(
             "input: token ids mean nothing without their tokenizer. Send texts (LangChain: "
@@ -118,20 +120,22 @@ def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
 
 
 class Window(NamedTuple):
-    """A part of a text, by characters (Unicode code points, from 0; `end` is exclusive)."""
+    """Part of a text, in characters (Unicode code points, from 0; `end` is exclusive)."""
 
     start: int
     end: int
     is_exact: bool
-    """True if it starts and ends between words, so that it has the same tokens as in the text."""
+    """True if the window starts and ends between words, so that it has the same tokens as in the
+    whole text.
+    """
 
 
 def sections_of(text: str, max_bytes: int) -> list[str]:
-    """Cuts a text between words into sections of at most `max_bytes`.
+    """Splits a text between words into sections of at most `max_bytes`.
 
     Sections are tokenized separately.
 
-    A longer word is cut anywhere.
+    A word longer than that may be cut anywhere.
     """
     longest = max_bytes if text.isascii() else max_bytes // 4
     sections, at = [], 0
@@ -149,8 +153,8 @@ def sentence_starts(text: str) -> list[int]:
 
     A sentence ends after `.`, `!`, `?` or `…` followed by whitespace, unless a lowercase letter
     follows, or after a blank line, as in UAX #29 (https://www.unicode.org/reports/tr29/, SB4, SB8,
-    SB11). It does not end at a line end, because many texts have lines of fixed width, nor after an
-    initial.
+    SB11). It does not end at a line break, because many texts have lines of fixed width, or after
+    an initial.
     """
     starts = [0]
     for match in _SENTENCE_END.finditer(text):
@@ -172,18 +176,19 @@ def windows_of(
     by: WindowUnit,
     most: int,
 ) -> list[Window]:
-    """Cuts a text into windows of at most `tokens` tokens.
+    """Splits a text into windows of at most `tokens` tokens.
 
-    A window ends after a sentence or a word. Units longer than a window are cut at the next
+    A window ends after a sentence or a word. A unit longer than a window is split at the next
     smaller unit: a sentence between words, a word between tokens.
 
     Args:
-        sections: tokens of its sections, in order.
+        sections: tokens in each of the text's sections, in order.
         lengths: length of each section, in characters.
         tokens: maximum tokens per window, without special tokens.
-        overlap: maximum tokens that a window repeats from the previous one, in whole units.
+        overlap: maximum number of tokens that a window repeats from the previous window, in whole
+            units.
         by: unit at which windows begin and end.
-        most: stops once there is one more window than this.
+        most: stop once there is one window more than this.
     """
     starts = _token_starts(sections, lengths)
     if not len(starts):
@@ -200,7 +205,7 @@ def windows_of(
 
 
 def _token_starts(sections: Sequence[TextTokens], lengths: Sequence[int]) -> NDArray[np.int64]:
-    """Returns the position in the whole text, in characters, at which each token starts."""
+    """Returns where each token starts, as a character position in the whole text."""
     offsets = np.cumsum([0, *lengths[:-1]])
     return np.concatenate(
         [
@@ -213,7 +218,7 @@ def _token_starts(sections: Sequence[TextTokens], lengths: Sequence[int]) -> NDA
 def _cuts(
     count: int, units: Sequence[NDArray[np.int64]], tokens: int, overlap: int, most: int
 ) -> Iterator[tuple[int, int]]:
-    """Yields the first token of each window and the one after its last."""
+    """Yields each window's first token and the token after its last."""
     begin = 0
     for _ in range(most + 1):
         if begin + tokens >= count:
@@ -246,7 +251,7 @@ def _window(
 
 
 class TextsInput(Body):
-    """The input of embedding models: exactly one of `text`, `texts` and `input`."""
+    """Input for embedding models: exactly one of `text`, `texts`, and `input`."""
 
     text: Text | None = Field(None, description="One text. The output is its vector.")
     texts: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
@@ -272,7 +277,7 @@ class TextsInput(Body):
 
 
 class EmbeddingApi(ApiTask):
-    """The output is a vector, or a list of them."""
+    """The output is a vector, or a list of vectors."""
 
     input_schema = TextsInput
     output_schema: ClassVar = {"anyOf": [_VECTOR, {"type": "array", "items": _VECTOR}]}
@@ -288,7 +293,7 @@ class EmbeddingApi(ApiTask):
 
 
 def check_texts(texts: list[str]) -> None:
-    """Checks that the texts fit into one prediction.
+    """Checks that the texts fit in one prediction.
 
     Raises:
         BadInput: there are too many texts.

@@ -1,4 +1,4 @@
-"""Predictions of image models: images from a prompt, or from an image and a prompt."""
+"""Predictions with image models: images drawn from a prompt, or from an image and a prompt."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def _or_one_number(schema: dict[str, Any]) -> None:
 
 
 class ImagePredictionInput(ImageFields):
-    """The input of image models. With `image` it is image-to-image at `strength`."""
+    """Input for image models. With `image`, it runs image-to-image at `strength`."""
 
     image: str | None = Field(
         None,
@@ -120,20 +120,20 @@ class ImagePredictionInput(ImageFields):
 
     @property
     def mode(self) -> ImageMode:
-        """Starting point of the drawing: `mask` (also with `padding`), `image` or `text`."""
+        """Starting point for the drawing: `mask` (also with `padding`), `image`, or `text`."""
         if self.mask is not None or self.padding is not None:
             return "mask"
         return "text" if self.image is None else "image"
 
     @property
     def files(self) -> dict[str, str]:
-        """The URLs of all files, by field."""
+        """The URLs of all files, keyed by field."""
         named = {"image": self.image, "mask": self.mask}
         return {name: url for name, url in named.items() if url is not None} | guide_urls(self)
 
     @property
     def source(self) -> ImageSource | None:
-        """The image to start from. None: only the prompt."""
+        """The image to start from, or None to start from the prompt alone."""
         if self.image is None:
             return None
         return ImageSource(
@@ -147,7 +147,7 @@ class ImagePredictionInput(ImageFields):
 
     @property
     def sides(self) -> Padding:
-        """The padding to the left, above, to the right and below."""
+        """The padding on the left, top, right, and bottom."""
         left, above, right, below = self.padding or UNPADDED
         return left, above, right, below
 
@@ -209,10 +209,10 @@ class ImageApi(ApiTask):
 
 
 def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -> None:
-    """Validates that a padding leaves a part of the image, in a size that the model supports.
+    """Checks that a padding leaves part of the image visible, at a size the model supports.
 
     Raises:
-        BadInput: it does not.
+        BadInput: no part is visible, or the size is not supported.
     """
     across, down = sides[0] + sides[2], sides[1] + sides[3]
     if size is None:
@@ -229,7 +229,7 @@ def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -
 
 
 def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
-    """Returns the requested size. None if there is none."""
+    """Returns the requested size, if any."""
     if parsed.size:
         return size_of(parsed.size, model)
     if not (parsed.width or parsed.height):
@@ -238,21 +238,21 @@ def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
 
 
 def images_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult | None]:
-    """Returns the images of a successful request. None: the image is withheld."""
+    """Returns a successful request's images. None stands for a withheld image."""
     if isinstance(run := outcomes[0].result, ImagesResult):
         return run.images
     return [*check_results((outcome.result for outcome in outcomes), ImageResult, model)]
 
 
 def image_server(model: Model, upscale: int | None, catalog: Catalog) -> Model:
-    """Returns the flow for images of `model`, or the model itself if no steps follow its images.
+    """Returns the flow for images from `model`, or the model itself if no steps follow.
 
     Args:
-        upscale: factor by which images are enlarged. None: they are not enlarged.
-        catalog: has the models of the steps.
+        upscale: factor by which to enlarge images, or None to leave them as they are.
+        catalog: contains the models that the steps use.
 
     Raises:
-        BadInput: images of the model can't be enlarged.
+        BadInput: the model's images can't be enlarged.
     """
     if upscale is not None and model.image.upscale is None:
         raise BadInput(f"upscale: is not supported by {model.name}; leave it out", field="upscale")
@@ -263,12 +263,12 @@ def plan_images(read: Inputs, model: Model, catalog: Catalog) -> tuple[Model, In
     """Returns the model and the inputs to compute: a flow, if steps follow the images.
 
     Args:
-        read: inputs of the request. Large sources are in the object store.
-        model: the model named in the request. If it draws no images, no step follows.
-        catalog: has the models of the steps.
+        read: the request's inputs. Large sources are in the object store.
+        model: the model named in the request. If it does not draw images, no steps follow.
+        catalog: contains the models that the steps use.
 
     Raises:
-        BadInput: images of the model can't be enlarged.
+        BadInput: the model's images can't be enlarged.
     """
     images = [value for value in read.inputs if isinstance(value, ImageInput)]
     if not images:

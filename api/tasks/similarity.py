@@ -1,4 +1,4 @@
-"""Predictions of similarity models: one query and several texts, or pairs of texts."""
+"""Predictions with similarity models: one query and several texts, or pairs of texts."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Pair = Annotated[list[Text], Field(min_length=2, max_length=2)]
 
 
 class TextsToCompare(Body):
-    """The input of similarity models: `query` and `texts`, or `pairs`."""
+    """Input for similarity models: `query` and `texts`, or `pairs`."""
 
     query: Text | None = Field(None, description="The text that each of `texts` is compared with.")
     texts: Annotated[list[Text], Field(min_length=1, fail_fast=True)] | None = Field(
@@ -40,7 +40,7 @@ class TextsToCompare(Body):
         return self
 
     def all_pairs(self) -> list[tuple[str, str]]:
-        """Returns each text and the text to compare it with."""
+        """Returns each text along with the text to compare it to."""
         if self.pairs is not None:
             return [(text, query) for text, query in self.pairs]
         return [(text, self.query or "") for text in self.texts or ()]

@@ -1,4 +1,4 @@
-"""Predictions of text models: a prompt or messages, and the generated text."""
+"""Predictions with text models: a prompt or messages, and the generated text."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.models.tasks.text import GenerationInput
 
 
 class PromptToContinue(Body):
-    """The input of text models: `prompt`, or `messages` with the model's chat template."""
+    """Input for text models: `prompt`, or `messages` with the model's chat template."""
 
     prompt: Text | None = Field(None, description="The text to continue.")
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)] | None = Field(
@@ -48,7 +48,7 @@ class GenerationApi(ApiTask):
     output_schema: ClassVar = {"type": "string"}
 
     def input_schema_of(self, model: Model) -> dict[str, Any]:
-        """Returns the input schema, with the model's default and maximum length."""
+        """Returns the input schema, with the model's default and maximum lengths."""
         schema = super().input_schema_of(model)
         length = schema["properties"]["max_tokens"]
         length["default"] = model.generation.default_tokens
@@ -90,7 +90,7 @@ class GenerationApi(ApiTask):
 
 
 def _drop_unused_fields(fields: dict[str, Any]) -> dict[str, Any]:
-    """Returns the input in its stored form, without fields that have no effect."""
+    """Returns the input as stored, without fields that have no effect."""
     if not fields.get("messages"):
         return fields
     messages = [

@@ -1,1 +1,1 @@
-"""Usage of callers, read from rows in BigQuery."""
+"""Callers' usage, read from rows in BigQuery."""

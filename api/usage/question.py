@@ -1,7 +1,7 @@
-"""Parses the query string of a usage query, as sent by OpenAI's clients.
+"""Parses the query string in a usage request from OpenAI's clients.
 
-https://platform.openai.com/docs/api-reference/usage. Lists are sent as `group_by[]=model` or
-repeated.
+https://platform.openai.com/docs/api-reference/usage. Lists are sent as `group_by[]=model` or as
+repeated parameters.
 """
 
 from __future__ import annotations
@@ -20,15 +20,12 @@ from shared.reports.definitions import ROWS_KEPT_DAYS
 
 WIDTHS_S = {"1m": 60, "1h": 3600, "1d": 86_400}
 LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 31)}
-"""Buckets per page by width: default and maximum."""
+"""Buckets per page, by bucket width: default and maximum."""
 COST_LIMITS = {"1m": (60, 1440), "1h": (24, 168), "1d": (7, 180)}
 GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "model": "by_model"}
 COST_GROUPS = {"project_id": "by_tenant", "api_key_id": "by_key", "line_item": "by_model"}
 UNKNOWN_FILTERS = ("user_ids", "sizes", "sources", "batch")
-"""Filters of OpenAI's API that our rows do not support.
-
-Ignoring them would return the usage of everything.
-"""
+"""Filters in OpenAI's API that our rows do not support. Ignoring them would return all usage."""
 KEPT_S = ROWS_KEPT_DAYS * 86_400
 MAX_NAMES = 100
 _PAGE = re.compile(r"page_([0-9]{1,11})")
@@ -37,7 +34,7 @@ _DAY = re.compile(r"[0-9]{4}-[0-9]{2}-[0-9]{2}")
 
 
 class Question(NamedTuple):
-    """One page of a usage query: the query, and the start of the next page."""
+    """One page of a usage query: the query, and where the next page starts."""
 
     query: UsageQuery
     next_page: str | None
@@ -53,12 +50,12 @@ def read_question(
     """Parses a usage query.
 
     Args:
-        tenants: the tenants whose rows the caller may see. None: all.
-        tasks: tasks whose rows are requested. None: all.
-        is_of_costs: True if costs are requested, which support other groups.
+        tenants: the tenants whose rows the caller may see. None means all tenants.
+        tasks: tasks whose rows are requested. None means all tasks.
+        is_of_costs: True if costs are requested; they support different groups.
 
     Raises:
-        BadInput: a value is missing or invalid. `field` names it.
+        BadInput: a value is missing or invalid. `field` is its name.
     """
     _check_filters(params, is_of_costs)
     start_s, end_s, width_s = _read_span(params)
@@ -88,7 +85,7 @@ def read_question(
 
 
 def _read_span(params: QueryParams) -> tuple[int, int, int]:
-    """Returns the start of the first bucket, the end of the last, and their width, in seconds."""
+    """Returns the first bucket's start, the last bucket's end, and the bucket width, in seconds."""
     now, width = int(time.time()), params.get("bucket_width", "1d")
     if width not in WIDTHS_S:
         raise BadInput(
@@ -108,7 +105,7 @@ def read_range(params: QueryParams, now_s: float) -> tuple[int, int] | None:
     """Reads `from` and `to`: Unix seconds or UTC dates. None if both are missing.
 
     Raises:
-        BadInput: a value is invalid. `field` names it.
+        BadInput: a value is invalid. `field` is its name.
     """
     if not (params.get("from") or params.get("to")):
         return None
@@ -196,7 +193,7 @@ def _list(params: QueryParams, field: str) -> Sequence[str]:
 def _within(
     allowed: tuple[str, ...] | None, chosen: tuple[str, ...] | None
 ) -> tuple[str, ...] | None:
-    """Returns the chosen names that are allowed. None: all."""
+    """Returns the chosen names that are allowed. None means all."""
     if allowed is None or chosen is None:
         return chosen if allowed is None else allowed
     return tuple(name for name in chosen if name in allowed)

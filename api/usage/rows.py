@@ -1,4 +1,4 @@
-"""Queries usage in BigQuery: one parameterized query, with a limit on the bytes it reads."""
+"""Queries usage in BigQuery, with one parameterized query and a limit on the bytes it reads."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ MAX_LINES = 10_000
 
 
 class UsageQuery(NamedTuple):
-    """A usage query. None as a filter: all."""
+    """A usage query. A filter of None matches everything."""
 
     start_s: int
     """Start of the first bucket, Unix time."""
     end_s: int
     """Requests must have been received before this Unix time."""
     width_s: int
-    """Width of a bucket."""
+    """Bucket width."""
     tenants: tuple[str, ...] | None
-    """Tenants to include. None is only for administrators."""
+    """Tenants to include. None means all tenants, and is only for administrators."""
     models: tuple[str, ...] | None = None
     keys: tuple[str, ...] | None = None
     tasks: tuple[str, ...] | None = None
@@ -42,7 +42,7 @@ class UsageLine(NamedTuple):
     model: str | None
     key_id: str | None
     model_requests: int
-    """Requests that ran the model, without rejected ones. A flow run counts once per model."""
+    """Requests that ran the model, excluding rejected ones. A flow run counts once per model."""
     requests: int
     """Requests, including rejected ones, as in the reports. A flow run counts once."""
     refused: int
@@ -50,9 +50,9 @@ class UsageLine(NamedTuple):
     items: int
     succeeded: int
     cached: int
-    """Succeeded items that came from the cache or joined another item."""
+    """Successful items that came from the cache or joined another item."""
     tokens: int
-    """Tokens of delivered results."""
+    """Tokens in delivered results."""
     charged_tokens: float
     pixel_steps: int
     charged_pixel_steps: float
@@ -61,12 +61,12 @@ class UsageLine(NamedTuple):
 
 
 class UsageRows:
-    """The usage table. Calls block, so they run in threads.
+    """The usage table. Its calls block, so they run in threads.
 
     Args:
-        project: project of the dataset, which pays for the queries.
-        endpoint: URL of an embedded BigQuery. Empty for Google's.
-        most_bytes: a query that would read more bytes is rejected.
+        project: the dataset's project, which pays for the queries.
+        endpoint: URL of an embedded BigQuery, or empty for Google's.
+        most_bytes: maximum bytes that a query may read; larger queries are rejected.
     """
 
     def __init__(self, project: str, dataset: str, endpoint: str, most_bytes: int) -> None:
@@ -77,7 +77,7 @@ class UsageRows:
         self._client: Any = None
 
     def read(self, query: UsageQuery) -> list[UsageLine]:
-        """Returns the lines of all nonempty buckets, in order.
+        """Returns the lines for all nonempty buckets, in order.
 
         Raises:
             BadInput: there are more than MAX_LINES lines.

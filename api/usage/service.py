@@ -1,7 +1,7 @@
-"""Reads usage and runs reports with few concurrent queries, shared fairly among tenants.
+"""Reads usage and runs reports with a few concurrent queries, shared fairly among tenants.
 
-Usage is cached for KEEP_S. So frequent requests cost nothing, and figures are at most KEEP_S older
-than BigQuery's.
+Usage is cached for KEEP_S, so frequent requests cost nothing, and figures lag BigQuery's by at most
+KEEP_S.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ MAX_OF_ONE_TENANT = 4
 MAX_CLAIMED = 64
 """Maximum number of running or waiting queries.
 
-Even sixteen tenants at their maximum leave room for others.
+Even with sixteen tenants at their maximum, there is room for others.
 """
 
 Answer = TypeVar("Answer")
@@ -44,7 +44,8 @@ MAX_ROWS = 5_000
 class QueryPermits:
     """Limits and orders the queries that tenants run in BigQuery.
 
-    A single tenant runs two queries and leaves two threads free (shared/process/concurrency.py).
+    A tenant that is alone runs two queries at a time, leaving two threads free
+    (shared/process/concurrency.py).
     """
 
     def __init__(self) -> None:
@@ -57,14 +58,14 @@ class QueryPermits:
         """Takes a position in the queue. Call `taken` or `run` afterwards.
 
         Raises:
-            Overloaded: the queue is full, or the tenant has used its part of it.
+            Overloaded: the queue is full, or the tenant has used up its share of it.
         """
         if self._claimed[tenant] >= MAX_OF_ONE_TENANT or self._claimed.total() >= MAX_CLAIMED:
             raise Overloaded("too many queries about usage; try again", retry_after_s=1.0)
         self._claimed[tenant] += 1
 
     async def run(self, tenant: str, function: Callable[..., Answer], *args: object) -> Answer:
-        """Calls a blocking function in a tenant's claimed turn."""
+        """Calls a blocking function during a tenant's claimed turn."""
         async with self.taken(tenant):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, function, *args)
@@ -85,7 +86,7 @@ class QueryPermits:
 
 
 class UsageRead(NamedTuple):
-    """Usage in BigQuery at `read_at_s` (Unix time)."""
+    """Usage in BigQuery as of `read_at_s` (Unix time)."""
 
     lines: Sequence[UsageLine]
     read_at_s: float
@@ -108,7 +109,7 @@ class UsageService:
         self._kept: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
 
     async def read(self, query: UsageQuery, tenant: str) -> UsageRead:
-        """Returns the usage, which is at most KEEP_S old, for a request of `tenant`.
+        """Returns usage, at most KEEP_S old, for a request from `tenant`.
 
         Raises:
             BadInput: the result has too many groups.
@@ -141,17 +142,17 @@ class UsageService:
 
 
 class ReportDataset(NamedTuple):
-    """The dataset of the rows, and the maximum bytes that a query may read."""
+    """The dataset that contains the rows, and the maximum bytes that a query may read."""
 
     project: str
     dataset: str
     endpoint: str
-    """URL of an embedded BigQuery. Empty for Google's."""
+    """URL of an embedded BigQuery, or empty for Google's."""
     most_bytes: int
 
 
 class ReportService:
-    """Answers reports.
+    """Runs reports.
 
     Args:
         turns: the limits shared by all usage queries.
