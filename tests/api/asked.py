@@ -187,7 +187,7 @@ owners = chosen("", "owner/", bad=latin.map(lambda name: f"{name}/") | st.just("
 
 
 def predictions(model: str) -> st.SearchStrategy[Asked]:
-    """Predictions with one model, through every route that creates predictions."""
+    """Predictions from one model, through every route that creates predictions."""
     versions = st.builds(lambda owner, name: owner + name, owners, chosen(model, bad=models))
     given = st.builds(
         lambda about, more: {"input": about, **more}, mostly(inputs[model], drawn(FIELDS)), told
@@ -209,9 +209,9 @@ def predictions(model: str) -> st.SearchStrategy[Asked]:
 
 
 def as_json(path: str, body: object, method: str = "POST") -> Asked:
-    """Includes values that Python's encoder accepts but JSON does not have:
+    """Includes values that Python's encoder accepts but JSON does not have: NaN and Infinity.
 
-    NaN, Infinity; lone surrogates are escaped.
+    Lone surrogates are escaped.
     """
     return Asked(method, path, json.dumps(body).encode(), [("content-type", "application/json")])
 

@@ -32,7 +32,7 @@ def fields_of(kind: Any) -> list[Field]:
 
 
 def params_of(*kinds: Any) -> list[Field]:
-    """The fields of several request types that together form one request, without duplicates."""
+    """The fields of several request types that form one request, without duplicates."""
     found = {field.name: field for kind in reversed(kinds) for field in fields_of(kind)}
     return list(found.values())
 
@@ -68,7 +68,7 @@ def _is_nullable(hint: Any) -> bool:
 
 
 def usual_value(hint: Any, depth: int = 0) -> Any:
-    """A value that a caller might send for a type: the first of several possible forms."""
+    """A value that a caller might send for a type: the first of its possible forms."""
     hint = next((one for one in _members(hint) if one is not type(None)), type(None))
     origin = get_origin(hint)
     if origin is Literal:

@@ -1,4 +1,4 @@
-"""A worker without a model: it takes jobs from an in-memory or real broker and answers them
+"""A worker without a model: it takes jobs from an in-memory or real broker and replies
 deterministically.
 """
 
@@ -83,7 +83,7 @@ def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
 
 
 def png_of(given: ImageInput) -> bytes:
-    """A single-color image, derived from the seed, or halfway between it and the source's mean."""
+    """A single-color image, derived from the seed and the number of steps."""
     color = (given.seed % 256, given.seed // 256 % 256, given.steps % 256)
     buffer = io.BytesIO()
     Image.new("RGB", (given.width, given.height), color).save(buffer, "png")
@@ -93,7 +93,9 @@ def png_of(given: ImageInput) -> bytes:
 LAST_WORD = "END"
 """The last word of a text that stops by itself."""
 MAX_PROMPT_WORDS = 10
-"""Extra words in an image prompt are reported as lost, as a real worker reports lost tokens."""
+"""Extra words in an image prompt are reported as truncated, as a real worker reports truncated
+tokens.
+"""
 
 
 PROMPT_TOKENS, CACHED_TOKENS = 7, 3
@@ -104,7 +106,7 @@ class FakeWorker:
     """Serves all of `models`.
 
     While `go` is cleared, every reply is held back. `broken` texts and prompts fail. With a cache,
-    results are stored as a real worker does. `jobs` lists jobs in order of arrival. With
+    results are stored as a real worker stores them. `jobs` lists jobs in order of arrival. With
     `is_silent`, it takes jobs and never replies. `stores_results_in` receives all images. Jobs from
     the requests in `unreadable` get a reply that they are invalid. With a `preparer`, a text is
     checked and truncated as in a real worker, and its vector consists of its token ids. `jitter`
@@ -297,7 +299,7 @@ def until_stop(text: str, stops: Sequence[str]) -> tuple[str, str]:
 
 
 def words_of(given: GenerationInput) -> list[str]:
-    """The text's tokens: the words after `say ` in the prompt, or numbers."""
+    """The text's tokens: the words after `say ` in the prompt, or else numbers."""
     prompt = given.messages[-1]["content"] if given.messages else given.prompt
     if isinstance(prompt, str) and prompt.startswith("say "):
         text, _ = until_stop(prompt.removeprefix("say "), given.stop)
@@ -361,8 +363,9 @@ def _is_document(given: CustomInput) -> bool:
 
 
 def _pages_of(document: CustomInput) -> CustomResult:
-    """Pages read from a "document": a text with one page per line. "image" contains an image, and
-    "crowded" also has many references and words.
+    """Pages read from a "document", which is a text with one page per line.
+
+    The line "image" contains an image; "crowded" also has many references and words.
     """
     (file,) = document.files
     assert file.data is not None, "a small one"

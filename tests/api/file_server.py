@@ -17,7 +17,7 @@ NAME = "files.example"
 
 
 class FileServer:
-    """Responds by path.
+    """Responds according to the path.
 
     `asked` counts requests per path, and `headers` contains the latest request's headers.
 

@@ -1,4 +1,4 @@
-"""`lora_weights` and `lora_scale`, on every endpoint for images."""
+"""`lora_weights` and `lora_scale` on every image endpoint."""
 
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -42,7 +42,7 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 
 
 async def varied(api: ApiUnderTest, fields: dict[str, Any]) -> httpx.Response:
-    """The response to a variation form."""
+    """The response to a variations form."""
     files = {"image": ("a.png", SOURCE, "image/png")}
     form = {name: str(value) for name, value in fields.items()}
     return await api.http.post("/v1/images/variations", data=form, files=files)

@@ -28,7 +28,7 @@ from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
 DATA = bytes(range(256)) * 400
-"""Larger than the files sent inside messages. Only workers read it."""
+"""Larger than files that are sent inside messages. Only workers read it."""
 SHA256 = hashlib.sha256(DATA).hexdigest()
 MAX_BYTES = 200_000
 
@@ -87,7 +87,7 @@ async def test_every_door_takes_a_url(api: ApiUnderTest, server: FileServer) -> 
 
 
 async def test_many_requests_load_a_file_once(api: ApiUnderTest, server: FileServer) -> None:
-    """Simultaneous requests share the download. Later requests check whether it has changed."""
+    """Concurrent requests share the download. Later requests check whether the file has changed."""
     path = "/bucket/ink.safetensors"
     url = f"{server.url}{path}"
 
@@ -174,7 +174,7 @@ async def test_a_wrong_url_is_refused_by_the_field(api: ApiUnderTest, server: Fi
 async def test_url_fetched_by_another_model_is_still_refused(
     api: ApiUnderTest, server: FileServer, path: str
 ) -> None:
-    """A custom class may fetch from any folder. Its downloads do not bypass `allowed`."""
+    """A custom class may fetch from any folder, but its downloads do not bypass `allowed`."""
     server.add("/elsewhere/ink.safetensors", DATA, "application/octet-stream", ETag='"1"')
     server.redirect("/bucket/out.safetensors", f"{server.url}/elsewhere/ink.safetensors")
     url = f"{server.url}{path}"
@@ -212,7 +212,7 @@ async def test_what_a_tenant_has_fetched_is_of_no_use_to_others(
 ) -> None:
     """By then, the URL is no longer accessible.
 
-    The digest, which is not secret, does not unlock anything.
+    The digest is not a secret and does not unlock anything.
     """
     keys = keys_url(tmp_path, one="acme", two="globex")
     settings = settings_for(

@@ -41,7 +41,7 @@ async def ask(api: ApiUnderTest, method: str, path: str, body: object = None) ->
 
 
 async def refused(api: ApiUnderTest, method: str, path: str) -> str:
-    """The reason a change was rejected: it would remove something in use."""
+    """The reason a change was rejected: it would remove something still in use."""
     answer = await api.http.request(method, f"/v1/admin{path}", headers=ROOT)
     error = answer.json()["error"]
     assert (answer.status_code, error["code"]) == (409, "in_use"), answer.text

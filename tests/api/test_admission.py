@@ -1,4 +1,6 @@
-"""Admission by itself, with the test's own clock and, where useful, a worker of a few lines."""
+"""Admission by itself, with the test's own clock and, where useful, a worker that is a few lines
+long.
+"""
 
 import heapq
 import math
@@ -36,7 +38,7 @@ def bounded(model: Model, items: int) -> Model:
 def refused(
     admission: Admission, model: str, items: int, remaining_s: float = math.inf, **more: Any
 ) -> float:
-    """The wait, in seconds, from the rejection, which must occur."""
+    """Returns the wait, in seconds, from the rejection. A rejection must occur."""
     with pytest.raises(Overloaded) as caught:
         admission.admit(Demand(model, items, **more), remaining_s=remaining_s)
     return caught.value.retry_after_s
@@ -142,9 +144,9 @@ def test_batch_that_runs_is_waited_for_in_any_order() -> None:
 
 
 def test_time_until_a_large_request_of_a_newcomer_fits() -> None:
-    """30 of a newcomer's items and 30 of the other tenants' 100 items would leave in 0.8 s.
+    """30 of a newcomer's items and 30 of the other tenants' 100 items would finish in 0.8 s.
 
-    The count shrinks only when fewer than 30 of the others are left.
+    The estimate shrinks only once fewer than 30 of the other tenants' items are left.
     """
     admission, clock = measured(0.01)
     retry_s = refused(admission, TEXT.name, 30, remaining_s=0.75, tenant="new")
@@ -186,8 +188,8 @@ def test_bursts_of_replies_are_no_measure_of_a_single_one() -> None:
 
 
 def test_slow_arrivals_do_not_look_like_a_slow_worker() -> None:
-    """Ten workers, with one request a second at first, then ten at once, which the workers process
-    in parallel.
+    """Ten workers get one request a second at first, then ten at once, which they process in
+    parallel.
     """
     clock = Clock(100.0)
     admission = Admission(1000, [IMAGE], clock)

@@ -113,7 +113,7 @@ async def test_calls_of_tools_are_blocks_whole_and_streamed(api: ApiUnderTest) -
 async def test_arguments_that_are_no_sound_json_are_left_out(
     api: ApiUnderTest, arguments: str
 ) -> None:
-    """The second one is cut off: a model that repeats itself generates such text."""
+    """The second one is cut off. A model that repeats itself generates such text."""
     said = f'say <tool_call>{{"name":"weather","arguments":{arguments}'
     said += "" if "[" in arguments else "}</tool_call>"
     body = asked(said, tools=[TOOL], max_tokens=1)
@@ -128,7 +128,7 @@ async def test_arguments_that_are_no_sound_json_are_left_out(
 async def test_the_schema_of_a_text_reaches_the_worker(
     api: ApiUnderTest, is_of_an_older_client: bool
 ) -> None:
-    """Structured outputs were a beta, in a separate field."""
+    """The beta version of structured outputs used a separate field."""
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     text_format = {"type": "json_schema", "schema": schema}
     field: dict[str, Any] = {"output_config": {"format": text_format}}

@@ -71,7 +71,7 @@ async def transcribe(world: LedgerWorld, said: str, **form: str) -> httpx.Respon
 
 
 async def told_by_the_prediction(world: LedgerWorld, location: str) -> float:
-    """Returns a stream's cost once it has ended."""
+    """Returns a stream's cost once the stream has ended."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             prediction = (await world.api.http.get(location, headers=bearer("one"))).json()

@@ -1,4 +1,4 @@
-"""Authentication: keys in headers, and callers without keys on the machine itself."""
+"""Authentication: keys in headers, and keyless callers on the machine itself."""
 
 import hmac
 from collections.abc import Callable
@@ -183,8 +183,8 @@ async def test_machine_itself_needs_no_key(tmp_path: Path, host: str) -> None:
 async def test_pages_of_strangers_reach_no_open_api(
     tmp_path: Path, headers: dict[str, str], status: int
 ) -> None:
-    """Their host name may resolve to this machine (DNS rebinding), and their forms need no host
-    name.
+    """The pages' host name may resolve to this machine (DNS rebinding), and their forms need no
+    host name.
     """
     settings = settings_for(tmp_path, cors_origins="https://app.example.com")
     async with running_api(settings) as api:

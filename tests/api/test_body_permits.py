@@ -1,4 +1,4 @@
-"""Pieces of large bodies: one tenant's uploads do not take up every event loop iteration."""
+"""Chunks of large bodies: one tenant's uploads do not take up every event loop iteration."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ PIECE = bytes(SMALL_BODY_BYTES)
 
 
 class Uploads:
-    """An app behind the middleware that records whose piece it handles."""
+    """An app behind the middleware that records whose chunk it handles."""
 
     def __init__(self) -> None:
         budget = BodyBudget(2**30, 2**30, FairRoom(1000))
@@ -45,7 +45,7 @@ class Uploads:
         await Response()(scope, receive, send)
 
     async def upload(self, tenant: str) -> None:
-        """Sends a body whose pieces are all available at once."""
+        """Sends a body whose chunks are all available at once."""
         left = PIECES
 
         async def receive() -> Message:

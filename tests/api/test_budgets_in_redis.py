@@ -1,5 +1,5 @@
-"""A tenant that fills up Redis with answers and predictions: over HTTP, with a real Redis that has
-little memory.
+"""A tenant that fills up Redis with responses and predictions: over HTTP, with a real Redis that
+has little memory.
 """
 
 import contextlib
@@ -24,8 +24,8 @@ UNCACHED = {"cache-control": "no-store"}
 CAT = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
 ONE = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 ROUNDS = 130
-"""Each leaves about 50 kB of answers and as much of predictions, in total three times Redis's
-capacity.
+"""Each round leaves about 50 kB of responses and as much in predictions, in total three times
+Redis's capacity.
 """
 
 

@@ -1,5 +1,5 @@
-"""JSON after a byte order mark, which some editors and clients write, is read as if there were no
-mark.
+"""JSON after a byte order mark, which some editors and clients write, is read as if the mark were
+absent.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ def json_routes(api: ApiUnderTest) -> list[tuple[str, str]]:
 
 
 async def test_every_route_reads_json_behind_a_mark(api: ApiUnderTest) -> None:
-    """`{}` lacks required fields almost everywhere. The error lists them, so the body was read."""
+    """`{}` lacks required fields on almost every route. The error lists them, so the body was
+    read.
+    """
     for method, path in json_routes(api):
         answers = [
             await api.http.request(method, path, content=mark + b"{}", headers=JSON)

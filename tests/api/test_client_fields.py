@@ -71,7 +71,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}
 
 
 class Case(NamedTuple):
-    """A request type: a body that is accepted, and the location of the type's fields in it."""
+    """A request type: a body that is accepted, and where the type's fields are in the body."""
 
     path: str
     body: dict[str, Any]
@@ -294,7 +294,7 @@ async def api(
 
 
 async def _prepared(api: ApiUnderTest, case: Case) -> tuple[str, dict[str, Any]]:
-    """A case's path and body, with ids of existing objects."""
+    """A case's path and body, with the ids of existing objects."""
     text = json.dumps([case.path, case.body])
     if "{conversation}" in text:
         made = await api.http.post("/v1/conversations", json={})
@@ -368,7 +368,7 @@ async def test_each_field_of_the_client_is_taken_or_refused_by_name(
 
 
 async def test_what_the_client_dumps_of_answers_is_taken_back(api: ApiUnderTest) -> None:
-    """Includes every null that its types allow."""
+    """This includes every null that the client's types allow."""
     client = api.openai()
     call = 'say sure <tool_call>{"name": "f", "arguments": {}}</tool_call>'
     tool: dict[str, Any] = {"type": "function", "function": {"name": "f"}}

@@ -95,7 +95,7 @@ async def api(
 
 
 async def _path(api: ApiUnderTest, path: str) -> str:
-    """The path with ids of existing objects."""
+    """The path with the ids of existing objects."""
     text = {"model": "writer", "max_tokens": 2, "messages": [SAY]}
     if "{chat}" in path:
         made = await api.http.post("/v1/chat/completions", json=text | {"store": True})
@@ -158,7 +158,7 @@ async def test_a_filter_of_stored_chats_is_never_left_out(api: ApiUnderTest) -> 
 
 @pytest.mark.parametrize("case", USAGES, ids=lambda case: case.path)
 async def test_a_filter_of_usage_is_known_or_refused_by_name(api: ApiUnderTest, case: Case) -> None:
-    """If a filter were ignored, other usage would be reported as the filtered usage."""
+    """If a filter were ignored, unfiltered usage would be reported as the filtered usage."""
     known = {"project_ids", "api_key_ids"}
     known.add("line_items" if case.path.endswith("costs") else "models")
     for field in params_of(*case.kinds):

@@ -1,6 +1,6 @@
 """The pool of image processes, seen from outside: bounded, ordered, and without wasted work.
 
-Nothing here depends on elapsed time: signals stop and continue the processes.
+Nothing here depends on elapsed time: signals suspend and resume the processes.
 """
 
 import asyncio
@@ -81,7 +81,7 @@ async def _until(is_so: object) -> None:
 
 
 async def _stopped(api: ApiUnderTest) -> tuple[psutil.Process, "asyncio.Task[httpx.Response]"]:
-    """A suspended image process that holds an image, and the request that the image came from."""
+    """A suspended image process that holds an image, and the request the image came from."""
     (process,) = _processes()
     process.suspend()
     sent = asyncio.create_task(_edit(api, "in hand"))
@@ -184,7 +184,7 @@ async def test_image_of_a_caller_that_hung_up_is_decoded_no_further(api: ApiUnde
 
 @pytest.fixture
 def short_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds that apply before the API starts."""
+    """Limits that apply before the API starts."""
     monkeypatch.setattr(codec_pool, "MAX_QUEUED", 3)
 
 

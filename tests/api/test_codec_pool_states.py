@@ -1,4 +1,5 @@
-"""Commands, cancellations, deadlines, ends and deaths in any order, against the process pool.
+"""Commands, cancellations, deadlines, completions and deaths in any order, against the process
+pool.
 
 The test moves the loop's clock, and the order of events within a loop iteration is random, so a
 command may be canceled, expire and get its process in the same iteration.
@@ -28,7 +29,7 @@ PROCESSES = 2
 """Processes per tenant."""
 ALL_PROCESSES = PROCESSES + SPARE_PROCESSES
 TURNS = 30
-"""Number of event loop iterations after which nothing more happens on its own."""
+"""Number of event loop iterations after which nothing more happens by itself."""
 EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
 
 
@@ -168,7 +169,7 @@ class Pool(RuleBasedStateMachine):
 
     @rule()
     def nobody_waits_beside_a_free_process(self) -> None:
-        """Also, no tenant has all processes, no matter how many commands it has."""
+        """Also, no tenant has all the processes, no matter how many commands it has."""
         self.settle()
         open_commands = [command for command in self.commands if not command.done()]
         by_tenant = Counter(self.tenants[command] for command in open_commands)
@@ -177,7 +178,7 @@ class Pool(RuleBasedStateMachine):
         assert _waiting() - self.waiting_before == len(open_commands) - len(self.running)
 
     def teardown(self) -> None:
-        """After all commands have finished, all processes accept new ones."""
+        """Once all commands have finished, all processes accept new ones."""
         self.settle()
         for command in self.commands:
             command.cancel()

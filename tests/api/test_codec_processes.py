@@ -1,4 +1,4 @@
-"""The pool of image processes with slow, expensive or missing processes."""
+"""The pool of image processes when processes are slow, expensive or missing."""
 
 import asyncio
 import os
@@ -72,7 +72,7 @@ async def test_no_more_is_decoded_at_once_than_the_budget_has_room_for(cost_byte
 @pytest.mark.slow(about_s=5)
 @pytest.mark.usefixtures("fake")
 async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
-    """No matter how many end at once, each one reports the right reason."""
+    """No matter how many finish at once, each one reports the right reason."""
     async with CodecPool(4, budget_bytes=400) as pool:
 
         def prepare(data: bytes) -> Coroutine[Any, Any, Any]:
@@ -87,7 +87,9 @@ async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
 
 
 async def test_small_image_does_not_wait_for_memory_of_another_tenant() -> None:
-    """Not even while one image uses the entire budget and the next waits for all of it."""
+    """They don't wait even while one image uses the entire budget and the next waits for all of
+    it.
+    """
     running: list[FakeProcess] = []
 
     async def start() -> CodecClient:

@@ -1,4 +1,4 @@
-"""Large answers with floats are compressed for clients that request it; other answers stay
+"""Large responses with floats are compressed for clients that request it; other responses stay
 unchanged.
 """
 

@@ -1,4 +1,4 @@
-"""The console's view "Predictions" in a browser."""
+"""The console's "Predictions" view in a browser."""
 
 import asyncio
 import re

@@ -1,4 +1,4 @@
-"""The console's transcripts, with a player for the recording, and the history of tries."""
+"""The console's transcripts, with a player for the recording, and the history of runs."""
 
 from __future__ import annotations
 

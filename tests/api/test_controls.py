@@ -203,7 +203,7 @@ async def test_wrong_controls_are_refused_by_name_at_all_doors(
 
 
 async def test_several_controls_reach_the_worker(api: ApiUnderTest) -> None:
-    """Each control has a separate image, in the output's size."""
+    """Each control has a separate image, scaled to the output's size."""
     more = {"control": "canny", "control_image": uri(SOURCE), "control_guidance_end": 0.5}
     wish = {"control": "depth", "control_image": uri(PICTURE), "more_controls": [more]}
     made = await predicted(api, wish)

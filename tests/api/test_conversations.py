@@ -124,7 +124,7 @@ async def test_what_its_conversation_does_not_take_is_kept_nowhere(api: ApiUnder
 async def test_what_a_conversation_took_is_answered_if_it_is_not_stored_elsewhere(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its output can be read there, so the response is charged."""
+    """The output can be read in the conversation, so the response is charged."""
     monkeypatch.setattr(service, "DOCUMENT_MAX_BYTES", 100)
     client = api.openai()
     begun = await client.conversations.create()
@@ -148,7 +148,7 @@ async def test_a_full_conversation_is_refused_before_anything_is_written(
 
 
 PARTS = [{"role": "user", "content": [{"type": "input_text", "text": ""}] * 4500}]
-"""Close to the maximum for one body."""
+"""Close to the maximum size of one body."""
 
 
 async def test_parts_are_bounded_however_many_requests_gather_them(api: ApiUnderTest) -> None:

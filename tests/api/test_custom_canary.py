@@ -1,4 +1,4 @@
-"""Canaries of custom classes: outputs are compared for equality, or by the class itself."""
+"""Custom classes' canaries: outputs are compared for equality, or by the class itself."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ async def counted(
     asks: int = 12,
     **fields: Any,
 ) -> tuple[CanaryCounts, list[Any]]:
-    """Counts for two revisions that contain `added`, and the rows, after some predictions."""
+    """Counts that contain `added` for two revisions, and the rows, after some predictions."""
     folders = []
     for number, one in enumerate(added):
         (tmp_path / str(number)).mkdir()

@@ -1,4 +1,4 @@
-"""Costs of custom class predictions: by item, by work, by second. Three books agree."""
+"""Costs of custom class predictions: by item, by work, by second. The three books agree."""
 
 from __future__ import annotations
 
@@ -176,7 +176,9 @@ async def test_a_stream_that_was_read_in_part_costs_its_whole_work(
 async def test_a_budget_reserves_the_most_work_and_the_longest_time(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """A key is refused if it has less left than the maximum cost, whatever the actual cost."""
+    """A key is rejected if it has less left than the maximum cost, no matter what the actual cost
+    is.
+    """
     async with charged(redis_url, tmp_path, BATCHED, deadline={"longest_s": 60}) as world:
         http = world.api.http
         body = {"version": "mine", "input": {"text": "a"}}
@@ -190,7 +192,7 @@ async def test_a_budget_reserves_the_most_work_and_the_longest_time(
 
 
 async def test_work_counts_toward_its_limit_by_the_minute(redis_url: str, tmp_path: Path) -> None:
-    """The maximum is reserved for each prediction, but only its actual work counts."""
+    """The maximum is reserved for each prediction, but only the actual work counts."""
     async with charged(redis_url, tmp_path, BATCHED) as world:
         plan = Plan(work_per_min=MOST + 20)
         keys = keys_url(tmp_path, plans={"p": plan}, tenants={"acme": "p"}, a="acme")

@@ -145,7 +145,7 @@ class Predictor(BasePredictor):
 
 
 async def test_a_caller_never_reads_what_a_process_printed_before_it_died(serve: Any) -> None:
-    """The last output may belong to another tenant and contain the machine's paths."""
+    """The previous output may belong to another tenant and contain the machine's paths."""
     api = await serve(KILLED)
     killed = await predict(api, text="a")
     assert (killed["status"], killed["logs"]) == ("failed", "")
@@ -332,7 +332,7 @@ async def test_files_are_streamed_as_they_are_made(serve: Any, tmp_path: Path) -
 
 
 def key_of(url: str) -> str:
-    """A link without its signature, which may be different each time."""
+    """A link without its signature, which can differ from one response to the next."""
     return url.partition("?")[0]
 
 
@@ -414,7 +414,7 @@ async def blocks_of(lines: AsyncIterator[str]) -> AsyncIterator[dict[str, str]]:
 async def test_what_was_read_of_a_stream_is_paid_though_it_is_canceled(
     serve: Any, is_read: bool, cost_usd: float
 ) -> None:
-    """Otherwise a caller who cancels after the last piece would read everything for free."""
+    """Otherwise, a caller who cancels after the last piece would read everything for free."""
     api = await serve(TALKS_ON)
     running = (await api.http.post("/v1/predictions", json=TALK)).json()
     if is_read:

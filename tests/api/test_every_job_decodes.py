@@ -1,4 +1,6 @@
-"""For any headers and bodies, every published job can be read, and no request gets a 500."""
+"""No matter what headers and bodies are sent, every published job can be read, and no request gets
+a 500.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ EXAMPLES = examples(500)
 LATE = {503, 504}
 JOBS = {jobs_topic_id(model.name) for model in CATALOG.models}
 MAX_DATA_BYTES, MAX_NAME_BYTES, MAX_VALUE_BYTES = 10_000_000, 256, 1024
-"""Pub/Sub's limits for a message; https://cloud.google.com/pubsub/quotas."""
+"""Pub/Sub's limits for a message: https://cloud.google.com/pubsub/quotas."""
 
 
 class Listening(InMemoryBroker):

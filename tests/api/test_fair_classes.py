@@ -1,4 +1,4 @@
-"""A tenant with long items for a custom class delays other tenants no longer than documented."""
+"""A tenant's long items for a custom class delay other tenants no longer than documented."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ async def status_of(api: ApiUnderTest, key: str, prediction: Any) -> Any:
 async def test_a_tenant_does_not_hold_all_processes(
     tmp_path: Path, redis_url: str, priority: str
 ) -> None:
-    """Five endless items leave one of two processes to another tenant."""
+    """Five endless items leave one of two processes free for another tenant."""
     plan = Plan(max_priority="batch") if priority == "batch" else Plan()
     settings = keys_of(tmp_path, plan)
     serving = served_class(tmp_path, redis_url, WAITS, settings, processes=2)

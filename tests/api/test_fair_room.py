@@ -20,7 +20,7 @@ def demand(tenant: str, items: int, weight: float | None = None) -> Demand:
 
 
 def fill(room: FairRoom, tenant: str, items: int = 1) -> int:
-    """Sends requests of `items` until one is refused. Returns the number of items admitted."""
+    """Sends requests of `items` until one is rejected. Returns the number of items admitted."""
     while not room.turns_to_wait(demand(tenant, items)):
         room.take(demand(tenant, items))
     return room.held_by(tenant)
@@ -54,7 +54,9 @@ def test_many_that_fill_it_leave_room_for_one_more() -> None:
 
 
 def test_freed_room_goes_to_whoever_is_below_its_share() -> None:
-    """Two tenants that both keep sending more end up with equal shares, in either order."""
+    """Two tenants that both keep sending end up with equal shares, even if one filled the room
+    first.
+    """
     room = FairRoom(BOUND)
     fill(room, "a")
     for _ in range(20 * BOUND):
@@ -109,7 +111,7 @@ def test_there_is_an_end_however_many_tenants_come() -> None:
 def test_ahead_is_what_leaves_in_fair_order(
     held: dict[str, int], tenant: str, items: int, enough: float
 ) -> None:
-    """Compared with a fluid model that drains every tenant at a rate equal to its weight."""
+    """Compared with a fluid model that drains every tenant at a rate proportional to its weight."""
     room = FairRoom(BOUND)
     for other, count in held.items():
         room.take(demand(other, count))

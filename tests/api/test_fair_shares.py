@@ -1,4 +1,4 @@
-"""One tenant must not shut out the others, no matter how much it sends."""
+"""No tenant can shut out the others, no matter how much it sends."""
 
 import asyncio
 from pathlib import Path
@@ -25,7 +25,7 @@ def texts_of(tenant: str, connection: int, count: int) -> dict[str, object]:
 
 
 async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: Path) -> None:
-    """The worker does not answer until it is allowed to, so every refusal is caused by requests in
+    """The worker does not reply until it is allowed to, so every rejection is caused by requests in
     flight.
     """
     settings = settings_for(tmp_path, keys_url=keys_url(tmp_path, b="busy", q="quiet"))

@@ -124,7 +124,7 @@ async def test_what_is_wrong_is_named(api: ApiUnderTest, wrong: dict[str, Any], 
 
 
 FAR_ABOVE = 20_000
-"""Word count: many times the model's context."""
+"""A word count many times the model's context length."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""The cost of a streamed text that ends early: the delivered tokens, through API and worker."""
+"""A streamed text that ends early costs only its delivered tokens, through API and worker."""
 
 import asyncio
 import json
@@ -66,7 +66,7 @@ async def pieces(answer: httpx.Response) -> AsyncGenerator[tuple[str, str]]:
 
 
 async def read_and_leave(api: ApiUnderTest, letters: int) -> str:
-    """Reads the start of a resumable text and hangs up."""
+    """Reads the start of a resumable text, then hangs up."""
     text, headers = "", ACME | {"x-penstock-event-ids": "true"}
     async with api.http.stream("POST", "/v1/completions", json=BODY, headers=headers) as answer:
         assert answer.status_code == 200
@@ -79,13 +79,15 @@ async def read_and_leave(api: ApiUnderTest, letters: int) -> str:
 
 
 async def check_counted(api: ApiUnderTest, row: Row) -> None:
-    """Checks that a text counts the generated part, which is at least the delivered part."""
+    """Checks that the counted tokens cover the generated part, which is at least the delivered
+    part.
+    """
     assert row.tokens is not None
     assert row.tokens <= await used_tokens(api) <= row.tokens + BODY_TOKENS
 
 
 async def used_tokens(api: ApiUnderTest) -> int:
-    """Tokens that the tenant has used, once it has nothing in flight."""
+    """Tokens the tenant has used, once it has nothing in flight."""
     body = {"model": "letters", "prompt": "x", "max_tokens": 1}
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:

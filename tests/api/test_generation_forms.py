@@ -1,4 +1,4 @@
-"""Log probabilities in the format of completions."""
+"""Log probabilities in the completions format."""
 
 import pytest
 

@@ -1,4 +1,4 @@
-"""Predictions with text models, as Replicate's client streams them."""
+"""Predictions from text models, as Replicate's client streams them."""
 
 import asyncio
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""Text streams that resume after any event: each piece arrives once."""
+"""Text streams resumed after any event: each piece arrives exactly once."""
 
 import asyncio
 import json
@@ -77,7 +77,7 @@ async def test_several_texts_go_on_behind_any_event(api: ApiUnderTest) -> None:
 async def test_a_stream_waits_for_redis_and_ends_whole(
     api: ApiUnderTest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Redis stops responding after two tokens have been read. The end is in the record."""
+    """Redis stops responding after two tokens have been read. The rest is in the record."""
     read, asked = TokenStreams.read, asyncio.Event()
 
     async def away(self: TokenStreams, wanted: Any) -> Any:
@@ -104,7 +104,7 @@ async def test_a_stream_waits_for_redis_and_ends_whole(
 
 
 async def ended(api: ApiUnderTest) -> None:
-    """Waits for the end of the only prediction."""
+    """Waits for the only prediction to finish."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found = (await api.http.get("/v1/predictions")).json()["results"]

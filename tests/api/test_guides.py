@@ -1,4 +1,4 @@
-"""Behavior that requests with ControlNets and requests with IP-Adapters share."""
+"""Behavior shared by requests with ControlNets and requests with IP-Adapters."""
 
 import json
 from dataclasses import dataclass
@@ -92,7 +92,7 @@ async def test_catalog_without_any_documents_none(
 
 
 async def test_lines_of_batches_have_guides(guide: Guide, tmp_path: Path, redis_url: str) -> None:
-    """If a line has a broken image, only that line fails."""
+    """If one line has a broken image, only that line fails."""
     wish = {"model": guide.model.name, "prompt": "a", "seed": 1, guide.field: guide.names[0]}
     images = {"a": uri(PICTURE), "b": uri(b"no image"), "c": uri(SOURCE)}
     lines = [

@@ -1,5 +1,5 @@
-"""A gRPC server that answers the client's calls as scripted by a test and records the requests: for
-failures on demand.
+"""A gRPC server that responds to the client's calls as scripted by a test and records the requests,
+for failures on demand.
 """
 
 from __future__ import annotations
@@ -26,9 +26,10 @@ UNARY = {"Publish": "Publisher", "Acknowledge": "Subscriber", "ModifyAckDeadline
 class ScriptedPubSub:
     """The server's next actions and the requests it has seen.
 
-    `failures[method]` are statuses for the next calls of that method; `gate`, while cleared, blocks
+    `failures[method]` are statuses for the next calls to that method; `gate`, while cleared, blocks
     every unary call. `refuses` returns True for messages that make a publish invalid. Streams send
-    the items of `deliveries`: a list of message bodies, or a status that ends the stream.
+    the items in `deliveries`, each of which is either a list of message bodies or a status that
+    ends the stream.
     """
 
     endpoint: str = ""
@@ -112,7 +113,7 @@ Opened = tuple[ScriptedPubSub, PubSubTransport]
 async def scripted_pubsub(
     credentials: grpc.ServerCredentials | None = None,
 ) -> AsyncIterator[ScriptedPubSub]:
-    """Serves on a free port; unencrypted unless `credentials` are set."""
+    """Serves on a free port, unencrypted unless `credentials` are set."""
     script = ScriptedPubSub()
     script.gate.set()
     server = grpc.aio.server()

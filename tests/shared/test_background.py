@@ -1,6 +1,6 @@
 """A task that runs alongside requests until it is stopped.
 
-If it ends by itself, that is logged as a bug.
+A task that exits by itself is logged as a bug.
 """
 
 import asyncio

@@ -173,7 +173,7 @@ async def test_unpaid_result_is_paid_before_the_worker_has_stored_it(redis_url: 
 
 
 async def test_mark_says_nothing_about_a_later_result(redis_url: str) -> None:
-    """The later request has paid for it or has left a mark."""
+    """The later result's request either paid for it or left its own mark."""
     mark, key = Owed(finished_at_s=10.0), "a"
     async with (
         ResultCache(redis_url, BIG_MEMORY) as api,
@@ -193,7 +193,7 @@ async def test_mark_says_nothing_about_a_later_result(redis_url: str) -> None:
 
 @pytest.mark.parametrize("times_s", [(10.0, 20.0), (20.0, 10.0)])
 async def test_mark_of_the_later_result_stays(redis_url: str, times_s: tuple[float, float]) -> None:
-    """Requests may end in a different order than that in which their results were computed."""
+    """Requests may finish in a different order than their results were computed in."""
     async with ResultCache(redis_url, 0) as cache:
         await cache.put_many({"a": vector()}, 60, {"a": 20.0})
         for finished_at_s in times_s:

@@ -1,5 +1,5 @@
-"""The cache while its Redis is missing, stops, hangs or refuses: nothing fails, nothing waits long,
-and everything recovers.
+"""The cache while its Redis is missing, stops, hangs or rejects commands: nothing fails, nothing
+waits long, and everything recovers.
 """
 
 import asyncio
@@ -40,7 +40,7 @@ def own_redis(tmp_path: Path) -> Iterator[RedisServer]:
 
 
 async def wait_for(condition: Callable[[], Awaitable[bool]]) -> None:
-    """Retries until the condition holds; each call does the work that makes it hold."""
+    """Retries until the condition holds; each call does the work that makes it true."""
     with anyio.fail_after(WAIT_LIMIT_S):
         while not await condition():
             pass
@@ -59,7 +59,7 @@ async def trip(cache: ResultCache) -> None:
 
 
 async def test_unpaid_result_is_computed_again_without_redis() -> None:
-    """Another caller may have paid for it; that is unknown. Unmarked results are hits."""
+    """Another caller may have paid for it, but that is unknown. Unmarked results are hits."""
     async with ResultCache(NO_REDIS, BIG_MEMORY) as cache:
         await trip(cache)
         await cache.put_many({"a": vector(), "b": vector()}, ttl_s=60)

@@ -1,4 +1,4 @@
-"""Lists of models that share workers: their effect on the catalog, and invalid lists."""
+"""Lists of models that share workers: how they affect the catalog, and invalid lists."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that the API and the workers start while gRPC calls are running."""
+"""Processes started by the API and the workers while gRPC calls are running."""
 
 import asyncio
 import importlib
@@ -47,7 +47,7 @@ async def start_beside_calls() -> None:
 
 
 async def test_processes_start_while_calls_run() -> None:
-    """In a separate process, because gRPC reads its settings only once."""
+    """Runs in a separate process, because gRPC reads its settings only once."""
     environment = {name: value for name, value in os.environ.items() if name != FORK_SUPPORT}
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-m", "tests.shared.test_child_processes"),

@@ -1,4 +1,4 @@
-"""The days that a scheduled run covers."""
+"""The days covered by a scheduled run."""
 
 from datetime import UTC, date, datetime, timedelta
 from itertools import pairwise

@@ -1,5 +1,5 @@
-"""Taking turns for places: no caller holds all, none is forgotten, and a request that leaves takes
-no place.
+"""Taking turns for places: no caller holds them all, none is forgotten, and a request that leaves
+takes no place.
 """
 
 from __future__ import annotations

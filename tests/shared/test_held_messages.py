@@ -1,4 +1,4 @@
-"""A subscription holds more or fewer messages while open, and the round trip is measured."""
+"""A subscription holds more or fewer messages while it is open, and its round trip is measured."""
 
 import asyncio
 
@@ -63,7 +63,7 @@ async def test_fewer_are_held_when_the_first_are_acked(broker: Broker) -> None:
 
 
 async def shared_out(count: int, *subscriptions: Subscription) -> int:
-    """Receives `count` messages, acks them once all have arrived, and returns how many came from
+    """Receives `count` messages, acks them once all have arrived, and returns how many came through
     the first subscription.
     """
     held: list[tuple[Subscription, ReceivedMessage]] = []

@@ -1,6 +1,6 @@
 """Features that only the in-memory broker has: lost leases, outages, unsupported calls.
 
-The tests in tests/shared/test_brokers.py cover behavior that all brokers share.
+Behavior shared by all brokers is covered in tests/shared/test_brokers.py.
 """
 
 import asyncio
@@ -105,7 +105,7 @@ async def test_bytes_bound_what_a_subscriber_holds() -> None:
 
 
 async def test_order_of_keys_is_kept_beside_other_keys() -> None:
-    """A key that waits for its holder does not hold up other keys."""
+    """A key that is waiting for its holder does not hold up other keys."""
     broker = await broker_with(is_ordered=True)
     async with broker.subscribe("jobs", max_messages=1) as first:
         await broker.publish("jobs", b"a1", {}, ordering_key="a")

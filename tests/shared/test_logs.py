@@ -1,4 +1,4 @@
-"""A log line in the format that Cloud Logging reads."""
+"""A log line in the format Cloud Logging reads."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Amounts in US dollars, as headers, errors, reports, invoices and the console show them."""
+"""Amounts in US dollars, as shown in headers, errors, reports, invoices and the console."""
 
 import json
 import shutil

@@ -207,7 +207,7 @@ async def test_owner_whose_calls_take_long_keeps_nobody_from_the_store(tmp_path:
 
 
 async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) -> None:
-    """An upload writes a file, its reservation and its place in a list: three folders."""
+    """An upload writes a file, a reservation and a list entry, in three folders."""
     folders = ("batches/files", "files/kept", "files/of", "files/reserved")
     busy, quiet = owner_of("busy"), owner_of("quiet")
     objects = ObjectStore(f"file://{tmp_path}")
@@ -232,7 +232,7 @@ async def test_owner_has_no_more_turns_by_using_several_folders(tmp_path: Path) 
 
 
 def _let_go(pipes: Sequence[Path]) -> None:
-    """Ends the calls waiting to read the pipes. Does not wait for a pipe without readers."""
+    """Unblocks the calls waiting to read the pipes. Does not wait for a pipe without readers."""
     for pipe in pipes:
         with suppress(OSError):
             os.close(os.open(pipe, os.O_WRONLY | os.O_NONBLOCK))

@@ -1,5 +1,5 @@
-"""A bucket, with credentials from workload identity federation: a token from the cluster, exchanged
-for one from Google.
+"""A bucket, with credentials from workload identity federation: a token from the cluster is
+exchanged for one from Google.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Threads are listed while some of them end."""
+"""Threads are listed while some of them exit."""
 
 from __future__ import annotations
 

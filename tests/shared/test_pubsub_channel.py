@@ -1,4 +1,4 @@
-"""The client's connections: endpoints, and TLS with credentials as on the real service."""
+"""The client's connections: endpoints, and TLS with credentials as for the real service."""
 
 import asyncio
 import datetime

@@ -1,5 +1,5 @@
 """Messages are sent at once, batched, in order, retried after failures, and never without a
-bound.
+limit.
 """
 
 import asyncio

@@ -1,4 +1,4 @@
-"""Messages arrive over streams that may end, with leases kept or lost, and acks in batches."""
+"""Messages arrive over streams that may end, with leases kept or lost, and acks sent in batches."""
 
 import asyncio
 import itertools

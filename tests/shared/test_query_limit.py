@@ -1,4 +1,4 @@
-"""A query ends within its time limit, in BigQuery too."""
+"""A query stops within its time limit, in BigQuery too."""
 
 from __future__ import annotations
 

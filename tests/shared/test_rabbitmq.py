@@ -1,4 +1,4 @@
-"""RabbitMQ features: connections that end, immediate redelivery, delays, routing."""
+"""RabbitMQ features: connections that close, immediate redelivery, delays, routing."""
 
 import asyncio
 import sys
@@ -36,7 +36,7 @@ pytestmark = pytest.mark.slow(about_s=10)
 
 JOBS = 100
 MANY = 256
-"""Enough acks that the broker does not forward all of them at once."""
+"""Enough acks that the broker does not forward them all at once."""
 ROUNDS = 4
 
 Pair = tuple[RabbitTransport, RabbitAdmin]
@@ -59,10 +59,10 @@ async def make(admin: RabbitAdmin, name: str = "jobs", **settings: object) -> No
 
 @pytest.fixture
 async def own_server(tmp_path: Path) -> AsyncIterator[RabbitServer]:
-    """A server that tests may kill, with the queue "jobs" of the project "kills".
+    """A server that tests may kill, with the queue "jobs" in the project "kills".
 
-    It has been restarted once: RabbitMQ 3.10 elects no leader for a queue after a kill in the
-    queue's first seconds.
+    It has been restarted once, because RabbitMQ 3.10 elects no leader for a queue that is killed in
+    its first seconds.
     """
     needs_rabbitmq()
     with RabbitServer(tmp_path / "data", tmp_path) as server:
@@ -145,7 +145,7 @@ async def test_messages_of_a_killed_process_come_again_at_once(
 
 @pytest.mark.anyio
 async def test_acks_just_before_the_close_are_not_forgotten(rabbit: Pair) -> None:
-    """When a channel closes, the broker drops acks on it that it has not forwarded yet."""
+    """When a channel closes, the broker drops any acks on it that have not been forwarded yet."""
     transport, admin = rabbit
     for number in range(ROUNDS):
         name = f"jobs-{number}"
@@ -210,7 +210,7 @@ async def test_removed_queue_ends_the_iteration(rabbit: Pair) -> None:
 
 @pytest.mark.anyio
 async def test_message_handed_back_waits_on_the_broker(rabbit: Pair) -> None:
-    """It does not hold up later messages, and keeps its id, its age and its attempts."""
+    """The message does not hold up later ones, and keeps its id, its age and its attempts."""
     transport, admin = rabbit
     first_s, longest_s = 0.2, 0.4
     await make(admin, retry_min_s=first_s, retry_max_s=longest_s, push_endpoint="http://function")

@@ -1,4 +1,4 @@
-"""RabbitMQ when responses are lost: each wait has a limit, after which the operation is
+"""RabbitMQ when responses are lost: each wait has a time limit, after which the operation is
 repeated.
 """
 
@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.slow(about_s=15), pytest.mark.anyio]
 SOON_S = 0.2
 """Time before the first repetition. It doubles, so a slow machine only repeats more often."""
 MANY = 1000
-"""Enough that the connection breaks before all are written."""
+"""Enough that the connection breaks before all of them are written."""
 LARGE_BYTES = 9_000_000
 """Three of these do not fit into a socket's buffers."""
 
@@ -106,7 +106,7 @@ async def test_publishing_goes_on_when_the_exchange_was_not_confirmed(linked: Li
 async def test_publishes_that_wait_for_room_are_sent_after_the_connection_broke(
     linked: Linked,
 ) -> None:
-    """Nothing drains the queue to the socket any more, but the channel is not closed yet."""
+    """Nothing drains the queue to the socket any longer, but the channel is not closed yet."""
     async with linked.transport(answer_limit_s=WAIT_LIMIT_S) as transport:
         await transport.publish("jobs", b"first", {})
         linked.link.hang_up_unread()

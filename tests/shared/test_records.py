@@ -1,5 +1,5 @@
-"""Records in a real Redis: every sequence of calls matches a model of a few lines, including during
-Redis outages.
+"""Records in a real Redis: every sequence of calls matches a model that is a few lines long,
+including during Redis outages.
 """
 
 import asyncio
@@ -240,7 +240,7 @@ async def test_job_that_is_no_prediction_goes_by_itself(
 async def test_canceled_job_is_known_as_such_until_its_deadline(
     stores: RecordStores, redis_url: str
 ) -> None:
-    """Until then, the broker may deliver it to a worker that starts in an hour."""
+    """Until then, the broker may deliver it to a worker that starts up to an hour from now."""
     await stores.records.cancel("late", time.time() + 3600)
     with redis.Redis.from_url(redis_url) as client:
         assert client.ttl("penstock:record:late") > 3600

@@ -1,4 +1,4 @@
-"""Scripts run by their digest, and keep working after a restarted Redis has forgotten them.
+"""Scripts run by their digest, and keep working after Redis has restarted and forgotten them.
 
 A canceled round trip leaves nothing behind.
 """
@@ -66,7 +66,7 @@ async def test_restarted_redis_learns_the_scripts_again(own_redis: RedisServer) 
 
 @pytest.mark.anyio
 async def test_error_of_a_canceled_round_trip_is_not_reported_as_lost() -> None:
-    """The store closes in the same turn of the loop in which Redis refuses a connection."""
+    """The store closes in the same event loop iteration in which Redis refuses a connection."""
     lost: list[object] = []
     loop = asyncio.get_running_loop()
     usual = loop.get_exception_handler()

@@ -1,5 +1,5 @@
-"""Budgets for data that Redis must not evict, in a real Redis: any sequence of calls keeps counts
-and promises.
+"""Budgets for data that Redis must not evict, in a real Redis: counts and promises hold for any
+sequence of calls.
 """
 
 import asyncio
@@ -24,7 +24,7 @@ from tests.tiers import examples
 pytestmark = pytest.mark.anyio
 BUDGET_BYTES = 64 * 1024
 ENTRY_BYTES = 1024
-"""The same as in retention.lua."""
+"""Must match retention.lua."""
 SHARE_BYTES = BUDGET_BYTES // 16
 LARGE, QUIET = ["acme", "globex"], "quiet"
 REPLY = b'{"outcomes":[],"worker":"%s"}'
@@ -58,7 +58,7 @@ class Counts:
         return self
 
     def check(self) -> None:
-        """Checks that the sums match the entries and that every index contains them."""
+        """Checks that the sums match the entries and that every index contains each entry."""
         by_tenant: dict[str, int] = {}
         for tenant, size in self.entries.values():
             by_tenant[tenant] = by_tenant.get(tenant, 0) + size
@@ -296,8 +296,8 @@ NAMES = [
 
 
 class Answers(RuleBasedStateMachine):
-    """Answers for tenants that send many requests and for a quiet tenant; a claim may remain
-    without an answer.
+    """Responses for tenants that send many requests and for a quiet tenant; a claim may remain
+    without a response.
     """
 
     url = ""

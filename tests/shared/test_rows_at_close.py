@@ -17,11 +17,11 @@ from tests.shared.embedded_bigquery import row
 
 ROWS = 10
 SOON_S = 0.3
-"""Two threads that do not wait for each other are done by then. A longer time changes nothing."""
+"""Two threads that do not wait for each other are done by then. More time changes nothing."""
 
 
 class SlowSpool(Spool):
-    """The first segment is created only after `go` is set."""
+    """A spool whose first segment is created only after `go` is set."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, 1_000_000)
@@ -88,7 +88,7 @@ class KeptRows:
 async def test_rows_are_sent_that_come_while_the_last_look_finds_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When a pod ends, its folder disappears with it, so the rows would be lost."""
+    """When a pod exits, its folder disappears with it, so the rows would be lost."""
     looks, go, adopt = threading.Event(), threading.Event(), Spool.adopt
 
     def slow_adopt(spool: Spool) -> tuple[Segment, list[Fields]] | None:

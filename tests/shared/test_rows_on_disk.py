@@ -234,7 +234,7 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
 
 
 async def test_full_disk_costs_no_row(server: Server, tmp_path: Path) -> None:
-    """A process that may write 2,000 bytes to a file: the write that crosses the limit is torn, and
+    """A process may write 2,000 bytes to a file: the write that crosses the limit is torn, and
     later writes fail.
     """
     wanted = [unused() for _ in range(40)]

@@ -1,4 +1,4 @@
-"""Rows during a long outage: compressed on disk, within limits, and each delivered once at the
+"""Rows during a long outage: compressed on disk, within limits, and each delivered once in the
 end.
 """
 
@@ -18,7 +18,7 @@ from tests.shared.embedded_bigquery import DATASET, Server, row, writer
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
 ROWS, BATCH = 10_000, 100
-"""Twenty times what stays in memory here, not counting rows that are being sent."""
+"""Twenty times the number that stays in memory here, not counting rows that are being sent."""
 
 
 def spool_with(folder: Path, *counts: int) -> Spool:
@@ -131,7 +131,7 @@ def test_anybody_can_read_a_packed_segment(tmp_path: Path) -> None:
 async def test_outage_under_load_costs_no_row_and_little_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BigQuery is killed in the middle of its work and comes back while rows keep arriving."""
+    """BigQuery is killed in mid-operation and comes back while rows keep arriving."""
     monkeypatch.setattr("shared.usage.writer.MEMORY_ROWS", 500)
     server, spool_dir, number = Server(tmp_path), tmp_path / "spool", 0
 

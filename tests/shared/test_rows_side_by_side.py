@@ -1,4 +1,4 @@
-"""A backlog is sent in several requests at a time, because BigQuery takes a while to answer
+"""A backlog is sent in several concurrent requests, because BigQuery takes a while to respond to
 each.
 """
 
@@ -22,7 +22,7 @@ pytestmark = pytest.mark.anyio
 
 
 class Slow:
-    """Answers the first requests once all of them have arrived.
+    """Responds to the first requests once all of them have arrived.
 
     The request with the row `failing` fails.
     """
@@ -35,7 +35,7 @@ class Slow:
         self._lock = threading.Lock()
 
     def answer(self, ids: list[str]) -> int:
-        """The status for a request with these rows."""
+        """The response status for a request with these rows."""
         with self._lock:
             self._asked += 1
             is_first = self._asked <= self.barrier.parties

@@ -1,5 +1,5 @@
-"""The row journal as a state machine: rows are written, sent, kept, killed, with a failing disk, in
-any order.
+"""The row journal as a state machine: rows are written, sent, kept and killed in any order, with a
+disk that may fail.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Mortal(Spool):
 
 
 class Rows(RuleBasedStateMachine):
-    """Rows by number, compared with a model: rows that the live process wrote, rows confirmed to
+    """Rows by number, compared with a model: rows written by the live process, rows confirmed to
     their writers, and rows sent.
     """
 
@@ -137,7 +137,7 @@ class Rows(RuleBasedStateMachine):
     @precondition(lambda self: not self._is_broken)
     @rule()
     def is_killed_while_it_packs(self) -> None:
-        """Both exist: the segment that could no longer be removed, and the packed one."""
+        """Both exist afterward: the segment that could no longer be removed, and the packed one."""
         segments = {path: path.read_bytes() for path in self._folder.glob("*.segment")}
         self._journal.pack()
         for path, data in segments.items():
@@ -175,9 +175,7 @@ class Rows(RuleBasedStateMachine):
             self._place.cleanup()
 
     def _send_all(self) -> None:
-        """In the end, every row that is still held, or that was confirmed to its writer, can be
-        sent.
-        """
+        """Checks that every row that is still held or was confirmed to its writer can be sent."""
         if self._is_broken:
             self.disk_heals()
         while self._in_flight:

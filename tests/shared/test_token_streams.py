@@ -1,4 +1,4 @@
-"""Text tokens in a real Redis: each is there once, with any number of writers and readers."""
+"""Text tokens in a real Redis: each exists exactly once, with any number of writers and readers."""
 
 import itertools
 import zlib
@@ -37,7 +37,7 @@ def test_release_0_1_0_reads_pieces_as_tokens() -> None:
 
 
 async def claimed(stores: RecordStores, times: int = 1) -> str:
-    """A prediction that `count` workers have claimed."""
+    """A prediction claimed by `count` workers."""
     record = f"req_{next(NUMBERS)}"
     await stores.predictions.create(record, "t", b"{}", deadline_s=4e9, keep_s=60)
     for _ in range(times):

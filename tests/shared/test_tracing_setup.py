@@ -44,7 +44,7 @@ def kept_share() -> float:
 
 
 def exported(collector: Collector, trace: TraceContext, name: str = "done") -> ReceivedSpan:
-    """A span of `trace`, created now, as the collector receives it."""
+    """A span in `trace`, created now, as the collector receives it."""
     record(name, "internal", (1.0, 2.0), {}, parent=trace)
     collector.until(lambda: bool(collector.of_trace(trace.trace_id)))
     return collector.of_trace(trace.trace_id)[0]

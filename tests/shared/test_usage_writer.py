@@ -1,5 +1,5 @@
-"""Rows reach BigQuery whatever happens to it; tested with a real embedded server as a process that
-can be stopped.
+"""Rows reach BigQuery no matter what happens to it; tested with a real embedded server as a process
+that can be stopped.
 """
 
 from __future__ import annotations
@@ -185,7 +185,7 @@ OF_REPORTS = {
 async def test_table_of_an_older_release_takes_rows_without_its_missing_columns(
     server: Server, tmp_path: Path, lacking: set[str]
 ) -> None:
-    """And vice versa: rows from an older writer, and an invalid row together with all of them."""
+    """And vice versa: rows from an older writer. An invalid row is sent along with all of them."""
     with server.running():
         with server.client() as client:
             client.delete_table(f"{DATASET}.rows")
@@ -269,7 +269,7 @@ def test_row_and_schema_agree() -> None:
 def test_rows_of_one_item_that_differ_are_no_repeats(tmp_path: Path) -> None:
     """BigQuery drops rows with the same insertId.
 
-    A row that corrects another must not be dropped along with it.
+    A row that corrects another must not be dropped with it.
     """
     server, first = Server(tmp_path), row(1, attempt=1)
     second = msgspec.structs.replace(first, status="canceled", attempt=None)

@@ -30,7 +30,7 @@ OVER = {"completed", "failed", "expired", "cancelled"}
 
 
 def line(custom_id: str, text: str = "", **body: Any) -> dict[str, Any]:
-    """A line that embeds a text."""
+    """A batch line that embeds a text."""
     given = {"model": TEXT_MODEL.name, "input": text or f"text {custom_id}", **body}
     return {"custom_id": custom_id, "method": "POST", "url": ENDPOINT, "body": given}
 
@@ -48,7 +48,7 @@ async def created(client: Any, data: bytes, endpoint: str = ENDPOINT, **given: A
 
 
 async def until(client: Any, batch: Any, *statuses: str) -> Any:
-    """The batch once it has one of these statuses or has ended."""
+    """The batch, once it has one of these statuses or has finished."""
     async with asyncio.timeout(WAIT_LIMIT_S):
         while True:
             found = await client.batches.retrieve(batch.id)
@@ -89,7 +89,7 @@ class Running:
 async def running_runner(
     api: ApiUnderTest, settings: ApiSettings, lease_s: float = 15.0, catalog: Catalog = CATALOG
 ) -> AsyncIterator[Running]:
-    """A runner next to an API, sharing its broker and object store."""
+    """A runner alongside an API, sharing its broker and object store."""
     rows = RowList()
     async with open_runner(
         settings,

@@ -76,5 +76,5 @@ def held_lines(
 def held_after(
     held_lines: Callable[[Callable[[int], bool]], asyncio.Event],
 ) -> Callable[[int], asyncio.Event]:
-    """Makes lines above this number wait for the event."""
+    """Makes lines with numbers above this one wait for the event."""
     return lambda number: held_lines(lambda one: one > number)

@@ -1,4 +1,6 @@
-"""The maximum number of open batches per tenant, however many instances create them at once."""
+"""The maximum number of open batches per tenant, no matter how many instances create them at
+once.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +30,7 @@ OWNER = owner_of("acme")
 
 
 class Slow(ObjectStore):
-    """A store that responds in any order."""
+    """A store whose responses arrive in any order."""
 
     def __init__(self, url: str, seed: int) -> None:
         super().__init__(url)
@@ -44,7 +46,9 @@ class Slow(ObjectStore):
 
 
 class Forgetful(Slow):
-    """Writes, but sometimes reports that the object already existed, as after a lost response."""
+    """A store that writes, but sometimes reports that the object already existed, as after a lost
+    response.
+    """
 
     async def create(self, key: str, data: bytes, media_type: str) -> bool:
         is_new = await super().create(key, data, media_type)
@@ -153,7 +157,7 @@ async def test_old_admissions_are_removed(tmp_path: Path, monkeypatch: pytest.Mo
 async def test_admission_waits_for_a_bounded_time(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Other instances are always faster to take a place."""
+    """Other instances always take the next place first."""
     monkeypatch.setattr(admissions, "MAX_S", 0.05)
     objects = ObjectStore(f"file://{tmp_path}")
     (instance,), file = _instances(objects, 1), await _file(objects)

@@ -1,4 +1,4 @@
-"""A batch's answers, through OpenAI's client, with a runner in the same process."""
+"""A batch's results, through OpenAI's client, with a runner in the same process."""
 
 from __future__ import annotations
 

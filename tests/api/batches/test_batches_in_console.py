@@ -1,4 +1,4 @@
-"""The console's view "Batches" in a browser."""
+"""The console's "Batches" view in a browser."""
 
 import asyncio
 from collections.abc import AsyncIterator, Callable

@@ -46,7 +46,9 @@ PRICED = Catalog(
     )
 )
 RESERVED_USD, SPENT_USD = 21.0, 1.5
-"""Half the list price of the 42 tokens that each of `_lines` may use, and of the 3 it does use."""
+"""Half the list price of the 42 tokens that each of `_lines` may use, and of the 3 that it does
+use.
+"""
 
 
 @pytest.fixture(autouse=True)
@@ -86,7 +88,7 @@ async def _until_next_is_due(running: Running) -> None:
 async def test_lines_go_on_as_soon_as_reservations_come_back(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """Together, all lines reserve three times the budget, but spend less than the budget."""
+    """All lines together reserve three times the budget, but spend less than the budget."""
     url = _keys(tmp_path, plan_usd=20 * SPENT_USD + RESERVED_USD)
     async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
         client = api.openai(api_key=key_for("rich"))
@@ -122,7 +124,7 @@ async def test_batch_of_a_spent_budget_steps_aside_and_goes_on_when_it_is_raised
 async def test_line_larger_than_its_budget_is_refused_at_once(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """The batch's other lines run. Nothing waits until the batch expires."""
+    """The batch's other lines run. Nothing waits for the batch to expire."""
     url = _keys(tmp_path, poor_usd=RESERVED_USD)
     async with batching(tmp_path, redis_url, catalog=PRICED, keys_url=url) as (api, _):
         poor = api.openai(api_key=key_for("poor"))
@@ -138,8 +140,8 @@ async def test_line_larger_than_its_budget_is_refused_at_once(
 
 
 async def test_long_text_reserves_only_what_its_model_reads(tmp_path: Path, redis_url: str) -> None:
-    """A budget for 42 tokens admits a text of 4,000 bytes if the model reads only 42 tokens of
-    it.
+    """A budget for 42 tokens admits a text of 4,000 bytes if the model reads only 42 of its
+    tokens.
     """
     models = [
         model.model_copy(update={"text": EmbeddingLimits(max_input_tokens=42)})
@@ -229,7 +231,9 @@ async def test_spent_budgets_of_many_tenants_leave_hands_to_others(
 async def test_batch_that_can_not_move_steps_aside_for_another_one_of_its_tenant(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch, error: PenstockError
 ) -> None:
-    """The worker for one model seems lost: the failure persists and is not caused by a budget."""
+    """The worker for one model seems to be gone: the failure persists and is not caused by a
+    budget.
+    """
     monkeypatch.setattr(turn_progress, "STALLED_S", 0.2)
     monkeypatch.setattr(execution, "MAX_PAUSE_S", 0.05)
     real, is_back, late = Dispatcher.dispatch, asyncio.Event(), list[str]()

@@ -129,7 +129,7 @@ class CountingStore(ObjectStore):
 
 
 async def test_a_listing_reads_what_it_leaves_out_in_few_rounds_and_once() -> None:
-    """With one file per round, listing 10,000 files took 5,000 rounds each time."""
+    """With one file per round, listing 10,000 files took 5,000 rounds every time."""
     store = CountingStore("memory://")
     files = batch_files.BatchFiles(store, storage.Storage(store))
     now_s = time.time()
@@ -242,7 +242,7 @@ async def test_expiry_is_the_callers(api: ApiUnderTest) -> None:
 
 
 async def expire(api: ApiUnderTest, tenant: str, file_id: str) -> None:
-    """Moves a file past its expiry time."""
+    """Rewrites a file's metadata so that the file has expired."""
     files = api.dependencies.batch_files
     file = await files.find(tenant, file_id)
     await files.add(msgspec.structs.replace(file, expires_at_s=1.0))

@@ -1,4 +1,4 @@
-"""A file's lines are the same however its bytes are split."""
+"""A file's lines are the same no matter how its bytes are split."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FILES = st.lists(PIECES, max_size=40).map(b"".join)
 
 
 def expected(data: bytes) -> list[Line]:
-    """The same, but reading the whole file at once."""
+    """The expected lines, found by reading the whole file at once."""
     lines, offset = [], 0
     for number, raw in enumerate(data.split(b"\n"), 1):
         text = raw.removesuffix(b"\r")

@@ -1,4 +1,6 @@
-"""Lines that transcribe recordings, with file names as Groq's and OpenAI's users write them."""
+"""Batch lines that transcribe recordings, with file names as Groq's and OpenAI's users write
+them.
+"""
 
 from __future__ import annotations
 
@@ -40,7 +42,7 @@ def line(custom_id: str, path: str = TRANSCRIPTIONS, **body: Any) -> dict[str, A
 
 
 async def bodies(client: Any, file_id: str | None) -> dict[str, Any]:
-    """The answers in a file, by custom id."""
+    """The response bodies in a file, by custom id."""
     lines = await answers(client, file_id)
     return {one["custom_id"]: one["response"]["body"] for one in lines}
 

@@ -1,4 +1,4 @@
-"""Lines that read documents."""
+"""Batch lines that read documents."""
 
 from __future__ import annotations
 

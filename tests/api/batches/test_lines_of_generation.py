@@ -1,4 +1,4 @@
-"""Lines of chats and completions."""
+"""Batch lines for chats and completions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A slow line does not hold up any other line, and no answer after it is lost."""
+"""A slow line does not hold up any other line, and no response after it is lost."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SLOW = sum(is_slow(number) for number in range(1, LINES + 1))
 
 
 async def check(client: Any, done: Any) -> None:
-    """Compares the answers with the lines."""
+    """Compares the results with the lines."""
     assert done.request_counts.model_dump() == {"completed": LINES, "failed": 0, "total": LINES}
     found = await answers(client, done.output_file_id)
     assert [one["custom_id"] for one in found] == [str(n) for n in range(LINES)]
@@ -51,7 +51,7 @@ async def check(client: Any, done: Any) -> None:
 async def test_lines_and_counts_go_on_beside_slow_lines(
     api: ApiUnderTest, held_lines: Hold, monkeypatch: pytest.MonkeyPatch, kept_bytes: int
 ) -> None:
-    """Memory is bounded: logged requests are read again."""
+    """Memory is bounded: requests that were logged are read again."""
     monkeypatch.setattr(answers_module, "KEPT_BYTES", kept_bytes)
     go, client = held_lines(is_slow), api.openai()
     batch = await created(client, jsonl(line(str(n)) for n in range(LINES)))
@@ -108,7 +108,7 @@ async def test_lines_that_ended_behind_a_slow_one_are_delivered_by_a_cancel(
 async def test_lines_in_flight_go_on_when_a_segment_can_not_be_written(
     api: ApiUnderTest, held_lines: Hold, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The object store fails briefly. No line starts a second time."""
+    """The object store fails briefly. No line is started twice."""
     begun, failed, write = Counter[int](), asyncio.Event(), BatchStore.add_segment
 
     def is_held(number: int) -> bool:

@@ -1,4 +1,4 @@
-"""Files that are accepted, and files that are refused as a whole."""
+"""Files that are accepted, and files that are rejected as a whole."""
 
 from __future__ import annotations
 

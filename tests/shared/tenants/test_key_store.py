@@ -1,5 +1,5 @@
-"""Behavior that all stores for the key directory share, in a file and in Redis, and changes to
-it.
+"""Behavior shared by all stores for the key directory, in a file and in Redis, and changes to the
+directory.
 """
 
 import asyncio
@@ -243,7 +243,7 @@ async def test_file_that_others_manage_is_not_changed(tmp_path: Path) -> None:
 
 
 async def test_nothing_is_changed_in_a_lost_redis(redis_url: str) -> None:
-    """A key created there would be the only one that every instance knows."""
+    """A key created at this point would be the only one that every instance knows."""
     async with KeyRedis(redis_url) as store:
         admin = Administration(store, actor="key x", address="127.0.0.1")
         await admin.start_directory(Document(tenants={}, keys=(stored("a", "acme"),)))
