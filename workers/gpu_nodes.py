@@ -13,6 +13,7 @@ reports every GPU as broken can't empty the cluster. A node whose condition clea
 from __future__ import annotations
 
 import argparse
+import http.client
 import json
 import logging
 import os
@@ -78,7 +79,8 @@ class KubernetesApi:
         """Sends a request, and returns the response.
 
         Raises:
-            OSError: the API server is unreachable, or rejects the request (urllib.error.HTTPError).
+            OSError: the API server is unreachable, its response breaks off or is not JSON, or it
+                rejects the request (urllib.error.HTTPError).
         """
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
         request = urllib.request.Request(
@@ -90,11 +92,14 @@ class KubernetesApi:
                 "Content-Type": kind,
             },
         )
-        with urllib.request.urlopen(
-            request, timeout=REQUEST_LIMIT_S, context=self._context
-        ) as answer:
-            decoded: Json = json.load(answer)
-            return decoded
+        try:
+            with urllib.request.urlopen(
+                request, timeout=REQUEST_LIMIT_S, context=self._context
+            ) as answer:
+                decoded: Json = json.load(answer)
+        except (http.client.HTTPException, ValueError) as error:
+            raise ConnectionError(f"{method} {path}: broken response: {error}") from error
+        return decoded
 
 
 @dataclass

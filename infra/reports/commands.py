@@ -250,6 +250,7 @@ def _run(asked: Mapping[str, str], *, hours: bool) -> None:
 
 def _call(url: str, asked: Mapping[str, str]) -> str:
     """Calls the function at this URL and returns its response."""
+    from http.client import HTTPException
     from urllib.error import HTTPError
     from urllib.request import Request, urlopen
 
@@ -263,5 +264,5 @@ def _call(url: str, asked: Mapping[str, str]) -> str:
     except HTTPError as error:
         reason = error.read().decode(errors="replace")[:400]
         raise Unavailable(f"the function answered {error.code}: {reason}") from error
-    except OSError as error:
+    except (OSError, HTTPException) as error:
         raise Unavailable(f"the function can't be reached: {error}") from error

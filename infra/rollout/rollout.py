@@ -8,6 +8,7 @@ model that always has a worker.
 
 from __future__ import annotations
 
+import http.client
 import json
 import time
 import urllib.error
@@ -25,6 +26,10 @@ from shared.models.catalog import Catalog, Model
 Check = Callable[[str], list[str]]
 """Sends real requests to a URL. Returns a line for each, or raises Unavailable."""
 
+_READY_LIMIT_S = 10.0
+_NETWORK_S = 10.0
+"""Added to a model's deadline, so that the API's own error arrives before the limit."""
+
 
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
     """Sends a request for each model of `catalog` with replicas.min >= 1. Returns a line for each.
@@ -36,7 +41,7 @@ def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
         Unavailable: a response did not arrive within the model's deadline, or was wrong.
     """
     # Not /healthz, because on Cloud Run, Google's front end itself responds to that path with 404.
-    _call(f"{url}/readyz", "", None, 10.0)
+    _fetch(urllib.request.Request(f"{url}/readyz"), _READY_LIMIT_S)
     warm_models = [model for model in catalog.models if model.replicas.min >= 1]
     return [f"{url} answers"] + [_ask(url, key, model) for model in warm_models]
 
@@ -54,33 +59,45 @@ def _ask(url: str, key: str, model: Model) -> str:
 
 def _ask_with(text: str, url: str, key: str, model: Model) -> str:
     example = EXAMPLES[model.task]
-    request = example.request(model, text)
-    answer = _call(f"{url}{request.path}", key, request, model.deadline.default_s)
+    request = _request(url, key, example.request(model, text))
+    answer = _fetch(request, model.deadline.default_s + _NETWORK_S)
     try:
         return f"{model.name}: {example.describe_answer(model, answer)}"
     except ValueError as error:
         raise Unavailable(f"{url}: {model.name} returned {error}") from error
 
 
-def _call(url: str, key: str, example: ExampleRequest | None, limit_s: float) -> Any:
-    headers = {"content-type": "application/json"} | (
-        {"authorization": f"Bearer {key}"} if key else {}
+def _request(url: str, key: str, example: ExampleRequest) -> urllib.request.Request:
+    headers = {"content-type": "application/json", **example.headers}
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    return urllib.request.Request(
+        f"{url}{example.path}", json.dumps(example.body).encode(), headers
     )
-    body = None
-    if example is not None:
-        headers |= example.headers
-        body = json.dumps(example.body).encode()
-    request = urllib.request.Request(url, body, headers)
+
+
+def _fetch(request: urllib.request.Request, limit_s: float) -> Any:
+    """Sends a request and parses the JSON response.
+
+    Raises:
+        Unavailable: the response did not arrive in time, was cut off, is an error, or is not JSON.
+    """
+    url = request.full_url
     try:
-        with urllib.request.urlopen(request, timeout=limit_s + 10) as answer:
+        with urllib.request.urlopen(request, timeout=limit_s) as answer:
             return json.load(answer)
     except urllib.error.HTTPError as error:
-        with error:
-            raise Unavailable(
-                f"{url}: {error.code} {error.read(500).decode(errors='replace')}"
-            ) from error
-    except (OSError, ValueError) as error:
+        raise Unavailable(f"{url}: {error.code} {_start_of_body(error)}") from error
+    except (OSError, http.client.HTTPException, ValueError) as error:
         raise Unavailable(f"{url}: {error}") from error
+
+
+def _start_of_body(error: urllib.error.HTTPError) -> str:
+    with error:
+        try:
+            return error.read(500).decode(errors="replace")
+        except (OSError, http.client.HTTPException):
+            return "(the body was cut off)"
 
 
 class Rollout:
@@ -180,7 +197,7 @@ class Rollout:
             for region, service in self._services.items():
                 begun.append(region)
                 self._roll_region(region, service)
-        except (PenstockError, KeyboardInterrupt):
+        except BaseException:  # including KeyboardInterrupt, and faults of this code
             for region in begun:
                 self._take_back(region, before[region])
             raise

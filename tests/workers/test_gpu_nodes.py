@@ -34,6 +34,8 @@ class Cluster:
     """Each pod's node."""
     held: set[str] = field(default_factory=set)
     url: str = ""
+    cuts_off: bool = False
+    """True if responses break off before the end of the body."""
 
     def add(self, name: str, *pods: str, gpus: int = 1, failed_at: str | None = None) -> None:
         self.nodes[name] = {
@@ -118,7 +120,7 @@ def cluster() -> Iterator[Cluster]:
             self.send_response(status)
             self.send_header("Content-Length", str(len(sent)))
             self.end_headers()
-            self.wfile.write(sent)
+            self.wfile.write(sent[:-1] if made.cuts_off else sent)
 
         do_GET = do_PATCH = do_POST = answer
 
@@ -198,27 +200,36 @@ def test_a_repaired_node_serves_again(cluster: Cluster, account: Path) -> None:
     assert ANNOTATION not in cluster.nodes["bad"]["metadata"]["annotations"]
 
 
-def test_it_runs_as_the_pod_does(cluster: Cluster, account: Path) -> None:
-    cluster.add("bad", "worker-1", failed_at="2026-11-26T10:00:00Z")
+def run_once(cluster: Cluster, account: Path) -> subprocess.CompletedProcess[str]:
+    """Runs one check as the pod does."""
     command = [sys.executable, "-m", "workers.gpu_nodes", "--once", "--url", cluster.url]
-    done = subprocess.run(
+    return subprocess.run(
         [*command, "--account", str(account)],
         capture_output=True,
         text=True,
         timeout=START_LIMIT_S,
         check=False,
     )
+
+
+def test_pod_reports_what_it_did(cluster: Cluster, account: Path) -> None:
+    cluster.add("bad", "worker-1", failed_at="2026-11-26T10:00:00Z")
+    done = run_once(cluster, account)
     assert done.returncode == 0, done.stderr
     assert cluster.cordoned() == {"bad"}
     said = [json.loads(line)["message"] for line in done.stderr.splitlines()]
     assert said == ["node cordoned", "pod evicted"]
+
+
+def test_pod_survives_a_rejected_token(cluster: Cluster, account: Path) -> None:
     (account / "token").write_text("another")
-    done = subprocess.run(
-        [*command, "--account", str(account)],
-        capture_output=True,
-        text=True,
-        timeout=START_LIMIT_S,
-        check=False,
-    )
-    assert done.returncode == 0
+    done = run_once(cluster, account)
+    assert done.returncode == 0, done.stderr
     assert "HTTP Error 401" in done.stderr
+
+
+def test_pod_survives_a_response_that_breaks_off(cluster: Cluster, account: Path) -> None:
+    cluster.cuts_off = True
+    done = run_once(cluster, account)
+    assert done.returncode == 0, done.stderr
+    assert "IncompleteRead" in done.stderr

@@ -180,6 +180,19 @@ def test_end_of_the_step_gives_everything_back(apis: GoogleApis, catalog: Catalo
     assert f"{WEST}: back to api-1 100 %" in said
 
 
+def test_candidate_whose_responses_break_off_is_rolled_back(
+    apis: GoogleApis, catalog: Catalog
+) -> None:
+    rolling = rollout(apis, catalog)
+    rolling.hold()
+    apis.regions[WEST].deploy("api-2")
+    apis.cuts_off = True
+    with pytest.raises(Unavailable, match="IncompleteRead"):
+        rolling.roll()
+    assert {"api-1": 95, "api-2": 5} in apis.regions[WEST].history
+    assert apis.regions[WEST].shares == {"api-1": 100}
+
+
 def test_rollout_that_was_cut_off_goes_on_from_what_callers_know(
     apis: GoogleApis, catalog: Catalog
 ) -> None:
