@@ -172,7 +172,7 @@ class MessageEvents:
     def whole(self, outcomes: Sequence[ItemOutcome]) -> MessageReply:
         (result,) = results_of(outcomes, self._model)
         choice = chat_choice(self._chat, self._made, 0, result)
-        reason, stop = _end(choice, result)
+        reason, stop = _stop_reason(choice, result)
         return MessageReply(
             self._made, self._model.name, _blocks(choice), reason, _usage(result), stop
         )
@@ -210,7 +210,7 @@ class MessageEvents:
                 written = {"type": "input_json_delta", "partial_json": json.dumps(block.input)}
                 events.append(_event("content_block_delta", index=at, delta=written))
                 events.append(_event("content_block_stop", index=at))
-        reason, stop = _end(choice, result)
+        reason, stop = _stop_reason(choice, result)
         ended = {"stop_reason": reason, "stop_sequence": stop}
         return [*events, _event("message_delta", delta=ended, usage=_usage(result))]
 
@@ -261,7 +261,7 @@ def _input(call: Any) -> dict[str, Any]:
     return arguments if isinstance(arguments, dict) else {"value": arguments}
 
 
-def _end(choice: ChatChoice, result: GenerationResult) -> tuple[StopReason, str | None]:
+def _stop_reason(choice: ChatChoice, result: GenerationResult) -> tuple[StopReason, str | None]:
     """Returns why the message ended, and the stop sequence that ended it, if one did."""
     if choice.finish_reason == "tool_calls":
         return "tool_use", None

@@ -217,7 +217,7 @@ class LineExecutor:
         tools = ReplyTools(self.objects, self.image_codec, deadline_s, response.price)
         try:
             with response, attempt.endpoint.words(attempt.line.request):
-                response.raise_failed()
+                response.raise_if_failed()
                 return await attempt.endpoint.reply(attempt.line.request, response.outcomes, tools)
         finally:
             limited.settle(response.price, response.outcomes, is_delivered=response.is_delivered)

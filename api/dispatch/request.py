@@ -280,7 +280,7 @@ class InferenceResponse:
             COST_HEADER: plain(self.cost_usd),
         }
 
-    def raise_failed(self) -> None:
+    def raise_if_failed(self) -> None:
         """Raises the error of the first item without a result. Partial responses are not returned.
 
         Raises:

@@ -57,7 +57,7 @@ class Inference:
             context.has_rows = True
             try:
                 with response:
-                    response.raise_failed()
+                    response.raise_if_failed()
                     yield response
             finally:
                 context.headers |= response.headers()
@@ -88,7 +88,7 @@ class Inference:
             call.http.receive, self._dispatcher.dispatch(request), call.check_key
         )
         with response:
-            response.raise_failed()
+            response.raise_if_failed()
             return [outcome.result for outcome in response.outcomes]
 
     def check_room(self, call: ModelCall, model: Model, items: int) -> None:

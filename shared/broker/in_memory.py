@@ -332,7 +332,7 @@ class InMemoryBroker:
         _check_message(topic_id, data, attributes, ordering_key)
         if topic_id not in self._topics:
             raise BadInput(f"publish to {topic_id}: the topic does not exist")
-        return self._store(topic_id, data, attributes, ordering_key)
+        return self._enqueue(topic_id, data, attributes, ordering_key)
 
     @asynccontextmanager
     async def subscribe(
@@ -451,7 +451,7 @@ class InMemoryBroker:
         settings = queue.settings
         is_dead = delivery.attempts >= settings.max_delivery_attempts
         if is_dead and settings.dead_letter_topic_id in self._topics:
-            self._store(
+            self._enqueue(
                 settings.dead_letter_topic_id,
                 delivery.data,
                 delivery.attributes,
@@ -460,17 +460,17 @@ class InMemoryBroker:
             return
         queue.put_back(delivery)
 
-    def _store(
+    def _enqueue(
         self, topic_id: str, data: bytes, attributes: Mapping[str, str], ordering_key: str
     ) -> str:
         message_id = self.next_id("message")
         self.published += 1
         for queue in self._topics[topic_id].values():
             if queue.takes(attributes):
-                number, now_s = next(self._ids), time.time()
-                queue.waiting.append(
-                    _Delivery(number, data, dict(attributes), message_id, ordering_key, now_s)
+                delivery = _Delivery(
+                    next(self._ids), data, dict(attributes), message_id, ordering_key, time.time()
                 )
+                queue.waiting.append(delivery)
                 queue.deliver()
         return message_id
 

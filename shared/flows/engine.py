@@ -306,7 +306,7 @@ class FlowEngine:
         ]
         ended = {index: msgspec.json.encode(outcome) for index, outcome in done.items()}
         planned = await self._runs.plan(run.id, number, jobs, len(inputs), ended)
-        if planned != "stored":
+        if planned != "stored":  # so this run does not pay for them
             self._mark_unpaid(items, done, model)
             if planned == "no_room":
                 reason = f"step {step.id!r}: unfinished predictions leave no room for it"
@@ -379,7 +379,9 @@ class FlowEngine:
     def _mark_unpaid(
         self, items: Sequence[Item], done: Mapping[int, ItemOutcome], model: Model
     ) -> None:
-        """Marks cache hits as unpaid again if the plan that would pay for them was not stored."""
+        """Marks cache hits as unpaid again."""
+        if self._cache is None:
+            return
         owed = {
             item.cache_key: mark
             for item in items
@@ -387,8 +389,7 @@ class FlowEngine:
             and item.index in done
             and (mark := owed_by(done[item.index].receipt)) is not None
         }
-        if self._cache is not None:
-            self._cache.mark_unpaid(owed, model.cache.ttl_s)
+        self._cache.mark_unpaid(owed, model.cache.ttl_s)
 
     async def _publish_first(self, run: Run, number: int, jobs: int, envelope: Envelope) -> None:
         await self._publish(envelope, number, range(min(jobs, WINDOW_JOBS)), run.plan.steps[number])

@@ -480,7 +480,7 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Flow:
 def image_run_of(model: Model, catalog: Catalog, *, upscales: bool) -> ImageRun | None:
     """Returns the flow for image requests of a model. None: they have only one step.
 
-    Its time limit is the sum of its steps' time limits.
+    Its time limit is the sum of its steps' time limits, or MAX_DEADLINE_S if that is less.
 
     Args:
         upscales: True if larger images are requested.
@@ -492,14 +492,17 @@ def image_run_of(model: Model, catalog: Catalog, *, upscales: bool) -> ImageRun 
     if plan is None:
         return None
     check_steps(model, catalog.step_schema)
+    fields = _fields_of_flow(plan, model.name, {}, catalog)
+    fields |= {"deadline": _deadline_of(plan, catalog), "max_in_flight": model.max_in_flight}
+    return ImageRun.model_validate(fields, context=OF_CATALOG)
+
+
+def _deadline_of(plan: FlowPlan, catalog: Catalog) -> Deadline:
     deadlines = [catalog.find(step.model).deadline for step in plan.steps]
-    deadline = Deadline(
+    return Deadline(
         default_s=min(MAX_DEADLINE_S, sum(deadline.default_s for deadline in deadlines)),
         longest_s=min(MAX_DEADLINE_S, sum(deadline.longest_s for deadline in deadlines)),
     )
-    fields = _fields_of_flow(plan, model.name, {}, catalog)
-    fields |= {"deadline": deadline, "max_in_flight": model.max_in_flight}
-    return ImageRun.model_validate(fields, context=OF_CATALOG)
 
 
 def _fields_of_flow(

@@ -147,7 +147,7 @@ async def test_what_is_refused_after_work_began_is_refused_as_a_whole(
     answer = await asks[1]
     assert ends(answer) == ["succeeded", "overloaded"]
     with pytest.raises(Overloaded, match="no room"):
-        answer.raise_failed()
+        answer.raise_if_failed()
     answer.is_delivered = False  # like a block that raises
     assert answer.cost_usd == 0
 

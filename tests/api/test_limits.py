@@ -67,6 +67,13 @@ async def limited_api(
         yield api
 
 
+LONG_TEXT = 40 * "a"
+RESERVED_USD = 0.042
+"""Reserved for a text as long as LONG_TEXT: a token per byte, with the two special tokens."""
+SPENT_USD = 0.003
+"""Spent on it: a word and two special tokens."""
+
+
 async def embed(api: ApiUnderTest, *texts: str, key: str = "a", **headers: str) -> httpx.Response:
     return await api.http.post(
         "/v1/embeddings",
@@ -208,16 +215,15 @@ async def test_spent_budget_is_insufficient_quota(tmp_path: Path, redis_url: str
         assert (await embed(api, "one", key="other")).status_code == 200
 
 
-async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_url: str) -> None:
-    """Each text reserves 42 tokens and spends 3, so the third fits once the first two have
-    finished.
-    """
-    texts = [f"{letter * 40}" for letter in "abcdefghijklmnopq"]
-    async with limited_api(tmp_path, redis_url, Plan(budget_usd_per_month=0.087)) as api:
+async def test_budget_that_is_only_reserved_is_worth_asking_for_again(
+    tmp_path: Path, redis_url: str
+) -> None:
+    plan = Plan(budget_usd_per_month=2.5 * RESERVED_USD)
+    async with limited_api(tmp_path, redis_url, plan) as api:
         api.worker.go.clear()
-        first = [asyncio.create_task(embed(api, text)) for text in texts[:2]]
+        waiting = [asyncio.create_task(embed(api, LONG_TEXT[1:] + end)) for end in "ab"]
         await api.worker.until_taken(2)
-        refused = await embed(api, texts[2])
+        refused = await embed(api, LONG_TEXT[1:] + "c")
         assert (refused.status_code, refused.headers["retry-after"]) == (429, "1")
         assert "x-should-retry" not in refused.headers
         error = refused.json()["error"]
@@ -226,9 +232,18 @@ async def test_reserved_budget_is_worth_asking_for_again(tmp_path: Path, redis_u
         rows = [row for row in api.rows if row.status == "refused"]
         assert [(row.error_code, row.cost_usd) for row in rows] == [("rate_limit_exceeded", 0.0)]
         api.worker.go.set()
-        assert [(await one).status_code for one in first] == [200, 200]
-        answers = [await embed(api, text) for text in texts[2:]]
-        assert [answer.status_code for answer in answers] == [200] * 14 + [429]
+        assert [(await request).status_code for request in waiting] == [200, 200]
+        assert (await embed(api, LONG_TEXT[1:] + "c")).status_code == 200, "no longer reserved"
+
+
+async def test_text_that_the_rest_of_a_budget_can_not_reserve_is_insufficient_quota(
+    tmp_path: Path, redis_url: str
+) -> None:
+    """The last text is refused although the budget still has what it would spend."""
+    plan = Plan(budget_usd_per_month=RESERVED_USD + 2.5 * SPENT_USD)
+    async with limited_api(tmp_path, redis_url, plan) as api:
+        answers = [await embed(api, LONG_TEXT[1:] + end) for end in "abcd"]
+        assert [answer.status_code for answer in answers] == [200] * 3 + [429]
         assert answers[-1].json()["error"]["code"] == "insufficient_quota"
         assert answers[-1].headers["x-should-retry"] == "false"
 

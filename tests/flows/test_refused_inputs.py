@@ -171,7 +171,7 @@ async def test_the_documents_of_a_batch(flows: World, settings: ApiSettings) -> 
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
-async def test_a_recording(flows: World, stream: str) -> None:
+async def test_error_of_an_uploaded_recording_names_file(flows: World, stream: str) -> None:
     form = {"model": "ears", "stream": stream}
     answer = await flows.http.post(TRANSCRIPTIONS, data=form, files={"file": ("a.wav", b"RIFF")})
     assert answer.status_code == (200 if stream == "true" else 400), answer.text
@@ -180,12 +180,13 @@ async def test_a_recording(flows: World, stream: str) -> None:
 
 
 @pytest.mark.parametrize("stream", ["false", "true"])
-async def test_a_recording_by_its_url(flows: World, stream: str) -> None:
+async def test_error_of_a_recording_by_url_names_url(flows: World, stream: str) -> None:
     upload = await client_of(flows).files.create(file=("a.wav", b"RIFF"), purpose="user_data")
     form = {"model": "ears", "stream": stream, "url": upload.id}
     answer = await flows.http.post(
         TRANSCRIPTIONS, files={name: (None, value) for name, value in form.items()}
     )
+    assert answer.status_code == (200 if stream == "true" else 400), answer.text
     assert '"param":"url"' in answer.text
     assert '"message":"url: it is no sound"' in answer.text
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from pathlib import Path
+from typing import NamedTuple
 
 from shared.models.entry import GpuTypeName
 
@@ -29,8 +30,16 @@ _NAMES: tuple[tuple[str, GpuTypeName], ...] = (
 """Names as reported by `torch.cuda.get_device_name`, such as `NVIDIA A100-SXM4-40GB`."""
 
 
-def this_cpu() -> tuple[str, tuple[str, ...]]:
-    """Returns the CPU's name, and which of SPEED_FLAGS it has."""
+class Cpu(NamedTuple):
+    """A CPU's model name and speed-related instruction sets."""
+
+    name: str
+    flags: tuple[str, ...]
+    """The SPEED_FLAGS that it has, sorted."""
+
+
+def this_cpu() -> Cpu:
+    """Returns this machine's CPU, without flags that oneDNN is told to ignore."""
     facts = read_facts(Path("/proc/cpuinfo"))
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()
@@ -39,11 +48,11 @@ def this_cpu() -> tuple[str, tuple[str, ...]]:
     name = facts.get("model name") or " ".join(
         facts.get(key, "") for key in ("CPU implementer", "CPU part")
     )
-    return name, tuple(sorted(SPEED_FLAGS & set(flags)))
+    return Cpu(name, tuple(sorted(SPEED_FLAGS & set(flags))))
 
 
 def has_vnni() -> bool:
-    return bool(VNNI_FLAGS & set(this_cpu()[1]))
+    return bool(VNNI_FLAGS & set(this_cpu().flags))
 
 
 def read_facts(path: Path) -> dict[str, str]:

@@ -138,9 +138,7 @@ def resolve(
         return copy or _from_hub(rest, revision)
     if source.startswith("gs://"):
         return _from_bucket(source, revision, cache_dir, open_bucket)
-    raise ConfigurationError(
-        f"source {source!r} must start with package:, local:, hf: or gs://", field="source"
-    )
+    raise _unknown_source(source)
 
 
 def resolve_file(
@@ -159,20 +157,30 @@ def resolve_file(
         weights_dir: same as in `resolve`. A repository's copy includes the file.
 
     Raises:
-        ConfigurationError: the file doesn't exist.
+        ConfigurationError: the file doesn't exist, or `source` starts with none of these.
     """
     kind, _, rest = source.partition(":")
-    if source.startswith("gs://"):
-        file = _file_from_bucket(source, revision, cache_dir, open_bucket)
+    if kind == "package":
+        file = _in_package(source, rest)
+    elif kind == "local":
+        file = Path(rest).expanduser()
     elif kind == "hf":
         repository, name = repository_of(source)
         folder = find_copy(weights_dir, repository, revision) if weights_dir else None
         file = (folder or _from_hub(repository, revision)) / name
+    elif source.startswith("gs://"):
+        file = _file_from_bucket(source, revision, cache_dir, open_bucket)
     else:
-        file = _in_package(source, rest) if kind == "package" else Path(rest).expanduser()
+        raise _unknown_source(source)
     if not file.is_file():
         raise _no_such(source, f"{file} is not a file")
     return file
+
+
+def _unknown_source(source: str) -> ConfigurationError:
+    return ConfigurationError(
+        f"source {source!r} must start with package:, local:, hf: or gs://", field="source"
+    )
 
 
 def repository_of(source: str) -> tuple[str, str]:

@@ -185,7 +185,7 @@ def _manifest(entry: Model, digest: str, variants: list[Variant]) -> Manifest:
         revision=entry.revision,
         source_digest=digest,
         made_by=made_by,
-        measured_on=this_cpu()[1],
+        measured_on=this_cpu().flags,
         task=entry.task,
         variants=variants,
     )

@@ -98,12 +98,7 @@ def replay(
     deadline_s = deadline or catalog.find_deployed(name).deadline.longest_s
 
     async def act(held: HeldLetters) -> tuple[int, int]:
-        chosen = _chosen(held, ids, every=every)
-        if every:
-            chosen = [letter for letter in chosen if letter.is_awaited]
-        refused = [letter for letter in chosen if not letter.is_awaited]
-        if refused:  # before anything is changed
-            raise BadInput(f"{refused[0].id}: {refused[0].answered}", field="id")
+        chosen = _choose(held, ids, every=every, refusal=lambda letter: letter.answered)
         for letter in chosen:
             await held.replay(letter, deadline_s)
         return len(chosen), len(held.letters) - len(chosen)
@@ -128,15 +123,13 @@ def discard(
     """
 
     async def act(held: HeldLetters) -> tuple[int, int]:
-        chosen = _chosen(held, ids, every=every)
-        if every and not force:
-            chosen = [letter for letter in chosen if not letter.is_awaited]
-        awaited = [letter for letter in chosen if letter.is_awaited]
-        if awaited and not force:
-            raise BadInput(
-                f"{awaited[0].id}: its caller is still waiting; replay it, or add --force",
-                field="id",
-            )
+        waiting = "its caller is still waiting; replay it, or add --force"
+        chosen = _choose(
+            held,
+            ids,
+            every=every,
+            refusal=lambda letter: waiting if letter.is_awaited and not force else "",
+        )
         for letter in chosen:
             held.discard(letter)
         return len(chosen), len(held.letters) - len(chosen)
@@ -145,10 +138,31 @@ def discard(
     typer.echo(f"{model}: {done} discarded, {remaining} left")
 
 
-def _chosen(held: HeldLetters, ids: Sequence[str] | None, *, every: bool) -> list[Letter]:
+def _choose(
+    held: HeldLetters,
+    ids: Sequence[str] | None,
+    *,
+    every: bool,
+    refusal: Callable[[Letter], str],
+) -> list[Letter]:
+    """Returns the letters with these IDs, or `every` letter that is not refused.
+
+    Args:
+        refusal: returns why a letter must stay as it is. Empty: it may be changed.
+
+    Raises:
+        BadInput: a letter chosen by its ID is refused or unknown, or not exactly one of `ids` and
+            `every` is given.
+    """
     if bool(ids) == every:
         raise BadInput("specify the IDs of dead letters, or --all", field="id")
-    return list(held.letters) if every else [held.find(letter_id) for letter_id in ids or ()]
+    if every:
+        return [letter for letter in held.letters if not refusal(letter)]
+    chosen = [held.find(letter_id) for letter_id in ids or ()]
+    for letter in chosen:
+        if reason := refusal(letter):
+            raise BadInput(f"{letter.id}: {reason}", field="id")
+    return chosen
 
 
 async def _facts(held: HeldLetters) -> list[dict[str, Any]]:

@@ -135,7 +135,7 @@ class QueueSubscription:
         self._resizing = asyncio.Event()
         self._end: PenstockError | None = None
         self._is_stopped = False
-        self._numbers = 0
+        self._taken = 0
         self._tasks: list[asyncio.Task[None]] = []
         self._is_open = False
         self.lost = 0
@@ -406,9 +406,9 @@ class QueueSubscription:
         self.round_trip.record(asyncio.get_running_loop().time() - began_s)
 
     async def _take(self, delivered: DeliveredMessage) -> None:
-        self._numbers += 1
+        self._taken += 1
         now_s = asyncio.get_running_loop().time()
-        message = message_of(delivered, str(self._numbers), now_s)
+        message = message_of(delivered, str(self._taken), now_s)
         self._held[message.ack_id] = _Held(message, delivered)
         if self._is_stopped:
             self._give_back(message.ack_id)

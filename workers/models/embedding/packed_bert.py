@@ -75,6 +75,17 @@ class _Layer(NamedTuple):
     norm: Product
 
 
+class _HostCopy(NamedTuple):
+    vectors: torch.Tensor
+    copied: torch.cuda.Event | None
+    """None on a CPU, where the copy is complete."""
+
+    def wait(self) -> np.ndarray:
+        if self.copied is not None:
+            self.copied.synchronize()
+        return self.vectors.numpy()
+
+
 class PackedBert:
     """Computes the vectors of packed texts.
 
@@ -139,14 +150,18 @@ class PackedBert:
                 int(lengths.max()),
                 has_types=types is not None,
             )
-            result = torch.empty(vectors.shape, dtype=torch.float32, pin_memory=self._is_gpu)
-            result.copy_(vectors, non_blocking=True)
-            done = torch.cuda.Event(blocking=True) if self._is_gpu else None  # type: ignore[no-untyped-call]
-            if done is not None:
-                done.record()
-        if done is not None:
-            done.synchronize()
-        return result.numpy()
+            result = self._start_copy(vectors)
+        # The next call may launch its kernels while this one waits.
+        return result.wait()
+
+    def _start_copy(self, vectors: torch.Tensor) -> _HostCopy:
+        on_host = torch.empty(vectors.shape, dtype=torch.float32, pin_memory=self._is_gpu)
+        on_host.copy_(vectors, non_blocking=True)
+        if not self._is_gpu:
+            return _HostCopy(on_host, None)
+        copied = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+        copied.record()
+        return _HostCopy(on_host, copied)
 
     def vectors(
         self, packed: torch.Tensor, tokens: int, longest: int, *, has_types: bool = False

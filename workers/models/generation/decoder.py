@@ -304,7 +304,7 @@ def choose_dtype(precision: str, device_type: str) -> torch.dtype:
         return DTYPES[precision]
     if device_type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    has_bf16 = bool(BF16_FLAGS & set(this_cpu()[1]))
+    has_bf16 = bool(BF16_FLAGS & set(this_cpu().flags))
     return torch.bfloat16 if has_bf16 and computes_bf16() else torch.float32
 
 

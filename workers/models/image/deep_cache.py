@@ -28,7 +28,8 @@ class DeepCache:
         pipeline: a Stable Diffusion or Stable Diffusion XL pipeline.
 
     Raises:
-        ConfigurationError: the pipeline lacks such a UNet, or its last block has fewer layers.
+        ConfigurationError: the pipeline lacks such a UNet, or its first block has fewer layers than
+            the settings' branch.
     """
 
     def __init__(self, settings: DeepCacheSettings, pipeline: Any) -> None:

@@ -116,16 +116,16 @@ class _Batch:
 
 def _project(
     layer: Any,
-    ours: Sequence[LowRankPair],
+    pairs: Sequence[LowRankPair],
     inputs: torch.Tensor,
     scales: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
     """A linear layer's output W x + s B (A x), [rows, …, out], from W x and [rows, …, in]."""
-    rank = max(len(pair.down) for pair in ours)
-    down = torch.stack([_with_rank(rank, pair.down, dim=0) for pair in ours])
-    up = torch.stack([_with_rank(rank, pair.up, dim=1) for pair in ours])
-    rows = len(ours)
+    rank = max(len(pair.down) for pair in pairs)
+    down = torch.stack([_with_rank(rank, pair.down, dim=0) for pair in pairs])
+    up = torch.stack([_with_rank(rank, pair.up, dim=1) for pair in pairs])
+    rows = len(pairs)
     low = torch.bmm(inputs.reshape(rows, -1, inputs.shape[-1]), down.transpose(1, 2))
     low *= scales.view(-1, 1, 1)
     flat = output.reshape(rows, -1, output.shape[-1])
@@ -140,7 +140,7 @@ def _with_rank(rank: int, projection: torch.Tensor, *, dim: int) -> torch.Tensor
 
 def _convolve(
     layer: Any,
-    ours: Sequence[LowRankPair],
+    pairs: Sequence[LowRankPair],
     inputs: torch.Tensor,
     scales: torch.Tensor,
     output: torch.Tensor,
@@ -149,12 +149,12 @@ def _convolve(
 
     Computed adapter by adapter, because few have convolutions, and their kernels can't be stacked.
     """
-    changed = output.clone()
-    for pair in dict.fromkeys(ours):
-        slots = [slot for slot, other in enumerate(ours) if other is pair]
-        where = torch.tensor(slots, device=inputs.device)
-        own = inputs.index_select(0, where)
-        low = conv2d(own, pair.down, None, layer.stride, layer.padding, layer.dilation)
-        low *= scales[where].view(-1, 1, 1, 1)
-        changed.index_add_(0, where, conv2d(low, pair.up[:, :, None, None]))
-    return changed
+    adapted = output.clone()
+    for pair in dict.fromkeys(pairs):
+        rows = [row for row, other in enumerate(pairs) if other is pair]
+        rows_of_pair = torch.tensor(rows, device=inputs.device)
+        inputs_of_pair = inputs.index_select(0, rows_of_pair)
+        low = conv2d(inputs_of_pair, pair.down, None, layer.stride, layer.padding, layer.dilation)
+        low *= scales[rows_of_pair].view(-1, 1, 1, 1)
+        adapted.index_add_(0, rows_of_pair, conv2d(low, pair.up[:, :, None, None]))
+    return adapted

@@ -209,17 +209,23 @@ def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any
 
     diffusers' own list omits some pipelines, whose class is named after the one for text.
     """
-    class_name = type(pipeline).__name__.removesuffix("Pipeline") + ending
     try:
         counterpart = auto.from_pipe(pipeline)
     except ValueError:
-        kind = getattr(diffusers, class_name, None)
-        if kind is None or set(kind._get_signature_keys(kind)[0]) != set(pipeline.components):
-            return None
-        counterpart = kind(**pipeline.components)
+        counterpart = _counterpart_by_name(pipeline, ending)
+    if counterpart is None:
+        return None
     if "requires_aesthetics_score" in counterpart.config:
         counterpart.register_to_config(requires_aesthetics_score=refines)
     return counterpart
+
+
+def _counterpart_by_name(pipeline: Any, ending: str) -> Any | None:
+    class_name = type(pipeline).__name__.removesuffix("Pipeline") + ending
+    kind = getattr(diffusers, class_name, None)
+    if kind is None or set(kind._get_signature_keys(kind)[0]) != set(pipeline.components):
+        return None
+    return kind(**pipeline.components)
 
 
 def parameters_of(pipeline: Any) -> Mapping[str, inspect.Parameter]:

@@ -305,7 +305,7 @@ class ResidentAdapters:
 
         return AdapterFile(name, find_in_catalog, entry.digest, entry.max_rank)
 
-    def _read(self, file: AdapterFile, read: Future[LoadedAdapter]) -> None:
+    def _read(self, file: AdapterFile, loading: Future[LoadedAdapter]) -> None:
         name = file.name
         with self._permits:
             began_s = time.monotonic()
@@ -314,16 +314,16 @@ class ResidentAdapters:
                 loaded = read_adapter(file, self._pipeline, self._modules, limit_bytes)
             except PenstockError as error:
                 log.warning("adapter not read", extra={"adapter": name, "reason": error.message})
-                read.set_exception(error)
+                loading.set_exception(error)
                 return
             except Exception as error:
                 # The boundary to the libraries that read adapters. All waiting images get a result.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
-                read.set_exception(file.failed("it could not be read", str(error)))
+                loading.set_exception(file.failed("it could not be read", str(error)))
                 return
         took_s = time.monotonic() - began_s
         log.info("adapter read", extra={"adapter": name, "bytes": loaded.nbytes, "s": took_s})
-        read.set_result(loaded)
+        loading.set_result(loaded)
 
 
 def _row(applied: Applied, part: str) -> Row:

@@ -107,11 +107,13 @@ def test_a_text_is_that_of_rounded_weights(rounded: GenerationModel, folder: Pat
     assert [one.logprob for one in again.logprobs[0].top] == told
 
 
-def test_company_and_order_change_nothing_but_roundings(rounded: GenerationModel) -> None:
+def test_company_and_order_change_only_rounding(rounded: GenerationModel) -> None:
     prompts = [tiny.prompt(IDS[: 8 + 5 * n], 1, logprobs=1) for n in range(5)]
-    alone = [tiny.run(rounded, one)[0].logprobs[0].logprob for one in prompts]
-    together = [one.logprobs[0].logprob for one in tiny.run(rounded, *prompts)]
+    alone = [tiny.run(rounded, prompt)[0].logprobs[0].logprob for prompt in prompts]
+    together = [text.logprobs[0].logprob for text in tiny.run(rounded, *prompts)]
     assert together == pytest.approx(alone, abs=0.1)
+    reversed_order = [text.logprobs[0].logprob for text in tiny.run(rounded, *prompts[::-1])]
+    assert reversed_order[::-1] == pytest.approx(alone, abs=0.1)
 
 
 def test_a_model_without_such_groups_is_refused(tmp_path: Path) -> None:
