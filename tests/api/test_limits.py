@@ -43,6 +43,11 @@ PRICED = Catalog(
     )
 )
 """A token costs a tenth of a cent. FakeWorker counts the words in a text plus two."""
+LONG_TEXT = 40 * "a"
+RESERVED_USD = 0.042
+"""Reserved for a text as long as LONG_TEXT: a token per byte, with the two special tokens."""
+SPENT_USD = 0.003
+"""Spent on it: a word and two special tokens."""
 
 
 @asynccontextmanager
@@ -65,13 +70,6 @@ async def limited_api(
     given = settings_for(tmp_path, redis_url=redis_url, keys_url=url, **settings)
     async with running_api(given, catalog=catalog) as api:
         yield api
-
-
-LONG_TEXT = 40 * "a"
-RESERVED_USD = 0.042
-"""Reserved for a text as long as LONG_TEXT: a token per byte, with the two special tokens."""
-SPENT_USD = 0.003
-"""Spent on it: a word and two special tokens."""
 
 
 async def embed(api: ApiUnderTest, *texts: str, key: str = "a", **headers: str) -> httpx.Response:

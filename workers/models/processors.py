@@ -39,7 +39,7 @@ class Cpu(NamedTuple):
 
 
 def this_cpu() -> Cpu:
-    """Returns this machine's CPU, without flags that oneDNN is told to ignore."""
+    """Returns this machine's CPU, without the flags that ONEDNN_MAX_CPU_ISA rules out."""
     facts = read_facts(Path("/proc/cpuinfo"))
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     limit = os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper()

@@ -157,7 +157,7 @@ def resolve_file(
         weights_dir: same as in `resolve`. A repository's copy includes the file.
 
     Raises:
-        ConfigurationError: the file doesn't exist, or `source` starts with none of these.
+        ConfigurationError: the file doesn't exist, or its source's prefix is unknown.
     """
     kind, _, rest = source.partition(":")
     if kind == "package":
