@@ -106,6 +106,7 @@ _HEADERS: dict[str, tuple[str, Described]] = {
         "The range of bytes in this response, and the total size.",
         {"type": "string"},
     ),
+    "Content-Disposition": ("The name for the file.", {"type": "string"}),
     "X-Request-Id": ("The ID that you sent, or else a generated one.", {"type": "string"}),
     "X-Penstock-Total-Ms": ("Milliseconds from receipt to the answer.", _AMOUNT),
     "X-Penstock-Cache": (

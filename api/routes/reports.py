@@ -6,6 +6,7 @@ reports.
 
 from __future__ import annotations
 
+import asyncio
 from typing import Annotated, Any, Literal, cast
 
 import msgspec
@@ -14,12 +15,13 @@ from starlette.responses import Response
 from api.errors import NotFound
 from api.http.call import Call
 from api.http.encode_json import encode_json
-from api.http.openapi import Described, array_parameter, query_parameter
+from api.http.openapi import Described, array_parameter, binary, query_parameter, success
 from api.http.router import Router
 from api.usage.service import ReportService
 from shared.errors import BadInput
 from shared.reports.budgets import read_budgets
 from shared.reports.definitions import ROWS_KEPT_DAYS, Report, ask, reports
+from shared.reports.parquet import report_parquet
 from shared.reports.runner import ReportResult, drawings
 from shared.settings import ApiSettings
 
@@ -27,6 +29,7 @@ Cell = str | int | float | bool | None
 """A table cell. Days and times are ISO 8601 text."""
 
 NO_STORE = {"cache-control": "no-store"}
+PARQUET_TYPE = "application/vnd.apache.parquet"
 _MOMENT: Described = {"type": "string", "examples": ["2026-11-01", "2026-11-01T12:00:00Z"]}
 _QUESTION = [
     query_parameter("from", "A date in the time zone, or a time. Inclusive.", _MOMENT),
@@ -34,6 +37,11 @@ _QUESTION = [
     query_parameter("tz", "Time zone of the dates.", {"type": "string", "default": "UTC"}),
     array_parameter("tenant", "Only these tenants. Only for keys with the `admin` scope."),
     array_parameter("model", "Only these models."),
+    query_parameter(
+        "format",
+        "`parquet`: only the rows, as a Parquet file with the types of their columns.",
+        {"type": "string", "enum": ["json", "parquet"], "default": "json"},
+    ),
 ]
 
 
@@ -106,6 +114,10 @@ class ReportReply(msgspec.Struct, kw_only=True):
 
 
 router = Router(scope="usage", prefix="/v1/reports", tags=["usage"])
+_RESULT = success(
+    "The result. `Content-Disposition`: only with a file.", ReportReply, "Content-Disposition"
+)
+_RESULT["content"] |= binary("", PARQUET_TYPE)["content"]
 
 
 @router.get("", summary="List reports", reply=ReportsReply)
@@ -119,7 +131,7 @@ async def list_reports(call: Call) -> Response:
     "/{name}",
     summary="Get a report",
     query=_QUESTION,
-    reply=ReportReply,
+    answers={200: _RESULT},
     errors=(400, 429),
 )
 async def get_report(
@@ -130,6 +142,9 @@ async def get_report(
     if report is None or not _may_read(call, report):
         raise NotFound(f"report {name[:80]!r} does not exist", field="name")
     params = call.http.query_params
+    format_ = params.get("format", "json")
+    if format_ not in ("json", "parquet"):
+        raise BadInput(f"format: must be json or parquet, got {format_[:80]!r}", field="format")
     question = ask(
         params.get("from", ""),
         params.get("to", ""),
@@ -140,8 +155,12 @@ async def get_report(
         max_days=ROWS_KEPT_DAYS,
     )
     budgets_usd = await _budgets(call, report, settings)
-    reply = _reply(await service.run(report, question, call.tenant, budgets_usd))
-    return encode_json(reply, headers=NO_STORE)
+    result = await service.run(report, question, call.tenant, budgets_usd)
+    if format_ == "json":
+        return encode_json(_reply(result), headers=NO_STORE)
+    file = await asyncio.to_thread(report_parquet, result)
+    headers = NO_STORE | {"content-disposition": f'attachment; filename="{name}.parquet"'}
+    return Response(file, headers=headers, media_type=PARQUET_TYPE)
 
 
 def _is_admin(call: Call) -> bool:

@@ -4,7 +4,7 @@ ARG PYTHON_BASE
 FROM ${PYTHON_BASE} AS build
 WORKDIR /src
 COPY pyproject.toml constraints.txt infra/lock.py infra/docker/requirements.py ./
-RUN python requirements.py pyproject.toml api archive > requirements.txt \
+RUN python requirements.py pyproject.toml api > requirements.txt \
     && python requirements.py pyproject.toml --build > build.txt \
     && python lock.py only uv > uv.txt \
     && python -m venv --without-pip /opt/venv

@@ -11,32 +11,20 @@ import html
 import io
 import json
 import math
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
-from pathlib import Path
 from typing import Any, TypeGuard
 
 from infra.text_table import table
 from shared.errors import BadInput
 from shared.money.amounts import amount, dollars, plain
 from shared.reports.invoice import plain_cell
+from shared.reports.parquet import report_parquet
 from shared.reports.runner import USD_PER_TIB, Drawing, ReportResult, drawings
 
 Formatted = Callable[[Sequence[ReportResult]], bytes]
 CSV_PLACES = 12
 """Number of decimals for an amount in CSV. A program may add up many amounts."""
-_DUCKDB_TYPES = {
-    "STRING": "VARCHAR",
-    "INTEGER": "BIGINT",
-    "FLOAT": "DOUBLE",
-    "BOOLEAN": "BOOLEAN",
-    "DATE": "DATE",
-    "DATETIME": "TIMESTAMP",
-    "TIMESTAMP": "TIMESTAMPTZ",
-    "NUMERIC": "DECIMAL(38, 9)",
-}
-
 MAX_LINES = 500
 """Maximum number of rows in a table. CSV and Parquet have all rows."""
 LONG = 40
@@ -118,23 +106,7 @@ def as_parquet(results: Sequence[ReportResult]) -> bytes:
     Raises:
         BadInput: there are several reports, or DuckDB, which writes the file, is not installed.
     """
-    result = _only(results, "parquet")
-    try:
-        import duckdb
-    except ImportError:
-        raise BadInput("format: parquet requires the `local` extra", field="format") from None
-    columns = ", ".join(
-        '"{}" {}'.format(column.name.replace('"', '""'), _DUCKDB_TYPES[column.type])
-        for column in result.columns
-    )
-    with tempfile.TemporaryDirectory() as folder, duckdb.connect() as connection:
-        connection.execute(f"CREATE TABLE result ({columns})")
-        if result.rows:
-            places = ", ".join("?" for _ in result.columns)
-            connection.executemany(f"INSERT INTO result VALUES ({places})", list(result.rows))
-        path = Path(folder) / "result.parquet"
-        connection.execute("COPY result TO ? (FORMAT parquet)", [str(path)])
-        return path.read_bytes()
+    return report_parquet(_only(results, "parquet"))
 
 
 def _only(results: Sequence[ReportResult], format_: str) -> ReportResult:

@@ -1,10 +1,10 @@
 // The view "Reports": what finance, product and operations read. A key sees what the API lets it.
 // `#reports/NAME/RANGE/MODEL/TENANT` is the address of an answer.
 
-import { call } from "./api.js";
+import { call, send } from "./api.js";
 import { chart } from "./chart.js";
 import { saveCsv } from "./csv.js";
-import { button, failure, h, put } from "./dom.js";
+import { button, download, failure, h, put } from "./dom.js";
 import { rangeChoice } from "./filters.js";
 import { asked, plusDays, rangeOf, today, zone } from "./ranges.js";
 import { dataTable } from "./tables.js";
@@ -119,6 +119,7 @@ async function answer({ report, range, model, tenant }, isAdmin, tz, shown, sign
         { class: "row no-print" },
         button("Print", () => window.print(), { class: "quiet" }),
         button("Save as CSV", () => saveCsv(report.name, heads, reply.rows), { class: "quiet" }),
+        button("Save as Parquet", () => saveParquet(report.name, query, signal), { class: "quiet" }),
       ),
     ),
     h("div", { class: "drawings" }, reply.plots.map((plot) => chart(plot))),
@@ -127,6 +128,11 @@ async function answer({ report, range, model, tenant }, isAdmin, tz, shown, sign
       : h("p", { class: "note" }, "There are no rows in this range."),
     about(report, range, reply, { model, tenant, tz }),
   );
+}
+
+async function saveParquet(name, query, signal) {
+  const file = await send(`v1/reports/${encodeURIComponent(name)}?${query}&format=parquet`, { signal });
+  download(await file.blob(), `${name}.parquet`);
 }
 
 /** The range that the API answered for. Reports of budgets and invoices cover whole months. */

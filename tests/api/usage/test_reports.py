@@ -1,13 +1,18 @@
 """GET /v1/reports: the reports that each key can see, and the rows in them."""
 
 import time
+from datetime import UTC, datetime
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
+import duckdb
 import pytest
 from google.cloud import bigquery
 
 from shared.reports.definitions import ask, find_report, reports
-from shared.reports.runner import ReportRunner
+from shared.reports.parquet import report_parquet
+from shared.reports.runner import ReportColumn, ReportResult, ReportRunner
 from tests.api.usage.world import World
 
 pytestmark = [pytest.mark.slow, pytest.mark.anyio]
@@ -72,6 +77,61 @@ async def test_the_api_says_what_the_command_says(world: World) -> None:
     )
 
 
+def read_parquet(file: bytes, folder: Path) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
+    """Returns the types of the columns, and the rows."""
+    path = folder / "report.parquet"
+    path.write_bytes(file)
+    relation = duckdb.sql(f"FROM read_parquet('{path}')")
+    types = dict(zip(relation.columns, map(str, relation.types), strict=True))
+    # As text, because a time would need pytz.
+    times = [name for name, kind in types.items() if kind == "TIMESTAMP WITH TIME ZONE"]
+    chosen = ", ".join(f"epoch_us({name}) AS {name}" for name in times)
+    return types, relation.project(f"* REPLACE ({chosen})" if times else "*").fetchall()
+
+
+async def test_parquet_has_the_rows_and_types_of_each_report(world: World, tmp_path: Path) -> None:
+    await traffic(world)
+    kinds = {"STRING": "VARCHAR", "INTEGER": "BIGINT", "FLOAT": "DOUBLE", "DATE": "DATE"}
+    query = {"from": datetime.now(UTC).date().isoformat()}
+    for name in reports():
+        reply = (await world.get(f"/v1/reports/{name}", "boss", **query)).json()
+        response = await world.get(f"/v1/reports/{name}", "boss", format="parquet", **query)
+        assert response.headers["content-type"] == "application/vnd.apache.parquet"
+        assert response.headers["content-disposition"] == f'attachment; filename="{name}.parquet"'
+        types, rows = read_parquet(response.content, tmp_path)
+        assert list(types) == [column["name"] for column in reply["columns"]]
+        for column in reply["columns"]:
+            assert types[column["name"]] == kinds.get(column["type"], types[column["name"]])
+        assert len(rows) == len(reply["rows"])
+        if name == "usage_keys":
+            assert rows, "the report has rows"
+            cost_at = list(types).index("cost_usd")
+            assert [row[cost_at] for row in rows] == [row[cost_at] for row in reply["rows"]]
+
+
+def test_parquet_keeps_each_type_exactly(tmp_path: Path) -> None:
+    at = datetime(2026, 11, 1, 12, 30, 0, 123456, UTC)
+    values = {
+        "STRING": 'say "so"',
+        "INTEGER": 2**53 + 1,
+        "FLOAT": 0.1 + 0.2,
+        "BOOLEAN": True,
+        "DATE": at.date(),
+        "DATETIME": at.replace(tzinfo=None),
+        "TIMESTAMP": at,
+        "NUMERIC": Decimal("12345678901.000000001"),
+    }
+    columns = [ReportColumn(kind.lower(), kind) for kind in values]
+    rows = [tuple(values.values()), tuple(None for _ in values)]
+    result = ReportResult(find_report("usage"), ask("2026-11-01", ""), columns, rows, 0)
+    types, read = read_parquet(report_parquet(result), tmp_path)
+    wanted = {**values, "TIMESTAMP": int(at.timestamp()) * 1_000_000 + at.microsecond}
+    assert list(types) == [column.name for column in columns]
+    assert read == [tuple(wanted.values()), rows[1]]
+    empty = report_parquet(result._replace(rows=[]))
+    assert read_parquet(empty, tmp_path) == (types, [])
+
+
 @pytest.mark.parametrize(
     ("query", "field"),
     [
@@ -86,6 +146,7 @@ async def test_the_api_says_what_the_command_says(world: World) -> None:
         ({"tz": "Factory"}, "tz"),
         ({"tenant": "other"}, "tenant"),
         ({"model": "x" * 300}, "model"),
+        ({"format": "xlsx"}, "format"),
     ],
 )
 async def test_wrong_questions_are_refused_by_name(

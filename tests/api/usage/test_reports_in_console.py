@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from datetime import UTC, datetime, timedelta
 
+import duckdb
 import pytest
 from playwright.async_api import Page, async_playwright, expect
 
@@ -85,6 +86,14 @@ async def test_exported_rows_add_up_to_the_total_of_the_table(world: World, page
     lines = list(csv.DictReader(io.StringIO((await download.path()).read_text())))
     sum_usd = sum(float(line["cost_usd"]) for line in lines)
     assert sum_usd > 0
+    async with page.expect_download() as saved:
+        await page.get_by_role("button", name="Save as Parquet").click()
+    file = await saved.value
+    assert file.suggested_filename == "usage.parquet"
+    (as_parquet,) = duckdb.execute(
+        "SELECT sum(cost_usd) FROM read_parquet(?)", [str(await file.path())]
+    ).fetchone() or (None,)
+    assert as_parquet == pytest.approx(sum_usd, rel=1e-12)
     assert DOLLARS.fullmatch(total)
     assert float(total[1:]) == pytest.approx(sum_usd, rel=1e-2)
 

@@ -108,7 +108,7 @@ def test_only_the_worker_has_torch() -> None:
     project = Path("pyproject.toml")
     heavy = ("torch", "transformers", "diffusers", "onnxruntime", "scipy")
     for name, extras in (
-        ("api", "api archive"),
+        ("api", "api"),
         ("functions", "functions"),
         ("servers", "servers"),
     ):
