@@ -3,10 +3,10 @@
     python -m tests.workers.speller …       takes the arguments of workers.runtime.server
 
 Prompts that start with these characters are special. `!`: the step fails. `†`: the process dies
-once the item has two letters. `~`: in a batch, the device runs out of memory. `?`: it is rejected.
-`=`: the item gets `FIRST_LETTERS` letters at once, and no more until an item without this sign is
-done. At the last letter: `%`: the text breaks its schema. `#`: its schema allows no continuation.
-`$`: the model fails.
+once the item has two letters. `~`: in a batch, the device runs out of memory. `?`: the prompt is
+rejected. `=`: the item gets `FIRST_LETTERS` letters at once, and no more until an item without this
+sign is done. At the last letter: `%`: the text breaks its schema. `#`: the schema allows no
+continuation. `$`: the model fails.
 """
 
 from __future__ import annotations

@@ -26,7 +26,7 @@ from workers.scheduling.batch_queue import IDLE_MAX, BatchQueue
 
 BUDGET, LONGEST = 1000, 300
 QUANTUM = BUDGET / HEAVIEST
-"""The quantum of a tenant with weight 1."""
+"""The quantum for a tenant with weight 1."""
 
 
 @dataclass(eq=False)
@@ -205,7 +205,7 @@ def difference_of_rivals(rng: random.Random, weight: tuple[float, float], keys: 
 def test_two_tenants_that_wait_all_the_time_get_work_by_their_weights(
     seed: int, weight: tuple[float, float], keys: str
 ) -> None:
-    """Over any interval, within the bound that the module documents."""
+    """Over any interval, work differs from the weights by no more than the documented bound."""
     apart = difference_of_rivals(random.Random(seed), weight, keys)
     ahead = LONGEST + (BUDGET if len(keys) > 1 else 0)
     bound = 2 * QUANTUM + ahead / weight[0] + ahead / weight[1]
@@ -259,7 +259,7 @@ def test_keys_gain_a_tenant_nothing() -> None:
 
 @pytest.mark.parametrize("attackers", [1, 5])
 def test_no_key_starves(attackers: int) -> None:
-    """No matter how many items with other keys or from other tenants arrive first."""
+    """This holds no matter how many items with other keys or from other tenants arrive first."""
     queue = queue_of([])
     for number in range(40):
         queue.add(Entry(number, 10, f"key {number % 7}", f"attacker {number % attackers}"))
@@ -287,7 +287,7 @@ def test_sending_one_item_at_a_time_gains_nothing() -> None:
 
 
 def test_idle_tenant_keeps_no_deficit() -> None:
-    """A tenant that was idle for a long time gets its share from now on, but no more."""
+    """A tenant that was idle for a long time gets its share from now on, but no more than that."""
     queue = queue_of([*entries_of("away", [1]), *entries_of("busy", [10] * 1000)])
     for _ in range(5):
         queue.take(64)

@@ -71,7 +71,7 @@ def hosted(tmp_path: Path) -> list[HostedModel]:
 async def process(
     request: pytest.FixtureRequest, hosted: list[HostedModel]
 ) -> AsyncIterator[PooledProcess]:
-    """With a budget of one byte, each model exceeds it, so only one is resident."""
+    """With a budget of one byte, each model exceeds it, so only one stays in memory at a time."""
     budget_bytes = request.param
     async with ModelPool(
         hosted, device="cpu", processes=1, memory_budget_bytes=budget_bytes

@@ -1,4 +1,4 @@
-"""Deadlines end work no matter where it is: queued, prepared, between two steps, in delivery.
+"""Deadlines stop work no matter where it is: queued, prepared, between two steps, in delivery.
 
 Late work is free.
 """
@@ -167,8 +167,8 @@ async def test_queue_limit_ends_what_waits_and_leaves_what_runs(
 async def test_result_after_the_deadline_is_dropped_and_not_kept(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Otherwise, with a model without steps, a caller with a short deadline would pay nothing for
-    the computation and then get free cache hits.
+    """Otherwise, with a model that has no steps, a caller with a short deadline would pay nothing
+    for the computation and then get free cache hits.
     """
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.is_deaf = True
@@ -275,7 +275,7 @@ class SlowBroker(InMemoryBroker):
 async def test_row_says_what_the_reply_says_however_late_it_is_taken(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """If the reply no longer has a waiter, the API writes rows that win
+    """If no one is waiting for the reply any longer, the API's rows take precedence
     (tests/api/test_ledger.py).
     """
     broker = SlowBroker()
@@ -313,7 +313,7 @@ async def test_answer_to_an_instance_that_is_gone_is_neither_charged_nor_kept(
 async def test_late_attempt_repeats_what_was_answered_in_time(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Its worker died between reply and rows. The reply was delivered, so it is charged."""
+    """The worker died between reply and rows. The reply was delivered, so it is charged."""
     async with running_worker(redis_url, tmp_path) as harness:
         result = EmbeddingResult(b"cat", 3)
         first = ReplyBody(

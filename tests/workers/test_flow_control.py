@@ -1,4 +1,4 @@
-"""How many jobs a worker holds depends on its distance to the broker and on its rate."""
+"""How many jobs a worker holds depends on its distance from the broker and on its rate."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Nodes with a failed GPU are drained, within disruption budgets, and never all at once.
 
-Runs against an API server as strict as Kubernetes about permissions and content types.
+Runs against an API server that is as strict as Kubernetes about permissions and content types.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ PODS = "/api/v1/namespaces/penstock/pods"
 
 @dataclass
 class Cluster:
-    """Nodes and the pods on each. `held`: pods whose disruption budget prevents eviction."""
+    """Nodes and the pods on each. `held`: pods that their disruption budget protects from
+    eviction.
+    """
 
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
     pods: dict[str, str] = field(default_factory=dict)
@@ -139,7 +141,7 @@ def cluster() -> Iterator[Cluster]:
 
 @pytest.fixture
 def account(tmp_path: Path) -> Path:
-    """The folder that the kubelet mounts."""
+    """The service account folder that the kubelet mounts."""
     (tmp_path / "token").write_text(TOKEN + "\n")
     (tmp_path / "namespace").write_text("penstock")
     return tmp_path
@@ -176,7 +178,7 @@ def test_a_disruption_budget_is_asked_again(cluster: Cluster, account: Path) -> 
 def test_no_more_than_a_tenth_at_a_time(
     cluster: Cluster, account: Path, nodes: int, most: int
 ) -> None:
-    """A driver that reports every GPU as broken leaves nine tenths of them running."""
+    """Even if a driver reports every GPU as broken, nine tenths of them keep running."""
     for number in range(nodes):
         cluster.add(f"n{number:03}", f"w{number}", failed_at=f"2026-11-26T10:{number % 60:02}:00Z")
     done = look(cluster, account)

@@ -1,5 +1,5 @@
 """The process that pulls jobs starts quickly and stays small: it never imports a model library, or
-anything that few models need. Neither does a model process before it knows its model.
+anything that only a few models need. Neither does a model process before it knows its model.
 """
 
 from __future__ import annotations

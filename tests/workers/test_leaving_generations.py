@@ -1,7 +1,7 @@
 """Texts that are canceled or late leave their batch between two tokens, and the others continue.
 
-No test waits for time to pass. Deadlines use a clock that the test advances, and the model
-process is ordered to drop a text after a chosen step.
+No test waits for time to pass. Deadlines use a clock that the test advances, and the model process
+is ordered to drop a text after a chosen step.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Timer:
 
 
 class MovedClock:
-    """Stands still until the test advances it."""
+    """A clock that stands still until the test advances it."""
 
     def __init__(self) -> None:
         self._now_s = time.time()

@@ -1,4 +1,4 @@
-"""The choice of the model that runs next: each rule, and a bound on waiting for any traffic."""
+"""The choice of which model runs next: each rule, and a bound on waiting for any traffic."""
 
 from __future__ import annotations
 
@@ -138,7 +138,7 @@ traffic = st.lists(
 def test_once_due_a_model_waits_for_one_batch_of_each_other_at_most(
     arrivals: list[tuple[int, float, float | None]], load_s: list[float], room: int, batch_s: float
 ) -> None:
-    """One process with `room` for some of four models, dropping the least recently used, under any
+    """One process has `room` for some of four models and drops the least recently used, under any
     traffic with deadlines.
     """
     made, lines, resident = scheduler(*load_s), [Line() for _ in load_s], list(range(room))
@@ -183,9 +183,7 @@ def test_once_due_a_model_waits_for_one_batch_of_each_other_at_most(
 
 @given(st.floats(0.01, 1.0), st.integers(2, 4))
 def test_full_queues_leave_no_more_than_the_share_to_switching(load_s: float, models: int) -> None:
-    """All queues are always full and there is room for one model: the most expensive traffic
-    possible.
-    """
+    """All queues are always full and there is room for one model: no traffic is more expensive."""
     made, resident, now_s, loading_s = scheduler(*[load_s] * models), {0}, 0.0, 0.0
     lines = [line(*[0.0] * 1000) for _ in range(models)]
     while now_s < 40 * made.switch_wait_s:
@@ -204,8 +202,8 @@ def test_full_queues_leave_no_more_than_the_share_to_switching(load_s: float, mo
 def test_nine_to_one_leaves_nine_tenths_to_computing_and_the_rare_within_the_bound(
     load_s: float,
 ) -> None:
-    """Room for one of two models; the common model's queue is never empty, and the rare one gets a
-    tenth of the traffic.
+    """There is room for one of two models; the common model's queue is never empty, and the rare
+    one gets a tenth of the traffic.
     """
     batch_s, item_s = 0.1, 0.1 / 16
     made, lines = scheduler(load_s, load_s), [line(*[0.0] * 10**6), Line(size=16)]

@@ -86,7 +86,7 @@ class Overlapping:
         return [line for line in lines if line.startswith(kind)]
 
     def open(self) -> None:
-        """Creates the file that held calls wait for."""
+        """Creates the file that held calls are waiting for."""
         (self.folder / "open").touch()
 
     async def hold_two(self, **second: float) -> None:
@@ -256,7 +256,7 @@ async def test_a_process_that_hangs_fails_both_at_the_limit_of_the_first(tmp_pat
 
 
 async def test_the_time_of_a_batch_is_that_of_the_device(tmp_path: Path) -> None:
-    """A batch's time doesn't include the time when the device was computing the previous batch."""
+    """A batch's time doesn't include the time the device spent computing the previous batch."""
     call_s = 0.2
     async with on_device(tmp_path, call_s) as pool:
         running = [await start(pool) for _ in range(4)]

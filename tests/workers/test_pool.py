@@ -49,7 +49,7 @@ def folder(entry: Model) -> Path:
 
 @pytest.fixture(scope="module")
 async def pool(anyio_backend: str, entry: Model, folder: Path) -> AsyncIterator[ModelPool]:
-    """One pool for all tests: if a test kills a process, it is restarted for the next test."""
+    """One pool for all tests. If a test kills a process, it is restarted for the next test."""
     async with ModelPool([HostedModel(entry, folder)], device="cpu", processes=1) as pool:
         yield pool
 

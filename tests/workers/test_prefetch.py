@@ -1,5 +1,5 @@
-"""Weights from a hub to a store, and from there to a worker: complete or not at all, with the token
-only in the request.
+"""Weights go from a hub to a store, and from there to a worker: complete or not at all, with the
+token only in the request.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def weights(
 
 
 def found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path that a worker uses if the store is mounted and the hub is unreachable."""
+    """The path a worker uses if the store is mounted and the hub is unreachable."""
 
     def no_hub(repository: str, revision: str) -> Path:
         raise AssertionError(NOBODY)

@@ -73,7 +73,7 @@ class Priorities:
             self.queue.add(text(length, priority, self.now_s, **fields))
 
     def run(self) -> dict[str, int]:
-        """The next batch's work by priority."""
+        """Runs the next batch. Returns its work by priority."""
         batch = self.queue.take(1, lambda queued: True, self.now_s)
         work = {"interactive": 0, "batch": 0}
         for queued in batch:
@@ -112,8 +112,8 @@ def test_batch_of_the_priority_is_short_while_there_is_interactive_traffic() -> 
 def test_batch_priority_gets_a_small_share_of_the_work_while_interactive_items_wait(
     fixed_s: float, length: int
 ) -> None:
-    """Even if the shortest batch takes longer than a turn may, or an item is larger than a
-    batch.
+    """This holds even if the shortest batch takes longer than a turn may, or an item is larger than
+    a batch.
     """
     priorities, work = Priorities(fixed_s=fixed_s), {"interactive": 0, "batch": 0}
     priorities.add(800, length, "batch")
@@ -194,7 +194,7 @@ class Trial:
     """Waiting items, and a model process that runs everything it is given until nothing is left.
 
     Args:
-        size: initial items, which fill one batch.
+        size: number of initial items, which fill one batch.
         poisons: the items that kill the process.
         killed_runs: runs that are killed from outside.
     """
@@ -236,8 +236,8 @@ def number_of(entry: QueuedItem) -> int:
 
 
 def deaths_at_most(size: int) -> int:
-    """Maximum deaths caused by one poison item among `size` items: one per halving, and one or two
-    more when it runs on its own.
+    """The maximum number of deaths caused by one poison item among `size` items: one per halving,
+    and one or two more when it runs on its own.
     """
     return max(1, ceil(log2(size))) + 2
 

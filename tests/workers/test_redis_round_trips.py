@@ -15,7 +15,9 @@ from tests.workers.worker_harness import WorkerHarness, running_worker
 
 pytestmark = pytest.mark.anyio
 AGE_S = 20.0
-"""Age of a job that waited in the topic, by which time the API's cache lookup is outdated."""
+"""Age of a job that has waited in the topic long enough for the API's cache lookup to be
+outdated.
+"""
 
 
 async def asked(harness: WorkerHarness, text: str, age_s: float) -> Reply:
@@ -24,7 +26,7 @@ async def asked(harness: WorkerHarness, text: str, age_s: float) -> Reply:
 
 
 def gave_up() -> float:
-    """How often a caller did without Redis because it did not respond."""
+    """How often a caller went on without Redis because it did not respond."""
     known = [("penstock_cache_errors_total", "get"), ("penstock_records_errors_total", "claim")]
     return sum(REGISTRY.get_sample_value(name, {"operation": one}) or 0.0 for name, one in known)
 

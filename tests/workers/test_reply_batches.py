@@ -22,7 +22,7 @@ async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) ->
     """Computes one job for each of NAMES in one batch. Returns the replies' request ids in order.
 
     Args:
-        of_each: extra envelope fields, by job name.
+        of_each: additional envelope fields, by job name.
     """
     harness.process.gate.clear()
     await harness.send("first", request_id="first")
@@ -48,7 +48,7 @@ async def until_all_wait(harness: WorkerHarness) -> None:
 async def go_on(harness: WorkerHarness, canceled: str = "") -> None:
     """Lets the model continue once all jobs are waiting.
 
-    The worker is not notified that `canceled` was canceled.
+    If `canceled` is given, that record is canceled without the worker being notified.
     """
     await until_all_wait(harness)
     if canceled:

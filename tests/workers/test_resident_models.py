@@ -1,6 +1,6 @@
 """Models under a memory budget: which ones stay or are unloaded, and which events are reported.
 
-The models only count.
+The models only count calls.
 """
 
 from __future__ import annotations

@@ -57,7 +57,7 @@ LARGE, SMALL = 0, 1
 LONG_TEXT = "the mill wheel turns " * 60
 """About ten milliseconds of work for MiniLM."""
 FREED_BYTES = 20_000_000
-"""Less than the size of MiniLM's layers, the weights that every batch reads."""
+"""Less than the size of MiniLM's layers, which are the weights that every batch reads."""
 
 
 def make_tiny(folder: Path, minilm: Path) -> None:

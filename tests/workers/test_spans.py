@@ -1,4 +1,4 @@
-"""The spans of a worker's jobs, built from times that it measures anyway."""
+"""The spans of a worker's jobs, built from times that the worker measures anyway."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ pytestmark = pytest.mark.anyio
 
 
 async def acked(harness: WorkerHarness, rows: int) -> None:
-    """Waits until the jobs with this many items have ended."""
+    """Waits until the jobs with this many items have finished."""
     await harness.until(lambda: len(harness.rows) == rows)
 
 

@@ -30,7 +30,7 @@ FULL_S = FIXED_S + SLOTS * EACH_S
 
 
 class TimedModel:
-    """Its steps take FIXED_S, plus EACH_S for each text, on a simulated clock."""
+    """A model whose steps take FIXED_S, plus EACH_S for each text, on a simulated clock."""
 
     device_name = "clock"
 
@@ -80,7 +80,7 @@ def text(steps: int, room: int = BUDGET // SLOTS, waits: int = 0) -> PreparedPro
 
 
 class Process:
-    """A model process that has already run every number of texts."""
+    """A model process that has already run every possible number of texts."""
 
     def __init__(self, folder: Path) -> None:
         self._model = TimedModel()

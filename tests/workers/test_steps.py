@@ -218,7 +218,7 @@ def computed() -> list[float]:
 
 
 def _total(sample: str) -> float:
-    """The sum of a metric's samples over all models."""
+    """A metric's sum over all models."""
     found = (one for metric in REGISTRY.collect() for one in metric.samples)
     return sum(one.value for one in found if one.name == sample)
 
@@ -544,7 +544,7 @@ async def read_until(harness: WorkerHarness, record: str, tokens: int) -> list[C
 
 
 def assert_gapless(chunks: list[Chunk]) -> None:
-    """Each token once, in order, and as the model spells them."""
+    """Asserts that each token arrived once, in order, and as the model spells it."""
     at = 0
     for chunk in chunks:
         assert chunk.first == at

@@ -1,4 +1,4 @@
-"""Files that a custom class returns count toward the tenant's storage quota."""
+"""Files returned by a custom class count toward the tenant's storage quota."""
 
 import time
 from pathlib import Path

@@ -137,7 +137,7 @@ async def test_late_attempt_repeats_the_first_answer_in_its_rows(
 
 
 async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_path: Path) -> None:
-    """Like an item whose model processes died: three deaths, two of them on its own."""
+    """Like an item whose model processes died, it gets three deaths, two of them on its own."""
     async with running_worker(redis_url, tmp_path) as harness:
         for number in range(3):
             await harness.stores.records.claim(["req"])
@@ -171,7 +171,7 @@ async def test_jobs_whose_workers_died_with_all_of_them_succeed(
 
 
 async def test_jobs_of_one_dead_worker_share_batches(redis_url: str, tmp_path: Path) -> None:
-    """One by one, each of a full worker's jobs would take a whole batch's time."""
+    """If run one by one, each of a full worker's jobs would take a whole batch's time."""
     names = [f"req-{letter}" for letter in "abcdef"]
     async with running_worker(redis_url, tmp_path) as harness:
         await harness.stores.records.claim(names)
@@ -196,14 +196,14 @@ async def attempts_of(harness: WorkerHarness, record_id: str) -> int:
 
 
 async def died_twice_with(harness: WorkerHarness, *records: str) -> None:
-    """Leaves the state of two workers that died with these jobs."""
+    """Leaves the state that two workers leave when they die with these jobs."""
     for _ in range(2):
         await harness.stores.records.claim(list(records))
 
 
 async def deaths_if_killed_now(harness: WorkerHarness, record: str) -> tuple[int, int]:
-    """The counts that the next worker would see: deaths while the job was held, and while it was
-    held by itself.
+    """The counts the next worker would see: deaths while the job was held, and while it was held by
+    itself.
     """
     (claim,) = await harness.stores.records.claim([record])
     assert claim is not None
@@ -239,7 +239,7 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
 async def test_job_that_kills_its_worker_while_it_is_prepared_counts(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """For example, a job whose tokens use up all memory. It never reaches a model process."""
+    """For example, a job whose tokens use up all memory never reaches a model process."""
     found = []
     noted = asyncio.Event()
 

@@ -148,8 +148,8 @@ async def test_a_template_starts_no_thread_and_loads_the_libraries(
 def _memory_bytes(process: psutil.Process, kind: Literal["private", "rss"]) -> int:
     """A process's memory: either all resident memory, or only what it shares with no other process.
 
-    Excludes the CUDA libraries that come with a GPU build of torch, because nothing here uses them,
-    and the amount touched varies between processes.
+    This excludes the CUDA libraries that come with a GPU build of torch, because nothing here uses
+    them, and the amount touched varies between processes.
     """
     maps = [one for one in process.memory_maps() if not _CUDA.search(one.path)]
     return sum(one.rss if kind == "rss" else one.private_clean + one.private_dirty for one in maps)

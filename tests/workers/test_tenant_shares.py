@@ -1,5 +1,5 @@
-"""A tenant never has all of a worker's slots, if items can't be interrupted, while others use
-it.
+"""If items can't be interrupted, a tenant never has all of a worker's slots while others use the
+worker.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ class Worker:
         return self.queue.admit((), self.processes, lambda queued: True, self.now_s)
 
     def started(self) -> str:
-        """The tenants whose items free processes start. Empty if nothing starts."""
+        """The tenants whose items are started on free processes. Empty if nothing starts."""
         return "".join(queued.tenant for queued in self.start())
 
     def end(self, tenant: str, took_s: float) -> None:
-        """Ends a tenant's first running item."""
+        """Finishes a tenant's first running item."""
         ((queued, *_),) = [one for one in self.queue.running if one[0].tenant == tenant][:1]
         self.now_s += took_s
         self.queue.batch_ended([queued])

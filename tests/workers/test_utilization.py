@@ -1,4 +1,6 @@
-"""Every second of a worker's time is busy, idle or loading; no report spans two clock hours."""
+"""Every second of a worker's time is reported as busy, idle or loading, and no report spans two
+clock hours.
+"""
 
 from __future__ import annotations
 

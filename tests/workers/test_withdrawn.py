@@ -1,4 +1,6 @@
-"""A worker whose model is withdrawn: waiting and running work ends with that error, uncharged."""
+"""A worker whose model is withdrawn: waiting and running work fails with that error and is not
+charged.
+"""
 
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack

@@ -122,8 +122,8 @@ class LoneBatches:
 class LetterProcess(LoneBatches):
     """Returns the text itself; `gate` pauses it, and `deaths` is how many times it dies first.
 
-    "!" fails on its own, "†" kills the process each time, and "short" runs out of memory in a
-    batch. `is_deaf`: it has no steps, so it never receives cancels.
+    "!" fails by itself, "†" kills the process each time, and "short" runs out of memory in a batch.
+    `is_deaf`: the process has no steps, so it never receives cancels.
     """
 
     def __init__(self) -> None:
@@ -138,12 +138,12 @@ class LetterProcess(LoneBatches):
         self.started = asyncio.Event()
         self.residency = ResidencyReport([0])
         self.canceled = False
-        """True if the running batch is canceled."""
+        """True if the running batch has been canceled."""
         self.cancels = 0
         """Number of batches that were canceled; never decreases."""
         self.is_deaf = False
         self.holds = ""
-        """Closes the gate when it receives this text."""
+        """Closes the gate when the process receives this text."""
         self.step_told: tuple[int, int] | None = None
         self.on_step: OnProgress | None = None
         self.on_previews: OnPreviews | None = None
@@ -216,7 +216,7 @@ class LetterProcess(LoneBatches):
 
 
 class PaintProcess(LetterProcess):
-    """The same for images, whose color depends on the seed. A prompt with "!" fails."""
+    """The equivalent for images, whose color depends on the seed. A prompt with "!" fails."""
 
     def _text(self, prepared: Prepared) -> str:
         assert isinstance(prepared, PreparedImage)
@@ -234,7 +234,7 @@ class PaintProcess(LetterProcess):
 
 
 class WordProcess(LetterProcess):
-    """A class that converts a word's letters to capitals.
+    """A class that converts a word to capitals.
 
     A word with "!" fails, and "0" is rejected.
     """
@@ -383,7 +383,7 @@ class RowList(list[Row]):
 
 
 class FailingStore(ObjectStore):
-    """Its first puts fail, as if the store were unreachable."""
+    """A store whose first puts fail, as if it were unreachable."""
 
     def __init__(self, url: str, failures: int) -> None:
         super().__init__(url)
@@ -397,7 +397,7 @@ class FailingStore(ObjectStore):
 
 
 class HeldCache(ResultCache):
-    """Does not reach Redis until `gate` opens."""
+    """A cache that does not reach Redis until `gate` opens."""
 
     gate = asyncio.Event()
 
@@ -431,7 +431,7 @@ async def running_worker(
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker on `pool`, or on a fake model process that the test controls.
 
-    It runs flow steps if it knows their `catalog`.
+    It runs flow steps if it is given their `catalog`.
     """
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
     broker, name = broker or InMemoryBroker(), model.name

@@ -1,4 +1,6 @@
-"""Waiting for quiet, on a scripted clock: idle seconds of two cores, sample by sample."""
+"""Waiting for the machine to be idle, on a scripted clock: two cores' idle seconds, sample by
+sample.
+"""
 
 from collections.abc import Iterator
 
@@ -10,9 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 class Script:
-    """A clock that each sleep advances, and the share of two cores that is idle during each
-    sleep.
-    """
+    """A clock advanced by each sleep, and the share of two cores that is idle during each sleep."""
 
     def __init__(self, *shares: float) -> None:
         self._shares: Iterator[float] = iter(shares)

@@ -1,6 +1,6 @@
 """Choices made with real encoders in real probe processes.
 
-Only the speeds are invented, so that timing does not decide.
+Only the speeds are made up, so that timing does not affect the outcome.
 """
 
 import multiprocessing
@@ -138,7 +138,7 @@ def variant_of(folder: Path, name: str) -> Variant:
 
 
 def spoil(source: Path, target: Path) -> None:
-    """The same graph with a little noise on every matrix."""
+    """Writes the same graph with a little noise added to every matrix."""
     graph = onnx.load(source)
     draw = np.random.default_rng(1)
     for weights in graph.graph.initializer:
@@ -163,7 +163,7 @@ choose = partial(choose_when_quiet, quiet=lambda cores: True)
 
 
 def speeds(**texts_per_s: float) -> Measure:
-    """A meter that knows the result by variant name, with 2 x 1 ahead of 2 x 2."""
+    """A meter that knows each result by variant name, with 2 x 1 ahead of 2 x 2."""
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
@@ -345,7 +345,7 @@ def test_nothing_within_the_tolerance_is_refused(spec: SearchSpec) -> None:
 
 
 def with_bf16(spec: SearchSpec, cosine: float) -> SearchSpec:
-    """A machine that computes bf16 and has no artifact, at this tolerance."""
+    """A machine that computes in bf16 and has no artifact, with this tolerance."""
     machine = replace(PLAIN_CPU, flags=("avx512_bf16",))
     entry = ENTRY.model_copy(
         update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": cosine})}

@@ -80,7 +80,7 @@ def issuer() -> Issuer:
 def guarded_url(
     functions_settings: dict[str, str], issuer: Issuer, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[str]:
-    """As in the cloud: only one account may call it, and it reaches only public addresses."""
+    """As in the cloud, only one account may call it, and it reaches only public addresses."""
     port, folder = free_port(), tmp_path_factory.mktemp("guarded")
     settings = functions_settings | {
         "PENSTOCK_PUSH_AUDIENCE": AUDIENCE,
@@ -112,7 +112,7 @@ async def world(
     table: bigquery.Client,
     pubsub_endpoint: str,
 ) -> AsyncIterator[World]:
-    """A separate model for the test, with everything that provisioning creates for it."""
+    """A separate model for the test, with everything that provisioning creates for a model."""
     redis_url = functions_settings["PENSTOCK_REDIS_URL"]
     async with (
         PubSubAdmin(PROJECT, pubsub_endpoint) as admin,

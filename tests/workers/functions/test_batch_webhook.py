@@ -1,4 +1,4 @@
-"""The end of a batch reaches a receiver in the format of OpenAI's events."""
+"""A finished batch is reported to a receiver in the format of OpenAI's events."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ DELAYS_S = (0.1, 0.2)
 
 
 class Receiver:
-    """Fails for the first `failures` deliveries, and records all of them."""
+    """Fails the first `failures` deliveries, and records all of them."""
 
     def __init__(self, failures: int, error: Exception | None = None) -> None:
         self._failures = failures
@@ -97,7 +97,7 @@ async def test_message_that_no_function_can_read_is_done_with(
 def test_process_is_ready_once_it_has_its_queues(
     rabbitmq_server: RabbitServer, redis_url: str, tmp_path: Path
 ) -> None:
-    """It listens only on this machine and exits on SIGTERM with status 0."""
+    """The process listens only on this machine and exits on SIGTERM with status 0."""
     project, port = f"functions-{uuid4().hex[:8]}", free_port()
     asyncio.run(_provision(project, rabbitmq_server))
     settings = {

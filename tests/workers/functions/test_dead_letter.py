@@ -1,4 +1,4 @@
-"""A dead letter's caller, record and row, through the function as Pub/Sub calls it."""
+"""A dead letter's caller, record and row, through the function as called by Pub/Sub."""
 
 from __future__ import annotations
 

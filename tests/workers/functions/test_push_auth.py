@@ -1,4 +1,4 @@
-"""Only the subscription's account may call, with a token that Google signed for us."""
+"""Only the subscription's account may call, with a token signed by Google for us."""
 
 from __future__ import annotations
 

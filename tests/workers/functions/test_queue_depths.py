@@ -1,4 +1,6 @@
-"""The number of messages waiting in RabbitMQ's queues is a metric, absent while it is unknown."""
+"""The number of messages waiting in RabbitMQ's queues is a metric, which is absent while the number
+is unknown.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +32,7 @@ def depth() -> float | None:
 
 
 async def settled(depths: QueueDepths, wanted: int) -> float | None:
-    """The depth as soon as it is `wanted`, or the last depth when time runs out."""
+    """The depth as soon as it is `wanted`, or the latest depth when time runs out."""
     with suppress(TimeoutError):
         async with asyncio.timeout(WAIT_LIMIT_S):
             while depth() != wanted:

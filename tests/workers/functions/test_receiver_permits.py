@@ -1,4 +1,6 @@
-"""Receivers that do not respond delay only their own tenant's deliveries, and few at a time."""
+"""Receivers that do not respond delay only their own tenant's deliveries, and only a few at a
+time.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ METRIC = "penstock_functions_webhooks_total"
 
 
 class Stage:
-    """Turns, with a clock that the test advances and deliveries that the test ends."""
+    """Permits, with a clock that the test advances and deliveries that the test finishes."""
 
     def __init__(self) -> None:
         self.now_s = 0.0
@@ -181,7 +183,7 @@ def test_no_tenant_holds_more_than_its_places(
 
 @asynccontextmanager
 async def hung_ports(count: int) -> AsyncIterator[list[int]]:
-    """Servers that accept posts but do not respond before the block ends."""
+    """Servers that accept posts but do not respond until the block ends."""
     over = asyncio.Event()
 
     async def take(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -22,12 +22,12 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def url(functions_port: int, table: bigquery.Client) -> str:
-    """With the tables that it writes to."""
+    """The function's URL. The tables it writes to exist."""
     return f"http://127.0.0.1:{functions_port}/reports"
 
 
 def yesterday() -> date:
-    """The last completed day, which may change at any call."""
+    """The last completed day, which may change between calls."""
     return (datetime.now(UTC) - timedelta(days=1)).date()
 
 

@@ -1,5 +1,5 @@
-"""Events reach a receiver in the Standard Webhooks format, through the function that
-Pub/Sub calls.
+"""Events reach a receiver in the Standard Webhooks format, through the function that Pub/Sub
+calls.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ async def test_clients_verify_what_comes(world: World, receiver: Receiver) -> No
 async def test_end_of_a_deleted_prediction_is_told_without_its_data(
     world: World, receiver: Receiver
 ) -> None:
-    """A caller who deletes a finished prediction still wants to be notified of its end."""
+    """A caller who deletes a finished prediction still wants to be notified that it finished."""
     prediction = await world.create(receiver.url)
     await finish(world)
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
@@ -314,7 +314,7 @@ async def test_the_end_of_a_class_that_failed_has_what_it_had_yielded(
 async def test_what_an_earlier_worker_wrote_is_not_guessed(
     world: World, receiver: Receiver
 ) -> None:
-    """Release 0.1.0 wrote texts without the lengths of their pieces."""
+    """Release 0.1.0 wrote texts without recording the lengths of their pieces."""
     await world.create(receiver.url, streams="text")
     (claim,) = await world.stores.records.claim([world.request_id])
     assert claim is not None

@@ -1,4 +1,4 @@
-"""Webhooks go only to the addresses that were checked, over https, and never to private ones."""
+"""Webhooks go only to addresses that were checked, over https, and never to private ones."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ async def test_other_urls_are_refused(url: str) -> None:
     ],
 )
 async def test_no_spelling_of_this_machine_gets_through(host: str) -> None:
-    """Uses the real resolver, while a server listens on the port."""
+    """Uses the real resolver, while a server is listening on the port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         listening.setblocking(False)
         with pytest.raises((WebhookUrlForbidden, Unavailable)):
@@ -155,7 +155,7 @@ async def test_tls_is_by_name_and_certificates_are_checked(issuer: Issuer, tmp_p
 
 
 async def test_an_address_that_was_not_checked_is_not_reached(receiver: Receiver) -> None:
-    """A URL with an IP address skips the resolver, and approval of a different address does not
+    """A URL with an IP address skips the resolver, and approving a different address does not
     help.
     """
     with pytest.raises(Unavailable, match="not a checked address"):
@@ -218,7 +218,7 @@ async def test_name_that_has_no_address_is_tried_again(error: Exception) -> None
 async def test_function_does_not_go_to_this_machine(
     world: World, receiver: Receiver, issuer: Issuer, guarded_url: str
 ) -> None:
-    """Through the endpoint, without the setting that allows it.
+    """Calls go through the endpoint, without the setting that allows private addresses.
 
     The push is unwrapped, which makes no difference.
     """

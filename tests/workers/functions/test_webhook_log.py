@@ -1,5 +1,5 @@
-"""Each attempt to deliver an event is logged without request and response bodies, and the end can
-be resent.
+"""Each attempt to deliver an event is logged without request and response bodies, and the final
+event can be resent.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ async def test_what_can_not_be_reached_is_logged(world: World) -> None:
 
 
 async def test_redirect_is_named_as_the_reason(world: World, receiver: Receiver) -> None:
-    """The status 307 alone does not show the tenant that redirects are not followed."""
+    """The status 307 by itself does not show the tenant that redirects are not followed."""
     receiver.statuses = [307]
     await world.create(receiver.url)
     assert await world.push_event("start", 1) == 503

@@ -35,7 +35,7 @@ EVENTS = ("start", "output", "logs", "completed")
 
 
 class World:
-    """One test's model, with its own names, so that tests can share servers."""
+    """One test's model, with unique names, so that tests can share servers."""
 
     def __init__(
         self,
@@ -107,7 +107,7 @@ class World:
     async def create(
         self, webhook: str = "", events: tuple[str, ...] = EVENTS, **facts: Any
     ) -> Prediction:
-        """Creates a prediction as the API does."""
+        """Creates a prediction as the API would."""
         now_s = time.time()
         prediction = Prediction(
             id=self.request_id,
@@ -135,7 +135,9 @@ class World:
         await self.broker.publish(self._events, data, attributes)
 
     async def push_event(self, event: EventName, age_s: float) -> int:
-        """Pushes an event directly, as if published `age_s` ago. Returns the response status."""
+        """Pushes an event directly, as if it had been published `age_s` ago. Returns the response
+        status.
+        """
         data, attributes = encode_webhook_event(WebhookEvent(self.request_id, event))
         message = {
             "messageId": "1",
@@ -161,7 +163,9 @@ class World:
         return found
 
     async def rows(self, count: int) -> list[dict[str, Any]]:
-        """This request's rows, once there are at least `count` or after WAIT_LIMIT_S."""
+        """This request's rows, once there are at least `count` of them or WAIT_LIMIT_S has
+        passed.
+        """
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             found = await asyncio.to_thread(self._rows)
@@ -169,8 +173,8 @@ class World:
                 return found
 
     async def deliveries(self, count: int) -> list[dict[str, Any]]:
-        """The rows of this request's webhook deliveries, once there are at least `count` or after
-        WAIT_LIMIT_S.
+        """The rows of this request's webhook deliveries, once there are at least `count` of them or
+        WAIT_LIMIT_S has passed.
         """
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
@@ -179,8 +183,8 @@ class World:
                 return found
 
     async def count(self, metric: str, label: str, at_least: float = 1) -> float:
-        """One of the functions' counters, summed over samples with `label` as a value, once it is
-        at least `at_least`.
+        """One of the functions' counters, summed over the samples that have `label` as a value,
+        once it is at least `at_least`.
         """
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 UNET = ("attn1.to_q", "attn2.to_k", "attn2.to_v", "attn1.to_out.0", "ff.net.0.proj")
 TEXTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1")
 STRENGTH = 0.3
-"""Weight strength: an image looks quite different but is still an image."""
+"""Strength of the weights: an image looks quite different but is still an image."""
 
 Chosen = dict[str, dict[str, torch.nn.Module]]
 """Layers by pipeline part and name."""
@@ -73,9 +73,7 @@ def as_diffusers(weights: Weights) -> dict[str, torch.Tensor]:
 
 
 def as_kohya(weights: Weights, alphas: Sequence[float] = (2.0,)) -> dict[str, torch.Tensor]:
-    """The names in kohya's scripts, with alphas that differ from the rank, for the layers in
-    turn.
-    """
+    """The names in kohya's scripts, with alphas that differ from the rank in each layer."""
     parts = {"unet": "lora_unet", "text_encoder": "lora_te1", "text_encoder_2": "lora_te2"}
     has_two = any(name.startswith("text_encoder_2.") for name in weights)
     named: dict[str, torch.Tensor] = {}

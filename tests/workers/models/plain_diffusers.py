@@ -1,4 +1,4 @@
-"""Plain diffusers pipelines as references for images. Each is loaded from its folder once."""
+"""Plain diffusers pipelines as references for images. Each folder is loaded once."""
 
 import json
 from functools import lru_cache
@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 KEPT_PIPELINES = 8
-"""A few consecutive tests compare with one folder, and later tests do not use it."""
+"""A few consecutive tests compare with the same folder, and later tests don't use it."""
 
 
 def plain_pipeline(kind: Any, folder: Path) -> Any:
     """A folder's pipeline, with a scheduler that has not drawn anything yet.
 
-    Shared by tests. A test that changes its networks must load a separate pipeline.
+    Tests share it. A test that changes the pipeline's networks must load a separate one.
     """
     pipeline = _read(kind, folder)
     pipeline.scheduler = type(pipeline.scheduler).from_config(pipeline.scheduler.config)

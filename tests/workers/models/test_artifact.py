@@ -1,4 +1,4 @@
-"""An artifact is accepted only if it is complete and made from these exact files."""
+"""An artifact is accepted only if it is complete and was made from these exact files."""
 
 from collections.abc import Callable
 from pathlib import Path

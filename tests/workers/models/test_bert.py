@@ -1,4 +1,4 @@
-"""BERT and related models compute the same as transformers' modules, operator by operator.
+"""BERT and related models compute the same results as transformers' modules, operator by operator.
 
 Other models are left unchanged.
 """

@@ -1,4 +1,4 @@
-"""A real image model in a real process: a batch that no caller wants any more stops after its
+"""A real image model in a real process: a batch that no caller wants any longer stops after its
 current step.
 """
 

@@ -48,7 +48,7 @@ def networks(seed: int = 0) -> tuple[Any, Any]:
 
 
 def run(unet: Any, vae: Any, count: int, timestep: float) -> list[torch.Tensor]:
-    """Calls both networks as the hub does: by name, with a timestep for each row."""
+    """Calls both networks the way the hub does: by name, with a timestep for each row."""
     random = torch.Generator().manual_seed(count)
     latents = torch.randn(count, 4, 4, 4, generator=random)
     with torch.inference_mode():
@@ -87,7 +87,7 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
 
 
 def test_the_next_start_finds_what_was_compiled(cache: Path) -> None:
-    """A compiler that has forgotten everything imitates a new process.
+    """A compiler that has forgotten everything acts as a new process would.
 
     A matrix product needs no C++.
     """

@@ -16,7 +16,7 @@ SECONDS = {1: 1.0, 2: 1.4, 4: 2.3, 8: 4.4}
     [(1, [1]), (2, [2]), (3, [3]), (5, [4, 1]), (6, [4, 2]), (7, [7]), (8, [8]), (17, [8, 8, 1])],
 )
 def test_a_batch_is_cut_where_it_costs_least(count: int, calls: list[int]) -> None:
-    """Three are padded to four (2.3 s) rather than cut into two and one (2.4 s)."""
+    """Three items are padded to four (2.3 s) rather than split into two and one (2.4 s)."""
     assert cheapest_cover(count, SECONDS) == calls
 
 

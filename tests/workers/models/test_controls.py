@@ -105,7 +105,7 @@ def drawn(
 def test_images_with_and_without_controls_are_drawn_together_as_alone(
     controlled: TinyPipeline,
 ) -> None:
-    """With several images, scales, parts of the steps, sources and masks."""
+    """Varies the number of images, the scales, the range of steps, the sources and the masks."""
     assert isinstance(controlled.model, SteppedModel)
     text = with_(TEXT, steps=5, guidance_scale=3.0)
     values = [
@@ -184,7 +184,7 @@ def opened(blob: Blob | None) -> Image.Image:
 
 
 class RandomTiny(NamedTuple):
-    """A pipeline with random weights and a control, ours and diffusers'."""
+    """A pipeline with random weights and a control, in our version and diffusers'."""
 
     family: str
     way: str
@@ -299,7 +299,7 @@ OVERLAP_MIN = 0.7
 
 
 def test_shapes_keep_the_outlines_of_their_control(catalog: Catalog, tiny_folder: Path) -> None:
-    """Measured by the judge: silhouettes of held-out scenes, of which the model sees edges and
+    """Measured by the judge, on silhouettes of held-out scenes, of which the model sees edges and
     captions.
     """
     usual = catalog.default("image")

@@ -14,7 +14,7 @@ STEP_S = 0.1
 
 @pytest.fixture(autouse=True)
 def torch_threads() -> Iterator[None]:
-    """A process with four threads; afterward, the number of threads is restored."""
+    """A process with four threads; the number of threads is restored afterward."""
     before = torch.get_num_threads()
     torch.set_num_threads(4)
     yield
@@ -31,7 +31,7 @@ class Machine:
         self.threads = CpuThreads(lambda: self.now_s, lambda: self.cpu_s, lambda: self.idle_s)
 
     def compute(self, seconds: float) -> list[int]:
-        """Computes for `seconds`. Returns torch's thread count in each step."""
+        """Computes for `seconds`. Returns torch's thread count at each step."""
         counts, end_s = [], self.now_s + seconds
         while self.now_s < end_s:
             with self.threads.computing():

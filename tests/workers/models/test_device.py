@@ -1,4 +1,4 @@
-"""Each model process's choice of a GPU. The fake torch functions are as strict as the real ones."""
+"""Each model process's choice of GPU. The fake torch functions are as strict as the real ones."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ GPUS = 2
 
 @pytest.fixture(autouse=True)
 def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
-    """A machine with two GPUs. Maps each GPU's number to the memory share that was set for it."""
+    """A machine with two GPUs. Maps each GPU's number to the memory share set for it."""
     kept: dict[int, float] = {}
 
     def set_fraction(fraction: float, device: torch.device) -> None:

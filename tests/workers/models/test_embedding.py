@@ -43,7 +43,9 @@ LONGEST = "a very long river " * 200
 
 
 def vectors(model: InferenceModel, preparer: Preparer, inputs: Sequence[Input]) -> np.ndarray:
-    """As a model process does it: prepared together, cut into groups, and put back in order."""
+    """Computes vectors as a model process does: prepares texts together, groups them, and restores
+    the order.
+    """
     batch = [item for item in preparer.prepare(inputs) if isinstance(item, PreparedText)]
     assert len(batch) == len(inputs)
     rows: dict[int, np.ndarray] = {}

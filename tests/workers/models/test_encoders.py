@@ -80,7 +80,7 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 
 def join(values: np.ndarray) -> np.ndarray:
-    """The values of all items, one after another."""
+    """All items' values, one item after another."""
     joined: np.ndarray = values[np.arange(values.shape[1]) < LENGTHS[:, None]]
     return joined
 
@@ -198,7 +198,7 @@ def joined(texts: list[PreparedText]) -> tuple[np.ndarray, np.ndarray]:
 
 @pytest.fixture(scope="module")
 def reference(minilm_folder: Path, texts: list[PreparedText]) -> np.ndarray:
-    """Each text individually, in torch fp32."""
+    """Each text computed individually, in torch fp32."""
     encoder = TorchEncoder(read_sentence_folder(minilm_folder), Device("cpu", 1, 1.0), "fp32")
     encoder.open()
     rows = [encoder.encode(joined([text])[0], None, joined([text])[1]) for text in texts]

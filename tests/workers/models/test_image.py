@@ -87,7 +87,7 @@ def test_a_job_gives_the_same_pixels_alone_or_in_a_batch(
     prompts: Sequence[str],
     request_: ImageInput,
 ) -> None:
-    """Tests every pair of prompts, because a neighbor could matter, but the number of neighbors
+    """Tests every pair of prompts, because the neighbor could matter but the number of neighbors
     does not.
     """
     inputs = [
@@ -106,7 +106,7 @@ def test_a_scheduler_is_made_once(
 ) -> None:
     """Creating dpm2's scheduler takes half a second.
 
-    Each image gets a copy that has drawn nothing.
+    Each image gets a copy that has not drawn anything.
     """
     made: list[str] = []
     kind = getattr(diffusers, SCHEDULERS[name].class_name)

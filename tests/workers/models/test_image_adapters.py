@@ -1,5 +1,5 @@
-"""Adapters: the same images in mixed batches, individually, and in diffusers; resident within a
-budget.
+"""Adapters: the same images in mixed batches, individually, and in diffusers; kept in memory within
+a budget.
 """
 
 import io
@@ -125,7 +125,7 @@ def drawer(catalog: Catalog, family: TinyPipeline, files: dict[str, Path]) -> Dr
 def by_diffusers(
     pipeline: Any, drawer: Drawer, value: ImageInput, file: Path, scale: float
 ) -> np.ndarray:
-    """The image that diffusers draws with an adapter, by itself."""
+    """The image that diffusers draws with one adapter on its own."""
     pipeline.load_lora_weights(file, adapter_name="one")
     pipeline.set_adapters(["one"], [scale])
     try:
@@ -172,7 +172,7 @@ def test_an_adapter_draws_as_in_diffusers(
 def test_alphas_of_layers_count(
     catalog: Catalog, family: TinyPipeline, drawer: Drawer, tmp_path: Path
 ) -> None:
-    """Also when kohya's files have different alphas per layer, which diffusers ignores in
+    """They also count if kohya's files have different alphas per layer, which diffusers ignores in
     attention.
     """
     layers = lora_files.chosen_layers(drawer.model._main, texts=True)
@@ -193,7 +193,9 @@ def test_alphas_of_layers_count(
 
 
 def test_adapters_in_one_batch_draw_as_alone(drawer: Drawer) -> None:
-    """Each has its own scale, steps and scheduler, and some images in the batch use no adapter."""
+    """Each adapter has its own scale, steps and scheduler, and some images in the batch use
+    none.
+    """
     values = [
         drawer.with_adapter(
             msgspec.structs.replace(
@@ -245,7 +247,7 @@ def test_masked_images_have_adapters(drawer: Drawer) -> None:
 
 @pytest.fixture(scope="session")
 def small(catalog: Catalog, tiny_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Drawer:
-    """A model with six adapters, two of which fit into memory."""
+    """A model with six adapters, two of which fit in memory."""
     folder = tmp_path_factory.mktemp("six")
     layers = lora_files.chosen_layers(loaded(tiny_folder), texts=False)
     adapters, taken = {}, 0
@@ -269,7 +271,7 @@ def test_least_recently_used_adapters_make_room(small: Drawer) -> None:
 
 
 def test_more_adapters_at_a_time_than_fit_wait_for_each_other(small: Drawer) -> None:
-    """No image starves: an image that waits for room gets it before later arrivals."""
+    """No image starves: an image that waits for room gets it before later arrivals do."""
     values = [
         small.with_adapter(msgspec.structs.replace(ASKED, seed=seed), f"a{seed % 6}")
         for seed in range(8)
@@ -287,7 +289,7 @@ def test_more_adapters_at_a_time_than_fit_wait_for_each_other(small: Drawer) -> 
 def test_a_read_delays_no_step_of_others(
     small: Drawer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The adapter's file never arrives: all other images are drawn, and this image can be
+    """The adapter's file never arrives, but all other images are drawn, and this image can be
     dropped.
     """
     pipe = tmp_path / "never.safetensors"

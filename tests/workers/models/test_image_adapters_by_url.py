@@ -69,7 +69,9 @@ def world(
 
 
 def test_an_adapter_by_url_draws_as_that_of_the_catalog(world: World) -> None:
-    """Alone, and in a batch with images that use another adapter or none."""
+    """The image is drawn on its own, and in a batch with images that use a different adapter or
+    none.
+    """
     drawer, other = world.drawer, msgspec.structs.replace(ASKED, seed=5)
     named = drawer.with_adapter(ASKED, "ink")
     by_url = world.by_url(world.file.read_bytes())
@@ -136,7 +138,7 @@ def negative_shape(file: Path, world: World) -> None:
 
 
 def shape_of_large_numbers(file: Path, world: World) -> None:
-    """The product of so many numbers takes quadratic time."""
+    """Multiplying so many numbers takes quadratic time."""
     declare(file, {"dtype": "F32", "shape": [2**63] * 100_000, "data_offsets": [0, 8]})
 
 
@@ -241,7 +243,7 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
 
 @pytest.mark.parametrize("kind", ["text as shape", "list as shape", "large numbers"])
 def test_header_costs_no_more_than_its_bytes(world: World, tmp_path: Path, kind: str) -> None:
-    """A tiny file may declare huge sizes, but that must cost neither memory nor CPU time."""
+    """A tiny file may declare huge sizes, which must cost neither memory nor CPU time."""
     BAD[kind][0](tmp_path / "bad.safetensors", world)
     bad = world.by_url((tmp_path / "bad.safetensors").read_bytes())
     world.drawer.run((0, msgspec.structs.replace(ASKED, seed=9)))
@@ -252,7 +254,7 @@ def test_header_costs_no_more_than_its_bytes(world: World, tmp_path: Path, kind:
 
 
 def peak_mb() -> float:
-    """This process's largest resident memory so far."""
+    """This process's peak resident memory so far."""
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
@@ -271,7 +273,7 @@ def test_a_bad_file_is_refused_by_the_field(world: World, tmp_path: Path, kind: 
 
 
 def test_a_broken_copy_is_made_again(world: World) -> None:
-    """A worker that lost power while writing leaves a broken copy."""
+    """A worker that loses power while writing leaves a broken copy."""
     value = world.by_url(world.file.read_bytes(), owner="globex")
     adapters = world.drawer.model.adapters
     assert value.adapter is not None

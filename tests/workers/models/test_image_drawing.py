@@ -71,7 +71,7 @@ def pixels(result: ImageResult) -> np.ndarray:
 
 
 def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
-    """Images by plain diffusers, each drawn alone."""
+    """Images drawn by plain diffusers, one at a time."""
     kind = (
         diffusers.AutoPipelineForText2Image
         if inputs[0].image is None
@@ -117,7 +117,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
 def test_the_pixels_are_those_of_plain_diffusers(
     family: TinyPipeline, request_: ImageInput, change: dict[str, Any]
 ) -> None:
-    """In a whole batch, and in a batch that they join one after the other."""
+    """The images are drawn in a whole batch, and in a batch that they join one after the other."""
     value = msgspec.structs.replace(request_, scheduler="default", **change)
     if value.image is not None:
         value.image = png(value.width, value.height)
@@ -205,8 +205,8 @@ def joining(
 
 @pytest.fixture(scope="module")
 def in_sizes(catalog: Catalog, tiny_folder: Path) -> ImageModel:
-    """A model planned for batches of 1, 2 and 4, without the compiler (test_compiled.py runs
-    it).
+    """A model planned for batches of 1, 2 and 4, without the compiler (which test_compiled.py
+    runs).
     """
     entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
@@ -254,8 +254,8 @@ def test_the_vae_takes_parts_where_memory_is_short(
     tiny_preparer: Preparer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On a device that can decode only 64 x 64 pixels at once: batches one by one, larger images in
-    tiles.
+    """The device can decode only 64 x 64 pixels at once, so batches are decoded one by one, and
+    larger images in tiles.
     """
     decode = AutoencoderKL._decode
 

@@ -1,7 +1,7 @@
 """Families with flow-matching transformers: text, image and mask, individually and in a batch.
 
-Each family has a test module that writes a tiny pipeline with its real classes. Properties that all
-families share are tested for each of them.
+Each family has a test module that writes a tiny pipeline with its real classes. Properties shared
+by all families are tested for each of them.
 """
 
 import importlib
@@ -145,7 +145,7 @@ def far(one: np.ndarray, other: np.ndarray) -> int:
 def test_pixels_are_those_of_plain_diffusers(
     flow: TinyPipeline, value: ImageInput, change: dict[str, Any]
 ) -> None:
-    """In a whole batch, and in a batch that they join one after the other."""
+    """The images are drawn in a whole batch, and in a batch that they join one after the other."""
     value = msgspec.structs.replace(value, **change)
     if value.image is not None:
         value.image = png(value.width, value.height)
@@ -168,7 +168,7 @@ def test_masked_pixels_are_those_of_plain_diffusers(flow: TinyPipeline, strength
 
 
 def test_any_company_leaves_the_pixels_as_they_are(flow: TinyPipeline) -> None:
-    """With text, image and mask, different steps, sizes and scales, whenever the others join."""
+    """Varies text, image, mask, steps, sizes and scales, and when the other images join."""
     replace = msgspec.structs.replace
     arrivals = [
         (0, replace(OWN, seed=1, steps=7)),
@@ -241,7 +241,7 @@ def test_defaults_that_the_model_can_not_draw_are_refused_at_start(
 
 
 def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeline) -> None:
-    """The encoder with the longest input decides how many tokens are lost."""
+    """The encoder with the longest input limit determines how many tokens are lost."""
     model = stepped(flow)
     encoders = [
         value
@@ -271,7 +271,7 @@ def test_prompts_are_encoded_once_and_their_lost_tokens_counted(flow: TinyPipeli
 
 
 def test_an_image_is_charged_for_the_steps_that_it_takes(flow: TinyPipeline) -> None:
-    """With 0.6 of 4 steps, flow-matching pipelines run 3."""
+    """With a strength of 0.6 and 4 steps, flow-matching pipelines run 3."""
     model = stepped(flow)
     (result,) = joining(model, flow.preparer, [OWN_FROM_IMAGE])
     assert result.pixel_steps == 3 * 64 * 64
@@ -405,7 +405,7 @@ def test_a_folder_without_t5_draws_and_counts_the_tokens_of_clip(
 def test_a_transformer_that_is_not_told_the_guidance_ignores_it(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """Like FLUX.1 [schnell]."""
+    """FLUX.1 [schnell] is an example."""
     strong = msgspec.structs.replace(OWN, guidance_scale=50.0)
     for is_told in (False, True):
         folder = write_tiny("flux", tmp_path / str(is_told), tiny_folder, is_told_guidance=is_told)

@@ -1,6 +1,6 @@
 """Unmodified pipelines from many families share calls and draw the same images as on their own.
 
-All have random weights.
+All of them have random weights.
 """
 
 import copy
@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow(about_s=90), pytest.mark.filterwarnings("ignore")
 
 TASKS = [(name, kind) for name, family in FAMILIES.items() for kind in family.tasks]
 SEPARATE = {"HiDreamImagePipeline"}
-"""Pipelines whose prompts have encoder layers first and rows second, so each prompt is a separate
+"""Pipelines whose prompts have encoder layers first and rows second, so each prompt is its own
 batch.
 """
 TOLERANCE = 1e-5
@@ -76,7 +76,7 @@ class Tiny(NamedTuple):
         return lambda: own(self.pipeline)(**self.arguments(seed, steps, side))[0]
 
     def alone(self, seed: int, steps: int, side: int = SIDE) -> torch.Tensor:
-        """The latents that the pipeline draws by itself."""
+        """The latents that the pipeline draws on its own."""
         mine = copy.copy(self.pipeline)
         scheduler = self.pipeline.scheduler
         object.__setattr__(mine, "scheduler", type(scheduler).from_config(scheduler.config))
@@ -121,7 +121,7 @@ def difference(one: Any, other: torch.Tensor) -> float:
 
 @pytest.fixture(autouse=True)
 def inference() -> Any:
-    """As in a model process: on one torch thread, without gradients."""
+    """Runs as in a model process: on one torch thread, without gradients."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     with torch.inference_mode():
@@ -131,7 +131,7 @@ def inference() -> Any:
 
 @pytest.mark.parametrize(("name", "kind"), TASKS, ids=[kind for _, kind in TASKS])
 def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
-    """With different seeds, prompts and step counts, joining at different steps."""
+    """Items have different seeds, prompts and step counts, and join at different steps."""
     tiny = make(name, kind)
     counter = Counting()
     hub = Hub(counter)
@@ -205,11 +205,11 @@ def test_in_16_bits_company_changes_no_more_than_the_size_of_a_batch_does(
 
 
 LEAST_16 = 2e-5
-"""A mean difference that a single rounding error in 16 bits causes."""
+"""The mean difference caused by a single 16-bit rounding error."""
 
 
 def draw_copies(tiny: Tiny, seed: int, steps: int, side: int, count: int) -> torch.Tensor:
-    """Draws an item in a batch with copies of it."""
+    """Draws an item in a batch with copies of itself."""
     hub = Hub()
     drawer = tiny.drawer(Interception(hub).own, seed, steps, side)
     drawn: torch.Tensor = run(hub, dict.fromkeys(range(count), (0, drawer)))[0]
@@ -233,14 +233,14 @@ def references(sd: Tiny) -> dict[tuple[int, int], torch.Tensor]:
 
 
 class Fault(NamedTuple):
-    """An event for an item, and the step at which it happens."""
+    """An event that affects an item, and the step at which it happens."""
 
     kind: str
     step: int
 
 
 class Scarce(Batching):
-    """A device with room for a limited number of rows, on which some items' calls fail."""
+    """A device that only has room for `rows` rows, on which some items' calls fail."""
 
     def __init__(self, rows: int, failing: set[int]) -> None:
         self.rows = rows
@@ -326,7 +326,7 @@ def run_with_faults(
 
 
 def check(outcome: Any, alone: torch.Tensor, kind: str, *, is_late: bool, rows: int) -> None:
-    """Checks the outcome of an item for which a fault was planned, possibly after its end."""
+    """Checks the outcome of an item for which a fault was planned, possibly after it finished."""
     if outcome is None:
         assert kind == "drop"
     elif rows < 2:
@@ -364,7 +364,9 @@ def test_a_pipeline_that_computes_without_end_is_interrupted(
 def test_what_one_pipeline_sets_around_its_calls_reaches_no_other(
     sd: Tiny, references: dict[tuple[int, int], torch.Tensor]
 ) -> None:
-    """Autocast and gradients belong to the thread, and moving a module would move it for all."""
+    """Autocast and gradients belong to the thread, and moving a module would move it for all
+    pipelines.
+    """
     hub = Hub()
     own = Interception(hub).own
 
@@ -441,7 +443,7 @@ def test_results_that_can_not_be_split_are_computed_one_by_one() -> None:
 
 
 class Repeating(Weighted):
-    """Has two entries for each row."""
+    """A denoiser whose output has two entries for each row."""
 
     def forward(self, sample: torch.Tensor) -> torch.Tensor:
         return sample.repeat_interleave(2, 0)
@@ -462,7 +464,7 @@ def test_several_entries_for_each_row_are_not_taken_for_a_constant() -> None:
 
 
 def test_a_result_that_can_not_be_split_even_alone_fails_its_item() -> None:
-    """Like a batch that was padded to a compiled size."""
+    """A batch padded to a compiled size is an example."""
 
     class Unsplittable(Batching):
         def compute(self, calls: Sequence[Call]) -> Sequence[Any]:

@@ -120,7 +120,7 @@ def test_gray_mixes_source_and_drawing(family: TinyPipeline, stepped: SteppedMod
 def test_masked_and_unmasked_images_are_drawn_together_as_alone(
     family: TinyPipeline, stepped: SteppedModel, alone: Alone, schedulers: list[str]
 ) -> None:
-    """For all schedulers in the batch, and whenever other images join and leave."""
+    """Covers all schedulers in the batch, and images that join and leave at any time."""
     masked = [
         msgspec.structs.replace(
             MASKED,
@@ -167,8 +167,8 @@ def random_tiny(
     tiny_folder: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> TinyPipeline:
-    """A pipeline with random weights for each family, with and without a UNet trained
-    with masks.
+    """A pipeline with random weights for each family, with and without a UNet trained with
+    masks.
     """
     xl, trained = request.param
     folder = write_tiny(tmp_path_factory.mktemp("masks"), tiny_folder, xl=xl, trained=trained)
@@ -182,7 +182,7 @@ def random_tiny(
 def test_inside_of_the_mask_are_the_pixels_of_plain_diffusers(
     random_tiny: TinyPipeline, scheduler: str, strength: float
 ) -> None:
-    """With a mask along the latents' grid, which diffusers handles the same way."""
+    """The mask is aligned with the latents' grid, so diffusers handles it the same way."""
     folder, preparer, model = random_tiny
     assert isinstance(model, ImageModel)
     mask = box(16, 8, 48, 40)
@@ -244,7 +244,7 @@ AT_ONCE = 12
 def test_a_masked_figure_is_redrawn_as_told(
     catalog: Catalog, tiny: SteppedModel, tiny_preparer: Preparer
 ) -> None:
-    """Measured by the judge: held-out scenes with one and two figures, the first of which is
+    """Measured by the judge, on held-out scenes with one and two figures, the first of which is
     masked.
     """
     usual = catalog.default("image").image

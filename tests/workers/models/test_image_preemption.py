@@ -35,12 +35,12 @@ pytestmark = [
 
 LONG = msgspec.structs.replace(TEXT, steps=6)
 LARGE = msgspec.structs.replace(TEXT, width=192, height=192, steps=2)
-"""Its file is written on a thread."""
+"""Large enough that its file is written on a thread."""
 ENDLESS = msgspec.structs.replace(TEXT, steps=100)
 
 
 class Watched(ImageModel):
-    """Adds up its steps' work and tracks which images are in the batch."""
+    """Adds up the work of its steps and tracks which images are in the batch."""
 
     work = 0
 
@@ -97,7 +97,7 @@ def work_of(value: ImageInput) -> int:
 
 @contextmanager
 def counted(model: Watched, *values: ImageInput) -> Iterator[None]:
-    """In this block, the model computes each of these images' steps once."""
+    """Checks that the block computes each of these images' steps exactly once."""
     before = model.work
     yield
     assert model.work - before == sum(map(work_of, values))

@@ -94,7 +94,7 @@ def test_a_text_is_no_image_request() -> None:
 
 
 def test_key_of_whole_batches_has_size_and_steps() -> None:
-    """The rest may differ, because each image runs its own pipeline."""
+    """Everything else may differ, because each image runs its own pipeline."""
     same = [
         GOOD,
         changed(prompt="b", seed=9, guidance_scale=7.0, scheduler="euler", negative_prompt="c"),

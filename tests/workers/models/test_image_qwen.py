@@ -85,7 +85,7 @@ def test_every_option_counts(qwen: TinyPipeline) -> None:
 
 
 def test_tokens_that_are_not_read_are_counted(qwen: TinyPipeline) -> None:
-    """The prompt template has tokens too: here, each byte is a token."""
+    """The prompt template has tokens too. Here, each byte is a token."""
     short, long = (msgspec.structs.replace(OWN, prompt="a" * count) for count in (8, 2000))
     (many,), (few,) = (drawn(qwen.model, qwen.preparer, [value]) for value in (long, short))
     assert many.truncated_tokens is not None
@@ -94,7 +94,7 @@ def test_tokens_that_are_not_read_are_counted(qwen: TinyPipeline) -> None:
 
 
 def test_images_share_calls_after_the_warm_up(catalog: Catalog, qwen: TinyPipeline) -> None:
-    """At its first call, the text encoder gets hooks from transformers, which stay."""
+    """On its first call, the text encoder gets hooks from transformers, which stay."""
     model = loaded(entry_of(catalog), qwen.folder).model
     assert isinstance(model, ImageModel)
     model.warmup()

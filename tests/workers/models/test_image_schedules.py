@@ -1,4 +1,5 @@
-"""For any sequence of events, an image gets the same pixels and charge as if drawn on its own.
+"""For any sequence of events, an image gets the same pixels and charge as if it were drawn on its
+own.
 
 Other images join, are canceled, are preempted by more urgent ones, start over, fail, and run out of
 memory.
@@ -183,7 +184,7 @@ class Worker:
 
 
 def work_of(value: ImageInput) -> int:
-    """Work of drawing a whole image."""
+    """The work it takes to draw a whole image."""
     steps = int(value.steps * (value.strength or 1.0))
     rows = 2 if value.guidance_scale > 1 else 1
     return rows * value.width * value.height * steps

@@ -53,11 +53,11 @@ OTHERS = [
     msgspec.structs.replace(FROM_IMAGE, seed=7, steps=8, negative_prompt="fog"),
     msgspec.structs.replace(TEXT, seed=8, width=72, height=48, image=None),
 ]
-"""Each differs in something that an equal key would have required of a whole batch."""
+"""Each differs in something that batch keys require all images in a whole batch to share."""
 UNSTEADY = ("dpm2", "dpm2_a")
-"""In a few steps with strong guidance, they turn small differences into large ones.
+"""In a few steps with strong guidance, these turn small differences into large ones.
 
-For some seeds, plain diffusers turns a ten-millionth of the latents into 10 levels.
+For some seeds, plain diffusers turns a change of one ten-millionth in the latents into 10 levels.
 """
 
 
@@ -100,7 +100,7 @@ def run(
     arrivals: Sequence[tuple[int, ImageInput]],
     drops: Mapping[int, int] | None = None,
 ) -> dict[int, Result | PenstockError]:
-    """Admits each input before its step, drops slots before theirs, and runs until all have
+    """Admits each input before its step, drops slots before their steps, and runs until all have
     finished.
     """
     results: dict[int, Result | PenstockError] = {}
@@ -153,7 +153,7 @@ def test_pixels_are_those_of_an_image_alone(
     schedulers: Sequence[str],
     request_: ImageInput,
 ) -> None:
-    """For all schedulers in the batch, and whenever other images join and leave."""
+    """Covers all schedulers in the batch, and images that join and leave at any time."""
     mine = [
         msgspec.structs.replace(
             request_,
@@ -318,7 +318,7 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
 
 
 def only_rows(model: ImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
-    """Makes the UNet run out of memory above `most` rows. Returns the row counts of its calls."""
+    """Makes the UNet run out of memory on more than `most` rows. Returns its calls' row counts."""
     unet = model._main.unet
     forward, rows = type(unet).forward, list[int]()
 
@@ -354,7 +354,9 @@ def test_calls_are_halved_when_memory_is_short(
 def test_younger_images_start_over_when_one_does_not_fit(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest image has the device to itself, so there will never be more room for it."""
+    """The oldest image already has the device to itself, so there will never be more room for
+    it.
+    """
     model = own_model(catalog, tiny_folder)
     only_rows(model, monkeypatch, most=1)
     for slot in range(3):
@@ -428,7 +430,9 @@ def test_the_file_of_a_large_image_is_made_beside_the_steps_of_others(
 def test_a_model_that_has_drawn_moves_to_host_memory_and_back(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer
 ) -> None:
-    """Items use stand-ins for its modules, and nothing is left in the modules themselves."""
+    """Items use stand-ins for the model's modules, and nothing is left in the modules
+    themselves.
+    """
     model = own_model(catalog, tiny_folder)
     model.warmup()
     before = run(model, tiny_preparer, [(0, TEXT)])[0]

@@ -48,7 +48,7 @@ def loaded(catalog: Catalog, folder: Path, precision: str = "fp32") -> TinyPipel
 
 
 def both_ways(tiny: TinyPipeline, *values: ImageInput) -> list[np.ndarray]:
-    """The images of a whole batch. Asserts that they are the same if they join one by one."""
+    """The images in a whole batch. Asserts that they are the same if they join one by one."""
     whole = [pixels(result) for result in drawn(tiny.model, tiny.preparer, values)]
     joined = [pixels(result) for result in joining(tiny.model, tiny.preparer, values)]
     for one, other in zip(whole, joined, strict=True):
@@ -103,7 +103,7 @@ def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
 def test_refiner_draws_from_an_image_as_plain_diffusers_and_refuses_texts(
     catalog: Catalog, tiny_folder: Path, tmp_path: Path
 ) -> None:
-    """It takes scores instead of a size and has one text encoder."""
+    """The refiner takes scores instead of a size and has one text encoder."""
     folder = write_folder(tmp_path, tiny_folder, refines=True)
     refiner = loaded(catalog, folder)
     refiner.model.warmup()
@@ -169,7 +169,7 @@ def test_vae_has_its_type_back_where_memory_ran_out(
     draw: Callable[..., list[ImageResult]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Pipelines temporarily make it fp32, and leave it so if they fail."""
+    """Pipelines temporarily convert the VAE to fp32, and leave it that way if they fail."""
     (expected,) = drawn(overflowing.model, overflowing.preparer, [OWN])
     model = overflowing.model
     assert isinstance(model, ImageModel)
@@ -217,7 +217,7 @@ def test_images_get_no_watermark(
 def test_every_class_that_joins_is_of_a_family(
     catalog: Catalog, tiny_folder: Path, tiny_xl_folder: Path, tmp_path: Path, name: str
 ) -> None:
-    """As named by the folder's file, and also through its pipeline for images."""
+    """Images use the class named in the folder's file, and also its pipeline for images."""
     source = tiny_xl_folder if "XL" in name else tiny_folder
     for part in source.iterdir():
         (tmp_path / part.name).symlink_to(part)

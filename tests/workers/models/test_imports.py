@@ -1,5 +1,5 @@
-"""The libraries that each process loads: few, so that a worker is ready in seconds and its I/O
-process is small.
+"""The libraries each process loads: few, so that a worker is ready in seconds and its I/O process
+is small.
 """
 
 import json

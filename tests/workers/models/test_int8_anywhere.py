@@ -33,9 +33,9 @@ session = onnxruntime.InferenceSession(model.SerializeToString(), session_option
 print(set(rows.ravel().tolist()))
 """
 EMULATOR = "qemu-x86_64"
-"""From the package qemu-user. Its CPU has AVX2 but neither AVX-512 nor VNNI.
+"""From the package qemu-user. The emulated CPU has AVX2 but neither AVX-512 nor VNNI.
 
-/proc/cpuinfo is the host's.
+/proc/cpuinfo is still the host's.
 """
 
 

@@ -53,7 +53,7 @@ def test_encoders_read_the_middle_of_an_image(size: tuple[int, int]) -> None:
 
 
 def test_they_read_no_more_of_a_long_line() -> None:
-    """Scaled to the encoder's height, the whole line would not fit into memory."""
+    """Scaled to the encoder's height, the whole line would not fit in memory."""
     line = Image.new("RGB", (1_000_000, 1), (9, 9, 9))
     line.paste((200, 0, 0), (499_980, 0, 500_020, 1))
     given = IpAdapterInput("style", STYLE.version, png(line), 1.0)

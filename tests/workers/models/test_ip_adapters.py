@@ -116,7 +116,7 @@ def drawing(catalog: Catalog, family: TinyPipeline, folders: dict[str, Path]) ->
 def test_images_with_and_without_ip_adapters_are_drawn_together_as_alone(
     drawing: Drawing, family: TinyPipeline
 ) -> None:
-    """With several reference images, scales, sources and masks."""
+    """Varies the number of reference images, the scales, sources and masks."""
     after = drawing.after
     values = [
         GUIDED,
@@ -165,7 +165,7 @@ def plain_with(folder: Path, ip_adapter: Path) -> Any:
 
 
 def by_diffusers(drawing: Drawing, folder: Path, ip_adapter: Path, value: ImageInput) -> np.ndarray:
-    """The image that diffusers' pipeline draws with an IP-Adapter, by itself."""
+    """The image that diffusers' pipeline draws with an IP-Adapter on its own."""
     pipeline = plain_with(folder, ip_adapter)
     more: dict[str, Any] = {"width": value.width, "height": value.height}
     if value.image is not None:
@@ -282,7 +282,7 @@ def test_it_goes_with_adapters_and_controls(
 def test_it_goes_with_shortcuts(
     catalog: Catalog, family: TinyPipeline, folders: dict[str, Path], choice: str
 ) -> None:
-    """Also with the fused projections that GPUs use."""
+    """It also works with the fused projections that GPUs use."""
     choices: dict[str, dict[str, Any]] = {
         "deep_cache": {"deep_cache": DeepCacheSettings(cache_interval=2)},
         "guidance_stop": {"guidance_stop": 0.5},
@@ -317,7 +317,7 @@ def test_int8_draws_as_the_model_in_full_precision(
 async def test_a_model_process_draws_with_ip_adapters(
     drawing: Drawing, family: TinyPipeline
 ) -> None:
-    """The entry and the items reach the process, and it draws the same images as this process."""
+    """The entry and the items reach the process, which draws the same images as this one."""
     values = [GUIDED, drawing.after(GUIDED, "plain", scale=0.5)]
     ended: dict[int, Any] = {}
 
@@ -335,7 +335,7 @@ async def test_a_model_process_draws_with_ip_adapters(
 
 
 def wrong_file(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """A file that can't be used, for a reason."""
+    """A file that can't be used, along with the reason."""
     layers = {key: one for key, one in tensors.items() if key.startswith("ip_adapter.")}
     if name == "FaceID":
         width = next(iter(layers.values())).shape[1]

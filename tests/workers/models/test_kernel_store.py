@@ -60,7 +60,7 @@ def files(folder: Path) -> list[str]:
 
 
 def test_the_second_worker_reads_what_the_first_compiled(tmp_path: Path) -> None:
-    """Two processes with the same paths, and a disk that is empty when the second one starts."""
+    """Two processes have the same paths, and a disk that is empty when the second one starts."""
     found: list[Any] = []
     for number in range(3):
         done = subprocess.run(

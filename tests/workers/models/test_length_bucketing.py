@@ -25,8 +25,8 @@ def test_a_costly_call_keeps_a_batch_whole() -> None:
 
 @given(st.lists(st.integers(1, 256), min_size=1, max_size=40), st.integers(1, 600))
 def test_no_call_is_above_the_budget(lengths: list[int], budget: int) -> None:
-    """Not even if calls are so expensive that all texts should share one: the device only has
-    memory for the budget, including padding.
+    """This holds even if calls are so expensive that all texts should share one, because the device
+    only has memory for the budget, including padding.
     """
     groups = cut_by_length(lengths, 4096, budget)
     assert sorted(index for group in groups for index in group) == list(range(len(lengths)))

@@ -118,7 +118,7 @@ def texts_of(lengths: Sequence[int], seed: int = 5) -> tuple[np.ndarray, np.ndar
 
 
 def join(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """The values of all items, one after another."""
+    """All items' values, one item after another."""
     joined: np.ndarray = values[np.arange(values.shape[1]) < lengths[:, None]]
     return joined
 
@@ -189,7 +189,7 @@ def test_a_text_has_the_same_vector_in_any_company(
 
 
 class Operators(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts the operators that are called, except those inside attention."""
+    """Counts the operators called, except those inside attention."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

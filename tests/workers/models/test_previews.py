@@ -69,7 +69,7 @@ async def test_previews_of_large_images_are_small(
 async def test_who_stops_watching_is_shown_nothing_more(
     process: PooledProcess, tiny_preparer: Preparer
 ) -> None:
-    """A Watch from an earlier batch does not count for the next."""
+    """A Watch from an earlier batch does not apply to the next one."""
     _, seen = await drawn(process, asked(tiny_preparer, 60), [0, 1])
     assert seen
     _, seen = await drawn(process, asked(tiny_preparer, 60), [])

@@ -28,14 +28,14 @@ STRENGTH = 0.6
 NEAR_PX = 6.0
 
 Draw = Callable[..., list[Pixels]]
-"""From prompts, and sources if any, to images; the first prompt has seed 0, the next 1 and so
-on.
+"""Maps prompts, and sources if any, to images; the first prompt has seed 0, the next has seed 1,
+and so on.
 """
 
 
 @pytest.fixture(scope="module")
 def asked(catalog: Catalog) -> ImageInput:
-    """A request that lacks only the prompt: the catalog's defaults."""
+    """A request that lacks only the prompt and otherwise has the catalog's defaults."""
     usual = catalog.default("image").image
     return ImageInput(
         "", usual.width, usual.height, usual.steps, usual.guidance_scale, 0, usual.scheduler
@@ -136,8 +136,8 @@ def test_figure_is_at_the_place_asked_for(draw_with: Draw) -> None:
 
 
 def ninth(figure: DetectedShape) -> tuple[int, int]:
-    """Returns the ninth of the image that contains the figure's center: across and down, -1 for
-    left or top, 0 for the middle.
+    """Returns which ninth of the image contains the figure's center: across and down, where -1 is
+    left or top and 0 is the middle.
     """
     return round((figure.x - 32) / 15), round((figure.y - 32) / 15)
 

@@ -1,6 +1,4 @@
-"""An entry's shortcuts: deep features that are reused across steps, and guidance that ends
-early.
-"""
+"""An entry's shortcuts: deep features reused across steps, and guidance that ends early."""
 
 from pathlib import Path
 from typing import Any
@@ -61,7 +59,7 @@ def alone(model: ImageModel, family: TinyPipeline, value: ImageInput) -> ImageRe
 def test_pixels_are_those_of_an_image_alone(
     catalog: Catalog, family: TinyPipeline, choice: str
 ) -> None:
-    """Alongside images of other kinds and at other steps."""
+    """The image is drawn alongside images of other kinds and at other steps."""
     model = with_shortcuts(catalog, family.folder, **CHOICES[choice])
     values = [
         GUIDED,
@@ -80,7 +78,7 @@ def test_pixels_are_those_of_an_image_alone(
 def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
     catalog: Catalog, family: TinyPipeline, branch: int
 ) -> None:
-    """Also with a ControlNet's residuals, and with two rows for each image."""
+    """This also holds with a ControlNet's residuals, and with two rows for each image."""
     model = with_shortcuts(catalog, family.folder)
     unet: Any = model._main.unet
     cache = DeepCache(DeepCacheSettings(cache_branch_id=branch), model._main)
@@ -110,7 +108,7 @@ def test_outer_layers_around_features_of_the_same_step_are_the_whole_unet(
 
 
 def _residual_shapes(unet: Any) -> list[tuple[int, ...]]:
-    """Shapes of a ControlNet's residuals for 8 x 8 latents: conv_in, each layer and each
+    """The shapes of a ControlNet's residuals for 8 x 8 latents: conv_in, each layer and each
     downsampler.
     """
     side = 8

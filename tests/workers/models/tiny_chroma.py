@@ -1,4 +1,4 @@
-"""Tiny Chroma pipelines: its real classes, with random weights. None of our code mentions it."""
+"""Tiny Chroma pipelines: real classes with random weights. None of our code mentions Chroma."""
 
 from pathlib import Path
 from typing import Any

@@ -18,7 +18,7 @@ Arguments = dict[str, Any]
 
 @dataclass(frozen=True)
 class Family:
-    """A family's parts, and the arguments for each of its pipelines.
+    """A family's components, and the arguments for each of its pipelines.
 
     `parts`: components by name. `prompts`: the arguments for a prompt, by seed. `tasks`: pipeline
     classes, each with its names for an image and a mask. `usual`: other arguments.

@@ -1,4 +1,4 @@
-"""Tiny FLUX.1 pipelines: its real classes, with random weights."""
+"""Tiny FLUX.1 pipelines: real classes with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -27,9 +27,9 @@ def write_folder(
     """Writes a folder as found on the Hub.
 
     Args:
-        shipped: folder of the pipeline whose tokenizer it gets.
-        is_told_guidance: True if the transformer takes the guidance scale. False for
-            FLUX.1 "schnell".
+        shipped: folder of the pipeline whose tokenizer is copied.
+        is_told_guidance: True if the transformer takes the guidance scale. False for FLUX.1
+            "schnell".
         scheduler: the scheduler's settings. Default: FLUX.1's.
     """
     torch.manual_seed(5)

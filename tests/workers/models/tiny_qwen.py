@@ -1,4 +1,4 @@
-"""A tiny Qwen-Image pipeline: its real classes, with random weights and its text encoder."""
+"""A tiny Qwen-Image pipeline: real classes with random weights, including its text encoder."""
 
 from pathlib import Path
 from typing import Any

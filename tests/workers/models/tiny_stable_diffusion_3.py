@@ -1,4 +1,4 @@
-"""Tiny Stable Diffusion 3 pipelines: its real classes, with random weights."""
+"""Tiny Stable Diffusion 3 pipelines: real classes with random weights."""
 
 from pathlib import Path
 from typing import Any
@@ -20,7 +20,7 @@ from transformers import (
 )
 
 CLIP_WIDTH, T5_WIDTH = 16, 32
-"""The two CLIP encoders are side by side, and together as wide as T5."""
+"""The two CLIP encoders are side by side, and together they are as wide as T5."""
 LATENT_CHANNELS = 16
 
 
@@ -30,7 +30,7 @@ def write_folder(
     """Writes a folder as found on the Hub.
 
     Args:
-        shipped: folder of the pipeline whose tokenizer it gets.
+        shipped: folder of the pipeline whose tokenizer is copied.
         has_t5: True to include the third text encoder.
         trained: True if the transformer was trained with masks.
         scheduler: the scheduler's settings. Default: Stable Diffusion 3's.

@@ -25,9 +25,9 @@ def write_folder(
     """Writes a folder as found on the Hub.
 
     Args:
-        shipped: folder of the pipeline whose VAE and tokenizer it gets.
+        shipped: folder of the pipeline whose VAE and tokenizer are copied.
         distilled: the UNet takes the guidance scale as an input, like LCM's UNets.
-        refines: it draws only from an image and has one text encoder, like the refiner.
+        refines: the pipeline draws only from an image and has one text encoder, like the refiner.
         options: `overflows` and `means` for the VAE, and options for the pipeline.
     """
     torch.manual_seed(5)
@@ -73,9 +73,9 @@ def _vae(shipped: Path, *, overflows: bool, means: bool) -> Any:
     """The shipped VAE.
 
     Args:
-        shipped: the folder of a pipeline.
+        shipped: the pipeline's folder that contains the VAE.
         overflows: numbers between two of its layers are too large for fp16.
-        means: it has statistics for its four-channel latents, and random weights.
+        means: the VAE has statistics for its four-channel latents, and random weights.
     """
     if means:
         config = AutoencoderKL.load_config(shipped / "vae")

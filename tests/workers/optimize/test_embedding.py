@@ -28,7 +28,9 @@ Made = Callable[[], Artifact]
 
 
 def cosines(artifact: Artifact, variant: Variant, folder: Path) -> np.ndarray:
-    """Cosine between each calibration text's vector, computed alone, and the reference's."""
+    """The cosine between each calibration text's vector, computed on its own, and the
+    reference's.
+    """
     encoder = OnnxEncoder(
         read_sentence_folder(folder), artifact.graph(variant), device="cpu", threads=1
     )
@@ -161,7 +163,7 @@ def test_pruned_model_is_smaller_and_shows_its_loss(
 
 
 def weights(graph: Path) -> int:
-    """Parameters in all matrices except the embedding tables."""
+    """Number of parameters in all matrices except the embedding tables."""
     model = onnx.load(graph)
     return sum(
         int(np.prod(weight.dims))
@@ -187,7 +189,7 @@ def test_wrong_wish_is_refused(
 
 @contextmanager
 def making(tiny_bert: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command as a process that has just started to create a graph."""
+    """The command as a process that has just started creating a graph."""
     catalog = tmp_path / "models.yaml"
     catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
     words = ["tiny", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]

@@ -1,4 +1,4 @@
-"""Quality measures, on cases whose value is known."""
+"""Quality measures, on cases whose values are known."""
 
 import numpy as np
 import pytest

@@ -1,5 +1,5 @@
-"""INT8 products with fixed scales: small graphs in, and ONNX Runtime's results for the quantized
-graphs.
+"""INT8 products with fixed scales: small graphs go in, and ONNX Runtime's results for the quantized
+graphs are checked.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""A BERT with random weights over the words of the built-in texts: a complete embedding model of
+"""A BERT with random weights over the words in the built-in texts: a complete embedding model of
 under a megabyte.
 """
 

@@ -20,7 +20,7 @@ from tests.limits import WAIT_LIMIT_S
 
 
 class Prediction(NamedTuple):
-    """The response of Cog's server. `error` is empty if the prediction succeeded."""
+    """The response from Cog's server. `error` is empty if the prediction succeeded."""
 
     output: Any
     error: str
@@ -34,13 +34,13 @@ class CogServer:
         self._client = httpx.Client(base_url=url, timeout=WAIT_LIMIT_S, trust_env=False)
 
     def read_status(self) -> str:
-        """Returns the status that the server reports: `READY` once the class is set up."""
+        """Returns the status reported by the server: `READY` once the class is set up."""
         with contextlib.suppress(httpx.TransportError):
             return str(self._client.get("/health-check").json()["status"])
         return "UNREACHABLE"
 
     def predict(self, values: dict[str, Any], **more: Any) -> Prediction:
-        """Runs one prediction. `more`: further fields in the body."""
+        """Runs one prediction. `more`: additional fields in the body."""
         answer = self._post({"input": values, **more})
         if "status" not in answer:  # the input is not valid
             return Prediction(None, json.dumps(answer["detail"]))
@@ -49,7 +49,7 @@ class CogServer:
         return Prediction(answer.get("output"), error, str(answer.get("logs", "")))
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Retries while the last prediction's slot is being freed."""
+        """Retries while the last prediction's slot is still being freed."""
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             answer: dict[str, Any] = self._client.post("/predictions", json=body).json()

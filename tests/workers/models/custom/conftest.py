@@ -1,4 +1,4 @@
-"""In these tests, services listen on Unix sockets, just like under `penstock up`."""
+"""In these tests, services listen on Unix sockets, just as they do under `penstock up`."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from workers.models.custom import printed
 
 @pytest.fixture(autouse=True)
 def _no_service_has_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Blocks no ports, so that the class's process makes no rule for each of the 65,535 others.
+    """Blocks no ports, so that the class's process doesn't create a rule for each of the 65,535
+    others.
 
-    That takes a third of its startup time. test_services.py and test_confinement.py have services
-    with ports.
+    Creating the rules takes a third of its startup time. test_services.py and test_confinement.py
+    have services with ports.
     """
     monkeypatch.setenv("PENSTOCK_REDIS_URL", "unix:///run/redis.sock")
     monkeypatch.setenv("PENSTOCK_PUBSUB_ENDPOINT", "unix:///run/pubsub.sock")
@@ -27,7 +28,7 @@ def _no_service_has_a_port(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def start_class() -> Iterator[StartClass]:
-    """Starts a folder's class, as a worker does. It is stopped after the test."""
+    """Starts a folder's class, as a worker does, and stops it after the test."""
     classes: list[StartedClass] = []
 
     def start(folder: Path, **more: Any) -> StartedClass:

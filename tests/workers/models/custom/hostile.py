@@ -278,9 +278,9 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "write_frames": ("failed", f"{ENDED}it sent an invalid answer"),
     "place_files": ("failed", f"{ENDED}it sent an invalid answer"),
 }
-"""By its action: the prediction's status, and its output or the start of its error."""
+"""By action: the prediction's status, and its output or the start of its error."""
 ENDLESS = ("loop", "stop_itself", "print_on")
-"""Methods that only the deadline ends."""
+"""Methods that run until the deadline."""
 MEMORY_BYTES = 800 * 1024 * 1024
 RESOURCES = {"memory_bytes": MEMORY_BYTES, "disk_bytes": DISK_BYTES}
 

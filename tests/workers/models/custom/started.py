@@ -45,7 +45,7 @@ class StartedClass:
 
     Args:
         entry: catalog entry, with its interface.
-        device: as in a worker's settings.
+        device: same as in a worker's settings.
         startup_s: time limit for the first `setup`.
 
     Raises:
@@ -83,7 +83,7 @@ class StartedClass:
         self.close()
 
     def close(self) -> None:
-        """Ends the process if it is still running. Running predictions get no result."""
+        """Stops the process if it is still running. Running predictions get no result."""
         if self._loop.is_closed():
             return
         self._call(self._close())
@@ -188,7 +188,7 @@ class StartedClass:
     async def _run(self) -> None:
         """Runs batches until nothing is left.
 
-        A prediction that joined too late is in the next batch.
+        A prediction that joined too late runs in the next batch.
         """
         while self._inside:
             self._numbers = dict(enumerate(self._inside))
@@ -248,19 +248,19 @@ class OperatorsLog:
     """Class output in a worker's log.
 
     Args:
-        file: receives the output instead of stderr. `capfd` loses output written while it is being
-            read.
+        file: receives the output instead of stderr, because `capfd` loses output written while it
+            is being read.
     """
 
     def __init__(self, file: Path) -> None:
         self._file = file
 
     def look(self) -> str:
-        """Returns all of it so far."""
+        """Reads everything in the log so far."""
         return self._file.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str) -> str:
-        """Waits until the log contains a text, then returns the whole log: a worker forwards output
+        """Waits until the log contains a text, then returns the whole log. A worker forwards output
         with a delay.
         """
         until_s = time.monotonic() + WAIT_LIMIT_S

@@ -240,7 +240,7 @@ class Predictor(BasePredictor):
 
 @pytest.fixture(scope="module")
 def both_inputs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Both]:
-    """A class with inputs of unusual kinds."""
+    """A class with unusual kinds of inputs."""
     yield from serve(tmp_path_factory.mktemp("takes"), TAKES)
 
 

@@ -247,7 +247,7 @@ def test_files_go_in_and_out(tmp_path: Path, started: Start) -> None:
 
 @pytest.mark.parametrize("body", [PYDANTIC, ASYNC], ids=KINDS)
 def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Start, body: str) -> None:
-    """Its process stays the same and need not be set up again."""
+    """The process stays the same and need not be set up again."""
     body = body.replace("one.text * one.times", "f'{one.text} {os.getpid()}'")
     model = started(body)
     before = compute(model, {"text": "c"}, {"text": "d"})
@@ -279,7 +279,9 @@ def test_a_batch_that_does_not_stop_is_killed(started: Start, kind: str, sleep: 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_large_batches_go_through(started: Start, kind: str) -> None:
-    """Together, 64 inputs and outputs of nearly 1 MiB exceed the size limit of one message."""
+    """Together, 64 inputs and outputs of nearly 1 MiB each exceed the size limit for one
+    message.
+    """
     body = f"""
     class Given(BaseModel):
         a: str
@@ -438,7 +440,7 @@ def test_a_batch_whose_process_the_system_kills_is_to_be_tried_again(started: St
 def test_an_answer_that_the_class_makes_up_is_not_given_to_others(
     started: Start, frame: str
 ) -> None:
-    """The class has the socket, so it could send a reply meant for the next batch."""
+    """The class has access to the socket, so it could send a reply meant for the next batch."""
     body = (
         simple("return self.tried(inputs)")
         + f"""

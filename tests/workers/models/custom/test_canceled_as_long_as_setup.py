@@ -1,4 +1,4 @@
-"""A canceled prediction may run as long as `setup` took before its process is killed."""
+"""A canceled prediction may run for as long as `setup` took before its process is killed."""
 
 from __future__ import annotations
 

@@ -98,7 +98,7 @@ def test_an_authors_schema_is_not_taken_for_an_interface(folder: Path) -> None:
 def test_a_file_may_require_inputs_that_the_code_does_not(
     folder: Path, required: list[str]
 ) -> None:
-    """Release 0.1.0 did not accept None as the default of a type that is not optional."""
+    """Release 0.1.0 did not accept None as the default for a type that is not optional."""
     write_class(folder, OPTIONAL)
     inspected = inspect_folder(folder).interface
     assert inspected.inputs["required"] == []

@@ -154,7 +154,7 @@ async def test_a_batch_whose_caller_is_canceled_ends_before_the_next(
 
 @pytest.mark.parametrize("first", ["text 0", "exit"])
 async def test_items_admitted_at_an_end_join_the_run(client: ClassClient, first: str) -> None:
-    """As a worker admits them, when an item ends, either normally or with its process."""
+    """Admits items when another one ends, normally or with its process, as a worker does."""
     outputs: dict[int, object] = {}
 
     def on_message(message: StepMessage) -> None:
@@ -202,7 +202,9 @@ async def test_what_a_class_does_fails_its_prediction_alone(
 async def test_an_item_ends_though_its_process_dies_as_soon_as_it_is_set_up(
     start: StartClient, tmp_path: Path
 ) -> None:
-    """Before, with or just after the item: the item fails unless it finished first."""
+    """The process dies before, with or just after the item, which fails unless it finished
+    first.
+    """
     client = await start(HOSTILE)
     (tmp_path / "dies").touch()
     assert isinstance(await compute(client, how="exit"), ModelFailed)

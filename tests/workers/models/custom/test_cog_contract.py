@@ -80,14 +80,14 @@ MODULES = {
     "sdk": "coglet._sdk",
     "cog.coder": "cog.coder",
 }
-"""The names that the runner's modules use for Cog's modules."""
+"""The names by which the runner's modules refer to Cog's modules."""
 
 
 def find(name: str) -> Any:
     """Returns the object with a dotted name, below its longest module prefix.
 
     Raises:
-        AttributeError, ModuleNotFoundError: there is no such object.
+        AttributeError, ModuleNotFoundError: the object does not exist.
     """
     parts = name.split(".")
     found: Any = importlib.import_module(".".join(parts[:2]))
@@ -97,7 +97,7 @@ def find(name: str) -> Any:
 
 
 def differences(installed: str, look: Callable[[str], Any] = find) -> list[str]:
-    """Parts of Cog that differ from those the runner needs.
+    """Parts of Cog that differ from the ones the runner needs.
 
     Args:
         look: returns the object with a dotted name.
@@ -181,7 +181,7 @@ def _used_in(file: Path) -> Iterator[str]:
 
 
 class Color:
-    """An output type that only its coder knows."""
+    """An output type known only to its coder."""
 
 
 class ColorCoder(cog.coder.Coder):

@@ -53,7 +53,9 @@ def test_python_is_that_of_the_class(tmp_path: Path, monkeypatch: pytest.MonkeyP
 def test_commands_in_a_folder_below_tmp_are_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A class has its own `/tmp`. Folders in PATH that are below `/tmp` remain available there."""
+    """A class has a private `/tmp`. Folders in PATH that are below `/tmp` remain available
+    there.
+    """
     programs = tmp_path / "programs"
     programs.mkdir()
     (programs / "answer").write_text("#!/bin/sh\necho 42\n")

@@ -1,4 +1,4 @@
-"""Output of concurrent predictions: each gets its own lines, all of them, and no others."""
+"""Output of concurrent predictions: each gets every line it printed, and no others."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def start_concurrent(start_class: StartClass, folder: Path, body: str, most: int
 def test_concurrent_predictions_have_their_own_lines_and_no_others(
     tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog, count: int
 ) -> None:
-    """All run at the same time: each waits until all have started."""
+    """All of them run at the same time: each waits until all have started."""
     model = start_concurrent(start_class, tmp_path, PRINTS_IN_EVERY_WAY, count)
     tenants = dict(zip(range(count), itertools.cycle(TENANTS), strict=False))
     for number, tenant in tenants.items():

@@ -224,7 +224,9 @@ for old, new in (
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that is neither below /tmp nor in the scratch folder, wherever the clone is."""
+    """A folder that is neither below /tmp nor in the scratch folder, no matter where the clone
+    is.
+    """
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         if Path("/tmp").resolve() in Path(folder).resolve().parents:
             pytest.skip("/var/tmp is below /tmp on this system")
@@ -315,7 +317,7 @@ def linked_class(below_tmp: Path, outside: Path, monkeypatch: pytest.MonkeyPatch
 
 
 def put_temporary_files(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Moves the temporary files of this process and its child processes to `folder`."""
+    """Moves this process's and its child processes' temporary files to `folder`."""
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
     monkeypatch.setenv("TMPDIR", str(folder))
 

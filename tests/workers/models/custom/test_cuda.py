@@ -79,7 +79,7 @@ def test_memory_of_the_gpu_and_of_the_host_work(tmp_path: Path, gib: int, says: 
 
 
 def test_with_a_gpu_it_still_writes_nowhere_else(tmp_path: Path) -> None:
-    """In a folder outside /tmp, because a class has its own /tmp."""
+    """Uses a folder outside /tmp, because a class has its own /tmp."""
     folder, other = write_class(tmp_path, WRITES), Path(__file__).parent
     with StartedClass(entry_of(folder), folder, "cuda") as model:
         assert output_of(compute(model, {"folder": str(other)})) == "refused"

@@ -1,5 +1,5 @@
-"""Packages that only one class needs: installed once, isolated from our packages and other
-classes'.
+"""Packages that only one class needs: installed once, isolated from our packages and other classes'
+packages.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Classes in each form of the interface, in their own process: same outputs as from a direct
-call.
+"""Classes in each form of the interface, in their own process: same outputs as when called
+directly.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ pytestmark = pytest.mark.slow(about_s=30)
 
 
 QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncPages", "say"}
-"""A sample of input and output forms. Each further form takes a process too."""
+"""A sample of input and output forms, because each additional form takes a process too."""
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ QUICK_FORMS = {"Text", "Typed", "Files", "Hidden", "Unions", "Pydantic", "AsyncP
     ],
 )
 def test_output_is_that_of_the_class(tmp_path: Path, start_class: StartClass, name: str) -> None:
-    """Compared with direct calls, for each input.
+    """Outputs are compared with direct calls, for each input.
 
     Clients get the same outputs (tests/end_to_end).
     """
@@ -56,7 +56,7 @@ def test_output_is_that_of_the_class(tmp_path: Path, start_class: StartClass, na
 
 
 def served(model: StartedClass, form: Form) -> Any:
-    """A model's output, with files as the form has them."""
+    """A model's output, with files represented as in the form."""
     values, files = dict(form.values), []
     for field, texts in form.files.items():
         is_one = isinstance(texts, str)
@@ -164,7 +164,7 @@ class Predictor(BasePredictor):
 def test_files_are_pieces_of_a_stream(
     tmp_path: Path, start_class: StartClass, kind: str, output: str
 ) -> None:
-    """Each is read when it is yielded: the class may use the same path again."""
+    """Each file is read when it is yielded, so the class may use the same path again."""
     model = start_class(write_class(tmp_path, YIELDS_FILES.format(kind=kind, output=output)))
     model.admit(0, prepared({"sizes": [2, 70_000, 1]}, is_streamed=True))
     text, large = "", []
@@ -414,8 +414,8 @@ def test_asynchronous_classes_run_several_at_a_time(
 def test_a_cancellation_that_comes_with_its_prediction_is_heard(
     tmp_path: Path, start_class: StartClass
 ) -> None:
-    """Otherwise the cancellation goes unanswered, and after 2 s the process is killed with all its
-    other predictions.
+    """Otherwise nothing reacts to the cancellation, and after 2 s the process is killed along with
+    all its other predictions.
     """
     body = """
     class Runner(BaseRunner):

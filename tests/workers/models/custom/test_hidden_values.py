@@ -1,4 +1,4 @@
-"""Secrets in a class's output, however the output is split."""
+"""Secrets in a class's output, no matter how the output is split."""
 
 from __future__ import annotations
 

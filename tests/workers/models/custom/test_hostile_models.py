@@ -115,7 +115,7 @@ async def make_no_room() -> bool:
 def test_files_that_predictions_left_are_removed_between_two(
     tmp_path: Path, start_class: StartClass
 ) -> None:
-    """600 MiB in total, twice the limit, yet no prediction fails."""
+    """The files total 600 MiB, twice the limit, yet no prediction fails."""
     folder = write_class(tmp_path, hostile_class([]))
     model = start_class(folder, resources={"disk_bytes": DISK_BYTES})
     before = output_of(compute(model, {"mode": "name_itself"}))
@@ -126,7 +126,9 @@ def test_files_that_predictions_left_are_removed_between_two(
 
 @pytest.mark.parametrize("mode", ["fill_disk", "fill_tmp_by_open_files", "fill_what_is_removed"])
 def test_disk_is_bounded_without_a_namespace_of_mounts(tmp_path: Path, mode: str) -> None:
-    """Without one, it shares /tmp, and files that it was seen to write there count."""
+    """Without mount namespaces, the class shares /tmp, and files it was seen writing there
+    count.
+    """
     folder = write_class(tmp_path, hostile_class([]).replace("/tmp", str(tmp_path)))
     options = json.dumps({"refuses": ["namespaces"]})
     command = [sys.executable, str(LAUNCHER), options, sys.executable, "-c", FILLS_DISK]

@@ -59,7 +59,7 @@ def scratch(tmp_path: Path) -> Path:
 
 
 def written(disk: DiskUse, *family: int) -> bool:
-    """True if more than the limit is on disk."""
+    """True if more than the limit has been written to disk."""
     return "it wrote more than the maximum of 4194304 bytes to disk" in disk.count(set(family))
 
 
@@ -91,7 +91,9 @@ def test_a_file_counts_that_was_removed_and_is_open(scratch: Path) -> None:
 
 
 def test_a_file_elsewhere_counts_that_was_seen_to_be_written(scratch: Path) -> None:
-    """As in a shared /tmp, until it is removed. Files that are only read do not count."""
+    """As in a shared /tmp, a file counts until it is removed. Files that are only read do not
+    count.
+    """
     disk = DiskUse(scratch, 4 * MIB)
     other, read = scratch.parent / "other", scratch.parent / "read"
     read.write_bytes(bytes(5 * MIB))
@@ -140,7 +142,7 @@ def test_a_folder_that_cant_be_read_is_named(
 
 
 def test_many_new_files_are_counted_at_once(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """No matter how long the last count took, because the disk has fewer free files."""
+    """They count no matter how long the last count took, because the disk has fewer free files."""
     monkeypatch.setattr(limits, "MAX_ENTRIES", 1000)
     disk = DiskUse(scratch, 4 * MIB)
     if not os.statvfs(scratch).f_favail:

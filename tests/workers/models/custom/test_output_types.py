@@ -18,7 +18,7 @@ from tests.workers.models.custom.forms import FORMS, predict
 from workers.models.custom.runner.output_types import read_output
 
 NEW = {"Nested", "Models", "StreamedModels", "Matrix", "Sheets", "Maybe"}
-"""The forms that release 0.1.0 rejected."""
+"""The forms rejected by release 0.1.0."""
 
 
 def returned_by(name: str) -> Any:

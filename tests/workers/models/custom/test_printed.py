@@ -13,8 +13,8 @@ from workers.models.custom.runner.printing import make_mark
 
 @pytest.mark.parametrize("character", [chr(code) for code in range(1, 128)])
 def test_end_of_setup_output_is_in_no_predictions_log(character: str) -> None:
-    """In one process out of 256, the last byte of `setup` used to be taken for the start of a
-    mark.
+    """In one process out of 256, the last byte of `setup` output used to be taken for the start of
+    a mark.
     """
     for _ in range(8):
         reader, writer = os.pipe()

@@ -45,7 +45,7 @@ def _is_head(blocks: list[Block], at: int) -> bool:
 
 
 NO_PROMISE = ("",)
-"""In place of tests: the text only introduces the following blocks."""
+"""Used instead of tests: the text only introduces the following blocks."""
 PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "Custom models": {
         "`task: custom` serves": ("test_cog_contract.py::test_the_version_is_pinned_and_named",),
@@ -623,7 +623,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def path_of(node: str) -> Path:
-    """A test's file: in this folder unless another is named."""
+    """A test's file: in this folder unless a different one is named."""
     file = node.partition("::")[0]
     return HERE / file if "/" not in file and (HERE / file).exists() else TESTS / file
 

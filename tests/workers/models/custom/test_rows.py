@@ -1,4 +1,4 @@
-"""Rows of docs/reference/own-models.md that no topic's tests cover (test_reference.py)."""
+"""Rows in docs/reference/own-models.md that no topic's tests cover (test_reference.py)."""
 
 from __future__ import annotations
 

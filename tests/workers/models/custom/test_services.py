@@ -1,4 +1,4 @@
-"""Our services' ports are unreachable for a class."""
+"""A class can't reach our services' ports."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Predictor(BasePredictor):
 
 @pytest.fixture(autouse=True)
 def _no_service_has_a_port() -> None:
-    """In these tests, services have ports."""
+    """In these tests, services do have ports."""
 
 
 @pytest.mark.parametrize(

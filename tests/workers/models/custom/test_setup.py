@@ -102,8 +102,8 @@ PREDICT_BATCH = """
 
 
 def breaks_later(folder: Path, predict: str = PREDICT) -> Path:
-    """A class whose `setup` fails while a file `broken` is in the parent folder, and hangs while a
-    file `hangs` is there.
+    """A class whose `setup` fails while a file named `broken` exists in the parent folder, and
+    hangs while `hangs` exists there.
     """
     folder.mkdir()
     body = f"""
@@ -127,13 +127,13 @@ class Predictor(BasePredictor):
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that a class can see, regardless of its /tmp."""
+    """A folder that a class can see, regardless of the class's own /tmp."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         yield Path(folder)
 
 
 def fail_again(model: StartedClass, outside: Path) -> None:
-    """Ends a class's process and makes its next `setup` fail."""
+    """Stops a class's process and makes its next `setup` fail."""
     compute(model, {"a": -1})
     (outside / "broken").touch()
     error = compute(model, {"a": 1}).results[0]
@@ -159,7 +159,7 @@ def test_a_class_that_cant_be_set_up_again_is_tried_until_it_can(
 
 
 def set_up_at_s(log: OperatorsLog) -> list[float]:
-    """When each `setup` of `breaks_later` started."""
+    """When each `setup` in `breaks_later` started."""
     return [float(found) for found in re.findall(r"setting up at ([\d.]+)\n", log.look())]
 
 

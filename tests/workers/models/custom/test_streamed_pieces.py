@@ -33,8 +33,8 @@ def streamed(
 ) -> tuple[list[tuple[int, str]], Any]:
     """An item's chunks, each with the number of pieces before it, and the output.
 
-    The class finishes once its pieces are reported. Pieces sent along with the result are only in
-    its output.
+    The class finishes once its pieces have been reported. Pieces sent along with the result are
+    only in its output.
     """
     model.admit(0, item)
     chunks: list[tuple[int, str]] = []

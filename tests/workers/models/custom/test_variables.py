@@ -269,10 +269,12 @@ def test_a_class_is_measured_with_its_variables(
 
 
 class SecretManager(BaseHTTPRequestHandler):
-    """Responds to this request as Secret Manager does."""
+    """Responds to this request as Secret Manager would."""
 
     def do_GET(self) -> None:
-        """Serves an existing version, a missing one, one that fails, and one with nonsense."""
+        """Serves an existing version, a missing one, one that fails, and one with garbage
+        content.
+        """
         status, body = {
             "/v1/projects/p/secrets/there/versions/2:access": (
                 200,

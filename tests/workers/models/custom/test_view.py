@@ -102,7 +102,7 @@ def test_a_class_writes_beside_its_file_and_changes_nothing(folder: Path) -> Non
 
 
 def notes_of(folder: Path) -> list[str]:
-    """The notes from `penstock models check` about a class that names files in /src."""
+    """The notes that `penstock models check` prints about a class that names files in /src."""
     with (folder / "predict.py").open("a") as file:
         file.write("\nOTHER = '/src/other'\n")
     return inspect_folder(folder).notes

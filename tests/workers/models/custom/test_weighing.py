@@ -56,7 +56,7 @@ class Predictor(BasePredictor):
     + WORK
 )
 MOST = 2**22
-"""Above all process ids."""
+"""Higher than any process id."""
 
 
 @pytest.fixture
@@ -186,7 +186,7 @@ OTHER_FORMS = [
 
 @pytest.mark.parametrize("method", OTHER_FORMS)
 def test_another_method_of_the_name_is_noted_and_not_called(tmp_path: Path, method: str) -> None:
-    """A class written for Cog may have a method with this name."""
+    """A class written for Cog may already have a method with this name."""
     body = (
         f"class Predictor(BasePredictor):\n    def predict(self, a: int) -> int: ...\n    {method}"
     )

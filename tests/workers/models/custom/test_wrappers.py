@@ -47,7 +47,7 @@ def source() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Path]:
-    """A folder outside /tmp, with the wheel and the environment that all classes share."""
+    """A folder outside /tmp, with the wheel and the environment shared by all classes."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         make_wheel(Path(folder, "wheels"), "tools", "1.0", TOOLS, scripts=COMMANDS)
         yield Path(folder)

@@ -1,6 +1,6 @@
 """Twenty classes as people write them around a server, a command or a download in `setup`.
 
-The programs that they start are stand-ins of a few lines, named and used like the real ones.
+The programs they start are stand-ins of a few lines each, named and used like the real ones.
 Nothing in the classes depends on where they run.
 """
 
@@ -96,7 +96,7 @@ COMMANDS = {
     "pget": "fetch",
     "ffmpeg": "upper",
 }
-"""Its commands, and the functions they call."""
+"""The package's commands, and the functions they call."""
 HEAD = """
 import json, os, pathlib, shutil, signal, subprocess, sys, tempfile, time, urllib.request
 from cog import BasePredictor, Input, Path
@@ -125,12 +125,12 @@ SERVER = "import sys\nfrom tools import listen\nlisten(sys.argv[sys.argv.index('
 class Wrapper(NamedTuple):
     """A class: its code, which follows HEAD, and other files by path.
 
-    Each class answers `text` with TEXT.
+    Each class responds to `text` with TEXT.
 
     Attributes:
         body: the code for predict.py. `{port}` and `{source}` are a free port and a download URL.
         files: contents by path. Files whose names end in `.sh` or have no suffix are programs.
-        needs_src: True if it names /src.
+        needs_src: True if the code names /src.
     """
 
     body: str

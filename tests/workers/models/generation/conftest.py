@@ -1,4 +1,4 @@
-"""One tiny model for all tests here."""
+"""One tiny model for all tests in this package."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def shared_model(folder: Path) -> GenerationModel:
 
 @pytest.fixture
 def model(shared_model: GenerationModel) -> GenerationModel:
-    """The model without any text left by the previous test."""
+    """The model, without any text left over from the previous test."""
     for slot in list(range(100)):
         shared_model.drop(slot)
     return shared_model

@@ -1,8 +1,8 @@
 """An engine that dies in the middle of a response.
 
 `python fake_engine.py PROTOCOL ANSWER PLACE --uds SOCKET`. The protocol is `llama.cpp` or `vllm`.
-ANSWER is `stream` or `body`: the kind of response in which it dies at PLACE. It writes the tokens
-FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
+ANSWER is `stream` or `body`: the kind of response during which it dies at PLACE. It writes the
+tokens FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 FIRST_TOKEN = 20
 TOKENS_BEFORE = 4
-"""Tokens of a stream in which it dies after the head."""
+"""Number of tokens before the engine dies, in a stream in which it dies after the head."""
 
 
 class FakeEngine(BaseHTTPRequestHandler):

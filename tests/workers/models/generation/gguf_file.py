@@ -79,7 +79,7 @@ def _name_of(name: str) -> str:
 def _in_order(
     name: str, weights: "np.ndarray[tuple[int, ...], np.dtype[np.float32]]", heads: int, kv: int
 ) -> "np.ndarray[tuple[int, ...], np.dtype[np.float32]]":
-    """Puts queries and keys in the order in which llama.cpp rotates them: neighbors, not halves."""
+    """Reorders queries and keys the way llama.cpp rotates them: neighbors, not halves."""
     count = heads if "q_proj" in name else kv if "k_proj" in name else 0
     if not count:
         return weights

@@ -1,4 +1,4 @@
-"""Text models with 4-bit weights, compared with weights that the test rounds itself."""
+"""Text models with 4-bit weights, compared with weights rounded by the test itself."""
 
 from pathlib import Path
 from typing import Any
@@ -44,7 +44,7 @@ def _on_a_grid(rows: int, width: int, seed: int) -> np.ndarray:
 
 
 def _rounded(weight: np.ndarray) -> np.ndarray:
-    """The nearest of 16 values between each group's smallest and largest."""
+    """The nearest of 16 values between each group's minimum and maximum."""
     groups = weight.reshape(len(weight), -1, GROUP)
     low, high = groups.min(-1, keepdims=True), groups.max(-1, keepdims=True)
     step = (high - low) / 15

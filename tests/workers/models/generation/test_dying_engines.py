@@ -63,7 +63,7 @@ import subprocess, sys, time
 subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)"], start_new_session=True)
 time.sleep(600)
 """
-"""Its process is in a different group, which nobody kills."""
+"""Its process is in a different group, which nothing kills."""
 
 
 def launch_of(*arguments: str) -> Launch:
@@ -73,7 +73,7 @@ def launch_of(*arguments: str) -> Launch:
 
 @asynccontextmanager
 async def opened(folder: Path, protocol: str, answer: str, place: str) -> AsyncIterator[Engine]:
-    """Starts an engine that dies at a place in this kind of response. Without a place, it
+    """Starts an engine that dies at a given point in this kind of response. Without a point, it
     survives.
     """
     launch = launch_of(fake_engine.__file__, protocol, answer, place)
@@ -126,7 +126,7 @@ async def test_a_text_is_given_back_wherever_its_engine_dies(
 
 @pytest.mark.parametrize("protocol", DIALECTS)
 async def test_a_text_that_is_complete_survives_its_engine(folder: Path, protocol: str) -> None:
-    """All its tokens have arrived, without the end of the stream."""
+    """All its tokens have arrived, but the stream was not closed properly."""
     item = tiny.prompt(IDS, fake_engine.TOKENS_BEFORE, is_streamed=True)
     told = Told()
     async with opened(folder, protocol, "stream", "behind a stream without an end") as engine:

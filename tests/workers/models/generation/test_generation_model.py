@@ -223,7 +223,9 @@ def test_prompts_without_an_owner_share_nothing(model: GenerationModel) -> None:
 
 
 def test_a_text_without_numbers_fails_alone(folder: Path) -> None:
-    """Its row is cleaned, because attention multiplies masked values by 0 and NaN survives that."""
+    """Its row is cleaned, because attention multiplies masked values by 0, and NaN survives
+    that.
+    """
     model = tiny.open_model(folder, batch={"max_tokens": 320, "max_items": 2})
     good = tiny.run(model, tiny.prompt([5, 6, 7], 20))[0]
     bad_token = 77
@@ -301,7 +303,9 @@ def test_a_failed_step_leaves_nothing_in(
 
 @pytest.mark.parametrize("precision", ["bf16", "auto"])
 def test_other_precisions_write_the_same_alone_and_again(folder: Path, precision: str) -> None:
-    """In a batch, bf16 may round differently (docs/decisions/0062), so that is not compared."""
+    """In a batch, bf16 may round differently (docs/decisions/0062), so that case is not
+    compared.
+    """
     model = tiny.open_model(folder, precision=precision)
     first, again = (tiny.run(model, tiny.prompt(PROMPTS[1], 20))[0] for _ in range(2))
     assert first == again

@@ -1,4 +1,6 @@
-"""Folders of converted GGUF files: complete or absent. In the tests, a script converts."""
+"""Folders with converted GGUF files: complete or absent. In these tests, a script does the
+converting.
+"""
 
 import os
 import subprocess
@@ -24,7 +26,7 @@ Converter = Callable[[str], None]
 def converter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Converter:
     """Uses a shell script as the converter.
 
-    It gets the arguments meant for Python: -m, module, file, folder.
+    The script gets the arguments meant for Python: -m, module, file, folder.
     """
 
     def use(script: str) -> None:
@@ -104,7 +106,7 @@ def test_conversion_that_fails_leaves_nothing(
 
 
 def test_two_at_a_time_make_one_folder(converter: Converter, file: Path, tmp_path: Path) -> None:
-    """Each conversion waits until the other has started."""
+    """Each conversion waits until the other one has started."""
     both = f'{WHOLE}; touch "{tmp_path}/$$.in"'
     waits = f'until [ "$(ls {tmp_path}/*.in | wc -l)" = 2 ]; do sleep 0.01; done'
     converter(f"{both}; {waits}")

@@ -92,9 +92,9 @@ def _load(folder: Path) -> Any:
 
 
 def _bytes(model: torch.nn.Module) -> int:
-    """Total size in bytes of all tensors that its modules hold, as parameters or not.
+    """Total size in bytes of all tensors held by its modules, as parameters or otherwise.
 
-    Shared ones count once.
+    A shared tensor counts once.
     """
     held = {
         id(tensor): tensor.nbytes

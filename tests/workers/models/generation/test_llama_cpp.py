@@ -52,7 +52,7 @@ LONG = {
         "chunk_tokens": 16,
     },
 }
-"""Texts that are not finished before they are interrupted."""
+"""Texts that are still running when they are interrupted."""
 ENDLESS = {"logit_bias": {0: -100.0}, "is_streamed": True}
 SCHEMA = {
     "type": "object",
@@ -137,7 +137,7 @@ async def run(engine: PooledProcess, *items: PreparedPrompt) -> list[Any]:
 
 
 def later(item: PreparedPrompt, chunks: Sequence[TokenChunk]) -> PreparedPrompt:
-    """Returns the item as another worker receives it."""
+    """Returns the item as a different worker would receive it."""
     return msgspec.structs.replace(
         item,
         written_ids=tiny.packed([token for chunk in chunks for token in chunk.ids]),
@@ -161,7 +161,7 @@ async def test_it_writes_what_transformers_writes(
 async def test_log_probabilities_are_those_of_the_model_whole_characters_or_not(
     engine: PooledProcess, reference: tiny.Generate
 ) -> None:
-    """The model's tokens are bytes, and most of them are not whole characters."""
+    """The model's tokens are bytes, most of which are not whole characters."""
     wanted, chances = reference(IDS, 12)
     (result,) = await run(engine, tiny.prompt(IDS, 12, logprobs=2))
     assert len(result.logprobs) == len(wanted)
@@ -247,7 +247,7 @@ async def test_other_choices_of_a_prompt_count_as_cached(engine: PooledProcess) 
 async def test_long_prompts_of_one_owner_hold_a_short_one_up_for_one_part(
     weights: Path,
 ) -> None:
-    """Each has nine parts. In order of arrival, the short one would come last."""
+    """Each long prompt has nine parts. In order of arrival, the short one would come last."""
     generation = {"context_tokens": 200, "default_tokens": 8, "longest_tokens": 20}
     many = {"max_tokens": 1000, "max_items": 5}
     changes = {"generation": generation | {"chunk_tokens": 16}, "batch": many}
@@ -268,7 +268,7 @@ async def test_long_prompts_of_one_owner_hold_a_short_one_up_for_one_part(
 async def test_each_slot_has_its_own_cache_if_the_budget_has_room(
     weights: Path, slots: int, context_tokens: int
 ) -> None:
-    """A text may have 160 of 640 tokens. Sizes are multiples of 256."""
+    """A text may take up 160 of 640 tokens. Sizes are multiples of 256."""
     changed = entry(batch={"max_tokens": 640, "max_items": slots})
     launch = LlamaCpp(changed, Vocabulary(weights)).launch(Hardware("cpu", 1))
     server = await process.EngineProcess.start(launch, "a-key", 1, WAIT_LIMIT_S)
@@ -282,7 +282,7 @@ async def test_each_slot_has_its_own_cache_if_the_budget_has_room(
 async def test_all_of_the_budget_is_of_use_whatever_the_slots_have_kept(
     weights: Path, slots: int
 ) -> None:
-    """With 8 slots, they share one cache."""
+    """With 8 slots, the slots share one cache."""
     changes = {"batch": {"max_tokens": 640, "max_items": slots}}
     async with opened(weights, **changes) as engine:
         for number in range(6):
@@ -314,7 +314,7 @@ async def test_a_dropped_text_frees_its_slot(weights: Path) -> None:
 async def test_the_first_tokens_of_all_texts_are_reported_together(
     weights: Path, monkeypatch: pytest.MonkeyPatch, texts: int
 ) -> None:
-    """They wait for one another, and for nothing else."""
+    """The first tokens wait for one another, and for nothing else."""
     monkeypatch.setattr(steps, "GATHER_S", 10 * WAIT_LIMIT_S)
     batch = {"max_tokens": 8192, "max_items": texts}
     async with opened(weights, **LONG | {"batch": batch}) as engine:

@@ -80,8 +80,8 @@ class Machine(RuleBasedStateMachine):
                 return
 
     def check(self, item: PreparedPrompt, result: Any, ids: list[int], text: str) -> None:
-        """Checks that the text equals the item's own text, and that readers have seen the start of
-        it.
+        """Checks that the text is the same as the item's own text, and that readers have seen the
+        start of it.
         """
         assert result.text.startswith(text)
         assert result.output_tokens >= len(ids)

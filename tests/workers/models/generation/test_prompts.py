@@ -213,7 +213,7 @@ def test_a_prompt_and_its_continuation_fit_the_context(preparer: PromptPreparer)
 
 
 def test_text_without_max_tokens_ends_with_the_context(preparer: PromptPreparer) -> None:
-    """A default that the caller did not choose must not cause a refusal."""
+    """A default that the caller did not choose must not cause a rejection."""
     for prompt_tokens, written in ((100, 16), (144, 16), (145, 15), (159, 1)):
         found = prepare(preparer, prompt=[5] * prompt_tokens, max_tokens=16, ends_with_context=True)
         assert found.max_tokens == written
@@ -340,7 +340,7 @@ LLAMA_TOOLS = (
     "{%- if not tools is defined %}{%- set tools = none %}{%- endif %}"
     "{%- if tools is not none %}{{ tools | tojson }}{%- endif %}"
 ) + WITHOUT_TOOLS
-"""As in Llama 3.1's template."""
+"""Like the tools section of Llama 3.1's template."""
 TOOLS: list[dict[str, Any]] = [{"type": "function", "function": {"name": "f"}}]
 BEGUN = {"role": "assistant", "content": "It is "}
 

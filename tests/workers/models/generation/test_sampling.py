@@ -110,7 +110,7 @@ def test_the_choice_is_that_of_transformers(
     min_p: float,
     seed: int,
 ) -> None:
-    """Uses the processors that generate() builds from the same options, in its order."""
+    """Uses the processors that generate() builds from the same options, in generate()'s order."""
     logits = np.random.default_rng(seed).normal(0, 3, size).astype(np.float32)
     item = prompt(
         [0, 1],

@@ -65,7 +65,7 @@ def test_what_constrains_nothing_is_ignored(
 
 
 def accepts(vocabulary: Vocabulary, schema: str, text: str) -> bool:
-    """True if a text's tokens are all allowed and the text may end with them."""
+    """True if a text's tokens are all allowed and the text may end after them."""
     matcher = vocabulary.matcher(schema)
     ids = vocabulary.tokenizer.encode(text, add_special_tokens=False).ids
     return all(matcher.consume_token(one) for one in ids) and matcher.is_accepting()

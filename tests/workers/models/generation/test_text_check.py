@@ -17,7 +17,7 @@ from tests.workers.models.generation import tiny
 pytestmark = pytest.mark.slow(about_s=40)
 
 NUMBERS_OF_A_TOKEN = 2 * 2 * 2 * 8
-"""Keys and values of 2 layers with 2 heads of 8 numbers each."""
+"""Keys and values for 2 layers with 2 heads of 8 numbers each."""
 
 LONG = {"context_tokens": 512, "default_tokens": 16, "longest_tokens": 100}
 
@@ -70,7 +70,7 @@ def test_keys_and_values_have_the_precision_of_the_entry(
 def test_it_shows_the_cache_of_llama_cpp(
     folder: Path, capsys: pytest.CaptureFixture[str], budget: int, tokens: int
 ) -> None:
-    """Shared by all texts, or one per text if the budget has room for each context."""
+    """The context is shared by all texts, or one per text if the budget has room for that."""
     from tests.workers.models.generation.gguf_file import write_gguf
 
     write_gguf(folder)

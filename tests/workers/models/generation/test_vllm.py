@@ -1,6 +1,6 @@
-"""vLLM as the engine of a text model, in a pool as a worker has one.
+"""vLLM as a text model's engine, in a pool like a worker's.
 
-It takes a minute to start, so the tests share one. Its command is on the PATH of an environment in
+Starting it takes a minute, so the tests share one. Its command is on the PATH of an environment in
 which vLLM is installed, such as `PATH=$PATH:/path/to/vllm-env/bin`.
 """
 
@@ -52,7 +52,7 @@ from workers.runtime.pooled_process import PooledProcess
 
 START_LIMIT_S = 600.0
 WIDE = {"hidden_size": 64, "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 32}
-"""vLLM's attention on a CPU has no smaller heads."""
+"""vLLM's CPU attention supports no smaller heads."""
 LONG = {
     "batch": {"max_tokens": 8192, "max_items": 5},
     "generation": {
@@ -65,7 +65,7 @@ LONG = {
 QUEUED = 40
 """More texts than slots, so some are unfinished no matter how late the test kills their engine."""
 BLOCK = 32
-"""Whole blocks of this many tokens are cached."""
+"""Only whole blocks of this many tokens are cached."""
 
 pytestmark = pytest.mark.slow(about_s=240)
 needs_vllm = [
@@ -83,7 +83,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def sockets() -> Iterator[Path]:
-    """The parent folder of its sockets, whose paths must be short."""
+    """The parent folder of the engine's sockets, whose paths must be short."""
     with tempfile.TemporaryDirectory(dir="/tmp") as folder, pytest.MonkeyPatch.context() as patch:
         patch.setattr(process, "SOCKETS", folder)
         yield Path(folder)
@@ -122,12 +122,12 @@ def compute_here(folder: Path, *items: PreparedPrompt) -> list[Any]:
 
 
 def read_environments(pid: int) -> bytes:
-    """The variables of a process and all that it has started."""
+    """The environment variables of a process and everything it has started."""
     return b"".join(Path(f"/proc/{below}/environ").read_bytes() for below in list_tree(pid))
 
 
 class TestEngine:
-    """With one engine. The last test kills it."""
+    """Tests that share one engine. The last test kills it."""
 
     pytestmark = needs_vllm
 
@@ -189,7 +189,7 @@ class TestEngine:
     async def test_long_prompts_of_one_owner_hold_a_short_one_up_for_one_part(
         self, engine: PooledProcess
     ) -> None:
-        """Each has nine parts. In order of arrival the short one would be the last."""
+        """Each long prompt has nine parts. In order of arrival, the short one would come last."""
         long = [tiny.prompt([5 + at] * 144, 2, owner="noisy") for at in range(4)]
         quiet = tiny.prompt([60] * 10, 2, owner="quiet")
         ended: list[int] = []
@@ -221,7 +221,7 @@ class TestEngine:
     async def test_a_text_goes_on_where_another_worker_stopped(
         self, engine: PooledProcess, folder: Path
     ) -> None:
-        """Its penalties count what the other one wrote, which was our engine."""
+        """The penalties count what the other worker generated, using our own engine."""
         penalties = {"frequency_penalty": 0.7, "presence_penalty": 0.7}
         item = tiny.prompt(IDS, 40, is_streamed=True, **penalties)
         (whole,) = compute_here(folder, item)
@@ -353,7 +353,7 @@ class Answer:
 
 
 class Server:
-    """Returns the next response for each request, and records the requests."""
+    """Returns the next response to each request, and records the requests."""
 
     def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)
@@ -418,7 +418,7 @@ NO_NUMBER = {
 async def test_bad_answers_are_told_apart(
     folder: Path, answer: Answer, error: type[Exception], reason: str
 ) -> None:
-    """A schema is only at fault if it was sent, which a piece of a text does not do."""
+    """A schema is only at fault if it was sent, which is not the case for a piece of a text."""
     item = tiny.prompt(IDS, 4, logprobs=0, json_schema="{}")
     with pytest.raises(error, match=reason):
         await Vllm(entry(), Vocabulary(folder)).ask(Server(answer).post, item, asked_of(item))
@@ -446,7 +446,7 @@ async def compute(folder: Path, item: PreparedPrompt, server: Server) -> EngineG
 
 
 async def test_a_prompt_is_echoed_once_though_its_text_is_written_in_pieces(folder: Path) -> None:
-    """A text with penalties that another worker has begun."""
+    """The text has penalties, and another worker has begun it."""
     item = tiny.prompt(
         IDS[:3], 4, logprobs=0, is_echoed=True, frequency_penalty=0.5, written_ids=tiny.packed([9])
     )
@@ -483,7 +483,9 @@ with socketserver.UnixStreamServer(sys.argv[-1], Handler) as server:
 
 
 def test_a_command_and_all_it_has_started_end_with_the_worker(tmp_path: Path) -> None:
-    """A killed worker can't stop them, but its end of a pipe closes. The command exits at once."""
+    """A killed worker can't stop them, but its end of a pipe closes, and the command exits at
+    once.
+    """
     with tempfile.TemporaryDirectory(dir="/tmp", ignore_cleanup_errors=True) as parent:
         folder = Path(parent, "engine")
         folder.mkdir()

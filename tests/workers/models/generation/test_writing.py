@@ -1,4 +1,4 @@
-"""Texts as readers get them: resumed on another worker, stopped, in chunks, in JSON."""
+"""Texts as readers get them: resumed on a different worker, stopped, in chunks, in JSON."""
 
 import json
 import math
@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def write(
     model: GenerationModel, item: PreparedPrompt
 ) -> tuple[list[TokenChunk], GenerationResult]:
-    """Returns all chunks of an item that runs by itself, taken after each step, and its result."""
+    """Returns all chunks of an item run by itself, taken after each step, and its result."""
     model.admit(0, item)
     chunks: list[TokenChunk] = []
     while True:
@@ -121,7 +121,7 @@ def test_a_stop_sequence_over_several_tokens_is_never_shown(model: GenerationMod
 
 
 def written(folder: Path, text: bytes, **fields: Any) -> tuple[list[str], Writing]:
-    """The pieces that a reader sees of a text that arrives byte by byte."""
+    """The pieces a reader sees of a text that arrives byte by byte."""
     vocabulary = Vocabulary(folder)
     ids = [byte_token(vocabulary, one) for one in text]
     item = tiny.prompt([1], len(ids) + 1, is_streamed=True, **fields)
@@ -231,7 +231,7 @@ ENDLESS = {
 @pytest.mark.parametrize("liked", ["0", "7", "\n", " ", "\t", "-", "."])
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_json_of_a_model_that_repeats_itself_ends(folder: Path, kind: str, liked: str) -> None:
-    """It would write 0.000 or line after line until its tokens run out."""
+    """The model would generate 0.000 or line after line until it runs out of tokens."""
     schema, vocabulary = ENDLESS[kind], Vocabulary(folder)
     writing = Writing(tiny.prompt(PROMPT, 400, json_schema=json.dumps(schema)), vocabulary)
     known = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]
@@ -247,7 +247,7 @@ def test_json_of_a_model_that_repeats_itself_ends(folder: Path, kind: str, liked
 def test_a_schema_that_needs_too_much_work_on_its_way_is_the_callers_error(
     model: GenerationModel,
 ) -> None:
-    """Its third token would start one of 700 optional parts."""
+    """The schema's third token would start one of 700 optional parts."""
     parts = {f"p{number}": {"type": "integer"} for number in range(700)}
     inner = {"type": "object", "properties": parts, "additionalProperties": False}
     schema = json.dumps({"type": "array", "items": inner, "minItems": 1})

@@ -25,7 +25,7 @@ TEMPLATE = (
 )
 CONTEXT_TOKENS = 160
 Generate = Callable[..., tuple[list[int], torch.Tensor]]
-"""From a prompt, a number and options to greedy tokens and each step's log probabilities."""
+"""Maps a prompt, a number and options to greedy tokens and each step's log probabilities."""
 
 
 def write_folder(folder: Path, config: LlamaConfig | None = None) -> Path:
@@ -118,7 +118,7 @@ def run(model: SteppedModel, *items: PreparedPrompt) -> list[Any]:
 
 
 def interrupted(model: Any, item: PreparedPrompt, after_steps: int) -> Any:
-    """Returns the outcome of an item that is interrupted after this many steps and admitted
+    """Returns the outcome of an item that is interrupted after this many steps and then admitted
     again.
     """
     model.admit(0, item)

@@ -104,7 +104,7 @@ def _default(info: FieldInfo) -> Any:
 
 
 def _awaited(output: Any) -> Any:
-    """A method's output, even if the method is asynchronous. Pieces are read as they come."""
+    """A method's output, even if the method is asynchronous. Pieces are read as they arrive."""
     if inspect.isawaitable(output):
         return asyncio.run(_one(output))
     if inspect.isasyncgen(output):
@@ -121,7 +121,7 @@ async def _all(output: Any) -> list[Any]:
 
 
 def plain(value: Any) -> Any:
-    """A value as JSON represents it, with files as `{"file": text}`."""
+    """A value as represented in JSON, with files as `{"file": text}`."""
     if isinstance(value, enum.Enum):
         return value.value
     if value is None or isinstance(value, bool | int | float | str):
@@ -215,8 +215,8 @@ def write_form(folder: Path, name: str) -> Path:
     """Creates a folder for the class with this name, including its penstock.schema.json.
 
     The class is inspected in this process, because `penstock models check` would start a process
-    for each, at 0.3 s of CPU time. The process that serves the class inspects it again and rejects
-    it if the schema does not match.
+    for each class, at 0.3 s of CPU time. The process that serves the class inspects it again and
+    rejects it if the schema does not match.
     """
     folder.mkdir(parents=True, exist_ok=True)
     shutil.copy(SOURCE, folder / "predict.py")
@@ -246,7 +246,7 @@ def write_forms(folder: Path) -> list[dict[str, Any]]:
 
 
 def write_expected(folder: Path) -> Path:
-    """Writes a JSON file with each form's input and the output of a direct call to its class."""
+    """Writes a JSON file with each form's input and the output of calling its class directly."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / "expected.json"
     forms = [

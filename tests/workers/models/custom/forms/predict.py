@@ -1,6 +1,7 @@
 """A class for every form of input and output in Cog's documentation, to be called and served.
 
-Each can run forever, so that tests can cancel it. Before that, it prints that it is starting.
+Each can run forever, so that tests can cancel it. Before running forever, it prints that it is
+starting.
 """
 
 from __future__ import annotations
