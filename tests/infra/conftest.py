@@ -7,7 +7,7 @@ import pytest
 
 @pytest.fixture
 def kept_choices(artifacts_dir: Path) -> dict[str, str]:
-    """Settings with which a worker uses the backend that an earlier worker chose."""
+    """Settings that make a worker use the backend chosen by an earlier worker."""
     return {"PENSTOCK_ARTIFACTS_DIR": str(artifacts_dir)}
 
 
@@ -15,7 +15,9 @@ def kept_choices(artifacts_dir: Path) -> dict[str, str]:
 def servers(
     kept_choices: dict[str, str], redis_url: str, pubsub_endpoint: str, bigquery_endpoint: str
 ) -> dict[str, str]:
-    """The same variables, plus others that replace the stack's own servers with running ones."""
+    """The same variables, plus others that replace the stack's own servers with ones already
+    running.
+    """
     return kept_choices | {
         "PENSTOCK_REDIS_URL": redis_url,
         "PENSTOCK_PUBSUB_ENDPOINT": pubsub_endpoint,

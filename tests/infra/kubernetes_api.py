@@ -1,6 +1,6 @@
-"""A stand-in for a cluster's API server, which the real kubectl talks to.
+"""A stand-in for a cluster's API server, with which the real kubectl communicates.
 
-It uses TLS, without which kubectl sends no token. It has discovery, single objects, lists, the
+It uses TLS, without which kubectl sends no token. It supports discovery, single objects, lists, the
 version, tokens, permissions, and `exec` over WebSocket. An `exec` command runs on this machine,
 with the settings from the pod's ConfigMaps.
 """
@@ -47,12 +47,12 @@ RESOURCES: dict[str, dict[str, tuple[str, bool, list[str]]]] = {
     "apiregistration.k8s.io/v1": {"apiservices": ("APIService", False, [])},
     "keda.sh/v1alpha1": {"scaledobjects": ("ScaledObject", True, ["so"])},
 }
-"""Resources that it serves: kind, whether it is namespaced, and short names, by API and plural."""
+"""The resources it serves: kind, whether it is namespaced, and short names, by API and plural."""
 
 
 @dataclass
 class Cluster:
-    """A cluster's contents, and the part of them that may be read."""
+    """A cluster's contents, and which of them may be read."""
 
     objects: list[Object]
     denied: set[str] = field(default_factory=set)

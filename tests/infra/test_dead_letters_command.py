@@ -91,7 +91,7 @@ class Site:
         asyncio.run(self._die(request_id, **envelope))
 
     def pulled(self) -> Job:
-        """The next job that a worker gets."""
+        """The next job that a worker would get."""
         return asyncio.run(self._pulled())
 
 
@@ -175,7 +175,7 @@ def test_job_runs_again_with_its_id_and_a_new_deadline(site: Site) -> None:
 
 
 def test_claims_of_workers_that_died_do_not_count_again(site: Site) -> None:
-    """Otherwise a worker would abandon the job before trying it."""
+    """Otherwise a worker would give up on the job before trying it."""
 
     async def unfinished() -> int:
         async with RecordStores(site.redis_url) as stores:

@@ -1,6 +1,6 @@
 """The demo's description of an image, and its catalog with a model that generates text.
 
-`make demo` runs the demo as a whole.
+`make demo` runs the whole demo.
 """
 
 import io

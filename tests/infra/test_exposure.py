@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def tenant_of(settings: dict[str, str], key: str) -> str:
-    """The tenant that the API admits with this key."""
+    """The tenant whose key the API accepts."""
     access = access_of(ApiSettings(keys_url=settings["PENSTOCK_KEYS_URL"]))
     return access.caller_of([(b"authorization", f"Bearer {key}".encode())]).tenant
 

@@ -1,6 +1,6 @@
-"""The pages about incidents, followed line by line on a running stack.
+"""The incident pages, followed line by line on a running stack.
 
-Every line of their code blocks runs in bash, in the page's order. Commands that need a project on
+Every line in their code blocks runs in bash, in the page's order. Commands that need a project on
 Google (gcloud, kubectl, terraform) are recorded instead. A line with documented output is repeated
 until it prints that output.
 """
@@ -155,7 +155,7 @@ class Reader:
         )
 
     def printed_by(self, start: str) -> str:
-        """The output of the last line that begins with this text."""
+        """The output of the last line that starts with this text."""
         return [text for line, text in self.printed.items() if line.startswith(start)][-1]
 
 
@@ -233,7 +233,8 @@ def test_poisoned_model(stack: Stack, tmp_path: Path) -> None:
 
 
 class LostHome:
-    """A region whose home is another region: the other region's Redis has the records and the keys.
+    """A region whose home is another region, so the other region's Redis has the records and the
+    keys.
 
     Pub/Sub, BigQuery and the row bucket belong to neither.
 
@@ -248,7 +249,7 @@ class LostHome:
         self._running = ExitStack()
         self._cache = RedisServer(folder / "cache", folder)
         self.answered: set[str] = set()
-        """Ids of the requests answered with 200."""
+        """Ids of the requests that got a 200."""
 
     def __enter__(self) -> Self:
         self._cache.start()
@@ -259,7 +260,7 @@ class LostHome:
         self._cache.stop()
 
     def has(self, records: RedisServer) -> dict[str, str]:
-        """The settings of a region that uses these records."""
+        """The settings for a region that uses these records."""
         return self._settings | {
             "PENSTOCK_REDIS_URL": self._cache.url,
             "PENSTOCK_RECORDS_URL": records.url,
@@ -397,7 +398,7 @@ ORDER = (
 
 
 def rows_of_requests(endpoint: str, project: str) -> dict[str, int]:
-    """The number of rows per answered request."""
+    """The number of rows per request that got a response."""
     query = (
         "SELECT request_id, COUNT(*) FROM penstock.rows_deduplicated"
         " WHERE received_at >= TIMESTAMP '2000-01-01' AND status = 'succeeded' GROUP BY request_id"

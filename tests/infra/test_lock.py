@@ -23,11 +23,11 @@ PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
 MEMBERS = {
     name: PROJECT["project"]["version"] for name in ("penstock", *PROJECT["tool"]["uv"]["sources"])
 }
-"""They come from the repository rather than from an index."""
+"""Packages that come from the repository rather than from an index."""
 REPORTED: dict[str, list[str]] = {
     one["name"]: one["requires-dist"] for one in PROJECT["tool"]["uv"]["dependency-metadata"]
 }
-"""Requirements assumed for packages, whatever they declare, by name."""
+"""Requirements assumed for packages by name, no matter what they declare."""
 
 
 def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:

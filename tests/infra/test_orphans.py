@@ -1,6 +1,6 @@
-"""Processes that a process started, directly or not, end with it, however it ends.
+"""Processes that a process started, directly or not, exit with it, no matter how it exits.
 
-tests/infra/test_up_survives.py tests it for a whole stack.
+tests/infra/test_up_survives.py tests this for a whole stack.
 """
 
 import os
@@ -83,7 +83,7 @@ def descendants(label: str) -> list[psutil.Process]:
 
 @pytest.fixture(autouse=True)
 def _hears_hangups() -> Iterator[None]:
-    """Programs started by nohup ignore SIGHUP, and so would programs that these tests start."""
+    """Makes programs heed SIGHUP, which nohup and everything started under it ignore."""
     before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     yield
     signal.signal(signal.SIGHUP, before)

@@ -1,5 +1,5 @@
-"""Resources that the local stack creates on the broker: everything that the API and workers use;
-creating them again does no harm.
+"""The resources that the local stack creates on the broker: everything that the API and workers
+use. Creating them again does no harm.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The Python that `make setup` chooses, and what `penstock doctor` reports about it."""
+"""The Python chosen by `make setup`, and what `penstock doctor` reports about it."""
 
 import os
 import subprocess

@@ -88,7 +88,7 @@ def predict(url: str, **given: Any) -> tuple[int, Any]:
 
 @pytest.fixture(scope="module")
 def up(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Up]:
-    """One `penstock up` for all tests. Each test first writes the source that it serves."""
+    """One `penstock up` for all tests. Each test first writes the source that is served."""
     folder = tmp_path_factory.mktemp("reload")
     (folder / "mine").mkdir()
     change(folder, source("one"))

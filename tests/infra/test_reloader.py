@@ -1,4 +1,4 @@
-"""Changes to a class that restart its worker; tests/infra/test_reload.py tests it end to end."""
+"""Changes to a class that restart its worker; tests/infra/test_reload.py tests this end to end."""
 
 from __future__ import annotations
 

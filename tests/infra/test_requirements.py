@@ -68,7 +68,7 @@ def imported_modules(texts: Mapping[Path, str]) -> set[str]:
 def provided_modules(name: str) -> set[str]:
     """An installed distribution's modules and packages.
 
-    If it is not installed, guesses from its name.
+    If it is not installed, they are guessed from its name.
     """
     try:
         files = distribution(name).files or ()
@@ -83,7 +83,7 @@ def provided_modules(name: str) -> set[str]:
 
 
 def programs(name: str) -> Iterator[str]:
-    """The commands that an installed distribution provides."""
+    """The commands provided by an installed distribution."""
     try:
         files = distribution(name).files or ()
     except PackageNotFoundError:

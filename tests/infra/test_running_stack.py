@@ -1,4 +1,4 @@
-"""Commands find the stack that is running in their folder, unless a setting specifies another
+"""Commands find the stack that is running in their folder, unless a setting specifies a different
 one.
 """
 

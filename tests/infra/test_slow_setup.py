@@ -1,4 +1,4 @@
-"""`penstock up` with classes whose `setup` takes long, never ends, or fails."""
+"""`penstock up` with classes whose `setup` takes long, never finishes, or fails."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="custom classes run on Linux"),
 ]
 SETUP_S = 200
-"""Longer than the default of `startup_s`."""
+"""Longer than the default `startup_s`."""
 CLASS = """
 import time
 from cog import BasePredictor

@@ -89,7 +89,7 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
 def test_first_start_makes_graphs_that_lack_and_gives_every_worker_all_cores(
     tmp_path: Path, servers: dict[str, str]
 ) -> None:
-    """One stack for both, because each start measures the models it serves."""
+    """One stack tests both, because each start measures the models it serves."""
     folder, artifacts_dir, models_file = (
         tmp_path / "model",
         tmp_path / "artifacts",
@@ -118,7 +118,7 @@ def test_first_start_makes_graphs_that_lack_and_gives_every_worker_all_cores(
 
 
 def reported_backend(port: int) -> dict[str, str]:
-    """The labels of the backend that a worker reports."""
+    """The backend's labels, as reported by a worker."""
     url = f"http://127.0.0.1:{port}/metrics"
     with urllib.request.urlopen(url, timeout=WAIT_LIMIT_S) as answer:
         found = text_string_to_metric_families(answer.read().decode())

@@ -1,4 +1,4 @@
-"""Parts that die are restarted: after increasing pauses, and not forever."""
+"""Parts that die are restarted, after increasing pauses, but not forever."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -41,7 +41,7 @@ class World:
         )
 
     def start_of_a_worker(self, limit_s: float = 60.0) -> Supervisor:
-        """A supervisor of the same process, as for a worker that has just started."""
+        """A supervisor for the same process, as for a worker that has just started."""
         self.is_ready = False
         part = SupervisedPart(
             self.process, lambda: self.is_ready, limit_s, was_ready=False, is_optional=True

@@ -1,4 +1,4 @@
-"""The torch build that `make setup` chooses, and what `penstock doctor` reports about it."""
+"""The torch build chosen by `make setup`, and what `penstock doctor` reports about it."""
 
 import os
 import subprocess

@@ -58,12 +58,14 @@ def said(up: Up, words: str) -> bool:
 
 
 class Callers:
-    """They keep sending new texts until stopped. A caller whose connection breaks tries again."""
+    """Callers that keep sending new texts until stopped. A caller whose connection breaks tries
+    again.
+    """
 
     def __init__(self, url: str) -> None:
         self.outcomes: Counter[int] = Counter()
         self.unclear: list[str] = []
-        """Answers that no caller should get."""
+        """Responses that no caller should get."""
         self.broken = 0
         """Connections that broke."""
         self._url = url
@@ -83,7 +85,7 @@ class Callers:
             assert not thread.is_alive(), "a request was never answered"
 
     def were_answered(self, count: int) -> bool:
-        """True if that many requests have received their vector."""
+        """True if this many requests have received their vector."""
         assert not self.unclear, self.unclear
         return self.outcomes[200] >= count
 

@@ -24,18 +24,20 @@ IMAGES = ("api", "functions", "servers", "cuda", "worker")
 
 @dataclass
 class Stage:
-    """A FROM and the instructions up to the next one: their keyword, and the rest of the line."""
+    """A FROM and the instructions up to the next FROM: each one's keyword, and the rest of the
+    line.
+    """
 
     base: str
     name: str
     lines: list[tuple[str, str]] = field(default_factory=list)
 
     def all(self, word: str) -> list[str]:
-        """The instructions with one keyword, without the keyword."""
+        """All instructions with this keyword, without the keyword."""
         return [rest for found, rest in self.lines if found == word]
 
     def last(self, word: str) -> str:
-        """The last one, which takes effect."""
+        """The last instruction with this keyword, which is the one that takes effect."""
         return self.all(word)[-1]
 
     @property
@@ -56,7 +58,7 @@ class Stage:
 
 
 def stages(image: str) -> list[Stage]:
-    """The stages of an image's Dockerfile, the last one being the image; ARGs before the first
+    """The stages of an image's Dockerfile, of which the last is the image; ARGs before the first
     stage are left out.
     """
     text = (FOLDER / f"{image}.Dockerfile").read_text(encoding="utf-8")
@@ -77,7 +79,7 @@ def image(name: str) -> Stage:
 
 
 def copied_files(name: str) -> set[str]:
-    """Every repository file that ends up in the project's own part of an image."""
+    """Every repository file that ends up in the project's part of an image."""
     sources = [source for stage in stages(name) for found, _ in stage.copied for source in found]
     return {str(file) for source in sources for file in files_below(Path(source)) if is_sent(file)}
 

@@ -33,7 +33,7 @@ report = lint(asked["chart"], asked["values"][0], strict=True)
 found = report["errors"] + [one["error"] for one in report["messages"] if one["severity"] > 1]
 json.dump({"answers": answers, "lint": found}, sys.stdout)
 """
-"""In a separate process, because Go's runtime stays in any process that has loaded it."""
+"""Used in a separate process, because Go's runtime stays in any process that has loaded it."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def templates(chart: Path, values: list[dict[str, Any]]) -> list[Answer]:
 
 
 def lint(chart: Path, values: dict[str, Any]) -> list[str]:
-    """Returns errors from `helm lint --strict`, without advice."""
+    """Returns errors from `helm lint --strict`, without its advice."""
     if shutil.which("helm"):
         done = _helm(chart, values, "lint", "--strict", str(chart))
         return [] if done.returncode == 0 else [done.stdout + done.stderr]

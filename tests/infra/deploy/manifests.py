@@ -75,7 +75,7 @@ def pod(deployment: dict[str, Any]) -> dict[str, Any]:
 
 
 def settings_of(objects: Objects, deployment: dict[str, Any]) -> dict[str, str]:
-    """The environment of a worker's container."""
+    """The environment variables set in a worker's container."""
     (source,) = pod(deployment)["containers"][0]["envFrom"]
     data: dict[str, str] = of_kind(objects, "ConfigMap")[source["configMapRef"]["name"]]["data"]
     return data

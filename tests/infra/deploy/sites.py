@@ -55,7 +55,7 @@ def rendered(out: Path, **changes: object) -> Objects:
 
 
 def kustomized(out: Path, models_file: Path, site: dict[str, Any]) -> Objects:
-    """A site's objects in the cluster with this catalog; skips like `rendered`."""
+    """A site's objects in a cluster with this catalog; skips like `rendered`."""
     if shutil.which("kubectl") is None:
         pytest.skip("kubectl, which has Kustomize built in, is not installed")
     found = SelfHostedSite.model_validate(site)

@@ -32,7 +32,7 @@ class Plan:
     outputs: dict[str, Any]
 
     def of(self, kind: str) -> list[dict[str, Any]]:
-        """The values of every resource with one type."""
+        """Each of this type's resources, as its values."""
         return [resource["values"] for resource in self.resources if resource["type"] == kind]
 
 
@@ -54,7 +54,7 @@ def plan_platform(folder: Path, **variables: object) -> Plan:
 
 
 def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, list[str]]:
-    """The reasons a root's plan is refused, by the wrong variable."""
+    """The reasons a root's plan is rejected, by the name of the invalid variable."""
     _need_terraform()
     file = folder / "given.tfvars.json"
     file.write_text(json.dumps(given))
@@ -74,7 +74,9 @@ def refusals(folder: Path, root: str, given: dict[str, object]) -> dict[str, lis
 
 
 def _variables_of(root: str, reason: str) -> list[str]:
-    """The variables that lack the options, or whose rule produced the reason. Empty if neither."""
+    """The options that don't exist, or the variable whose rule produced the reason. Empty if
+    neither.
+    """
     if unknown := re.findall(r"There is no option (\w+)[.]", reason):
         return unknown
     rule = re.search(r"validation rule at (\S+):(\d+),", reason)

@@ -62,7 +62,7 @@ FUNCTIONS_URL = "https://functions.example.com"
 
 
 class RecordingAdmin:
-    """Records the resources to create."""
+    """Records the resources that it is asked to create."""
 
     def __init__(self) -> None:
         self.topics: set[str] = set()
@@ -99,7 +99,7 @@ def provisioned() -> RecordingAdmin:
 
 
 def _of_the_first_region(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Without further regions' inboxes: the local stack is a single region."""
+    """Without further regions' inboxes, because the local stack is a single region."""
     numbers = ((one, re.match(r"inbox[.](\d+)", one["name"])) for one in found)
     return [one for one, number in numbers if number is None or int(number[1]) < INBOX_STRIDE]
 

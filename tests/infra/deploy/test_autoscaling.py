@@ -16,7 +16,7 @@ from tests.infra.deploy.manifests import Objects, of_kind, pod, render, workers
 
 MODELS = read_catalog(Path("models.yaml")).models
 UP_TO = 200
-"""Workers per model, for rules that depend on their number."""
+"""Workers per model, for rules that depend on the number of workers."""
 
 
 def test_lost_metrics_are_an_error_and_keep_what_runs(objects: Objects) -> None:
@@ -165,8 +165,8 @@ def _rolling(update: dict[str, Any], count: int) -> tuple[int, int]:
     """A Deployment's surge and unavailable pods (k8s.io/kubernetes deployment util,
     ResolveFenceposts).
 
-    A surge percentage is rounded up, an unavailable percentage is rounded down, and at least one
-    of them is above 0.
+    A surge percentage is rounded up, an unavailable percentage is rounded down, and at least one of
+    the two is above 0.
     """
     surge, unavailable = (
         value if isinstance(value, int) else rounded(_share(value) * count)

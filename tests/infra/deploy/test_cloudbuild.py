@@ -121,7 +121,7 @@ def test_build_has_an_account_of_its_own(path: Path) -> None:
 
 
 def waits_for(found: dict[str, dict[str, Any]], step: str) -> set[str]:
-    """The steps that have succeeded by the time a step starts."""
+    """The steps that must have succeeded before a step starts."""
     own = set(found[step].get("waitFor", [])) - {"-"}
     return own.union(*(waits_for(found, one) for one in own))
 
@@ -215,8 +215,8 @@ def test_accounts_get_no_right_to_everything() -> None:
 
 @pytest.fixture
 def checkout(tmp_path: Path) -> Path:
-    """A copy of the files that the scripts touch, with a release begun and an empty folder for
-    stand-in programs.
+    """A copy of the files that the scripts touch, with a release in progress and an empty folder
+    for stand-in programs.
     """
     shutil.copytree("infra/cloudbuild", tmp_path / "infra/cloudbuild")
     shutil.copytree("infra/docker", tmp_path / "infra/docker")
@@ -229,7 +229,7 @@ def checkout(tmp_path: Path) -> Path:
 
 
 def put(checkout: Path, program: str, does: str = "") -> None:
-    """Writes a program that records its arguments and does a little."""
+    """Writes a program that records its arguments and does little else."""
     path = checkout / "bin" / program
     path.write_text(f'#!/bin/bash\necho "$*" >> "{checkout}/{program}.calls"\n{does}\n')
     path.chmod(0o755)

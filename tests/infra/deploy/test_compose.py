@@ -30,11 +30,11 @@ KINDS: dict[str, type[Settings]] = {
 }
 SERVERS = {"pubsub", "bigquery", "redis"}
 ONCE = {"provision", "proxy-volumes", "keys"}
-"""These services exit by themselves."""
+"""Services that exit by themselves."""
 
 
 def variables(*names: str) -> dict[str, str]:
-    """The variables that these files set."""
+    """The variables set by these files."""
     lines = [line for name in names for line in (FOLDER / name).read_text("utf-8").splitlines()]
     return dict(line.split("=", 1) for line in lines if line and not line.startswith("#"))
 
@@ -84,7 +84,7 @@ _Override.add_constructor("!override", _replacement)
 
 
 def merged(base: dict[str, Any], over: dict[str, Any]) -> dict[str, Any]:
-    """Merges two files as Compose does, as far as our files need it."""
+    """Merges two files as Compose does, to the extent that our files need it."""
     found = dict(base)
     for name, value in over.items():
         if value is None and name in base:
@@ -114,7 +114,7 @@ def with_archive(compose: dict[str, Any]) -> dict[str, Any]:
 
 
 def validate(file: Path) -> subprocess.CompletedProcess[str]:
-    """Validates a file against the schema of the Compose specification."""
+    """Validates a file against the Compose specification's schema."""
     return run(
         Path(sys.executable).parent / "check-jsonschema",
         *("--builtin-schema", "vendor.compose-spec"),

@@ -51,7 +51,7 @@ NEEDS = {
     "google_service_account": ("iam", "iam.serviceAccountAdmin"),
     "google_storage_": ("storage", "storage.admin"),
 }
-"""The API that creates each kind of resource, and the role that may create it."""
+"""The API that creates each kind of resource, and the role that may create that kind."""
 OTHERS_NEED = {
     "containerfilesystem": "image streaming of GKE",
     "dns": "Cloud DNS as GKE's own",
@@ -60,7 +60,7 @@ OTHERS_NEED = {
     "sts": "tokens of clusters outside Google",
     "telemetry": "spans",
 }
-"""APIs that create no resource, and their callers."""
+"""APIs that create no resource, and the callers that need them."""
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def before() -> dict[str, set[str]]:
 
 
 def address(resource: dict[str, str]) -> str:
-    """In the graph's form: without for_each keys."""
+    """An address in the graph's form: without for_each keys."""
     return re.sub(r"\[[^]]*\]", "", resource["address"])
 
 

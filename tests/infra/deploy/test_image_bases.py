@@ -140,7 +140,7 @@ IMAGE = re.compile(r"(docker\.io|gcr\.io|us-docker\.pkg\.dev/cloud-ops-agents-ar
 def pull_request(path: str, text: str, digest: str) -> str:
     """The file after a pull request in which the bot sets this digest for every image.
 
-    The bot replaces the whole match with the compiled template. Without a template it replaces
+    The bot replaces the whole match with the compiled template. Without a template, it replaces
     existing values, so an image without a digest would never get one (renovatebot/renovate,
     lib/workers/repository/update/branch/auto-replace.ts).
     """
@@ -164,7 +164,7 @@ def pull_request(path: str, text: str, digest: str) -> str:
 
 
 def seen_by_the_bot(path: str, text: str) -> set[str]:
-    """The images in a file for which the bot proposes digests, without the current digests."""
+    """The images in a file for which the bot proposes digests, without their current digests."""
     images = set()
     for manager in RENOVATE["customManagers"]:
         patterns = (pattern.strip("/") for pattern in manager["managerFilePatterns"])

@@ -45,12 +45,12 @@ MODULES = {
     },
     "worker": {"workers.__main__", "workers.runtime.server", "workers.models"},
 }
-"""Modules that the entry points start, including in other processes."""
+"""Modules started by the entry points, including in other processes."""
 MEMBERS = ". ./emulators/bigquery ./emulators/pubsub"
 
 
 def tool(name: str) -> str:
-    """A program that is installed next to this Python."""
+    """A program installed next to this Python."""
     found = shutil.which(name, path=f"{Path(sys.executable).parent}:{os.environ['PATH']}")
     assert found, f"{name} is missing: make setup"
     return found
@@ -129,7 +129,9 @@ def test_base_has_the_torch_that_the_worker_asks_for() -> None:
 
 @pytest.mark.parametrize("name", IMAGES)
 def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
-    """Everything from an index has a hash in the lock, except for torch's own dependencies."""
+    """Everything installed from an index has a hash in the lock, except for torch's own
+    dependencies.
+    """
     text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8").replace("\\\n", " ")
     text = "\n".join(line for line in text.splitlines() if not line.startswith("#"))
     installs = re.findall(r"pip (?:--python \S+ )?(?:install|wheel) [^&;]*", text)

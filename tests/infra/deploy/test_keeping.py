@@ -1,4 +1,4 @@
-"""Objects in the bucket outlive references to them:
+"""Objects in the bucket outlive the references to them.
 
 Terraform sets an expiration for every folder that the code writes to.
 """

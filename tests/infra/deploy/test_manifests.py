@@ -168,8 +168,10 @@ def test_disk_is_no_larger_than_what_a_node_leaves(type_: str) -> None:
 
 def allocatable_mib(node: GpuType) -> float:
     """Disk space that GKE leaves on a boot disk:
-    docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes. Its example of 100 GB has
-    a capacity of 98,831,908 KiB, of which 47,060,071,478 bytes are allocatable.
+    docs.cloud.google.com/kubernetes-engine/docs/concepts/plan-node-sizes.
+
+    The page's example of 100 GB has a capacity of 98,831,908 KiB, of which 47,060,071,478 bytes are
+    allocatable.
     """
     capacity_gib = node.disk_gb * 98_831_908 / 2**20 / 100
     reserved_gib = min(node.disk_gb / 2, 6 + 0.35 * node.disk_gb, 100)

@@ -1,5 +1,5 @@
-"""The counts from `penstock deploy plan` equal the resources in Terraform's own plan, with the
-variables that it prints.
+"""The counts from `penstock deploy plan` match the resources in Terraform's own plan, given the
+variables that the command prints.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ def _block(variable: str, file: Path) -> str:
 
 
 def _option(variable: str) -> str:
-    """The type of a variable that is an object, in the module `options`."""
+    """The type of an object variable in the module `options`."""
     found = re.search(
         rf"^    {variable} = optional\((.*?)^    }}\)",
         OPTIONS.read_text(),

@@ -1,5 +1,5 @@
-"""A whole deployment off Google, as Kustomize renders it: references, allowed connections, and the
-wrong values that are refused.
+"""A whole deployment off Google, as Kustomize renders it: references, allowed connections, and
+invalid values that are rejected.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def elsewhere(tmp_path_factory: pytest.TempPathFactory) -> Objects:
 
 @pytest.fixture(scope="module")
 def over_rabbitmq(tmp_path_factory: pytest.TempPathFactory) -> Objects:
-    """RabbitMQ from elsewhere, and every other server from this deployment."""
+    """An external RabbitMQ, with every other server from this deployment."""
     return rendered(tmp_path_factory.mktemp("rabbitmq") / "site", broker=RABBITMQ)
 
 
 @pytest.fixture(scope="module")
 def archived(tmp_path_factory: pytest.TempPathFactory) -> Objects:
-    """Rows in a bucket first, and every server from this deployment."""
+    """Rows go to a bucket first, and every server comes from this deployment."""
     return rendered(
         tmp_path_factory.mktemp("archived") / "site",
         rows={"kind": "embedded", "archive": True},

@@ -1,4 +1,4 @@
-"""Scaling of workers off Google, as Kustomize renders it, and the metrics that it needs."""
+"""Worker scaling off Google, as Kustomize renders it, and the metrics it needs."""
 
 from __future__ import annotations
 
@@ -183,7 +183,7 @@ def test_samples_are_close_enough_for_the_queries(scaled: Rendered) -> None:
 def targets(objects: Objects, scraping: dict[str, Any]) -> dict[tuple[str, str], dict[str, str]]:
     """The labels that Prometheus attaches to its targets, by Deployment and port.
 
-    It discovers each port of each pod: prometheus.io, kubernetes_sd_config, role `pod`.
+    Prometheus discovers each port of each pod: prometheus.io, kubernetes_sd_config, role `pod`.
     """
     (job,) = scraping["scrape_configs"]
     (discovery,) = job["kubernetes_sd_configs"]

@@ -36,7 +36,7 @@ ON_ONE_MACHINE = {
 """Empty in the cloud, which uses Google's own endpoints."""
 OF_TESTS = {"PENSTOCK_TEST_PATIENCE"}
 OF_THE_STACK = {"PENSTOCK_RABBITMQ_SERVER"}
-"""The program that the stack on one machine starts. No process in a deployment reads it."""
+"""The program started by the stack on one machine. No process in a deployment reads it."""
 OF_THE_EXAMPLES = {"PENSTOCK_URL", "PENSTOCK_API_KEY"}
 """Variables for the clients in examples/. No Penstock process reads them."""
 OF_CLASSES = {"PENSTOCK_TRACEBACKS"}

@@ -1,5 +1,5 @@
-"""The chart for a deployment off Google renders the same objects as the same site's overlay, and
-Helm refuses wrong values by name.
+"""For a deployment off Google, the chart renders the same objects as the site's overlay, and Helm
+rejects invalid values by name.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def chart(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def answers(chart: Path) -> dict[str, Answer]:
-    """Helm's answers for SITES and WRONG."""
+    """Helm's results for SITES and WRONG."""
     changes = SITES | WRONG
     values = [example(**one) for one in changes.values()]
     return dict(zip(changes, templates(chart, values), strict=True))

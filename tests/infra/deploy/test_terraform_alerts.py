@@ -1,6 +1,7 @@
-"""Alerts that only Terraform has: for each subscription, each scheduled job, the row archive.
+"""Alerts that only Terraform defines: for each subscription, each scheduled job, and the row
+archive.
 
-Each fires for its own problem, according to the plan's queries and filters.
+Each alert fires for its own problem, according to the plan's queries and filters.
 """
 
 from __future__ import annotations
@@ -96,7 +97,7 @@ def test_archive_that_is_late_or_gone_is_told(
 
 
 def told(plan: Plan, entry: Mapping[str, Any]) -> set[str]:
-    """The log alerts that an entry triggers."""
+    """The log alerts triggered by an entry."""
     asked = conditions(plan, "condition_matched_log")
     return {key for key, one in asked.items() if matches(one["filter"], entry)}
 

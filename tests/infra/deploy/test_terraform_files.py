@@ -20,7 +20,7 @@ def test_files_that_terraform_reads_are_there() -> None:
 
 
 def resources(kind: str) -> dict[str, str]:
-    """The bodies of all resources with one type, by file and name."""
+    """This type's resource bodies, by file and name."""
     return {
         f"{source.relative_to(TERRAFORM)}: {name}": body
         for source in TERRAFORM.rglob("*.tf")
@@ -40,7 +40,9 @@ def test_every_topic_keeps_its_messages_in_the_regions() -> None:
 
 
 def test_rights_to_a_filtered_subscription_are_made_again_with_it() -> None:
-    """Otherwise the next plan sees no change, and workers are refused until the plan after it."""
+    """Otherwise the next plan sees no change, and workers are denied access until the plan after
+    it.
+    """
     filtered = {
         name.partition(": ")[2]
         for name, body in resources("google_pubsub_subscription").items()

@@ -1,4 +1,6 @@
-"""One Terraform variable sets the destination for spans, for API, functions and workers alike."""
+"""A single Terraform variable sets the destination for spans from the API, functions and workers
+alike.
+"""
 
 from __future__ import annotations
 
@@ -63,7 +65,7 @@ def test_google_takes_spans_of_all_who_may_write_them(tmp_path: Path) -> None:
 def test_process_accepts_what_terraform_sets(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Except for the credentials, which this machine does not have."""
+    """The credentials are the exception, because this machine does not have them."""
     plan = traced_plan(tmp_path, endpoint=GOOGLE, ratio=1)
     for name, value in of_otel(api_settings(plan, REGION)).items():
         if "CREDENTIAL" not in name:

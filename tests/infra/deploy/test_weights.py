@@ -27,7 +27,7 @@ ENTRY = {"task": "embedding", "dimensions": 4, "batch": {"max_tokens": 8}}
 
 
 def models_file(folder: Path, **gpu: object) -> Path:
-    """One model from the hub, one from the image."""
+    """One model from the hub and one from the image."""
     models = [
         ENTRY | {"name": "of-the-hub", "source": "hf:org/name", "gpu": gpu or {"type": "none"}},
         ENTRY | {"name": "of-the-image", "source": "package:some/model"},

@@ -1,7 +1,7 @@
-"""A plan refuses wrong values of Terraform's variables, naming the variable and the reason.
+"""A plan rejects invalid values of Terraform's variables, naming the variable and the reason.
 
-A plan reports all wrong variables at once, so each plan here has one wrong value for many
-variables. Variables that are checked against others have plans in which the others are right.
+A plan reports all invalid variables at once, so each plan here has one invalid value for many
+variables. Variables that are checked against others have plans in which the others are valid.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ CHECKED_AFTER_OPTIONS: Wrong = {
         ("europe-west99", "registry_location is asia, europe, us, or a region"),
     ],
 }
-"""Its reason names the home region, so Terraform checks it only if every option is right."""
+"""Its reason names the home region, so Terraform checks it only if every option is valid."""
 MISSPELLED: Wrong = {
     "alerts": [({"email": ["oncall@example.com"]}, "alerts.email.")],
     "analysts": [({"acme": {"members": [], "roles": []}}, "analysts.acme.roles.")],
@@ -288,7 +288,7 @@ ONLY_TRUE_OR_FALSE = {"deletion_protection", "keep_messages_in_regions"}
 
 
 def plans_of(*groups: Wrong) -> list[Any]:
-    """As many plans as the maximum number of wrong values per variable in the group."""
+    """As many plans as the maximum number of invalid values per variable in the group."""
     found = []
     for group in groups:
         for place, values in enumerate(zip_longest(*group.values())):

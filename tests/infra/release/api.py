@@ -1,4 +1,4 @@
-"""A stand-in for Google's APIs that refuses everything Google would refuse: requests without the
+"""A stand-in for Google's APIs that rejects everything Google would reject: requests without the
 required permission, requests for missing objects, and requests that are not implemented here.
 
 Resources created by Terraform exist once they are in the state in the bucket, and not before.
@@ -84,8 +84,8 @@ class Api:
 
     Attributes:
         used: the permissions that each account used.
-        refused: requests refused for lack of a permission, as (account, permission, resource).
-        unknown: requests that nothing here answers. If a test leaves any, it proves nothing.
+        refused: requests rejected for lack of a permission, as (account, permission, resource).
+        unknown: requests that no handler here supports. If a test leaves any, it proves nothing.
         builds: builds requested by `gcloud builds submit` and by the trigger.
     """
 
@@ -125,7 +125,7 @@ class Api:
         return pickle.dumps({name: one for name, one in vars(self).items() if name != "_lock"})
 
     def restore(self, saved: bytes) -> None:
-        """Restores a state that `saved` returned."""
+        """Restores a state returned by `saved`."""
         vars(self).update(pickle.loads(saved))
 
     def answer(self, ask: Ask) -> Reply:
@@ -156,7 +156,7 @@ class Api:
         raise Refusal(501, f"{ask.verb} {ask.host}{ask.path} is not known here")
 
     def require(self, ask: Ask, permission: str, resource: str) -> None:
-        """Refuses an account that has no role with this permission, either on the resource or on
+        """Rejects an account that has no role with this permission, either on the resource or on
         the project.
         """
         project = f"projects/{self.project}"
@@ -270,7 +270,7 @@ class Api:
         return {"encodedLocations": "0x0"}
 
     def made(self, kind: str, state: str = "platform") -> list[dict[str, Any]]:
-        """The attributes of each resource with type `kind` in a state in the bucket."""
+        """Each resource of type `kind` in the bucket's state, as its attributes."""
         objects = self.buckets.get(f"{self.project}-penstock-state", {})
         stored = objects.get(f"{state}/default.tfstate")
         document = json.loads(stored.data) if stored else {"resources": []}

@@ -36,10 +36,7 @@ IN_IMAGE = {
 
 
 class StepFailed(Exception):
-    """A step ended with a status other than 0.
-
-    Attributes:
-    """
+    """A step exited with a status other than 0."""
 
     def __init__(self, step: str, output: str) -> None:
         super().__init__(f"step {step!r} failed:\n{output[-6000:]}")
@@ -59,7 +56,7 @@ def resolve(build: Mapping[str, Any], built_in: Mapping[str, str]) -> Build:
     """Applies a build's substitutions.
 
     Raises:
-        a name is used that is not defined (substitutionOption MUST_MATCH).
+        ValueError: the build uses a name that is not defined (substitutionOption MUST_MATCH).
     """
     given = {**built_in, **build.get("substitutions", {})}
     names = {name: _substituted(value, given) for name, value in given.items()}
@@ -133,7 +130,7 @@ def run_step(
     """Runs a step. Returns its output.
 
     Raises:
-        it failed, or its program is not in its image.
+        StepFailed: the step failed, or its program is not in its image.
     """
     entry = step.get("entrypoint") or step["name"].rpartition("/")[2].partition(":")[0]
     program = entry.replace("/workspace", str(workspace)) if "/" in entry else str(path / entry)

@@ -9,4 +9,4 @@ from tests.infra.release.storage import Storage
 
 
 class Cloud(Storage, Delivery, Images, Serving):
-    """One project, with everything that a release needs."""
+    """One project, with everything a release needs."""

@@ -1,5 +1,5 @@
 """Replacements for release programs that can't run here, or not unchanged: small programs that
-behave the same from outside and refuse the same input.
+behave the same from outside and reject the same input.
 """
 
 from __future__ import annotations
@@ -117,9 +117,9 @@ sys.exit(done.returncode)
 
 
 def gcloud_without_account(folder: Path) -> dict[str, str]:
-    """Settings with which gcloud parses a command and then finds no account.
+    """Settings that make gcloud parse a command and then find no account.
 
-    With an account, it would try six times, for half a minute, to reach Google.
+    With an account, it would spend half a minute trying six times to reach Google.
     """
     return {
         "CLOUDSDK_CONFIG": str(folder),

@@ -1,6 +1,6 @@
 """Terraform's providers for a release: the stand-in named by TFOFFLINE provides them and is kept
-running, so that Terraform itself can be run as the scripts run it, with its own state in its own
-backend.
+running, so that Terraform itself can be run the way the scripts run it, with its own state in its
+own backend.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ exit 1
 
 
 def put_answers(tree: Path) -> None:
-    """Lets a tree's modules use Google's responses."""
+    """Makes a tree's modules use Google's responses."""
     for module, text in ANSWERS.items():
         (tree / "infra/terraform" / module / "google_override.tf").write_text(text)
 

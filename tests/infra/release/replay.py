@@ -1,4 +1,4 @@
-"""A first release, replayed: the runbook's commands, then the two builds, in the order in which a
+"""A replay of a first release: the runbook's commands, then the two builds, in the order in which a
 reader would run them after cloning the repository.
 """
 
@@ -28,14 +28,14 @@ BUILD = f"penstock-build@{PROJECT}.iam.gserviceaccount.com"
 DEPLOY = f"penstock-deploy@{PROJECT}.iam.gserviceaccount.com"
 DEPLOY_PAGE, KEYS = Path("docs/how-to/deploy.md"), Path("docs/how-to/keys.md")
 IN_A_BROWSER = "gcloud auth login --update-adc"
-"""The one command that only a person can run."""
+"""The only command that requires a person."""
 CHECKS = {
     "PYTEST_ADDOPTS": "tests/test_source_files.py tests/infra/deploy/test_settings.py",
     "PYTEST_WORKERS": "1",
 }
-"""Limits a build's tests to a few that look at the tree itself.
+"""Limits a build's tests to a few that check the tree itself.
 
-All tests together would take minutes.
+All the tests together would take minutes.
 """
 NEEDS_AN_INDEX = ("setup",)
 """Steps that install packages and therefore access the outside network."""
@@ -46,7 +46,7 @@ class CommandFailed(Exception):
 
 
 def blocks(document: Path, heading: str) -> list[str]:
-    """The shell commands in a document section, by block."""
+    """The shell commands in a section of a document, by block."""
     text = document.read_text(encoding="utf-8")
     section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
     found = re.findall(r"^( *)```sh\n(.*?)^ *```", section, re.MULTILINE | re.DOTALL)
@@ -58,7 +58,7 @@ class Replay:
     """Settings and folders for replaying a release.
 
     Attributes:
-        url: URL of the proxy before it.
+        url: URL of the proxy in front of the stand-in for Google.
         folder: contains everything that is written.
         checkout: the tree of the person following the runbook.
     """
@@ -102,7 +102,7 @@ class Replay:
         """Runs commands from the runbook as the owner. Returns their output.
 
         Raises:
-            CommandFailed: one of them failed.
+            CommandFailed: one of the commands failed.
         """
         kept = self.folder / "exported"
         script = f"set -euo pipefail\n{block}\nexport -p > {kept}\n"
@@ -127,7 +127,7 @@ class Replay:
         return done.stdout
 
     def workspace(self, build: Mapping[str, Any], name: str) -> Path:
-        """The folder in which a build begins: with its source, or empty."""
+        """The folder in which a build starts: with its source, or empty."""
         made = self.folder / name
         made.mkdir()
         if source := (build.get("source") or {}).get("storageSource"):
@@ -154,10 +154,10 @@ class Replay:
         only: Callable[[str], bool] = lambda step: True,
         given: Mapping[str, str] = MappingProxyType({}),
     ) -> list[str]:
-        """Runs a build's steps, only the ones in `only`. Returns their ids in execution order.
+        """Runs a build's steps, or just the ones in `only`. Returns their ids in execution order.
 
         Raises:
-            a step failed.
+            StepFailed: a step failed.
         """
         built_in = {
             "PROJECT_ID": PROJECT,
@@ -204,7 +204,7 @@ def check_out(folder: Path) -> Path:
 
 
 def link_environment(tree: Path) -> None:
-    """Links this test's environment into `tree`, in place of one created by `make setup`."""
+    """Links this test's environment into `tree`, in place of the one `make setup` would create."""
     (tree / ".venv").mkdir()
     for entry in Path(sys.prefix).iterdir():
         if entry.name != ".installed":

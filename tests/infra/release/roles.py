@@ -1,8 +1,8 @@
-"""Permissions in Google's predefined roles that a release needs: for each role, the permissions
+"""The permissions in Google's predefined roles that a release needs: for each role, the permissions
 that the stand-in for Google's APIs checks.
 
 Source: https://docs.cloud.google.com/iam/docs/roles-permissions, transcribed by hand. A permission
-that is not listed is refused.
+that is not listed is denied.
 """
 
 OBJECTS = {f"storage.objects.{verb}" for verb in ("create", "delete", "get", "list", "update")}

@@ -1,6 +1,6 @@
-"""Connects real programs to the stand-in for Google: a proxy that has a certificate for every host,
-so that `gcloud`, Terraform and our own code keep the addresses they use in the cloud. Nothing gets
-out: requests unknown to the stand-in are refused.
+"""Connects real programs to the stand-in for Google: a proxy has a certificate for every host, so
+that `gcloud`, Terraform and our own code keep the addresses they use in the cloud. Nothing gets
+out: requests unknown to the stand-in are rejected.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class _Quiet(BaseHTTPRequestHandler):
 
 
 class _Proxy(_Quiet):
-    """Responds for every host, on connections that clients believe end there."""
+    """Responds for every host, on connections that clients believe go to that host."""
 
     cloud: Cloud
     context: ssl.SSLContext
@@ -115,7 +115,7 @@ class _Proxy(_Quiet):
     do_POST = do_PUT = do_PATCH = do_DELETE = do_HEAD = do_GET
 
     def finish(self) -> None:
-        """The server closes its own socket; the one with TLS is separate."""
+        """Also closes the TLS socket: the server itself only closes its own."""
         super().finish()
         self.connection.close()
 
@@ -144,7 +144,7 @@ class _Server(ThreadingHTTPServer):
     daemon_threads = True
 
     def handle_error(self, request: object, client_address: object) -> None:
-        """Ignores clients that disconnect, which the test does not care about."""
+        """Ignores clients that disconnect, which does not matter to the test."""
 
 
 @contextmanager

@@ -133,7 +133,7 @@ class Storage(Api):
 
     @route("GET", "storage.googleapis.com", OF_THE_XML_API)
     def _read_object(self, ask: Ask, bucket: str, name: str) -> Any:
-        """Reads through the XML API, like Terraform's client."""
+        """Reads through the XML API, as Terraform's client does."""
         return self._get_object(
             Ask(ask.account, ask.verb, ask.host, ask.path, {"alt": "media"}, b"", ask.headers),
             bucket,
@@ -211,7 +211,7 @@ def _media(stored: Stored, wanted: str) -> Reply:
 
 
 def _uploaded(ask: Ask) -> tuple[str, bytes]:
-    """An upload's name and content, in one of three formats."""
+    """An upload's name and content, sent in one of three formats."""
     kind = ask.query["uploadType"]
     if kind == "multipart":
         boundary = re.search(r"""boundary=["']?([^"';]+)""", ask.headers["content-type"])

@@ -4,7 +4,7 @@ clone to an API that responds, in a project in which each account has only the p
 
 Terraform's providers come from the stand-in named by TFOFFLINE. Docker, syft and the scanner's
 image unpacking are stand-ins (programs.py). Of the build's own checks, only the linters and the
-tests that look at the tree run.
+tests that check the tree run.
 """
 
 from __future__ import annotations
@@ -341,7 +341,7 @@ HEAD = "| account | on | role | used in the replay |\n|---|---|---|---|\n"
 
 
 def table_of_accounts(cloud: Cloud) -> str:
-    """Both accounts' roles in a release, each with the permissions that the replay used."""
+    """Both accounts' roles in a release, each with the permissions used by the replay."""
     by_terraform = of_resources(cloud)
     lines = []
     for account in (BUILD, DEPLOY):

@@ -1,8 +1,9 @@
 """A deployment's Terraform state, with the providers named by TFOFFLINE.
 
-A home region that does not come back: the Terraform from docs/how-to/lost-region.md, typed line by
-line. That page's steps for keys, budgets and rows run in tests/infra/test_incident_pages.py. A
-newer release on an older one's state: deployed resources are moved, not recreated.
+A home region that does not come back: the Terraform commands from docs/how-to/lost-region.md, typed
+line by line. That page's steps for keys, budgets and rows run in
+tests/infra/test_incident_pages.py. A newer release applied to an older release's state: deployed
+resources are moved, not recreated.
 """
 
 from __future__ import annotations
@@ -52,12 +53,14 @@ DELETED = {
     "google_pubsub_topic_iam_member",
     "google_service_account",
 }
-"""Deleted by the apply: inboxes of the region's instances, and its nodes' account."""
+"""Deleted by the apply: the inboxes of the region's instances, and its nodes' account."""
 STEPS = ("repositories", "state rm", "-target", "keys init", "apply -var", "budgets restore")
 UNSETTLED = {
     'module.platform.google_compute_backend_service.api["api"]': (["update"], {"backend"}),
 }
-"""Changes in any plan, even an empty one: the stand-in for the providers never completes them."""
+"""Changes that appear in any plan, even an empty one, because the stand-in for the providers never
+completes them.
+"""
 
 
 class Operator:
@@ -102,7 +105,7 @@ class Operator:
         }
 
     def types(self, line: str) -> str:
-        """Types a line and answers its prompts with yes. Returns its output."""
+        """Types a line and confirms its prompts with yes. Returns its output."""
         done = subprocess.run(
             ["bash", "-c", PRELUDE + line],
             cwd=self.tree,
@@ -130,7 +133,7 @@ class Operator:
         return found
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The resources that Terraform knows, by address."""
+        """The resources Terraform knows, by address."""
         shown = self.types('terraform -chdir="$ROOT" show -json')
         module = json.loads(shown[shown.index("{") :])["values"]["root_module"]
         return {one["address"]: one for one in _resources(module) if one["mode"] == "managed"}
@@ -246,7 +249,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
 
 
 def test_an_apply_without_the_image_would_delete_the_api(operator: Operator) -> None:
-    """This is why the page asks for it first."""
+    """This is why the page asks for the image first."""
     operator.applies()
     operator.environment["TF_VAR_api_image"] = ""
     # An empty environment variable means an empty image, which is refused and deletes nothing.
@@ -269,7 +272,7 @@ MOVED = {
     ("weights", "google_storage_bucket"): "weights",
     ("weights", "google_storage_bucket_iam_member"): "weights",
 }
-"""The resources' names at the top level, before they were in modules."""
+"""The resources' names at the top level, before they were moved into modules."""
 
 
 def put_back(state: dict[str, Any]) -> int:

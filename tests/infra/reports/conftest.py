@@ -1,4 +1,4 @@
-"""A data set with the generated rows, which all tests in a session share but only read."""
+"""A dataset with the generated rows, which all tests in a session share but only read."""
 
 import json
 import uuid
@@ -43,7 +43,7 @@ class OnceRunner(ReportRunner):
     """Runs each query only once, because nothing writes to the generated rows and most queries take
     seconds.
 
-    A machine busy with other work may take longer than a report may take in production.
+    A machine that is busy with other work may take longer than a report may take in production.
     """
 
     def __init__(self, client: bigquery.Client) -> None:
@@ -88,7 +88,7 @@ def written(bigquery_endpoint: str) -> Iterator[bigquery.Client]:
 def empty(written: bigquery.Client) -> bigquery.Client:
     """Empty tables for a test to write to.
 
-    They are emptied rather than recreated, because creating the views takes long.
+    They are emptied rather than recreated, because creating the views takes a long time.
     """
     for table in tables.tables():
         written.query(f"TRUNCATE TABLE {DATASET}.{table}").result()

@@ -23,7 +23,9 @@ BAD_CODES = ("model_failed", "internal", "unavailable", None)
 
 @dataclass(frozen=True)
 class Near:
-    """A percentile of these values: BigQuery's are approximate, so a neighbor is accepted too."""
+    """A percentile of these values. BigQuery's are approximate, so a neighboring value is accepted
+    too.
+    """
 
     values: tuple[float, ...]
     share: float

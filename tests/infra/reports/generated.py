@@ -1,7 +1,8 @@
-"""Rows of a generated month: duplicate, late and old rows, tenants without keys, and a day without
+"""Rows for a generated month: duplicate, late and old rows, tenants without keys, and a day without
 any rows.
 
-Five weeks around the days on which clocks change in Berlin (25 October) and New York (1 November).
+It covers five weeks around the days on which clocks change in Berlin (25 October) and New York (1
+November).
 """
 
 import datetime as dt
@@ -12,14 +13,14 @@ Fields = dict[str, Any]
 FIRST = dt.datetime(2026, 10, 5, tzinfo=dt.UTC)
 AFTER = FIRST + dt.timedelta(days=35)
 GAP = dt.datetime(2026, 10, 20, 18, tzinfo=dt.UTC), dt.datetime(2026, 10, 22, 12, tzinfo=dt.UTC)
-"""Nothing is received during this gap: 21 October is empty in all time zones."""
+"""Nothing is received during this gap, so 21 October is empty in all time zones."""
 PRICE_CHANGE = dt.datetime(2026, 10, 16, tzinfo=dt.UTC)
 NEW_COLUMNS_FROM = dt.datetime(2026, 10, 9, tzinfo=dt.UTC)
 """Earlier rows come from a release that did not have the newer columns."""
 TENANTS = ("acme", "globex", "initech", "umbrella")
 CACHED_SHARE = 0.25
 WRITTEN = 3
-"""A generated token costs this many times as much as a prompt token."""
+"""How many times as much a generated token costs as a prompt token."""
 MODELS: dict[str, Fields] = {
     "mini": {"task": "embedding", "prices": (0.01, 0.013), "gpu_type": "l4", "capacity": 64},
     "draw": {"task": "image", "prices": (0.02, 0.025), "gpu_type": "a100", "capacity": 8},
@@ -28,7 +29,7 @@ MODELS: dict[str, Fields] = {
 
 
 def rows(seed: int = 18, requests: int = 1500) -> list[Fields]:
-    """The rows as written: some are duplicates, and some also have a row about a failed
+    """The rows as written: some are duplicates, and some are followed by a row about a failed
     delivery.
     """
     drawn = random.Random(seed)
@@ -61,7 +62,7 @@ def _of_a_flow(number: int, rows: list[Fields]) -> list[Fields]:
 
 
 def _undelivered(one: Fields) -> Fields:
-    """The API's row for an item that its caller did not get, before or after the worker's."""
+    """The API's row for an item that its caller did not get, before or after the worker's row."""
     said = {"attempt": None, "status": "canceled", "error_code": "canceled", "cost_usd": 0.0}
     return one | said | ({"charged_share": 0.0} if "charged_share" in one else {})
 
@@ -148,9 +149,9 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
 
 
 def _written(drawn: random.Random, status: str, units: int) -> Fields:
-    """The tokens that a generation wrote and read.
+    """The tokens that a generation generated and read.
 
-    Empty if it ended before it started generating.
+    Empty if the generation ended before it produced any.
     """
     if status != "succeeded" and drawn.random() < 0.5:
         return {}

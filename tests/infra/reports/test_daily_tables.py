@@ -1,4 +1,4 @@
-"""`daily_usage` and `anomalies` match plain Python's results for the same rows."""
+"""`daily_usage` and `anomalies` match the results of plain Python for the same rows."""
 
 import datetime as dt
 import random

@@ -1,4 +1,4 @@
-"""Reports that read more than the rows, or that check them: few lines, with known answers."""
+"""Reports that read more than the rows, or that check the rows: few lines, with known results."""
 
 import datetime as dt
 from typing import Any
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.slow
 DAY = dt.datetime(2026, 10, 7, tzinfo=dt.UTC)
 QUESTION = ReportQuestion(DAY, DAY + dt.timedelta(days=1))
 L4_SPOT, L4, A100 = 0.538352, 0.897201806, 3.747972
-"""Price of an hour in europe-west4 (infra/terraform/prices.yaml)."""
+"""Price per hour in europe-west4 (infra/terraform/prices.yaml)."""
 
 
 def row(request: str, item: int = 0, **given: Any) -> Fields:

@@ -1,4 +1,4 @@
-"""The pages in a real browser: no errors, nothing loaded, no injected markup."""
+"""The pages in a real browser: no errors, nothing loaded from elsewhere, no injected markup."""
 
 import shutil
 from collections.abc import Iterator

@@ -29,7 +29,7 @@ Clock = Callable[[], dt.datetime]
 
 
 class Running:
-    """A data set's scheduled reports, with their own clock and bucket."""
+    """A dataset's scheduled reports, with their own clock and bucket."""
 
     def __init__(self, client: bigquery.Client, folder: Path) -> None:
         self.client, self.folder = client, folder

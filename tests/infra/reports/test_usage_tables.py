@@ -1,5 +1,5 @@
-"""The usage table, its views and its reports: one description, which matches the rows that the
-processes write.
+"""The usage table, its views and its reports: a single description, which matches the rows written
+by the processes.
 """
 
 import datetime as dt
@@ -161,7 +161,9 @@ def test_a_row_written_twice_counts_once(empty: bigquery.Client) -> None:
 
 
 def test_a_row_that_says_nothing_was_delivered_counts(empty: bigquery.Client) -> None:
-    """Order does not matter. Among several rows, the worker's counts, because it knows more."""
+    """Order does not matter. Among several such rows, the worker's counts, because it knows
+    more.
+    """
     worker = {"cost_usd": 0.5, "charged_share": 1.0, "tokens": 3, "inference_ms": 1.5}
     api = {"attempt": None, "status": "canceled", "cost_usd": 0.0, "charged_share": 0.0}
     canceled = {"attempt": 2, "status": "canceled", "cost_usd": 0.0, "steps_saved": 7}
@@ -274,8 +276,8 @@ def test_refused_requests_are_counted_apart_from_items(empty: bigquery.Client) -
 
 
 def test_report_equals_the_same_sums_in_exact_arithmetic(empty: bigquery.Client) -> None:
-    """Charged tokens times the price equal the cost, to the last digits of a double, for rows from
-    any writer.
+    """Charged tokens times the price equal the cost, to a double's last digits, for rows from any
+    writer.
     """
     drawn = random.Random(16)
     model = Model(
@@ -366,7 +368,7 @@ def test_batches_are_counted_from_their_items(empty: bigquery.Client) -> None:
 def test_items_of_ones_own_models_are_one_line_whatever_each_weighs(
     empty: bigquery.Client,
 ) -> None:
-    """Otherwise an invoice would have a line for each item that took a different time."""
+    """Otherwise an invoice would have a separate line for each item that took a different time."""
     known = {"task": "custom", "charged_share": 1.0, "price_version": "1", "cache": "none"}
     for number, usd in enumerate((0.25, 0.5, 0.75)):
         charge = {"work": number + 1, "list_price_usd": usd, "cost_usd": usd}

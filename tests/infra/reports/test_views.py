@@ -1,4 +1,4 @@
-"""The views for dashboards and for tenants' analysts match plain Python's results."""
+"""The views for dashboards and for tenants' analysts match the results of plain Python."""
 
 import datetime as dt
 import re
@@ -40,7 +40,7 @@ def by_hour(rows: list[Fields], *keys: str) -> dict[tuple[Any, ...], list[Fields
 
 
 def check_usage(lines: list[Fields], rows: list[Fields]) -> None:
-    """Checks that lines of usage_hourly match these rows."""
+    """Checks that lines in usage_hourly match these rows."""
     groups = by_hour(rows, *KEYS)
     found = {(line["hour"], *(line[key] for key in KEYS)): line for line in lines}
     assert found.keys() == groups.keys()
@@ -131,7 +131,7 @@ def test_view_needs_a_filter_on_its_partitions(name: str, loaded: bigquery.Clien
 
 @pytest.fixture
 def acme(loaded: bigquery.Client) -> str:
-    """The data set for acme's analysts, as Terraform creates it."""
+    """The dataset for acme's analysts, as Terraform creates it."""
     dataset = f"{DATASET}_tenant_acme"
     loaded.create_dataset(dataset, exists_ok=True)
     for name, sql in tables.tenant_views(loaded.project, DATASET, "acme").items():

@@ -33,7 +33,7 @@ class Region:
 
     @property
     def shares(self) -> dict[str, int]:
-        """Percentage per revision, as callers experience it."""
+        """The percentage of traffic per revision, as callers experience it."""
         found: dict[str, int] = {}
         for target in self.traffic:
             if target.get("percent"):
@@ -73,7 +73,7 @@ class GoogleApis:
         self.regions: dict[str, Region] = {}
         self.dimensions = 3
         self.cuts_off = False
-        """True if embeddings break off before the end of the body."""
+        """True if the embeddings response breaks off before the end of the body."""
         self.asked: list[str] = []
 
     def answer(self, verb: str, path: str, query: dict[str, str], body: Any) -> tuple[int, Any]:

@@ -1,4 +1,4 @@
-"""A rollout on a Cloud Run that tracks its traffic: the revisions that serve at every moment, and
+"""A rollout on a Cloud Run that tracks its traffic: which revisions serve at every moment, and
 after every failure.
 """
 

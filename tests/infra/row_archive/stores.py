@@ -20,7 +20,7 @@ from shared.usage.senders import incoming
 
 
 class KilledError(BaseException):
-    """Simulates the process's death: nothing handles it."""
+    """Simulates the process's death. Nothing handles it."""
 
 
 class FragileStore(ObjectStore):

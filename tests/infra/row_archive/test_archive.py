@@ -1,4 +1,4 @@
-"""Rows reach the archive and the table exactly once, whatever dies in between."""
+"""Rows reach the archive and the table exactly once, no matter what dies in between."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Kept(NamedTuple):
     """The places where rows are stored."""
 
     in_table: dict[str, int]
-    """The number of times each row is there."""
+    """How often each row is in the table."""
     in_files: list[str]
     on_the_way: list[str]
 
@@ -50,7 +50,7 @@ async def kept(objects: FragileStore, table: TableOfRows, folder: Path) -> Kept:
 
 
 def each_once(count: int) -> Kept:
-    """Rows 0 to `count`, with nothing still on the way."""
+    """Each of `count` rows once, with nothing left on the way."""
     wanted = [f"r:{number}" for number in range(count)]
     return Kept(dict.fromkeys(wanted, 1), sorted(wanted), [])
 
@@ -113,7 +113,9 @@ def test_any_sequence_of_deaths_loses_and_doubles_nothing(
 
 
 async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> None:
-    """Two at a time, as when a pod is being replaced: one is a whole pass ahead at each step."""
+    """Two run at a time, as when a pod is being replaced: one is a whole pass ahead at each
+    step.
+    """
     objects, tables = FragileStore(), TableOfRows()
     await put(objects, [row(0), row(1)], "a")
 
@@ -134,8 +136,8 @@ async def test_another_archive_goes_on_with_what_one_began(tmp_path: Path) -> No
 
 
 async def test_archive_that_is_overtaken_while_it_reads_shortens_no_file(tmp_path: Path) -> None:
-    """The first object in a pass is read after another process has archived and removed all of
-    it.
+    """The first object in a pass is read after another process has archived and removed all
+    objects.
     """
     table, count = TableOfRows(), 3 * CALLS
 

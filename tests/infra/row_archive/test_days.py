@@ -85,7 +85,7 @@ async def test_days_that_a_table_has_lost_come_back() -> None:
 
 
 async def test_day_of_which_a_table_has_a_part_is_loaded_whole() -> None:
-    """It lost its rows at noon and continued; the views then drop the duplicates."""
+    """The table lost its rows at noon and continued; the views then drop the duplicates."""
     objects, table = FragileStore(), TableOfRows()
     await three_files(objects, TableOfRows())
     days = ArchivedDays(objects, "rows")

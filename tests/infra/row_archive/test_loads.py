@@ -1,4 +1,6 @@
-"""The archive loads the same rows into BigQuery that insertAll writes, down to the last report."""
+"""The archive loads the same rows into BigQuery that insertAll writes, with the same reports as a
+result.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ DIRECT, ARCHIVED = "direct", "archived"
 
 
 class Both(NamedTuple):
-    """Two data sets that got the same rows in two different ways."""
+    """Two datasets that got the same rows in two different ways."""
 
     client: bigquery.Client
     endpoint: str
@@ -128,7 +130,7 @@ def test_file_is_loaded_once_by_its_name(both: Both, tmp_path: Path) -> None:
 
 
 def test_file_that_was_loaded_in_a_region_is_left_alone(both: Both, tmp_path: Path) -> None:
-    """The process that started the load died before it learned of its completion."""
+    """The process that started the load died before it learned that the load had completed."""
     name = f"north_{uuid.uuid4().hex[:8]}"
     dataset = bigquery.Dataset(f"{both.client.project}.{name}")
     dataset.location = "europe-west4"

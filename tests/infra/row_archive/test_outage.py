@@ -35,7 +35,7 @@ pytestmark = [pytest.mark.anyio, pytest.mark.slow(about_s=60)]
 DAY_S = 86_400
 PODS = ("api-1", "api-2", "worker-1", "worker-2", "worker-3")
 GENERATIONS = 6
-"""How often each pod is replaced during the day: every four hours."""
+"""How often each pod is replaced during the day, which is every four hours."""
 ROWS = 240
 """Rows per pod."""
 
@@ -171,7 +171,7 @@ async def test_no_row_is_lost_in_a_day_without_bigquery(
 async def test_without_the_archive_they_are_gone_with_their_pods(
     bigquery: BigQueryProcess, tmp_path: Path
 ) -> None:
-    """Without the archive, the rows of pods that ended during the day are lost for good."""
+    """Without the archive, the rows of pods that exited during the day are lost for good."""
     project = f"p-{uuid.uuid4().hex[:12]}"
     settings = settings_of(bigquery, project, "")
     traffic = await day_without(bigquery, settings, tmp_path)

@@ -81,7 +81,7 @@ def test_process_says_what_waits_and_ends_when_asked(tmp_path: Path) -> None:
 
 
 def test_table_that_fails_keeps_no_other_waiting(tmp_path: Path) -> None:
-    """Here, the path for its files is a file instead of a folder."""
+    """Here, the path for the table's files is a file instead of a folder."""
     (tmp_path / "archive").mkdir()
     (tmp_path / "archive/rows").write_text("in the way")
     port = free_port()
