@@ -232,6 +232,8 @@ class Predictions:
             InputTooLarge: its document is larger than DOCUMENT_MAX_BYTES.
             KeyReused: the Idempotency-Key was used with a different request.
             Overloaded: the prediction store is full.
+            PredictionIdTaken: its ID comes from an Idempotency-Key whose result was deleted
+                recently.
         """
         is_kept = await self._store.keep(
             prediction.record,
@@ -242,9 +244,7 @@ class Predictions:
             keep_s=self._keep_s if keep_s is None else keep_s,
         )
         if not is_kept:
-            existing = await self.read(prediction.tenant, prediction.id)
-            if existing.prediction.digest != prediction.digest:
-                raise KeyReused
+            await self._find_equal(prediction)
 
     async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
         """Reads a prediction of this tenant.
@@ -578,6 +578,12 @@ class Predictions:
         try:
             existing = await self.read(prediction.tenant, prediction.id)
         except NotFound as error:
+            if _GENERATED_ID.fullmatch(prediction.id):
+                raise PredictionIdTaken(
+                    "Idempotency-Key: the result of its request was deleted recently; use another "
+                    "key",
+                    field="idempotency-key",
+                ) from error
             raise PredictionIdTaken(
                 f"{prediction.id} is the ID of a prediction that was deleted recently; use "
                 "another ID",

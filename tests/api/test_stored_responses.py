@@ -200,6 +200,21 @@ async def test_a_repeated_request_is_the_same_response(api: ApiUnderTest) -> Non
     assert len(api.worker.jobs) == 1
 
 
+async def test_a_deleted_response_is_not_created_again_with_its_key(
+    api: ApiUnderTest, redis_url: str
+) -> None:
+    key = {"idempotency-key": "once"}
+    made = (await api.http.post(RESPONSES, json=asked(), headers=key)).json()["id"]
+    await api.openai().responses.delete(made)
+    with redis.Redis.from_url(redis_url) as forgetful:  # forgets the response to replay
+        forgetful.delete(*forgetful.keys("*answers*"))
+    again = await api.http.post(RESPONSES, json=asked(store=True), headers=key)
+    assert again.status_code == 400, again.text
+    error = again.json()["error"]
+    assert error["param"] == "idempotency-key"
+    assert "was deleted recently; use another key" in error["message"]
+
+
 async def test_another_tenant_can_neither_read_nor_refer_to_it(
     redis_url: str, tmp_path: Path
 ) -> None:

@@ -35,8 +35,9 @@ class _Edit(NamedTuple):
 def promote(path: Path, name: str) -> None:
     """Sets a model's revision and source to its canary's, and removes the canary.
 
-    ConfigurationError: the file doesn't have the model, the model has no canary, or its entry is on
-        a single line.
+    Raises:
+        ConfigurationError: the file doesn't have the model, the model has no canary, or its entry
+            is on a single line.
     """
     from shared.models.catalog_file import read_catalog
 

@@ -165,8 +165,8 @@ def too_long(tokens: int, limit: int) -> ContextLengthExceeded:
 def open_tokenizer(folder: Path, *, lower_case: bool = False) -> Tokenizer:
     """Opens a folder's tokenizer.json, set to neither truncate nor pad.
 
-    ConfigurationError: it is missing or broken.
-        ConfigurationError: there is none, or it is broken.
+    Raises:
+        ConfigurationError: it is missing or broken.
     """
     path = folder / "tokenizer.json"
     try:
