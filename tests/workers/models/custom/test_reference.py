@@ -347,7 +347,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Inputs by URL": {
-        "Files of classes, an image": (
+        "Files for custom classes, an image": (
             "api/test_inputs_by_url.py::test_an_image_is_fetched_for_an_edit",
             "api/test_inputs_by_url.py::test_an_image_is_fetched_for_openais_edits",
             "api/test_inputs_by_url.py::test_what_is_no_such_file_is_refused",
@@ -410,7 +410,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "api/test_partial_output.py::test_output_before_a_failure_stays_and_costs_nothing",
             "api/test_partial_output.py::test_files_before_a_failure_stay_until_it_is_deleted",
         ),
-        "Output JSON above 1 MiB": (
+        "Output JSON over 1 MiB": (
             "api/test_large_json.py::test_a_large_output_is_in_the_prediction",
             "api/test_large_json.py::test_an_answer_that_waited_has_a_large_output",
         ),
@@ -421,7 +421,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "a `Secret` in an output": (
             "test_rows.py::test_secrets_are_no_outputs_and_dates_and_booleans_of_numpy_are",
         ),
-        "integers above 64 bits": (
+        "integers over 64 bits": (
             "test_forms.py::test_an_error_ends_its_prediction_and_not_the_model",
         ),
         "numpy's booleans and dates": (
@@ -597,7 +597,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "test_confinement.py::test_a_process_of_the_same_user_cant_read_the_environment",
             "test_apart.py::test_an_output_is_read_as_the_class_sees_it",
         ),
-        "It can't end other processes": (
+        "It can't kill other processes": (
             "api/test_hostile_classes.py::test_each_ends_alone_in_a_clear_error",
         ),
         "`/tmp` is private": (
