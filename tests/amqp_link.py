@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a RabbitMQ that loses chosen answers, goes silent, or hangs up."""
+"""A TCP proxy in front of RabbitMQ that drops chosen responses, goes silent, or hangs up."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ QOS_OK, CONSUME_OK, CONFIRMATION = (60, 11), (60, 21), (60, 80)
 
 
 class AmqpLink:
-    """A port that leads to a broker on this machine. A context manager."""
+    """A port that leads to a broker on this machine. Used as a context manager."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -34,7 +34,7 @@ class AmqpLink:
 
     @property
     def lost_all(self) -> bool:
-        """True if every answer due to be lost has been lost."""
+        """True if every response chosen to be dropped has been dropped."""
         return not self._to_lose
 
     async def __aenter__(self) -> Self:
@@ -50,7 +50,7 @@ class AmqpLink:
         self.cut()
 
     def lose(self, method: Method) -> None:
-        """Loses the next answer of this kind from the broker."""
+        """Drops the broker's next response of this kind."""
         self._to_lose.append(method)
 
     def fall_silent(self) -> None:
@@ -106,6 +106,6 @@ class AmqpLink:
         await self._keep_open(sink)
 
     async def _keep_open(self, sink: asyncio.StreamWriter) -> None:
-        """Silence has no end that the other side could notice."""
+        """Keeps a silent connection open, because the other side must not notice its end."""
         if sink in self._silent:
             await asyncio.Event().wait()

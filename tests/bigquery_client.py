@@ -22,7 +22,7 @@ def connected(endpoint: str, project: str) -> Iterator[bigquery.Client]:
 
 
 def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any, ...]]:
-    """The result of a query, run the way users run it."""
+    """A query's result, run the way users run it."""
     job_config = bigquery.QueryJobConfig(**config) if config else None
     return [
         row.values()

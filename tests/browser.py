@@ -17,7 +17,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Chromium until the end of the context. Use it only for pages of this project."""
+    """Chromium until the end of the context. Use it only for this project's pages."""
     with sync_playwright() as playwright:
         # The sandbox needs rights that containers lack.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -27,11 +27,11 @@ def running_browser() -> Iterator[Browser]:
 
 @asynccontextmanager
 async def opened_page(url: str, *, ignored: str = "-", **context: Any) -> AsyncIterator[Page]:
-    """A page of ours, for tests with an event loop. The browser must not report errors about it.
+    """One of our pages, for tests with an event loop. The browser must not report errors about it.
 
     Args:
-        ignored: part of the errors that the test causes.
-        context: options of the browser context.
+        ignored: part of the errors caused by the test.
+        context: options for the browser context.
     """
     told: list[str] = []
     async with async_playwright() as playwright:

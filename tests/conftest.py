@@ -92,10 +92,10 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 
 
 def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
-    """The name of a test's bytes parameter: its length. None leaves other values to pytest.
+    """Returns a bytes parameter's length as its id. None leaves other values to pytest.
 
-    Two processes collect the tests and must arrive at the same names. Packed bytes contain the
-    second in which they were packed.
+    Two processes collect the tests and must get the same names. Packed bytes contain the second in
+    which they were packed.
     """
     return f"{argname}-{len(val)}-bytes" if isinstance(val, bytes) else None
 
@@ -118,10 +118,10 @@ def anyio_backend() -> str:
 
 @pytest.fixture(scope="session")
 async def _one_event_loop(anyio_backend: str) -> AsyncIterator[None]:
-    """Keeps one event loop for all tests of a process, as in a process of ours.
+    """Keeps one event loop for all tests in a process, as in one of our processes.
 
-    gRPC's poller serves all loops of a process: it would pass unfinished work of a closed loop to
-    the next test, as "Event loop is closed".
+    gRPC's poller serves all of a process's loops: a closed loop's pending work would fail the next
+    test with "Event loop is closed".
     """
     yield  # noqa: PT022  what follows a yield keeps the loop
 
@@ -135,16 +135,16 @@ def _no_settings_from_outside(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(autouse=True)
 def _patient_redis(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Redis may be slow on a busy machine; a test about its slowness sets its own limit."""
+    """Redis may be slow on a busy machine; a test about slow Redis sets its own limit."""
     for kind in (LimitStore, ResultCache, RecordsRedis, IdempotencyStore, KeyRedis):
         monkeypatch.setitem(kind.__init__.__kwdefaults__ or {}, "timeout_s", REDIS_LIMIT_S)
 
 
 @pytest.fixture(scope="session")
 def artifacts_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Folder in which workers keep their choice of backend, for all processes of this run.
+    """Folder in which workers store their choice of backend, for all processes in this run.
 
-    The first process measures, for some ten seconds; others need not.
+    The first process spends about ten seconds measuring; the others need not.
     """
     folder = tmp_path_factory.getbasetemp()
     return (folder.parent if "PYTEST_XDIST_WORKER" in os.environ else folder) / "artifacts"
@@ -159,12 +159,12 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture
 def redis_url(redis_server: RedisServer) -> str:
-    """An empty Redis; a test that stops or pauses a server must start a separate one."""
+    """An empty Redis; a test that stops or pauses a server must start its own."""
     return emptied(redis_server)
 
 
 def emptied(server: RedisServer) -> str:
-    """Empties a Redis and returns its URL; if the server has ended, fails the test with the end of
+    """Empties a Redis and returns its URL; if the server has died, fails the test with the end of
     its log.
     """
     if not server.is_running:
@@ -176,7 +176,9 @@ def emptied(server: RedisServer) -> str:
 
 @pytest.fixture(scope="session")
 def pubsub_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """HOST:PORT of an embedded Pub/Sub; shared, so each test names its own project or topics."""
+    """HOST:PORT of an embedded Pub/Sub. It is shared, so each test uses its own project or
+    topics.
+    """
     port = free_port()
     command = [sys.executable, "-m", "pubsub_emulator", "--port", str(port)]
     with _running("pubsub", command, port, tmp_path_factory.mktemp("pubsub")):
@@ -193,7 +195,7 @@ def collector() -> "Iterator[Collector]":
 
 @pytest.fixture
 def kept() -> "Iterator[KeptSpans]":
-    """The spans that this process creates during the test."""
+    """The spans this process creates during the test."""
     from tests.kept_spans import keeping_spans
 
     with keeping_spans() as spans:
@@ -202,7 +204,7 @@ def kept() -> "Iterator[KeptSpans]":
 
 @pytest.fixture(scope="session")
 def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RabbitServer]:
-    """A RabbitMQ from this machine's packages; shared, so each test names its own project."""
+    """A RabbitMQ from this machine's packages. It is shared, so each test uses its own project."""
     needs_rabbitmq()
     folder = tmp_path_factory.mktemp("rabbitmq")
     with RabbitServer(folder / "data", folder) as server:
@@ -211,7 +213,7 @@ def rabbitmq_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rabbit
 
 @pytest.fixture(scope="session")
 def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """URL of an embedded BigQuery; shared, so each test names its own project or dataset."""
+    """URL of an embedded BigQuery. It is shared, so each test uses its own project or dataset."""
     port, folder = free_port(), tmp_path_factory.mktemp("bigquery")
     command = [
         sys.executable,

@@ -6,7 +6,7 @@ from tests.record_stores import RecordStores
 
 
 async def delete_ended(stores: RecordStores, record: str, keep_s: float = 1000.0) -> bool | None:
-    """Deletes the record of a finished prediction. A broker may deliver its job for `keep_s`.
+    """Deletes a finished prediction's record. A broker may deliver its job for `keep_s`.
 
     Returns:
         True if it was deleted. False if it has changed since it was read.

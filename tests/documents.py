@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 
 
 def pdf_file(objects: Sequence[bytes], trailer: bytes = b"") -> bytes:
-    """A PDF of these objects, the first of which is its catalog."""
+    """A PDF with these objects, the first of which is its catalog."""
     out, places = b"%PDF-1.7\n", []
     for number, one in enumerate(objects, 1):
         places.append(len(out))
@@ -52,7 +52,8 @@ def pages_pdf(
     Args:
         contents: one content stream per page, as PDF objects.
         things: objects that pages may draw, by name.
-        is_shared: True if every page may draw all of them. False if each has one, in order.
+        is_shared: True if every page may draw all of the objects. False if each page has one, in
+            order.
     """
     named = list((things or {}).items())
     font = b"<</Type/Font/Subtype/Type1/BaseFont/Helvetica/Encoding/WinAnsiEncoding>>"
@@ -76,13 +77,13 @@ def pages_pdf(
 
 
 def shown(text: str, x: float, y: float, size: float) -> bytes:
-    """The operators that draw a line of ASCII."""
+    """The operators that draw a line of ASCII text."""
     escaped = re.sub(rb"([()\\])", rb"\\\1", text.encode("ascii"))
     return b"BT /F1 %g Tf 1 0 0 1 %g %g Tm (%s) Tj ET\n" % (size, x, y, escaped)
 
 
 def own_lines() -> list[str]:
-    """Lines of prose from this repository's documentation, without its markup."""
+    """Lines of prose from this repository's documentation, without the markup."""
     lines = []
     for file in sorted((ROOT / "docs").rglob("*.md")):
         text = file.read_text(encoding="utf-8").encode("ascii", "ignore").decode()
@@ -106,7 +107,7 @@ def report_pages(count: int, *, first: int = 0) -> list[list[str]]:
 
 
 def page_content(lines: Sequence[str], *, has_table: bool = False) -> bytes:
-    """The content stream of a page with a title, lines and optionally a table at its end."""
+    """A page's content stream with a title, lines and optionally a table at the end."""
     title, *rest = lines
     drawn = [shown(title, LEFT_PT, TOP_PT, TITLE_PT)]
     y: float = TOP_PT - 2.5 * LEADING_PT
@@ -117,7 +118,7 @@ def page_content(lines: Sequence[str], *, has_table: bool = False) -> bytes:
 
 
 def _table(top: float) -> bytes:
-    """A table with lines around its cells."""
+    """Returns the operators that draw a table with ruled cells."""
     width, height, drawn = 150, 24, []
     for row in range(len(TABLE) + 1):
         y = top - row * height
@@ -174,7 +175,7 @@ def images_of(pdf: bytes, *, dpi: int = 150) -> list[Image.Image]:
 
 
 def image_file(images: Sequence[Image.Image], kind: str) -> bytes:
-    """An image file: several images make a TIFF."""
+    """An image file. Several images make a TIFF."""
     file = io.BytesIO()
     first, *rest = [image.convert("RGB") for image in images]
     more = {"save_all": True, "append_images": rest} if rest else {}
@@ -188,7 +189,7 @@ def _image(width: int, height: int, data: bytes) -> bytes:
 
 
 def _zeros(size: int) -> bytes:
-    """`size` zero bytes, deflated (RFC 1951): the same block of a MiB, repeated."""
+    """`size` zero bytes, deflated (RFC 1951): the same 1 MiB block, repeated."""
     packer = zlib.compressobj(9, wbits=-zlib.MAX_WBITS)
     block = packer.compress(bytes(1 << 20)) + packer.flush(zlib.Z_FULL_FLUSH)
     return b"\x78\xda" + block * (size >> 20) + b"\x03\0" + bytes(4)
@@ -199,7 +200,7 @@ def _packed(entries: bytes, packed: bytes) -> bytes:
 
 
 def hostile_files() -> dict[str, tuple[bytes, str]]:
-    """Files that must be rejected, each with part of its error message."""
+    """Files that must be rejected, each with part of the expected error message."""
     text = shown("fine", 72, 700, 12)
     draw = stream(b"", b"q 612 0 0 792 0 0 cm /Bad Do Q")
     image = b"/Type/XObject/Subtype/Image/ColorSpace/DeviceGray/BitsPerComponent 8"
@@ -272,7 +273,7 @@ def hostile_files() -> dict[str, tuple[bytes, str]]:
 
 
 def _png_head(width: int, height: int) -> bytes:
-    """A PNG with a header that declares its size, and few bytes of data."""
+    """A PNG with a header that declares its size, and a few bytes of data."""
 
     def chunk(kind: bytes, data: bytes) -> bytes:
         check = zlib.crc32(kind + data).to_bytes(4, "big")

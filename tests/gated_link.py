@@ -1,4 +1,4 @@
-"""Counts the round trips that a caller waits for: a proxy that holds back requests."""
+"""Counts the round trips that a caller waits for, using a proxy that holds back requests."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class GatedLink:
-    """A TCP proxy. While `gate` is closed, requests wait, and answers pass."""
+    """A TCP proxy. While `gate` is closed, requests wait, and responses pass."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -63,7 +63,7 @@ class GatedLink:
         self.pass_on()
 
     async def trips(self, answer: Awaitable[T]) -> tuple[int, T]:
-        """The number of round trips until there is an answer, and the answer."""
+        """The number of round trips until there is a result, and the result."""
         self.close()
         trips = 0
         answering = asyncio.ensure_future(answer)
@@ -81,7 +81,7 @@ class GatedLink:
 
 @asynccontextmanager
 async def gated(target_port: int) -> AsyncIterator[tuple[GatedLink, int]]:
-    """A link to a port of this machine, and the port of its other end."""
+    """A link to a port on this machine, and the port at its other end."""
     link = GatedLink(target_port)
     async with await asyncio.start_server(link.serve, "127.0.0.1", 0) as server:
         yield link, server.sockets[0].getsockname()[1]

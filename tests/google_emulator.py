@@ -20,18 +20,18 @@ SDK_ROOTS = (
     "/snap/google-cloud-cli/current",
     "~/google-cloud-sdk",
 )
-"""The paths that packages and installers use. Otherwise `gcloud` in PATH finds it."""
+"""Paths used by packages and installers. If none exists, `gcloud` on PATH is used to find it."""
 JAR = "platform/pubsub-emulator/lib/cloud-pubsub-emulator-*.jar"
 
 
 def find_emulator(jar: str | None = None) -> list[str] | None:
-    """Returns the command that starts the emulator, without its options.
+    """Returns the command that starts the emulator, without options.
 
     Args:
         jar: path of the emulator's JAR, if known.
 
     Returns:
-        None if the emulator or a Java is missing.
+        None if the emulator or Java is missing.
     """
     gcloud, java = shutil.which("gcloud"), shutil.which("java")
     roots = [Path(root).expanduser() for root in SDK_ROOTS]
@@ -43,10 +43,10 @@ def find_emulator(jar: str | None = None) -> list[str] | None:
 
 @contextmanager
 def running_emulator(command: list[str], log_dir: Path) -> Iterator[str]:
-    """Runs it. Yields `host:port`.
+    """Runs the emulator. Yields `host:port`.
 
     Raises:
-        it did not start.
+        RuntimeError: the emulator did not start.
     """
     port = free_port()
     with Process(

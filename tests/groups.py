@@ -1,5 +1,5 @@
-"""Groups of tests that stay together on one worker of pytest-xdist, because they share resources
-that take long to start, and the order in which groups begin.
+"""Groups of tests that stay together on one pytest-xdist worker, because they share resources that
+take long to start, and the order in which groups start.
 """
 
 from collections import defaultdict
@@ -30,13 +30,13 @@ OF_BROKERS = frozenset(
         "tests/workers/functions/test_queue_depths.py",
     }
 )
-"""Files that share a RabbitMQ, or Google's emulator. Each takes many seconds to start."""
+"""Files that share a RabbitMQ or Google's emulator, each of which takes many seconds to start."""
 
 
 class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no types
     """Assigns a whole file at a time to a worker, or all files that share resources.
 
-    The marks of `--dist loadgroup` would do the same, but have no effect from pytest 9.2 on
+    The marks for `--dist loadgroup` would do the same, but have no effect in pytest 9.2 and later
     (https://github.com/pytest-dev/pytest-xdist/issues/1386).
     """
 
@@ -45,15 +45,15 @@ class GroupScheduling(LoadFileScheduling):  # type: ignore[misc]  # it has no ty
 
 
 SLOW_S, QUICK_S = 1.0, 0.1
-"""Approximate duration of a test, on a quiet machine of two cores, unless a mark specifies one:
-`pytest.mark.slow(about_s=60)`, or `pytest.mark.many(about_s=60)` of a property test with many
-examples. The mark of a test specifies the test's duration, the `pytestmark` of a file the duration
-of the whole file. It only affects the order.
+"""Approximate duration of a test on an idle machine with two cores, unless a mark specifies one:
+`pytest.mark.slow(about_s=60)`, or `pytest.mark.many(about_s=60)` on a property test with many
+examples. A test's mark specifies the test's duration, and a file's `pytestmark` specifies the whole
+file's duration. It only affects the order.
 """
 
 
 def about_s(items: Iterable[pytest.Item]) -> float:
-    """Approximate seconds that the tests take one after the other."""
+    """Approximate seconds that the tests take when run one after the other."""
     tests_s, files_s = 0.0, dict[str, float]()
     for item in items:
         marks = (*item.iter_markers_with_node("slow"), *item.iter_markers_with_node("many"))
@@ -69,7 +69,7 @@ def about_s(items: Iterable[pytest.Item]) -> float:
 
 
 def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
-    """Sorts tests: the longest groups first, so that no worker is left alone with one.
+    """Sorts tests by group, longest first, so that no worker is left with a long one at the end.
 
     Tests in a group keep their order.
     """
@@ -81,7 +81,7 @@ def longest_first(items: Iterable[pytest.Item]) -> list[pytest.Item]:
 
 
 def group_of(nodeid: str) -> str:
-    """The file of a test, or the name of the group that shares resources with it."""
+    """A test's file, or the name of the group that shares resources with it."""
     file = nodeid.partition("::")[0]
     if file in OF_BROKERS:
         return BROKERS

@@ -1,4 +1,4 @@
-"""Progressive JPEGs with many scans: small files that are a lot of work for a decoder."""
+"""Progressive JPEGs with many scans: small files that are a lot of work to decode."""
 
 from __future__ import annotations
 
@@ -9,14 +9,15 @@ from PIL import Image
 
 _SCAN = re.compile(rb"\xff\xda.*?(?=\xff[^\x00\xd0-\xd7])", re.DOTALL)
 RESERVED_MARKER = b"\xff\x02\xff\xff"
-"""Followed by a length, as in a segment. libjpeg knows no such segment."""
+"""Followed by a length, as in a segment. libjpeg does not know this kind of segment."""
 
 
 def repeat_scans(side: int, scans: int) -> bytes:
     """Returns a gray JPEG of `side` x `side` pixels whose last scan is repeated `scans` times.
 
-    The last scan of Pillow's script refines all coefficients but the first of each block. In an
-    image of one color they are zero, so the scan has about 40 bytes, however large the image is.
+    The last scan in Pillow's script refines all of each block's coefficients except the first. In a
+    single-color image they are zero, so the scan has about 40 bytes, no matter how large the image
+    is.
     """
     buffer = io.BytesIO()
     Image.new("L", (side, side), 128).save(buffer, "JPEG", progressive=True)
@@ -26,7 +27,7 @@ def repeat_scans(side: int, scans: int) -> bytes:
 
 
 def hide_scans(side: int, scans: int) -> bytes:
-    """Returns a file as from `repeat_scans`, with repeated scans that look like a segment's bytes.
+    """Like `repeat_scans`, but with repeated scans that look like a segment's bytes.
 
     The scan before them has restart intervals and a reserved marker. libjpeg drops the marker when
     it looks for the next restart, and decodes the bytes after it.

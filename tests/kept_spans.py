@@ -1,4 +1,4 @@
-"""A tracer in memory: keeps every span of a sampled trace, and the traces that begin here."""
+"""An in-memory tracer: keeps every span in a sampled trace, and the traces that begin here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from shared.tracing.spans import STAGE, Attributes, Kind, TraceContext, install
 
 @dataclass
 class KeptSpan:
-    """An open or ended span. Times are Unix time."""
+    """An open or finished span. Times are Unix time."""
 
     name: str
     kind: Kind
@@ -61,18 +61,18 @@ class KeptSpans:
         return context, span
 
     def of(self, stage: str) -> list[KeptSpan]:
-        """The ended spans of one stage."""
+        """Returns the finished spans for one stage."""
         return [span for span in self.spans if span.ended_s and span.stage == stage]
 
     def the(self, stage: str) -> KeptSpan:
-        """The only span of a stage."""
+        """Returns the only span that a stage has."""
         (found,) = self.of(stage)
         return found
 
 
 @contextmanager
 def keeping_spans() -> Iterator[KeptSpans]:
-    """Keeps the spans of this process during the block."""
+    """Keeps this process's spans during the block."""
     kept = KeptSpans()
     install(kept)
     try:

@@ -1,4 +1,4 @@
-"""API keys of tests: a file with one key per tenant, each known by a name."""
+"""API keys for tests: a file with one key per tenant, each known by a name."""
 
 import hashlib
 from collections.abc import Mapping, Sequence
@@ -23,7 +23,7 @@ SALT = bytes(16)
 
 
 def key_for(name: str) -> str:
-    """The key that tests call `name`; it is always the same."""
+    """The key that tests call `name`, which is always the same."""
     return _key(name).text
 
 
@@ -39,12 +39,12 @@ def keys_url(
     keys: Sequence[StoredKey] = (),
     **tenant_of: str,
 ) -> str:
-    """Writes a file of keys, and returns its URL for PENSTOCK_KEYS_URL.
+    """Writes a key file, and returns its URL for PENSTOCK_KEYS_URL.
 
     Args:
         tenants: the plan of each tenant.
-        keys: more keys, created with `stored`.
-        tenant_of: the tenant of each key, by key name.
+        keys: additional keys, created with `stored`.
+        tenant_of: each key's tenant, by key name.
     """
     document = Document(
         plans=dict(plans or {}),

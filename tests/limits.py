@@ -1,9 +1,9 @@
-"""How long tests wait for expected events. A limit only ends a test that hangs and never decides a
-result: the event itself ends the wait.
+"""How long tests wait for expected events. A limit only ends a test that hangs and never affects a
+result, because the event itself ends the wait.
 
-Each is at least ten times as long as a quiet machine of two cores takes. On a slower machine,
-PENSTOCK_TEST_PATIENCE=3, for example, stretches all of them at once. A test whose subject is a
-deadline of the product has a fake clock or large ratios.
+Each is at least ten times the time needed on an idle machine with two cores. On a slower machine,
+PENSTOCK_TEST_PATIENCE=3, for example, multiplies all of them. A test about one of the product's
+deadlines uses a fake clock or large ratios.
 """
 
 import os
@@ -11,14 +11,12 @@ import os
 PATIENCE = float(os.environ.get("PENSTOCK_TEST_PATIENCE", "1"))
 
 WAIT_LIMIT_S = 180.0 * PATIENCE
-"""Seconds for an answer, a message, a row, or the end of a short program: usually less than one, a
-few at most.
+"""Seconds to wait for a response, a message, a row, or the end of a short program: usually less
+than one, a few at most.
 """
 START_LIMIT_S = 240.0 * PATIENCE
-"""Seconds until a process or a stack is ready or gone: usually one, or 20 if models are loaded.
-"""
+"""Seconds until a process or a stack is ready or gone: usually one, or 20 if models are loaded."""
 REDIS_LIMIT_S = 10.0 * PATIENCE
-"""Default limit for one round trip to Redis in a process of ours: usually a millisecond.
-"""
+"""Default limit for one round trip to Redis in one of our processes: usually a millisecond."""
 TEST_LIMIT_S = 900.0 * PATIENCE
 """Seconds for one test with its fixtures, including shared ones: usually less than a minute."""

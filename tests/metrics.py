@@ -1,8 +1,8 @@
-"""Reads the metrics of this process."""
+"""Reads this process's metrics."""
 
 from prometheus_client import REGISTRY
 
 
 def metric(name: str, **labels: str) -> float:
-    """The value of a sample; 0 if it was never set."""
+    """A sample's value, or 0 if it was never set."""
     return REGISTRY.get_sample_value(name, labels) or 0.0

@@ -1,4 +1,4 @@
-"""A collector: accepts OTLP over HTTP, and keeps the bytes and the spans that they decode to."""
+"""A collector that accepts OTLP over HTTP, and keeps the bytes and the decoded spans."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ReceivedSpan:
     end_ns: int
     attributes: dict[str, Value]
     links: list[tuple[str, str]]
-    """(trace id, span id) of each link."""
+    """Each link's (trace id, span id)."""
     is_error: bool
     trace_state: str
     resource: dict[str, Value]
@@ -70,7 +70,7 @@ class Collector:
             ]
 
     def stages(self, trace_id: str, wanted: set[str]) -> dict[str, ReceivedSpan]:
-        """The spans of a trace by stage, once all of `wanted` have arrived."""
+        """A trace's spans by stage, once all the `wanted` stages have arrived."""
         self.until(lambda: {span.stage for span in self.of_trace(trace_id)} >= wanted)
         return {span.stage: span for span in self.of_trace(trace_id)}
 
@@ -95,7 +95,7 @@ def running_collector() -> Iterator[Collector]:
             self.wfile.write(answer)
 
         def log_message(self, *words: object) -> None:
-            """Discards the message, to keep the output of tests clean."""
+            """Discards the message, to keep the test output clean."""
 
     with ThreadingHTTPServer(("127.0.0.1", 0), Take) as server:
         server.daemon_threads = True

@@ -1,4 +1,4 @@
-"""The stores in the Redis that has the records, for tests that play API and worker at once."""
+"""The stores in the Redis that has the records, for tests that act as both API and worker."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.limits import REDIS_LIMIT_S
 
 
 class RecordStores:
-    """All of them: an async context manager that opens and closes their connection."""
+    """All the stores: an async context manager that opens and closes their connection."""
 
     def __init__(
         self,

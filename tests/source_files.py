@@ -1,4 +1,5 @@
-"""The files in the repository, without git: a build has no `.git`, and may not have git.
+"""The files in the repository, without using git, because a build has no `.git` and may not have
+git.
 
 `python -m tests.source_files` prints them with a NUL after each, for xargs.
 """
@@ -14,13 +15,13 @@ from typing import TypeAlias
 from pathspec import GitIgnoreSpec
 
 Rules: TypeAlias = tuple[tuple[Path, GitIgnoreSpec], ...]
-"""The `.gitignore` files above a file, outermost first, each with its folder."""
+"""The `.gitignore` files in the folders above a file, outermost first, each with its folder."""
 
 
 def source_files(root: Path = Path()) -> list[Path]:
     """Returns what `git ls-files --cached --others --exclude-standard` lists, relative to `root`.
 
-    It returns the files that no `.gitignore` below `root` excludes, in git's order.
+    The result has the files that no `.gitignore` below `root` excludes, in git's order.
     """
     return sorted((path.relative_to(root) for path in _below(root, ())), key=os.fsencode)
 

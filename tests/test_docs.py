@@ -69,7 +69,7 @@ def test_anchors_of_links_exist(document: Path) -> None:
 
 @cache
 def read_anchors(page: Path) -> frozenset[str]:
-    """Returns a page's anchors as GitHub creates them: from its headings, and each `<a id>`."""
+    """Returns a page's anchors as GitHub creates them: from its headings and each `<a id>`."""
     text = page.read_text()
     anchors = re.findall(r'<a id="([^"]+)">', text)
     prose = re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
@@ -153,9 +153,9 @@ def test_decisions_that_are_named_have_a_page(folder: str) -> None:
 
 
 def homes(document: Path) -> list[Path]:
-    """The folders to which a document's paths and modules are relative.
+    """The folders that a document's paths and modules are relative to.
 
-    It returns its distribution, the repository, and its own folder for relative links.
+    They are its distribution, the repository, and the document's own folder for relative links.
     """
     is_member = document.parts[0] == "emulators" and len(document.parts) > 2
     distribution = [ROOT.joinpath(*document.parts[:2])] if is_member else []
@@ -230,7 +230,7 @@ def leads_to(file: Path) -> set[str]:
 
 
 def links(document: Path) -> Iterator[str]:
-    """The relative links and images of a document, without their anchors."""
+    """A document's relative links and images, without their anchors."""
     text = (ROOT / document).read_text()
     for link in re.findall(r'(?:\]\(|<img src=")([^)"\s]+)[)"]', text):
         if not re.match(r"[a-z]+:", link) and (path := link.partition("#")[0]):

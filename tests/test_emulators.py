@@ -14,7 +14,7 @@ SERVERS = {"pubsub": "pubsub_emulator", "bigquery": "bigquery_emulator"}
 
 
 def imported(folder: Path) -> set[str]:
-    """The modules that the files in a folder import."""
+    """The modules imported by the files in a folder."""
     return {
         module
         for file in folder.rglob("*.py")

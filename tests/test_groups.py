@@ -1,4 +1,4 @@
-"""Tests that share resources with a long start-up run on one worker of pytest-xdist."""
+"""Tests that share resources with a long startup run on one pytest-xdist worker."""
 
 import re
 import subprocess

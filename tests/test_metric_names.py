@@ -12,7 +12,7 @@ KINDS = ("Counter", "Gauge", "Histogram")
 
 @cache
 def metrics() -> list[tuple[str, str]]:
-    """(kind, name) of every metric that the source declares."""
+    """Each metric declared in the source, as (kind, name)."""
     found = []
     for folder in ("api", "shared", "workers", "infra"):
         for path in (ROOT / folder).rglob("*.py"):

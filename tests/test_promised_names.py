@@ -1,6 +1,6 @@
 """Routes, settings, metrics and reports that users rely on still exist, or CHANGELOG.md names them.
 
-`promised_names.json` lists them. Add new names when they are released. Commands and their
+They are listed in `promised_names.json`. Add new names when they are released. Commands and their
 options are in tests/infra/commands.json.
 """
 
@@ -25,7 +25,7 @@ PROMISED: dict[str, list[str]] = json.loads(
 
 
 def list_routes() -> set[str]:
-    """Returns method and path of every endpoint in the OpenAPI document."""
+    """Returns the method and path of every endpoint in the OpenAPI document."""
     nothing: Any = nullcontext()
     catalog = read_catalog(ROOT / "models.yaml")
     app = create_app(settings.ApiSettings(), catalog, nothing, nothing, nothing)
@@ -37,7 +37,7 @@ def list_routes() -> set[str]:
 
 
 def list_settings() -> set[str]:
-    """Returns the environment variables of all settings."""
+    """Returns the environment variables for all settings."""
     names = set[str]()
     for kind in vars(settings).values():
         if isinstance(kind, type) and issubclass(kind, settings.Settings):

@@ -1,4 +1,4 @@
-"""BigQuery subscriptions of the embedded Pub/Sub write into the embedded BigQuery."""
+"""The embedded Pub/Sub's BigQuery subscriptions write to the embedded BigQuery."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Export:
     async def rows(
         self, sql: str, is_enough: Callable[[list[tuple[Any, ...]]], bool]
     ) -> list[tuple[Any, ...]]:
-        """The result of a query, once it is sufficient."""
+        """A query's result, once it has enough rows."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 result = await asyncio.to_thread(lambda: self.server.client().query(sql).result())

@@ -33,7 +33,7 @@ TREE = {
 
 
 def of_git(folder: Path) -> list[Path]:
-    """The files that git knows, and the untracked files that it does not ignore."""
+    """The files that git tracks, and the untracked files that it does not ignore."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     found = subprocess.run(
         command, cwd=folder, capture_output=True, timeout=WAIT_LIMIT_S, check=True
@@ -63,7 +63,7 @@ def test_list_is_that_of_git() -> None:
 
 
 def test_nothing_else_asks_git_for_the_list() -> None:
-    """`gcloud builds submit` leaves `.git` out, so the tests of a build would fail."""
+    """`gcloud builds submit` leaves `.git` out, so a build's tests would fail."""
     asking = {
         path
         for path in source_files(ROOT)
@@ -75,7 +75,7 @@ def test_nothing_else_asks_git_for_the_list() -> None:
 
 
 def test_build_gets_the_rules_too() -> None:
-    """gcloud's own default leaves `.gitignore` out of the upload."""
+    """By default, gcloud leaves `.gitignore` out of the upload."""
     lines = (ROOT / ".gcloudignore").read_text(encoding="utf-8").splitlines()
     assert {".git", "#!include:.gitignore"} <= set(lines)
     nested = (ROOT / "infra/terraform/.gitignore").read_text(encoding="utf-8").splitlines()

@@ -1,4 +1,4 @@
-"""A quick test that uses too much CPU time fails in CI, and is only listed elsewhere."""
+"""A quick test that uses too much CPU time fails in CI, and is merely listed elsewhere."""
 
 import os
 import subprocess
@@ -136,7 +136,7 @@ def test_the_makefile_names_the_tiers() -> None:
 
 @pytest.mark.slow(about_s=10)
 def test_collecting_quick_tests_imports_no_model_library() -> None:
-    """Each process of a quick run would import them: torch and transformers take 3.8 s of CPU
+    """Each process in a quick run would import them: torch and transformers take 3.8 s of CPU
     time.
     """
     program = f"""

@@ -1,4 +1,4 @@
-"""Each thing has one name: replaced words don't come back."""
+"""Each thing has one name, and replaced words don't come back."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ GIVEN_UP = {
     r"\b(Queue|Report)Place\b": "QueuePosition, ReportDataset",
     r"\b(MOST|LEAST|LONGEST|SHORTEST)_[A-Z]": "MAX_, MIN_",
 }
-"""Patterns of words, and their replacements."""
+"""Patterns for words that were given up, and their replacements."""
 
 ELSEWHERE = re.compile(
     r"""(?i:x[-_]penstock[-_]lane) | ["`/ ,]lane["`,\\] | attributes\.lane | labels\.lane
@@ -43,7 +43,7 @@ ELSEWHERE = re.compile(
 """Names on the wire, in metrics and settings, which must stay, and captions that a model knows."""
 
 EMPTY_NAMES = {"found", "given", "made", "what", "whose"}
-"""They show that there is a value, but not which."""
+"""Names that show that there is a value, but not which one."""
 
 
 @cache

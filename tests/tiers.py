@@ -1,10 +1,10 @@
 """Keeps the quick tests quick, and lists the skipped tests by reason.
 
-A test is quick unless its file, or the test, has the mark `slow`. Quick tests that use more than
-QUICK_LIMIT_S of CPU time are listed at the end of a run. They fail it only in CI, where the
-variable `CI` is set: on another machine the same test may take longer. Neither the clock nor the
-load counts. Time spent in a shared fixture does not count, because any test might have been the
-first to use it.
+A test is quick unless its file, or the test itself, is marked `slow`. Quick tests that use more
+than QUICK_LIMIT_S of CPU time are listed at the end of a run. They fail the run only in CI, where
+the variable `CI` is set, because the same test may take longer on another machine. Neither
+wall-clock time nor load counts. Time spent in a shared fixture does not count, because any test
+might have been the first to use it.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from hypothesis import settings
 from tests.limits import PATIENCE
 
 QUICK_LIMIT_S = 5.0 * PATIENCE
-"""CPU seconds of a quick test and the programs that it starts."""
+"""CPU seconds that a quick test and the programs it starts may use."""
 QUICK_EXAMPLES = 15
-"""Examples of each property test in the quick tier."""
+"""Number of examples for each property test in the quick tier."""
 QUICK, SLOW = "not slow", "slow or hypothesis"
-"""The tiers, as `-m` of `make test` and `make test-slow`."""
+"""The tiers, as the `-m` expressions of `make test` and `make test-slow`."""
 MAX_NAMED_FILES = 25
-"""The number of tests named at the end of a run."""
+"""Maximum number of tests named at the end of a run."""
 _ALL_SLOW = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)
 _TOOK = "took_s"
 
@@ -38,9 +38,10 @@ Timed = Generator[None, Any, Any]
 
 
 def examples(usual: int) -> int:
-    """The number of examples for a Hypothesis test that would usually take another number than 100.
+    """The number of examples for a Hypothesis test that would usually try a number other than 100.
 
-    The profile decides how many examples 100 stands for: 15 in the quick tier (tests/conftest.py).
+    The profile determines how many examples 100 stands for: 15 in the quick tier
+    (tests/conftest.py).
     """
     return max(1, usual * settings().max_examples // 100)
 
@@ -51,7 +52,7 @@ def has_none_of(expression: str, path: Path) -> bool:
     import it.
 
     A third of the files are slow as a whole, and import torch and other large libraries. Otherwise
-    each process of a run would import them.
+    each process in a run would import them.
     """
     if expression not in (QUICK, SLOW):
         return False
@@ -67,7 +68,9 @@ def has_none_of(expression: str, path: Path) -> bool:
 
 
 def used_cpu_s() -> float:
-    """CPU seconds of this process and its children. A child counts once it has been waited for."""
+    """CPU seconds used by this process and its children. A child counts once it has been waited
+    for.
+    """
     used = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in used)
 
@@ -81,8 +84,8 @@ def _takes_many_examples(item: pytest.Item) -> bool:
 class QuickTests:
     """A pytest plugin that measures the CPU time of quick tests.
 
-    Workers of pytest-xdist measure; the process that starts them collects. Without workers one
-    process does both.
+    The pytest-xdist workers measure, and the process that starts them collects. Without workers,
+    one process does both.
 
     Args:
         limit_s: CPU seconds above which a test is listed.
@@ -124,7 +127,7 @@ class QuickTests:
             item.user_properties.append((_TOOK, own_s))
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Gets the times of a test with its last report, even from another process."""
+        """Gets a test's times along with its last report, even from another process."""
         self._files_s[report.nodeid.partition("::")[0]] += report.duration
         if report.when == "teardown":
             took_s = sum(float(str(s)) for name, s in report.user_properties if name == _TOOK)
@@ -132,7 +135,7 @@ class QuickTests:
 
     @property
     def too_slow(self) -> dict[str, float]:
-        """The tests above the limit with their CPU seconds, slowest first."""
+        """The tests over the limit with their CPU seconds, slowest first."""
         found = {name: s for name, s in self._took_s.items() if s > self._limit_s}
         return dict(sorted(found.items(), key=lambda one: -one[1]))
 

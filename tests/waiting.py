@@ -1,4 +1,4 @@
-"""Waits for conditions without an event in the product."""
+"""Waits for conditions for which the product has no event."""
 
 import asyncio
 import time
@@ -11,10 +11,10 @@ _PAUSE_S = 0.001
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    """Returns once `holds()`. The code that makes it true must run on the same event loop.
+    """Returns once `holds()` is true. The code that makes it true must run on the same event loop.
 
-    That usually takes a few of its turns. Longer waits depend on a timer or on another process, and
-    turns without end would take the core that this one needs.
+    That usually takes a few loop iterations. Longer waits depend on a timer or on another process,
+    and spinning would take a core away from that process.
     """
     turns_until_s = time.perf_counter() + _TURNS_S
     async with asyncio.timeout(WAIT_LIMIT_S):

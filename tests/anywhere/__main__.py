@@ -1,8 +1,10 @@
-"""`python -m tests.anywhere [ENVIRONMENT...]`: tries the commands of the README on other machines.
+"""`python -m tests.anywhere [ENVIRONMENT...]`: tries the README's commands on other kinds of
+machines.
 
 Each environment is a copy of this tree in which setup, `make demo`, `make up` with one request, and
-tests run in its conditions: as another user, in another folder, behind a proxy, without parts of
-the kernel. `--list` names all. Prints a table, and fails if a step failed.
+tests run under particular conditions: as a different user, in a different folder, behind a proxy,
+without parts of the kernel. `--list` names all environments. Prints a table, and fails if a step
+failed.
 """
 
 from __future__ import annotations
@@ -42,7 +44,7 @@ LAUNCHER = Path("tests/anywhere/launcher.py")
 STEP_LIMIT_S = 7200.0
 LAST_LINES = 40
 DELETIONS = 8
-"""At the same time."""
+"""Number of concurrent deletions."""
 STEPS = ("demo", "up", "test")
 
 
@@ -59,7 +61,7 @@ class Result:
 
 
 def copy_tree(machine: Machine) -> None:
-    """Copies the sources of this tree, and its history if git is there, to the machine's folder."""
+    """Copies this tree's sources, and its history if git is there, to the machine's folder."""
     folder = machine.folder
     if (ROOT / ".git").exists() and shutil.which("git") and not folder.exists():
         clone = ["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)]
@@ -80,7 +82,7 @@ def copy_tree(machine: Machine) -> None:
 
 
 def variables_of(machine: Machine, caches: Path, *, is_setup: bool) -> dict[str, str]:
-    """The whole environment of a step, as a new shell of the machine's user has it."""
+    """A step's whole environment, as a new shell would have it for the machine's user."""
     variables = dict(usual_variables()) | machine.variables
     if machine.home is not None:
         variables["HOME"] = str(machine.home)
@@ -97,7 +99,7 @@ def variables_of(machine: Machine, caches: Path, *, is_setup: bool) -> dict[str,
 
 
 class Run:
-    """One environment: its machine, and its steps, which it runs one after the other."""
+    """One environment: its machine, and its steps, which run one after the other."""
 
     def __init__(self, name: str, machine: Machine, caches: Path) -> None:
         self._name = name
@@ -105,9 +107,9 @@ class Run:
         self._caches = caches
 
     def run_all(self, steps: Sequence[str], tests: str) -> Iterator[Result]:
-        """Copies the tree and sets it up, if it is a copy, then yields the result of each step.
+        """Copies the tree and sets it up, if it is a copy, then yields each step's result.
 
-        A failed setup ends it.
+        Stops if setup fails.
         """
         if self._machine.folder != ROOT:
             caches = self._caches / str(self._machine.user)
@@ -153,7 +155,7 @@ class Run:
 
 
 def children_cpu_s() -> float:
-    """CPU seconds of all processes that this one has waited for, and of theirs."""
+    """CPU seconds used by all processes that this one has waited for, and by their children."""
     used = resource.getrusage(resource.RUSAGE_CHILDREN)
     return used.ru_utime + used.ru_stime
 
@@ -176,7 +178,7 @@ def remove_tree(folder: Path) -> None:
     """Deletes as much of a folder as it can.
 
     A virtual environment has 60,000 files, and each deletion may wait for the disk, so threads
-    delete them side by side.
+    delete them in parallel.
     """
     with ThreadPoolExecutor(DELETIONS) as threads:
         for parent, _, names in os.walk(folder):
@@ -188,7 +190,7 @@ def remove_tree(folder: Path) -> None:
 def chosen_environments(
     names: Sequence[str], conditions: str | None
 ) -> list[tuple[str, Sequence[str]]]:
-    """The environments by name, or one of these conditions."""
+    """The environments with these names, or one with these conditions."""
     if conditions is not None:
         return [("chosen", [name for name in conditions.split(",") if name])]
     return [(name, ENVIRONMENTS[name]) for name in names or ENVIRONMENTS]
@@ -216,7 +218,7 @@ def arguments_of(words: Sequence[str] | None) -> argparse.Namespace:
 
 
 def try_all(given: argparse.Namespace, base: Path) -> list[Result]:
-    """Runs every chosen environment, and prints each result as it comes."""
+    """Runs every chosen environment, and prints each result as it arrives."""
     results = []
     for name, conditions in chosen_environments(given.environments, given.conditions):
         print(f"{name}: {', '.join(conditions) or 'root'}", flush=True)

@@ -1,4 +1,4 @@
-"""The conditions of a machine, and the environments that combine them."""
+"""A machine's conditions, and the environments that combine them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPEN_FILES = 1024
 BUSY_LOOPS = 4
 COMPILERS = ("cc", "gcc", "g++", "c++", "clang", "clang++", "ld", "as", "rustc", "cargo", "cmake")
 DEAD_PROXY = "http://127.0.0.1:9"
-"""Port 9, discard, has no server on any machine of today."""
+"""Port 9, discard, has no server on any machine these days."""
 PROXY_VARIABLES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "http_proxy", "https_proxy")
 NO_PROXY_VARIABLES = ("NO_PROXY", "no_proxy", "no_grpc_proxy")
 
@@ -30,12 +30,12 @@ class Machine:
 
     Attributes:
         base: folder for everything that an environment needs.
-        home: value of `HOME`, or None if the variable is missing.
-        variables: environment variables of all steps.
-        step_variables: environment variables of all steps but `make setup`.
-        options: options of the launcher for all steps.
-        step_options: options of the launcher for all steps but `make setup`.
-        busy_loops: number of processes that compute next to the steps, on the same cores.
+        home: value of `HOME`, or None if the variable is not set.
+        variables: environment variables for all steps.
+        step_variables: environment variables for all steps except `make setup`.
+        options: launcher options for all steps.
+        step_options: launcher options for all steps except `make setup`.
+        busy_loops: number of processes that compute alongside the steps, on the same cores.
         is_in_memory: True if the clone is on a separate, in-memory file system.
     """
 
@@ -102,7 +102,7 @@ def remove_shared_memory(machine: Machine) -> None:
 
 
 def refuse(*features: str) -> Callable[[Machine], None]:
-    """Refuses the system calls of these features, as `refuses` of the launcher names them."""
+    """Blocks these features' system calls, named as in the launcher's `refuses`."""
 
     def add(machine: Machine) -> None:
         machine.options["refuses"] = [*machine.options.get("refuses", ()), *features]
@@ -136,7 +136,7 @@ def set_variables_of_others(machine: Machine) -> None:
 
 
 def remove_compilers(machine: Machine) -> None:
-    """Leaves every program in PATH but compilers."""
+    """Leaves every program in PATH except compilers."""
     programs = machine.base / "programs"
     programs.mkdir(exist_ok=True)
     for folder in machine.variables["PATH"].split(":"):
@@ -184,7 +184,7 @@ CONDITIONS: Mapping[str, Callable[[Machine], None]] = {
     "one-core": use_one_core,
     "busy": add_busy_loops,
 }
-"""Functions that put a machine into a condition, by its name."""
+"""Functions that each put a machine into a condition, by the condition's name."""
 ENVIRONMENTS: Mapping[str, Sequence[str]] = {
     "root": (),
     "laptop": ("user", "spaces", "proxy", "umask", "locale"),
@@ -198,14 +198,14 @@ ENVIRONMENTS: Mapping[str, Sequence[str]] = {
     "other-projects": ("user", "read-only-home", "no-compiler", "others", "no-ipv6"),
     "busy-core": ("user", "one-core", "busy"),
 }
-"""Conditions of each environment. All clones are below the folder for temporary files."""
+"""Each environment's conditions. All clones are below the folder for temporary files."""
 
 
 def prepare_machine(base: Path, conditions: Sequence[str]) -> Machine:
     """Returns a machine in these conditions. Its folders exist and belong to its user.
 
     Raises:
-        CannotRestrict: this machine can't be put into one of them.
+        CannotRestrict: this machine can't be put into one of the conditions.
     """
     home = base / "home"
     path = os.environ.get("PATH", "/usr/bin:/bin")
@@ -228,9 +228,10 @@ def prepare_machine(base: Path, conditions: Sequence[str]) -> Machine:
 
 
 def copy_compiled_code(home: Path) -> None:
-    """Copies the SQL analyzer's machine code into a home, where another clone would have left it.
+    """Copies the SQL analyzer's machine code into a home, where a different clone would have left
+    it.
 
-    Compiling it takes 42 CPU s. Environments without a writable home compile it.
+    Compiling it takes 42 s of CPU time. Environments without a writable home compile it.
     """
     own_cache = Path(os.environ.get("HOME", "/missing"), ".cache")
     cache = Path(os.environ.get("XDG_CACHE_HOME", own_cache), "wasmtime")
@@ -240,19 +241,19 @@ def copy_compiled_code(home: Path) -> None:
 
 
 def is_reachable(folder: Path) -> bool:
-    """Returns whether any user may use the programs of a folder."""
+    """Returns whether any user may use a folder's programs."""
     return folder.is_dir() and all(place.stat().st_mode & 1 for place in (folder, *folder.parents))
 
 
 def usual_variables() -> Iterator[tuple[str, str]]:
-    """The variables of this process that a shell of another user has too: indexes, certificates."""
+    """This process's variables that another user's shell would have too: indexes, certificates."""
     for name, value in os.environ.items():
         if name.startswith(("PIP_", "UV_", "SSL_")) and name != "UV_CACHE_DIR":
             yield name, value
 
 
 def cache_variables(base: Path) -> dict[str, str]:
-    """Folders for what installers download, shared by the environments of one user."""
+    """Folders for what installers download, shared by one user's environments."""
     return {"UV_CACHE_DIR": str(base / "uv"), "PIP_CACHE_DIR": str(base / "pip")}
 
 

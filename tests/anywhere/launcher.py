@@ -1,7 +1,7 @@
 """`python launcher.py OPTIONS COMMAND...`: becomes a command on a machine that lacks something.
 
-Only the standard library of any Python 3.11 is needed. OPTIONS are a JSON object, see `LIMITS`.
-Exits with SKIPPED and one line if this machine can't be restricted in that way.
+Needs only the standard library of any Python 3.11. OPTIONS is a JSON object; see `LIMITS`. Exits
+with SKIPPED and prints one line if this machine can't be restricted in that way.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 SKIPPED = 77
-"""Exit status of a check that can't be made, as in Automake."""
+"""Exit status of a check that can't be run, as in Automake."""
 OWN_DEVICES = ("null", "zero", "full", "random", "urandom", "tty", "ptmx", "pts", "fd")
 _LIBC = ctypes.CDLL(None, use_errno=True)
 _NEW_MOUNTS, _NEW_USER, _NEW_NETWORK = 0x0002_0000, 0x1000_0000, 0x4000_0000
@@ -48,7 +48,7 @@ class CannotRestrict(Exception):
 
 
 def check(status: int, what: str) -> None:
-    """Raises CannotRestrict if a call of the C library failed."""
+    """Raises CannotRestrict if a C library call failed."""
     if status:
         raise CannotRestrict(f"{what}: {os.strerror(ctypes.get_errno())}")
 
@@ -61,7 +61,7 @@ def mount(source: str, target: Path, kind: str = "", flags: int = 0, options: st
 
 
 def enter_mounts() -> None:
-    """Enters a mount namespace. Without root, it takes a user namespace too."""
+    """Enters a mount namespace. Without root, this also requires a user namespace."""
     if os.geteuid():
         user, group = os.getuid(), os.getgid()
         check(_LIBC.unshare(_NEW_USER | _NEW_MOUNTS), "user namespace")
@@ -99,13 +99,13 @@ def hide_processes() -> None:
 
 
 def make_read_only(folder: str) -> None:
-    """Lets nobody, root included, write below a folder."""
+    """Prevents all users, including root, from writing below a folder."""
     mount(folder, Path(folder), flags=_BIND)
     mount("none", Path(folder), flags=_REMOUNT | _BIND | _READ_ONLY)
 
 
 def take_ports(ports: Sequence[int]) -> None:
-    """Enters a network that has nothing but this machine, in which these ports are taken."""
+    """Enters a network that contains only this machine and in which these ports are taken."""
     check(_LIBC.unshare(_NEW_NETWORK), "network namespace")
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asked:
         request = struct.pack("16sh22x", b"lo", 0)
@@ -133,10 +133,10 @@ class _Program(ctypes.Structure):
 
 
 def refusals(names: Sequence[str]) -> list[tuple[int, int, int, int]]:
-    """The system calls to refuse: number, error, and how the first argument must be.
+    """The system calls to block: number, error, and what the first argument must be.
 
-    That is (number, error, 0, 0) for any argument, (…, _JUMP_IF_SET, bits) and
-    (…, _JUMP_IF_EQUAL, value).
+    That is (number, error, 0, 0) for any argument, (…, _JUMP_IF_SET, bits) and (…, _JUMP_IF_EQUAL,
+    value).
     """
     calls = _CALLS.get(platform.machine())
     if calls is None:
@@ -155,7 +155,7 @@ def refusals(names: Sequence[str]) -> list[tuple[int, int, int, int]]:
 
 
 def refuse_calls(names: Sequence[str]) -> None:
-    """Refuses system calls, as a kernel without these features does (seccomp(2))."""
+    """Blocks system calls, as a kernel without these features does (seccomp(2))."""
     code = []
     for number, error, test, value in refusals(names):
         code.append((_LOAD_WORD, 0, 0, _NUMBER_AT))
@@ -175,7 +175,7 @@ def refuse_calls(names: Sequence[str]) -> None:
 
 
 def limit_files(count: int) -> None:
-    """Sets both limits of open files."""
+    """Sets both limits on open files."""
     resource.setrlimit(resource.RLIMIT_NOFILE, (count, count))
 
 
@@ -185,7 +185,7 @@ def set_umask(mask: int) -> None:
 
 
 def become(user: int) -> None:
-    """Becomes a user without rights and without groups."""
+    """Becomes a user without privileges or groups."""
     if os.geteuid() == 0:
         os.setgroups([])
         os.setgid(user)
@@ -193,12 +193,12 @@ def become(user: int) -> None:
 
 
 def mount_memory(folder: str) -> None:
-    """Mounts a file system in memory at a folder. It ends with the mount namespace."""
+    """Mounts an in-memory file system at a folder. It disappears with the mount namespace."""
     mount("tmpfs", Path(folder), "tmpfs", options="size=6g,mode=1777")
 
 
 def unmount(folder: str) -> None:
-    """Takes a file system away, also if a program still uses it."""
+    """Unmounts a file system, even if a program is still using it."""
     check(_LIBC.umount2(folder.encode(), _DETACH), f"unmount {folder}")
 
 

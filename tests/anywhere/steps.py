@@ -1,6 +1,6 @@
 """`python steps.py up`: starts `make up`, sends one request, and stops it again.
 
-It runs in the clone with the clone's interpreter, and needs nothing but the standard library.
+It runs in the clone with the clone's interpreter, and needs only the standard library.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ BODY = {"model": "all-MiniLM-L6-v2", "input": "a cat on a mat"}
 
 
 def free_ports() -> dict[str, int]:
-    """Free ports by the options of `penstock up`. The 20 after `health` are free too, probably."""
+    """Free ports, by `penstock up` option. The 20 ports after `health` are probably free too."""
     with tempfile.TemporaryFile() as _:
         sockets = [socket.socket() for _ in (*PORTS, "health")]
         for one in sockets:
@@ -38,7 +38,7 @@ def free_ports() -> dict[str, int]:
 
 
 def ask(port: int) -> tuple[int, bytes]:
-    """Sends one request. Returns status 0 if nothing listens."""
+    """Sends one request. Returns status 0 if nothing is listening."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=60)
     try:
         headers = {"content-type": "application/json"}
@@ -52,7 +52,7 @@ def ask(port: int) -> tuple[int, bytes]:
 
 
 def run_up(log: Path) -> str:
-    """Runs `make up` until one request was answered. Returns what went wrong, or nothing."""
+    """Runs `make up` until one request has succeeded. Returns what went wrong, or ""."""
     ports = free_ports()
     arguments = " ".join(f"--{name}-port {port}" for name, port in ports.items())
     with log.open("wb") as output:

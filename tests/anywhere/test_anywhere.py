@@ -1,4 +1,4 @@
-"""The commands of the README run in a folder with spaces, behind a proxy, as another user."""
+"""The README's commands run in a folder with spaces, behind a proxy, as a different user."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def test_a_restriction_holds(options: dict[str, object], code: str, expected: st
 
 
 def test_custom_classes_are_served_without_landlock_and_namespaces() -> None:
-    """As in gVisor or an old kernel."""
+    """Landlock and namespaces are missing in gVisor, for example, or in an old kernel."""
     places = [
         f"tests/workers/models/custom/test_{name}.py" for name in ("confinement", "scratch", "view")
     ]

@@ -23,14 +23,14 @@ SECONDS = 4.0
 RECEIVERS = 40
 MODEL = read_catalog(MODELS_FILE).default("embedding")
 GUARANTEED_ITEMS = MODEL.max_in_flight * RESERVE / 2
-"""Items guaranteed to one of two tenants while the other one's items fill the room."""
+"""Items guaranteed to one of two tenants while the other's items fill the room."""
 RATIO, FLOOR_MS = 30.0, 500.0
 """Limits that leave slack for other work on the machine. Before tenants took turns, the ratio was a
 hundred times as large, or the quiet tenant waited forever.
 """
 MAX_ROUNDS = 3
-"""Other work may start between the measurement alone and the one with the bad tenant. A real fault
-shows in every round.
+"""Other work may start between the measurement of the quiet tenant on its own and the one alongside
+the bad tenant. A real fault shows up in every round.
 """
 
 
@@ -41,7 +41,7 @@ def stack() -> Iterator[Stack]:
 
 
 def limit_ms(found: Beside) -> float:
-    """The bound on the median next to the bad tenant, derived from the preceding run alone."""
+    """The limit on the median alongside the bad tenant, derived only from the preceding run."""
     alone_ms = float(np.median(found.alone.took_ms))
     return max(RATIO * alone_ms, alone_ms + FLOOR_MS) + max(found.batch_ms, found.unit_ms)
 
@@ -49,8 +49,8 @@ def limit_ms(found: Beside) -> float:
 def has_asked_too_much(found: Beside, surface: Surface) -> bool:
     """True if the quiet tenant, at its fixed pace, may have reached a documented limit itself.
 
-    If the machine is slow, its requests may take as long as `limit_ms` allows, and then more of
-    them are in flight than the limit permits.
+    If the machine is slow, its requests may take as long as `limit_ms` allows, in which case more
+    of them are in flight than the limit permits.
     """
     bound = MAX_OF_ONE_TENANT if surface.name == "reports" else GUARANTEED_ITEMS
     return max(found.beside.took_ms) >= bound * surface.every_s * 1e3

@@ -1,7 +1,7 @@
-"""A model is as busy far from its broker as near it, and the death of a full worker stays cheap.
+"""A model is as busy far from its broker as near it, and a full worker's death stays cheap.
 
-Judged by ratios of runs in turn. The model only sleeps and the load is light, so that other work on
-the machine changes all of them alike.
+This is judged by the ratios of alternating runs. The model only sleeps and the load is light, so
+that other work on the machine affects all runs alike.
 """
 
 from __future__ import annotations
@@ -25,7 +25,9 @@ LOAD = FarLoad("50 ms a batch of 16, 1 item", 0.05, 1, 200, max_items=16)
 TWO_BATCHES = 2 * LOAD.max_items
 LEAD_S, SECONDS = 3.0, 4.0
 MAX_ROUNDS = 10
-"""Other work on the machine can take from any run. A hand that is too small shows in all."""
+"""Other work on the machine can slow down any run. A hand that is too small shows up in all of
+them.
+"""
 KEPT, KEPT_BEFORE = 0.9, 0.8
 HELD_MAX_S = MAX_AHEAD_S + 2 * LOAD.batch_s
 Sites = tuple[BrokerSite, BrokerSite]

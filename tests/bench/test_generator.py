@@ -1,4 +1,4 @@
-"""The load generator against a real HTTP server that counts what it is sent."""
+"""The load generator against a real HTTP server that counts what it receives."""
 
 from __future__ import annotations
 
@@ -20,7 +20,9 @@ Answer = Callable[[web.Request, str], Awaitable[web.StreamResponse]]
 
 
 class Server:
-    """Answers each text as configured, and remembers the texts and how many were open at once."""
+    """Responds to each text as configured, and remembers the texts and how many requests were open
+    at once.
+    """
 
     def __init__(self, answer: Answer) -> None:
         self._answer = answer

@@ -32,7 +32,7 @@ PENSTOCK, FASTAPI, LITSERVE = (
 
 
 class Words:
-    """Texts without a tokenizer: `length number`, in the proportions of the real ones."""
+    """Texts without a tokenizer: `length number`, with lengths distributed like the real ones."""
 
     def __init__(self) -> None:
         self._count = 0

@@ -1,4 +1,4 @@
-"""A canary's results compared with the other revision's: which run, and which count."""
+"""A canary's results compared with the other revision's: which comparisons run, and which count."""
 
 import asyncio
 import io
@@ -76,7 +76,7 @@ async def compared(
     given: Input | None = None,
     rules: Canary = RULES,
 ) -> tuple[int, int, list[InferenceRequest]]:
-    """The counts for these results, and the requests that the other revision got."""
+    """The counts for these results, and the requests that the other revision received."""
     canary = Catalog((model.model_copy(update={"canary": rules}),)).canaries[model.name]
     asked: list[InferenceRequest] = []
     canary_store = CountingCanaryStore()

@@ -1,4 +1,4 @@
-"""Requests that get a canary; none is sent if nobody can judge it or do the work."""
+"""Requests that go to a canary. None does if nothing can judge it or do the work."""
 
 from collections import Counter
 from pathlib import Path
@@ -27,7 +27,7 @@ ASKED = 4000
 
 
 class FakeCanaryStore:
-    """State that a test sets. Unreachable while `is_away`."""
+    """State set by a test. Unreachable while `is_away`."""
 
     def __init__(self) -> None:
         self.is_away = False
@@ -72,7 +72,7 @@ def chosen(router: CanaryRouter, number: int, tenant: str = "t") -> bool:
 
 
 def routed(router: CanaryRouter, inputs: list[TextInput], **given: str) -> bool:
-    """True if a request goes to the canary. Without inputs its results differ each time."""
+    """True if a request goes to the canary. Without inputs, its results differ each time."""
     facts = RequestFacts(request_id="req", tenant="t", received_at_s=0.0)
     request = InferenceRequest(
         replace(facts, **given),
@@ -209,7 +209,7 @@ async def test_batch_priority_gets_its_share_too(redis_url: str, tmp_path: Path)
 async def test_repeated_prediction_goes_to_the_revision_that_is_chosen_now(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Its items have the cache keys of that revision."""
+    """Its items have that revision's cache keys."""
     topics: list[str] = []
     async with running_world(redis_url, tmp_path) as world:
         await world.until_serving()

@@ -1,4 +1,4 @@
-"""A bad revision is taken back while requests continue. None of them fails, and none is lost."""
+"""A bad revision is rolled back while requests continue. None of them fails, and none is lost."""
 
 from collections import Counter
 from pathlib import Path
@@ -14,7 +14,7 @@ MAX_ROUNDS = 200
 
 
 async def ask_until_taken_back(world: CanaryWorld) -> int:
-    """Sends requests, all of which must be answered. Returns how many were sent."""
+    """Sends requests, all of which must succeed. Returns how many were sent."""
     for sent in range(1, MAX_ROUNDS + 1):
         answers = await world.ask_many(AT_ONCE)
         assert {answer.status_code for answer in answers} == {200}
@@ -78,7 +78,7 @@ async def test_hanging_revision_leaves_the_other_one_time(redis_url: str, tmp_pa
 
 
 async def test_callers_in_a_hurry_take_no_revision_back(redis_url: str, tmp_path: Path) -> None:
-    """Half of the remaining time may be less than any revision takes."""
+    """Half of the remaining time may be less than any revision needs."""
     async with running_world(redis_url, tmp_path) as world:
         await world.until_serving()
         world.workers[CANARY.name].process.fault = "hangs"

@@ -1,4 +1,4 @@
-"""The verdict alone: when a canary is taken back, and how rarely that is wrong."""
+"""The verdict by itself: when a canary is rolled back, and how rarely that is wrong."""
 
 import random
 
@@ -95,7 +95,8 @@ def test_a_good_item_more_only_speaks_for_a_revision(seen: int, more: int, ratio
 def test_equal_revisions_are_rarely_told_apart() -> None:
     """A canary that fails as often as it may, over 2,000 items.
 
-    The verdict is asked for after each failed item: successes only count in its favor.
+    The verdict is checked only after each failed item, because successes only count in the canary's
+    favor.
     """
     drawn, taken_back = random.Random(1), 0
     for _ in range(100):

@@ -1,4 +1,4 @@
-"""Two revisions of a model side by side: the real API and real workers of both, with model
+"""Two revisions of a model side by side: the real API and real workers for both, with model
 processes that a test can break.
 """
 
@@ -119,7 +119,7 @@ class RevisionPool:
 
 @dataclass
 class RunningWorker:
-    """A worker of one revision."""
+    """A worker for one revision."""
 
     process: RevisionProcess
     task: asyncio.Task[None]
@@ -132,14 +132,14 @@ class RunningWorker:
         await asyncio.wait_for(self.task, WAIT_LIMIT_S)
 
     async def kill(self) -> None:
-        """Ends it without notifying the canary_store."""
+        """Kills the worker without notifying the canary_store."""
         self.task.cancel()
         await asyncio.gather(self.task, return_exceptions=True)
 
 
 @dataclass
 class CanaryWorld:
-    """An API and workers of both revisions."""
+    """An API, and workers for both revisions."""
 
     api: ApiUnderTest
     broker: InMemoryBroker
@@ -172,7 +172,7 @@ class CanaryWorld:
                 await asyncio.sleep(0.01)
 
     async def until_rows(self, count: int) -> None:
-        """Waits until `count` items of callers have their rows."""
+        """Waits until `count` of the callers' items have their rows."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while sum(row.tenant != COMPARISON_TENANT for row in self.rows()) < count:  # noqa: ASYNC110
                 await asyncio.sleep(0.01)
@@ -190,7 +190,7 @@ class CanaryWorld:
             assert before
 
     async def taken_back(self) -> str:
-        """The reason why it was taken back. Empty if it was not."""
+        """The reason the canary was rolled back. Empty if it was not."""
         return (await self.canary_store.state(CANARY)).taken_back
 
     def rows(self) -> list[Row]:
@@ -200,7 +200,7 @@ class CanaryWorld:
         ]
 
     async def start(self, model: Model) -> RunningWorker:
-        """Starts a worker of a revision. It runs until its own `end`, or the end of the world."""
+        """Starts a worker for a revision. It runs until its own `end`, or the end of the world."""
         process, rows, stop = RevisionProcess(), RowList(), asyncio.Event()
         running = asyncio.create_task(self._work(model, process, rows, stop))
         self.workers[model.name] = RunningWorker(process, running, stop, rows)
@@ -209,7 +209,7 @@ class CanaryWorld:
     async def _work(
         self, model: Model, process: RevisionProcess, rows: RowList, stop: asyncio.Event
     ) -> None:
-        """Runs a worker, and the next one after its death, as Kubernetes does."""
+        """Runs a worker, and another one after it dies, as Kubernetes does."""
         while not stop.is_set():
             with contextlib.suppress(ModelFailed):
                 await self._work_once(model, process, rows, stop)
@@ -242,7 +242,7 @@ class CanaryWorld:
 
 
 class NoTable:
-    """The dead-letter function writes no rows here: the other revision's worker does."""
+    """The dead-letter function writes no rows here, because the other revision's worker does."""
 
     async def write(self, rows: list[Row]) -> None:
         raise AssertionError(f"a canary's job ended in the dead letters: {rows}")
@@ -250,7 +250,7 @@ class NoTable:
 
 @asynccontextmanager
 async def _dead_letter_function(broker: InMemoryBroker, redis_url: str) -> AsyncIterator[None]:
-    """Runs the function for dead letters of the canary's workers."""
+    """Runs the function for dead letters from the canary's workers."""
 
     async def run(stores: RecordStores) -> None:
         function = DeadLetters(stores.records, stores.flow_runs, broker, NoTable(), CATALOG, "here")
@@ -271,7 +271,7 @@ async def _dead_letter_function(broker: InMemoryBroker, redis_url: str) -> Async
 
 
 def _letters(number: int) -> str:
-    """A number as a text that the models accept."""
+    """Formats a number as a text that the models accept."""
     return "".join(chr(ord("a") + int(digit)) for digit in str(number))
 
 

@@ -1,5 +1,5 @@
-"""`python -m tests.clients`: real clients, unmodified, each in its own environment, against
-the whole pipeline or a running service. Prints a table and fails if any check failed.
+"""`python -m tests.clients`: real clients, unmodified, each in its own environment, against the
+whole pipeline or a running service. Prints a table and fails if any check failed.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ TEXT_ENTRY = {
     "generation": {"context_tokens": 1024, "default_tokens": 48, "longest_tokens": 256},
 }
 DEADLINE = {"default_s": WAIT_LIMIT_S, "longest_s": max(WAIT_LIMIT_S, 300)}
-"""As long as the clients wait: none of these checks is about how long an answer takes."""
+"""As long as the clients wait, because none of these checks is about how long a response takes."""
 Row = tuple[Client, list[Outcome], float]
 
 

@@ -1,6 +1,6 @@
 """The clients to run, and their pinned versions.
 
-Requirements with hashes for pip, a package-lock for npm.
+They are pinned by requirements with hashes for pip, and by a package-lock for npm.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class Client:
 
     @property
     def version(self) -> str:
-        """The pinned version of the client."""
+        """Looks up the client's version in the file that pins it."""
         if self.language == "node":
             packages = json.loads(self.pinned.read_text())["packages"]
             return str(packages[f"node_modules/{self.package}"]["version"])

@@ -19,7 +19,7 @@ from tests.clients.clients import NODE, REQUIREMENTS, Client
 ROOT = Path("var/clients").absolute()
 INSTALL_LIMIT_S = 900.0
 PYTHON_FLOOR = "3.11"
-"""The oldest Python supported by the locks."""
+"""The oldest Python that the locks support."""
 
 
 class CannotInstall(Exception):
@@ -27,7 +27,7 @@ class CannotInstall(Exception):
 
 
 def folder_of(client: Client) -> Path:
-    """Folder of a client's environment, whether or not it exists yet."""
+    """A client's environment folder, whether or not it exists yet."""
     return ROOT / client.name
 
 
@@ -67,7 +67,7 @@ def _install_anew(client: Client) -> None:
 
 
 def command_of(client: Client) -> list[str]:
-    """Command that runs a client's checks in its environment, from the repository root."""
+    """The command that runs a client's checks in its environment, from the repository root."""
     if client.language == "python":
         return [str(folder_of(client) / "bin/python"), *module_of(client)]
     # Node looks for packages in the script's folder.
@@ -99,8 +99,8 @@ def lock(client: Client) -> None:
 
 
 def _node_of(client: Client) -> str:
-    """The node pinned with a client, if there is one for this machine, otherwise the machine's
-    own.
+    """The node pinned with a client, if there is one for this machine, otherwise the machine's own
+    node.
     """
     pinned = sorted(folder_of(client).glob("node_modules/node-*/bin/node"))
     return str(pinned[0]) if pinned else "node"
@@ -115,7 +115,7 @@ def _check_node(client: Client) -> None:
 
 
 def _stamp(client: Client) -> str:
-    """A stamp that changes with the pinned versions and with the version of Python."""
+    """A stamp that changes with the pinned versions and the Python version."""
     digest = hashlib.sha256(client.pinned.read_bytes()).hexdigest()
     return f"{digest} {platform.python_version()}"
 

@@ -43,7 +43,7 @@ NEED_GOOGLE = {
 """Tests that only Google's servers can pass, and the feature they need."""
 _RESULT = re.compile(r"^--- (PASS|FAIL|SKIP): TestIntegration_(\w+) \(([\d.]+)s\)", re.M)
 Results = dict[str, tuple[str, float]]
-"""Outcome and seconds by test."""
+"""Outcome and seconds, by test."""
 
 
 def main() -> int:

@@ -14,7 +14,7 @@ from tests.limits import TEST_LIMIT_S, WAIT_LIMIT_S
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of one check: "passed", "failed" or "skipped", with the reason."""
+    """A check's outcome: "passed", "failed" or "skipped", with the reason."""
 
     check: str
     outcome: str
@@ -48,8 +48,8 @@ class Service:
 
     @property
     def environment(self) -> dict[str, str]:
-        """A script's environment variables: this service, plus everything in our environment that
-        does not configure Penstock or a client.
+        """A script's environment variables: the ones that point it at this service, plus everything
+        in our environment that does not configure Penstock or a client.
         """
         given = {name: value for name, value in os.environ.items() if not _is_ours(name)}
         return given | {
@@ -69,7 +69,7 @@ class Service:
 def run_checks(command: Sequence[str], service: Service) -> tuple[list[Outcome], float]:
     """The outcomes of all checks in a script, and how many seconds it took.
 
-    If the script ends early, an additional outcome describes how it ended.
+    If the script exits early, an additional outcome describes how it exited.
     """
     began_s = time.monotonic()
     try:

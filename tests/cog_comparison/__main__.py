@@ -1,8 +1,8 @@
 """`python -m tests.cog_comparison FOLDER`: Cog's server and Penstock run the same classes.
 
 FOLDER has Cog projects or test scripts, such as a copy of the folders `integration-tests` and
-`examples` of https://github.com/replicate/cog. Nothing is fetched, but packages that a class asks
-for are installed. Without FOLDER, the classes of this package run.
+`examples` from https://github.com/replicate/cog. Nothing is fetched, but packages that a class
+requires are installed. Without FOLDER, this package's own classes run.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ FIXTURE_LIMIT_S = 180.0
 
 
 class Row(NamedTuple):
-    """The result for one fixture."""
+    """One fixture's result."""
 
     fixture: Fixture
     state: str
-    """right, different or skipped."""
+    """"right", "different" or "skipped"."""
     differing: Sequence[str] = ()
 
 
 def main(words: Sequence[str] | None = None) -> int:
-    """Compares, and prints a table. Returns 1 if something is different."""
+    """Compares, and prints a table. Returns 1 if anything is different."""
     parser = argparse.ArgumentParser(prog="python -m tests.cog_comparison", description=__doc__)
     parser.add_argument("folder", type=Path, nargs="?", default=OWN, metavar="FOLDER")
     parser.add_argument("--only", default="", metavar="TEXT", help="names that contain it")
@@ -73,7 +73,7 @@ async def compare_all(fixtures: Sequence[Fixture], jobs: int) -> list[Row]:
 
 
 async def compare_bounded(fixture: Fixture) -> Row:
-    """Compares one fixture within a limit of time."""
+    """Compares one fixture within a time limit."""
     if fixture.skipped:
         return Row(fixture, "skipped", [fixture.skipped])
     try:

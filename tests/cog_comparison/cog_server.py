@@ -1,4 +1,4 @@
-"""Cog's own HTTP server as the oracle: the server that `cog serve` starts in a container."""
+"""Cog's own HTTP server as the oracle, which `cog serve` starts in a container."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ START_LIMIT_S = 60.0
 PREDICT_LIMIT_S = 30.0
 POLL_S = 0.1
 STREAMING_SCHEMA = {"paths": {"/predictions": {"post": {"x-cog-streaming": True}}}}
-"""Lets the server stream. It describes no input, so the server checks none."""
+"""Lets the server stream. It describes no input, so the server doesn't check inputs."""
 
 
 class CogServer:
@@ -97,7 +97,7 @@ class CogServer:
         return f"not ready in {START_LIMIT_S:g} s"
 
     async def predict(self, request: Request) -> Outcome:
-        """Asks for one prediction over HTTP."""
+        """Sends one prediction request over HTTP and returns its outcome."""
         values = copy.deepcopy(request.values)
         for file in request.files:
             put(values, file.at, file.data_uri)
@@ -150,7 +150,7 @@ class CogServer:
         return last._replace(pieces=pieces)
 
     async def stop(self) -> None:
-        """Kills the server with all that it started."""
+        """Kills the server and everything it started."""
         await self._client.aclose()
         if self._process is not None:
             with contextlib.suppress(ProcessLookupError):
@@ -159,7 +159,7 @@ class CogServer:
 
 
 def free_port() -> int:
-    """Returns a TCP port that is free now."""
+    """Returns a TCP port that is currently free."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

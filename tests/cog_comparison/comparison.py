@@ -1,4 +1,4 @@
-"""Compares outcomes of two ways to run a class."""
+"""Compares the outcomes of two ways to run a class."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ _PREFIX = re.compile(r"^(?:(?:Async )?[Pp]rediction failed: |Generator iteration
 _TYPE = re.compile(r"^\w+(?:Error|Exception|Exit|Input): ")
 _OWN_LINES = re.compile(r"WARNING unknown input field|DeprecationWarning|^\s+\w.*deprecat")
 _NUMBER = re.compile(r"\d+")
-"""Numbers in logs are process IDs and times, which differ from one run to the next."""
+"""Numbers in logs are process IDs and times, which differ between runs."""
 _ENDED_BADLY = ("failed", "refused", "died")
 
 
 def differences(oracle: Outcome, ours: Outcome, request: Request) -> list[str]:
-    """Returns each difference as `what: oracle / ours`. An empty list: none."""
+    """Returns each difference as `what: oracle / ours`. An empty list means there are none."""
     if request.must_fail:
         if ours.status in (*_ENDED_BADLY, "not loaded"):
             return []
@@ -63,7 +63,7 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def have_equal_shape(one: Any, other: Any) -> bool:
-    """Compares outputs that differ from one run to the next: types only."""
+    """Compares outputs that differ between runs by their types only."""
     if isinstance(one, dict) and isinstance(other, dict):
         return one.keys() == other.keys() and all(have_equal_shape(one[k], other[k]) for k in one)
     return type(one) is type(other)
@@ -80,7 +80,7 @@ def _plain_error(error: str) -> str:
 
 
 def _lines(logs: str) -> set[str]:
-    """Lines that the class printed, without tracebacks and warnings of Cog."""
+    """Lines printed by the class, without Cog's tracebacks and warnings."""
     kept = logs.partition(_TRACEBACK)[0].splitlines()
     lines = (_NUMBER.sub("0", line.strip()) for line in kept if not _OWN_LINES.search(line))
     return {line for line in lines if line}

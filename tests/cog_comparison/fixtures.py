@@ -1,8 +1,8 @@
-"""Cog projects of a folder: those with a cog.yaml, and test scripts in the txtar format.
+"""A folder's Cog projects: those with a cog.yaml, and test scripts in the txtar format.
 
 A txtar file is a script, followed by files: a line `-- NAME --` and the file's lines. Inputs are
-read from the script's `cog predict` and `curl` commands or from the README. If neither names any,
-they are made up from the signature.
+read from the script's `cog predict` and `curl` commands or from the README. If neither contains
+any, they are made up from the signature.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _IMAGES = {".png": "PNG", ".jpg": "JPEG", ".jpeg": "JPEG", ".webp": "WEBP", ".bm
 
 
 class Argument(NamedTuple):
-    """An argument of `predict`: its annotation as it is written, and if it can be left out."""
+    """An argument of `predict`: its annotation as written, and whether it can be left out."""
 
     annotation: str
     is_optional: bool
@@ -44,7 +44,7 @@ class Argument(NamedTuple):
 
     @property
     def is_text(self) -> bool:
-        """True if a word is a text whatever it looks like."""
+        """True if a word is taken as text no matter what it looks like."""
         words = set(re.findall(r"\w+", self.annotation))
         return bool(words & {"str", "Secret"}) and not words & {"int", "float", "bool", "dict"}
 
@@ -55,7 +55,7 @@ class Argument(NamedTuple):
 
 
 class Signature(NamedTuple):
-    """The signature of `predict` as its source has it. Nothing is imported."""
+    """The signature of `predict`, read from the source. Nothing is imported."""
 
     arguments: Mapping[str, Argument] = {}
     streams: bool = False
@@ -71,16 +71,16 @@ class Fixture(NamedTuple):
     """FILE.py:CLASS."""
     requests: Sequence[Request] = ()
     origin: str = ""
-    """Source of the inputs: script, README or signature."""
+    """The source of the inputs: script, README or signature."""
     skipped: str = ""
-    """Why it can't run here. Empty: it can."""
+    """Why the fixture can't run here. Empty if it can."""
     environment: Mapping[str, str] = {}
     concurrency: int = 1
     streams: bool = False
 
 
 def read_fixtures(folder: Path, work: Path) -> list[Fixture]:
-    """Reads all fixtures of a folder, and unpacks test scripts below another one."""
+    """Reads all of a folder's fixtures, and unpacks its test scripts below another folder."""
     fixtures = []
     for path in sorted(folder.rglob("*.txtar")):
         script, files = split_txtar(path.read_text(encoding="utf-8", errors="surrogateescape"))
@@ -212,7 +212,7 @@ def _is_optional(default: ast.expr | None) -> bool:
 
 
 def _read_requests(script: str, folder: Path, signature: Signature) -> Iterator[Request]:
-    """Yields the inputs of the commands that are understood."""
+    """Yields the inputs from the commands that are understood."""
     for line in script.replace("\\\n", " ").splitlines():
         # If a header is refused, the input may still be valid.
         must_fail = line.startswith("! ") and " -H " not in line
@@ -232,7 +232,7 @@ def _read_requests(script: str, folder: Path, signature: Signature) -> Iterator[
 
 
 def _with_files(request: Request, signature: Signature) -> Request:
-    """Turns data URIs of file inputs into files, as the API does."""
+    """Turns file inputs' data URIs into files, as the API does."""
     values, files = dict(request.values), list(request.files)
     for name, value in request.values.items():
         argument = signature.arguments.get(name)
@@ -321,7 +321,9 @@ def _made_up(signature: Signature) -> Request:
 
 
 def _file_bytes(path: Path) -> bytes:
-    """Reads a file of a fixture. One that its test would make is an image or a text."""
+    """Reads one of a fixture's files. A file that the fixture's test would create is an image or a
+    text.
+    """
     if path.is_file():
         return path.read_bytes()
     if kind := _IMAGES.get(path.suffix.lower()):

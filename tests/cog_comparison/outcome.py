@@ -1,4 +1,4 @@
-"""The outcome of one prediction, in the same form for each way to run a class."""
+"""The outcome of one prediction, in the same form for each way of running a class."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _DATA_URI = re.compile(r"data:[\w.+-]+/[\w.+-]+(?:;[\w=.-]+)*;base64,")
 
 
 class RequestFile(NamedTuple):
-    """A file of an input: its place, its name and its bytes."""
+    """An input's file: its location, its name and its bytes."""
 
     at: list[str | int]
     name: str
@@ -31,21 +31,19 @@ class RequestFile(NamedTuple):
 
 
 class Request(NamedTuple):
-    """The input of one prediction. `values` has null in place of each file."""
+    """A prediction's input. `values` has null in place of each file."""
 
     values: dict[str, Any]
     files: Sequence[RequestFile] = ()
     must_fail: bool = False
-    """True if the fixture expects Cog to refuse this input."""
+    """True if the fixture expects Cog to reject this input."""
     context: Mapping[str, str] = MappingProxyType({})
-    """The `context` of Cog's request."""
+    """The `context` in Cog's request."""
     cancel_after_s: float | None = None
 
 
 class Outcome(NamedTuple):
-    """The outcome of a prediction. Files in outputs are `{"file": DIGEST, "bytes": N, "name":
-    NAME}`.
-    """
+    """A prediction's outcome. Files in outputs are `{"file": DIGEST, "bytes": N, "name": NAME}`."""
 
     status: str
     """succeeded, failed, canceled, refused (invalid input), not loaded, died or too late."""
@@ -57,20 +55,20 @@ class Outcome(NamedTuple):
 
 
 class ClassRunner(Protocol):
-    """A way to run the class of one folder."""
+    """A way to run a folder's class."""
 
     async def start(self) -> str:
-        """Loads and sets up the class. Returns why that failed, or an empty text."""
+        """Loads and sets up the class. Returns the reason if that failed, or an empty text."""
 
     async def predict(self, request: Request) -> Outcome:
         """Computes one prediction, and cancels it after `cancel_after_s` if that is set."""
 
     async def stop(self) -> None:
-        """Ends the processes. May be called at any time."""
+        """Stops the processes. May be called at any time."""
 
 
 def describe_file(data: bytes, name: str | None = None) -> dict[str, Any]:
-    """Returns a file of an output in the common form."""
+    """Returns an output file in the common form."""
     digest = hashlib.sha256(data).hexdigest()[:DIGEST_CHARS]
     return {"file": digest, "bytes": len(data), "name": name}
 
@@ -81,12 +79,12 @@ def is_data_uri(value: object) -> bool:
 
 
 def data_of(uri: str) -> bytes:
-    """Returns the bytes of a data URI in base64."""
+    """Returns the bytes of a base64 data URI."""
     return base64.b64decode(uri.partition(",")[2])
 
 
 def with_described_files(value: Any) -> Any:
-    """Returns an output of Cog with the common form in place of each data URI."""
+    """Returns one of Cog's outputs with the common form in place of each data URI."""
     if is_data_uri(value):
         return describe_file(data_of(value))
     if isinstance(value, dict):
@@ -97,14 +95,14 @@ def with_described_files(value: Any) -> Any:
 
 
 def put(values: Any, at: list[str | int], value: Any) -> None:
-    """Puts a value into its place in an input or an output."""
+    """Sets a value at its location in an input or an output."""
     for part in at[:-1]:
         values = values[part]
     values[at[-1]] = value
 
 
 def container_environment(python: str) -> dict[str, str]:
-    """Returns the environment of a process in a container of Cog: its Python is first in PATH."""
+    """Returns the environment of a process in a Cog container: its Python is first in PATH."""
     return {
         **os.environ,
         "PATH": f"{Path(python).parent}{os.pathsep}{os.environ.get('PATH', '')}",

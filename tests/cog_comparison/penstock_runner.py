@@ -29,18 +29,18 @@ DIED = "the process of the "
 
 
 class _Running:
-    """A prediction that was sent, and what came of it so far."""
+    """A prediction that was sent, and its results so far."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.text = ""
-        """Its pieces, as its stream has them."""
+        """The prediction's pieces, as in its stream."""
         self.texts: list[str] = []
         self.files: dict[str, bytes] = {}
-        """Files of pieces that are too large for its stream, by digest."""
+        """Files from pieces that are too large for the stream, by digest."""
         self.ended: asyncio.Future[Outcome] = loop.create_future()
 
     def resolve(self, outcome: Outcome) -> None:
-        """Ends the prediction, unless it has ended."""
+        """Finishes the prediction, unless it has already finished."""
         if not self.ended.done():
             self.ended.set_result(outcome)
 
@@ -54,7 +54,7 @@ class PenstockRunner:
         self._client: ClassClient | None = None
         self._run: asyncio.Task[None] | None = None
         self._running: dict[int, _Running] = {}
-        """By slot of the current run."""
+        """Predictions by slot in the current run."""
 
     async def start(self) -> str:
         """Loads and sets up the class."""
@@ -75,7 +75,7 @@ class PenstockRunner:
         return ""
 
     async def predict(self, request: Request) -> Outcome:
-        """Sends one prediction, and waits for its end."""
+        """Sends one prediction, and waits for it to finish."""
         assert self._client is not None, "it is started before"
         running = _Running(asyncio.get_running_loop())
         item = PreparedCustom(
@@ -115,7 +115,7 @@ class PenstockRunner:
         return self._outcome_of(running, done.outcomes[0], logs)
 
     async def _admit(self, client: ClassClient, item: PreparedCustom, running: _Running) -> int:
-        """Adds an item to the run, or begins another run with it. Returns its slot."""
+        """Adds an item to the run, or begins a new run with it. Returns its slot."""
         while self._run is not None and not self._run.done():
             if (slot := client.admit([item])) is not None:
                 self._running[slot] = running
@@ -167,14 +167,14 @@ class PenstockRunner:
         )
 
     def _pieces_of(self, running: _Running) -> Sequence[Any]:
-        """The pieces of a prediction that failed."""
+        """The pieces of a failed prediction."""
         if self._interface.streams == "text":
             return running.texts
         return [_described(one, running.files) for one in read_elements(running.text)]
 
 
 async def _keep_all() -> bool:
-    """Evicts nothing: no other model runs."""
+    """Evicts nothing, because no other model runs."""
     return False
 
 

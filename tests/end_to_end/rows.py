@@ -1,4 +1,4 @@
-"""Rows of the usage table for the end-to-end tests, once they are in BigQuery."""
+"""Rows in the usage table for the end-to-end tests, once they are in BigQuery."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Rows:
         self._dataset = dataset
 
     def query(self, sql: str, **values: Any) -> list[dict[str, Any]]:
-        """Returns the result of a query with named parameters; `{dataset}` in it stands for the
+        """Returns the result of a query with named parameters; `{dataset}` stands for the
         dataset.
         """
         kinds = {str: "STRING", int: "INT64", float: "FLOAT64"}
@@ -52,8 +52,8 @@ class Rows:
         return [dict(row) for row in result]
 
     def of(self, request_ids: Sequence[str], count: int | None = None) -> list[dict[str, Any]]:
-        """All of these requests' rows that count, oldest first, once there are `count` (default:
-        one each).
+        """All of these requests' rows that count, oldest first, once there are `count` of them
+        (default: one each).
         """
         sql = (
             "SELECT * FROM `{dataset}.rows_deduplicated` "

@@ -1,5 +1,5 @@
 """Rows and reports from the whole pipeline: every request has its row exactly once, and the report
-adds them up.
+adds up the rows.
 """
 
 import asyncio
@@ -47,7 +47,7 @@ async def test_each_of_many_requests_has_one_row(stack: Stack, rows: Rows, text:
 
 
 def test_usage_report_adds_up(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
-    """For a tenant that requests three texts, twice, and two images."""
+    """The tenant requests three texts, twice, and two images."""
     asking = client.with_options(api_key=REPORTING_KEY)
     texts = [f"{text} {number}" for number in range(3)]
     embedded = [

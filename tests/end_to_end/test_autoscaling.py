@@ -1,4 +1,4 @@
-"""The autoscaler's queries on the metrics that a running stack's processes export."""
+"""The autoscaler's queries on the metrics exported by a running stack's processes."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ LABELS = {"namespace": "penstock"}
 GAP_S = 90.0
 """Time between two scrapes, by their sample timestamps.
 
-Arrivals during all of this time are counted.
+Arrivals during the whole interval are counted.
 """
 TEXTS = 12
 
 
 class Scrapes:
-    """Scrapes the processes like a site's `scrape.yaml`, at times that the test chooses."""
+    """Scrapes the processes as a site's `scrape.yaml` would, at times that the test chooses."""
 
     def __init__(self, stack: Stack) -> None:
         self._stack = stack

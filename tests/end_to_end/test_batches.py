@@ -1,5 +1,5 @@
-"""Batches through the whole pipeline, as OpenAI's client sends them, while parts of it are
-killed.
+"""Batches through the whole pipeline, as OpenAI's client sends them, while parts of the pipeline
+are killed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ LIMIT_S = 4 * WAIT_LIMIT_S
 
 
 def created(client: openai.OpenAI, texts: list[str], **given: Any) -> Any:
-    """A batch with a line for each text."""
+    """A batch with one line per text."""
     lines = [
         {
             "custom_id": f"c{number}",
@@ -53,7 +53,7 @@ def found_lines(client: openai.OpenAI, file_id: str) -> list[dict[str, Any]]:
 
 
 def over(client: openai.OpenAI, batch: Any) -> Any:
-    """The batch once it has ended. If an API was just killed, tries again later."""
+    """The batch, once it has finished. If an API was just killed, tries again later."""
     try:
         found = client.batches.retrieve(batch.id)
     except openai.APIConnectionError:

@@ -213,7 +213,7 @@ def test_batches_and_their_files_are_listed(page: Page, client: openai.OpenAI) -
 
 
 def create(stack: Stack, body: dict[str, Any], wait: str = "wait=60") -> dict[str, Any]:
-    """A prediction, created outside the console."""
+    """A prediction created outside the console."""
     answer = httpx.post(
         f"{stack.api_url}/v1/predictions",
         json=body,

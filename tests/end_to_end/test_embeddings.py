@@ -35,15 +35,16 @@ CUT = {"truncate": "end"}
 
 
 def vectors(answer: openai.types.CreateEmbeddingResponse) -> NDArray[np.float32]:
-    """The answer's vectors, [items, dimensions], in input order."""
+    """The response's vectors, [items, dimensions], in input order."""
     assert [item.index for item in answer.data] == list(range(len(answer.data)))
     return np.array([item.embedding for item in answer.data], np.float32)
 
 
 def assert_near(ours: NDArray[np.float32], expected: Sequence[NDArray[np.float32]]) -> None:
-    """Asserts unit vectors within the catalog's tolerance, whichever backend the worker chose.
+    """Asserts unit vectors within the catalog's tolerance, no matter which backend the worker
+    chose.
 
-    tests/workers/models tests the precision of each backend: 1e-5 in fp32.
+    tests/workers/models tests each backend's precision: 1e-5 in fp32.
     """
     assert np.linalg.norm(ours, axis=1) == pytest.approx(np.ones(len(ours)), abs=1e-5)
     assert (ours * np.array(expected)).sum(axis=1).min() >= TOLERANCE
@@ -112,7 +113,7 @@ def _tokenizer() -> Tokenizer:
 def test_windows_of_a_long_text_equal_the_reference(
     client: openai.OpenAI, reference: Embed, rows: Rows, text: str
 ) -> None:
-    """docs/measurements/embeddings.md has the figures for 300 pages."""
+    """The figures for 300 pages are in docs/measurements/embeddings.md."""
     long = f"{text} {topics['formatstrings'][:8000]}"
     answer = client.embeddings.with_raw_response.create(
         model=EMBEDDER, input=long, extra_body={"chunk": {"overlap": 20}}

@@ -1,5 +1,5 @@
 """The whole pipeline when something is late, wrong or gone: errors are clear, everything else keeps
-working, and it recovers.
+working, and the pipeline recovers.
 """
 
 import asyncio
@@ -194,7 +194,7 @@ def test_readiness_fails_without_its_broker_and_heals(
 
 
 async def _first(transport: Subscriber, subscription_id: str, is_it: object) -> ReceivedMessage:
-    """A subscription's first message that `is_it` accepts; the others are acked too."""
+    """A subscription's first message that `is_it` accepts; the messages before it are acked too."""
     assert callable(is_it)
     async with (
         asyncio.timeout(WAIT_LIMIT_S),
@@ -208,7 +208,7 @@ async def _first(transport: Subscriber, subscription_id: str, is_it: object) -> 
 
 
 def _pid_on(port: int) -> int:
-    """The process that listens on `port`."""
+    """The process listening on `port`."""
     for one in psutil.net_connections("tcp"):
         if one.status == psutil.CONN_LISTEN and getattr(one.laddr, "port", 0) == port and one.pid:
             return one.pid

@@ -19,7 +19,7 @@ PATIENT = {"x-penstock-deadline-ms": "300000"}
 async def test_text_is_not_computed_after_all_that_another_tenant_sent_before(
     stack: Stack, text: str
 ) -> None:
-    """In order of arrival, it would be the last or among the last."""
+    """In order of arrival, the text would be the last or among the last."""
     async with openai.AsyncOpenAI(
         base_url=f"{stack.api_url}/v1", api_key=KEY, max_retries=0, timeout=WAIT_LIMIT_S
     ) as quiet:

@@ -1,4 +1,6 @@
-"""Images through the whole pipeline, requested with the openai client: seeded, several, redrawn."""
+"""Images through the whole pipeline, requested with the openai client: seeded, several at once,
+redrawn.
+"""
 
 import base64
 import io
@@ -23,7 +25,7 @@ MODEL = "stable-diffusion-tiny"
 
 
 def pngs(answer: ImagesResponse) -> list[bytes]:
-    """The PNG files of an answer."""
+    """The PNG files in a response."""
     found = [base64.b64decode(item.b64_json or "") for item in answer.data or []]
     assert all(data.startswith(b"\x89PNG") for data in found)
     return found
@@ -36,13 +38,13 @@ def pixels(png: bytes) -> NDArray[np.int16]:
 
 
 def seen_in(png: bytes) -> list[DetectedShape]:
-    """The figures that an image shows."""
+    """The figures shown in an image."""
     return list(read(pixels(png).astype(np.uint8)).figures)
 
 
 def test_images_show_what_was_asked_for(client: openai.OpenAI) -> None:
-    """Six seeds each: a red circle, and one of these images with the circle in blue, at the same
-    place.
+    """For six seeds each: a red circle, and one of these images redrawn with a blue circle in the
+    same place.
     """
     asked: dict[str, Any] = {"model": MODEL, "n": 6, "size": "64x64", "extra_body": {"seed": 11}}
     drawn = pngs(client.images.generate(prompt="a large red circle on a white background", **asked))
@@ -91,7 +93,7 @@ def test_seed_gives_the_same_bytes_again(client: openai.OpenAI, rows: Rows, text
 def test_image_stops_at_its_deadline_and_costs_nothing(
     client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """It would take a minute on two cores; the next image does not wait for it."""
+    """The canceled image would take a minute on two cores; the next image does not wait for it."""
     limit_ms = int(3000 * PATIENCE)
     with pytest.raises(openai.APIStatusError) as caught:
         client.images.generate(

@@ -1,4 +1,4 @@
-"""Parts that die, hang or fail while requests arrive: each request has one clear answer and one
+"""Parts that die, hang or fail while requests arrive: each request gets one clear response and one
 row, and the pipeline recovers.
 """
 
@@ -35,7 +35,7 @@ WORKER = f"worker-{EMBEDDER}"
 
 
 def ask(client: openai.OpenAI, text: str, deadline_ms: int | None = None) -> tuple[int, str, str]:
-    """Status, request id and Retry-After of the single answer to an embedding request."""
+    """Status, request id and Retry-After from the single response to an embedding request."""
     headers = {} if deadline_ms is None else {"X-Penstock-Deadline-Ms": str(deadline_ms)}
     try:
         given = client.embeddings.with_raw_response.create(
@@ -47,7 +47,7 @@ def ask(client: openai.OpenAI, text: str, deadline_ms: int | None = None) -> tup
 
 
 def ask_all(client: openai.OpenAI, texts: Sequence[str]) -> list[str]:
-    """The ids of concurrent requests, one for each text, each answered with a vector."""
+    """The ids of concurrent requests, one for each text, each of which gets a vector."""
     with ThreadPoolExecutor(16) as threads:
         given = list(threads.map(partial(ask, client), texts))
     assert [status for status, _, _ in given] == [200] * len(texts)
@@ -132,9 +132,9 @@ def test_bigquery_is_down_and_all_that_hold_rows_are_killed(
 
 
 def test_broker_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
-    """Requests that can't wait are refused and may be retried.
+    """Requests that can't wait are rejected and may be retried.
 
-    Patient requests are answered once the broker is back.
+    Patient requests succeed once the broker is back.
     """
     stack.processes[stack.broker].pause()
     try:
@@ -155,7 +155,7 @@ def test_broker_hangs(stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 
 @pytest.mark.anyio
 async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
-    """With a data directory, everything it accepted is delivered, and a waiting publish goes
+    """With a data directory, everything Pub/Sub accepted is delivered, and a waiting publish goes
     through once it is back.
     """
     port, wanted = free_port(), {f"job {number}".encode() for number in range(20)}
@@ -203,7 +203,7 @@ async def test_pubsub_is_killed_and_back(tmp_path: Path) -> None:
 def test_objects_cannot_be_stored_by_the_api(
     stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """A source image above the inline limit needs the store, but texts don't."""
+    """A source image over the inline limit needs the store, but texts don't."""
     noise = np.random.default_rng(0).integers(0, 256, (256, 256, 3), np.uint8)
     png = io.BytesIO()
     Image.fromarray(noise).save(png, "PNG")
@@ -231,7 +231,7 @@ def test_objects_cannot_be_stored_by_the_api(
 def test_objects_cannot_be_stored_by_a_worker(
     stack: Stack, client: openai.OpenAI, rows: Rows, text: str
 ) -> None:
-    """The worker holds a result above the inline limit until the store accepts it; its caller only
+    """The worker holds a result over the inline limit until the store accepts it; its caller just
     waits longer.
     """
     port = stack.ports.health[1]
@@ -254,7 +254,7 @@ def test_objects_cannot_be_stored_by_a_worker(
 
 
 def test_disk_takes_no_rows(stack: Stack, client: openai.OpenAI, rows: Rows, text: str) -> None:
-    """Jobs are acked once BigQuery has their rows; answers do not wait for that."""
+    """Jobs are acked once BigQuery has their rows; responses do not wait for that."""
     spool_dir, port = stack.state_dir / "spool" / WORKER, stack.ports.health[0]
     with replaced_by_a_file(spool_dir):
         number = iter(range(1000))

@@ -1,4 +1,6 @@
-"""The real small language model's outputs match their schemas; `bench schemas` requests 200."""
+"""The real small language model's outputs match their schemas; `bench schemas` requests 200 of
+them.
+"""
 
 from importlib.util import find_spec
 

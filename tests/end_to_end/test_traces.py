@@ -24,7 +24,7 @@ pytestmark = pytest.mark.slow
 PAINTER = "stable-diffusion-tiny"
 STAGES = {"receive", "cache", "publish", "queue", "batch", "infer", "reply"}
 MARKER = "marmalade-and-thistle"
-"""In every text in this file. It must not show up anywhere."""
+"""Included in every text in this file. It must not show up anywhere."""
 ASKED: dict[str, tuple[str, dict[str, Any]]] = {
     "embedding": (
         "/v1/embeddings",
@@ -45,7 +45,7 @@ OPERATION = {"embedding": "embeddings", "image": "generate_content"}
 
 
 class Caller:
-    """A caller that traces its work: a trace, and the span that makes the request."""
+    """A caller that traces its work: a trace, and the span for the request."""
 
     def __init__(self, flags: str = "01") -> None:
         self.trace_id, self.span_id = secrets.token_hex(16), secrets.token_hex(8)
@@ -85,7 +85,7 @@ def test_seven_spans_of_one_trace(stack: Stack, collector: Collector, asked: str
 
 
 def check_times(spans: dict[str, ReceivedSpan]) -> None:
-    """One machine has one clock, so each span falls where it belongs."""
+    """A machine has a single clock, so each span must fall where it belongs."""
     receive = spans["receive"]
     assert all(span.start_ns <= span.end_ns for span in spans.values())
     for stage in ("cache", "publish", "queue", "batch", "infer"):
@@ -143,7 +143,7 @@ def test_trace_that_its_caller_does_not_keep_is_not_exported(
 async def test_dead_letter_belongs_to_the_trace_of_its_job(
     stack: Stack, collector: Collector
 ) -> None:
-    """The worker can't read it, so the function answers it."""
+    """The worker can't read the job, so the function replies instead."""
     caller = Caller()
     attributes = {
         "schema": "0",
@@ -161,7 +161,7 @@ async def test_dead_letter_belongs_to_the_trace_of_its_job(
 
 
 def test_neither_texts_nor_keys_leave_in_spans_or_logs(stack: Stack, collector: Collector) -> None:
-    """Even if callers put them there by mistake, and in requests that fail."""
+    """This holds even if callers put them there by mistake, and for requests that fail."""
     url, key = stack.api_url, f"sk-{MARKER}-key"
     caller = Caller()
     for request in (

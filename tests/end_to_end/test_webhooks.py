@@ -1,5 +1,5 @@
 """Webhooks through the whole pipeline, verified by Replicate's client: notifications to a caller
-who does not poll.
+that does not poll.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A worker's time is in BigQuery once it has ended, and adds up to its lifetime."""
+"""A worker's time is in BigQuery once the worker has exited, and adds up to its lifetime."""
 
 import openai
 import pytest

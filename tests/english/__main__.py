@@ -1,7 +1,7 @@
 """`python -m tests.english [PATTERN|FILE|FOLDER...]`: prints what reads like a translation.
 
 `--counts` prints totals per pattern instead. `--check` fails if a file has more findings than
-baseline.json allows, or fewer: then `--lower` writes the lower counts.
+baseline.json allows, or fewer, in which case `--lower` writes the lower counts.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def main() -> int:
 
 
 def check(findings: list[Finding], baseline: Baseline) -> int:
-    """Prints where the counts and the baseline differ; returns the exit code."""
+    """Prints where the counts and the baseline differ. Returns the exit code."""
     new, fixed = new_findings(findings, baseline), fixed_counts(findings, baseline)
     instead = {pattern.name: pattern.instead for pattern in PATTERNS}
     for finding in new:

@@ -21,12 +21,12 @@ NOT_OURS = ("console/vendor", "swagger-ui-dist")
 HERE = "tests/english/"
 
 Baseline = dict[str, dict[str, int]]
-"""Per file, relative to the repository: findings per pattern."""
+"""Per file, relative to the repository: number of findings per pattern."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A sentence or name, and the pattern that it matches."""
+    """A sentence or name, and the pattern it matches."""
 
     path: str
     line: int
@@ -53,7 +53,7 @@ def _is_ours(path: str) -> bool:
 
 
 def find_in(root: Path, path: Path) -> Iterator[Finding]:
-    """Yields the findings of a file.
+    """Yields a file's findings.
 
     Args:
         path: relative to `root`.
@@ -94,13 +94,13 @@ def read_baseline() -> Baseline:
 
 
 def write_baseline(baseline: Baseline) -> None:
-    """Writes one line per file, so that changes to different files merge."""
+    """Writes one line per file, so that changes to different files can be merged."""
     lines = [f"{json.dumps(path)}: {json.dumps(counts)}" for path, counts in baseline.items()]
     BASELINE.write_text("{\n" + ",\n".join(lines) + "\n}\n", encoding="utf-8")
 
 
 def new_findings(findings: list[Finding], baseline: Baseline) -> list[Finding]:
-    """Returns the findings of each file and pattern with more of them than the baseline allows."""
+    """Returns the findings for each file and pattern that exceed the baseline."""
     counts = count(findings)
     return [
         finding
@@ -111,7 +111,7 @@ def new_findings(findings: list[Finding], baseline: Baseline) -> list[Finding]:
 
 
 def fixed_counts(findings: list[Finding], baseline: Baseline) -> list[str]:
-    """Returns the lines of the baseline that allow more than there is."""
+    """Returns the baseline lines that allow more findings than there are."""
     counts = count(findings)
     return [
         f"{path}: {pattern} {allowed}, now {now}"

@@ -48,7 +48,7 @@ VALUES = {
     "strategy",
     "composite",
 }
-"""Decorators of functions whose names are nouns."""
+"""Decorators of functions that are named with nouns."""
 MAX_DOCSTRING_WORDS = 5
 MAX_ARGUMENT_WORDS = 4
 FACT = re.compile(
@@ -62,7 +62,7 @@ Function = ast.FunctionDef | ast.AsyncFunctionDef
 
 
 def participles_of(nodes: Sequence[ast.AST], *, is_test: bool) -> Iterator[tuple[int, str]]:
-    """Yields line and name of functions that do not start with a verb, and of empty locals."""
+    """Yields the line and name of functions that do not start with a verb, and of empty locals."""
     for node in nodes:
         if isinstance(node, Function) and not is_test and _is_participle(node):
             yield node.lineno, node.name
@@ -89,7 +89,7 @@ def _decorator_name(node: ast.expr) -> str:
 
 
 def empty_docstrings_of(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yields line and text of docstrings and `Args:` lines that are short and state no fact."""
+    """Yields the line and text of docstrings and `Args:` lines that are short and state no fact."""
     for node in nodes:
         if not isinstance(node, Function | ast.ClassDef):
             continue

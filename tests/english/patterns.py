@@ -1,4 +1,4 @@
-"""Patterns of sentences that read like a translation; CONTRIBUTING.md names the common ones."""
+"""Patterns for sentences that read like a translation; CONTRIBUTING.md names the common ones."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ QUESTION = re.compile(r"\?[\"')]?$")
 
 @dataclass(frozen=True)
 class Pattern:
-    """A way to write that `search` finds in a sentence, and what to do instead."""
+    """A kind of wording that `search` finds in a sentence, and what to write instead."""
 
     name: str
     search: Callable[[Sentence], object]

@@ -1,4 +1,4 @@
-"""The sentences people read: docstrings, comments, messages of Python files, and Markdown."""
+"""The sentences people read: docstrings, comments, messages in Python files, and Markdown."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRAGMA = re.compile(r"^(noqa|type:|pragma|ruff|mypy|!|shellcheck|pylint|fmt)")
 
 @dataclass(frozen=True)
 class Sentence:
-    """One sentence, with code spans replaced by `X`, and the line its paragraph starts on."""
+    """One sentence, with code spans replaced by `X`, and the line on which its paragraph starts."""
 
     line: int
     kind: Kind
@@ -52,11 +52,11 @@ def _inline_text(kind: str, content: str) -> str:
 
 
 def python_sentences(text: str, nodes: Sequence[ast.AST], *, is_test: bool) -> Iterator[Sentence]:
-    """Yields the sentences of a module.
+    """Yields a module's sentences.
 
     Args:
-        nodes: all nodes of the module.
-        is_test: True to leave out string literals, which are often what a test sends.
+        nodes: all nodes in the module.
+        is_test: True to leave out string literals, which are often data that a test sends.
     """
     strings = [node for node in nodes if _literal(node) is not None]
     docstrings = dict(_docstrings(nodes))
@@ -69,7 +69,7 @@ def python_sentences(text: str, nodes: Sequence[ast.AST], *, is_test: bool) -> I
 
 
 def _docstrings(nodes: Sequence[ast.AST]) -> Iterator[tuple[int, str]]:
-    """Yields line and text of docstrings, and of strings below an attribute."""
+    """Yields the line and text of docstrings, and of strings below an attribute."""
     for node in nodes:
         body = getattr(node, "body", None)
         for statement in body if isinstance(body, list) else ():

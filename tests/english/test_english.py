@@ -1,4 +1,4 @@
-"""The linter of sentences: what it finds, what it leaves alone, and that counts only fall."""
+"""The sentence linter: what it finds, what it ignores, and that counts only fall."""
 
 from __future__ import annotations
 

@@ -4,7 +4,7 @@ A class whose process is killed starts over. If it yields the same pieces again,
 only the pieces it lacks; otherwise its stream ends with `stream_lost`. Readers also hang up midway
 and resume after their last event at the other instance.
 
-For the full run: `python -m tests.faults.custom_streams`.
+To run it in full: `python -m tests.faults.custom_streams`.
 """
 
 from __future__ import annotations
@@ -96,9 +96,9 @@ class CustomStream:
     prediction: str = ""
     connections: int = 0
     ended: str = ""
-    """`complete`, or the reason why it failed."""
+    """`complete`, or the reason it failed."""
     output: list[Any] | None = None
-    """The prediction's output, once it has ended."""
+    """The prediction's output, once it has finished."""
     status: str = ""
 
     def flaw(self, items: int) -> str:
@@ -148,11 +148,11 @@ class CustomFindings:
 
 
 class CustomReaders:
-    """Callers who read streams.
+    """Callers that read streams.
 
     Args:
         pause_s: average seconds between two items.
-        seed: decides when readers hang up, and which kind each stream is.
+        seed: determines when readers hang up, and which kind each stream is.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class CustomReaders:
         self.read: list[CustomStream] = []
 
     async def run(self, streams: int, goes_on: Callable[[], bool]) -> None:
-        """Reads until `streams` have been read, and as long as `goes_on` returns true."""
+        """Reads until `streams` have been read, and for as long as `goes_on` returns true."""
         timeout = aiohttp.ClientTimeout(sock_connect=5.0, sock_read=SILENCE_LIMIT_S)
         connector = aiohttp.TCPConnector(limit=2 * self._in_flight)
         async with (
@@ -207,7 +207,9 @@ class CustomReaders:
         stream.prediction = found["id"]
 
     async def _look(self, stream: CustomStream) -> None:
-        """Reads the prediction once it has ended, which an error in the stream may precede."""
+        """Reads the prediction once it has finished. An error in the stream may come before
+        that.
+        """
         while True:
             found = await self._insist("GET", f"/v1/predictions/{stream.prediction}")
             if found["status"] in ("succeeded", "failed", "canceled"):
@@ -280,7 +282,7 @@ def run(
     """Reads streams while parts are killed.
 
     Args:
-        folder: receives the state and the logs of all parts.
+        folder: receives all parts' state and logs.
         streams: minimum number of streams; readers continue until all kills are done.
         kills: number of kills, in the order of TURNS. 0: kills until all streams end.
         pause_s: average seconds between two items.

@@ -1,7 +1,7 @@
 """Runs of a three-step flow over a hundred items, while each process is killed once.
 
 Each item must appear in the result once and have one row, and the rows must add up to the cost in
-the response. For the full run: `python -m tests.faults.flows`.
+the response. To run it in full: `python -m tests.faults.flows`.
 """
 
 from __future__ import annotations
@@ -140,7 +140,9 @@ class FlowCallers:
         self.runs: list[FlowRun] = []
 
     async def run(self, goes_on: Callable[[], bool]) -> None:
-        """Creates runs as long as `goes_on` returns true, and returns when all have finished."""
+        """Creates runs for as long as `goes_on` returns true, and returns when all have
+        finished.
+        """
         timeout = aiohttp.ClientTimeout(total=20.0)
         async with (
             aiohttp.ClientSession(timeout=timeout) as self._http,
@@ -190,9 +192,9 @@ def run(
     """Creates runs until each process has been killed once.
 
     Args:
-        folder: receives the state and the logs of all parts.
+        folder: receives all parts' state and logs.
         broker: the embedded Pub/Sub, or a RabbitMQ on this machine.
-        items: number of items in the second step of each run.
+        items: number of items in each run's second step.
         say: called with a line for each kill.
     """
     served = (",".join(CLASSES), write_models(folder / "models"))

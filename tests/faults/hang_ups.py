@@ -1,7 +1,7 @@
 """Callers that hang up at random moments, on all tasks, with a nearby or distant broker.
 
-Each abandoned job must end within LIMIT_S, and callers' charges must stay equal to the rows. For
-the full run: `python -m tests.faults.hang_ups`.
+Each abandoned job must stop within LIMIT_S, and callers' charges must stay equal to the rows. To
+run it in full: `python -m tests.faults.hang_ups`.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from tests.workers.models.generation import tiny
 from workers.models.custom.checking import inspect_folder, write_interface
 
 LIMIT_S = 2.0
-"""Maximum time from a hang-up until its job ends on the worker."""
+"""Maximum time from a hang-up until its job stops on the worker."""
 FAR_S = 0.03
 """Delay in each direction to a distant broker."""
 IN_FLIGHT = 10
 SOON_S, LATE_S = 0.2, 3.0
-"""Half of the callers hang up within SOON_S, while jobs are being published, the others within
+"""Half of the callers hang up within SOON_S, while jobs are being published, and the others within
 LATE_S.
 """
 VOCABULARY, CONTEXT_TOKENS, MAX_TOKENS = 400, 2048, 1500
@@ -203,7 +203,7 @@ class HangUps:
         return {name: call for name, call in self.calls.items() if call.left_at_s}
 
     def ends_s(self) -> list[float]:
-        """Seconds from each hang-up to the end of its job, for jobs that a model had started."""
+        """Seconds from each hang-up until its job stopped, for jobs that a model had started."""
         left = self.left
         begun = [row for row in self.worker_rows if row["started_at"] is not None]
         return sorted(
@@ -222,7 +222,7 @@ class HangUps:
         )
 
     def flaws(self, limit_s: float = LIMIT_S) -> list[str]:
-        """Returns every flaw. `limit_s`: maximum time from a hang-up to the end of its job."""
+        """Returns every flaw. `limit_s`: maximum time from a hang-up until its job stops."""
         left = self.left
         late = [
             f"{self.where}: {left[row['client_request_id']].kind} {row['request_id']} "
@@ -350,11 +350,11 @@ def run(
     say: Callable[[str], None],
     seed: int = 1,
 ) -> HangUps:
-    """Lets callers hang up on all tasks and counts the outcomes.
+    """Makes callers hang up on all tasks and counts the outcomes.
 
     Args:
-        folder: receives the state and the logs of all parts.
-        hang_ups: how many callers hang up.
+        folder: receives all parts' state and logs.
+        hang_ups: number of callers that hang up.
         broker: the broker that carries the jobs.
         broker_delay_s: delay in each direction between the broker and other parts.
         say: called with lines about the run.

@@ -18,7 +18,7 @@ LIMIT_S = 5.0
 class Link:
     """A proxied port.
 
-    Its state changes only in the loop of Links. `delay_s` applies in each direction.
+    Its state changes only in Links' loop. `delay_s` applies in each direction.
     """
 
     def __init__(self, target_port: int, delay_s: float = 0.0) -> None:

@@ -1,6 +1,6 @@
 """Injects faults while traffic runs.
 
-They are drawn using a seed, in such a way that each kind occurs before any is repeated.
+They are drawn using a seed, in such a way that every kind occurs before any is repeated.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ async def inject(world: World, plan: Iterator[Fault], say: Callable[[str], None]
 
 
 def _ways(world: World, fault: Fault) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns how to start the fault and how to heal it. Healed means that the part serves
+    """Returns how to start the fault and how to heal it. Healed means that the part is serving
     again.
     """
     target, links = fault.target, world.links

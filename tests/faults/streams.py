@@ -1,4 +1,4 @@
-"""Readers of streamed texts, each of whom resumes after the last event received.
+"""Readers of streamed texts, each of which resumes after the last event it received.
 
 Meanwhile, API instances and workers are killed in turn. Afterward, each text is compared with the
 same text generated without faults.
@@ -54,7 +54,9 @@ class Stream:
     flaw: str = ""
 
     def gap_s(self, kill: Kill) -> float | None:
-        """How long the reader waited for the next event after a kill. None: it was not affected."""
+        """How long the reader waited for the next event after a kill. None: the reader was not
+        affected.
+        """
         before = [one for one in self.events if one[0] <= kill.at_s]
         after = [at_s for at_s, _ in self.events if at_s > kill.at_s]
         if not before or not after or (kill.target in APIS and before[-1][1] != kill.target):
@@ -96,7 +98,7 @@ class StreamFindings:
 
 
 class StreamReaders:
-    """Callers who read one model's texts."""
+    """Callers that read one model's texts."""
 
     def __init__(self, world: World, model: str, *, tokens: int, in_flight: int) -> None:
         self._urls = {api: world.url(api) for api in APIS}
@@ -109,7 +111,7 @@ class StreamReaders:
         self.read: list[Stream] = []
 
     async def run(self, streams: int, goes_on: Callable[[], bool]) -> list[str]:
-        """Reads at least `streams` texts, and more as long as `goes_on` returns true.
+        """Reads at least `streams` texts, and more for as long as `goes_on` returns true.
 
         Returns a message for each text that differs from the expected one.
         """
@@ -237,7 +239,8 @@ async def kill_in_turn(
     turns: Sequence[str] = TURNS,
     goes_on: Callable[[], bool] = lambda: True,
 ) -> list[Kill]:
-    """Kills API instances and workers in turn and restarts each, as long as `goes_on` returns true.
+    """Kills API instances and workers in turn and restarts each, for as long as `goes_on` returns
+    true.
 
     A worker's `model of`, `class of` and `engine of` are its child processes, which it restarts
     itself.

@@ -1,6 +1,6 @@
 """The fault suite: traffic runs while parts die, hang and are cut off; then everything is counted.
 
-`python -m tests.faults` runs it in full (`make faults`); tests/faults/test_faults.py in a short
+`python -m tests.faults` runs it in full (`make faults`); tests/faults/test_faults.py runs a short
 version.
 """
 
@@ -100,10 +100,10 @@ def run(
     """Runs traffic and faults concurrently and counts the outcomes.
 
     Args:
-        folder: receives the state and the logs of all parts.
+        folder: receives all parts' state and logs.
         requests: minimum number of requests; more are sent until all faults are done.
         faults_count: number of faults to inject.
-        in_flight: number of callers at the same time.
+        in_flight: number of callers at any one time.
         say: called with a line for each fault.
         broker_delay_s: delay in each direction between the broker and other parts.
         pause_s: average seconds that each caller waits between two requests.
@@ -229,7 +229,7 @@ def check_counters(
 
 
 def _charged(found: Rows) -> dict[str, float]:
-    """The amount that rows charge to each budget."""
+    """The amount that the rows charge to each budget."""
     charged = dict.fromkeys(_budgets(), 0.0)
     for row in itertools.chain.from_iterable(found.values()):
         for name in (f"t:{row['tenant']}", f"k:{row['tenant']}:{row['key_id']}"):

@@ -1,4 +1,4 @@
-"""A custom model's streams while an API instance and a worker are killed: the short version."""
+"""A short run of custom_streams.py: an API instance and a worker are killed."""
 
 from pathlib import Path
 

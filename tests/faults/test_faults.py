@@ -18,8 +18,8 @@ REQUESTS = 500
 PAUSE_S = 0.5
 """Leaves some cores for other tests. If anything hangs, all callers soon wait for it."""
 SEED = 752
-"""Its first faults are one of each kind, including a killed API, a hanging Pub/Sub and a restarted
-worker.
+"""With this seed, the first faults are one of each kind, including a killed API, a hanging Pub/Sub
+and a restarted worker.
 """
 SEED_WITH_ARCHIVE = 16480
 """The same with a row archive that is killed and a BigQuery that hangs."""

@@ -26,7 +26,7 @@ DEADLINE_S = 8.0
 STOPS_WITHIN_S = 10.0
 """Time limit on a busy machine.
 
-If the run were not stopped, two workers would keep starting items for longer.
+If the run were not stopped, two workers would keep starting items for longer than this.
 """
 PRICE_USD = 0.25
 LIMIT_S = 90.0
@@ -94,7 +94,7 @@ def delivered(run: dict[str, Any]) -> set[Delivered]:
 
 
 def rows_of(world: World, run: dict[str, Any], least: int) -> list[dict[str, Any]]:
-    """A run's rows that count, once no more arrive."""
+    """A run's rows that count, once no more are arriving."""
     settings, until_s = world.settings, time.monotonic() + LIMIT_S
     client = bigquery.Client(
         project=settings.project,

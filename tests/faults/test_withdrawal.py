@@ -52,7 +52,9 @@ def penstock(world: World, *words: str) -> str:
 
 @dataclass
 class Callers:
-    """Send new texts all the time, plus one constant text, which is therefore cached."""
+    """Callers that send new texts all the time, plus one constant text, which is therefore
+    cached.
+    """
 
     world: World
     http: aiohttp.ClientSession
@@ -86,7 +88,9 @@ class Callers:
             self.answers[said] += 1
 
     async def only(self, *said: str) -> None:
-        """Waits until ENOUGH responses in a row were of these kinds, each kind at least once."""
+        """Waits until ENOUGH responses in a row were of these kinds, with at least one of each
+        kind.
+        """
         async with asyncio.timeout(WAIT_LIMIT_S):
             while not (self.answers.keys() == set(said) and self.answers.total() >= ENOUGH):
                 if not self.answers.keys() <= set(said):

@@ -1,5 +1,5 @@
-"""Callers who need an answer: each request is repeated under its Idempotency-Key until it gets one,
-which is then checked.
+"""Callers that need a response: each request is repeated under its Idempotency-Key until it gets
+one, which is then checked.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEADLINE_MS = "30000"
 COSINE = 0.9999
 TEXTS = 64
 ALONE = 4
-"""Requests at the end, one at a time.
+"""Number of requests sent at the end, one at a time.
 
 A job that is stuck until the next message arrives shows up here, because no message follows.
 """
@@ -54,11 +54,11 @@ class Tally:
     tries: Counter[str] = field(default_factory=Counter)
     """Failed tries, by the status or error that the caller got."""
     not_healed: list[str] = field(default_factory=list)
-    """Requests after the last fault that waited for their deadline."""
+    """Requests after the last fault that waited until their deadline."""
     expected_rows: dict[str, str] = field(default_factory=dict)
     """The status that each request's row must have, by request id; `any` for canceled requests."""
     told_usd: dict[str, float] = field(default_factory=dict)
-    """Cost in each response, by request id. Replays and lost responses do not report a cost."""
+    """The cost in each response, by request id. Replays and lost responses do not report a cost."""
     longest_s: float = 0.0
 
     @property
@@ -115,14 +115,14 @@ class Traffic:
     async def run(self, goes_on: Callable[[], bool]) -> None:
         """Sends requests until all are sent and `goes_on` returns False.
 
-        Waits for all requests in flight.
+        Waits for all requests still in flight.
         """
         async with asyncio.TaskGroup() as callers:
             for _ in range(self._in_flight):
                 callers.create_task(self._call(goes_on))
 
     async def alone(self) -> None:
-        """Sends requests one after another, with all faults healed; none of them may wait for its
+        """Sends requests one after another, with all faults healed; none of them may wait until its
         deadline.
         """
         for number in range(ALONE):
@@ -239,7 +239,7 @@ class Traffic:
         key: str | None,
         headers: dict[str, str],
     ) -> tuple[Any, str, bool] | None:
-        """The answer, its request id, and True if it was replayed.
+        """The response, its request id, and True if it was replayed.
 
         None if no response arrived in time; the request then counts as lost.
 
@@ -289,7 +289,7 @@ def _body(number: int) -> dict[str, Any]:
 
 
 def _key_of(number: int) -> dict[str, str]:
-    """The header with the key that always requests this text."""
+    """The header with the key under which this text is always requested."""
     names = list(TENANTS)
     return bearer(names[number % len(names)])
 

@@ -71,7 +71,7 @@ class World:
         backend: `onnx` or `torch`, both in fp32.
         served: name and catalog of the model to serve instead of the embedding model.
         broker: the embedded Pub/Sub, or a RabbitMQ on this machine.
-        rows: first destination of rows: BigQuery or the object store.
+        rows: first destination for rows: BigQuery or the object store.
         has_keys: True if callers need a key, and have budgets.
         broker_delay_s: delay in each direction between the broker and an API instance or a worker.
         environments: extra environment variables for an API instance or a worker, by its name, for
@@ -261,7 +261,7 @@ class World:
         process.start()
 
     def wait_ready(self, name: str) -> None:
-        """Returns when a part serves, or serves again."""
+        """Returns when a part is serving, or serving again."""
         port = self._ports[name]
         is_ready: Callable[[], bool] = (
             partial(listens, port) if name in SERVERS else partial(answers, port, "/readyz")
@@ -269,7 +269,7 @@ class World:
         self.processes[name].wait_ready(is_ready, START_LIMIT_S)
 
     def note_held(self) -> None:
-        """Records the budget amounts that API instances hold.
+        """Records the budget amounts held by API instances.
 
         A killed instance's amounts are known for 30 s.
         """

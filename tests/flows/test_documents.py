@@ -121,7 +121,7 @@ def texts(answer: httpx.Response) -> list[str]:
 
 
 def told(answer: httpx.Response) -> tuple[str, float]:
-    """An answer's cache header and cost."""
+    """A response's cache header and cost."""
     headers = answer.headers
     return headers["x-penstock-cache"], float(headers["x-penstock-cost-usd"])
 

@@ -1,4 +1,4 @@
-"""The flow engine alone: messages in any order or twice, and processes that die anywhere."""
+"""The flow engine by itself: messages in any order or twice, and processes that die anywhere."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ RUN = "pred_0123"
 
 
 class Died(Exception):
-    """The process dies here."""
+    """Raised where the process dies."""
 
 
 class Broker:
@@ -167,9 +167,7 @@ class Workers:
         await self._do(decode_job(*self.broker.jobs.pop(0)))
 
     async def _until_done(self, act: Any) -> Any:
-        """Processes it, and processes it again after each death, which may happen after any
-        message.
-        """
+        """Calls `act`, and calls it again after each death, which may happen after any message."""
         while True:
             self.broker.dies_after = self._moment([None, None, 0, 1, 2])
             try:
@@ -195,7 +193,7 @@ class Workers:
                 held.append(message)
 
     async def _do(self, job: Job) -> None:
-        """Processes a job as a worker does, up to its ack."""
+        """Processes a job as a worker does, up to the ack."""
         [look] = await self.engine.look([job])
         outcomes = [failure(item.index, Canceled()) for item in job.body.items]
         if look.is_open and look.done < len(job.body.items):

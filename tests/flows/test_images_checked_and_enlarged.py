@@ -89,7 +89,7 @@ BLOCKED = "moderation_blocked: the image was drawn and then withheld by the safe
 
 
 class Draws(Compute):
-    """Images with a single color that depends on their seed."""
+    """Single-color images whose color depends on their seed."""
 
     def output(self, name: str, values: Mapping[str, Any]) -> Any:
         self.asked.append((name, values))
@@ -468,7 +468,7 @@ async def test_lines_of_batches_are_checked_and_enlarged(
 async def test_previews_come_only_of_what_nobody_checks(
     redis_url: str, model: Model, previews: int
 ) -> None:
-    """Also if the stream would have some."""
+    """This holds even if the stream would have previews."""
     models = (model, JUDGE, ENLARGE)
     async with (
         world(redis_url, models=models, computes=Draws) as images,

@@ -1,4 +1,4 @@
-"""Data passed from step to step that exceeds the size of a message."""
+"""Data passed from step to step that exceeds a message's size limit."""
 
 from __future__ import annotations
 

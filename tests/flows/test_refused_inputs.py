@@ -1,4 +1,4 @@
-"""Inputs that a step's model refuses: errors name the field that the caller sent.
+"""Inputs that a step's model rejects: errors name the field that the caller sent.
 
 These classes' inputs have different names than the fields of the endpoints that their flows serve.
 """

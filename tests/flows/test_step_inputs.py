@@ -1,4 +1,6 @@
-"""A step sends a model the same as a prediction would, and gets its result as plain values."""
+"""A step sends a model the same input as a prediction would, and gets its result as plain
+values.
+"""
 
 from __future__ import annotations
 
@@ -127,7 +129,7 @@ def test_files_travel_by_their_places() -> None:
 
 
 def test_file_of_another_step_counts_by_its_bytes() -> None:
-    """This way, an equal page in another document is a hit."""
+    """This way, an equal page in a different document is a hit."""
     file = {"type": "string", "format": "uri"}
     entry = class_entry("look", {"image": file}, STRING)
     stored = Blob("image/png", object_key="results/r/0", digest=content_digest(b"page"))

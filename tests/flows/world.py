@@ -42,10 +42,10 @@ class ThreadModel:
         self._compute = compute
 
     def setup(self) -> None:
-        """Does nothing: there are no weights to load."""
+        """Does nothing, because there are no weights to load."""
 
     def warmup(self) -> None:
-        """Does nothing: there is nothing to compile."""
+        """Does nothing, because there is nothing to compile."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
         return [[number] for number in range(len(batch))]
@@ -93,7 +93,7 @@ class World:
     async def run(
         self, flow: str, given: Mapping[str, Any], headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """Runs a flow and returns the run once it has ended."""
+        """Runs a flow and returns the run once it has finished."""
         body = {"version": flow, "input": dict(given)}
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
@@ -107,7 +107,7 @@ class World:
     async def until_over(
         self, prediction_id: str, headers: Mapping[str, str] | None = None
     ) -> dict[str, Any]:
-        """A prediction, once it has ended."""
+        """A prediction, once it has finished."""
         async with asyncio.timeout(WAIT_LIMIT_S):
             while True:
                 shown: dict[str, Any] = (

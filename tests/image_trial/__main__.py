@@ -1,8 +1,8 @@
 """Runs the built images in place of the local stack's processes, and sends a request.
 
 Each image runs as its own user on a read-only file system, with its own environment and entry
-point, as on Kubernetes and Cloud Run. Only the mounted folders are writable. Needs root, and the
-images in the storage of buildah; run.sh builds them.
+point, as on Kubernetes and Cloud Run. Only the mounted folders are writable. Requires root, and the
+images in buildah's storage; run.sh builds them.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Each file in models/ has a row in its README's table, which must match the wheel and
-the image.
+"""Each file in models/ has a row in its README's table, which must match the wheel and the
+image.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ FOLDER = Path("models")
 
 
 def expand(pattern: str) -> list[str]:
-    """Returns the patterns of one with alternatives in braces."""
+    """Returns the patterns that a pattern with alternatives in braces expands to."""
     parts = [part.split(",") for part in re.split(r"[{}]", pattern)]
     return ["".join(parts) for parts in itertools.product(*parts)]
 
 
 def rows() -> list[tuple[list[str], dict[str, bool]]]:
-    """The table: patterns of paths below models/, and its columns with yes or no."""
+    """The table: patterns for paths below models/, and its columns with yes or no."""
     lines = (FOLDER / "README.md").read_text(encoding="utf-8").splitlines()
     cells = [[cell.strip() for cell in line.strip("|").split("|")] for line in lines if "|" in line]
     header, _, *body = cells

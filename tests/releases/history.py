@@ -1,4 +1,4 @@
-"""Trees of earlier releases, out of the repository's history, and how to run their code."""
+"""Earlier releases' trees, taken from the repository's history, and how to run their code."""
 
 from __future__ import annotations
 
@@ -15,19 +15,21 @@ from tests.limits import WAIT_LIMIT_S
 
 ROOT = Path(__file__).parents[2]
 FILES = Path(__file__).parent / "files"
-"""One folder for each release, written by `python -m tests.releases.write` at its cut."""
+"""One folder for each release, written by `python -m tests.releases.write` when it is cut."""
 PARTS = ("api", "infra", "models", "models.yaml", "shared", "workers")
 """The parts of the repository that a release runs."""
 
 
 def releases() -> list[str]:
-    """The releases that left files, oldest first. `unreleased` is the tree of the last writing."""
+    """The releases that left files, oldest first. `unreleased` is the tree that was written
+    last.
+    """
     names = [path.parent.name for path in FILES.glob("*/release.json")]
     return sorted(names, key=_number)
 
 
 def last_release() -> str:
-    """The latest one that was cut."""
+    """The latest release that was cut."""
     return [name for name in releases() if name[0].isdecimal()][-1]
 
 
@@ -63,9 +65,7 @@ def tree_at(commit: str, folder: Path) -> Path:
 
 
 def has_commit(commit: str) -> bool:
-    """True if the history has the commit. Shallow clones, packages and builds do not have a
-    history.
-    """
+    """True if the history has the commit. Shallow clones, packages and builds have no history."""
     if shutil.which("git") is None or not (ROOT / ".git").exists():
         return False
     asked = ["git", "cat-file", "-e", f"{commit}^{{commit}}"]
@@ -74,7 +74,7 @@ def has_commit(commit: str) -> bool:
 
 
 def environment_of(tree: Path) -> dict[str, str]:
-    """Variables with which `python -m` runs the code of a tree, whatever folder it starts in."""
+    """Variables with which `python -m` runs a tree's code, no matter which folder it starts in."""
     return {"PYTHONPATH": str(tree), "PYTHONSAFEPATH": "1"}
 
 

@@ -8,13 +8,13 @@ from typing import Any, TypeAlias
 import redis
 
 Plain: TypeAlias = str | dict[str, str]
-"""Bytes: text as it is, all else as `{"base64": …}`."""
+"""Bytes: text as is, everything else as `{"base64": …}`."""
 LEASES_S = 60
-"""Keys that expire sooner are leases or marks of a process that was alive."""
+"""Keys that expire sooner are leases or marks left by a process that was alive."""
 
 
 def plain(data: bytes) -> Plain:
-    """Returns bytes as JSON can have them."""
+    """Returns bytes in a form that JSON can represent."""
     try:
         text = data.decode()
     except UnicodeDecodeError:
@@ -23,12 +23,12 @@ def plain(data: bytes) -> Plain:
 
 
 def raw(value: Plain) -> bytes:
-    """Returns what `plain` was given."""
+    """Returns the bytes that `plain` was given."""
     return value.encode() if isinstance(value, str) else base64.b64decode(value["base64"])
 
 
 def dump(url: str) -> dict[str, dict[str, Any]]:
-    """Everything in a Redis by its key, but for leases."""
+    """Everything in a Redis by key, except leases."""
     with redis.Redis.from_url(url) as client:
         keys = sorted(client.keys())
         kept = [key for key in keys if not 0 <= client.ttl(key) <= LEASES_S]
@@ -36,7 +36,7 @@ def dump(url: str) -> dict[str, dict[str, Any]]:
 
 
 def load(url: str, dumped: dict[str, dict[str, Any]]) -> None:
-    """Puts it back. Nothing of it expires."""
+    """Loads a dump into a Redis. None of its keys expire."""
     with redis.Redis.from_url(url) as client:
         for key, value in dumped.items():
             _put(client, key, value)

@@ -1,4 +1,4 @@
-"""This tree reads the files of each release: messages, Redis, cache, rows, files, keys, catalogs.
+"""This tree reads each release's files: messages, Redis, cache, rows, files, keys, catalogs.
 
 A rollout mixes two releases for minutes, a canary does so for hours, and stored data lives longer.
 A field whose name, type or default changes would lose data between them, so it fails here.
@@ -63,13 +63,13 @@ DIRECTORY = "penstock:keys"
 RESULT = f"penstock:result:{ENTRY_SCHEMA}:"
 RECORD, TOKENS = "penstock:record:", "penstock:tokens:"
 LATER_S = 30.0
-"""Seconds after the release wrote its files. Its data has not expired by then."""
+"""Seconds since the release wrote its files. Its data has not expired by then."""
 _URL = re.compile(r"https?://[^/\s\"]+|[?&](expires|signature|sig|exp)=[^\s\"&]*")
 
 
 @dataclass
 class Release:
-    """The files of a release."""
+    """A release's files."""
 
     folder: Path
 
@@ -77,7 +77,7 @@ class Release:
         return json.loads((self.folder / f"{name}.json").read_text(encoding="utf-8"))
 
     def of_topics(self, start: str) -> list[tuple[bytes, dict[str, str]]]:
-        """The data and the attributes of its messages on some topics."""
+        """The data and attributes of the release's messages on some topics."""
         return [
             (raw(one["data"]), one["attributes"])
             for one in self.messages
@@ -85,7 +85,7 @@ class Release:
         ]
 
     def catalog(self, folder: Path) -> Catalog:
-        """The one that it served here, with its models where they are now."""
+        """The catalog that the release served, with its models at their current location."""
         text = (self.folder / "catalog.yaml").read_text()
         path = folder / "catalog.yaml"
         path.write_text(text.replace(MODELS, str(self.folder / "models")))
@@ -118,7 +118,7 @@ async def stores(clock: MovedClock, redis_url: str) -> AsyncIterator[RecordStore
 async def api(
     release: Release, clock: MovedClock, redis_url: str, tmp_path: Path
 ) -> AsyncIterator[ApiUnderTest]:
-    """This tree's API over what the release left."""
+    """This tree's API, running on what the release left."""
     shutil.copytree(release.folder / "objects", tmp_path / "objects")
     settings = settings_for(
         tmp_path, redis_url=redis_url, keys_url=redis_url, secret="of a release"
@@ -132,8 +132,8 @@ async def api(
 
 
 def lacking(old: Any, new: Any, path: str = "") -> list[str]:
-    """Differences that lose data: parts of `old` that `new` lacks or changes. Additions
-    are fine.
+    """Differences that lose data: parts of `old` that `new` lacks or changes. Additions are
+    fine.
     """
     if isinstance(old, dict) and isinstance(new, dict):
         gone = [f"{path}.{name} is gone" for name in old if name not in new]
@@ -153,7 +153,7 @@ def again(
     messages: Sequence[tuple[bytes, dict[str, str]]],
     recode: Callable[[bytes, dict[str, str]], tuple[bytes, dict[str, str]]],
 ) -> list[str]:
-    """The data that messages lose when they are read and sent again."""
+    """The data lost by messages when they are read and sent again."""
     reasons = []
     for data, attributes in messages:
         data_again, attributes_again = recode(data, attributes)
@@ -173,7 +173,7 @@ def test_what_is_lost_or_renamed_is_noticed() -> None:
 
 
 def test_each_cut_left_its_files() -> None:
-    """A new `version` needs `python -m tests.releases.write`."""
+    """A new `version` requires running `python -m tests.releases.write`."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     assert project["version"] == last_release()
     numbers = re.findall(r"^## \[(\d[^]]*)\]", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
@@ -311,7 +311,7 @@ def test_directory_of_keys_is_read(release: Release) -> None:
 
 
 def test_directory_of_keys_names_only_what_it_uses() -> None:
-    """The release before reads it: it refuses fields that it does not know."""
+    """The previous release reads it, and rejects fields it does not know."""
     plan = Plan(weight=2.0, per_model={"mini": Rates(requests_per_min=5)})
     key = msgspec.structs.replace(stored("a", "acme"), limits=Limits(max_in_flight=3))
     document = Document(plans={"team": plan}, keys=(key,))
@@ -324,7 +324,7 @@ def test_directory_of_keys_names_only_what_it_uses() -> None:
 
 
 class Listed:
-    """Takes rows, as BigQuery does."""
+    """Accepts rows, as BigQuery does."""
 
     linger_s = 0.0
 
@@ -366,7 +366,7 @@ def test_shipped_catalog_is_read(release: Release) -> None:
 
 
 def _placed(value: Any) -> Any:
-    """An answer without the parts that depend on the machine or on the time of the request."""
+    """A response without the parts that depend on the machine or on the time of the request."""
     if isinstance(value, dict):
         return {name: _placed(one) for name, one in value.items()}
     if isinstance(value, list):

@@ -1,7 +1,7 @@
 """The last release and this tree under traffic at once, as during a rollout: nothing is lost.
 
-Each runs one API instance and one worker, on the same broker and Redis. Each reads the data of the
-other: jobs and replies, records, cache, idempotent answers, token streams, rows.
+Each runs one API instance and one worker, on the same broker and Redis. Each reads the other's
+data: jobs and replies, records, cache, idempotent responses, token streams, rows.
 """
 
 import asyncio
@@ -37,8 +37,8 @@ def older(tmp_path: Path) -> dict[str, dict[str, str]]:
 def _wait_for_redis(tree: Path) -> None:
     """Makes release 0.1.0 wait 30 s for Redis, not 0.1 s, before it counts locally.
 
-    Its local counts are partly lost, which later releases fix. Otherwise, a machine that stalls for
-    0.1 s would make the test fail.
+    Its local counts are partly lost, which later releases fix. Without this, a machine that stalls
+    for 0.1 s would make the test fail.
     """
     store = tree / "api" / "limits" / "store.py"
     text = store.read_text()
@@ -70,7 +70,7 @@ def test_nothing_is_lost_or_wrong_between_two_releases(
 def test_streams_go_on_at_the_other_release(
     older: dict[str, dict[str, str]], tmp_path: Path
 ) -> None:
-    """The instance and the worker of the last release die, with readers and texts under way."""
+    """The last release's instance and worker die while readers and texts are in progress."""
     folder = tmp_path / "model"
     folder.mkdir()
     tiny.write_folder(folder)

@@ -1,8 +1,8 @@
-"""`penstock up` over the state that the last release left, and back again.
+"""`penstock up` on the state that the last release left, and back again.
 
 The last release is killed with images in its queue, as if the power had failed. This tree draws
-them, and returns the stored data: predictions, an answer under an Idempotency-Key, a batch and its
-files. Then this tree is killed in the same way, and the last release starts over its state.
+them, and returns the stored data: predictions, a response under an Idempotency-Key, a batch and its
+files. Then this tree is killed in the same way, and the last release starts on its state.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ models:
     price: {per_million_pixel_steps_usd: 0.02}
 """  # noqa: E501
 KEPT, QUEUED = 5, 12
-"""Predictions. Those in the queue are more than a batch has."""
+"""Numbers of predictions. There are more in the queue than fit in a batch."""
 ONCE = {"idempotency-key": "once", "content-type": "application/json"}
 ONCE_BODY = json.dumps({"model": "drawer", "prompt": "once", "response_format": "b64_json"})
 TIMES = ("created_at", "started_at", "completed_at")
 
 
 class Owner:
-    """Asks for images and reads what was kept."""
+    """Requests images and reads what was stored."""
 
     def __init__(self, up: Up) -> None:
         self._http = httpx.Client(base_url=f"http://127.0.0.1:{up.ports.api}", timeout=WAIT_LIMIT_S)
 
     def asks(self, prompt: str) -> str:
-        """A prediction that nobody waits for."""
+        """Creates a prediction that no caller waits for. Returns its id."""
         body = {"version": "drawer", "input": {"prompt": prompt, "seed": 7}}
         answer = self._http.post("/v1/predictions", json=body)
         assert answer.status_code == 201, answer.text
@@ -64,18 +64,18 @@ class Owner:
         return name
 
     def once(self) -> httpx.Response:
-        """The same request under the same key."""
+        """Sends the same request under the same key."""
         return self._http.post("/v1/images/generations", content=ONCE_BODY, headers=ONCE)
 
     def reads(self, name: str) -> dict[str, Any]:
-        """A prediction as it is now."""
+        """Returns a prediction as it is now."""
         answer = self._http.get(f"/v1/predictions/{name}")
         assert answer.status_code == 200, (name, answer.text)
         read: dict[str, Any] = answer.json()
         return read
 
     def waits_for(self, names: list[str]) -> list[dict[str, Any]]:
-        """Predictions once they are over. All must succeed."""
+        """Returns predictions once they have finished. All of them must succeed."""
         deadline_s = time.monotonic() + START_LIMIT_S
         over = []
         for name in names:
@@ -109,7 +109,7 @@ class Owner:
 
 @contextmanager
 def powered(folder: Path, tree: Path, ports: Ports) -> Iterator[tuple[Up, Owner]]:
-    """A running `penstock up`; with the end of the block the power fails."""
+    """A running `penstock up`. The power fails when the block ends."""
     # As docs/how-to/upgrade.md asks: the Redis that 0.1.0 brings can't read what a newer one wrote.
     server = folder / "bin" / "redis-server"
     server.parent.mkdir(exist_ok=True)
@@ -140,7 +140,7 @@ def _all(up: Up) -> list[psutil.Process]:
 
 
 def as_kept(prediction: dict[str, Any]) -> dict[str, Any]:
-    """The fields of a prediction that must not change."""
+    """The prediction's fields that must not change."""
     names = ("id", "status", "input", "error", *TIMES)
     return {name: prediction.get(name) for name in names}
 

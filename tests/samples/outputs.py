@@ -1,4 +1,4 @@
-"""Checks blocks that show output, or draw the way of a request."""
+"""Checks blocks that show output or draw a request's path."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def check_text(block: Block, capsys: pytest.CaptureFixture[str], folder: Path) -
     """Checks one block without a language.
 
     Raises:
-        AssertionError: no rule covers it, or it does not show what the program prints.
+        AssertionError: no rule covers the block, or it does not show what the program prints.
     """
     if DIAGRAM.search(block.text):
         check_diagram(block)
@@ -126,4 +126,4 @@ OUTPUTS: Mapping[str, Mapping[str, Check]] = MappingProxyType(
         "docs/tutorial/own-model.md": {"desserts": _check_tutorial, "Models": _check_tutorial},
     }
 )
-"""The rule for each output, by its page and its first words."""
+"""The rule for each output, by its page and first words."""

@@ -1,4 +1,4 @@
-"""Checks Python samples without calling anything: syntax, imports, and the names that they use."""
+"""Checks Python samples without calling anything: syntax, imports, and the names they use."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ CLIENTS: Mapping[str, str] = MappingProxyType(
         "mistralai": "mistral",
     }
 )
-"""Clients that tests/clients installs and runs: the requirements of each, by its module."""
+"""Clients that tests/clients installs and runs: each one's requirements, by module."""
 SURROUNDINGS: Mapping[str, Sequence[str]] = MappingProxyType(
     {
         "docs/how-to/adding-a-task.md": (
@@ -50,11 +50,11 @@ GIVEN: Mapping[str, frozenset[str]] = MappingProxyType(
 
 
 def check_python_code(block: Block, earlier: Iterable[Block]) -> None:
-    """Checks one block, which may use the names of earlier ones on its page.
+    """Checks one block, which may use names from earlier blocks on its page.
 
     Raises:
-        SyntaxError: it does not compile.
-        AssertionError: a module can't be imported, or a name is defined nowhere.
+        SyntaxError: the block does not compile.
+        AssertionError: a module can't be imported, or a name is not defined anywhere.
     """
     flags = ast.PyCF_ALLOW_TOP_LEVEL_AWAIT | ast.PyCF_ONLY_AST
     tree = compile(block.text, str(block), "exec", flags)

@@ -27,18 +27,18 @@ LOCAL_HOSTS = ("127.0.0.1", "localhost", "$URL")
 CURL_FLAGS = frozenset(["--fail", "-s", "-i", "-si", "-fsS"])
 CURL_VALUES = frozenset(["-H", "-d", "-F", "-o", "-w", "-X", "--output", "--data", "--header"])
 PARSED_BY_ITSELF = frozenset({"docker", "gcloud", "helm", "kubectl", "terraform"})
-"""test_other_programs.py lets gcloud, Helm and kubectl parse their commands."""
+"""test_other_programs.py has gcloud, Helm and kubectl parse their own commands."""
 NOT_OURS = frozenset(
     {
         *("alias", "apt-get", "caddy", "cat", "cd", "compose", "echo", "export", "git"),
         *("grafana", "jq", "mail", "mapfile", "mkdir", "openssl", "prometheus", "tail"),
     }
 )
-"""Programs whose words name nothing in this repository."""
+"""Programs whose arguments name nothing in this repository."""
 
 
 def commands(text: str) -> list[list[str]]:
-    """Returns the simple commands of a shell text, without assignments and redirections."""
+    """Returns the simple commands in a shell text, without assignments and redirections."""
     text = re.sub(r"(?m)(^|\s)# .*$", "", text.replace("\\\n", " "))
     lexer = shlex.shlex(text, posix=True, punctuation_chars=";&|()<>\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t", True, ""
@@ -142,7 +142,7 @@ CHECKS: Mapping[str, Callable[[list[str], Path], None]] = MappingProxyType(
 
 
 def check_curl(words: list[str], openapi: Mapping[str, Any]) -> None:
-    """Looks up a request to the API in its OpenAPI document, and parses its JSON."""
+    """Looks up an API request in the OpenAPI document, and parses its JSON."""
     method, urls, fields = "get", [], set()
     rest = iter(words[1:])
     for word in rest:
@@ -173,7 +173,7 @@ def _operations(openapi: Mapping[str, Any], path: str, method: str) -> Iterator[
 
 
 def _fields(openapi: Mapping[str, Any], operation: dict[str, Any]) -> set[str]:
-    """Returns the fields of the operation's JSON body; empty if any field is accepted."""
+    """Returns the fields in the operation's JSON body. Empty if any field is accepted."""
     content = operation.get("requestBody", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     if reference := schema.get("$ref"):

@@ -1,7 +1,8 @@
-"""gcloud, kubectl and Helm parse their commands on all pages, and penstock those in the text.
+"""gcloud, kubectl and Helm parse their commands on all pages, and penstock parses those in the
+text.
 
-Nothing answers, so each command fails, but not because of its words. The commands of the first
-deploy run as a whole in tests/infra/release/test_release_replay.py.
+Nothing responds, so each command fails, but not because of its arguments. The first deploy's
+commands run as a whole in tests/infra/release/test_release_replay.py.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ INCOMPLETE = {
     "helm": r"requires (at least )?\d+ argument|flag needs an argument",
     "kubectl": r"required flag|flag needs an argument",
 }
-"""Each program's message about a missing value, which a text may leave out."""
+"""Each program's message about a missing value, which prose may leave out."""
 
 
 def read_block_commands() -> set[tuple[str, ...]]:
-    """Returns the commands of PROGRAMS in the blocks of all pages, without the first deploy."""
+    """Returns the commands for PROGRAMS in all pages' blocks, without the first deploy."""
     return {
         fill_placeholders(words)
         for page in pages()
@@ -55,7 +56,7 @@ def read_block_commands() -> set[tuple[str, ...]]:
 
 
 def read_first_deploy(page: Path) -> range:
-    """Returns the line numbers of the first deploy on its page, and none on other pages."""
+    """Returns the first deploy's line numbers on its page, and none on other pages."""
     text = page.read_text(encoding="utf-8")
     before, heading, rest = text.partition("\n## First deploy\n")
     if page != ROOT / DEPLOY_PAGE:
@@ -66,7 +67,7 @@ def read_first_deploy(page: Path) -> range:
 
 
 def read_text_commands(*programs: str) -> set[tuple[str, ...]]:
-    """Returns the commands in the text of all pages, without their `[optional]` parts."""
+    """Returns the commands in all pages' text, without their `[optional]` parts."""
     spans = {
         " ".join(span.split())
         for page in pages()

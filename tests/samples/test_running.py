@@ -1,6 +1,6 @@
-"""Runs the samples of README.md and docs that need nothing but the local stack.
+"""Runs the samples in README.md and docs that need nothing but the local stack.
 
-Also asks each program of ours for its help, which has every option that a sample uses.
+Also requests help from each of our programs, which must list every option that a sample uses.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ PAGES = frozenset(
         *("docs/reference/reports.md", "docs/how-to/deploy-plan.md", "docs/how-to/monitoring.md"),
     }
 )
-"""Pages whose samples use only models of the shipped catalog."""
+"""Pages whose samples use only models from the shipped catalog."""
 NEEDS_MORE = re.compile(
     r"make (demo|test|up)|import (anthropic|cohere|litellm)|from (haystack|langchain|llama_index)"
     r"|tests\.clients|any/upscale|penstock kill|BATCH_ID|terraform apply|127.0.0.1:8090|mail -s"
@@ -110,7 +110,7 @@ def test_tutorial_of_a_class_prints_what_it_shows(tmp_path: Path) -> None:
 
 
 def options() -> dict[tuple[str, ...], set[str]]:
-    """Returns the options that samples use, by the program and its commands."""
+    """Returns the options that samples use, by program and command."""
     used: dict[tuple[str, ...], set[str]] = {}
     for block in all_blocks():
         if block.language != "sh":

@@ -1,10 +1,10 @@
 """Every command and code sample in README.md and docs is checked. A block without a rule fails.
 
-test_running.py also runs the samples that need nothing but the local stack. Other tests run the
-samples of some pages: the first deploy (tests/infra/release/test_release_replay.py), incidents
+test_running.py also runs the samples that need nothing but the local stack. Other tests run some
+pages' samples: the first deploy (tests/infra/release/test_release_replay.py), incidents
 (tests/infra/test_incident_pages.py) and ported classes
-(tests/workers/models/custom/test_port_page.py). test_other_programs.py lets gcloud, kubectl and
-Helm parse their commands.
+(tests/workers/models/custom/test_port_page.py). test_other_programs.py has gcloud, kubectl and Helm
+parse their commands.
 """
 
 from __future__ import annotations

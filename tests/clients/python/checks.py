@@ -1,8 +1,7 @@
-"""Shared code for all Python client scripts:
+"""Shared code for all Python client scripts.
 
-URLs, plain HTTP requests for comparison, and reports of each check's outcome.
-
-A script runs in its client's environment, so this module may import only the standard library.
+It has URLs, plain HTTP requests for comparison, and reports of each check's outcome. A script runs
+in its client's environment, so this module may import only the standard library.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ EXPECTED = os.environ["PENSTOCK_CLIENTS_EXPECTED"]
 AUDIO = os.environ["PENSTOCK_CLIENTS_AUDIO"]
 WRONG_KEY = "wrong-" + "0" * 40
 LIMIT_S = float(os.environ["PENSTOCK_CLIENTS_LIMIT_S"])
-"""Limit for one answer: usually well under a second, a few seconds if images are drawn or texts
-generated.
+"""Limit for one response: usually well under a second, or a few seconds if images are drawn or
+texts generated.
 """
 MIN_COSINE = 0.9999
-"""Minimum cosine between two vectors of the same text, perhaps from batches of different lengths,
+"""Minimum cosine between two vectors for the same text, perhaps from batches of different lengths,
 in bf16.
 """
 PNG = b"\x89PNG\r\n"
@@ -87,7 +86,7 @@ async def _awaited(made: Any) -> None:
 
 
 class Raised(Generic[E]):
-    """The error that was raised in a block."""
+    """The error raised in a block."""
 
     error: E
 
@@ -105,7 +104,7 @@ def raises(kind: type[E]) -> Iterator[Raised[E]]:
 
 
 def post(path: str, body: dict[str, Any]) -> Any:
-    """The service's decoded answer, requested without any client."""
+    """The service's decoded response, requested without any client."""
     return json.loads(_answer(path, KEY, json.dumps(body).encode()))
 
 
@@ -113,7 +112,7 @@ def needs_keys() -> None:
     """Skips a check about keys if the service accepts any key.
 
     Raises:
-        Skip: the service takes any key.
+        Skip: the service accepts any key.
     """
     try:
         _answer("/v1/models", WRONG_KEY, None)
@@ -134,7 +133,7 @@ def needs_text() -> str:
 
 
 def bigquery_url() -> str:
-    """URL of BigQuery, for a reporting team's clients.
+    """BigQuery's URL, for a reporting team's clients.
 
     Raises:
         Skip: the service runs elsewhere, with Google's BigQuery.
@@ -177,8 +176,8 @@ def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[str]:
 
 @contextmanager
 def relay_that_loses_the_first_answer() -> Iterator[str]:
-    """Yields the URL of a relay to the service that hangs up instead of sending the first
-    answer.
+    """Yields the URL of a relay that forwards to the service but hangs up instead of returning the
+    first response.
     """
     received: list[str] = []
 
@@ -209,7 +208,7 @@ def relay_that_loses_the_first_answer() -> Iterator[str]:
 
 
 def vectors(texts: Sequence[str], **options: Any) -> list[list[float]]:
-    """The vectors of texts, requested without a client."""
+    """The texts' vectors, requested without a client."""
     answer = post("/v1/embeddings", {"model": EMBEDDER, "input": list(texts), **options})
     return [item["embedding"] for item in answer["data"]]
 
@@ -236,14 +235,14 @@ def fresh(count: int = 3) -> list[str]:
 
 
 def assert_png(data: bytes) -> None:
-    """Fails unless `data` begins with the signature of a PNG file."""
+    """Fails unless `data` begins with a PNG file's signature."""
     assert data.startswith(PNG), data[:20]
 
 
 def half_png(side: int = 64) -> bytes:
     """A square PNG with `side` pixels per side.
 
-    Its left half is black, and its right half white and transparent.
+    Its left half is black, and its right half is white and transparent.
 
     As a mask, it selects the right half, whether the API reads brightness or transparency.
     """

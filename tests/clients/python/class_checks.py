@@ -73,7 +73,7 @@ def _loaded(uri: str) -> str:
 
 
 def run(form: Form) -> None:
-    """The output, with uploaded files, and with files inside the body."""
+    """The output, with uploaded files and with files inside the body."""
     for strategy in ("url", "base64") if form["files"] else ("url",):
         output = client.run(
             f"any/{form['model']}", input=given(form), file_encoding_strategy=strategy
@@ -95,7 +95,7 @@ def same_events(outputs: list[Any], expected: Any) -> None:
     """Fails unless the events have this output.
 
     A returned list is one event, and each generator element is one event. An event may contain
-    several texts. The API also ends a line at U+2028, because clients in use do.
+    several texts. The API also treats U+2028 as a line break, because clients in use do.
     """
     if isinstance(expected, str):
         expected = expected.replace("\u2028", "\n")

@@ -1,4 +1,4 @@
-"""instructor: objects that follow a schema, in each mode that it has for OpenAI's and Anthropic's
+"""instructor: objects that follow a schema, in each mode it has for OpenAI's and Anthropic's
 clients.
 
 A small model does not reliably return JSON from a prose request. If a mode does not force the

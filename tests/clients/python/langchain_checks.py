@@ -27,8 +27,8 @@ from tests.clients.python.checks import (
 
 
 def embeddings(**options: Any) -> OpenAIEmbeddings:
-    """Set up as in docs/how-to/clients.md: with this option, it sends texts rather than token
-    ids.
+    """Set up as in docs/how-to/clients.md: with this option, LangChain sends texts rather than
+    token ids.
     """
     given = {"check_embedding_ctx_length": False, "api_key": SecretStr(KEY), **options}
     return OpenAIEmbeddings(model=EMBEDDER, base_url=f"{URL}/v1", **given)
@@ -82,7 +82,9 @@ def too_long_text_is_cut_on_request() -> None:
 
 @check
 def token_ids_are_refused_with_a_reason() -> None:
-    """By default (`check_embedding_ctx_length=True`), it sends ids from OpenAI's tokenizer."""
+    """By default (`check_embedding_ctx_length=True`), LangChain sends ids from OpenAI's
+    tokenizer.
+    """
     try:
         import tiktoken
 

@@ -1,4 +1,4 @@
-"""LiteLLM as a proxy in front of the service:
+"""LiteLLM as a proxy in front of the service.
 
 OpenAI's and Anthropic's clients call it, and it calls the service.
 """

@@ -139,7 +139,7 @@ async def chat_asynchronously() -> None:
 
 @check
 def completion_streamed_is_the_completion() -> None:
-    """By default (`is_chat_model=False`), it requests completions."""
+    """By default (`is_chat_model=False`), LlamaIndex requests completions."""
     made = writer(is_chat_model=False, temperature=0)
     pieces = [one.delta or "" for one in made.stream_complete("A mill is")]
     assert len(pieces) > 1
@@ -191,7 +191,9 @@ def text_and_tool_through_responses() -> None:
 
 @check
 def responses_follow_one_another() -> None:
-    """Its option `track_previous_responses` stores each response and refers to the one before."""
+    """LlamaIndex's option `track_previous_responses` stores each response and refers to the one
+    before.
+    """
     made = responses(track_previous_responses=True)
     assert made.chat([ChatMessage(content="What is a mill?")]).message.content
     second = made.chat([ChatMessage(content="And a river?")])

@@ -34,9 +34,9 @@ MIN_RIGHT = 0.98
 GIVEN: dict[str, Any] = json.loads(Path(EXPECTED).read_text()) if EXPECTED else {}
 FOLDER = Path(EXPECTED).parent
 MODEL = GIVEN.get("model", "ocr")
-"""The class alone, or a flow that reads each page separately."""
+"""The class on its own, or a flow that reads each page separately."""
 headers: dict[str, str] = {}
-"""The last answer's headers."""
+"""The last response's headers."""
 
 
 def _remember(answer: Any) -> None:
@@ -60,7 +60,7 @@ def document(name: str) -> dict[str, str]:
 
 
 def process(name: str, **fields: Any) -> tuple[Any, float]:
-    """The answer for a document, and the seconds it took."""
+    """The response for a document, and how many seconds it took."""
     sent = document(name)
     began_s = time.perf_counter()
     reply = client.ocr.process(model=MODEL, document=sent, **fields)

@@ -1,4 +1,6 @@
-"""OpenAI's own client: embeddings, images, models, errors, timeouts, retries, also async."""
+"""OpenAI's own client: embeddings, images, models, errors, timeouts and retries, including
+async.
+"""
 
 from __future__ import annotations
 
@@ -211,8 +213,8 @@ def timeout_of_the_client() -> None:
 
 @check
 def deadline_is_told_at_once_or_when_it_passed() -> None:
-    """Refused if the API knows that it would be late, otherwise stopped; not retried in either
-    case.
+    """The request is rejected if the API knows it would be late, and otherwise stopped; it is not
+    retried in either case.
     """
     with raises(openai.APIStatusError) as caught:
         client.with_options(max_retries=0).images.generate(

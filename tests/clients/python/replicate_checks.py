@@ -1,4 +1,4 @@
-"""Replicate's own client: runs, predictions, streams, files, webhooks, also async."""
+"""Replicate's own client: runs, predictions, streams, files and webhooks, including async."""
 
 from __future__ import annotations
 

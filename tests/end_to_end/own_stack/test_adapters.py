@@ -74,7 +74,7 @@ def test_a_style_is_recognized_with_its_adapter_and_not_without(client: openai.O
 
 
 class Drawn(NamedTuple):
-    """An answer: a PNG file, its cost, and its cache result."""
+    """A response: a PNG file, its cost, and its cache result."""
 
     png: bytes
     cost_usd: float

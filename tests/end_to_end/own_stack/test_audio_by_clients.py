@@ -1,5 +1,5 @@
 """OpenAI's audio endpoints through the whole pipeline, called with OpenAI's clients for Python and
-Node, and the same models' predictions with Replicate's.
+Node, and the same models' predictions with Replicate's clients.
 """
 
 from __future__ import annotations

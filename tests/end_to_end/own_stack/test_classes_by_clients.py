@@ -1,5 +1,5 @@
-"""Classes of each form through the whole pipeline, called with Replicate's clients for Python and
-Node. Results must equal the output of a direct call to the class.
+"""Classes in each form through the whole pipeline, called with Replicate's clients for Python and
+Node. Results must equal the output of calling the class directly.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ async def test_a_prompt_of_another_tenant_takes_as_long_as_a_new_one(
 async def test_a_short_prompt_overtakes_the_long_ones_of_another_tenant(
     world: World, http: aiohttp.ClientSession
 ) -> None:
-    """In order of arrival, it would be the last."""
+    """In order of arrival, the short prompt would come last."""
     caller = Caller(world, http)
     loud = [asyncio.create_task(caller.ask(LOUD, [20 + number] * LONG)) for number in range(NOISY)]
     await caller.until_engine_works()

@@ -1,4 +1,4 @@
-"""A pipeline family that no code mentions: a catalog entry alone is enough to serve it on every
+"""A pipeline family that no code mentions: a catalog entry is all it takes to serve it on every
 endpoint.
 """
 

@@ -1,4 +1,4 @@
-"""`penstock load` with a text model: the ledger has every token that the rows have."""
+"""`penstock load` with a text model: the ledger counts every token in the rows."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Trainings that start from the shipped pipeline: a few steps, and the file that they write."""
+"""Training runs that start from the shipped pipeline: a few steps, and the file they write."""
 
 import random
 from dataclasses import replace

@@ -1,4 +1,4 @@
-"""The score of images whose truth is known: drawn by the generator, or wrong on purpose."""
+"""The score of images whose ground truth is known: drawn by the generator, or wrong on purpose."""
 
 import random
 from dataclasses import replace
@@ -15,7 +15,7 @@ pytestmark = pytest.mark.slow
 
 
 class Painter:
-    """Imitates a pipeline: ignores the captions and paints the given scenes in turn."""
+    """Imitates a pipeline, but ignores the captions and paints the given scenes in turn."""
 
     def __init__(self, scenes: list[Scene]) -> None:
         self._scenes = iter(scenes)

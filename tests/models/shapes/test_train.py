@@ -30,7 +30,7 @@ TINY = Widths(vae=(8, 8, 8, 8), latents=4, text=32, text_layers=1, unet=(16, 32)
 
 @pytest.fixture(autouse=True)
 def one_thread() -> Iterator[None]:
-    """Parts this small only wait for each other on two."""
+    """With two threads, parts this small would only wait for each other."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     yield
@@ -73,7 +73,7 @@ def test_autoencoder_learns_from_few_steps(tmp_path: Path) -> None:
 
 
 def difference(state_dir: Path) -> float:
-    """Mean absolute difference of a trained autoencoder on eight images."""
+    """A trained autoencoder's mean absolute difference on eight images."""
     vae = make_vae(TINY).eval()
     vae.load_state_dict(torch.load(state_dir / "vae.pt", weights_only=True)["vae"])
     pixels = as_input(make_images(8, seed=77)[0])
