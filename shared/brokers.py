@@ -1,4 +1,4 @@
-"""The configured broker: Pub/Sub or RabbitMQ. Only this module knows about both.
+"""The configured broker, either Pub/Sub or RabbitMQ. Only this module knows about both.
 
 A process imports only the client it uses, because importing Google's client takes 0.3 s of CPU
 time.

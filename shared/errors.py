@@ -16,10 +16,10 @@ PenstockError
 ├── UndecodableMessage       a message on a topic is not a job or reply
 └── ConfigurationError       a catalog or a setting is wrong, with the line or variable
 
-A `code` is stable. It appears in messages, rows and metrics. api/errors.py maps it to an HTTP
+A `code` is stable. It appears in messages, rows, and metrics. api/errors.py maps it to an HTTP
 status.
 
-`message` is for us: logs and commands. It may quote messages from BigQuery, Redis, the broker or
+`message` is for us: logs and commands. It may quote messages from BigQuery, Redis, the broker, or
 the object store, including our addresses and names. `public_message` is for callers. Everything
 sent to a caller (a body, an event, a record, a webhook) uses it.
 """
@@ -35,15 +35,17 @@ class PenstockError(Exception):
     """Something went wrong inside Penstock.
 
     Args:
-        message: what happened, for us. Default: the public message, or the docstring's first line.
+        message: what happened, for us. Defaults to the public message, or to the docstring's first
+            line.
         field: the invalid request field or variable.
-        public: message for the caller. Default: see `public_by_default`.
+        public: message for the caller. For the default, see `public_by_default`.
     """
 
     code = "internal"
     public_by_default: str | None = "internal error; try again"
-    """Public message if no other is passed. None: the message itself, which concerns what the
-    caller sent."""
+    """Public message if none is passed. None means the message itself, which is about what the
+    caller sent.
+    """
 
     def __init__(
         self, message: str | None = None, *, field: str | None = None, public: str | None = None
@@ -179,7 +181,7 @@ def error_for_code(code: str, message: str, field: str | None = None) -> Penstoc
     An unknown code returns a plain PenstockError.
 
     Args:
-        message: as sent, which is always the public message.
+        message: the message as sent, which is always the public message.
     """
     for kind in _ON_THE_WIRE:
         if kind.code == code:

@@ -2,7 +2,7 @@
 
 A **request** is one HTTP call. Its **items** (texts, images) travel in one or more **jobs**. A job
 is one Pub/Sub message, identified by (request_id, part). Everything needed to route or identify a
-message is in its attributes, where filters, the dead-letter function and people using the console
+message is in its attributes, where filters, the dead-letter function, and people using the console
 can see it. The body is JSON and contains the items.
 
 A job on the wire:
@@ -60,7 +60,9 @@ _LEFT_OUT = {
     "retries": 0,
     "tries": 0,
 }
-"""Values that are not sent, by wire field name. For other fields: the empty string."""
+"""Values that are omitted from messages, by wire field name. For other fields, the empty string is
+omitted.
+"""
 
 _STATUSES = {"deadline_exceeded": "expired", "canceled": "canceled"}
 
@@ -81,7 +83,7 @@ Reading one such message blocks the event loop for about 1 ms.
 class Item(msgspec.Struct, omit_defaults=True):
     """One unit of work. `index` is its position in the request.
 
-    Without a cache_key, it is not shared.
+    An item without a cache_key is not shared.
     """
 
     index: int
@@ -95,7 +97,7 @@ def record_id(request_id: str, part: int) -> str:
 
 
 class RequestFacts(msgspec.Struct, kw_only=True):
-    """A request's caller, time and terms, which stay the same from the request headers to the row.
+    """A request's caller, time, and terms, which stay the same from the request headers to the row.
 
     The API fills them in until the request is dispatched. From then on, they are copied as a whole
     to each job's envelope and each row.
@@ -108,17 +110,18 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     """
     tenant: str
     received_at_s: UnixTime
-    """Unix time of arrival. Time limits are measured from it."""
+    """Unix time of arrival, from which time limits are measured."""
     client_request_id: str = ""
-    """The caller's `x-request-id`, only for rows: at most 128 characters. Empty: none."""
+    """The caller's `x-request-id`, only for rows: at most 128 characters. Empty if none was sent.
+    """
     key_id: str = ""
     """Public part of the caller's API key, for rows. Empty if keys are not required."""
     plan: str = ""
-    """Name of the tenant's plan, for rows. Empty: none."""
+    """Name of the tenant's plan, for rows. Empty if there is none."""
     weight: Weight = 1.0
     """The tenant's share of a busy model, from its plan. Omitted from messages if 1."""
     priority: Priority = msgspec.field(default="interactive", name="lane")
-    """Subscriptions filter on it by its wire name.
+    """Subscriptions filter on this field by its wire name.
 
     Omitted from messages if interactive.
     """
@@ -127,10 +130,10 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     price_share: PriceShare = 1.0
     """Fraction of the list price that the request pays. Omitted from messages if 1."""
     batch_id: str = ""
-    """The batch that the request is a line of, for rows. Empty: none."""
+    """The batch of which the request is a line, for rows. Empty if there is none."""
 
     def row_columns(self) -> dict[str, Any]:
-        """Returns the columns that are the same in all of the request's rows, by name."""
+        """Returns the columns that are the same in all of the request's rows, keyed by name."""
         return {
             "request_id": self.request_id,
             "tenant": self.tenant,
@@ -167,18 +170,20 @@ class Envelope(RequestFacts, kw_only=True):
     cache_key: str = ""
     """First item's cache key, for people and tools that inspect the topic."""
     prediction: str = ""
-    """`1` if the API created a record for the job. The record must be ended before the ack."""
+    """`1` if the API created a record for the job. The record must be finished before the ack."""
     webhook: str = ""
     """Events sent to the prediction's webhook, comma-separated. The record has its URL."""
     start_by_s: UnixTime = 0.0
-    """Unix time after which the model does not start the job. 0: only the deadline applies."""
+    """Unix time after which the model does not start the job. If 0, only the deadline applies."""
     replies: str = ""
     """`n` if the inbox accepts multiple replies in one message.
 
     Inboxes from earlier releases don't.
     """
     flow: str = ""
-    """The flow that the job belongs to. Its request_id is the run's ID. Empty: no flow."""
+    """The flow to which the job belongs, in which case the request_id is the run's ID. Empty if
+    there is no flow.
+    """
     step: str = ""
     """ID of the flow's step."""
     retries: int = 0
@@ -188,12 +193,12 @@ class Envelope(RequestFacts, kw_only=True):
 
     @property
     def has_record(self) -> bool:
-        """Returns whether the API created a record for the job, which must be ended."""
+        """Returns whether the API created a record for the job, which then must be finished."""
         return bool(self.prediction)
 
     @property
     def trace(self) -> TraceContext | None:
-        """The trace that the job belongs to."""
+        """The trace to which the job belongs."""
         return read_context(self.traceparent, self.tracestate) if self.traceparent else None
 
     @property
@@ -215,7 +220,7 @@ class Envelope(RequestFacts, kw_only=True):
         """Parses attributes.
 
         Raises:
-            UndecodableMessage: the schema or a field is missing or malformed. `field` names it.
+            UndecodableMessage: the schema or a field is missing or malformed. `field` is its name.
         """
         check_schema(attributes)
         try:
@@ -255,10 +260,10 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 class Receipt(msgspec.Struct, omit_defaults=True):
     """One item's cost, as measured by the worker. It is sent in the reply and becomes the row.
 
-    Times are Unix seconds, durations milliseconds. `cache` is the origin of the result: `miss`
-    (computed), `memory`, `redis`, `joined` (an identical item was being computed) or `none` (cache
+    Times are Unix seconds, durations milliseconds. `cache` is where the result came from: `miss`
+    (computed), `memory`, `redis`, `joined` (an identical item was being computed), or `none` (cache
     not used). `steps_saved` is the number of steps not computed for a canceled or late image.
-    `padded_tokens` is the number of tokens computed, including padding, or None without any.
+    `padded_tokens` is the number of tokens computed, including padding, or None if there are none.
     """
 
     cache: str = "none"
@@ -305,11 +310,14 @@ class Receipt(msgspec.Struct, omit_defaults=True):
 
 
 class PrintedLogs(msgspec.Struct, frozen=True, array_like=True):
-    """Text printed by a custom model while computing an item. Only the end of it if it is long."""
+    """Text that a custom model printed while computing an item.
+
+    If it is long, only the end is kept.
+    """
 
     text: str = ""
     left_out: int = 0
-    """Number of characters omitted before it."""
+    """Number of characters omitted before the text."""
 
     @property
     def end(self) -> int:
@@ -338,8 +346,8 @@ class ItemOutcome(msgspec.Struct, omit_defaults=True):
     error: ItemError | None = None
     logs: PrintedLogs | None = None
     partial: PieceChunk | None = None
-    """Output that a custom class had yielded, if there is no result. Only as much as its caller may
-    receive.
+    """Output that a custom class had yielded, if there is no result. Contains only as much as the
+    caller may receive.
     """
 
 
@@ -355,11 +363,14 @@ class ReplyBody(msgspec.Struct, omit_defaults=True):
     device: str = ""
     replied_at_s: float = 0.0
     output: Result | None = None
-    """A succeeded flow's output. The outcomes have no results."""
+    """A successful flow's output. In that case, the outcomes have no results."""
 
     @property
     def delivered(self) -> list[ItemOutcome]:
-        """Outcomes to respond with. For a succeeded flow, a single outcome with its output."""
+        """Outcomes to respond with.
+
+        For a successful flow, this is a single outcome with its output.
+        """
         if self.output is None:
             return self.outcomes
         return [ItemOutcome(0, "succeeded", Receipt(), self.output)]
@@ -389,7 +400,7 @@ class ReplyBatch(msgspec.Struct):
 
 
 def reason_of(outcome: ItemOutcome) -> str:
-    """Returns the reason an item has no result. Names the input if it is the cause."""
+    """Returns the reason an item has no result, naming the input if it is the cause."""
     if outcome.error is None:
         return f"item {outcome.index} has neither result nor error; this is a bug"
     prefix = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""
@@ -402,7 +413,7 @@ def error_item(error: PenstockError) -> ItemError:
 
 
 def failure(index: int, error: PenstockError, receipt: Receipt | None = None) -> ItemOutcome:
-    """Returns the outcome of an item that ended with `error`."""
+    """Returns the outcome for an item that failed with `error`."""
     status = _STATUSES.get(error.code, "failed")
     return ItemOutcome(index, status, receipt or Receipt(), error=error_item(error))
 
@@ -428,12 +439,12 @@ _batch_decoder = msgspec.json.Decoder(ReplyBatch)
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
     """Returns the data and attributes of the job's message, which `decode_job` can read.
 
-    Decodes the message again, which takes only microseconds, because an unreadable job's callers
-    would wait in vain.
+    The message is decoded again as a check, which takes only microseconds, because the callers of
+    an unreadable job would wait in vain.
 
     Raises:
-        UndecodableMessage: workers can't read it, or Pub/Sub can't carry it. `field` names the
-            part.
+        UndecodableMessage: workers can't read the message, or Pub/Sub can't carry it. `field` names
+            the part.
         InputTooLarge: Pub/Sub does not accept messages of this size.
     """
     try:
@@ -454,7 +465,7 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
     """Parses a job.
 
     Raises:
-        UndecodableMessage: the message is not a job. `field` is "schema", "attributes" or "data".
+        UndecodableMessage: the message is not a job. `field` is "schema", "attributes", or "data".
     """
     envelope = Envelope.from_attributes(attributes)
     try:
@@ -493,8 +504,8 @@ def encode_reply_batch(
     """Returns the data and attributes of a message with several replies.
 
     Args:
-        replies: each reply's request_id, part and encoded body.
-        slot: the slot of all replies. Empty: the topic has no slots.
+        replies: each reply's request_id, part, and encoded body.
+        slot: the slot for all of the replies. Empty if the topic has no slots.
     """
     batched = [
         BatchedReply(request_id, part, msgspec.Raw(body)) for request_id, part, body in replies
@@ -566,9 +577,9 @@ def _check_carried(attributes: Mapping[str, str]) -> None:
 
 
 def decode_leniently(attributes: Mapping[str, str]) -> Envelope | None:
-    """Returns the envelope with unreadable fields left empty, or None without request_id and part.
+    """Returns the envelope, with unreadable fields empty, or None if request_id or part is missing.
 
-    This works for every schema version, because request_id, part, inbox and slot have never
+    This works for every schema version, because request_id, part, inbox, and slot have never
     changed.
     """
     known: dict[str, Any] = {}

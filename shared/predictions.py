@@ -1,7 +1,7 @@
 """A prediction's document and the body shown to callers, in Replicate's format.
 
-The API returns this body and the webhook function posts it. Both build it from the document and the
-record, so they agree. Field names and states follow Replicate's HTTP API
+The API returns this body, and the webhook function posts it. Both build it from the document and
+the record, so they match. Field names and states follow Replicate's HTTP API
 (https://replicate.com/docs/reference/http).
 """
 
@@ -37,7 +37,7 @@ from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_lines import QueuePosition
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
-"""An API output format. Workers produce PNG."""
+"""Media types by API output format. Workers produce PNG."""
 EVENTS_TYPE = "text/event-stream"
 STREAM_LINK_S = 600
 """How long a link to a prediction's events remains valid after the deadline, in seconds."""
@@ -47,8 +47,8 @@ BAR_WIDTH = 10
 class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The document in a prediction's record: the request that created it. It never changes.
 
-    `record` is the ID of the record, of the job's request and of the rows. It equals `id` if the
-    API chose the ID. If the caller chose the ID, the two differ, because two tenants may choose the
+    `record` identifies the record, the job's request, and the rows. It equals `id` if the API chose
+    the ID. If the caller chose the ID, `record` is different, because two tenants may choose the
     same ID.
     """
 
@@ -60,7 +60,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     owner: str
     version: str
     input: dict[str, Any]
-    """The caller's input. A source image in it is replaced by the URL of a file."""
+    """The caller's input, with any source image replaced by a file's URL."""
     is_list: bool = True
     """True if the output is a list. False if the output is the list's only element."""
     output_format: str = "png"
@@ -69,7 +69,7 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     deployment: str = ""
     source: str = "api"
     endpoint: str = ""
-    """OpenAI API path that created it. Empty: created as a prediction."""
+    """OpenAI API path that created the prediction. Empty if it was created as a prediction."""
     base_url: str
     """The API's URL as used by the caller, without a trailing slash."""
     created_at_s: float
@@ -78,16 +78,18 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     digest: str = ""
     """Hash of the whole request. A repeated request has the same hash.
 
-    Empty: the request can't be repeated, because the caller chose neither an ID nor a key.
+    Empty if the request can't be repeated because the caller chose neither an ID nor a key.
     """
     client_request_id: str = ""
-    """`x-request-id` of the request that created it, for its rows."""
+    """`x-request-id` of the request that created the prediction, for rows."""
     key_id: str = ""
-    """Public part of the API key that created it, for its rows."""
+    """Public part of the API key that created the prediction, for rows."""
     is_cached: bool = False
-    """True if its results may be served from the cache."""
+    """True if results may be served from the cache."""
     price: ItemPrice | None = None
-    """The terms for charging it. None: created by a release that did not store them."""
+    """The terms for charging for the prediction. None if it was created by a release that did not
+    store them.
+    """
     streams: str = ""
     """The way a custom class's output grows while it runs: `text` or `items`.
 
@@ -97,11 +99,11 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     flow: dict[str, Any] | None = None
     """For a flow, its plan (shared/models/flow_plan.py)."""
     step_prices: tuple[ItemPrice, ...] = ()
-    """The terms for charging each step's items."""
+    """The terms for charging for each step's items."""
 
     @property
     def steps(self) -> Sequence[Mapping[str, Any]]:
-        """A flow's steps. Empty: it is not a flow."""
+        """A flow's steps. Empty if this is not a flow."""
         return self.flow["steps"] if self.flow else ()
 
     @property
@@ -135,7 +137,7 @@ def decode_document(document: bytes) -> Prediction:
 
 
 class _End(msgspec.Struct, omit_defaults=True):
-    """Data kept from a deleted prediction until its webhook is notified that it ended."""
+    """Data kept from a deleted prediction until its webhook has been notified that it finished."""
 
     prediction: Prediction
     state: State
@@ -182,7 +184,7 @@ def decode_end(data: bytes) -> tuple[Prediction, Record]:
 def record_of(tenant: str, own_id: str) -> str:
     """Returns the record ID for a caller-chosen ID.
 
-    The record ID is 128 bits of BLAKE2b (RFC 7693) over tenant and ID.
+    The record ID is 128 bits of BLAKE2b (RFC 7693) over the tenant and ID.
     """
     digest = hashlib.blake2b(f"{tenant}\n{own_id}".encode(), digest_size=16)
     return f"own_{digest.hexdigest()}"
@@ -210,10 +212,10 @@ def body_of(
     """Returns the prediction as shown to callers, ready for JSON.
 
     Args:
-        url_signer: signs URLs of large images, which are valid for an hour from now.
+        url_signer: signs large images' URLs, which are valid for an hour from now.
         queue: queue position, if known.
         partial: output so far (`read_partial`), if not in the record.
-        is_deleted: True if its data is deleted, as in the result of `encode_end`.
+        is_deleted: True if the data is deleted, as in the result of `encode_end`.
     """
     url = f"{prediction.base_url}/v1/predictions/{prediction.id}"
     output: Any = None
@@ -294,8 +296,9 @@ async def read_partial(
 ) -> list[Any] | None:
     """Reads the output that a custom class has yielded so far.
 
-    The output counts as delivered, so it is charged even if the prediction is canceled later. None:
-    nothing has been yielded, the record has the output, or Redis does not respond.
+    The output counts as delivered, so it is charged even if the prediction is canceled later.
+    Returns None if nothing has been yielded, the record already has the output, or Redis does not
+    respond.
     """
     is_ended_by_worker = record.reply is not None and record.reply.outcomes
     if not prediction.streams or record.state == "starting" or is_ended_by_worker:
@@ -366,7 +369,7 @@ def step_output_of(
 
 
 def error_of(record: Record) -> str | None:
-    """Returns why the prediction failed, as text, or None."""
+    """Returns the reason the prediction failed, as text, or None."""
     if record.state != "failed":
         return None
     if record.reply is None:
@@ -388,7 +391,7 @@ def printed_of(record: Record) -> PrintedLogs:
 
 
 def logs_of(record: Record) -> str:
-    """Returns the text printed by the model, or the progress in tqdm's format.
+    """Returns the text the model printed, or its progress in tqdm's format.
 
     Replicate's clients parse the latter. Empty if there is neither.
     """
@@ -481,9 +484,9 @@ def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int 
 
 
 def ended_at_s(record: Record) -> float:
-    """Returns when a prediction ended.
+    """Returns when a prediction finished.
 
-    A canceled prediction ended when it was canceled, no matter what its worker reports.
+    For a canceled prediction, that is when it was canceled, no matter what its worker reports.
     """
     return record.canceled_at_s or record.ended_at_s
 

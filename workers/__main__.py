@@ -1,6 +1,6 @@
 """`python -m workers`: a worker that serves one or several models.
 
-It opens its parts in order and runs until SIGTERM.
+Opens its parts in order and runs until SIGTERM.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ from workers.tasks import WORKER_TASKS, preparer_for
 from workers.worker import Worker
 
 MAX_NAMES_CHARS = 200
-"""Maximum length of the model names in a folder's name."""
+"""Maximum total length of the model names in a folder's name."""
 
 log = logging.getLogger(__name__)
 
@@ -138,7 +138,7 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
     """Returns a worker's process and thread counts.
 
     Args:
-        of_first: the layout chosen for the first model by itself.
+        of_first: the layout that would be chosen for the first model on its own.
     """
     layout = of_first
     if len(models) > 1 and not settings.threads:
@@ -153,7 +153,7 @@ async def _prepare(
 ) -> tuple[HostedModel, Layout]:
     """Returns the model with its backend, process count and thread count (0: default).
 
-    `is_alone`: it is this worker's only model.
+    `is_alone`: True if this is the worker's only model.
     """
     folder = await asyncio.to_thread(
         resolve,
@@ -177,7 +177,7 @@ async def _prepare(
 
 
 class _Stores(NamedTuple):
-    """The stores that a worker reads and writes, not including its rows."""
+    """The stores a worker reads and writes, not including rows."""
 
     cache: ResultCache
     redis: RecordsRedis
@@ -208,7 +208,8 @@ async def _open(
 ) -> Worker:
     """Opens every part.
 
-    Row writers open first, because an earlier process may have left rows behind. They close last.
+    Row writers are opened first, because an earlier process may have left rows behind, and closed
+    last.
     """
     models = [model.entry for model in hosted]
     rows = await stack.enter_async_context(_writer(settings, models, "worker", TABLE))

@@ -2,12 +2,13 @@
 
 A device plugin or node-problem-detector reports the failure as a node condition. Nothing else acts
 on it, because GKE's node auto-repair checks only `Ready` and disks, and a failing pod is restarted
-on the same GPU. So this process cordons the node and evicts its pods, like `kubectl drain` does.
-Evictions respect the disruption budgets, pods drain and hand back their jobs, and their successors
+on the same GPU. This process therefore cordons the node and evicts its pods, like `kubectl drain`
+does. Evictions respect disruption budgets, pods drain and hand back their jobs, and replacements
 are scheduled elsewhere. The cluster autoscaler deletes the empty node.
 
 At most a tenth of all GPU nodes, but at least one, may be cordoned at a time, so a driver that
-reports every GPU as broken can't empty the cluster. A node whose condition clears serves again.
+reports every GPU as broken can't empty the cluster. A node goes back into service when its
+condition clears.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ class KubernetesApi:
     """The few Kubernetes calls needed here, made with the pod's identity.
 
     Args:
-        token_file: read for each call, because the kubelet renews it.
-        ca_file: CA certificate of the API server. None: plain HTTP.
+        token_file: file with the token, read for each call because the kubelet renews it.
+        ca_file: the API server's CA certificate. None means plain HTTP.
     """
 
     def __init__(self, url: str, token_file: Path, ca_file: Path | None) -> None:

@@ -1,7 +1,7 @@
-"""The worker's health endpoint: /livez (loop responds), /readyz (warm and pulling), /metrics.
+"""The worker's health server: /livez (loop responds), /readyz (warm and pulling), /metrics.
 
-It runs on a thread, using the standard library's server, so it doesn't depend on the event loop
-that it checks.
+It runs on a thread, using the standard library's server, so that it doesn't depend on the event
+loop it checks.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def _handler(
 def health_server(
     host: str, port: int, loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
 ) -> Iterator[int]:
-    """Serves until the context exits. Yields the port it is bound to."""
+    """Serves until the context exits. Yields the port the server is bound to."""
     server = ThreadingHTTPServer((host, port), _handler(loop, is_ready))
     thread = threading.Thread(
         target=server.serve_forever, kwargs={"poll_interval": 0.2}, name="health", daemon=True

@@ -1,4 +1,4 @@
-"""This worker's identity in replies, rows and metrics."""
+"""This worker's identity in replies, rows, and metrics."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ class WorkerInfo:
     region: str
     device: str
     gpu_type: str | None = None
-    """GPU name in infra/kubernetes/gpus.yaml. None: no GPU."""
+    """GPU name in infra/kubernetes/gpus.yaml. None if there is no GPU."""
     spot: bool | None = None
-    """True if it runs on a spot node. None: unknown."""
+    """True if the worker runs on a spot node. None if unknown."""
 
 
 def row_for(

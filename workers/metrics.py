@@ -1,9 +1,10 @@
 """A worker's measurements of itself: Prometheus metrics and utilization.
 
-Utilization is for the `worker_hours` table and for the autoscaler. `ProcessTimes` measures it, so
-that idle GPU time is attributed too. `UtilizationReports` writes it every five minutes and at
-shutdown. A worker that is killed loses only the time since its last report, which is at most five
-minutes. The worker's event loop writes `BusyRatio`, and the thread that serves scrapes reads it.
+Utilization is for the `worker_hours` table and for the autoscaler. `ProcessTimes` measures
+utilization, so that idle GPU time is attributed too. `UtilizationReports` writes a report every
+five minutes and at shutdown. A worker that is killed loses only the time since its last report,
+which is at most five minutes. The worker's event loop writes `BusyRatio`, and the thread that
+serves scrapes reads it.
 """
 
 from __future__ import annotations
@@ -126,8 +127,8 @@ MODEL_PROCESS_DEATHS = Counter(
 
 State = Literal["busy", "idle", "loading"]
 REPORT_EVERY_S = 300.0
-"""Interval between reports of worker time. It divides an hour evenly, so a report ends with each
-hour.
+"""Interval between reports of worker time. It divides an hour evenly, so that every hour ends with
+a report.
 """
 
 FADE_S = 30.0
@@ -137,7 +138,9 @@ With a shorter time, batches that take seconds make the ratio jump. With a longe
 lags behind the load.
 """
 DIGITS = 3
-"""Decimal places of a busy share: a decaying average never reaches 0, but an idle worker must."""
+"""Decimal places in a busy share. A decaying average never reaches 0, but an idle worker's share
+must.
+"""
 
 
 class BatchMetrics:
@@ -149,7 +152,7 @@ class BatchMetrics:
         self._spare_seconds = SPARE_SECONDS.labels(model)
 
     def observe(self, done: BatchResult, exemplar: dict[str, str] | None = None) -> None:
-        """Records one batch. `exemplar` is the id of one of its traces."""
+        """Records one batch. `exemplar` is the ID of one of the batch's traces."""
         items = len(done.results)
         self._items.observe(items)
         ITEMS_AT_A_TIME.observe(done.batch_items)
@@ -180,14 +183,19 @@ class TimeReport:
     seconds: dict[State, float] = field(
         default_factory=lambda: {"busy": 0.0, "idle": 0.0, "loading": 0.0}
     )
-    """These add up to the time between the two. With several processes, they are averages."""
+    """Seconds per state, which add up to the reported time. With several processes, they are
+    averages.
+    """
     batches: int = 0
     items: int = 0
     loads: int = 0
 
 
 class ProcessTimes:
-    """Adds up the time spent by model processes. Starts with one, which is loading."""
+    """Adds up the time model processes spend in each state.
+
+    Starts with one process, which is loading.
+    """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
         self._clock = clock or steady_clock()
@@ -337,11 +345,13 @@ class UtilizationReports:
 
 
 class _State(NamedTuple):
-    """Replaced as a whole, so other threads never read a partial update."""
+    """Replaced as a whole, so that other threads never read a partial update."""
 
     at_s: float
     running: float
-    """Fraction of the processes that are running a batch. A batch with both priorities is split."""
+    """Fraction of the processes that are running a batch. A batch with both priorities is split
+    between them.
+    """
     average: float
 
     def average_at(self, now_s: float) -> float:

@@ -1,7 +1,7 @@
 """`penstock weights prefetch`: copies models from the Hub to a bucket, once for all workers.
 
-Workers then read the copy from the mounted bucket (PENSTOCK_WEIGHTS_DIR). They need neither the Hub
-nor a Hub token.
+Workers then read the copy from the mounted bucket (PENSTOCK_WEIGHTS_DIR). They don't need access to
+the Hub or a Hub token.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
         catalog: the models, with their adapters. Models from sources other than the Hub are
             skipped.
         to: `gs://BUCKET[/PREFIX]`, or a folder.
-        names: the models to copy. Empty: all.
-        again: replace existing copies, because a branch may have moved.
+        names: the models to copy. Empty means all models.
+        again: True to replace existing copies, because a branch may have moved.
 
     Raises:
         ConfigurationError: a model is not in the catalog or not from the Hub, or its repository

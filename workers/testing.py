@@ -5,7 +5,7 @@
 
 Everything between the message and the model is the same as in production: admission, priorities,
 fair queues, batches limited by the entry's budget, halving of failed batches, continuous batching,
-replies, rows and acks. Three things differ. The model runs on a thread instead of in a process, so
+replies, rows, and acks. Three things differ. The model runs on a thread instead of in a process, so
 it can't be killed. Without `redis_url`, nothing is recorded, so there are no predictions, streams
 or cancellation. Rows are kept in a list.
 """
@@ -132,13 +132,13 @@ async def running_worker(
 
     Args:
         broker: shared with everything that sends it jobs.
-        entry: the model's catalog entry: its task, name and batch budget.
+        entry: the model's catalog entry, with its task, name, and batch budget.
         folder: the model's files. Required if `preparer` or `model` is omitted.
-        preparer: prepares the inputs. Default: the task's preparer.
-        model: creates the model, not yet loaded. Default: the task's model, on the CPU.
-        redis_url: Redis for records, token streams and results. Default: no Redis.
+        preparer: prepares the inputs. Defaults to the task's preparer.
+        model: creates the model, not yet loaded. Defaults to the task's model, on the CPU.
+        redis_url: Redis for records, token streams, and results. Defaults to no Redis.
         objects_url: where large results are stored. An API needs the same value to find them.
-        catalog: models available to later flow steps. Default: only this model.
+        catalog: models available to later flow steps. Defaults to this model only.
 
     Raises:
         ConfigurationError: the model rejects its folder or its entry.
@@ -200,7 +200,8 @@ async def _running(worker: Worker, stop: asyncio.Event) -> AsyncIterator[None]:
 class _ModelThread:
     """Stands in for workers.runtime.child_process.ChildProcess, but runs on a thread.
 
-    The thread ends when the worker closes the connection, or when killed between two batches.
+    The thread exits when the worker closes the connection, or when it is killed between two
+    batches.
     """
 
     pid = 0
@@ -235,7 +236,7 @@ class _ModelThread:
                 self._connection.shutdown(socket.SHUT_RDWR)
 
     async def wait(self) -> int | None:
-        """Waits until the thread ends. Returns 0."""
+        """Waits for the thread to exit. Returns 0."""
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join, CLOSE_LIMIT_S)
         return 0
@@ -246,7 +247,7 @@ class _ModelThread:
         output: asyncio.StreamReader,
         connection: socket.socket,
     ) -> None:
-        """Runs the server. Text that a process would print when it dies becomes its output."""
+        """Runs the server. The text that a process would print on dying becomes the output."""
         models = ResidentModels([lambda: next(self._made)], [self._folder])
         printed = b""
         try:

@@ -66,7 +66,7 @@ class Worker:
     Args:
         consumers: one for each model, in the pool's order.
         subscriber: the transport from which jobs are pulled.
-        ack_deadline_s: duration of each lease and each extension.
+        ack_deadline_s: duration, in seconds, of each lease and each extension.
         max_outstanding_bytes: maximum size of the held messages in each priority, divided evenly
             among the models.
         drain_s: how long held jobs may take to finish after `stop` is set.
@@ -98,7 +98,7 @@ class Worker:
         self._times = times or ProcessTimes()
         self._flow_controls: dict[JobConsumer, list[FlowControl]] = {}
         self._woken = asyncio.Event()
-        """Set when an item is queued or an overlapping batch has finished."""
+        """Set when an item is queued or an overlapping batch finishes."""
         self._in_flight: list[deque[BatchRun]] = [deque() for _ in pool.processes]
         """Each process's batches, oldest first."""
         self._idle: set[int] = set()
@@ -267,7 +267,7 @@ class Worker:
         """Returns whether a model's next batch may be sent before the last one has finished.
 
         A batch queued behind another must be full, because if it were formed later, more items
-        might have arrived. Idle processes have precedence.
+        might have arrived by then. Idle processes have precedence.
         """
         queue = self._queues[number]
         if not queue.waiting or (not is_free and (self._idle or not queue.has_full_batch)):

@@ -1,1 +1,1 @@
-"""Definitions of everything that can be served: the catalog, its entries, and the tasks."""
+"""Definitions of everything that can be served: the catalog, its entries, and tasks."""

@@ -1,12 +1,12 @@
-"""Steps after an image is drawn and before it is delivered: a safety check and an upscaler.
+"""Steps between drawing an image and delivering it: a safety check and an upscaler.
 
-An image model's entry may name both (`image.safety`, `image.upscale`). A request that needs either
-one runs as a flow, whose first step draws the images. Each image is checked separately, and
-enlarged if it is safe. A run therefore has one deadline and one price, and any worker can continue
-it (docs/decisions/0113-after-the-image.md).
+An image model's entry may name a model for each (`image.safety`, `image.upscale`). A request that
+needs either one runs as a flow whose first step draws the images. Each image is checked separately,
+and enlarged if it is safe. A run therefore has a single deadline and price, and any worker can
+continue it (docs/decisions/0113-after-the-image.md).
 
 shared/models/image_flow.py builds these flows. Callers see only the image model: its name, its
-version and a list of images.
+version, and a list of images.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> I
     """Returns a run's result.
 
     Args:
-        scope: values of the run's input and steps by name.
-        drawn: results of the first step.
+        scope: values of the run's input and steps, keyed by name.
+        drawn: the results that the first step returned.
 
     Raises:
         ModerationBlocked: the check flagged all images.

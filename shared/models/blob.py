@@ -7,15 +7,16 @@ import hashlib
 import msgspec
 
 INLINE_LIMIT_BYTES = 48 * 1024
-"""Larger blobs are put into the object store, and the message refers to them."""
+"""Larger blobs are put into the object store, and the message contains a reference."""
 FILE_FORMAT = "uri"
-"""`format` in the JSON Schema of inputs and outputs that are files."""
+"""JSON Schema `format` for inputs and outputs that are files."""
 RESULTS = "results"
 """Folder for result blobs, with a subfolder per request."""
 SLOT_INLINE_LIMIT_BYTES = 1024
-"""Same limit for replies sent to a slot, because each slot is billed for each reply.
+"""The same limit for replies sent to a slot. It is lower because each slot is billed for each
+reply.
 
-Pub/Sub bills at least 1,000 bytes: https://cloud.google.com/pubsub/pricing
+Pub/Sub bills for at least 1,000 bytes: https://cloud.google.com/pubsub/pricing
 """
 
 
@@ -25,17 +26,17 @@ def content_digest(data: bytes) -> str:
 
 
 class Blob(msgspec.Struct, omit_defaults=True):
-    """Binary data, either inline or as a key in the object store. Exactly one of the two is set."""
+    """Binary data, either inline or as a key in the object store. Exactly one of them is set."""
 
     media_type: str
     data: bytes | None = None
     object_key: str | None = None
     digest: str = ""
-    """`content_digest` of the data at the key. Empty: not known."""
+    """`content_digest` of the data at the key. Empty if not known."""
 
     @property
     def identity(self) -> tuple[str, object]:
-        """Identity of the data in a cache key: its digest or, if not known, its key."""
+        """Identifies the data in a cache key: its digest or, if that is not known, its key."""
         if self.data is not None:
             return ("bytes", bytes.fromhex(content_digest(self.data)))
         return ("bytes", bytes.fromhex(self.digest)) if self.digest else ("object", self.object_key)

@@ -1,4 +1,7 @@
-"""The catalog (`models.yaml`) of served models. Every process reads and validates it at startup."""
+"""The catalog (`models.yaml`) of served models.
+
+Every process reads and validates the catalog at startup.
+"""
 
 from __future__ import annotations
 
@@ -40,23 +43,22 @@ log = logging.getLogger(__name__)
 
 CANARY_SUFFIX = ".canary"
 RUNS_AT_A_TIME = 64
-"""Maximum open runs of a flow. A tenant with twice as many gets `batch` priority for further ones.
-"""
+"""Maximum open runs per flow. A tenant with twice as many gets `batch` priority for any more."""
 OF_CATALOG = "an entry of the catalog"
-"""The context in which entries are validated."""
+"""Context passed to validators for catalog entries."""
 
 
 def model_of_canary(name: str) -> str | None:
     """Returns the model whose canary has this name in jobs and topics.
 
-    None if it isn't a canary's name.
+    None if this isn't a canary's name.
     """
     model = name.removesuffix(CANARY_SUFFIX)
     return None if model == name else model
 
 
 class Model(CatalogEntry):
-    """One served model, validated by the rules of its task."""
+    """One served model, validated by its task's rules."""
 
     @field_validator("task")
     @classmethod
@@ -160,11 +162,14 @@ class Model(CatalogEntry):
 
     @property
     def public_name(self) -> str:
-        """The name known to callers. A canary has its model's name."""
+        """The name callers know. A canary has its model's name."""
         return model_of_canary(self.name) or self.name
 
     def as_canary(self) -> Revision | None:
-        """Returns the revision that receives a share of its requests. None without a canary."""
+        """Returns the revision that receives a share of the requests.
+
+        None if there is no canary.
+        """
         canary = self.canary
         if canary is None:
             return None
@@ -183,16 +188,16 @@ class Model(CatalogEntry):
 
     @property
     def requested(self) -> Model:
-        """The model that callers request: itself, unless it is the run of an image request."""
+        """The model that callers request: this model, unless it is an image request's run."""
         return self
 
     @property
     def steps(self) -> Sequence[tuple[FlowStep, Model]]:
-        """The steps of a flow, each with its model. Empty for a model."""
+        """A flow's steps, each with its model. Empty for a model."""
         return ()
 
     def find_bounds(self, inputs: Sequence[Input]) -> Iterable[tuple[Model, Sequence[WorkBound]]]:
-        """Returns the models of its steps, each with the maximum work of its items."""
+        """Returns the steps' models, each with the maximum work of its items."""
         return ()
 
     @property
@@ -215,16 +220,19 @@ class Revision(Model):
     """A model's canary, deployed as `<name>.canary`."""
 
     canary: Canary
-    """Its share, and the limits within which it keeps it."""
+    """The canary's share, and the limits it must stay within to keep that share."""
 
 
 class Flow(Model):
-    """A flow. Callers request it like a custom model, but the workers of others run its steps."""
+    """A flow.
+
+    Callers request it like a custom model, but its steps run on other models' workers.
+    """
 
     source: Annotated[str, Field(pattern=f"^{FLOW_SOURCE}")]
     plan: FlowPlan
     step_models: tuple[Model, ...]
-    """Models of the steps, in step order."""
+    """The steps' models, in step order."""
 
     def _check_by_task(self) -> None:
         if self.api is not None:
@@ -241,7 +249,7 @@ class Flow(Model):
 
 
 class ImageRun(Flow):
-    """The flow of an image request. It has the name of the model that draws in its first step."""
+    """An image request's flow. It is named after the model that draws in its first step."""
 
     @property
     def requested(self) -> Model:
@@ -261,18 +269,18 @@ class WorkerGroup:
     """Workers deployed and scaled together, which serve one or more models."""
 
     name: str
-    """Name of its only model, or of its entry in `workers`."""
+    """Name of the group's only model, or of its entry in `workers`."""
     models: tuple[Model, ...]
     replicas: Replicas
 
     @property
     def gpu(self) -> Gpu:
-        """Resources of each worker, the same for all models."""
+        """Each worker's GPU resources, the same for all models."""
         return self.models[0].gpu
 
     @property
     def startup_s(self) -> float:
-        """Time limit for one of their model processes, which loads all models, to become ready."""
+        """Time limit for a model process, which loads all these models, to become ready."""
         return sum(model.startup_s for model in self.models)
 
     @property
@@ -283,8 +291,9 @@ class WorkerGroup:
 class Catalog:
     """All served models, by name and alias.
 
-    `models` are known to callers. `deployed` also includes their canaries: all models with topics
-    and workers. `flows` have neither. `shared_workers` are workers that serve several models.
+    `models` are visible to callers. `deployed` also includes canaries, so it lists all models that
+    have topics and workers. `flows` have neither. `shared_workers` are workers that serve several
+    models.
     """
 
     def __init__(
@@ -307,7 +316,7 @@ class Catalog:
         self._image_runs: dict[tuple[str, bool], ImageRun | None] = {}
 
     def image_run(self, model: Model, *, upscales: bool) -> ImageRun | None:
-        """Returns the flow for an image request. None: no step follows the image.
+        """Returns the flow for an image request, or None if no steps follow the image.
 
         Args:
             upscales: True if larger images are requested.
@@ -322,12 +331,15 @@ class Catalog:
 
     @property
     def served(self) -> tuple[Model, ...]:
-        """Everything that callers can request: models and flows."""
+        """Everything callers can request: models and flows."""
         return (*self.models, *self.flows)
 
     @property
     def worker_groups(self) -> tuple[WorkerGroup, ...]:
-        """All deployed models, each in one group, in model order. A canary has separate workers."""
+        """All deployed models, each in one group, in model order.
+
+        Canaries have separate workers.
+        """
         shared = {name: entry for entry in self.shared_workers for name in entry.models}
         groups: dict[str, WorkerGroup] = {}
         for model in self.deployed:
@@ -343,7 +355,7 @@ class Catalog:
         """Returns the model or flow with this name or alias, which must serve `task` if set.
 
         Raises:
-            UnknownModel: it does not exist, or serves another task.
+            UnknownModel: it does not exist, or serves a different task.
         """
         model = self._by_name.get(name)
         if model is None:
@@ -353,12 +365,12 @@ class Catalog:
         return model
 
     def step_schema(self, name: str) -> StepSchema | None:
-        """Returns the inputs and output of a model as a flow step. None: it does not exist."""
+        """Returns a model's inputs and output as a flow step. None if there is no such model."""
         model = self._by_name.get(name)
         return None if model is None else model.definition.step_schema(model)
 
     def find_deployed(self, name: str) -> Model:
-        """Returns the model called `name` by jobs and workers: a model in the catalog or a canary.
+        """Returns the model that jobs and workers call `name`: a model in the catalog, or a canary.
 
         Raises:
             UnknownModel: the model does not exist.
@@ -366,10 +378,10 @@ class Catalog:
         return self.canaries.get(model_of_canary(name) or "") or self.find(name)
 
     def take_interfaces(self, newer: Catalog) -> list[str]:
-        """Takes the interfaces of custom models from a newer catalog.
+        """Copies custom models' interfaces from a newer catalog.
 
-        Only for models that are otherwise unchanged, because other changes to an entry require a
-        restart of all processes.
+        This is only for models that are otherwise unchanged, because other changes to an entry
+        require restarting all processes.
 
         Returns:
             The names of models whose interface changed.
@@ -414,13 +426,13 @@ class Catalog:
         return [model for model in self.models if model.definition is TASKS[task]]
 
     def default(self, task: str) -> Model:
-        """Returns the first model of `task` in the catalog, for callers who name none."""
+        """Returns the first model for `task` in the catalog, for callers who don't name a model."""
         for model in self.of_task(task):
             return model
         raise UnknownModel(f"this API does not serve any {task} model", field="model")
 
     def serving(self, api: ServedApi, name: str | None) -> Model:
-        """Returns the custom model called `name` that serves an endpoint. None: the first one.
+        """Returns the custom model `name` (the first one if None) that serves an endpoint.
 
         Raises:
             UnknownModel: the model does not exist, or does not serve this endpoint.
@@ -437,7 +449,7 @@ class Catalog:
 
 
 def _with_interface(model: Model, interface: ModelInterface | None) -> Model:
-    """Returns an entry with another interface, which may also change its batches."""
+    """Returns an entry with a different interface, which may also change its batches."""
     batch = model.batch
     if batch.max_items == _usual_items(model, model.interface):
         batch = batch.model_copy(update={"max_items": _usual_items(model, interface)})
@@ -453,7 +465,7 @@ def _usual_items(model: Model, interface: ModelInterface | None) -> int:
 def unknown_model(name: str) -> UnknownModel:
     """Returns the error for a model that does not exist, or that this caller may not see.
 
-    It does not name other models, because the caller may see only some.
+    The error does not name other models, because the caller may not be allowed to see all of them.
     """
     return UnknownModel(
         f"model {name[:80]!r} does not exist; GET /v1/models lists the available models",
@@ -462,7 +474,7 @@ def unknown_model(name: str) -> UnknownModel:
 
 
 def flow_of(entry: FlowEntry, catalog: Catalog) -> Flow:
-    """Returns a flow in its served form: like a custom model, with the models of its steps.
+    """Returns a flow in its served form: like a custom model, with its steps' models.
 
     Raises:
         FlowError: the steps do not match their models.
@@ -478,7 +490,7 @@ def flow_of(entry: FlowEntry, catalog: Catalog) -> Flow:
 
 
 def image_run_of(model: Model, catalog: Catalog, *, upscales: bool) -> ImageRun | None:
-    """Returns the flow for image requests of a model. None: they have only one step.
+    """Returns the flow for a model's image requests, or None if they have only one step.
 
     Its time limit is the sum of its steps' time limits, or MAX_DEADLINE_S if that is less.
 

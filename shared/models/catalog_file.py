@@ -1,4 +1,4 @@
-"""Reads the catalog file. Errors name the file, the line and the location within the entry."""
+"""Reads the catalog file. Errors include the file, the line, and the location within the entry."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from shared.models.tasks import TASKS
 log = logging.getLogger(__name__)
 
 LOCAL = "local:"
-"""The scheme of sources on this machine."""
+"""The scheme for sources on this machine."""
 
 
 def read_catalog(path: Path) -> Catalog:
@@ -32,7 +32,7 @@ def read_catalog(path: Path) -> Catalog:
 
     Raises:
         ConfigurationError: the file can't be read or an entry is invalid. The message includes the
-            file, line and reason.
+            file, line, and reason.
     """
     root = _compose(path)
     entries = _entries(path, root, "models")
@@ -70,7 +70,7 @@ def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[y
     """Checks that no two entries share a name or alias.
 
     Raises:
-        ConfigurationError: two entries share one.
+        ConfigurationError: two entries share a name or alias.
     """
     seen: dict[str, int] = {}
     for own, node in zip(names, nodes, strict=True):
@@ -85,7 +85,7 @@ def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[y
 def _check_slugs(
     path: Path, deployed: Sequence[tuple[str, ...]], nodes: Sequence[yaml.Node]
 ) -> None:
-    """Checks that all models and worker groups with Kubernetes objects have distinct names there.
+    """Checks that models and worker groups with Kubernetes objects have distinct names there.
 
     Raises:
         ConfigurationError: two have the same name.
@@ -103,7 +103,7 @@ def _check_slugs(
 def _read_workers(
     path: Path, nodes: list[yaml.Node], models: tuple[Model, ...]
 ) -> tuple[WorkersEntry, ...]:
-    """Returns the entries in `workers`, whose models can share a worker."""
+    """Returns the entries in `workers` after checking that their models can share a worker."""
     entries: list[WorkersEntry] = []
     for node in nodes:
         with _located_loader(path, node) as constructor:
@@ -118,7 +118,7 @@ def _read_workers(
 def _unshareable(
     entry: WorkersEntry, number: int, models: tuple[Model, ...], others: list[WorkersEntry]
 ) -> str:
-    """Returns why one of the listed models can't share these workers. Empty: it can."""
+    """Returns the reason one of the listed models can't share these workers. Empty if it can."""
     by_name = {model.name: model for model in models}
     name = entry.models[number]
     if name not in by_name:
@@ -145,7 +145,7 @@ def _unshareable(
 def _with_replicas(
     models: tuple[Model, ...], workers: tuple[WorkersEntry, ...]
 ) -> tuple[Model, ...]:
-    """Returns the models with the replicas of the workers they share."""
+    """Returns the models, each with the replicas of the workers it shares."""
     replicas = {name: entry.replicas for entry in workers for name in entry.models}
     return tuple(
         model.model_copy(update={"replicas": replicas[model.name]})
@@ -161,9 +161,9 @@ def _gpu_words(gpu: Gpu) -> str:
 
 
 def inline_interfaces(path: Path) -> dict[str, Any]:
-    """Returns a valid catalog file with the contents of interface files in place of their paths.
+    """Returns a valid catalog file in which interface files' contents replace their paths.
 
-    Pods and Cloud Run mount only the catalog, without the files next to it.
+    Pods and Cloud Run mount only the catalog, not the files next to it.
 
     Raises:
         ConfigurationError: an interface file is missing or invalid.
@@ -182,7 +182,7 @@ def inline_interfaces(path: Path) -> dict[str, Any]:
 
 
 def reread_interfaces(catalog: Catalog, path: Path) -> None:
-    """Takes the current interfaces from the catalog file, and logs it.
+    """Updates interfaces from the catalog file, and logs any changes.
 
     `penstock up` makes the API and the batch runner do this when a class has changed.
     """
@@ -251,7 +251,7 @@ def _locate_error(
 
 
 def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns an entry with its interface in place of the file's path.
+    """Returns an entry in which the interface replaces the file's path.
 
     Raises:
         ConfigurationError: the file is missing or invalid.
@@ -290,7 +290,7 @@ class ImageEntry(NamedTuple):
 
     fields: dict[str, Any]
     interface_file: Path | None
-    """None: the entry doesn't specify one."""
+    """None if the entry doesn't specify one."""
 
     def as_model(self, interface: ImageInterface | None = None) -> Model:
         """Returns the entry as a model with an interface.
@@ -323,7 +323,7 @@ def read_image_entry(path: Path, name: str) -> ImageEntry:
 
 
 def is_text_entry(path: Path, name: str) -> bool:
-    """Returns whether the catalog has a text model with this name. Its entry is not validated.
+    """Returns whether the catalog has a text model with this name. The entry is not validated.
 
     Raises:
         ConfigurationError: the file can't be read.

@@ -1,4 +1,4 @@
-"""Files that Penstock writes into the folder of a custom class, next to the author's files."""
+"""Files that Penstock writes into a custom class's folder, next to the author's files."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from pathlib import Path
 from shared.errors import ConfigurationError
 
 MAX_BYTES = 1024 * 1024
-"""A larger file was not written by Penstock."""
+"""Any larger file was not written by Penstock."""
 
 
 @dataclass(frozen=True)
 class ClassFile:
     """A JSON file written by Penstock, at most one per class.
 
-    `name`: file name. `old_name`: name until release 0.1.0, which an author may use for something
-    else. `marks`: fields that each of our files has.
+    `name`: file name. `old_name`: name up to release 0.1.0, which an author may use for something
+    else. `marks`: fields that all of our files contain.
     """
 
     name: str
@@ -27,18 +27,19 @@ class ClassFile:
     marks: frozenset[str]
 
     def find(self, folder: Path) -> Path:
-        """Returns the path of the file in a folder, whether it exists or not.
+        """Returns the path of the file in a folder, whether or not it exists.
 
-        Returns the old path if only that exists and we wrote it.
+        Returns the old path if only that file exists and Penstock wrote it.
         """
         path, old = folder / self.name, folder / self.old_name
         return old if not path.exists() and self._is_ours(old) else path
 
     def write(self, folder: Path, text: str) -> Path:
-        """Writes the file atomically. Returns its path.
+        """Writes the file atomically, and returns its path.
 
         Raises:
-            ConfigurationError: it can't be written, or there is a file that we did not write.
+            ConfigurationError: the file can't be written, or a file that Penstock did not write is
+                in the way.
         """
         path = folder / self.name
         if path.exists() and not self._is_ours(path):

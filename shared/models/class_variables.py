@@ -1,7 +1,7 @@
-"""Environment variables that a catalog entry sets for its class: plain values and secrets.
+"""Environment variables that a catalog entry sets for its class, as plain values and secrets.
 
-An entry has a reference to each secret, never the secret itself. Only the class's worker reads the
-secret, and only the class's process receives it.
+An entry contains a reference to each secret, never the secret itself. Only the class's worker reads
+the secret, and only the class's process receives it.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ MAX_VARIABLES = 64
 MAX_VALUE_CHARS = 4096
 _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,127}")
 OURS = "PENSTOCK_"
-"""Prefix of Penstock's settings, which classes do not receive."""
+"""Prefix of Penstock's settings, which are not passed to classes."""
 _REFERENCES = {
     "local": re.compile(r"local:(?P<path>[/~][^\0]+)"),
     "kubernetes": re.compile(
@@ -30,12 +30,12 @@ _REFERENCES = {
 
 
 class SecretReference(NamedTuple):
-    """The location of a secret.
+    """A secret's location.
 
     Attributes:
         kind: `local`, `kubernetes` or `google`.
-        parts: `path` of a local file. `secret` and `key` in Kubernetes. `version`, the full name of
-            a version in Secret Manager, with its `project` and `secret`.
+        parts: `path` for a local file; `secret` and `key` in Kubernetes; `version`, the full name
+            of a version in Secret Manager, with its `project` and `secret`.
     """
 
     kind: str
@@ -43,10 +43,10 @@ class SecretReference(NamedTuple):
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """Parses a reference in an entry.
+        """Parses a secret reference from an entry.
 
         Raises:
-            ValueError: the text does not have any of the formats.
+            ValueError: the text does not match any of the formats.
         """
         for kind, form in _REFERENCES.items():
             if parts := form.fullmatch(text):
@@ -59,7 +59,7 @@ class SecretReference(NamedTuple):
 
     @property
     def variable(self) -> str:
-        """The variable in which the manifests pass a Kubernetes secret to the worker."""
+        """The variable through which the manifests pass a Kubernetes secret to the worker."""
         place = f"{self.parts['secret']}/{self.parts['key']}"
         digest = hashlib.blake2b(place.encode(), digest_size=8).hexdigest()
         return f"{OURS}CLASS_SECRET_{digest.upper()}"

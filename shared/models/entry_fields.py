@@ -1,4 +1,4 @@
-"""Base class and field types of catalog entries."""
+"""Base class and field types for catalog entries."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field
 
 Positive = Annotated[int, Field(gt=0)]
 FLOW_SOURCE = "flow:"
-"""The source of a flow, which has no files."""
+"""The source specified for flows, which have no files."""
 Source = Annotated[str, Field(pattern=r"^(hf:|gs://|local:|package:).+")]
 """The location of weights."""
 
@@ -35,6 +35,6 @@ Revision = Annotated[str, Field(pattern=r"^[!-~]{1,200}$"), BeforeValidator(_quo
 
 
 class EntryPart(BaseModel):
-    """A part of the catalog. It is immutable and rejects unknown fields."""
+    """Part of the catalog. It is immutable and rejects unknown fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)

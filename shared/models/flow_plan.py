@@ -1,12 +1,12 @@
-"""A flow as declared in the catalog: steps, references between them, and conditions.
+"""A flow as declared in the catalog: its steps, the references between them, and conditions.
 
-Plain rules without a broker or a store. The API stores a flow's plan with each run, so a run ends
-with the plan that it started with.
+The rules here do not need a broker or a store. The API stores a flow's plan with each run, so a run
+finishes with the plan it started with.
 
-A reference is `$name` followed by fields: `$input.document`, `$pages`, `$read.text`, `$item`. A
-field of a list is the list of its elements' fields. With several parallel lists in `for_each`,
-`$item.name` is the element of one of them. Text that begins with `$$` means the same text with a
-single `$`. A condition compares two operands: `$check.flagged == false`.
+A reference is `$name` followed by fields: `$input.document`, `$pages`, `$read.text`, `$item`.
+Taking a field from a list yields the list of its elements' fields. If `for_each` has several
+parallel lists, `$item.name` is an element from one of them. Text that begins with `$$` stands for
+the same text with a single `$`. A condition compares two operands: `$check.flagged == false`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Missing:
-    """The type of MISSING, the value of everything that was skipped."""
+    """The type of MISSING, which is the value of anything that was skipped."""
 
     def __repr__(self) -> str:
         return "MISSING"
@@ -67,7 +67,7 @@ MISSING: Final = Missing()
 
 
 class Reference(NamedTuple):
-    """A reference to an input, the output of a step, or the item of a `for_each`."""
+    """A reference to an input, a step's output, or the current `for_each` item."""
 
     name: str
     fields: tuple[str, ...] = ()
@@ -76,7 +76,7 @@ class Reference(NamedTuple):
         return ".".join((f"${self.name}", *self.fields))
 
     def in_scope(self, scope: Mapping[str, Any]) -> Any:
-        """Returns its value.
+        """Returns the value of the reference in this scope.
 
         Raises:
             BadInput: the field does not exist.
@@ -97,7 +97,7 @@ class Reference(NamedTuple):
 
 
 class NoSuchField(BadInput):
-    """A value does not have this field."""
+    """The value does not have this field."""
 
     def __init__(self, reference: Reference, name: str) -> None:
         super().__init__(f"{reference}: the value does not have the field {name!r}")
@@ -112,7 +112,7 @@ class Condition(NamedTuple):
     right: Any
 
     def holds(self, scope: Mapping[str, Any]) -> bool:
-        """Returns whether it is true. A skipped value equals null, and can't be ordered.
+        """Returns whether the condition is true. A skipped value equals null, and can't be ordered.
 
         Raises:
             BadInput: the two values can't be ordered.
@@ -214,9 +214,9 @@ def references_in(value: Any) -> Iterator[Reference]:
 
 
 def input_named(references: Sequence[Reference]) -> str | None:
-    """Returns the flow input that all of the references refer to.
+    """Returns the flow input to which all of the references refer.
 
-    `input`: they refer to several. None: not all of them are flow inputs.
+    Returns `input` if they refer to several, and None if not all of them are flow inputs.
     """
     if not references or any(reference.name != INPUT for reference in references):
         return None
@@ -225,7 +225,7 @@ def input_named(references: Sequence[Reference]) -> str | None:
 
 
 def lists_in(for_each: str | Mapping[str, str] | None) -> dict[str, str]:
-    """Returns the references of a `for_each` by list name. A single list has the name ""."""
+    """Returns a `for_each`'s references, keyed by list name. A single list is named ""."""
     if for_each is None:
         return {}
     return {"": for_each} if isinstance(for_each, str) else dict(for_each)
@@ -234,7 +234,7 @@ def lists_in(for_each: str | Mapping[str, str] | None) -> dict[str, str]:
 def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
     """Returns a value with its references replaced by their values.
 
-    Returns MISSING if one of them was skipped.
+    Returns MISSING if any of those values was skipped.
 
     Raises:
         BadInput: a reference has no value.
@@ -262,24 +262,23 @@ class FlowStep(_Part):
     id: str = Field(pattern=r"^[a-z][a-z0-9_]{0,39}$")
     """The name used in references."""
     model: str
-    """The name of a model in the catalog, or an alias."""
+    """A model's name in the catalog, or an alias."""
     input: dict[str, Any]
     """The model's input: literals and references, at any depth."""
     for_each: str | Annotated[dict[FieldName, str], Field(min_length=1)] | None = None
     """A reference to a list.
 
-    The step has an item for each element, which is `$item`. Alternatively, several named lists of
-    equal length, in which case `$item.name` is an element of one of them.
+    The step has one item per element, referred to as `$item`. Alternatively, several named lists of
+    equal length, in which case `$item.name` is an element from one of them.
     """
     when: str | None = None
     """A condition. If it is false, the step or item is skipped."""
     default: Any = None
-    """The value used if it fails or is skipped.
-
-    Without it, the flow fails with the step, and a skipped step is null.
+    """The value to use if the step fails or is skipped. Without a default, the flow fails if the
+    step does, and a skipped step is null.
     """
     retries: int = Field(0, ge=0, le=MAX_RETRIES)
-    """How often to compute a failed item again."""
+    """How many times to retry a failed item."""
     max_items: int = Field(MAX_STEP_ITEMS, ge=1, le=MAX_STEP_ITEMS)
     """Maximum number of elements in the list."""
 
@@ -332,17 +331,17 @@ class FlowStep(_Part):
 
     @property
     def lists(self) -> dict[str, Reference]:
-        """The lists that it has items for, by name. A single list has the name ""."""
+        """The lists that the step iterates over, keyed by name. A single list is named ""."""
         return {name: parse_reference(text) for name, text in lists_in(self.for_each).items()}
 
     @property
     def has_default(self) -> bool:
-        """Returns whether a default is declared. It may be null."""
+        """Returns whether a default is declared. The default may be null."""
         return "default" in self.model_fields_set
 
     @property
     def condition(self) -> Condition | None:
-        """The step's condition. None: it always runs."""
+        """The step's condition, or None if the step always runs."""
         return None if self.when is None else parse_condition(self.when)
 
     @property
@@ -352,11 +351,11 @@ class FlowStep(_Part):
         return [*lists, *conditions, *references_in(self.input), *references_in(self.default)]
 
     def origins_of(self, name: str, position: int) -> list[Reference]:
-        """Returns the origin of a model input.
+        """Returns where a model input's value comes from.
 
         Args:
-            name: input name. `input`, if none has that name: all inputs.
-            position: position of the item. `$item` is this element of its list:
+            name: input name. `input` means all inputs, unless one has that name.
+            position: the item's position. `$item` is the element at this position in its list:
                 `$input.documents.3`.
         """
         value = self.input.get(name, self.input if name == INPUT else None)
@@ -374,18 +373,18 @@ class FlowStep(_Part):
 
     @property
     def depends_on(self) -> frozenset[str]:
-        """IDs of steps that must end first."""
+        """IDs of steps that must finish first."""
         return frozenset(reference.name for reference in self.references) - {INPUT, ITEM}
 
 
 class FlowPlan(_Part):
-    """The inputs, steps and output of a flow."""
+    """A flow's inputs, steps, and output."""
 
     input: dict[FieldName, Any] = {}
-    """The type of each input: a word from TYPES, a list with one of them, or JSON Schema."""
+    """Each input's type: a word from TYPES, a list containing one such word, or JSON Schema."""
     steps: tuple[FlowStep, ...] = Field(min_length=1, max_length=MAX_STEPS)
     output: Any
-    """The output of the flow: literals and references."""
+    """The flow's output: literals and references."""
     gives: Literal["images"] | None = None
     """`images`: the flow was created for an image request, and returns images
     (shared/models/after_image.py).
@@ -414,10 +413,10 @@ class FlowPlan(_Part):
         return self
 
     def order(self) -> list[int]:
-        """Returns the step numbers, each after the steps that it depends on.
+        """Returns the step numbers in order, each after the steps it depends on.
 
         Raises:
-            ValueError: the steps depend on each other in a circle.
+            ValueError: the steps have a circular dependency.
         """
         numbers = {step.id: number for number, step in enumerate(self.steps)}
         graph = {step.id: sorted(step.depends_on, key=numbers.__getitem__) for step in self.steps}
@@ -431,7 +430,7 @@ class FlowPlan(_Part):
 
     @property
     def input_schema(self) -> dict[str, Any]:
-        """JSON Schema of the object with all inputs, as in a class's penstock.schema.json."""
+        """JSON Schema for the object with all inputs, as in a class's penstock.schema.json."""
         required = [name for name, shape in self.input.items() if "default" not in shape]
         properties = {
             name: {"title": name.replace("_", " ").capitalize(), "x-order": number} | shape
@@ -441,12 +440,12 @@ class FlowPlan(_Part):
         return schema | ({"required": required} if required else {})
 
     def as_json(self) -> dict[str, Any]:
-        """The plan in the form stored in a record."""
+        """The plan in the form in which a record stores it."""
         return self.model_dump(mode="json", exclude_unset=True)
 
 
 def _type_of(name: str, written: Any) -> dict[str, Any]:
-    """Returns the JSON Schema of an input.
+    """Returns an input's JSON Schema.
 
     Raises:
         ValueError: the type is invalid.
@@ -467,18 +466,18 @@ def index_of(step: int, position: int) -> int:
     """Returns an item's index in its run.
 
     Args:
-        position: position of the item within the step.
+        position: the item's position within the step.
     """
     return step * MAX_STEP_ITEMS + position
 
 
 def step_of(index: int) -> int:
-    """Returns the number of the step that an item of a run belongs to."""
+    """Returns the number of the step to which a run's item belongs."""
     return index // MAX_STEP_ITEMS
 
 
 def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, Any]]:
-    """Returns a step's item inputs by position. Missing items are skipped.
+    """Returns a step's item inputs, keyed by position. Missing items are skipped.
 
     Raises:
         BadInput: a value does not match the step.
@@ -497,7 +496,7 @@ def plan_step(step: FlowStep, scope: Mapping[str, Any]) -> dict[int, dict[str, A
 
 
 def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """Returns the scope for each item of a step.
+    """Returns the scope for each of a step's items.
 
     Raises:
         BadInput: a value of for_each is not a list, or is too long.
@@ -526,7 +525,7 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
 
 
 def _item_input(step: FlowStep, scope: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Returns the input of one item. None: it is skipped."""
+    """Returns one item's input, or None if the item is skipped."""
     if step.condition is not None and not step.condition.holds(scope):
         return None
     values = resolved(step.input, scope)
@@ -534,10 +533,10 @@ def _item_input(step: FlowStep, scope: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def value_of(step: FlowStep, results: Mapping[int, Any], scope: Mapping[str, Any]) -> Any:
-    """Returns the value of a finished step.
+    """Returns a finished step's value.
 
     Args:
-        results: values of its items by position. Failed and skipped items are absent.
+        results: values of the step's items, keyed by position. Failed and skipped items are absent.
     """
     values = [
         results[position]
@@ -556,7 +555,7 @@ def shown(value: Any) -> Any:
 
 
 def output_of(plan: FlowPlan, scope: Mapping[str, Any]) -> Any:
-    """Returns the output of a flow, with null for skipped parts.
+    """Returns a flow's output, with null for skipped parts.
 
     Raises:
         BadInput: a reference has no value.

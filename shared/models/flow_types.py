@@ -1,8 +1,8 @@
-"""Checks a flow against its models when the catalog is read, and derives the type of its output.
+"""Checks a flow against its models when the catalog is read, and derives its output type.
 
 Types are JSON Schema, limited to the features of a class's penstock.schema.json. Unknown types (an
 object without properties, `Any`) match everything, and the process that computes the item checks
-them.
+the actual values.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from shared.models.flow_plan import (
 Schema = Mapping[str, Any]
 Place = tuple[int | str, ...]
 _SHOWN = ("type", "format", "enum", "items", "properties", "anyOf")
-"""Schema keywords to copy to the output type. Titles and defaults belong to a step."""
+"""Schema keywords to copy to the output type. Titles and defaults describe only a step."""
 _KINDS = {bool: "boolean", int: "integer", float: "number", str: "string", type(None): "null"}
 
 _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
@@ -39,10 +39,10 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 class StepSchema(NamedTuple):
-    """Inputs and output of a model as a flow step, as JSON Schema."""
+    """A model's inputs and output as a flow step, as JSON Schema."""
 
     inputs: Mapping[str, Any]
-    """Schema of the object with all inputs."""
+    """Schema for the object with all inputs."""
     output: Mapping[str, Any]
 
 
@@ -58,10 +58,10 @@ class FlowError(ValueError):
 
 
 def check_flow(plan: FlowPlan, find: Find) -> dict[str, Any]:
-    """Checks the references and types of a flow. Returns the type of its output.
+    """Checks a flow's references and types. Returns its output type.
 
     Raises:
-        FlowError: a reference, a type or a model is invalid.
+        FlowError: a reference, a type, or a model is invalid.
     """
     scope: dict[str, Schema] = {INPUT: {"type": "object", "properties": plan.input}}
     for number in plan.order():
@@ -190,7 +190,7 @@ def _nullable(schema: Schema) -> Schema:
 
 
 def _plain(schema: Schema) -> Schema:
-    """Returns the type of a value that is not null. Null is never passed on, but skipped."""
+    """Returns the type of a value that is not null. Null is never passed on; it is skipped."""
     options = [option for option in schema.get("anyOf", ()) if option.get("type") != "null"]
     return _plain(options[0]) if len(options) == 1 else schema
 
@@ -211,10 +211,10 @@ def _noun(schema: Schema) -> str:
 
 
 def check_values(values: Mapping[str, Any], inputs: Schema) -> None:
-    """Checks the types of computed inputs, because a class may return another type than declared.
+    """Checks the types of computed inputs, because a class may return a type it did not declare.
 
     Raises:
-        BadInput: a value has another type. The message names its input.
+        BadInput: a value has the wrong type. The message names its input.
     """
     properties: Mapping[str, Schema] = inputs.get("properties", {})
     for name, value in values.items():
@@ -225,7 +225,7 @@ def check_values(values: Mapping[str, Any], inputs: Schema) -> None:
 
 
 def _has_type(value: Any, wanted: Schema) -> bool:
-    """Returns whether a value may be of a type.
+    """Returns whether a value may have a type.
 
     Files and objects are checked where they are used.
     """
@@ -243,7 +243,7 @@ def _has_type(value: Any, wanted: Schema) -> bool:
 
 
 def misfit(value: Schema, wanted: Schema) -> str:
-    """Returns why a value of one type does not match another. Empty: it may match."""
+    """Returns the reason a value of one type does not match another type. Empty if it may match."""
     value = _plain(value)
     options = [option for option in wanted.get("anyOf", ()) if option.get("type") != "null"]
     if options:
@@ -279,7 +279,7 @@ def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:
 
 
 def _show_type(schema: Schema) -> Schema:
-    """Returns the parts of a type that are shown to callers."""
+    """Returns the parts of a type to show to callers."""
     visible = {name: schema[name] for name in _SHOWN if name in schema}
     if "items" in visible:
         visible["items"] = _show_type(visible["items"])

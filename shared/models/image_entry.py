@@ -1,4 +1,4 @@
-"""The image section of a catalog entry, and models it may have in addition to its weights."""
+"""The image section of a catalog entry, and the models it may add to its own weights."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from shared.models.image_interface import ImageInterface
 from shared.models.schedulers import SCHEDULER_NAMES
 
 MAX_ADAPTERS = 256
-"""Maximum adapters per model. An entry is passed to model processes as a command-line argument."""
+"""Maximum adapters per model. The whole entry is passed to model processes as a command-line
+argument.
+"""
 MIN_LORA_SCALE, MAX_LORA_SCALE = -1.0, 3.0
-"""Same range as Replicate's models with adapters."""
+"""Same range as for Replicate's models with adapters."""
 DEFAULT_ADAPTER_BYTES = 1024**3
 
 UrlBeginning = Annotated[
     str, Field(pattern=r"^https://[a-z0-9][a-z0-9.-]*(:[0-9]+)?/([^\s?#%\\]+/)?$", max_length=300)
 ]
-"""HTTPS, a lowercase host, and a folder that ends with a slash."""
+"""An https URL with a lowercase host and a folder that ends with a slash."""
 
 RequestedName = Annotated[str, Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]{0,63}$")]
 """The name by which a request selects one of several adapters or ControlNets."""
@@ -42,16 +44,16 @@ class Adapter(EntryPart):
     `gs://BUCKET/FILE`, `local:FILE`, `package:IMPORT.NAME/FILE`.
     """
     revision: Revision = "main"
-    """Revision of a Hub repository. A copy from a bucket is stored under this name."""
+    """A Hub repository's revision. A copy from a bucket is stored under this name."""
     digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
-    """Digest of the file, which is checked when the file is read. None: any."""
+    """The file's digest, checked when the file is read. None accepts any file."""
     scale: float = Field(1.0, ge=MIN_LORA_SCALE, le=MAX_LORA_SCALE)
     """The `lora_scale` of requests that don't set one."""
     max_rank: int = Field(128, ge=1, le=1024)
 
     @property
     def version(self) -> str:
-        """The digest of its file. Without one, a digest of the file's location."""
+        """The file's digest or, if the entry does not set one, a digest of the file's location."""
         if self.digest is not None:
             return self.digest
         place = f"{self.source}@{self.revision}"
@@ -62,15 +64,15 @@ class AdapterUrls(EntryPart):
     """Adapter files that requests may specify by https URL."""
 
     allowed: tuple[UrlBeginning, ...] = Field(min_length=1, max_length=16)
-    """Allowed prefixes of a file's URL and of each URL it redirects to: a bucket, or a folder in
-    one.
+    """Allowed prefixes for a file's URL and each URL it redirects to: a bucket, or a folder in a
+    bucket.
     """
     max_bytes: Positive = Field(256 * 1024**2, le=1024**3)
-    """Maximum size of a file."""
+    """Maximum file size."""
     max_rank: int = Field(128, ge=1, le=1024)
     disk_bytes: Positive = 4 * 1024**3
-    """Maximum total size of the files on a worker's disk. Above it, the tenant that uses the most
-    space loses its least recently used files.
+    """Maximum total size of the files on a worker's disk. Beyond that, the least recently used
+    files are deleted for the tenant that uses the most space.
     """
 
     @model_validator(mode="after")
@@ -88,7 +90,7 @@ class _FolderBeside(EntryPart):
 
     @cached_property
     def version(self) -> str:
-        """A digest of everything that affects its results, except the scale, which requests set."""
+        """A digest of everything that affects results, except the scale, which requests set."""
         text = self.model_dump_json(exclude={"scale"})
         return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -97,16 +99,16 @@ class Control(_FolderBeside):
     """A ControlNet trained for the image model: a folder saved by diffusers' ControlNetModel."""
 
     preprocessor: Literal["none", "canny", "tile"] = "none"
-    """Conversion of a caller's image to a map. `none`: the image is already a map (depths, a
-    pose). `canny`: edges, like OpenCV's `Canny`. `tile`: a coarser image.
+    """How to convert a caller's image to a map. `none`: the image is already a map (depth, a pose).
+    `canny`: edges, like OpenCV's `Canny`. `tile`: a coarser image.
     """
     canny_low: int = Field(100, ge=0, le=2040)
     canny_high: int = Field(200, ge=0, le=2040)
-    """Thresholds of `canny` for gradients |dx| + |dy|, in levels."""
+    """`canny` thresholds for gradients |dx| + |dy|, in levels."""
     tile_factor: float = Field(1.0, ge=1, le=8)
-    """By what factor `tile` shrinks the width and height before enlarging them again."""
+    """Factor by which `tile` shrinks the width and height before enlarging them again."""
     scale: float = Field(1.0, ge=0, le=MAX_CONTROL_SCALE)
-    """`controlnet_conditioning_scale` if the caller doesn't set it."""
+    """`controlnet_conditioning_scale` for requests that don't set it."""
 
     @model_validator(mode="after")
     def _thresholds_are_in_order(self) -> Self:
@@ -116,21 +118,21 @@ class Control(_FolderBeside):
 
 
 class IpAdapter(_FolderBeside):
-    """An IP-Adapter for an image model: a file, and the image encoder it was trained with.
+    """An image model's IP-Adapter: a file, and the image encoder it was trained with.
 
     `subfolder`, `weight_name` and `image_encoder_folder` are the same as in diffusers'
     `load_ip_adapter`.
     """
 
     subfolder: str = Field("", pattern=_PLACE_PATTERN, max_length=200)
-    """Subfolder of the source that contains the file."""
+    """Subfolder, within the source, that contains the file."""
     weight_name: str = Field(pattern=r"^[A-Za-z0-9_][A-Za-z0-9._-]*\.safetensors$", max_length=200)
     image_encoder_folder: str = Field("image_encoder", pattern=_PLACE_PATTERN, max_length=200)
-    """Folder with transformers' CLIPVisionModelWithProjection: within `subfolder`, or within the
-    source if it contains a slash.
+    """Folder with transformers' CLIPVisionModelWithProjection, relative to `subfolder`, or to the
+    source if the value contains a slash.
     """
     digest: str | None = Field(None, pattern=r"^sha256:[0-9a-f]{64}$")
-    """Digest of the file, which is checked when the file is read. None: any."""
+    """The file's digest, checked when the file is read. None accepts any file."""
     scale: float = Field(1.0, ge=0, le=MAX_IP_ADAPTER_SCALE)
     """The `ip_adapter_scale` of requests that don't set one."""
 
@@ -139,8 +141,8 @@ class UpscaleStep(EntryPart):
     """The custom model that enlarges images on request (shared/models/after_image.py)."""
 
     model: str
-    """The model's name in the catalog. It has the inputs `image` and `scale`, and returns a PNG
-    file.
+    """The model's name in the catalog. The model takes the inputs `image` and `scale`, and returns
+    a PNG file.
     """
 
 
@@ -148,28 +150,29 @@ class SafetyStep(EntryPart):
     """The custom model that checks every image before it is delivered."""
 
     model: str
-    """The model's name in the catalog. It has an input `image`, and returns an object with
+    """The model's name in the catalog. The model takes an input `image`, and returns an object with
     `is_safe`.
     """
     threshold: float | None = Field(None, ge=0, le=1)
-    """Value of the model's input `threshold`. None: the model's own default."""
+    """Value for the model's `threshold` input. None means the model's default."""
 
 
 class DeepCacheSettings(EntryPart):
-    """Settings for reusing a UNet's deep features over several steps, with DeepCache's names.
+    """Settings for reusing a UNet's deep features across several steps, named as in DeepCache.
 
     It is faster, but the images differ.
     """
 
     cache_interval: int = Field(3, ge=2, le=20)
-    """The whole UNet is computed at one out of this many steps."""
+    """The whole UNet is computed once every this many steps."""
     cache_branch_id: int = Field(0, ge=0, le=8)
-    """How many of its first layers are computed at the other steps; of the last layers, one more.
+    """How many of the UNet's first layers are computed in the other steps; one more of the last
+    layers is computed.
     """
 
 
 class ImageDefaults(EntryPart):
-    """Defaults and limits of an image model's parameters.
+    """Defaults and limits for an image model's parameters.
 
     `scheduler` is one of shared.models.schedulers.
     """
@@ -181,13 +184,14 @@ class ImageDefaults(EntryPart):
     guidance_scale: float = Field(7.5, ge=0)
     scheduler: str = "ddim"
     largest_pixels: Positive = 1024 * 1024
-    """Maximum width x height of a request."""
+    """Maximum width x height in a request."""
     multiple: Positive = 8
-    """Width and height must be multiples of this (the VAE's scale)."""
+    """Width and height must be multiples of this number (the VAE's scale)."""
     interface: ImageInterface | None = None
-    """The pipeline's tasks and fields, as written by `penstock models check`: the path of the file,
-    relative to the catalog's folder, or its contents. The defaults above are then the pipeline's.
-    None: the API accepts all fields, and the worker rejects fields that the pipeline lacks.
+    """The pipeline's tasks and fields, as written by `penstock models check`: either the file's
+    path, relative to the catalog's folder, or its contents. The defaults above are then the
+    pipeline's. If None, the API accepts all fields, and the worker rejects fields the pipeline does
+    not support.
     """
     join: Literal["auto", "never"] = "auto"
     """`auto`: images join a running batch between two steps if the model is a diffusers pipeline
@@ -202,24 +206,27 @@ class ImageDefaults(EntryPart):
     adapters: dict[RequestedName, Adapter] = Field({}, max_length=MAX_ADAPTERS)
     """The adapters that requests may select as `lora_weights`, by name."""
     adapter_urls: AdapterUrls | None = None
-    """The files that requests may specify as `lora_weights` by URL. None: no URLs are accepted."""
+    """The files that requests may specify by URL as `lora_weights`. None means URLs are not
+    accepted.
+    """
     adapter_memory_bytes: Positive = DEFAULT_ADAPTER_BYTES
     """Maximum total size of the adapters in a model process's memory, in the model's precision. The
-    least recently used ones make room for others.
+    least recently used adapters are dropped to make room.
     """
     upscale: UpscaleStep | None = None
-    """Makes images two or four times as large. None: requests can't ask for this."""
+    """Makes images two or four times as large. If None, requests can't ask for this."""
     safety: SafetyStep | None = None
-    """Decides whether an image is delivered. None: all are."""
+    """Decides whether an image is delivered. If None, all images are."""
     controls: dict[RequestedName, Control] = Field({})
-    """ControlNets by the names that callers use."""
+    """ControlNets, keyed by the names callers use."""
     ip_adapters: dict[RequestedName, IpAdapter] = Field({})
-    """IP-Adapters by the names that callers use."""
+    """IP-Adapters, keyed by the names callers use."""
     deep_cache: DeepCacheSettings | None = None
-    """None: every step computes the whole UNet."""
+    """If None, every step computes the whole UNet."""
     guidance_stop: float = Field(1.0, ge=0, le=1)
     """Fraction of the steps after which the negative prompt no longer applies, like `stop` of
-    diffusers' guiders. Later steps take half the computation (https://arxiv.org/abs/2404.07724).
+    diffusers' guiders. Later steps take half as much computation
+    (https://arxiv.org/abs/2404.07724).
     """
 
     @model_validator(mode="before")
@@ -252,7 +259,7 @@ class ImageDefaults(EntryPart):
         return SCHEDULER_NAMES if self.interface is None else self.interface.schedulers
 
     def accepts(self, field: str) -> bool:
-        """Returns whether requests may include a field, as far as the interface is known."""
+        """Returns whether requests may include a field, based on the interface if it is known."""
         return self.interface is None or self.interface.accepts(field)
 
     @property
@@ -272,7 +279,10 @@ class ImageDefaults(EntryPart):
 
     @property
     def shortcuts(self) -> tuple[object, ...]:
-        """Settings that change results compared with computing every step in full. Empty: none."""
+        """Settings that make results differ from computing every step in full.
+
+        Empty if there are none.
+        """
         chosen: tuple[object, ...] = ()
         if (cache := self.deep_cache) is not None:
             chosen += ("deep_cache", cache.cache_interval, cache.cache_branch_id)

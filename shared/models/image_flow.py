@@ -1,4 +1,4 @@
-"""The steps of an image request that is checked or enlarged, as configured in its model's entry.
+"""The steps in an image request that is checked or enlarged, as configured in the model's entry.
 
 The catalog creates these flows; they are not in any file (docs/decisions/0113-after-the-image.md).
 """
@@ -14,7 +14,7 @@ from shared.models.flow_plan import FlowPlan
 from shared.models.flow_types import FlowError, StepSchema, check_flow, misfit
 
 IMAGE, SAFETY, UPSCALE = "image", "safety", "upscale"
-"""Steps by ID. The first one draws."""
+"""Step IDs. The first step draws."""
 SCALES = (2, 4)
 """Factors by which an image may be enlarged."""
 MAX_IMAGES = 10
@@ -25,9 +25,7 @@ _INPUT = {"drawings": ["object"], "upscale": "integer"}
 
 
 def plan_of_images(entry: CatalogEntry, *, upscales: bool) -> FlowPlan | None:
-    """Returns the steps of an image request.
-
-    None: it has a single step, so it does not need a flow.
+    """Returns an image request's steps, or None if it has a single step and needs no flow.
 
     Args:
         upscales: True if the request asks for larger images.

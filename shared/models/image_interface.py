@@ -1,7 +1,8 @@
-"""The tasks and fields of an image model: the file named in `image.interface` of its entry.
+"""An image model's tasks and fields: the file named in the entry's `image.interface`.
 
 `penstock models check NAME` creates it from the model's pipeline. The API has neither the weights
-nor diffusers, so it reads this file. A worker whose pipeline differs from it refuses to start.
+nor diffusers, so it reads this file. A worker whose pipeline does not match the file refuses to
+start.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ _NOUNS: dict[ImageMode, str] = {
 
 
 class ImageUsuals(BaseModel):
-    """Defaults of a pipeline, which an entry may override. Named as in the entry."""
+    """A pipeline's defaults, which an entry may override. Named as in the entry."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -46,15 +47,15 @@ class ImageUsuals(BaseModel):
 
 
 class ImageInterface(BaseModel):
-    """The tasks and fields of a pipeline."""
+    """A pipeline's tasks and fields."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     pipeline: str
-    """Name of its class in diffusers."""
+    """Name of the pipeline's class in diffusers."""
     tasks: tuple[ImageMode, ...] = Field(min_length=1)
     fields: tuple[str, ...]
-    """The OPTIONS that it accepts."""
+    """The OPTIONS that the pipeline accepts."""
     schedulers: tuple[str, ...] = Field(min_length=1)
     defaults: ImageUsuals
 
@@ -63,7 +64,7 @@ class ImageInterface(BaseModel):
         return self.model_dump_json(indent=2) + "\n"
 
     def accepts(self, field: str) -> bool:
-        """Returns whether requests may have a field.
+        """Returns whether requests may include a field.
 
         Fields that every pipeline supports are accepted.
         """
@@ -73,9 +74,9 @@ class ImageInterface(BaseModel):
         return field not in OPTIONS or field in self.fields
 
     def difference(self, other: ImageInterface) -> str:
-        """Returns the first difference from another interface. Empty: they are equal.
+        """Returns the first difference from another interface. Empty if they are equal.
 
-        Defaults are not compared, because only the entry has them, and neither is order.
+        Neither defaults, which only the entry has, nor order are compared.
         """
         for name in ("pipeline", "tasks", "fields", "schedulers"):
             mine, its = getattr(self, name), getattr(other, name)
@@ -85,7 +86,7 @@ class ImageInterface(BaseModel):
 
 
 def refuse_mode(mode: ImageMode, known: Collection[ImageMode]) -> str:
-    """Returns why a model with these tasks can't draw in this mode. Empty: it can."""
+    """Returns the reason a model with these tasks can't draw in this mode. Empty if it can."""
     if mode in known:
         return ""
     return f"this model draws only {' or '.join(_NOUNS[name] for name in known)}"
@@ -101,7 +102,7 @@ def read_image_interface(path: Path, model: str) -> ImageInterface:
     """Reads the file named in a model's entry.
 
     Raises:
-        ConfigurationError: it is missing or invalid.
+        ConfigurationError: the file is missing or invalid.
     """
     hint = (
         f"write it with: penstock models check {model}; if only the catalog is mounted here, "

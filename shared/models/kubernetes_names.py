@@ -6,11 +6,11 @@ import hashlib
 import re
 
 SLUG_LIMIT = 40
-"""Kubernetes allows 63 characters in a label, some of which our object names use."""
+"""Kubernetes allows 63 characters in a label, and our object names use some of them."""
 
 
 def slug(model: str) -> str:
-    """Returns the name of a model in Kubernetes, as in infra/terraform/platform/models.tf."""
+    """Returns a model's name in Kubernetes, as in infra/terraform/platform/models.tf."""
     plain = re.sub(r"[^a-z0-9]+", "-", model.lower()).strip("-")
     if len(plain) <= SLUG_LIMIT:
         return plain

@@ -24,28 +24,28 @@ Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 
 
 class ModelMeasurement(BaseModel):
-    """Figures of one class on one machine."""
+    """One class's figures on one machine."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     measured: str = Field(min_length=1)
-    """Description of the method, machine and date."""
+    """Description of the method, machine, and date."""
     device: str = Field(min_length=1)
     """`cpu`, or the name of the GPU."""
     setup_s: Seconds
     """Seconds from process start until setup is complete."""
     batches: dict[Annotated[int, Field(gt=0)], Annotated[float, Field(gt=0)]] = Field(min_length=1)
-    """Seconds until all items are done, by number of items computed together."""
+    """Seconds until all items are done, keyed by the number of items computed together."""
     work_per_item: float | None = Field(None, gt=0)
-    """Average weight of an input as returned by `work` of the class. None: it has no `work`."""
+    """Average input weight returned by the class's `work`. None if the class has no `work`."""
     peak_memory_bytes: int = Field(gt=0)
     """Maximum memory of the class's processes, without GPU memory."""
     input_bytes: int = Field(ge=0)
-    """Size of an item: its values as JSON, and its files."""
+    """Item size: its values as JSON, plus its files."""
     output_bytes: int = Field(ge=0)
-    """Size of a result, measured in the same way."""
+    """Result size, measured in the same way."""
     sources_sha256: str = Field(pattern="^[0-9a-f]{64}$")
-    """Digest of the measured sources."""
+    """Digest of the sources that were measured."""
 
     def seconds_per_item(self, max_items: int) -> float:
         """Returns seconds per item in the largest measured batch of at most `max_items`."""
@@ -67,7 +67,7 @@ def read_measurement(path: Path) -> ModelMeasurement:
     """Reads a penstock.measured.json.
 
     Raises:
-        ConfigurationError: it is missing or invalid.
+        ConfigurationError: the file is missing or invalid.
     """
     hint = f"write it with: penstock models measure {path.parent}"
     try:

@@ -1,6 +1,6 @@
-"""Short names of diffusion schedulers in image requests, and the diffusers class of each.
+"""Short names for diffusion schedulers in image requests, and each one's diffusers class.
 
-This module has only names, so that the API can validate a request without a model library.
+This module contains only names, so that the API can validate a request without a model library.
 workers/models/image/model.py creates the schedulers. Replicate's names and the class names are
 aliases for the short names.
 """
@@ -12,8 +12,7 @@ from types import MappingProxyType
 from typing import NamedTuple
 
 OWN_SCHEDULER = "default"
-"""Requests the scheduler named in the model's folder (flow-matching models do not have any other).
-"""
+"""Selects the scheduler named in the model's folder (the only one for flow-matching models)."""
 
 _OF_REPLICATE = {
     "DDIM": "ddim",
@@ -28,7 +27,7 @@ _OF_REPLICATE = {
 
 
 class Scheduler(NamedTuple):
-    """A diffusers class, its options beyond the pipeline's settings, and its steps."""
+    """A diffusers class, its options in addition to the pipeline's settings, and its steps."""
 
     class_name: str
     options: Mapping[str, str | bool] = MappingProxyType({})
@@ -59,6 +58,6 @@ SCHEDULERS: dict[str, Scheduler] = {
 SCHEDULER_NAMES = (OWN_SCHEDULER, *SCHEDULERS)
 
 _OF_DIFFUSERS = {choice.class_name: name for name, choice in reversed(SCHEDULERS.items())}
-"""By the first short name of each class, which has the fewest custom options."""
+"""Maps each class to its first short name, which has the fewest custom options."""
 SCHEDULER_ALIASES: Mapping[str, str] = MappingProxyType(_OF_REPLICATE | _OF_DIFFUSERS)
-"""Short names by their aliases."""
+"""Short names, keyed by alias."""

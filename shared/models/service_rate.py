@@ -1,18 +1,18 @@
-"""Estimates how fast a model computes, with rules that the fleet simulation shares.
+"""Estimates how fast a model computes, using rules shared with the fleet simulation.
 
-Uses no clock and no I/O.
+This module uses no clock and does no I/O.
 
-`ServiceRate` estimates a model's rate from completed items. Admission uses it. It is modeled on BBR
-(Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the service
-rate can be measured only while there is a queue. At low load, items complete only as fast as they
-arrive, which does not reveal the rate. Without a queue, a measurement therefore counts only if it
-is faster than the estimate. Little's law shows whether there is a queue: the time an item stays is
-the number of items in flight times the seconds per item.
+`ServiceRate`, which admission uses, estimates a model's rate from completed items. It is modeled on
+BBR (Cardwell et al., "BBR: Congestion-Based Congestion Control", ACM Queue 14(5), 2016): the
+service rate can be measured only while there is a queue. At low load, items complete only as fast
+as they arrive, which does not reveal the rate. Without a queue, a measurement therefore counts only
+if it is faster than the estimate. Little's law shows whether there is a queue: the time an item
+spends in the system is the number of items in flight times the seconds per item.
 
 `StepTime` estimates the fixed part of a step's time. If items join a model between steps, a step
 takes a fixed time (reading the weights) plus time for its work (tokens, pixels). The fixed time is
-paid once for all items, so if only part of the room is taken, others could use the rest at no cost.
-That part of a step is spare: the autoscaler must not count it as work (decision 73).
+paid once for all items, so if only part of the capacity is taken, other items could use the rest at
+no cost. That part of a step is spare: the autoscaler must not count it as work (decision 73).
 
 `HeldAhead` determines how many jobs a worker holds so that its model never waits for the broker.
 With a nearby broker, two batches per process are enough: one running and one waiting. A finished
@@ -30,66 +30,67 @@ from dataclasses import dataclass
 from shared.models.tasks.base import FirstGuesses
 
 PRIOR_ITEMS = 4.0
-"""Weight of the previous estimate against new measurements, in items."""
+"""Weight of the previous estimate relative to new measurements, in items."""
 MIN_WINDOW_S, WINDOW_TURNS = 2.0, 8.0
 """Measurements fade within this many seconds, or this many service times."""
 QUEUED_FROM = 2.5
-"""An item that stays this many service times was in a queue: one batch runs while another waits."""
+"""An item that takes this many service times must have been queued: one batch runs while another
+waits.
+"""
 IDLE_FADE_S = 120.0
-"""After being idle for this long, a measurement counts for a third, because workers come and go."""
+"""After this much idle time, a measurement counts for a third, because workers come and go."""
 NEWEST_WEIGHT = 0.1
 """Weight of the newest value in the moving average `service_s`."""
 
 MIN_MARGIN, MAX_MARGIN, MARGIN_STEP = 1.25, 2.0, 1.2
-"""Estimated waits are multiplied by a margin that grows while answers are late.
-
-On shared cores, the rate changes within one deadline, and a late answer is wasted work.
+"""Estimated waits are multiplied by a margin that grows while responses are late. On shared cores,
+the rate changes within one deadline, and a late response is wasted work.
 """
 MARGIN_FADE_S = 30.0
 
 LOW = 0.25
 """Fraction of similar steps that are shorter than the usual time.
 
-Slower ones were delayed by something unrelated to the model, such as other work on the same cores.
+Slower steps were delayed by something unrelated to the model, such as other work on the same cores.
 """
 MIN_RATE = 0.02
 """Rate at which the usual time follows new steps after the initial ones."""
 MIN_STEPS = 3
 """Minimum number of steps with similar work for an estimate."""
 SLOWED = 2.0
-"""Steps up to this multiple of the usual time were slowed by other work on the same device, and so
-was their spare part.
+"""Steps that take up to this multiple of the usual time were slowed by other work on the same
+device, and so was their spare part.
 
 The time beyond that is unreported work.
 """
 MIN_WORK_RATIO = 4
-"""A line is drawn through two steps if the work of one is at least this multiple of the other's."""
+"""A line is drawn through two steps if one step's work is at least this multiple of the other's."""
 
 MAX_AHEAD_S = 1.0
 """Seconds of work that a worker may hold in addition to two batches."""
 MAX_AHEAD_MESSAGES = 8192
 FADE_S = 60.0
-"""After this time, a third of the earlier number still counts, so that the number held shrinks
+"""After this long, a third of the earlier number still counts, so that the number held shrinks
 slowly.
 """
 ACK_LINGER_S = 0.02
-"""How long acks of jobs wait to be sent together.
+"""How long job acks wait to be sent together.
 
 Callers do not wait for them, and a single ack costs as much as a publish.
 """
 
 
 class ServiceRate:
-    """The service rate of one model. Callers pass the time in monotonic seconds."""
+    """One model's service rate. Callers pass the time in monotonic seconds."""
 
     def __init__(self, guesses: FirstGuesses) -> None:
         self._guess_s = guesses.gap_s
         self.item_s = self._guess_s
         """Seconds per item while there is a queue."""
         self.is_guess = True
-        """True if `item_s` was not measured, or too long ago to be useful."""
+        """True if `item_s` was never measured, or was measured too long ago to be useful."""
         self.service_s = guesses.batch_s
-        """Service time: seconds that the model takes for an item and its batch."""
+        """Service time: seconds the model takes for an item and the rest of its batch."""
         self.margin = MIN_MARGIN
         """Factor applied to estimated waits."""
         self._busy_s, self._items = PRIOR_ITEMS * self.item_s, PRIOR_ITEMS
@@ -100,7 +101,7 @@ class ServiceRate:
         self._late_s = -math.inf
 
     def start_busy_period(self, now_s: float) -> None:
-        """Call this when an item arrives while no other is in flight."""
+        """Call this when an item arrives while no other item is in flight."""
         self._update(in_flight=0)
         idle_s = max(0.0, now_s - self._last_s)
         self.item_s = self._guess_s + (self.item_s - self._guess_s) * math.exp(
@@ -115,7 +116,7 @@ class ServiceRate:
     def record_completed(
         self, now_s: float, items: int, in_flight: int, took_s: float | None
     ) -> None:
-        """Records that `items` of `in_flight` completed together. The model took `took_s`."""
+        """Records that `items` out of `in_flight` items completed together, in `took_s`."""
         if took_s is not None:
             self.service_s += NEWEST_WEIGHT * (took_s - self.service_s)
         # Items complete one batch at a time, and the first of a batch carries the time of all.
@@ -141,7 +142,7 @@ class ServiceRate:
     def measured_per_s(self, now_s: float) -> float | None:
         """Returns the measured service rate in items per second, without any initial estimate.
 
-        None if no item has completed, or only long ago, because workers come and go.
+        None if no item has completed recently, because workers come and go.
         """
         old_s = max(IDLE_FADE_S, WINDOW_TURNS * self.service_s)
         if self._known_item_s is None or now_s - self._last_s > old_s:
@@ -160,7 +161,7 @@ class ServiceRate:
             self.item_s, self.is_guess = measured_s, False
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns by how many seconds the current pause exceeds a normal one, at least 0."""
+        """Returns how many seconds the current pause exceeds a normal one by, at least 0."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)
 
 
@@ -173,7 +174,7 @@ class _Usual:
     steps: int = 1
 
     def observe(self, work: float, seconds: float) -> None:
-        """Moves by a quantile's step, but never past the observed value."""
+        """Moves the estimate by a quantile's step, but never past the observed value."""
         rate = max(MIN_RATE, 1 / (self.steps + 1))
         self.work += rate * (work - self.work)
         if seconds < self.seconds:
@@ -187,9 +188,9 @@ class StepTime:
     """The fixed time of a model's steps, from lines through steps with different work.
 
     Args:
-        fixed_share: initial estimate of the fixed time, as a fraction of a full step, while all
-            steps are alike.
-        full_work: work of a full step. Used only for that estimate.
+        fixed_share: initial estimate of the fixed time, as a fraction of a full step, used while
+            all steps are alike.
+        full_work: work in a full step. Used only for that estimate.
     """
 
     def __init__(self, fixed_share: float, full_work: float) -> None:
@@ -206,12 +207,12 @@ class StepTime:
             usual.observe(work, seconds)
 
     def spare_s(self, fill: float, work: int, seconds: float) -> float:
-        """Returns the seconds of a step that other items could have used at no cost.
+        """Returns how many seconds of a step other items could have used at no cost.
 
-        At most the fraction of the room that is free, so a full step has no spare time.
+        That is at most the fraction of the capacity that is free, so a full step has no spare time.
 
         Args:
-            fill: fraction of the room that is taken, from 0 to 1.
+            fill: fraction of the capacity that is taken, from 0 to 1.
         """
         usual = self._usual.get(work.bit_length())
         usual_s = max(1e-9, seconds if usual is None else usual.seconds)
@@ -220,7 +221,10 @@ class StepTime:
 
     @property
     def fixed_s(self) -> float:
-        """Seconds of a step that do not depend on its work. 0 before the first step."""
+        """The part of a step's time, in seconds, that does not depend on its work.
+
+        0 before the first step.
+        """
         known = [usual for usual in self._usual.values() if usual.steps >= MIN_STEPS]
         known = known or list(self._usual.values())
         if not known:
@@ -243,23 +247,23 @@ class StepTime:
 def held_messages(max_items: int, processes: int, *, in_steps: bool, in_flight: int = 1) -> int:
     """Returns how many jobs a worker holds near its broker: two batches per process.
 
-    One is running and one is waiting. At a distance, it holds more (`HeldAhead`).
+    One is running and one is waiting. Far from its broker, it holds more (`HeldAhead`).
 
     A generation may run for minutes. If one tenant has filled both batches, there must still be
     room for other tenants' jobs, which then get slots (workers/scheduling/priority_queue.py).
 
     Args:
         in_steps: True if the model uses continuous batching.
-        in_flight: batches that a process has at a time.
+        in_flight: number of batches that a process has at a time.
     """
     batches = in_flight + 1
     return processes * (batches * max_items + (-(-max_items // 2) if in_steps else 0))
 
 
 def refill_s(round_trip_s: float) -> float:
-    """Returns the time from the end of a job to the next one in its place.
+    """Returns the time from the end of a job until the next job takes its place.
 
-    The reply is confirmed, then the ack travels, and then the next job.
+    First the reply is confirmed, then the ack travels, and then the next job does.
     """
     return 2 * round_trip_s + ACK_LINGER_S
 
@@ -267,22 +271,22 @@ def refill_s(round_trip_s: float) -> float:
 def messages_ahead(jobs_per_s: float, gap_s: float, batch_s: float) -> int:
     """Returns the number of jobs that a worker holds in addition to two batches.
 
-    Half of the waiting batch covers half of its time.
+    Half of the waiting batch covers half of the batch time.
 
     Args:
         jobs_per_s: jobs per second computed while there is work.
-        gap_s: time from the end of a job to the next one in its place.
+        gap_s: time from the end of a job until the next job takes its place.
     """
     ahead_s = min(max(0.0, gap_s - batch_s / 2), MAX_AHEAD_S)
     return min(math.ceil(jobs_per_s * ahead_s), MAX_AHEAD_MESSAGES)
 
 
 class HeldAhead:
-    """The jobs of one subscription that a worker holds in addition to two batches.
+    """The number of jobs from one subscription that a worker holds in addition to two batches.
 
-    Grows at once, shrinks slowly.
+    It grows immediately and shrinks slowly.
 
-    Measured times fluctuate, and each change of the limit ends streams or consumers.
+    Measured times fluctuate, and each change to the limit closes streams or consumers.
     """
 
     def __init__(self) -> None:
@@ -293,10 +297,9 @@ class HeldAhead:
         """Updates the number after a batch.
 
         Args:
-            jobs_per_s: jobs per second of the subscription over all processes, at the rate of this
-                batch.
-            took_s: duration of the batch in seconds.
-            gap_s: time from the end of a job to the next one in its place.
+            jobs_per_s: the subscription's jobs per second over all processes, at this batch's rate.
+            took_s: the batch's duration in seconds.
+            gap_s: time from the end of a job until the next job takes its place.
         """
         fade = math.exp((self._measured_at_s - now_s) / FADE_S)
         self._ahead = max(messages_ahead(jobs_per_s, gap_s, took_s), self._ahead * fade)

@@ -1,1 +1,1 @@
-"""The charge for an item, amounts in US dollars, and the deadline objective."""
+"""Item charges, amounts in US dollars, and the deadline objective."""

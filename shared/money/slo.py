@@ -1,7 +1,8 @@
 """Counts items covered by the deadline objective, by outcome.
 
-It covers interactive items whose caller left the model at least its usual time. Otherwise, a tenant
-with tiny deadlines would use up everyone's error budget, and no worker could prevent it.
+The objective covers interactive items whose caller allowed the model at least its usual time.
+Otherwise, a tenant with tiny deadlines would use up everyone's error budget, and no worker could
+prevent that.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def counts_toward_slo(
     """Returns whether an item counts toward the SLO.
 
     Args:
-        limits_s: seconds that the caller set for the item. None: not set.
+        limits_s: time limits, in seconds, that the caller set for the item. None if not set.
     """
     least_s = deadline.default_s - ROUNDING_S
     has_usual_time = all(limit_s is None or limit_s >= least_s for limit_s in limits_s)
@@ -43,7 +44,7 @@ def counts_toward_slo(
 
 
 def show(models: Iterable[str]) -> None:
-    """Exports these models' counters at 0. Prometheus misses the first increment of new ones."""
+    """Exports these models' counters at 0. Prometheus misses a new counter's first increment."""
     for model in models:
         for end in ENDS:
             _of(model, end)

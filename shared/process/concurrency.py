@@ -13,10 +13,10 @@ log = logging.getLogger(__name__)
 
 
 class BackgroundTask:
-    """Runs a coroutine that never returns. If it ends before `stop` is called, a bug is logged.
+    """Runs a coroutine that never returns. If it returns before `stop` is called, a bug is logged.
 
     Args:
-        on_bug: called if the coroutine ends before `stop` is called.
+        on_bug: called if the coroutine returns before `stop` is called.
     """
 
     def __init__(
@@ -48,13 +48,13 @@ class BackgroundTask:
 
 
 def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
-    """Yields the pause before each further attempt, in seconds.
+    """Yields the pause before each retry, in seconds.
 
     Each pause is chosen at random between zero and an upper bound, so that clients that failed
-    together don't retry together. After a success, start over with a new iterator.
+    together don't retry together. After a success, start again with a new iterator.
 
     Args:
-        first_s: upper bound of the first pause. The bound doubles with each pause.
+        first_s: upper bound for the first pause. The bound doubles with each pause.
     """
     bound_s = min(first_s, longest_s)
     while True:
@@ -70,9 +70,9 @@ def jittered(period_s: float) -> float:
 class FairPermits:
     """A limited number of permits shared by several owners, such as threads of a blocking client.
 
-    An owner may start if more permits are free than it already holds. So a single owner takes at
-    most half of them, and only several owners together can take them all. Waiting owners take
-    turns.
+    An owner may take a permit if more permits are free than it already holds, so a single owner
+    gets at most half of them, and only several owners together can use them all. Waiting owners
+    take turns.
     """
 
     def __init__(self, permits: int) -> None:

@@ -13,11 +13,11 @@ QUOTA_FILE = Path("/sys/fs/cgroup/cpu.max")
 def usable_cores(quota_file: Path = QUOTA_FILE) -> int:
     """Returns the number of cores that this process may use.
 
-    This is the process's CPU affinity, or its control group's quota if that is lower. Kubernetes
-    sets quotas.
+    The number is based on the process's CPU affinity, or on its control group's quota if that is
+    lower. Kubernetes sets quotas.
 
     Args:
-        quota_file: the control group's `cpu.max`. It need not exist.
+        quota_file: the control group's `cpu.max` file, which need not exist.
 
     Returns:
         At least 1. A fraction of a core counts as one.

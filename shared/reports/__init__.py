@@ -1,1 +1,1 @@
-"""Reports on usage: parameterized GoogleSQL, for the command line, the console and schedules."""
+"""Usage reports: parameterized GoogleSQL for the command line, the console, and schedules."""

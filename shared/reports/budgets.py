@@ -1,4 +1,4 @@
-"""The monthly budgets of tenants, from the key directory."""
+"""Tenants' monthly budgets, from the key directory."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ async def read_budgets(keys_url: str) -> dict[str, float]:
 
 
 def budgets_usd(document: Document) -> dict[str, float]:
-    """Returns the budget of each tenant that has one, in US dollars per calendar month (UTC)."""
+    """Returns each tenant's budget, if any, in US dollars per calendar month (UTC)."""
     budgets = {}
     for tenant in {*document.tenants, *(key.tenant for key in document.keys)}:
         if (budget_usd := plan_of(tenant, document).budget_usd_per_month) is not None:

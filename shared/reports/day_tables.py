@@ -1,10 +1,10 @@
 """Tables derived from rows one day at a time: `daily_usage` and `anomalies`.
 
 Each day is a partition. A query writes it with WRITE_TRUNCATE, which BigQuery applies completely or
-not at all. So a rerun replaces the day, and readers never see a partial one.
+not at all, so a rerun replaces the day, and readers never see a partial day.
 https://docs.cloud.google.com/bigquery/docs/managing-partitioned-table-data
 
-Days are in the billing time zone, for scheduled runs and for backfills.
+Days are in the billing time zone, both for scheduled runs and for backfills.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from shared.reports.definitions import find_zone
 AGAIN_DAYS = 3
 """Number of previous days that a scheduled run recomputes, because rows may arrive late."""
 MAX_DAYS = 31
-"""Maximum number of days per call. A month fits."""
+"""Maximum number of days per call, enough for a month."""
 SETTLING = timedelta(minutes=5)
-"""How long to wait for an hour's rows before judging it."""
+"""How long to wait for an hour's rows before evaluating it."""
 
 DAILY_USAGE, ANOMALIES = "daily_usage", "anomalies"
 LIMITS: Mapping[str, int | float] = {
@@ -44,8 +44,8 @@ LIMITS: Mapping[str, int | float] = {
     "least_errors": 10.0,
     "least_share": 0.5,
 }
-"""Conditions for an anomaly in addition to its score: a number of hours in earlier weeks to compare
-with, and a minimum distance from their median, in dollars or errors and as a fraction.
+"""Conditions for an anomaly beyond its score: a minimum number of hours in earlier weeks for
+comparison, and a minimum distance from their median, both in dollars or errors and as a fraction.
 """
 _TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime: "TIMESTAMP"}
 
@@ -66,14 +66,14 @@ class BillingDay(NamedTuple):
 
 
 def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[BillingDay]:
-    """Returns the days of a call, oldest first.
+    """Returns the days a call covers, oldest first.
 
     Args:
-        asked: `from` and `to`, both inclusive, such as 2026-10-31. Default: the last complete day
-            and AGAIN_DAYS before it.
+        asked: `from` and `to`, both inclusive, such as 2026-10-31. Defaults to the last complete
+            day and AGAIN_DAYS before it.
 
     Raises:
-        BadInput: a field is invalid, the range is too long, or its last day has not ended yet.
+        BadInput: a field is invalid, the range is too long, or its last day is not over yet.
     """
     if unknown := set(asked) - {"from", "to"}:
         name = min(unknown)[:40]
@@ -96,7 +96,7 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
 
 
 def hours_over(tz: str, now: datetime) -> tuple[BillingDay, datetime]:
-    """Returns the day whose hours should be judged now, and the end of its last complete hour."""
+    """Returns the day whose hours to evaluate now, and the end of its last complete hour."""
     settled = now - SETTLING
     day = BillingDay(settled.astimezone(find_zone(tz)).date(), tz)
     hours = (settled - day.since) // timedelta(hours=1)
@@ -107,7 +107,10 @@ def hours_over(tz: str, now: datetime) -> tuple[BillingDay, datetime]:
 
 
 def months_over(days: list[BillingDay], now: datetime) -> list[str]:
-    """Returns the completed months among these days, such as 2026-10. Only those have invoices."""
+    """Returns the completed months among these days, such as 2026-10.
+
+    Only completed months have invoices.
+    """
     months = {day.day.replace(day=1): day.tz for day in days}
     return [
         f"{first:%Y-%m}"
@@ -175,7 +178,7 @@ class DayTables:
     def write_anomalies(
         self, day: BillingDay, until: datetime, limit_s: float = QUERY_LIMIT_S
     ) -> None:
-        """Judges a day's hours up to `until`, and writes `anomalies`.
+        """Evaluates a day's hours up to `until`, and writes `anomalies`.
 
         Raises:
             Unavailable: see `write_usage`.
@@ -192,7 +195,7 @@ class DayTables:
         return [Anomaly(*row) for row in self._read("found_anomalies", day, limit_s)]
 
     def summary(self, day: date, limit_s: float = QUERY_LIMIT_S) -> list[dict[str, Any]]:
-        """Returns a day and its month by tenant and model, using statements/summary.sql.
+        """Returns a day's and its month's usage by tenant and model, using statements/summary.sql.
 
         Raises:
             BadInput: there are too many rows.

@@ -1,4 +1,4 @@
-"""The reports: GoogleSQL files, whose headers define description, audience and columns.
+"""The reports: GoogleSQL files whose headers define the description, audience, and columns.
 
 The header is the comment at the top of a file in `queries`:
 
@@ -13,9 +13,9 @@ The header is the comment at the top of a file in `queries`:
     -- totals: items, cost_usd                            columns that have a total
     -- column day: what it is                             each column, in order
 
-Further lines are notes. Every report has the parameters of `ReportQuestion` (time range, time zone,
-tenants and models) except those listed after `without`. Tenants see a report for `tenants` only
-with their own rows.
+Any further lines are notes. Every report takes the parameters in `ReportQuestion` (time range, time
+zone, tenants, and models) except those listed after `without`. In a report for `tenants`, each
+tenant sees only its own rows.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MAX_NAME_CHARS = 256
 MAX_DAYS = 3660
 """Maximum length of a range.
 
-A report with a line per day or hour also has lines for days without rows.
+A report with one line per day or hour also has lines for days without rows.
 """
 ROWS_KEPT_DAYS = 400
 """How long rows are kept (infra/bigquery/rows.table.json)."""
@@ -52,18 +52,18 @@ _PLOT = re.compile(r"(\w+) ([\w, ]+?) by (\w+)(?: and (\w+)|, one color per (\w+
 
 
 class ReportQuestion(NamedTuple):
-    """A question for a report: the parameters known to every report."""
+    """A query for a report, with the parameters every report knows."""
 
     since: datetime
     """Start (inclusive), as @since."""
     until: datetime
     """End (exclusive), as @until."""
     tz: str = "UTC"
-    """Time zone of days and months, as @tz, by IANA name."""
+    """Time zone for days and months, as @tz, by IANA name."""
     tenants: tuple[str, ...] | None = None
-    """Tenants whose rows to include, as @tenants. None: all."""
+    """Tenants whose rows to include, as @tenants. None means all."""
     models: tuple[str, ...] | None = None
-    """Models to include, as @models. None: all."""
+    """Models to include, as @models. None means all."""
 
 
 def ask(
@@ -80,16 +80,16 @@ def ask(
     """Parses a question.
 
     Args:
-        since: start of the range: a date, or a time in ISO 8601. Empty: `days` before its end.
-        until: end of the range, exclusive: a date or a time. Empty: now.
-        tz: time zone of dates, and of times without one.
-        tenants: tenants whose rows to include. None: all.
-        models: models to include. None: all.
+        since: start of the range: a date, or a time in ISO 8601. Empty means `days` before its end.
+        until: end of the range, exclusive: a date or a time. Empty means now.
+        tz: time zone for dates, and for times without one.
+        tenants: tenants whose rows to include. None means all.
+        models: models to include. None means all.
         days: number of days to look back if `since` is empty.
         max_days: maximum length of the range.
 
     Raises:
-        BadInput: a value is invalid. `field` names it.
+        BadInput: a value is invalid. `field` is its name.
     """
     zone = find_zone(tz)
     end = _moment(until, zone, "to") if until else now or datetime.now(UTC)
@@ -113,7 +113,7 @@ def ask_month(
     """Returns the question for a calendar month, such as 2026-10.
 
     Raises:
-        BadInput: a value is invalid. `field` names it.
+        BadInput: a value is invalid. `field` is its name.
     """
     zone = find_zone(tz)
     first = _date(f"{month}-01") if _MONTH.fullmatch(month) else None
@@ -125,14 +125,14 @@ def ask_month(
 
 
 def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQuestion:
-    """Extends a question to all calendar months that it touches, up to now.
+    """Extends a question to all calendar months it overlaps, up to now.
 
-    Only for reports on whole months, because part of a month is meaningless for a budget or an
-    invoice.
+    This is only for reports on whole months, because part of a month is meaningless for a budget or
+    an invoice.
 
     Args:
         report: the report. Without a time zone, its months are in UTC.
-        now: current time. An incomplete month ends here.
+        now: current time, at which an incomplete month is cut off.
     """
     if not report.has_whole_months:
         return question
@@ -145,10 +145,10 @@ def widen(report: Report, question: ReportQuestion, now: datetime) -> ReportQues
 
 
 def check_fits(report: Report, question: ReportQuestion) -> None:
-    """Rejects filters that a report does not support, because it would show other rows as well.
+    """Rejects filters a report does not support, because the report would show other rows as well.
 
     Raises:
-        BadInput: the report does not support a filter. `field` names it.
+        BadInput: the report does not support a filter. `field` is the filter's name.
     """
     for name, field in (("tenants", "tenant"), ("models", "model")):
         if name in report.without and getattr(question, name) is not None:
@@ -170,7 +170,7 @@ def find_zone(tz: str) -> ZoneInfo:
 
 @cache
 def _zones() -> frozenset[str]:
-    """Returns the time zone names that BigQuery knows as well.
+    """Returns the time zone names that BigQuery also knows.
 
     ZoneInfo also opens names that exist only on this machine, such as `posix/UTC` and `localtime`.
     """
@@ -230,15 +230,15 @@ class Parameter:
 
     name: str
     type: str
-    """Its GoogleSQL type."""
+    """The parameter's GoogleSQL type."""
     default: float | None
-    """None: passed by the caller that runs the report."""
+    """None if the caller that runs the report passes a value."""
     about: str
 
 
 @dataclass(frozen=True)
 class Plot:
-    """A plot of columns in a report."""
+    """A plot of a report's columns."""
 
     kind: PlotKind
     values: tuple[str, ...]
@@ -251,7 +251,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class Report:
-    """A query about usage. `title` describes it."""
+    """A usage query. `title` describes it."""
 
     name: str
     title: str
@@ -259,11 +259,11 @@ class Report:
     audience: Audience
     sql: str
     columns: Mapping[str, str]
-    """The description of each column, in order."""
+    """Each column's description, in order."""
     parameters: tuple[Parameter, ...]
     """Parameters specific to this report."""
     without: frozenset[str]
-    """Standard parameters that it does not support: tenants, models or tz."""
+    """Standard parameters the report does not support: tenants, models, or tz."""
     plots: tuple[Plot, ...]
     totals: frozenset[str]
     """Columns whose sum over all lines is meaningful."""
@@ -271,7 +271,8 @@ class Report:
     days: int
     """Default number of days to look back."""
     has_whole_months: bool = False
-    """True if it covers whole calendar months: a range includes every month that it touches."""
+    """True if the report covers whole calendar months, so a range includes every month it overlaps.
+    """
 
 
 @cache
@@ -286,7 +287,7 @@ def reports() -> Mapping[str, Report]:
 
 
 def find_report(name: str) -> Report:
-    """Returns the report of that name.
+    """Returns the report with that name.
 
     Raises:
         BadInput: the report does not exist.
@@ -301,7 +302,7 @@ def find_report(name: str) -> Report:
 
 
 def parse_report(name: str, sql: str) -> Report:
-    """Parses the header of a file.
+    """Parses a file's header.
 
     Raises:
         ValueError: the header does not have the format described above. This is a bug in the file.

@@ -1,9 +1,9 @@
-"""Monthly invoices, created from the lines of the `invoice` report.
+"""Monthly invoices, created from the `invoice` report's lines.
 
 Rounding: a line's amount is the sum of its rows' costs, rounded half up to a millionth of a dollar.
 The total is the sum of the lines as shown. The amount due is the total, rounded half up to a cent
-only once, and the tax on that. So the printed numbers add up, and differ from the rows by less than
-half a millionth of a dollar per line.
+(the only other rounding), plus tax on that amount. The printed numbers therefore add up, and differ
+from the rows by less than half a millionth of a dollar per line.
 
 An invoice is also rendered as a page to print (A4 or Letter) that states these rules.
 """
@@ -59,24 +59,24 @@ class InvoiceTerms:
     """The seller's name and address, and the tax that is added to each total."""
 
     seller: str = ""
-    """Lines of text. Empty: not shown."""
+    """Lines of text. Not shown if empty."""
     tax_name: str = "Tax"
     tax_percent: Decimal = Decimal(0)
-    """0: invoices have no tax line."""
+    """If 0, invoices have no tax line."""
 
 
 @dataclass(frozen=True)
 class InvoiceLine:
-    """Usage of one model at one price, and the charge for it."""
+    """One model's usage at one price, and the charge for it."""
 
     position: int
     """Line number, from 1."""
     model: str
     unit: str
-    """tokens or pixel-steps."""
+    """Unit of work: tokens or pixel-steps."""
     price_version: str | None
     unit_price_usd: Decimal | None
-    """Price per million units. None if rows of an old release were not charged."""
+    """Price per million units. None if the rows, from an old release, were not charged."""
     kind: str
     """computed, cached, failed, expired or canceled."""
     charged_share: Decimal
@@ -87,16 +87,16 @@ class InvoiceLine:
 
 @dataclass(frozen=True)
 class Invoice:
-    """The amount owed by one tenant for one month."""
+    """One tenant's bill for one month."""
 
     number: str
     tenant: str
     month: date
     tz: str
-    """Time zone of the month."""
+    """Time zone in which the month is defined."""
     lines: Sequence[InvoiceLine]
     is_final: bool
-    """False while the month lasts: more may be added."""
+    """False until the month is over, because charges may still be added."""
     terms: InvoiceTerms = InvoiceTerms()
 
     @property
@@ -115,12 +115,12 @@ class Invoice:
 
     @property
     def due_usd(self) -> Decimal:
-        """Returns the rounded total with its tax."""
+        """Returns the rounded total plus tax."""
         return self.net_usd + self.tax_usd
 
     @property
     def issued_on(self) -> date:
-        """Returns the day after the month."""
+        """Returns the day after the month ends."""
         return day_after(self.month)
 
 
@@ -160,7 +160,7 @@ def day_after(month: date) -> date:
 
 
 def number_of(tenant: str, month: date) -> str:
-    """Returns the invoice number, which is unique and stays the same if it is created again."""
+    """Returns the invoice number, which is unique and the same if the invoice is recreated."""
     digest = hashlib.sha256(tenant.encode()).hexdigest()[:8].upper()
     return f"{month:%Y%m}-{digest}"
 
@@ -202,7 +202,9 @@ def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
 
 
 def plain_cell(text: str) -> str:
-    """Returns a CSV cell that spreadsheets do not treat as a formula. Names are set by others.
+    """Returns a CSV cell that spreadsheets do not treat as a formula.
+
+    Other people choose the names.
 
     https://owasp.org/www-community/attacks/CSV_Injection
     """
@@ -210,7 +212,7 @@ def plain_cell(text: str) -> str:
 
 
 def invoice_page(invoices: Sequence[Invoice]) -> bytes:
-    """Returns a page with one or more invoices, each on a separate sheet."""
+    """Returns an HTML page with one or more invoices, each on a separate sheet."""
     style = resources.files("shared.reports").joinpath("invoice.css").read_text(encoding="utf-8")
     title = f"Invoice {invoices[0].number}" if len(invoices) == 1 else "Invoices"
     sheets = "".join(_sheet(invoice) for invoice in invoices) or "<p>Nothing was used.</p>"

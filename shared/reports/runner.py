@@ -1,6 +1,6 @@
-"""Runs reports in BigQuery, using only query parameters and a limit on bytes read per query.
+"""Runs reports in BigQuery, with query parameters only and a limit on bytes read per query.
 
-The plots of a result are series of numbers, used by the page and the console.
+A result's plots are series of numbers, which the page and the console use.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ NO_CREDENTIALS = (
 MAX_SERIES = 8
 """Number of distinguishable colors. The smallest series are drawn together."""
 MAX_BARS = 24
-"""Number of readable names along an axis. The smallest ones are drawn together."""
+"""Number of names that are readable along an axis. The smallest bars are drawn together."""
 OTHERS = "others"
 _WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _UNITS = {"_usd": "US dollars", "_percent": "%", "_ms": "ms", "_s": "s"}
 _NOT_ADDED = ("_percent", "_ms", "_mean", "_burn", "_max")
-"""Suffixes of columns that can't be meaningfully summed."""
+"""Suffixes of columns for which a sum is meaningless."""
 
 _Cells = dict[tuple[str, str], float | None]
-"""Values by series and x."""
+"""Values, keyed by series and x."""
 
 
 class ReportColumn(NamedTuple):
@@ -72,7 +72,7 @@ class ReportResult(NamedTuple):
     columns: Sequence[ReportColumn]
     rows: Sequence[tuple[Any, ...]]
     read_bytes: int
-    """Bytes that BigQuery read for it."""
+    """Bytes that BigQuery read for the report."""
 
     @property
     def heads(self) -> list[str]:
@@ -86,9 +86,10 @@ class ReportRunner:
     """Queries one dataset. Calls block, so servers run them in threads.
 
     Args:
-        most_bytes: a query that would read more bytes is rejected.
-        budgets_usd: monthly budgets of tenants, for reports that use them.
-        most_rows: a result with more rows is rejected, because it is kept in memory.
+        most_bytes: maximum bytes that a query may read; larger queries are rejected.
+        budgets_usd: tenants' monthly budgets, for reports that use them.
+        most_rows: maximum number of rows in a result, which is kept in memory; larger results are
+            rejected.
     """
 
     def __init__(
@@ -112,10 +113,11 @@ class ReportRunner:
         values: Mapping[str, float] | None = None,
         limit_s: float = QUERY_LIMIT_S,
     ) -> ReportResult:
-        """Answers a question. A report on whole months includes every month that it touches.
+        """Runs a report. A report on whole months includes every month the range overlaps.
 
         Args:
-            values: the report's own parameters, by name. Default: the values in its header.
+            values: the report's own parameters, keyed by name. Defaults to the values in its
+                header.
 
         Raises:
             BadInput: the report does not support the filter or parameter, or the result is too
@@ -153,7 +155,7 @@ class ReportRunner:
         question: ReportQuestion,
         values: Mapping[str, float] | None = None,
     ) -> int:
-        """Returns how many bytes the report would read, by a dry run, which is free.
+        """Returns how many bytes the report would read, using a dry run, which is free.
 
         Raises:
             BadInput: the report does not support the filter or parameter.
@@ -227,7 +229,7 @@ def open_runner(
     most_bytes: int = MAX_BYTES,
     budgets_usd: Mapping[str, float] | None = None,
 ) -> Iterator[ReportRunner]:
-    """Yields a runner with its own client. With an endpoint, it queries an embedded BigQuery.
+    """Yields a runner with its own client. If an endpoint is set, it queries an embedded BigQuery.
 
     Raises:
         Unavailable: there are no credentials.
@@ -237,7 +239,7 @@ def open_runner(
 
 
 def _fetch_rows(result: RowIterator) -> list[tuple[Any, ...]]:
-    """Returns the rows of all pages. The next page is fetched while one is being read."""
+    """Returns the rows on all pages. While one page is being read, the next one is fetched."""
     pages = iter(result.pages)
     rows: list[tuple[Any, ...]] = []
     with ThreadPoolExecutor(1) as fetching:
@@ -251,7 +253,7 @@ def _fetch_rows(result: RowIterator) -> list[tuple[Any, ...]]:
 
 @contextmanager
 def translate_errors() -> Iterator[None]:
-    """Converts errors of Google's client to ours.
+    """Converts errors from Google's client to ours.
 
     Raises:
         BadInput: BigQuery does not know the time zone. Its list may be older than ours.
@@ -276,7 +278,7 @@ def translate_errors() -> Iterator[None]:
 
 
 class PlotSeries(NamedTuple):
-    """One line, the bars of one color, or one row of a heat map."""
+    """One line, the bars in one color, or one row of a heat map."""
 
     name: str
     x: list[str]
@@ -294,7 +296,7 @@ class Drawing(NamedTuple):
 
 
 def drawings(result: ReportResult) -> list[Drawing]:
-    """Returns the plots of a report. Empty if there are no rows."""
+    """Returns a report's plots. Empty if there are no rows."""
     if not result.rows:
         return []
     return [_drawing(result, plot) for plot in result.report.plots]
@@ -321,7 +323,7 @@ def _drawing(result: ReportResult, plot: Plot) -> Drawing:
 
 
 def _cells(result: ReportResult, plot: Plot) -> _Cells:
-    """Returns values by series and x. Values with the same x are summed."""
+    """Returns values, keyed by series and x. Values with the same x are summed."""
     cells: _Cells = {}
     for record in result.records():
         x = _label(record[plot.by])

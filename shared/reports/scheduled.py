@@ -1,7 +1,7 @@
-"""A scheduled run: adds up days, judges their hours, and creates invoices and summaries.
+"""A scheduled run: adds up days, evaluates their hours, and creates invoices and summaries.
 
 Each step replaces the results of earlier runs for the same day, so a run may be repeated at any
-time, even concurrently. `penstock run-daily` and the `reports` function do the same run.
+time, even concurrently. `penstock run-daily` and the `reports` function perform the same run.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from shared.stores.objects import ObjectStore
 from shared.usage.bigquery import open_client
 
 RUN_LIMIT_S = 500.0
-"""A day takes seconds. Cloud Scheduler waits up to ten minutes."""
+"""Time limit for a run. A day takes seconds, and Cloud Scheduler waits up to ten minutes."""
 PUTS_AT_ONCE = 8
 HTML = "text/html; charset=utf-8"
 
@@ -61,7 +61,7 @@ class RunResult(NamedTuple):
 
     days: Sequence[BillingDay]
     summary: Summary | None
-    """Summary of the last day. None if only hours were judged."""
+    """Summary of the last day. None if only hours were evaluated."""
     anomalies: int
     """Number of anomalies not found by earlier runs."""
     objects: Sequence[str]
@@ -73,7 +73,7 @@ class ScheduledReports:
 
     Args:
         limit_s: maximum seconds per run.
-        terms: the seller and tax on invoices.
+        terms: the seller and tax to put on invoices.
     """
 
     def __init__(
@@ -96,8 +96,8 @@ class ScheduledReports:
         """Processes the days, oldest first.
 
         Raises:
-            Unavailable: BigQuery or the object store is unreachable, or time ran out. Finished days
-                stay finished.
+            Unavailable: BigQuery or the object store is unreachable, or time ran out. Results for
+                finished days are kept.
         """
         steps = _Steps(self._limit_s)
         keys: list[str] = []
@@ -114,7 +114,7 @@ class ScheduledReports:
         return RunResult(days, summary, new, keys)
 
     async def judge_hours(self, tz: str) -> RunResult:
-        """Judges the completed hours of the current day.
+        """Evaluates the current day's completed hours.
 
         Raises:
             Unavailable: see `run`.

@@ -1,4 +1,4 @@
-"""The summary of a day for email: HTML without links or scripts, and plain text."""
+"""A day's summary for email, as HTML without links or scripts and as plain text."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from shared.money.amounts import dollars
 from shared.reports.day_tables import Anomaly, BillingDay
 
 MAX_LINES = 10
-"""Maximum number of tenants, models and anomalies in a summary. The tables have the others."""
+"""Maximum number of tenants, models, and anomalies in a summary. The tables list all of them."""
 _FIGURES = ("cost_usd", "week_ago_usd", "month_usd", "requests", "items", "errors")
 _HEADS = ("Charged", "Week before", "Month so far", "Requests", "Items", "Errors")
 
@@ -26,7 +26,7 @@ _CELL = "padding:4px 8px;border-bottom:1px solid #ddd;"
 
 @dataclass(frozen=True)
 class Summary:
-    """The summary of a day."""
+    """A day's summary."""
 
     day: BillingDay
     totals: Mapping[str, float]
@@ -100,7 +100,10 @@ def as_text(summary: Summary) -> str:
 
 
 def as_html(summary: Summary) -> str:
-    """Returns the summary as HTML for email. Styles are inline, as email clients drop others."""
+    """Returns the summary as HTML for email.
+
+    Styles are inline, because email clients drop any others.
+    """
     subject = html.escape(summary.subject)
     notes = "".join(
         f'<p style="margin:0 0 8px">{html.escape(note)}</p>' for note in _notes(summary)
@@ -187,10 +190,10 @@ def _plural(noun: str, count: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Returns a name as a single line of text, because callers choose names."""
+    """Returns a name as a single line of text. Callers choose names."""
     return "".join(letter if letter.isprintable() else "?" for letter in text)
 
 
 def keys_of(day: date) -> tuple[str, str]:
-    """Returns the keys of a day's HTML and text in the object store."""
+    """Returns the object store keys for a day's HTML and text."""
     return f"summaries/{day}.html", f"summaries/{day}.txt"

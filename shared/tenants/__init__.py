@@ -1,1 +1,1 @@
-"""Tenants, keys and plans: callers of the API, and how much each may use."""
+"""Tenants, keys, and plans: the API's callers, and how much each may use."""

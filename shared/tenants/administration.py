@@ -1,7 +1,7 @@
 """Changes to the key directory, for both the command line and the admin API.
 
-Each change reads the directory, replaces it unless it was changed in the meantime, and logs the
-action. So two concurrent changes both take effect.
+Each change reads the directory, replaces it unless it has been changed since then, and logs the
+action. As a result, two concurrent changes both take effect.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ ATTEMPTS = 40
 MAX_PAUSE_S = 0.2
 MAX_OVERLAP_S = 30 * 86_400
 FORGOTTEN_AFTER_S = 90 * 86_400
-"""Keys revoked or expired for this long are deleted when a key is created."""
+"""Keys that have been revoked or expired for this long are deleted when a new key is created."""
 MAX_NAMED = 5
 """Maximum number of tenants named in an error."""
 log = logging.getLogger(__name__)
@@ -62,20 +62,20 @@ _ESCAPE = re.compile(r"%[0-9A-Fa-f]{2}")
 
 
 class NotThere(BadInput):
-    """The key, tenant or plan does not exist."""
+    """The key, tenant, or plan does not exist."""
 
     code = "not_found"
 
 
 class InUse(PenstockError):
-    """It is still in use, so it can't be removed."""
+    """The target is still in use, so it can't be removed."""
 
     code = "in_use"
     public_by_default = None
 
 
 class KeyRequest(NamedTuple):
-    """The properties of a new key."""
+    """A new key's properties."""
 
     tenant: str
     name: str
@@ -83,11 +83,11 @@ class KeyRequest(NamedTuple):
     models: tuple[str, ...] | None = None
     limits: Limits | None = None
     expires_in_s: int | None = None
-    """Seconds from its creation."""
+    """Seconds after the key's creation."""
 
 
 class IssuedKey(NamedTuple):
-    """A newly created key. `key` can't be read again."""
+    """A newly created key. `key` can't be retrieved later."""
 
     stored: StoredKey
     key: ApiKey
@@ -103,9 +103,9 @@ class Administration:
     """Changes the directory on behalf of an actor.
 
     Args:
-        actor: the actor, in the format of `AuditEvent`.
-        served: names that plans and keys may use. None: not known, so models and webhooks are not
-            checked.
+        actor: the actor, formatted as in `AuditEvent`.
+        served: names that plans and keys may use. If None, they are not known, so models and
+            webhooks are not checked.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class Administration:
         """Creates a directory if none exists.
 
         Raises:
-            BadInput: a directory exists, or this one is invalid.
+            BadInput: a directory already exists, or this one is invalid.
         """
         _refuse(document_mistakes(document, self._served, self._clock()))
         act = self._act("directory.start", self._store.source, None, {"keys": len(document.keys)})
@@ -180,9 +180,9 @@ class Administration:
         return IssuedKey(stored, key)
 
     async def rotate_key(self, key_id: str, overlap_s: int) -> IssuedKey:
-        """Replaces a key's secret. The old secret is valid for `overlap_s` more seconds.
+        """Replaces a key's secret. The old secret remains valid for `overlap_s` more seconds.
 
-        Any secret before the old one becomes invalid at once.
+        Any earlier secret becomes invalid immediately.
 
         Raises:
             NotThere: the key does not exist.
@@ -214,12 +214,12 @@ class Administration:
     async def revoke_key(self, key_id: str) -> StoredKey:
         """Revokes a key permanently. Does nothing if it is already revoked.
 
-        A key can't revoke itself, nor the last other key that may administer, because nobody could
-        undo that over the network. With direct access to the directory, any key may be revoked.
+        A key can't revoke itself or the last other key with admin rights, because that could not be
+        undone over the network. With direct access to the directory, any key may be revoked.
 
         Raises:
             NotThere: the key does not exist.
-            InUse: the acting key would revoke itself or the last key that administers.
+            InUse: the acting key would revoke itself or the last key with admin rights.
             KeysReadOnly: keys can't be changed here.
         """
         now_s = int(self._clock())
@@ -243,11 +243,11 @@ class Administration:
         return await self._change_key("key.revoke", key_id, revoke, check)
 
     async def set_plan(self, name: str, plan: Plan | None) -> None:
-        """Creates or replaces a plan. None removes it.
+        """Creates or replaces a plan, or removes it if None.
 
         Raises:
             NotThere: the plan to remove does not exist.
-            InUse: a tenant still uses the plan, or it is the default plan.
+            InUse: a tenant is still on the plan, or it is the default plan.
             BadInput: the plan is invalid.
             KeysReadOnly: plans can't be changed here.
         """
@@ -275,7 +275,7 @@ class Administration:
         await self._change("plan.remove" if plan is None else "plan.set", name, change)
 
     async def set_tenant(self, tenant: str, plan: str | None) -> StoredTenant:
-        """Assigns a plan to a tenant. None: the default plan. Returns the tenant.
+        """Assigns a plan, or the default plan if None, to a tenant. Returns the tenant.
 
         Raises:
             BadInput: the plan does not exist, or the tenant's name is invalid.
@@ -298,9 +298,9 @@ class Administration:
         return new
 
     async def freeze_tenant(self, tenant: str, *, is_frozen: bool) -> None:
-        """Rejects all keys of a tenant and suspends its batches, until it is unfrozen.
+        """Rejects all of a tenant's keys and suspends its batches until the tenant is unfrozen.
 
-        Open requests end as with a revoked key. Running predictions continue.
+        Open requests are ended as they would be for a revoked key. Running predictions continue.
 
         Raises:
             NotThere: the tenant is unknown: it has neither keys nor a plan.
@@ -401,7 +401,7 @@ def _change_tenant(document: Document, tenant: str, new: StoredTenant) -> _Chang
 
 
 def shown(key: StoredKey) -> dict[str, Any]:
-    """Returns the view of a key: everything except salt and hashes."""
+    """Returns a key's public view: everything except the salt and hashes."""
     fields: dict[str, Any] = msgspec.to_builtins(key)
     for secret in ("salt", "hash", "previous_hash"):
         fields.pop(secret, None)
@@ -413,7 +413,7 @@ def redacted(key_id: str) -> str:
 
 
 def state_of(key: StoredKey, now_s: float) -> Literal["valid", "revoked", "expired"]:
-    """Returns whether the key is accepted, and if not, why."""
+    """Returns whether the key is accepted or, if not, the reason."""
     if key.revoked_s is not None:
         return "revoked"
     if key.expires_s is not None and key.expires_s <= now_s:
@@ -427,10 +427,10 @@ def _is_forgotten(key: StoredKey, now_s: float) -> bool:
 
 
 def check_key_id(key_id: str) -> None:
-    """Rejects a whole key in place of its ID, without repeating it.
+    """Rejects a whole key sent in place of its ID, without repeating the key in the error.
 
     Raises:
-        BadInput: it is more than an ID.
+        BadInput: the value is more than an ID.
     """
     if holds_key(key_id):
         raise BadInput(f"id: {NOT_AN_ID}", field="id")
@@ -459,7 +459,7 @@ def _refuse(mistakes: Iterator[Mistake]) -> None:
 
 
 def _check_unused(plan: str, document: Document) -> None:
-    """Rejects removing a plan that tenants use, by name or as the default."""
+    """Rejects the removal of a plan that tenants use, by name or as the default."""
     if plan == DEFAULT_PLAN_NAME:
         raise InUse(
             f"the plan {plan!r} can't be removed, because tenants without an assigned plan would "
@@ -495,7 +495,7 @@ def _builtins(value: Plan | StoredTenant | None) -> dict[str, Any] | None:
 
 
 def _encode_checked(document: Document) -> bytes:
-    """Returns the encoded document. Rejects documents that readers would reject."""
+    """Returns the document, encoded. Rejects documents that readers would reject."""
     data = encode_document(document)
     try:
         decode_document(data, "directory")

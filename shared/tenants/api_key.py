@@ -5,7 +5,7 @@
 The parts follow GitHub's tokens
 (https://github.blog/engineering/platform-security/behind-githubs-new-authentication-token-formats/).
 The prefix lets scanners find leaked keys. The checksum is the CRC32 of everything before it, in
-base62. So a typo is rejected without a lookup, and scanners can distinguish a key from a random
+base62, so a typo is rejected without a lookup, and scanners can distinguish a key from a random
 string. The ID is public and identifies the key in logs and commands. The secret has 256 random
 bits.
 """
@@ -23,11 +23,11 @@ PREFIX = "pk_live_"
 ALPHABET = string.digits + string.ascii_uppercase + string.ascii_lowercase
 ID_LENGTH = 12
 SECRET_LENGTH = 43
-"""62 to the 43rd power is more than 2 to the 256th."""
+"""62 to the 43rd power is greater than 2 to the 256th."""
 CHECKSUM_LENGTH = 6
 SALT_BYTES = 16
 PATTERN = rf"pk_live_[0-9A-Za-z]{{{ID_LENGTH}}}_[0-9A-Za-z]{{{SECRET_LENGTH + CHECKSUM_LENGTH}}}"
-"""The regular expression of a key, for scanners."""
+"""A regular expression that matches a key, for scanners."""
 ID_PATTERN = rf"[0-9A-Za-z]{{{ID_LENGTH}}}"
 _SHAPE = re.compile(PATTERN)
 _IN_TEXT = re.compile(rf"({PREFIX}{ID_PATTERN}_)[0-9A-Za-z]+")
@@ -65,7 +65,7 @@ def parse_key(text: str) -> ApiKey | None:
 
 
 def checksum(text: str) -> str:
-    """Returns the CRC32 of `text` (ASCII) in base62, six digits."""
+    """Returns the CRC32 of `text` (ASCII) as six digits in base62."""
     number, digits = zlib.crc32(text.encode("ascii")), ""
     for _ in range(CHECKSUM_LENGTH):
         number, digit = divmod(number, len(ALPHABET))
@@ -74,20 +74,20 @@ def checksum(text: str) -> str:
 
 
 def hash_of(salt: bytes, key: ApiKey) -> bytes:
-    """Returns the value stored instead of the key: SHA-256 of salt and key.
+    """Returns the value that is stored in place of the key: SHA-256 of the salt and key.
 
-    A slow hash protects passwords, which can be guessed. 256 random bits can't be guessed.
+    Slow hashes are for passwords, which can be guessed; 256 random bits can't.
     """
     return hashlib.sha256(salt + key.text.encode("ascii")).digest()
 
 
 def without_keys(text: str) -> str:
-    """Returns `text` without the secrets of keys, whole or truncated. Their IDs stay."""
+    """Returns `text` with keys' secrets, whole or truncated, removed. Key IDs are kept."""
     return _IN_TEXT.sub(r"\1…", text) if PREFIX in text else text
 
 
 def holds_key(text: str) -> bool:
-    """Returns whether `text` contains a key, or the start of its secret. An ID is not a key."""
+    """Returns whether `text` contains a key or the start of a key's secret. An ID is not a key."""
     return PREFIX in text and _IN_TEXT.search(text) is not None
 
 

@@ -1,4 +1,4 @@
-"""The directory of keys, tenants and plans: one JSON document, and its in-memory form.
+"""The directory of keys, tenants, and plans: one JSON document, and its in-memory form.
 
     {
       "plans": {"team": {"weight": 2.0, "requests_per_min": 600}},
@@ -7,8 +7,8 @@
                 "hash": "…", "created_s": 1767225600}]
     }
 
-A tenant that is not listed, or has no plan, gets the `default` plan if it exists. Otherwise, it has
-no limits. Files and Redis store the same document.
+A tenant that is not listed or has no plan gets the `default` plan if there is one; otherwise, it
+has no limits. The document is the same in files and in Redis.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from shared.tenants.api_key import ID_PATTERN, SALT_BYTES, ApiKey, hash_of
 from shared.tenants.plan import DEFAULT_PLAN, Caller, Limits, Plan, Rates
 
 MAX_TENANT_BYTES = 256
-"""The tenant is a message attribute, and attributes have at most 1,024 bytes."""
+"""The tenant is a message attribute, and attributes are limited to 1,024 bytes."""
 MAX_KEYS = 10_000
 DEFAULT_PLAN_NAME = "default"
 HASH_BYTES = 32
@@ -48,7 +48,7 @@ Scope: TypeAlias = Literal[
     "usage",
     "admin",
 ]
-"""Scopes of a key. `read`: GET on all routes. `all`: everything except administration (`admin`)."""
+"""A key's scopes. `read`: GET on all routes. `all`: everything except administration (`admin`)."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 Name = Annotated[str, msgspec.Meta(min_length=1, max_length=128)]
 PLAN_NAME_PATTERN = "[A-Za-z0-9][A-Za-z0-9._-]{0,63}"
@@ -56,7 +56,7 @@ PlanName = Annotated[str, msgspec.Meta(pattern=f"^{PLAN_NAME_PATTERN}$")]
 Seconds = Annotated[int, msgspec.Meta(ge=0)]
 """Unix time."""
 _BY_NAME = frozenset({"plans", "tenants", "per_model"})
-"""Fields whose next path step is a user-chosen name."""
+"""Fields that are followed by a user-chosen name in a path."""
 _SPACE = re.compile(r"[\s,:]*")
 _STEP = re.compile(r"\.(\w+)|\[(\d+)\]")
 _BYTE = re.compile(r"\(byte (\d+)\)")
@@ -107,28 +107,30 @@ class StoredKey(
     name: Name
     salt: _Salt
     hash: _Hash
-    """SHA-256 of salt and key, in hex."""
+    """SHA-256 of the salt and key, in hex."""
     created_s: Seconds
     previous_hash: _Hash = ""
-    """Same, for the secret before the last rotation."""
+    """The same, for the secret before the last rotation."""
     previous_until_s: Seconds = 0
-    """Unix time until which that secret is accepted."""
+    """Unix time until which the previous secret is accepted."""
     scopes: tuple[Scope, ...] = ("all",)
     models: tuple[str, ...] | None = None
-    """Models that the key may use. None: all."""
+    """Models the key may use. None means all models."""
     limits: Limits | None = None
     expires_s: Seconds | None = None
     revoked_s: Seconds | None = None
-    """When it was revoked. It is rejected from then on, whatever an instance's clock shows."""
+    """When the key was revoked. Once set, the key is rejected no matter what an instance's clock
+    shows.
+    """
 
 
 class StoredTenant(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A stored tenant."""
 
     plan: str = ""
-    """Empty: the default plan."""
+    """Empty means the default plan."""
     frozen_s: Seconds | None = None
-    """When it was frozen. Its keys are rejected, and its batches wait."""
+    """When the tenant was frozen. Its keys are rejected, and its batches wait."""
 
 
 class Document(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -152,7 +154,7 @@ class BudgetHolder(NamedTuple):
 
     tenant: str
     key_id: str = ""
-    """Empty: the budget is the tenant's."""
+    """Empty if the budget is the tenant's."""
 
 
 class _Entry(NamedTuple):
@@ -172,7 +174,7 @@ class Directory:
     """A document in the form used for checking requests. Immutable.
 
     Args:
-        document: document accepted by `decode_document`.
+        document: a document accepted by `decode_document`.
     """
 
     def __init__(self, document: Document) -> None:
@@ -212,7 +214,7 @@ _NOBODY = _Entry(
     is_frozen=False,
     caller=Caller(),
 )
-"""Compared in place of a key that does not exist."""
+"""Used for the comparison in place of a key that does not exist."""
 
 
 def _entry(key: StoredKey, document: Document) -> _Entry:
@@ -242,7 +244,7 @@ def plan_of(tenant: str, document: Document) -> Plan:
 
 
 def plan_name_of(tenant: str, document: Document) -> str:
-    """Returns the name of a tenant's plan. Empty if it has no plan."""
+    """Returns the name of a tenant's plan, or an empty string if it has no plan."""
     stored = document.tenants.get(tenant, StoredTenant())
     name = stored.plan or DEFAULT_PLAN_NAME
     return name if name in document.plans else ""
@@ -256,7 +258,7 @@ def encode_document(document: Document) -> bytes:
     """Returns the document as readable JSON.
 
     Plans and limits include only values that differ from the defaults. Releases reject unknown
-    fields, so an earlier release can still read a document that uses no new fields.
+    fields, so this lets an earlier release read a document that uses no new fields.
     """
     fields = msgspec.to_builtins(document)
     fields["plans"] = {name: _differing(plan) for name, plan in document.plans.items()}
@@ -283,7 +285,7 @@ def decode_document(data: bytes, source: str) -> Document:
 
     Args:
         data: JSON.
-        source: its origin, for errors.
+        source: where the document came from, for errors.
 
     Raises:
         ConfigurationError: the document is invalid. `field` and the message contain the path.
@@ -307,10 +309,10 @@ def decode_document(data: bytes, source: str) -> Document:
 
 
 def mistake_in(data: bytes, source: str, mistake: Mistake) -> ConfigurationError:
-    """Returns an error with the location of a mistake in a document.
+    """Returns an error that locates a mistake in a document.
 
     Args:
-        data: document, which is valid JSON.
+        data: the document, which must be valid JSON.
     """
     return _wrong(source, line_of(data, mistake.path), mistake.field_path, mistake.reason)
 
@@ -335,7 +337,7 @@ def _mistakes(document: Document) -> Iterator[Mistake]:
 
 
 def tenant_mistake(tenant: str) -> str:
-    """Returns why this is not a valid tenant name. Empty if it is valid."""
+    """Returns the reason this is not a valid tenant name. Empty if it is valid."""
     if tenant and tenant.isprintable() and len(tenant.encode()) <= MAX_TENANT_BYTES:
         return ""
     return f"a tenant's name must be printable and have 1 to {MAX_TENANT_BYTES} bytes"
@@ -349,11 +351,12 @@ def _wrong(source: str, line: int, field_path: str, reason: str) -> Configuratio
 
 
 def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
-    """Returns the line of the value at `path` in a JSON document, from 1.
+    """Returns the line number, from 1, of the value at `path` in a JSON document.
 
     Args:
-        data: a document. If it ends or stops being JSON, the line before that counts.
-        path: names and numbers from the root. Ends at a step that does not exist.
+        data: a document. If it ends or stops being valid JSON, the line just before that point is
+            returned.
+        path: names and numbers from the root. Following stops at a step that does not exist.
     """
     text, at = data.decode(errors="replace"), 0
     with contextlib.suppress(ValueError, IndexError, RecursionError):
@@ -366,7 +369,7 @@ def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
 
 
 def _step(text: str, at: int, step: str | int) -> int | None:
-    """Returns where a step's value starts in the object or list at `at`."""
+    """Returns the position at which a step's value starts in the object or list at `at`."""
     is_object, number = text[at] == "{", 0
     if text[at] not in "{[":
         return None

@@ -1,4 +1,4 @@
-"""Stores of the key directory: the interface implemented for files and Redis.
+"""Stores for the key directory: the interface that files and Redis implement.
 
 Calls raise Unavailable if the store is unreachable.
 """
@@ -34,7 +34,7 @@ class StoredDocument(NamedTuple):
     """The directory as stored."""
 
     version: str
-    """Changes with the data."""
+    """Changes whenever the data does."""
     data: bytes
 
 
@@ -50,7 +50,7 @@ class AuditEvent(msgspec.Struct, frozen=True, kw_only=True):
     action: str
     """The action, such as `key.create`."""
     target: str
-    """The key ID, tenant or plan."""
+    """The key ID, tenant, or plan."""
     before: dict[str, Any] | None = None
     after: dict[str, Any] | None = None
 
@@ -63,12 +63,12 @@ class LoggedEvent(NamedTuple):
 
 
 class KeyStore(Protocol):
-    """A store of the directory. An async context manager that opens without waiting."""
+    """A store for the directory. An async context manager that opens without waiting."""
 
     source: str
-    """Its name in messages."""
+    """The store's name in messages."""
     read_only: str
-    """Why it can't be changed here. Empty if it can."""
+    """The reason the directory can't be changed here. Empty if it can."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -78,12 +78,12 @@ class KeyStore(Protocol):
         """Returns the directory if it can be read before the store is opened.
 
         Raises:
-            ConfigurationError: it is required at startup and does not exist.
+            ConfigurationError: the directory is required at startup and does not exist.
         """
         ...
 
     async def read(self, version: str = "") -> StoredDocument | None:
-        """Reads the directory. Returns None if it still has this version.
+        """Reads the directory. Returns None if its version is still `version`.
 
         Raises:
             NoDirectory: the store does not have a directory.
@@ -91,13 +91,13 @@ class KeyStore(Protocol):
         ...
 
     async def replace(self, version: str, data: bytes, act: AuditEvent) -> bool:
-        """Replaces the directory and logs the action, both or neither.
+        """Atomically replaces the directory and logs the action.
 
         Args:
-            version: the version that it must currently have. Empty: it must not exist yet.
+            version: the version the directory must currently have. Empty if it must not exist yet.
 
         Returns:
-            True if it had that version.
+            True if the directory had that version.
 
         Raises:
             KeysReadOnly: the directory can't be changed here.
@@ -107,14 +107,17 @@ class KeyStore(Protocol):
     async def audit_events(self, limit: int, before: str = "") -> list[LoggedEvent]:
         """Returns the audit events before `before`, newest first.
 
-        Empty `before`: from the newest.
+        If `before` is empty, starts with the newest.
         """
         ...
 
     async def note_uses(self, used_s: Mapping[str, int]) -> None:
-        """Records when keys were last used, by ID in Unix seconds. Earlier times have no effect."""
+        """Records when keys were last used (Unix seconds), keyed by ID.
+
+        Earlier times have no effect.
+        """
         ...
 
     async def uses(self) -> dict[str, int]:
-        """Returns when keys were last used, by ID in Unix seconds. Empty if not recorded."""
+        """Returns when keys were last used (Unix seconds), keyed by ID. Empty if not recorded."""
         ...

@@ -1,6 +1,6 @@
-"""Plans: how much a tenant may use. A key of the tenant may have additional limits.
+"""Plans: how much a tenant may use. The tenant's keys may have additional limits.
 
-A limit of None means unlimited. Usage of a key also counts for its tenant.
+A limit of None means unlimited. A key's usage also counts toward its tenant's limits.
 """
 
 from __future__ import annotations
@@ -23,26 +23,31 @@ DEFAULT_TENANT = "default"
 
 
 class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits per minute. Work has a separate limit per unit, because units can't be added up."""
+    """Per-minute limits.
+
+    Work has a separate limit for each unit, because units can't be added up.
+    """
 
     requests_per_min: Count | None = None
     tokens_per_min: Count | None = None
-    """Limit for models billed by tokens."""
+    """Limit for models billed by the token."""
     pixel_steps_per_min: Count | None = None
-    """Limit for models billed by pixel-steps (width x height x steps)."""
+    """Limit for models billed by the pixel-step (width x height x steps)."""
     work_per_min: Count | None = None
     """Limit for custom models, by the weight of their items."""
 
 
 class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Limits of a tenant or a key over all models."""
+    """A tenant's or a key's limits over all models."""
 
     max_in_flight: Count | None = None
     """Maximum number of items waiting for workers at the same time, over all instances."""
     budget_usd_per_month: Usd | None = None
     """Budget per calendar month (UTC). Requests beyond it are rejected."""
     max_priority: Priority = "interactive"
-    """Highest allowed priority. `batch`: all its requests have it."""
+    """Highest allowed priority. With `batch`, all of the tenant's or key's requests have that
+    priority.
+    """
 
     @property
     def are_none(self) -> bool:
@@ -58,33 +63,35 @@ class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The limits of a tenant, and its terms."""
+    """A tenant's limits and terms."""
 
     weight: Annotated[float, msgspec.Meta(ge=LIGHTEST, le=HEAVIEST)] = 1.0
-    """Its share of a busy model, relative to other tenants."""
+    """The tenant's share of a busy model, relative to other tenants."""
     per_model: dict[str, Rates] = {}
-    """Rates for single models, by catalog name, in addition to the rates for all models."""
+    """Rates for individual models, keyed by catalog name, in addition to the rates for all models.
+    """
     warn_at_shares: Annotated[
         tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
         msgspec.Meta(max_length=MAX_WARNINGS),
     ] = (0.8, 1.0)
-    """Shares of the budget at which the webhook is called, each once a month."""
+    """Shares of the budget at which the webhook is called, once a month for each."""
     budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
-    """URL to notify. Empty: none."""
+    """URL to notify. Empty if there is none."""
     on_limit_store_outage: OnOutage = "deny"
-    """How to handle requests with a budget while Redis is unreachable, on an instance that does not
+    """Policy for requests with a budget while Redis is unreachable, on an instance that does not
     know the amount spent: `deny` rejects them, `allow` assumes that the budget is unspent.
     """
     batch_price_share: Share = 0.5
-    """Fraction of the list price that batch lines cost."""
+    """The fraction of the list price that batch lines cost."""
 
     storage_max_bytes: Count | None = None
-    """Maximum total bytes of its files, including files of predictions and batch outputs.
-
-    None: PENSTOCK_FILES_MAX_BYTES.
+    """Maximum total bytes in the tenant's files, including prediction files and batch outputs. None
+    means PENSTOCK_FILES_MAX_BYTES.
     """
     prediction_keep_s: Annotated[int, msgspec.Meta(ge=60, le=30 * 24 * 3600)] | None = None
-    """Seconds to keep predictions after their end. None: PENSTOCK_PREDICTION_KEEP_S."""
+    """How many seconds to keep predictions after they finish. None means
+    PENSTOCK_PREDICTION_KEEP_S.
+    """
 
     @property
     def are_none(self) -> bool:
@@ -103,13 +110,15 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
     """Public part of the key. Empty if keys are not required."""
     plan: Plan = DEFAULT_PLAN
     plan_name: str = ""
-    """Plan name in the directory, for rows. Empty: no plan."""
+    """Plan name in the directory, for rows. Empty if there is no plan."""
     key_limits: Limits | None = None
-    """Limits of the key itself, in addition to the plan's limits. None: only the plan's limits."""
+    """The key's limits, which apply in addition to the plan's. None if only the plan's limits
+    apply.
+    """
     models: frozenset[str] | None = None
-    """Models that the key may use. None: all."""
+    """Models the key may use. None means all models."""
     scopes: frozenset[str] | None = None
-    """Scopes of the key. None: everything except administration."""
+    """The key's scopes. None means everything except administration."""
 
     @property
     def is_limited(self) -> bool:
@@ -118,6 +127,6 @@ class Caller(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def max_priority(self) -> Priority:
-        """The highest priority that both plan and key allow."""
+        """The highest priority that both the plan and the key allow."""
         keys_own = "interactive" if self.key_limits is None else self.key_limits.max_priority
         return "batch" if "batch" in (self.plan.max_priority, keys_own) else "interactive"

@@ -1,7 +1,7 @@
-"""Rules for plans and keys beyond their format: without them, a plan or key could never work.
+"""Rules for plans and keys beyond their format. A plan or key that breaks them could never work.
 
-An already stored directory is read without these rules, because the catalog may have changed. They
-apply to every change, and to a file when the API starts.
+A directory that is already stored is read without these rules, because the catalog may have
+changed. The rules apply to every change, and to a file when the API starts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from shared.tenants.directory import Document, Mistake, StoredKey
 from shared.tenants.plan import Limits, Plan, Rates
 
 MAX_COUNT = 2**53
-"""Redis counts in doubles, which are exact up to this number."""
+"""Redis counts in doubles, which are exact only up to this number."""
 MAX_TIME_S = 253_402_300_799
 """The end of the year 9999, as Unix time. Later times are probably milliseconds."""
 MAX_NAMED = 20
@@ -32,18 +32,21 @@ class Served(NamedTuple):
     """Names that plans and keys may use (`shared.stores.key_stores.served_by`)."""
 
     units: Mapping[str, str]
-    """Each model's unit of work, by catalog name."""
+    """Each model's unit of work, keyed by catalog name."""
     aliases: Mapping[str, str]
-    """Names of models by alias."""
+    """Model names, keyed by alias."""
     check_webhook: Callable[[str], object]
-    """Raises BadInput for a URL to which webhooks are not delivered."""
+    """Raises BadInput for a URL to which webhooks would not be delivered."""
 
 
 def document_mistakes(document: Document, served: Served | None, now_s: float) -> Iterator[Mistake]:
-    """Yields everything that can't work in a directory with a valid format. Ended keys are skipped.
+    """Yields everything in a well-formed directory that can't work.
+
+    Revoked and expired keys are skipped.
 
     Args:
-        served: available names. None: not known, so models and webhooks are not checked.
+        served: available names. If None, they are not known, so models and webhooks are not
+            checked.
     """
     for name, plan in document.plans.items():
         yield from (mistake.below("plans", name) for mistake in plan_mistakes(plan, served))

@@ -1,1 +1,1 @@
-"""Traces: W3C context across HTTP and Pub/Sub, spans, and their export by OTLP if configured."""
+"""Traces: W3C context across HTTP and Pub/Sub, spans, and OTLP export if configured."""

@@ -1,7 +1,8 @@
-"""Exports spans by OTLP over HTTP, with OpenTelemetry's SDK.
+"""Exports spans with OTLP over HTTP, using OpenTelemetry's SDK.
 
-Imported only if an endpoint is configured (shared/tracing/setup.py). The SDK reads its standard
-variables itself: OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES, OTEL_SERVICE_NAME.
+This module is imported only if an endpoint is configured (shared/tracing/setup.py). The SDK itself
+reads its standard variables: OTEL_EXPORTER_OTLP_*, OTEL_BSP_*, OTEL_RESOURCE_ATTRIBUTES,
+OTEL_SERVICE_NAME.
 
 Nothing here waits for the collector. The queue is bounded, and spans that don't fit are dropped and
 counted.
@@ -38,11 +39,11 @@ from prometheus_client import Counter
 from shared.tracing.spans import Attributes, Kind, TraceContext
 
 CLOSE_LIMIT_S = 2.0
-"""Time limit for sending remaining spans at exit. The API has 10 s in total after SIGTERM."""
+"""Time limit for sending the remaining spans at exit. After SIGTERM, the API has 10 s in total."""
 MAX_LINKS = 8
-"""Each link costs 8 µs, and a batch of 32 jobs would have a thousand."""
+"""Maximum links per span. Each link costs 8 µs, and a batch of 32 jobs would have a thousand."""
 QUEUE_SPANS = 2048
-"""The default of OTEL_BSP_MAX_QUEUE_SIZE. About 2 MB."""
+"""The default for OTEL_BSP_MAX_QUEUE_SIZE. Takes about 2 MB."""
 SPANS = Counter(
     "penstock_trace_spans_total",
     "Spans, by end: exported, failed (not accepted by the collector), dropped (the queue to it "
@@ -61,13 +62,13 @@ log = logging.getLogger(__name__)
 
 
 class OtlpTracer:
-    """A Tracer that exports spans. `close` sends the remaining ones.
+    """A Tracer that exports spans. `close` sends any that remain.
 
     Args:
         facts: attributes of this process, overridden by the environment.
-        sampler: decides which traces are kept. None: the sampler in the environment.
-        exporter: destination of spans. None: the endpoint in the environment.
-        broker: `messaging.system` of spans about messages.
+        sampler: decides which traces are kept. None means the sampler set in the environment.
+        exporter: where to send spans. None means the endpoint set in the environment.
+        broker: `messaging.system` for spans about messages.
 
     Raises:
         ValueError: a variable is invalid.
@@ -109,7 +110,8 @@ class OtlpTracer:
     ) -> tuple[TraceContext | None, OtlpSpan | None]:
         """Starts a span. See Tracer.
 
-        Most calls end in the first four lines, so these use the SDK as little as possible.
+        Most calls return within the first four lines, so those lines use the SDK as little as
+        possible.
         """
         if parent is None and not self._keeps_new_trace(name):
             return None, None
@@ -128,12 +130,15 @@ class OtlpTracer:
         return context, OtlpSpan(span, self._broker) if span.is_recording() else None
 
     def _keeps_new_trace(self, name: str) -> bool:
-        """Returns whether to keep a trace that starts here. If so, its ID is used next."""
+        """Returns whether to keep a trace that starts here. If so, the next trace uses its ID."""
         trace_id = self._ids.choose_trace_id()
         return self._sampler.should_sample(None, trace_id, name).decision != Decision.DROP
 
     def close(self) -> None:
-        """Sends remaining spans, for at most CLOSE_LIMIT_S. Any others are lost."""
+        """Sends the remaining spans, for at most CLOSE_LIMIT_S.
+
+        Any spans not sent by then are lost.
+        """
         closing = threading.Thread(target=self._queue.shutdown, name="traces-close", daemon=True)
         closing.start()
         closing.join(CLOSE_LIMIT_S)
@@ -163,13 +168,13 @@ class OtlpSpan:
 
 
 class _ChosenIds(RandomIdGenerator):
-    """Uses the ID by which a trace was sampled, so that the SDK makes the same decision."""
+    """Reuses the ID for which a trace was sampled, so that the SDK makes the same decision."""
 
     def __init__(self) -> None:
         self._trace_id = 0
 
     def choose_trace_id(self) -> int:
-        """Returns the ID of the next trace."""
+        """Returns the ID for the next trace."""
         self._trace_id = super().generate_trace_id()
         return self._trace_id
 
@@ -178,7 +183,7 @@ class _ChosenIds(RandomIdGenerator):
 
 
 class _CountedExporter(SpanExporter):
-    """Counts spans accepted and not accepted by the collector."""
+    """Counts the spans that the collector accepted and those it did not."""
 
     def __init__(self, exporter: SpanExporter) -> None:
         self._exporter = exporter
@@ -200,7 +205,7 @@ class _CountedExporter(SpanExporter):
 
 
 class _BoundedQueue(SpanProcessor):
-    """The SDK's batches, with a limit that counts dropped spans, unlike the SDK's own."""
+    """The SDK's batching, with a queue limit that, unlike the SDK's, counts dropped spans."""
 
     def __init__(self, exporter: _CountedExporter) -> None:
         self._exporter = exporter
@@ -223,7 +228,7 @@ class _BoundedQueue(SpanProcessor):
 def _context_of(parent: TraceContext | None) -> Context:
     """Converts a parent to the SDK's context.
 
-    Without a parent, the context is empty, because the SDK must not look for another one.
+    Without a parent, the context is empty, so that the SDK does not look for another parent.
     """
     if parent is None:
         return Context()

@@ -1,8 +1,8 @@
 """Enables tracing for a process if the environment specifies a collector.
 
-The variables are the ones defined by OpenTelemetry. The SDK reads most of them, and logs those it
-can't read. Mistakes that would change the cost or prevent sending are checked here, so that they
-stop the process at startup.
+The variables are defined by OpenTelemetry. The SDK reads most of them, and logs any it can't parse.
+Mistakes that would change the cost or prevent sending are caught here, so that they stop the
+process at startup.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from opentelemetry.sdk.trace.sampling import Sampler
 
 DEFAULT_RATIO = 0.01
-"""Fraction of traces to keep. See docs/decisions/0037-traces.md."""
+"""Default fraction of traces to keep. See docs/decisions/0037-traces.md."""
 _ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 _PROTOCOLS = ("OTEL_EXPORTER_OTLP_TRACES_PROTOCOL", "OTEL_EXPORTER_OTLP_PROTOCOL")
 _RATIO_SAMPLERS = ("traceidratio", "parentbased_traceidratio")
@@ -43,12 +43,12 @@ def traced(
     """Exports this process's spans inside the context, if a collector is configured.
 
     Args:
-        service: `service.name`, unless the environment specifies another.
+        service: `service.name`, unless the environment specifies a different one.
         project: Google Cloud project, which the Telemetry API requires.
         broker: `messaging.system` of spans about messages.
-        instance: name of this process. Empty: host and process ID.
-        decides: True if this process decides which traces are kept. Others follow the message's
-            flag.
+        instance: this process's name. Empty means the host and process ID.
+        decides: True if this process decides which traces are kept. Other processes follow the
+            message's flag.
 
     Raises:
         ConfigurationError: a variable is invalid.
@@ -84,7 +84,7 @@ def _is_on(environment: Mapping[str, str]) -> bool:
     """Returns whether spans are exported.
 
     Raises:
-        ConfigurationError: the variables request something that this project does not support.
+        ConfigurationError: the variables ask for something this project does not support.
     """
     endpoint = next((name for name in _ENDPOINTS if environment.get(name, "").strip()), None)
     exporter = environment.get("OTEL_TRACES_EXPORTER", "otlp").strip() or "otlp"
@@ -102,7 +102,7 @@ def _is_on(environment: Mapping[str, str]) -> bool:
 
 
 def _sampler(environment: Mapping[str, str], *, decides: bool) -> Sampler | None:
-    """Returns the sampler of this process. None: the sampler in the environment."""
+    """Returns this process's sampler. None means the sampler set in the environment."""
     from opentelemetry.sdk.trace.sampling import ALWAYS_OFF, ParentBased, TraceIdRatioBased
 
     if not decides:

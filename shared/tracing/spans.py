@@ -1,7 +1,7 @@
-"""Creates spans and carries their trace: W3C Trace Context, in headers and messages.
+"""Creates spans and propagates their traces with W3C Trace Context in headers and messages.
 
 A span is created from measured times, or around a block. Without an exporter, and for traces that
-are not sampled, these functions do nothing. Payloads, keys and text from callers must never become
+are not sampled, these functions do nothing. Payloads, keys, and text from callers must never become
 attributes.
 
 https://www.w3.org/TR/trace-context/: a malformed `traceparent` is ignored, and the request starts a
@@ -22,7 +22,7 @@ from typing import Literal, Protocol
 MAX_TRACESTATE_CHARS = 512
 """Maximum length in characters.
 
-The standard requires this many to be passed on, and an attribute has at most 1,024 bytes.
+The standard requires that this many be passed on, and an attribute is limited to 1,024 bytes.
 """
 MAX_MEMBERS = 32
 _TRACEPARENT = re.compile(
@@ -40,13 +40,13 @@ STAGE = "penstock.stage"
 """Attribute that identifies the stage that a span covers: receive, cache, publish, queue, batch,
 infer, reply, and `hold` if the API holds a job back.
 
-A webhook has `webhook`, and a dead letter `dead_letter`.
+For a webhook it is `webhook`, and for a dead letter `dead_letter`.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class TraceContext:
-    """A span of a trace, as its children refer to it.
+    """A span in a trace, in the form its children use to refer to it.
 
     `traceparent` is valid and has version 00. `tracestate` is valid and bounded, or empty.
     """
@@ -66,12 +66,15 @@ class TraceContext:
 
     @property
     def is_sampled(self) -> bool:
-        """True if this trace's spans are kept. The first process decides for all others."""
+        """True if this trace's spans are kept.
+
+        The first process decides for all other processes.
+        """
         return bool(int(self.traceparent[53:], 16) & 1)
 
     @property
     def exemplar(self) -> dict[str, str] | None:
-        """Returns the labels of a metric's exemplar. None if the trace can't be looked up."""
+        """Returns the labels for a metric's exemplar, or None if the trace can't be looked up."""
         return {"trace_id": self.trace_id, "span_id": self.span_id} if self.is_sampled else None
 
     def attributes(self) -> dict[str, str]:
@@ -83,7 +86,7 @@ class TraceContext:
 
 
 def read_context(traceparent: str, tracestate: str = "") -> TraceContext | None:
-    """Returns a caller's context. None if it sent none, or an invalid one."""
+    """Returns a caller's context, or None if the context is missing or invalid."""
     match = _TRACEPARENT.fullmatch(traceparent)
     if match is None:
         return None
@@ -115,7 +118,7 @@ def read_attributes(attributes: Mapping[str, str]) -> TraceContext | None:
 
 
 def _bound_tracestate(tracestate: str) -> str:
-    """Returns the first members that fit. Empty if one is malformed or there are too many."""
+    """Returns the first members that fit. Empty if any is malformed or there are too many."""
     members = [member.strip(" \t") for member in tracestate.split(",", MAX_MEMBERS + 1)]
     members = [member for member in members if member]
     matches = [_MEMBER.fullmatch(member) for member in members]
@@ -128,7 +131,7 @@ def _bound_tracestate(tracestate: str) -> str:
 
 
 def current() -> TraceContext | None:
-    """Returns the trace that the current task belongs to. Tasks that it creates inherit it."""
+    """Returns the current task's trace. Tasks that it creates inherit the trace."""
     return _current.get()
 
 
@@ -138,7 +141,7 @@ def set_current(context: TraceContext | None) -> Token[TraceContext | None]:
 
 
 def reset_current(token: Token[TraceContext | None]) -> None:
-    """Undoes a `set_current`."""
+    """Undoes a call to `set_current`."""
     _current.reset(token)
 
 
@@ -153,14 +156,14 @@ def entered(context: TraceContext | None) -> Iterator[None]:
 
 
 class RecordedSpan(Protocol):
-    """A started span, as held by an exporter."""
+    """A span that has started, as held by an exporter."""
 
     def end(self, name: str, attributes: Attributes, error: str, ended_s: float) -> None:
-        """Ends it at the Unix time `ended_s`. `error` is the kind of its failure, or empty."""
+        """Ends the span at the Unix time `ended_s`. `error` is the kind of failure, or empty."""
 
 
 class Tracer(Protocol):
-    """Decides which traces are kept, and receives their spans."""
+    """Decides which traces to keep, and receives their spans."""
 
     def start(
         self,
@@ -170,14 +173,14 @@ class Tracer(Protocol):
         parent: TraceContext | None,
         links: Sequence[TraceContext] = (),
     ) -> tuple[TraceContext | None, RecordedSpan | None]:
-        """Starts a span. Returns None instead of a span if its trace is not kept.
+        """Starts a span. Returns None instead of a span if the trace is not kept.
 
-        If that trace starts here, it has no context either.
+        If that trace starts here, there is no context either.
         """
 
 
 class Span:
-    """A started span. `context` is its own or, without an exporter, its caller's."""
+    """A span that has started. `context` is the span's or, without an exporter, the caller's."""
 
     __slots__ = ("_attributes", "_name", "_recorded", "context")
 
@@ -191,14 +194,17 @@ class Span:
 
     @property
     def is_recorded(self) -> bool:
-        """True if its attributes will be kept."""
+        """True if the span's attributes will be kept."""
         return self._recorded is not None
 
     def set(self, attributes: Attributes) -> None:
         self._attributes.update(attributes)
 
     def end(self, *, name: str = "", error: str = "") -> None:
-        """Ends it now. `name`: a better name, if known by now. `error`: the kind of failure."""
+        """Ends the span now. `name`: a better name, if one is known by now.
+
+        `error`: the kind of failure.
+        """
         if self._recorded is not None:
             self._recorded.end(name or self._name, self._attributes, error, time.time())
 
@@ -208,7 +214,7 @@ class _Installed:
 
 
 def install(tracer: Tracer | None) -> None:
-    """Sends this process's spans to `tracer` from now on. None: nowhere."""
+    """Sends this process's spans to `tracer` from now on, or nowhere if None."""
     _Installed.tracer = tracer
 
 
@@ -254,14 +260,14 @@ def span(
     started_s: float = 0.0,
     parent: TraceContext | None = None,
 ) -> SpanBlock:
-    """Returns a span around a `with` block, which becomes the current one.
+    """Returns a span around a `with` block, which becomes the current span.
 
-    An exception is its error.
+    An exception becomes its error.
 
     Args:
-        attributes: without payloads or keys.
-        started_s: Unix time at which it started. 0: now.
-        parent: None: the current one.
+        attributes: attributes, which must not include payloads or keys.
+        started_s: Unix time at which the span started. 0 means now.
+        parent: the parent span. None means the current span.
     """
     parent, tracer = parent or current(), _Installed.tracer
     if tracer is None or parent is None or not parent.is_sampled:
@@ -276,7 +282,7 @@ def _kind_of(error: BaseException) -> str:
 
 
 def is_recorded(parent: TraceContext | None) -> bool:
-    """Returns whether spans below `parent` are kept, so that attributes are worth collecting."""
+    """Returns whether spans under `parent` are kept, so that it is worth collecting attributes."""
     return _Installed.tracer is not None and parent is not None and parent.is_sampled
 
 
@@ -296,9 +302,9 @@ def record(
 
     Args:
         times_s: start and end. The clocks of two machines may disagree about their order.
-        attributes: without payloads or keys.
-        parent: None: the current one.
-        links: related spans of other traces.
+        attributes: attributes, which must not include payloads or keys.
+        parent: the parent span. None means the current span.
+        links: related spans in other traces.
         error: kind of failure, or empty.
     """
     parent = parent or current()

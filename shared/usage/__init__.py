@@ -1,1 +1,1 @@
-"""Usage rows: what they contain, and how they reach BigQuery."""
+"""Usage rows: their contents, and how they reach BigQuery."""

@@ -1,18 +1,18 @@
-"""Sends rows to BigQuery: stores them on disk until sent, and wraps Google's client.
+"""Sends rows to BigQuery: stores them on disk until they are sent, and wraps Google's client.
 
 Rows are stored in segments of JSON lines, in a folder that processes may share. Each owner locks
-its segments. A lock (flock) is released when its process ends, however that happens. So a segment
-that can be locked has no living owner, and the process that locks it sends its rows. Nothing is
-fsynced: written rows survive a crash of the process, but not of the machine.
+its segments. A lock (flock) is released when its process exits, however that happens. A segment
+that can be locked therefore has no living owner, and whichever process locks it sends its rows.
+Nothing is fsynced: written rows survive a crash of the process, but not of the machine.
 
 A segment that waits for a long time is compressed to a fifth of its size. A packed segment is a
-gzip of the same lines. Its name includes the number of rows, so that they can be counted without
-reading it: `<segment>.<rows>.gz`. It replaces the segment with one rename. If a process dies in
-between, both remain, and the packed one counts.
+gzip file with the same lines. Its name includes the number of rows, so that they can be counted
+without reading the file: `<segment>.<rows>.gz`. It is renamed into place before the segment is
+removed. If a process dies in between, both remain, and the packed one counts.
 
 Google's client writes rows and runs queries. Its errors are translated, and rejected rows are
-separated from those to retry. The sending thread imports it with the first rows, because the import
-takes longer than the API's startup.
+separated from the rows to retry. The sending thread imports it with the first rows, because the
+import takes longer than the API's startup.
 """
 
 from __future__ import annotations
@@ -41,7 +41,8 @@ log = logging.getLogger(__name__)
 PACKED_SUFFIX = ".gz"
 HALF_MADE = ".new"
 LEVEL = 1
-"""Takes 4 µs of CPU per row, as much as writing it. Level 6 takes 10 µs to save a sixth more."""
+"""Takes 4 µs of CPU time per row, as much as writing it. Level 6 takes 10 µs to save a sixth more.
+"""
 
 CREATE_TRIES = 3
 
@@ -51,23 +52,23 @@ REJECTED = Counter(
 )
 
 Fields = dict[str, Any]
-"""One row, by column name."""
+"""One row, keyed by column name."""
 _ENCODER = msgspec.json.Encoder()
 
 SEND_TIMEOUT_S = 10.0
 CANCEL_LIMIT_S = 2.0
 TOO_LARGE = "bytes billed"
-"""BigQuery's error text if a query would read more than `maximum_bytes_billed`."""
+"""BigQuery's error text when a query would read more than `maximum_bytes_billed`."""
 TIMED_OUT = "timed out"
-"""BigQuery's error text if it ended a job after `job_timeout_ms`."""
+"""BigQuery's error text when it stops a job after `job_timeout_ms`."""
 REFUSED = frozenset({400, 413})
 """Statuses for invalid rows.
 
-Others (a missing table, permission or quota) can be fixed, so they are retried.
+Other problems (a missing table, permission, or quota) can be fixed, so they are retried.
 """
 
 NO_FIELD = "no such field"
-"""BigQuery's reason for a row with a column that the table does not have."""
+"""BigQuery's error reason for a row with a column that the table does not have."""
 
 WRITTEN = Counter("penstock_rows_written_total", "Rows that BigQuery has")
 TRIMMED = Counter(
@@ -76,29 +77,32 @@ TRIMMED = Counter(
 
 
 def is_packed(path: Path) -> bool:
-    """Returns whether this is the name of a packed segment."""
+    """Returns whether this is a packed segment's name."""
     return path.suffix == PACKED_SUFFIX
 
 
 def rows_in(path: Path) -> int:
-    """Returns the number of rows in a packed segment, from its name. 0 for any other name."""
+    """Returns the number of rows in a packed segment, based on its name.
+
+    Returns 0 for any other name.
+    """
     count = path.name.removesuffix(PACKED_SUFFIX).rpartition(".")[2]
     return int(count) if count.isdecimal() else 0
 
 
 def original_of(path: Path) -> Path:
-    """Returns the path of the segment replaced by a packed one."""
+    """Returns the path of the segment that a packed segment replaced."""
     return path.with_name(path.name.removesuffix(PACKED_SUFFIX).rpartition(".")[0] + ".segment")
 
 
 def pack(path: Path, data: bytes, rows: int) -> tuple[Path, int]:
-    """Replaces a segment locked by the caller.
+    """Compresses a segment that the caller has locked.
 
     Returns:
         The packed segment, and its size in bytes.
 
     Raises:
-        OSError: the disk did not accept it. The segment is unchanged.
+        OSError: the disk did not accept the packed segment. The original segment is unchanged.
     """
     packed = path.with_name(f"{path.stem}.{rows}{PACKED_SUFFIX}")
     half_made = packed.with_name(packed.name + HALF_MADE)
@@ -133,7 +137,7 @@ def unpack(data: bytes) -> bytes:
     """Returns the lines in a packed segment.
 
     Raises:
-        ValueError: it is damaged.
+        ValueError: the segment is damaged.
     """
     try:
         return gzip.decompress(data)
@@ -155,7 +159,7 @@ class Segment:
         After an error, nothing more may be appended, because the last line may be incomplete.
 
         Raises:
-            OSError: not all of it could be written.
+            OSError: not all of the lines could be written.
         """
         lines = b"".join(_ENCODER.encode(row) + b"\n" for row in rows)
         taken_bytes = os.write(self._fd, lines)
@@ -165,18 +169,21 @@ class Segment:
 
     @property
     def since_s(self) -> float:
-        """Unix time at which it was created."""
+        """Unix time at which the segment was created."""
         return _since_s(self.path)
 
     def release(self) -> None:
-        """Releases the lock, so that any process may send the rows. A second call does nothing."""
+        """Releases the lock, so that any process may send the rows.
+
+        Calling it again does nothing.
+        """
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 class SegmentSize(NamedTuple):
-    """Rows and bytes of a segment without an owner."""
+    """The number of rows and bytes in a segment without an owner."""
 
     rows: int
     size_bytes: int
@@ -188,7 +195,7 @@ class Spool:
     Two threads may call `create` and `release` concurrently. Other methods belong to one thread.
 
     Args:
-        max_bytes: limit for all segments without an owner. Beyond it, no new segments are created.
+        max_bytes: limit on all segments without an owner. Beyond that, no new segments are created.
     """
 
     def __init__(self, folder: Path, max_bytes: int) -> None:
@@ -207,7 +214,7 @@ class Spool:
 
     @property
     def unowned_bytes(self) -> int:
-        """Bytes of segments without an owner."""
+        """Number of bytes in segments without an owner."""
         return sum(size.size_bytes for size in list(self.unowned.values()))
 
     @property
@@ -247,7 +254,7 @@ class Spool:
 
         None if there are no such segments.
 
-        It still counts as having no owner until the caller removes it.
+        Until the caller removes the segment, it still counts as having no owner.
         """
         for is_new in (False, True):
             if is_new:
@@ -282,7 +289,10 @@ class Spool:
         return None
 
     def _decode(self, data: bytes) -> list[Fields]:
-        """Reads only complete lines. A writer that died mid-line never reported it as safe."""
+        """Reads only complete lines.
+
+        A writer that died in mid-line never reported that line as safe.
+        """
         rows, unreadable = [], []
         for line in data.split(b"\n")[:-1]:
             try:
@@ -298,7 +308,7 @@ class Spool:
         return rows
 
     def _set_aside(self, segment: Segment, reason: str) -> None:
-        """Keeps an unreadable packed segment for inspection."""
+        """Sets aside an unreadable packed segment for inspection."""
         rows = rows_in(segment.path)
         REJECTED.inc(rows)
         aside = segment.path.with_name(segment.path.name + ".damaged")
@@ -313,7 +323,8 @@ class Spool:
         """Compresses segments without an owner, up to `most` of them.
 
         Raises:
-            OSError: the disk does not accept them. They are unchanged.
+            OSError: the disk does not accept the packed segments. The original segments are
+                unchanged.
         """
         waiting = (
             path for path in list(self.unowned) if not is_packed(path) and path not in self._stuck
@@ -361,12 +372,12 @@ class Spool:
         self._unseen = list(segments)
 
     def release(self, segment: Segment, rows: int) -> None:
-        """Releases a segment to the next process that adopts it, possibly this one."""
+        """Releases a segment to the next process that adopts it, which may be this one."""
         self.unowned[segment.path] = SegmentSize(rows, segment.size_bytes)
         segment.release()
 
     def remove(self, segment: Segment) -> None:
-        """Removes a segment whose rows are all sent or rejected."""
+        """Removes a segment whose rows have all been sent or rejected."""
         try:
             segment.path.unlink(missing_ok=True)
         except (
@@ -416,11 +427,11 @@ class BigQuerySender:
 
     Args:
         table: `DATASET.TABLE`.
-        endpoint: URL of an embedded BigQuery. Empty for Google's.
+        endpoint: URL of an embedded BigQuery, or empty for Google's.
     """
 
     linger_s = 1.0
-    """An insertAll costs as much CPU as a request, and rows are not urgent."""
+    """An insertAll costs as much CPU time as a request, and rows are not urgent."""
 
     def __init__(self, project: str, table: str, endpoint: str) -> None:
         self._project = project
@@ -431,8 +442,8 @@ class BigQuerySender:
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
         """Inserts `rows`. Returns permanently rejected rows with BigQuery's reason.
 
-        A table from an older release lacks the newest columns. Rows are then written without them,
-        and counted.
+        A table from an older release lacks the newest columns. In that case, rows are written
+        without them, and counted.
 
         Raises:
             Unavailable: as far as is known, nothing was inserted. Try again.
@@ -493,7 +504,7 @@ def run_query(
     retry: Any = None,
     max_results: int | None = None,
 ) -> tuple[Any, Any]:
-    """Runs a query with a time limit that BigQuery enforces too. Returns its job and its rows.
+    """Runs a query with a time limit that BigQuery enforces too. Returns the query's job and rows.
 
     Args:
         client: result of `open_client`.
@@ -501,7 +512,7 @@ def run_query(
         limit_s: maximum seconds per query.
 
     Raises:
-        Unavailable: it took too long.
+        Unavailable: the query took too long.
         google.api_core.exceptions.GoogleAPIError: BigQuery rejected the query or is unreachable.
     """
     from google.api_core.exceptions import GoogleAPICallError
@@ -521,10 +532,10 @@ def run_query(
 
 
 def public_reason(reason: str, otherwise: str) -> str:
-    """Returns the part of BigQuery's error about a query that callers may read.
+    """Returns the part of BigQuery's error about a query that callers may see.
 
     Args:
-        otherwise: result if nothing better is known.
+        otherwise: text to return if nothing better is known.
     """
     if TOO_LARGE in reason:
         return "the query reads too many bytes; use a shorter range"
@@ -532,7 +543,7 @@ def public_reason(reason: str, otherwise: str) -> str:
 
 
 def _cancel(job: Any) -> None:
-    """Asks BigQuery to cancel an abandoned job. The job's own time limit ends it in any case."""
+    """Asks BigQuery to cancel an abandoned job. The job's time limit stops it in any case."""
     from google.api_core.exceptions import GoogleAPIError
     from requests.exceptions import RequestException
 
@@ -553,7 +564,10 @@ def _insert_id(row: Fields) -> str:
 
 
 def open_client(project: str, endpoint: str) -> Any:
-    """Returns Google's client for a project. With an endpoint, it uses an embedded BigQuery."""
+    """Returns Google's client for a project.
+
+    If an endpoint is set, the client uses an embedded BigQuery.
+    """
     from google.auth.credentials import AnonymousCredentials
     from google.cloud import bigquery
 

@@ -12,7 +12,7 @@ class RowList:
     """A shared.usage.row.RowSink whose rows are safe immediately.
 
     Args:
-        rows: receives written rows. None: a new list.
+        rows: receives written rows. Defaults to a new list.
     """
 
     def __init__(self, rows: list[Row] | None = None) -> None:

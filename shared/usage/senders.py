@@ -1,10 +1,10 @@
 """Sends rows to BigQuery, or to the object store, from which they are loaded into BigQuery later.
 
 The object store receives rows as compressed JSON lines. Each call puts one object into
-`incoming/TABLE`, where the row archive (infra/row_archive) picks it up. Its name starts with the
-time, so that the oldest is listed first, and ends with a digest of its rows. Rows resent after a
-lost response may be stored twice. The archive drops the duplicates it sees, and the view
-`rows_deduplicated` drops the rest.
+`incoming/TABLE`, where the row archive (infra/row_archive) picks it up. The object's name starts
+with the time, so that the oldest is listed first, and ends with a digest of its rows. Rows that are
+resent after a lost response may be stored twice. The archive drops the duplicates it sees, and the
+view `rows_deduplicated` drops the rest.
 """
 
 from __future__ import annotations
@@ -29,32 +29,32 @@ TABLE = "rows"
 
 
 def incoming(table: str) -> str:
-    """Returns the folder for a table's rows that are not in the archive yet."""
+    """Returns the folder for the rows of a table that are not in the archive yet."""
     return f"incoming/{table}"
 
 
 class ObjectSender:
-    """Puts rows of one table into the object store.
+    """Puts one table's rows into the object store.
 
     Args:
-        url: URL of the store: file://, gs:// or s3://.
+        url: URL of the store: file://, gs://, or s3://.
 
     Raises:
         ConfigurationError: the URL has a different form, or its folder can't be created.
     """
 
     linger_s = 10.0
-    """Each put costs money, and so does each object read later."""
+    """Each put costs money, and so does each object that is read later."""
 
     def __init__(self, url: str, table: str) -> None:
         self._objects = ObjectStore(url, setting="rows_url")
         self._table = table
 
     def send(self, rows: Sequence[Fields]) -> list[tuple[Fields, str]]:
-        """Returns once the rows are stored. It never rejects rows.
+        """Returns once the rows are stored. Never rejects rows.
 
         Raises:
-            Unavailable: it is uncertain whether they were stored.
+            Unavailable: the rows may or may not have been stored.
         """
         lines = b"".join(msgspec.json.encode(row) + b"\n" for row in rows)
         packed = gzip.compress(lines, LEVEL, mtime=0)
@@ -67,7 +67,7 @@ class ObjectSender:
 
 
 class RowSender(Protocol):
-    """Sends rows of one table. Calls block, and may come from several threads."""
+    """Sends one table's rows. Calls block, and may come from several threads."""
 
     @property
     def linger_s(self) -> float:
@@ -78,7 +78,7 @@ class RowSender(Protocol):
         """Returns once the rows are safe, with the permanently rejected rows and reasons.
 
         Raises:
-            Unavailable: it is uncertain whether they are safe. Send them again.
+            Unavailable: the rows may or may not be safe. Send them again.
         """
         ...
 
@@ -87,7 +87,7 @@ def sender_of(settings: Settings, table: str = TABLE) -> RowSender:
     """Returns the sender selected by the settings.
 
     Raises:
-        ConfigurationError: PENSTOCK_ROWS_URL is not the URL of an object store.
+        ConfigurationError: PENSTOCK_ROWS_URL is not an object store URL.
     """
     if settings.rows_url:
         return ObjectSender(settings.rows_url, table)

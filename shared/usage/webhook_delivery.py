@@ -30,7 +30,7 @@ class WebhookDelivery(msgspec.Struct, kw_only=True):
     region: str | None = None
 
     def note_answer(self, status: int) -> None:
-        """Sets the status of the receiver's response, and an error for a redirect."""
+        """Records the status of the receiver's response, and an error if it was a redirect."""
         self.status_code = status
         if 300 <= status < 400:
             self.error = "redirected"

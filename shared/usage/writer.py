@@ -1,17 +1,17 @@
 """Writes rows to a table in the background, in BigQuery or the object store.
 
-Rows are on disk at once, and are deleted from it once sent. `RowWriter.write` puts a row into the
-journal, which survives a crash of this process. A thread sends the rows, one segment at a time,
-with an insertId built from row_id, status and attempt. So BigQuery drops duplicates (best effort),
-and the view `rows_deduplicated` always does. Rows that can't be sent stay on disk. The thread also
-sends rows left by other processes in the same folder. It is a thread because Google's client is
-synchronous. The sender determines where the rows go (shared/usage/senders.py).
+Rows are written to disk immediately, and deleted once they have been sent. `RowWriter.write` puts a
+row into the journal, which survives a crash of this process. A thread sends the rows, one segment
+at a time, with an insertId built from row_id, status, and attempt, so BigQuery drops duplicates
+(best effort), and the view `rows_deduplicated` always does. Rows that can't be sent stay on disk.
+The thread also sends rows left by other processes in the same folder. A thread is needed because
+Google's client is synchronous. The sender determines where the rows go (shared/usage/senders.py).
 
 The journal holds the rows that BigQuery doesn't have yet: on disk first, and in memory until they
 are sent. `Journal.append` runs on the event loop. It writes rows with one write(2) to the page
-cache, which costs less than waking a thread. The thread calls everything else. If the disk rejects
-rows or is slow, the thread takes over. Rows then wait in memory, and count as safe only once they
-are on disk or in BigQuery.
+cache, which costs less than waking a thread. Everything else is called from the thread. If the disk
+rejects rows or is slow, the thread takes over. Rows then wait in memory, and are considered safe
+only once they are on disk or in BigQuery.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ BATCH_ROWS = 500
 https://docs.cloud.google.com/bigquery/quotas#streaming_inserts
 """
 MEMORY_ROWS = 20_000
-"""Limit for rows in memory, whether or not they are on disk too."""
+"""Limit on rows in memory, whether or not they are also on disk."""
 PACKED_AT_ONCE = 50
-"""Segments compressed between two checks of rows in memory. It takes about 0.1 s."""
+"""Number of segments to compress between two checks for rows in memory. Takes about 0.1 s."""
 SLOW_DISK_S = 0.1
-"""A longer write blocks the event loop, so the thread takes over."""
+"""Writes that take longer would block the event loop, so the thread takes over."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 15.0
 CLOSE_LIMIT_S = 5.0
 """How long `close` waits for the other thread's write."""
@@ -71,7 +71,8 @@ would take hours to catch up after an outage of minutes.
 HURRY_S = 0.05
 """How long rows wait for more rows while jobs wait for them because the disk rejects writes."""
 CLOSE_S = 2.0
-"""Time limit for the last sends at close. A container has ten seconds for its whole shutdown."""
+"""Time limit for the last sends when closing. A container has ten seconds for its whole shutdown.
+"""
 COLUMNS = [
     name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__
 ]
@@ -84,13 +85,13 @@ PENDING_BYTES = Gauge("penstock_rows_pending_bytes", "Size on disk of the pendin
 OLDEST = Gauge("penstock_rows_oldest_seconds", "Age of the oldest pending row; 0 if there are none")
 
 _open_writers: list[RowWriter] = []
-"""The writers of this process. The gauges cover all of them."""
+"""This process's writers. The gauges cover all of them."""
 
 log = logging.getLogger(__name__)
 
 
 class UnsavedRow(NamedTuple):
-    """A row that is only in memory, and the callback for when it is safe."""
+    """A row that is only in memory, and the callback to run once it is safe."""
 
     fields: Fields
     on_safe: Callable[[], None] | None
@@ -100,7 +101,7 @@ class UnsavedRow(NamedTuple):
 
 @dataclass(eq=False, slots=True)
 class RowBatch:
-    """Rows sent together: the rows of a segment, or some that are only in memory."""
+    """Rows that are sent together: a segment's rows, or rows that are only in memory."""
 
     segment: Segment | None
     rows: list[Fields]
@@ -125,7 +126,7 @@ def _call_all(calls: Sequence[Callable[[], None]]) -> None:
 
 
 class Journal:
-    """Rows that are written but not sent.
+    """Rows that have been written but not sent.
 
     `changed` guards them, and is notified when the thread has work.
     """
@@ -146,7 +147,7 @@ class Journal:
         self._saving = threading.Lock()
 
     def open(self) -> None:
-        """Counts the rows of earlier processes. A failing disk shows up at the first row."""
+        """Counts earlier processes' rows. A failing disk shows up with the first row."""
         DISK_UP.set(1)
         with _disk_errors_counted("rows of earlier processes not found"):
             self._spool.scan()
@@ -166,7 +167,7 @@ class Journal:
                 self.changed.notify_all()
 
     def _keep_some_in_memory(self, rows: Sequence[Fields]) -> None:
-        """Keeps rows that no caller waits for, as long as there is room."""
+        """Keeps rows that no caller is waiting for, as long as there is room."""
         kept_rows = rows[: max(0, MEMORY_ROWS - len(self._unsaved))]
         now_s = time.time()
         self._unsaved.extend(UnsavedRow(fields, None, None, now_s) for fields in kept_rows)
@@ -206,7 +207,7 @@ class Journal:
         return True
 
     def _seal(self) -> None:
-        """Closes the open segment. Batches above the memory limit stay only on disk."""
+        """Closes the open segment. Batches over the memory limit stay only on disk."""
         batch, self._open = self._open, None
         if batch is not None and batch.rows:
             self._sealed.append(batch)
@@ -271,7 +272,10 @@ class Journal:
             notify_safe(rows)
 
     def pack(self) -> None:
-        """Compresses rows that are only on disk, a few at a time, because they wait for long."""
+        """Compresses rows that are only on disk, a few segments at a time.
+
+        Such rows wait a long time.
+        """
         with _disk_errors_counted("segments not compressed"):
             self._spool.pack(PACKED_AT_ONCE)
 
@@ -344,7 +348,7 @@ class Journal:
             self.changed.notify_all()
 
     def close(self) -> None:
-        """Leaves everything on disk, even rows in flight: the thread may hang in a request."""
+        """Leaves everything on disk, even rows in flight. The thread may be stuck in a request."""
         has_disk = self._saving.acquire(timeout=CLOSE_LIMIT_S)
         try:
             with self.changed:
@@ -371,7 +375,7 @@ class Journal:
 
     @property
     def is_full(self) -> bool:
-        """True if a whole batch is waiting, or rows that only BigQuery can make safe."""
+        """True if a whole batch is waiting, or rows that can become safe only in BigQuery."""
         return bool(self._sealed) or bool(self._unsaved)
 
     @property
@@ -395,7 +399,7 @@ class Journal:
 
     @property
     def oldest_s(self) -> float:
-        """Unix time at which the oldest of them was written, or now if there are none."""
+        """Unix time at which the oldest such row was written, or now if there are none."""
         with self.changed:
             held = min((batch.since_s for batch in self._list_held()), default=time.time())
             alone = self._unsaved[0].since_s if self._unsaved else held
@@ -411,7 +415,7 @@ class Journal:
 
 @contextmanager
 def _disk_errors_counted(operation: str) -> Iterator[None]:
-    """Counts a disk error and continues: only the rows on the disk are missing."""
+    """Counts a disk error and continues, because only the copy on disk is missing."""
     try:
         yield
     except OSError as error:
@@ -420,7 +424,7 @@ def _disk_errors_counted(operation: str) -> Iterator[None]:
 
 
 def fields_of(row: Row) -> Fields:
-    """Returns the row as BigQuery's columns: `*_at_s` loses its unit, and None is omitted."""
+    """Returns the row as BigQuery columns: `*_at_s` loses its unit, and None is omitted."""
     return {
         column: value
         for column, value in zip(COLUMNS, msgspec.structs.astuple(row), strict=True)
@@ -435,7 +439,7 @@ def fields_by_name(row: msgspec.Struct) -> Fields:
 
 
 class _Attempt(threading.Thread):
-    """Sends one batch. A daemon, because a process may end while a request hangs."""
+    """Sends one batch. A daemon thread, so that the process can exit while a request hangs."""
 
     def __init__(self, sender: RowSender, batch: RowBatch) -> None:
         super().__init__(name="rows-sending", daemon=True)
@@ -445,7 +449,7 @@ class _Attempt(threading.Thread):
         self._sender = sender
 
     def run(self) -> None:
-        """Sends the batch, and keeps the outcome."""
+        """Sends the batch, and stores the outcome."""
         rows = self.batch.rows
         try:
             for start in range(0, len(rows), BATCH_ROWS):
@@ -456,13 +460,13 @@ class _Attempt(threading.Thread):
 
 
 class RowWriter:
-    """Writes rows to the table of a sender.
+    """Writes rows to a sender's table.
 
     Args:
-        sender: destination of rows. Each table has its own writer and folder, so that a missing
-            table doesn't delay another table's rows.
+        sender: the rows' destination. Each table has a separate writer and folder, so that a
+            missing table doesn't delay another table's rows.
         spool_dir: folder for rows on disk. Processes may share it.
-        spool_max_bytes: limit for rows without a living owner. Beyond it, new rows stay in memory.
+        spool_max_bytes: limit on rows without a living owner. Beyond that, new rows stay in memory.
     """
 
     def __init__(
@@ -501,7 +505,7 @@ class RowWriter:
 
     @property
     def oldest_age_s(self) -> float:
-        """Age of the oldest pending row in seconds. 0 if there are none."""
+        """Age of the oldest pending row, in seconds. 0 if no rows are pending."""
         return time.time() - self._journal.oldest_s if self._journal.rows else 0.0
 
     @property
@@ -514,13 +518,13 @@ class RowWriter:
 
         Args:
             on_safe: called once, later on this event loop, when each row is on disk or in BigQuery.
-                From then on, a crash of this process doesn't lose them. Never called if the writer
+                From then on, the rows survive a crash of this process. Never called if the writer
                 is closed first.
         """
         self._journal.append([fields_of(row) for row in rows], on_safe)
 
     def write_hour(self, row: WorkerHour) -> None:
-        """Same, for a writer of the `worker_hours` table."""
+        """The same, for a writer whose table is `worker_hours`."""
         self._journal.append([fields_by_name(row)], None)
 
     async def flush(self, timeout_s: float) -> bool:
@@ -542,7 +546,7 @@ class RowWriter:
         return self._flushes > 0 or self._give_up_s is not None
 
     def _run(self) -> None:
-        """Sends rows until closed: full segments at once, the open one after a delay."""
+        """Sends rows until closed: full segments immediately, the open one after a delay."""
         pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), True
         while not self._is_over():
             is_closing = self._give_up_s is not None  # so that no more rows are written
@@ -571,7 +575,7 @@ class RowWriter:
         return closing_s is not None and (self.pending == 0 or time.monotonic() >= closing_s)
 
     def _send(self, takes_open: bool) -> bool:
-        """Sends some batches. Returns False if there are none."""
+        """Sends some batches. Returns False if there were none."""
         self._journal.save()
         first = self._journal.next_batch(takes_open)
         if first is None:

@@ -1,11 +1,11 @@
-"""HTTP to a URL chosen by a caller, which can't reach our internal addresses.
+"""HTTP requests to a URL that a caller chose, without access to our internal addresses.
 
-The name is resolved once, all of its addresses are checked, and the connection goes to one of them.
-A name server that would answer differently the second time is therefore never asked again. The
-certificate, SNI and Host use the name.
+The name is resolved once, all of its addresses are checked, and the connection is made to one of
+them, so a name server that would answer differently the second time is never asked again. The
+certificate, SNI, and Host use the name.
 
-aiohttp is imported by the first session, because it takes 0.15 s of CPU time, and few APIs fetch
-anything.
+aiohttp is imported when the first session is opened, because the import takes 0.15 s of CPU time,
+and few APIs fetch anything.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CONNECT_LIMIT_S = 5.0
 LOOK_UPS = 64
 """Maximum number of concurrent name lookups.
 
-If a name server does not answer, the lookup takes half a minute, even if no caller waits any more.
-A tenant has eight concurrent fetches, and abandons each after CONNECT_LIMIT_S, so its names take at
-most 48 lookups.
+If a name server does not respond, a lookup takes half a minute, even if no caller is waiting
+anymore. A tenant has eight concurrent fetches, and abandons each after CONNECT_LIMIT_S, so its
+names occupy at most 48 lookups.
 """
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
 # The event loop has only a few threads, and all other connections of the process need them.
@@ -65,10 +65,10 @@ async def pinned_session(
 ) -> AsyncIterator[ClientSession]:
     """Opens a session that connects only to the checked addresses of the URL's host.
 
-    It has no cookies, proxy or credentials, and does not decompress anything.
+    The session has no cookies, proxy, or credentials, and does not decompress anything.
 
     Args:
-        tls: trusted certificate authorities. None: the machine's default.
+        tls: trusted certificate authorities. None means the machine's defaults.
 
     Raises:
         UrlForbidden: one of the addresses is not allowed.
@@ -112,7 +112,7 @@ def _create_fixed_resolver(addresses: Sequence[str]) -> AbstractResolver:
     from aiohttp.abc import AbstractResolver
 
     class FixedResolver(AbstractResolver):
-        """Returns the checked addresses to a connector, whatever it asks for."""
+        """Returns the checked addresses to a connector, no matter what it asks for."""
 
         async def resolve(
             self, host: str, port: int = 0, family: socket.AddressFamily = socket.AF_UNSPEC

@@ -1,8 +1,8 @@
 """URLs that callers ask us to connect to: webhooks, and inputs to fetch.
 
-They must not lead to our own network. A URL is checked here without resolving its host, because the
-host may resolve to something else later. The code that connects also checks the host's addresses
-(shared/web/pinned_http.py).
+They must not lead into our own network. A URL is checked here without resolving its host, because
+the host may resolve to something else later. The code that connects also checks the host's
+addresses (shared/web/pinned_http.py).
 """
 
 from __future__ import annotations
@@ -31,25 +31,25 @@ Network = IPv4Network | IPv6Network
 MAX_HOST_CHARS = 253
 _LABEL = re.compile(r"(?!-)[a-z0-9_-]{1,63}(?<!-)", re.I)
 """https://www.rfc-editor.org/rfc/rfc1123#section-2.1, plus underscores, which occur in many real
-hosts.
+host names.
 """
 _NEVER_PUBLIC = frozenset({"invalid", "internal", "local", "localhost", "onion"})
 """https://www.iana.org/assignments/special-use-domain-names, and ICANN's .internal.
 
-Domains for documentation and tests are allowed, because people try them.
+Domains for documentation and tests are allowed, because people try them out.
 """
 
 
 class UrlForbidden(BadInput):
-    """The URL leads somewhere that callers must not make us connect to."""
+    """The URL leads somewhere callers must not be able to make us connect to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reach:
     """Destinations allowed for callers' URLs.
 
-    `networks` are allowed although they are not public. If there are any, names of private hosts
-    are allowed as well.
+    `networks` are allowed even though they are not public. If there are any, private host names are
+    allowed as well.
     """
 
     schemes: tuple[str, ...] = ("https",)
@@ -61,13 +61,14 @@ class Reach:
 
 PUBLIC = Reach()
 ANYWHERE = Reach(("https", "http"), (ip_network("0.0.0.0/0"), ip_network("::/0")))
-"""For a single machine."""
+"""Allows everything, for use on a single machine."""
 
 
 def parse_public_url(text: str, reach: Reach) -> URL:
     """Parses and checks a URL.
 
-    The connection uses the same parser, because two parsers may see different hosts in one URL.
+    The connection uses the same parser, because two parsers may see different hosts in the same
+    URL.
 
     Raises:
         UrlForbidden: the URL leads to a forbidden destination, whatever its host resolves to.
@@ -93,8 +94,8 @@ def parse_public_url(text: str, reach: Reach) -> URL:
 def is_within(url: URL, beginnings: Sequence[str]) -> bool:
     """Returns whether a URL starts with one of `beginnings`, which end with a slash.
 
-    A path with a `.` or `..` part, in any spelling, never matches, because servers interpret it
-    differently.
+    A path with a `.` or `..` part, however it is spelled, never matches, because servers interpret
+    such parts differently.
     """
     parts = unquote(url.raw_path).replace("\\", "/").split("/")
     if "." in parts or ".." in parts:
@@ -107,7 +108,7 @@ def is_within(url: URL, beginnings: Sequence[str]) -> bool:
 
 
 def _impossible(host: str, *, allow_private: bool) -> str:
-    """Returns why no public host can have this name. Empty if one can."""
+    """Returns the reason no public host can have this name. Empty if one can."""
     labels = host.removesuffix(".").split(".")
     if len(host) > MAX_HOST_CHARS or not all(map(_LABEL.fullmatch, labels)):
         return (
@@ -139,7 +140,7 @@ def is_public(address: Address) -> bool:
 
 
 def _address_in(host: str) -> Address | None:
-    """Returns the address of a numeric host, in any spelling that the resolver accepts."""
+    """Returns a numeric host's address, in any spelling that the resolver accepts."""
     name = host.rstrip(".").lower()
     if name == "localhost" or name.endswith(".localhost"):  # RFC 6761, 6.3
         return IPv4Address("127.0.0.1")

@@ -1,1 +1,1 @@
-"""Webhook events: their messages, signatures and publication."""
+"""Webhook events: their messages, signatures, and publication."""

@@ -1,11 +1,11 @@
-"""The message of a webhook event, and the signature of its delivery.
+"""The message for a webhook event, and the signature used when it is delivered.
 
-Signatures follow Standard Webhooks (https://www.standardwebhooks.com). The clients of OpenAI,
-Replicate and Svix verify them. Each tenant's secret is derived from the setting, so that no tenant
-can sign on behalf of another.
+Signatures follow Standard Webhooks (https://www.standardwebhooks.com). OpenAI's, Replicate's, and
+Svix's clients verify them. Each tenant's secret is derived from the setting, so that no tenant can
+sign on behalf of another.
 
 A webhook's URL is checked here for the API and the delivering function (shared/web/public_url.py).
-The function also checks the addresses of its host when it connects (shared/web/pinned_http.py).
+The function also checks the host's addresses when it connects (shared/web/pinned_http.py).
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ EventName = Literal["start", "output", "logs", "completed"]
 BUDGET_WARNING = "budget.warning"
 PREFIX = "whsec_"
 MIN_KEY_BYTES = 24
-"""The minimum that Standard Webhooks requires."""
+"""The minimum key size that Standard Webhooks requires."""
 
 
 class WebhookUrlForbidden(BadInput):
-    """The URL leads to a forbidden destination for webhooks."""
+    """The URL leads to a destination that is forbidden for webhooks."""
 
     code = "webhook_forbidden"
 
@@ -41,7 +41,7 @@ def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
 
     Args:
         text: URL as sent by the caller.
-        allow_private: True to allow any address and http, for a single machine.
+        allow_private: True to allow any address and http, for use on a single machine.
 
     Raises:
         WebhookUrlForbidden: webhooks are not delivered to this URL, whatever its host resolves to.
@@ -53,27 +53,32 @@ def parse_webhook_url(text: str, *, allow_private: bool) -> URL:
 
 
 class WebhookEvent(msgspec.Struct, omit_defaults=True):
-    """A message on the `webhooks` topic: an event of the prediction whose record is `id`.
+    """A message on the `webhooks` topic: an event for the prediction whose record is `id`.
 
-    `sequence` numbers events of the same name, and is 0 for others.
+    `sequence` numbers events with the same name, and is 0 for other events.
     """
 
     id: str
     event: EventName
     sequence: int = 0
     is_replay: bool = False
-    """True if the caller requested it again. It is then sent even if already delivered."""
+    """True if the caller requested the event again, in which case it is sent even if already
+    delivered.
+    """
 
 
 class BatchEvent(msgspec.Struct):
-    """A message on the `webhooks` topic: a batch has ended, with all that its delivery needs."""
+    """A message on the `webhooks` topic: a batch has finished.
+
+    Contains everything needed for delivery.
+    """
 
     batch: str
     tenant: str
     url: str
     event: Literal["batch.completed", "batch.failed", "batch.cancelled", "batch.expired"]
     created_at_s: float
-    """When the batch ended, Unix time."""
+    """Unix time at which the batch finished."""
 
 
 class BudgetEvent(msgspec.Struct):
@@ -81,15 +86,15 @@ class BudgetEvent(msgspec.Struct):
 
     tenant: str
     key_id: str
-    """Key that the budget belongs to. Empty: the tenant's budget."""
+    """The key to which the budget belongs. Empty for the tenant's budget."""
     url: str
     month: str
-    """`2026-11`, in UTC."""
+    """The month in UTC, such as `2026-11`."""
     share: float
     """The share of the budget at which the tenant wants to be notified."""
     budget_usd: float
     spent_usd: float
-    """The amount spent, including reservations of requests in flight."""
+    """The amount spent, including reservations for requests in flight."""
     created_at_s: float
     """Unix time."""
 
@@ -101,7 +106,7 @@ _batch_decoder = msgspec.json.Decoder(BatchEvent)
 
 
 def encode_webhook_event(event: WebhookEvent) -> tuple[bytes, dict[str, str]]:
-    """Returns data and attributes of the event's message."""
+    """Returns the data and attributes of the event's message."""
     return msgspec.json.encode(event), {"schema": "1", "record": event.id, "event": event.event}
 
 
@@ -122,17 +127,17 @@ def _decode(decoder: msgspec.json.Decoder[Event], data: bytes) -> Event:
 
 
 def encode_batch_event(event: BatchEvent) -> tuple[bytes, dict[str, str]]:
-    """Returns data and attributes of the message about a batch's end."""
+    """Returns the data and attributes of the message about a finished batch."""
     return msgspec.json.encode(event), {"schema": "1", "batch": event.batch, "event": event.event}
 
 
 def decode_batch_event(data: bytes) -> BatchEvent:
-    """Parses the end of a batch. Raises as `decode_webhook_event` does."""
+    """Parses a message about a finished batch. Raises as `decode_webhook_event` does."""
     return _decode(_batch_decoder, data)
 
 
 def encode_budget_event(event: BudgetEvent) -> tuple[bytes, dict[str, str]]:
-    """Returns data and attributes of a budget warning's message."""
+    """Returns the data and attributes of a budget warning's message."""
     attributes = {"schema": "1", "budget": event.month, "event": BUDGET_WARNING}
     return msgspec.json.encode(event), attributes
 
@@ -143,13 +148,13 @@ def decode_budget_event(data: bytes) -> BudgetEvent:
 
 
 def tenant_secrets(setting: str, tenant: str) -> list[str]:
-    """Returns the secrets that sign for `tenant`, as known to its receivers.
+    """Returns the secrets that sign on behalf of `tenant`, as known to its receivers.
 
     Callers should use the first one.
 
     Args:
-        setting: `whsec_…`, comma-separated. Several during a rotation, the first being the new one.
-        tenant: the owner of the predictions.
+        setting: `whsec_…`, comma-separated. During a rotation there are several, the new one first.
+        tenant: the tenant who owns the predictions.
 
     Raises:
         ConfigurationError: the setting is empty or malformed.
@@ -164,7 +169,7 @@ def tenant_secrets(setting: str, tenant: str) -> list[str]:
 
 
 def signature(secrets: Sequence[str], webhook_id: str, at_s: int, body: bytes) -> str:
-    """Returns the header `webhook-signature`: HMAC-SHA256s over `id.timestamp.body`."""
+    """Returns the `webhook-signature` header: HMAC-SHA256s over `id.timestamp.body`."""
     signed = f"{webhook_id}.{at_s}.".encode() + body
     digests = [hmac.digest(_key(secret), signed, hashlib.sha256) for secret in secrets]
     return " ".join(f"v1,{base64.b64encode(digest).decode()}" for digest in digests)

@@ -1,4 +1,4 @@
-"""Publishes webhook events, for the API, the workers and the dead-letter function."""
+"""Publishes webhook events, for the API, the workers, and the dead-letter function."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class WebhookPublisher:
     async def publish(
         self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0
     ) -> None:
-        """Publishes `event` of the prediction `record` if it is among the `subscribed` events.
+        """Publishes the prediction `record`'s `event` if it is among the `subscribed` events.
 
         The event carries the current trace.
 
@@ -45,7 +45,7 @@ class WebhookPublisher:
             )
 
     async def publish_batch(self, event: BatchEvent) -> None:
-        """Publishes the end of a batch.
+        """Publishes that a batch has finished.
 
         Raises:
             PenstockError: see Publisher.publish.
@@ -63,7 +63,7 @@ class WebhookPublisher:
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
     async def replay(self, record: str) -> None:
-        """Publishes the end of the prediction `record` again.
+        """Publishes again that the prediction `record` has finished.
 
         Raises:
             PenstockError: see Publisher.publish.
@@ -74,7 +74,7 @@ class WebhookPublisher:
     async def try_publish(
         self, record: str, subscribed: Collection[str], event: EventName, sequence: int = 0
     ) -> None:
-        """Same, but only logs a failure. The event is then lost."""
+        """Same as `publish`, but a failure is only logged. The event is then lost."""
         try:
             await self.publish(record, subscribed, event, sequence)
         except PenstockError as error:

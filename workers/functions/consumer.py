@@ -1,7 +1,7 @@
 """Pulls the functions' messages from RabbitMQ, which doesn't push over HTTP.
 
-It also reports the number of messages waiting in the queues as a metric. Pub/Sub provides this
-metric itself.
+Also exports the number of messages waiting in the queues as a metric, which Pub/Sub would provide
+itself.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MESSAGES = Gauge(
 )
 
 MESSAGES_IN_HAND = 128
-"""Limit per queue. Webhook receivers are slow and must not delay each other."""
+"""Maximum messages held per queue. Webhook receivers are slow and must not delay each other."""
 STOP_LIMIT_S = 20.0
 """How long handlers may take to finish after shutdown starts. Unfinished messages are
 redelivered.
@@ -73,7 +73,10 @@ class QueueDepths:
             await asyncio.sleep(EVERY_S)
 
     async def look(self) -> None:
-        """Checks once. Unreadable queues have no value, because an old one would mislead."""
+        """Checks once.
+
+        Queues that can't be read have no value, because an old value would be misleading.
+        """
         try:
             counts = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))
         except PenstockError as error:

@@ -1,8 +1,8 @@
-"""Ends a job that no worker could finish: record, caller's reply, webhook event, rows.
+"""Finishes a job that no worker could: its record, the caller's reply, webhook event, and rows.
 
-If the message is redelivered, every step is repeated, because a process may die after any of them.
-This is safe: the caller accepts only one reply, and events and rows have ids. A job already
-answered by a worker is left alone; workers send such jobs here for inspection.
+A process may die after any step, so if the message is redelivered, every step is repeated. This is
+safe, because the caller accepts only one reply, and events and rows have IDs. A job that a worker
+has already replied to is left alone; workers send such jobs here for inspection.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from shared.usage.row import Row, row_of
 from shared.webhooks.publisher import WebhookPublisher
 
 ANSWERED_BY = "dead-letter"
-"""Worker name in the replies and rows written here."""
+"""Worker name used in the replies and rows written here."""
 _ATTEMPTS = "cloudpubsubdeadlettersourcedeliverycount"
 
 DEAD_LETTERS = Counter(
@@ -81,7 +81,7 @@ class UsageTable(Protocol):
 
 
 class DeadLetters:
-    """Answers dead-lettered jobs."""
+    """Finishes dead-lettered jobs."""
 
     def __init__(
         self,
@@ -101,10 +101,10 @@ class DeadLetters:
         self._flows = FlowEngine(catalog, records, runs, publisher)
 
     async def answer(self, message: ReceivedMessage) -> None:
-        """Does everything for a dead-lettered job that its worker could not do.
+        """Does everything for a dead-lettered job that a worker could not do.
 
         Raises:
-            UndecodableMessage: it does not identify its job.
+            UndecodableMessage: the message does not identify its job.
             PenstockError: a step failed and should be retried.
         """
         envelope = decode_leniently(message.attributes)
@@ -127,7 +127,7 @@ class DeadLetters:
                 await self._answer(envelope, message)
 
     async def _end_step(self, envelope: Envelope, message: ReceivedMessage) -> None:
-        """Ends a flow step's items and thus the run, unless the step has a default."""
+        """Fails a flow step's items, and thus the run unless the step has a default."""
         items, error = _reading(message)
         facts = {
             "request_id": envelope.request_id,
@@ -192,9 +192,9 @@ class DeadLetters:
         DEAD_LETTERS.labels(end).inc()
 
     async def _end(self, envelope: Envelope, ours: ReplyBody) -> tuple[ReplyBody, str] | None:
-        """Ends the record. Returns the reply from this or an earlier attempt.
+        """Finishes the record. Returns the reply from this or an earlier attempt.
 
-        Returns None if the job was already answered elsewhere.
+        Returns None if the job was already finished elsewhere.
         """
         record = record_id(envelope.request_id, envelope.part)
         finish = await self._records.finish(record, "failed", encode_reply_body(ours))
@@ -243,7 +243,7 @@ class DeadLetters:
 
 @contextmanager
 def _refusal_logged(topic_id: str) -> Iterator[None]:
-    """Ignores a missing topic: its subscribers are gone, so retrying is useless."""
+    """Ignores a missing topic, because its subscribers are gone and retrying is useless."""
     try:
         yield
     except BadInput as error:
@@ -251,7 +251,7 @@ def _refusal_logged(topic_id: str) -> Iterator[None]:
 
 
 def _reading(message: ReceivedMessage) -> tuple[list[int], PenstockError]:
-    """Returns a dead letter's items (only the first if its body can't be read) and their error."""
+    """Returns a dead letter's items (only the first if the body can't be read) and their error."""
     attributes = {name.lower(): value for name, value in message.attributes.items()}
     attempts = attributes.get(_ATTEMPTS, "its")
     reason = (
@@ -270,7 +270,7 @@ def _reply_of(envelope: Envelope, body: ReplyBody) -> Reply:
 
 
 def _mark_canceled(body: ReplyBody) -> ReplyBody:
-    """Returns the same, for a caller that no longer wants a reply."""
+    """Returns the same body, but for a caller that no longer wants a reply."""
     outcomes = [failure(outcome.index, Canceled(), outcome.receipt) for outcome in body.outcomes]
     return msgspec.structs.replace(body, outcomes=outcomes)
 

@@ -1,8 +1,8 @@
-"""Writes a row for each attempt to deliver an event. A row never makes a delivery fail.
+"""Writes a row for each attempt to deliver an event. Problems with rows never make a delivery fail.
 
-Redis holds the delivery state: when output was last sent, and which predictions have ended. It only
-provides ordering and rate limiting. Without Redis, events are still delivered, possibly more than
-once.
+Redis holds the delivery state: when output was last sent, and which predictions have finished. This
+is only for ordering and rate limiting. Without Redis, events are still delivered, possibly more
+than once.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from shared.webhooks.event import WebhookUrlForbidden
 THROTTLE_MS = 500
 """Minimum interval between output or log events (https://replicate.com/docs/topics/webhooks)."""
 KEEP_S = 2 * 24 * 3600
-"""Longer than an event can wait in its topic."""
+"""How long delivery state is kept, which is longer than an event can wait in its topic."""
 THROTTLED = frozenset({"output", "logs"})
 
 ERRORS = Counter(
@@ -42,7 +42,9 @@ _ADMIT = load_script("workers/functions/admit_event.lua")
 DeliveryDecision = Literal["due", "throttled", "late"]
 
 WRITE_LIMIT_S = 3.0
-"""A push is acknowledged only after its row is written, and Pub/Sub waits for that."""
+"""Time limit for writing a row. A push is acknowledged only after its row is written, and Pub/Sub
+waits for that.
+"""
 RETRY_S = 15.0
 """After a failure, no rows are written for this long, so an outage delays only one push."""
 
@@ -55,7 +57,7 @@ log = logging.getLogger(__name__)
 
 
 class DeliveryState(RedisStore):
-    """Delivery state of each prediction: an async context manager that opens even without Redis."""
+    """Predictions' delivery state. An async context manager that opens even without Redis."""
 
     def __init__(self, redis_url: str) -> None:
         super().__init__(RedisLink("webhooks", redis_url, timeout_s=0.25, up=UP, errors=ERRORS))

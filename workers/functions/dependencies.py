@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class FunctionDependencies:
-    """Opens everything a function needs, once."""
+    """Opens everything a function needs, just once."""
 
     def __init__(self, settings: FunctionSettings) -> None:
         self._settings = settings
@@ -53,7 +53,7 @@ class FunctionDependencies:
         await (await self._handler("webhook"))(message)
 
     async def close(self) -> None:
-        """Closes everything that was opened, if the process is notified of its exit."""
+        """Closes everything that was opened, if the process is notified before it exits."""
         await self._stack.aclose()
 
     async def _handler(self, function: str) -> Handler:
@@ -126,8 +126,8 @@ class _Group:
 class RowTable:
     """A table of rows.
 
-    Unlike RowWriter, it waits until the rows are written, because a function has no disk. Rows that
-    arrive while others are being sent go out together in the next call.
+    Unlike RowWriter, this class waits until the rows are written, because a function has no disk.
+    Rows that arrive while others are being sent go out together in the next call.
     """
 
     def __init__(self, settings: FunctionSettings, table: str = TABLE) -> None:

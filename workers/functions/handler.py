@@ -3,12 +3,12 @@
 Authenticates the caller, decodes the message, runs the function, and responds with a status.
 
 A 2xx acknowledges a message. After any other status, Pub/Sub sends the message again with
-increasing backoff. So a message that can never be handled also gets a 2xx, and is counted and
-logged with its ids. Message contents are never logged.
+increasing backoff. For that reason, a message that can never be handled also gets a 2xx, and is
+counted and logged with its IDs. Message contents are never logged.
 
-All formats in which Pub/Sub sends a message to a function are decoded here and not by
-functions-framework, because its CloudEvent targets respond with 400 to a raw push under ASGI, and
-to a message that has only attributes even under WSGI. Pub/Sub would then retry the message forever.
+All formats in which Pub/Sub sends a message to a function are decoded here rather than by
+functions-framework. Its CloudEvent targets respond with 400 to a raw push under ASGI and, even
+under WSGI, to a message that has only attributes. Pub/Sub would then retry the message forever.
 Formats: https://cloud.google.com/pubsub/docs/push,
 https://cloud.google.com/pubsub/docs/payload-unwrapping and, for CloudEvents,
 https://googleapis.github.io/google-cloudevents/examples/binary/pubsub
@@ -207,7 +207,10 @@ async def handle_push(
 
 
 async def handle_message(message: ReceivedMessage, function: str, handle: Handler) -> str:
-    """Runs `handle`. Returns why the message must be redelivered, or "" if it was handled."""
+    """Runs `handle`.
+
+    Returns the reason the message must be redelivered, or "" if it was handled.
+    """
     try:
         async with asyncio.timeout(HANDLE_LIMIT_S):
             await handle(message)
@@ -237,7 +240,7 @@ async def read_body(request: Request, longest_bytes: int = MAX_BODY_BYTES) -> by
     """Returns a call's body.
 
     Raises:
-        UndecodableMessage: it is larger than `longest_bytes`.
+        UndecodableMessage: the body is larger than `longest_bytes`.
     """
     body = bytearray()
     async for chunk in request.stream():

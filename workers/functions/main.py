@@ -1,4 +1,4 @@
-"""Entry points for functions-framework: `dead_letter`, `webhook`, `reports`, or all as `functions`.
+"""functions-framework entry points: `dead_letter`, `webhook`, `reports`, or all as `functions`.
 
     functions-framework --source workers/functions/main.py --target dead_letter
 
@@ -8,8 +8,8 @@ CloudEvents and raw pushes (handler.py explains why).
 
 `reports` handles a Cloud Scheduler call: it aggregates past days, or checks the current day's hours
 for anomalies. The body is JSON: `{}` for the most recent days, `{"from": "2026-10-01", "to":
-"2026-10-31"}` for a backfill, `{"only": "anomalies"}` for the hours that have ended. Cloud
-Scheduler retries any call that doesn't get a 2xx response.
+"2026-10-31"}` for a backfill, `{"only": "anomalies"}` for the hours that are over. Cloud Scheduler
+retries any call that doesn't get a 2xx response.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ async def reports(request: Request) -> FunctionResponse:
 
 @aio.http
 async def functions(request: Request) -> FunctionResponse:
-    """Serves all of them, at `/dead_letter`, `/webhook` and `/reports`."""
+    """Serves all three, at `/dead_letter`, `/webhook`, and `/reports`."""
     if request.method != "POST":
         return probe_response(request)
     name = request.url.path.strip("/")

@@ -41,7 +41,8 @@ class PushAuthenticator:
     """Admits calls from a single account.
 
     Args:
-        audience: expected audience of the tokens. Empty: no check, as on a single machine.
+        audience: the tokens' expected audience. If empty, nothing is checked, as on a single
+            machine.
         certs_url: URL of the signers' certificates.
         checked_by: `us`, or `cloud-run` if the service requires roles/run.invoker. Cloud Run checks
             signatures and removes them from tokens.

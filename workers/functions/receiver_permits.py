@@ -1,11 +1,11 @@
 """Limits concurrent webhook deliveries, so that no tenant's receivers delay another's deliveries.
 
 All tenants share one subscription, and the broker limits how many messages it sends us at a time. A
-receiver that doesn't respond ties up its message for 20 s. So each tenant may have only a limited
-number of posts in flight, and even fewer to receivers not known to respond quickly. Other messages
-are handed back at once, and the broker redelivers them after its backoff. This does not count as an
-attempt, so there is no row, no entry in the webhook log, and no progress toward giving up on the
-event.
+receiver that doesn't respond ties up its message for 20 s. Each tenant may therefore have only a
+limited number of posts in flight, and even fewer to receivers not known to respond quickly. Other
+messages are handed back immediately, and the broker redelivers them after its backoff. This does
+not count as an attempt, so there is no row, no entry in the webhook log, and no progress toward
+giving up on the event.
 
 A receiver that didn't respond is left alone for a pause that doubles each time, and then receives
 one message at a time until it responds. Once it is quick again, it gets all waiting messages as the
@@ -54,7 +54,7 @@ MAX_RECEIVERS = 10_000
 
 
 class ReceiverBusy(Overloaded):
-    """The tenant, or the receiver, has enough deliveries for now."""
+    """The tenant or the receiver has enough deliveries for now."""
 
 
 class ReceiverKey(NamedTuple):

@@ -1,11 +1,11 @@
-"""Sends events to webhooks: the same body that GET returns, signed, posted once per push.
+"""Sends events to webhooks by posting the same body that GET returns, signed, once per push.
 
-Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `webhook-id`. A 2xx ends
-the retries. A 410 ends all events for the prediction. Other 4xx responses and redirects are retried
-for an hour after the first one. None of this changes the prediction's record.
+Pub/Sub retries failed deliveries every 5 to 600 s for a day, with the same `webhook-id`. A 2xx
+stops the retries. A 410 stops all events for the prediction. Other 4xx responses and redirects are
+retried for an hour after the first one. None of this changes the prediction's record.
 
-If a prediction was deleted before its end was reported, its final event has no input or output, and
-its earlier events are dropped.
+If a prediction was deleted before its completion was reported, the final event has no input or
+output, and earlier events are dropped.
 
 Batch completions and budget warnings are sent as events in OpenAI's format. Their messages contain
 everything needed to send them. They are retried like other webhooks.
@@ -65,7 +65,7 @@ READ_BYTES = 1024
 """Maximum length of a logged response. Only the status matters."""
 
 GONE = 410
-"""Status that a receiver returns to end its webhook. The event is not sent again."""
+"""Status a receiver returns to shut off its webhook. The event is not sent again."""
 WORTH_RETRYING = frozenset({408, 425, 429})
 """4xx statuses after which a later attempt may succeed."""
 REFUSED_LIMIT_S = 3600.0
@@ -251,7 +251,7 @@ class Webhooks:
         return end
 
     async def _find(self, event: WebhookEvent) -> tuple[Prediction, Record] | str:
-        """Returns the event's prediction, or why there is nothing to report."""
+        """Returns the event's prediction, or the reason there is nothing to report."""
         record = await self._records.read(event.id)
         if record is not None and record.document:
             return _decode_or_reject(decode_document, record.document), record
@@ -308,9 +308,9 @@ def _decode_or_reject(decode: Callable[[bytes], T], data: bytes) -> T:
 
 
 def _webhook_id(event: WebhookEvent, message: ReceivedMessage) -> str:
-    """Returns an id that is the same for every push of one event.
+    """Returns an ID that is the same for every push of one event.
 
-    Start and end occur only once. Other events have a number or a message.
+    Start and completion events occur only once. Other events have a number or a message.
     """
     which = (
         "" if event.event in ("start", "completed") else str(event.sequence or message.message_id)
@@ -323,7 +323,7 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
 
     Args:
         setting: the secrets, in the format of shared.webhooks.event.tenant_secrets.
-        webhook_id: the same for every attempt to deliver one event.
+        webhook_id: ID that is the same for every attempt to deliver one event.
     """
     now_s = int(time.time())
     headers = {
@@ -347,7 +347,7 @@ async def end_of(
     that does not count.
 
     Args:
-        delivery_id: the same for every attempt.
+        delivery_id: ID that is the same for every attempt.
         state: remembers the first rejection.
 
     Raises:
@@ -372,7 +372,7 @@ class _Notice(NamedTuple):
 
     kind: str
     identity: str
-    """The same each time the event is announced, so its id is the same too."""
+    """The same each time the event is announced, so that the event's ID is the same too."""
     data: dict[str, Any]
     facts: dict[str, str]
     """Fields for log entries."""
@@ -400,7 +400,7 @@ class EventWebhooks:
         """Delivers one message's event.
 
         Raises:
-            UndecodableMessage: it contains no such event.
+            UndecodableMessage: the message contains no such event.
             PenstockError: the delivery failed and should be retried.
         """
         event: BatchEvent | BudgetEvent

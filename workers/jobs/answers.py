@@ -1,6 +1,6 @@
-"""Computes a job's answer and its record's state from its items' outcomes.
+"""Computes a job's reply and its record's state from its items' outcomes.
 
-A generation that ends without a result is charged for the tokens its readers received.
+A generation that finishes without a result is charged for the tokens its readers received.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ def is_streamed(item: Item) -> bool:
 
 
 async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBody) -> ReplyBody:
-    """Limits stopped generations to the tokens their callers read. Receipts count those tokens.
+    """Limits stopped generations to the tokens their callers have read.
+
+    Receipts count those tokens.
 
     A custom class's item without a result keeps the pieces yielded so far. If its caller stopped
     it, only the pieces that were read are kept; otherwise all are kept and none are charged.
@@ -100,7 +102,7 @@ def _count_read(
 
 
 def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
-    """Returns the final state of the record. It succeeded only if all items did."""
+    """Returns the record's final state, which is `succeeded` only if all items succeeded."""
     statuses = {outcome.status for outcome in body.outcomes}
     if statuses == {"succeeded"}:
         return "succeeded"
@@ -108,7 +110,7 @@ def state_of(body: ReplyBody) -> Literal["succeeded", "failed", "canceled"]:
 
 
 def answer_of(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
-    """Returns the answer in the record: ours, another attempt's, or a cancellation."""
+    """Returns the reply in the record: ours, another attempt's, or a cancellation."""
     if finish is not None and not finish.is_ours and finish.reply is not None:
         return decode_reply_body(finish.reply)
     if finish is None or finish.state != "canceled":
@@ -118,10 +120,10 @@ def answer_of(ours: ReplyBody, finish: Finish | None) -> ReplyBody:
 
 
 def answer_after_reply(ours: ReplyBody, finish: Finish | None, *, is_sent: bool) -> ReplyBody:
-    """Returns the answer in the record, without results if its inbox is gone.
+    """Returns the reply in the record, without results if its inbox is gone.
 
-    The API writes separate rows for results that arrived too late. The broker's confirmation of a
-    reply does not show whether it came in time.
+    The API writes separate rows for results that arrived too late. The broker's confirmation does
+    not show whether a reply arrived in time.
     """
     answered = answer_of(ours, finish)
     if finish is None or finish.is_ours:  # otherwise the caller accepted another attempt's reply
@@ -130,9 +132,9 @@ def answer_after_reply(ours: ReplyBody, finish: Finish | None, *, is_sent: bool)
 
 
 def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
-    """Returns the answer if its deadline is after `now_s`.
+    """Returns the reply if its deadline is after `now_s`.
 
-    Otherwise returns it without results, so nothing is charged.
+    Otherwise, returns it without results, so that nothing is charged.
     """
     if now_s < pulled.envelope.deadline_s or not any(outcome.result for outcome in body.outcomes):
         return body
@@ -146,7 +148,7 @@ def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
 
 
 def without_results(body: ReplyBody) -> ReplyBody:
-    """Removes the results: the API instance and the caller's connection are gone."""
+    """Removes the results, because the API instance and the caller's connection are gone."""
     gone = Unavailable("the API instance that sent the request no longer exists")
     outcomes = [
         outcome if outcome.result is None else failure(outcome.index, gone, outcome.receipt)
@@ -156,7 +158,7 @@ def without_results(body: ReplyBody) -> ReplyBody:
 
 
 def outcomes_by_item(items: Sequence[Item], answered: ReplyBody) -> list[ItemOutcome]:
-    """Returns the outcome of each item. If the job failed as a whole, each item has its error."""
+    """Returns each item's outcome. If the job failed as a whole, each item gets the job's error."""
     if answered.outcomes:
         return answered.outcomes
     error = answered.error or ItemError(PenstockError.code, "ended without a reason; this is a bug")

@@ -1,4 +1,4 @@
-"""A batch running on a model process, for a model that computes whole batches."""
+"""A batch that runs on a model process, for a model that computes whole batches."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.runtime.pooled_process import PooledProcess
 from workers.scheduling.job import QueuedItem
 
 TIMEOUT_S = 300.0
-"""A batch that takes longer is stuck. Its process is killed, and its jobs are retried."""
+"""A batch that takes longer than this is stuck. Its process is killed, and its jobs are retried."""
 
 
 class BatchRun:
@@ -46,7 +46,9 @@ class BatchRun:
         """True if the process had other batches when it died."""
 
     async def start(self, on_over: Callable[[], None]) -> str:
-        """Sends the batch. Returns why the process died before it could, or an empty string.
+        """Sends the batch.
+
+        If the process died before that, returns the reason, otherwise an empty string.
 
         Args:
             on_over: called when the batch has finished.
@@ -95,7 +97,7 @@ class BatchRun:
             self._running.cancel()
 
     async def finish(self) -> BatchResult | str:
-        """Returns the result, or why the process died."""
+        """Returns the result, or the reason the process died."""
         assert self._running is not None, "it was started; this is a bug"
         try:
             done = await self._running.done

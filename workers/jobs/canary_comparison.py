@@ -1,10 +1,10 @@
-"""Compares a canary's outputs in both revisions' workers, if only the workers have the code.
+"""Compares a canary's outputs in both revisions' workers, if only workers have the code to do so.
 
-The API compares all other outputs (api/dispatch/canary_comparison.py). A custom class decides
-itself which outputs are close, and it only computes predictions, which the API does not wait for.
-So the canary's worker has a share of its items computed again by the other revision, with its
-output in the input, and that revision's worker compares the two. As in the API, this has `batch`
-priority, does not belong to a tenant, and costs nothing.
+The API compares all other outputs (api/dispatch/canary_comparison.py). A custom class decides for
+itself which outputs are close, and it only computes predictions, for which the API does not wait.
+The canary's worker therefore has the other revision recompute a share of its items, including its
+own output in the input, and that revision's worker compares the two outputs. As in the API, this
+has `batch` priority, does not belong to a tenant, and costs nothing.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ MAX_FILE_BYTES = 64 * 1024 * 1024
 
 
 class RevisionComparison:
-    """One worker's part: the canary's worker asks, and the other revision's worker compares.
+    """One worker's part: the canary's worker requests, and the other revision's worker compares.
 
     Args:
-        is_close: compares two outputs. It may block, and raise PenstockError.
+        is_close: compares two outputs. May block, and may raise PenstockError.
     """
 
     def __init__(

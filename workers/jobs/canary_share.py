@@ -1,11 +1,11 @@
-"""Extra work for workers whose model has a canary: counting for the comparison, and draining.
+"""Extra tasks for workers whose model has a canary: counting for the comparison, and draining.
 
 Workers of both revisions count the results of their items. The canary's workers report that they
 are alive. If none are alive, or the canary was rolled back, the other revision's workers also pull
-from the canary's subscriptions and forward the jobs so that none are stranded.
+from the canary's subscriptions and forward the jobs, so that none are stranded.
 
 Canary jobs that fail or take too long are handed over to the other revision. The caller therefore
-gets the other revision's answer instead of the canary's error.
+gets the other revision's response instead of the canary's error.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ ROUNDING_S = 0.01
 
 
 class Forwarding:
-    """Forwards jobs of one canary."""
+    """Forwards one canary's jobs."""
 
     def __init__(
         self, canary: Revision, publisher: Publisher, records: Records, registry: JobRegistry
@@ -59,20 +59,20 @@ class Forwarding:
 
     @staticmethod
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
-        """Returns whether the other revision must try, because an item failed for any reason.
+        """Returns whether the other revision must try, because an item failed for whatever reason.
 
-        An invalid input fails there too, but with the error messages that callers know.
+        An invalid input fails there too, but with the error messages callers are used to.
         """
         return any(outcome.status == "failed" for outcome in outcomes)
 
     def begin(self, pulled: PulledJob, reason: str) -> None:
-        """Ends a job here, unless it has already ended, and forwards it in the background."""
+        """Closes a job here, unless it is already over, and forwards it in the background."""
         if not pulled.is_over:
             pulled.end()
             self._registry.spawn(self.forward(pulled, reason))
 
     async def forward(self, pulled: PulledJob, reason: str) -> None:
-        """Forwards a job that `begin` ended, and acks it. Hands it back if that fails."""
+        """Forwards a job that `begin` closed, and acks it. If that fails, hands the job back."""
         metrics.CANARY_FORWARDED.labels(reason).inc()
         try:
             # Done first, so that a crash caused by the job doesn't count against the next worker.
@@ -90,7 +90,8 @@ class CanaryShare:
     """One worker's part in the comparison of two revisions.
 
     Args:
-        comparison: compares outputs that the API can't compare. None: nothing to compare.
+        comparison: compares outputs that the API can't compare. None if there is nothing to
+            compare.
         refresh_s: interval between reads of the canary_store.
     """
 
@@ -117,7 +118,7 @@ class CanaryShare:
         self.is_taken_back = False
 
     def count(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> None:
-        """Counts the results of a job's items. Includes only items that this revision computed."""
+        """Counts the results for a job's items, but only items that this revision computed."""
         counts = self._counts.canary if self._is_canary else self._counts.stable
         # The waiting time of `batch` jobs is meaningless.
         took_s = time.time() - pulled.envelope.published_at_s
@@ -131,7 +132,7 @@ class CanaryShare:
                 counts.add_failed()
 
     def count_late(self, pulled: PulledJob) -> None:
-        """Counts the items of a job that took too long here.
+        """Counts the items in a job that took too long here.
 
         If its caller allowed less time than usual, counts only how long it took.
         """
@@ -147,8 +148,8 @@ class CanaryShare:
     def _was_in_a_hurry(self, pulled: PulledJob) -> bool:
         """Returns True if a caller set a shorter deadline than the default.
 
-        Being late then means nothing, because a caller may set a deadline that no revision can
-        meet.
+        In that case, being late means nothing, because a caller may set a deadline that no revision
+        can meet.
         """
         left_s = pulled.start_by_s - pulled.envelope.received_at_s
         return left_s < self._canary.deadline.default_s - ROUNDING_S

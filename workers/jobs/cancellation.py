@@ -1,4 +1,4 @@
-"""Ends jobs early: canceled jobs, late jobs, and jobs whose inputs can't be computed."""
+"""Stops jobs early: canceled jobs, late jobs, and jobs whose inputs can't be computed."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from workers.scheduling.job import PulledJob, QueuedItem
 
 
 class Cancellation:
-    """Ends jobs early.
+    """Stops jobs early.
 
     Args:
         on_unwanted: called when a running batch may have lost its last caller.
@@ -34,7 +34,7 @@ class Cancellation:
         self.on_unwanted = on_unwanted
 
     def cancel(self, record: str) -> None:
-        """Drops the jobs of `record`. Items already running end with their batch."""
+        """Drops `record`'s jobs. Items that are already running finish with their batch."""
         for pulled in self._completion.registry.find(record):
             pulled.is_canceled = True
             self._drop(pulled)
@@ -46,7 +46,7 @@ class Cancellation:
         self.on_unwanted()
 
     def fail(self, pulled_jobs: Iterable[PulledJob], error: PenstockError) -> None:
-        """Ends jobs with an error. Their items' existing results are not delivered."""
+        """Fails jobs with an error. Results that their items already have are not delivered."""
         for pulled in pulled_jobs:
             if not pulled.is_over:
                 pulled.outcomes.clear()
@@ -54,7 +54,7 @@ class Cancellation:
                     self._completion.settle(pulled, failure(item.index, error, pulled.receipt()))
 
     def expire_start(self, pulled: PulledJob) -> None:
-        """Drops the items of a job that didn't start by its queue limit."""
+        """Drops the items in a job that didn't start by its queue limit."""
         started = _items_in(self._queue.running, pulled)
         for item in pulled.items:
             if item.index not in started and item.index not in pulled.outcomes:
@@ -94,8 +94,8 @@ class Cancellation:
 def _receipt_of_leaver(pulled: PulledJob, item: Item, queued: QueuedItem) -> Receipt | None:
     """Returns the receipt for an item whose caller leaves while its batch continues for others.
 
-    If another caller is waiting for the same item, that caller pays for all of it. The part of a
-    stream that was read is charged to its reader, because the remaining caller may also leave
+    If another caller is waiting for the same item, that caller pays for the whole item. The part of
+    a stream that was read is charged to its reader, because the remaining caller may also leave
     without reading anything.
     """
     is_last = all(other is pulled or other.is_unwanted for other, _ in queued.waiters)

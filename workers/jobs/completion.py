@@ -1,15 +1,16 @@
-"""Ends jobs: stores large results, ends the record, replies, fills the cache, writes rows, acks.
+"""Completes jobs: stores large results, finishes the record, replies, caches, writes rows, acks.
 
 `finish` decides the outcome. It hands a job back only if Redis (for a prediction), the object
-store or the broker fails. A job is acked last, so a crash at any earlier step makes the broker
-deliver it again. The first attempt to end the record decides the answer. Later attempts repeat that
-answer and write identical rows.
+store, or the broker fails. A job is acked last, so a crash at any earlier step makes the broker
+deliver it again. The first attempt to finish the record determines the reply. Later attempts repeat
+that reply and write identical rows.
 
-Most jobs end in the same event loop turn as the rest of their batch, and need only these steps. All
-such jobs with the same inbox take each step together, in one task (`_finish_together`).
+Most jobs finish in the same event loop iteration as the rest of their batch, and need only these
+steps. All such jobs with the same inbox go through each step together, in one task
+(`_finish_together`).
 
-Pure functions turn the outcomes of a job's items into its record's state, and the record into rows.
-A generation that ends without a result is charged for the tokens its readers received.
+Pure functions convert the outcomes of a job's items to the record's state, and the record to rows.
+A generation that finishes without a result is charged for the tokens its readers received.
 
 Results that are too large for a message are stored in the object store. Records and the cache
 contain keys for the largest results; replies also contain keys for smaller ones.
@@ -69,15 +70,15 @@ log = logging.getLogger(__name__)
 
 
 class Completion:
-    """Ends the jobs of one model.
+    """Completes one model's jobs.
 
     `registry` holds the jobs until then, and `replies` publishes their replies. `canary` is this
     worker's part in the comparison of two revisions, and `forwarding` hands over jobs that this
-    revision can't do. None: the model has no canary and isn't one.
+    revision can't do. They are None if the model has no canary and isn't one.
     """
 
     has_flows: ClassVar = False
-    """True if it can end flow step jobs."""
+    """True if this class can complete flow step jobs."""
 
     def __init__(
         self,
@@ -110,10 +111,11 @@ class Completion:
         self._webhooks = WebhookPublisher(publisher)
         self.worker = worker
         self._ended: dict[tuple[str, bool], list[PulledJob]] = {}
-        """Jobs that ended in this event loop turn, by inbox and whether they have records."""
+        """Jobs that finished in this event loop iteration, by inbox and whether they have records.
+        """
 
     def settle(self, pulled: PulledJob, outcome: ItemOutcome) -> None:
-        """Sets the outcome of one item. The last item finishes the job."""
+        """Sets one item's outcome. The last item finishes the job."""
         if pulled.is_over:
             return
         pulled.outcomes[outcome.index] = outcome
@@ -128,7 +130,7 @@ class Completion:
                 self._spawn(pulled, self.finish(pulled))
 
     async def without_ended_steps(self, pulled_jobs: Sequence[PulledJob]) -> Sequence[PulledJob]:
-        """Returns all jobs: only a worker with flows ends flow steps (StepCompletion)."""
+        """Returns all jobs. Only a worker with flows completes flow steps (StepCompletion)."""
         return pulled_jobs
 
     def _is_plain(self, pulled: PulledJob) -> bool:
@@ -151,7 +153,7 @@ class Completion:
         )
 
     def _finish_ended(self) -> None:
-        """Finishes this turn's jobs. A slow inbox doesn't delay another inbox's jobs."""
+        """Finishes this iteration's jobs. A slow inbox doesn't delay another inbox's jobs."""
         ended, self._ended = self._ended, {}
         with entered(None):  # they belong to many traces
             for (_, has_record), jobs in ended.items():
@@ -178,7 +180,7 @@ class Completion:
     async def _finish_recorded(self, jobs: Sequence[PulledJob]) -> None:
         """Does what `finish` does, for all plain predictions that share an inbox.
 
-        If any is late, all are finished one by one, as are those whose records Redis did not end.
+        If any is late, all are finished one by one, as are jobs whose records Redis did not finish.
         """
         ours = self._bodies_of(jobs)
         if any(state_of(body) != "succeeded" for body in ours):  # some are late by now
@@ -204,7 +206,7 @@ class Completion:
         answers: Sequence[tuple[PulledJob, ReplyBody]],
         sent: Sequence[bool | PenstockError],
     ) -> None:
-        """Fills the cache and writes rows for answers whose replies reached the broker."""
+        """Fills the cache and writes rows for jobs whose replies reached the broker."""
         ended = list[tuple[PulledJob, ReplyBody]]()
         for (pulled, answered), is_sent in zip(answers, sent, strict=True):
             if isinstance(is_sent, PenstockError):
@@ -215,7 +217,7 @@ class Completion:
         self.write_rows(ended)
 
     def _bodies_of(self, jobs: Sequence[PulledJob]) -> list[ReplyBody]:
-        """Returns the answers for jobs that end now, without results for late jobs."""
+        """Returns the replies for jobs that finish now, without results for late jobs."""
         now_s, who = time.time(), (self.worker.worker, self.worker.device)
         bodies = (
             ReplyBody([pulled.outcomes[item.index] for item in pulled.items], None, *who, now_s)
@@ -238,7 +240,10 @@ class Completion:
         return ReplyBody(list(outcomes), None, worker.worker, worker.device, time.time())
 
     def repeat(self, pulled: PulledJob, reply: bytes) -> None:
-        """Ends a job whose record has a reply. Sends the reply again in case the first was lost."""
+        """Completes a job whose record has a reply.
+
+        Sends the reply again in case the first one was lost.
+        """
         if not pulled.is_over:
             pulled.end()
             self._spawn(pulled, self._repeat(pulled, reply))
@@ -292,18 +297,18 @@ class Completion:
             await self.canary.compare(pulled, answered.outcomes)
 
     async def _reply(self, pulled: PulledJob, answered: ReplyBody, recorded: bytes) -> None:
-        """Publishes the answer in the record, or `recorded` if the reply is the same."""
+        """Publishes the reply in the record, or `recorded` if it is the same."""
         reply = await self.large_results.for_reply(pulled.envelope, answered)
         body = recorded if reply is answered else encode_reply_body(reply)
         await self.replies.publish(pulled.envelope, body)
 
     async def _end(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
-        """Ends the record, publishes the reply and webhook events, and fills the cache.
+        """Finishes the record, publishes the reply and webhook events, and fills the cache.
 
-        Returns the answer, whether ours or another attempt's.
+        Returns the reply, whether ours or another attempt's.
 
         Raises:
-            Unavailable: Redis did not accept a record that the API promised.
+            Unavailable: Redis did not accept a record that the API had promised.
         """
         has_record = pulled.envelope.has_record
         deliver = self._record_then_reply if has_record else self._record_and_reply
@@ -318,7 +323,7 @@ class Completion:
         return answered
 
     async def _record_and_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
-        """Ends the record and publishes the reply at the same time. Returns the answer.
+        """Finishes the record and publishes the reply concurrently. Returns the reply.
 
         The caller accepts the first reply, and doesn't need Redis to receive it.
         """
@@ -334,7 +339,7 @@ class Completion:
         return answer_after_reply(ours, finish, is_sent=is_sent)
 
     async def _record_then_reply(self, pulled: PulledJob, ours: ReplyBody) -> ReplyBody:
-        """Ends the record that the API promised, and then publishes the reply. Returns the answer.
+        """Finishes the record the API promised, and then publishes the reply. Returns the reply.
 
         Raises:
             Unavailable: Redis did not accept the record in time.
@@ -354,7 +359,10 @@ class Completion:
         return answered
 
     async def _try_end(self, pulled: PulledJob, ours: ReplyBody) -> tuple[ReplyBody, Finish | None]:
-        """Ends a prediction's record. Returns our answer and the end, or None if Redis is down."""
+        """Finishes a prediction's record.
+
+        Returns our reply and the result, or None if Redis is down.
+        """
         try:
             ours = await with_delivered(self._tokens, pulled, ours)
             finish = await self._records.finish(
@@ -407,7 +415,7 @@ class Completion:
             self._rows.write(*rows, on_safe=on_safe)
 
     async def fill_cache(self, answers: Sequence[tuple[PulledJob, ReplyBody]]) -> None:
-        """Caches results, and marks unpaid ones again."""
+        """Caches results, and marks unpaid results as unpaid again."""
         ttl_s, results, owed = self.model.cache.ttl_s, dict[str, Result](), dict[str, Owed]()
         finished_at_s = dict[str, float | None]()
         for pulled, answered in answers:

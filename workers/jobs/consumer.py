@@ -1,8 +1,9 @@
-"""Pulls the jobs of one model and queues their items.
+"""Pulls one model's jobs and queues their items.
 
-In call order: `start` → `_pull` → `_admit` decodes, drops late jobs, claims records, checks the
-cache, fetches source images, prepares inputs, and queues. The worker takes batches from `queue` and
-passes their results to `batches` (both in items.py). Every outcome goes to completion.py.
+In call order: `start` → `_pull` → `_admit`, which decodes jobs, drops late ones, claims records,
+checks the cache, fetches source images, prepares inputs, and queues items. The worker takes batches
+from `queue` and passes their results to `batches` (both in items.py). Every outcome goes to
+completion.py.
 
 Canceled and late jobs are dropped, whether queued or in a running batch. Each held job has a timer,
 which fires at the queue limit and at the deadline.
@@ -42,13 +43,15 @@ from workers.tasks import WORKER_TASKS
 CANARY_PART = 0.5
 """Share of a job's time available to a canary. Jobs not finished by then are forwarded."""
 ADMIT_MESSAGES_MAX = 256
-"""Messages admitted together, with one cache look-up and one tokenizer call for all of them."""
+"""Maximum number of messages to admit together, with one cache lookup and one tokenizer call for
+all of them.
+"""
 
 log = logging.getLogger(__name__)
 
 
 class JobConsumer:
-    """Consumes the subscriptions of one model. The caller opens and closes the parts passed in.
+    """Consumes one model's subscriptions. The caller opens and closes the parts passed in.
 
     `queue` holds the waiting items, `batches` takes the results, `tokens` takes generations'
     partial output, and `cancellation` drops jobs.
@@ -103,7 +106,7 @@ class JobConsumer:
 
     @property
     def canary(self) -> CanaryShare | None:
-        """The worker's part in the comparison of two revisions. None: the model has no canary."""
+        """The worker's part in the comparison of two revisions. None if the model has no canary."""
         return self._completion.canary
 
     @property
@@ -121,7 +124,7 @@ class JobConsumer:
     ) -> list[asyncio.Task[None]]:
         """Starts pulling and admitting.
 
-        Returns the tasks, which end only with an error. The caller cancels them.
+        Returns the tasks, which stop only on an error. The caller cancels them.
 
         Args:
             on_queued: called when there is more to take.
@@ -143,14 +146,17 @@ class JobConsumer:
             self._on_unwanted()
 
     def note_suspects(self, batch: Sequence[QueuedItem]) -> AbstractAsyncContextManager[None]:
-        """Records that a suspect is running by itself, until the context exits."""
+        """Records, until the context exits, that a suspect is running by itself."""
         is_alone = len(batch) == 1 and batch[0].is_suspect
         return self._claims.mark_alone(
             [pulled for pulled, _ in batch[0].open_waiters()] if is_alone else ()
         )
 
     async def cancel(self, record: str | None) -> None:
-        """Drops the jobs of a canceled record. None: some cancellations may have been missed."""
+        """Drops a canceled record's jobs.
+
+        None means that some cancellations may have been missed.
+        """
         if record is None:
             await self.cancellation.recheck()
         else:
@@ -188,7 +194,7 @@ class JobConsumer:
                 self._arrived.task_done()
 
     async def _admit(self, arrived: Sequence[tuple[ReceivedMessage, Subscription]]) -> None:
-        """Decodes, drops late and finished jobs, answers from the cache, and queues the rest."""
+        """Decodes jobs, drops late and finished ones, replies from the cache, queues the rest."""
         decoded = [self._decode(message, subscription) for message, subscription in arrived]
         pulled_jobs = [pulled for pulled in decoded if pulled is not None]
         cached = await self._claim_and_look_up(pulled_jobs)
@@ -216,7 +222,10 @@ class JobConsumer:
         return hits
 
     def _decode(self, message: ReceivedMessage, subscription: Subscription) -> PulledJob | None:
-        """Returns the job in `message`. Ends it and returns None if late or misdirected."""
+        """Returns the job in `message`.
+
+        If it is late or misdirected, closes it and returns None.
+        """
         now_s = time.time()
         try:
             job = decode_job(message.data, message.attributes)
@@ -244,7 +253,7 @@ class JobConsumer:
         return None
 
     def _end_withdrawn(self) -> None:
-        """Ends all jobs, including running ones, if the model is withdrawn."""
+        """Fails all jobs, including running ones, if the model has been withdrawn."""
         if self._withdrawals.is_withdrawn(self.model):
             self.cancellation.fail(self.registry.find(), withdrawn_error(self.model))
             self.queue.discard_unwanted()
@@ -263,7 +272,7 @@ class JobConsumer:
             self._forward_late(pulled)
 
     def _forward_late(self, pulled: PulledJob) -> None:
-        """Leaves enough time for the other revision."""
+        """Forwards a job early enough for the other revision to finish it."""
         if self._forwarding is None or pulled.is_over:
             return
         if self._completion.canary is not None:

@@ -13,7 +13,7 @@ JobCallback = Callable[[PulledJob], None]
 
 
 class Clock(Protocol):
-    """The clock used for deadlines. Tests use one that they advance themselves."""
+    """The clock used for deadlines. Tests use a clock that they advance themselves."""
 
     def now_s(self) -> float:
         """Returns Unix seconds."""
@@ -42,7 +42,7 @@ class Deadlines:
     Args:
         on_start_expired: called at a job's queue limit, if that is before its deadline.
         on_expired: called at a job's deadline.
-        part: fraction of the remaining time after which a limit counts as passed.
+        part: fraction of the remaining time after which a limit is considered passed.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class Deadlines:
         self._on_expired = on_expired
 
     def watch(self, pulled: PulledJob) -> None:
-        """Starts the timer of a job that was just pulled."""
+        """Starts the timer for a job that was just pulled."""
         if pulled.start_by_s < pulled.envelope.deadline_s:
             pulled.timer = self._at(pulled.start_by_s, self._pass_start, pulled)
         else:

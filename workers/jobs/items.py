@@ -44,18 +44,19 @@ log = logging.getLogger(__name__)
 LINGER_S = 1.0
 """How long a finished item can still be coalesced with.
 
-After that, its result has reached the cache.
+By then, its result has reached the cache.
 """
 
 QUALITY = 60
 FASTEST = 0
-"""libwebp's method. A 256 x 256 image takes 1.5 ms and about 7 KB."""
+"""libwebp's method setting. A 256 x 256 image takes 1.5 ms and about 7 KB."""
 
 PROGRESS_EVERY_S = 0.5
 
 OUTPUT_EVENT_EVERY_S = 0.6
-"""Interval between two events of a growing output. The function that delivers them drops events
-that arrive within 0.5 s of the last one."""
+"""Interval between two events for a growing output. The function that delivers them drops events
+that arrive within 0.5 s of the last one.
+"""
 _Reader = tuple[PulledJob, int]
 """A job, and the index of its item."""
 _HeldChunk = tuple[Chunk, Sequence[FileOfPiece]]
@@ -110,7 +111,9 @@ class ModelQueue:
         return self._earliest_s
 
     def coalesce(self, pulled: PulledJob, item: Item) -> bool:
-        """Lets `item` share an identical item's result, if one is waiting, running, or just ran."""
+        """Lets `item` share an identical item's result, if that item is waiting or running, or just
+        ran.
+        """
         queued = (
             self._by_cache_key.get(item.cache_key)
             if item.cache_key and pulled.reads_cache
@@ -182,7 +185,7 @@ class ModelQueue:
             self._queue.observe_batch(batch, done.finished_at_s - done.started_at_s)
 
     def batch_died(self, batch: list[QueuedItem], *, was_shared: bool) -> list[QueuedItem]:
-        """Queues a batch again after its model process died. Returns the items to give up."""
+        """Queues a batch again after its model process died. Returns the items to give up on."""
         failed = self._queue.batch_died(batch, was_shared=was_shared)
         for queued in failed:
             self.forget(queued)
@@ -194,7 +197,10 @@ class ModelQueue:
         self.on_queued()
 
     def forget(self, queued: QueuedItem) -> None:
-        """From now on, an identical item is found in the cache or computed again."""
+        """Stops coalescing with this item.
+
+        An identical item is now found in the cache or computed again.
+        """
         key = queued.cache_key
         if key and self._by_cache_key.get(key) is queued:
             del self._by_cache_key[key]
@@ -260,7 +266,7 @@ class BatchResults:
     ) -> None:
         """Writes a batch's progress to the records of its predictions, at most twice a second.
 
-        Calls `watch` with the slots of the batch whose previews have viewers.
+        Calls `watch` with the batch's slots whose previews have viewers.
         """
         now_s = time.monotonic()
         if now_s - self._reported_s < PROGRESS_EVERY_S:
@@ -336,7 +342,7 @@ class BatchResults:
             watch([queued for queued in progress if _wait_for(queued, watched)])
 
     def report_logs(self, queued: QueuedItem, logs: PrintedLogs) -> None:
-        """Writes what an item has printed so far to its predictions' records."""
+        """Writes the text an item has printed so far to its predictions' records."""
         for pulled, _ in queued.open_waiters():
             if pulled.envelope.has_record:
                 attempt = pulled.envelope.attempt
@@ -435,7 +441,7 @@ def _wait_for(queued: QueuedItem, jobs: Collection[PulledJob]) -> bool:
 
 
 class TokenOutput:
-    """The streams of one model's items. Each reader has a separate stream."""
+    """The streams for one model's items. Each reader has a separate stream."""
 
     def __init__(self, completion: Completion, streams: TokenStreams) -> None:
         self._completion = completion
@@ -582,7 +588,7 @@ def _readers(queued: QueuedItem) -> list[_Reader]:
 
 
 def to_compute(queued: QueuedItem) -> Prepared:
-    """Returns an item as the model process gets it, with its tenant and earlier output."""
+    """Returns an item in the form sent to the model process, with its tenant and earlier output."""
     prepared = queued.prepared
     if not isinstance(prepared, PreparedPrompt | PreparedCustom):
         return prepared

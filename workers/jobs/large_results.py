@@ -1,6 +1,6 @@
 """Stores results that are too large for a message in the object store.
 
-Records and the cache contain keys of the largest results; replies also contain keys of smaller
+Records and the cache contain keys for the largest results; replies also contain keys for smaller
 ones.
 """
 
@@ -30,16 +30,17 @@ from shared.stores.objects import ObjectStore
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.25, 4.0
 RESULTS_COUNT_S = 3600.0
-"""How long after their deadline a custom class's files count toward the tenant's storage quota:
-the default of `PENSTOCK_PREDICTION_KEEP_S`."""
+"""How long after the deadline a custom class's files count toward the tenant's storage quota: the
+default for `PENSTOCK_PREDICTION_KEEP_S`.
+"""
 MAX_STREAMED = 4096
-"""Maximum number of remembered keys, so that no streamed file is stored twice."""
+"""Maximum number of keys to remember, so that streamed files are not stored twice."""
 KEEP_LIMIT_S = 60.0
 """How long a result waits while Redis or the object store is unavailable."""
 
 
 class LargeResults:
-    """Stores the blobs of results that are too large for a record or for a reply.
+    """Stores results' blobs that are too large for a record or for a reply.
 
     Args:
         reply_limit_bytes: maximum size of a blob in a reply, at most the maximum in a record.
@@ -109,7 +110,7 @@ class LargeResults:
         return msgspec.structs.replace(outcome, result=result.with_blobs(blobs))
 
     async def store_streamed(self, envelope: Envelope, key: str, blob: Blob) -> None:
-        """Stores a result file that isn't in the store yet. Small ones are in the stream.
+        """Stores a result file that isn't in the store yet. Small files are in the stream.
 
         Raises:
             Unavailable: same as for `store`.

@@ -1,4 +1,4 @@
-"""Prepares the inputs of jobs for the model: object store sources, tokens, templates."""
+"""Prepares jobs' inputs for the model: object store sources, tokens, templates."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from shared.stores.objects import ObjectStore
 from workers.models.base import Prepared, Preparer, WithoutModel
 
 _Ready = Prepared | WithoutModel | PenstockError
-"""An item for the model, an item that needs no model, or the error of an invalid item."""
+"""An item for the model, an item that needs no model, or the error for an invalid item."""
 SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
 """Maximum size of a source fetched from the object store."""
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Preprocessor:
-    """Prepares all items of one call together.
+    """Prepares all items in one call together.
 
     Args:
         on_thread: True to prepare on a thread, because preparing takes milliseconds.

@@ -1,8 +1,8 @@
 """A worker's jobs for one model, and the messages it sends to the broker about them.
 
 Each job is acked, handed back, or still in progress. Replies that are ready together and go to the
-same inbox share messages if the API instance supports it, so the broker carries, bills and delivers
-one message instead of many.
+same inbox share messages if the API instance supports it, so the broker carries, bills for, and
+delivers one message instead of many.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 FINISH_LIMIT_S = 1.0
 
 EncodedReply = tuple[Envelope, bytes]
-"""A job, and its reply body as written by `encode_reply_body`."""
+"""A job and its reply body, encoded by `encode_reply_body`."""
 
 REASON_LIMIT_BYTES = 1000
-"""The maximum attribute length is 1,024 bytes."""
+"""Maximum length of a reason. Attributes are limited to 1,024 bytes."""
 
 
 class JobRegistry:
@@ -62,9 +62,9 @@ class JobRegistry:
         self._idle = asyncio.Event()
         self._idle.set()
         self.completion = SmoothedDuration()
-        """Jobs between their last item's outcome and their ack."""
+        """Measures the time between a job's last item outcome and its ack."""
         self.is_leaving = False
-        """True if the worker is shutting down. If it then dies, no job is to blame."""
+        """True if the worker is shutting down. If it then dies, no job is at fault."""
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""
@@ -74,8 +74,8 @@ class JobRegistry:
     def find(self, record: str | None = None) -> list[PulledJob]:
         """Returns all jobs, or the jobs of one record.
 
-        After a redelivery, one record can have two jobs. A flow run's record matches the jobs of
-        its steps.
+        After a redelivery, one record can have two jobs. A flow run's record matches its steps'
+        jobs.
         """
         return [pulled for pulled in self._jobs if record in (None, pulled.record, pulled.run)]
 
@@ -102,7 +102,7 @@ class JobRegistry:
         await self.release_claims(self._jobs)
 
     async def release_claims(self, pulled_jobs: Iterable[PulledJob]) -> None:
-        """Releases the claims of jobs that stay here, so they don't count if the worker dies."""
+        """Releases the claims on jobs that stay here, so they don't count if the worker dies."""
         released = []
         for pulled in pulled_jobs:
             if pulled.is_claimed and not pulled.is_released:
@@ -155,7 +155,7 @@ class JobRegistry:
 
 
 class ReplyPublisher:
-    """Publishes one model's replies, refusals and dead letters."""
+    """Publishes one model's replies, rejections, and dead letters."""
 
     def __init__(self, model: str, worker: str, publisher: Publisher) -> None:
         self._model = model
@@ -163,12 +163,12 @@ class ReplyPublisher:
         self._publisher = publisher
 
     async def publish(self, envelope: Envelope, body: bytes) -> bool:
-        """Publishes a reply written by `encode_reply_body`, and waits until the broker has it.
+        """Publishes a reply encoded by `encode_reply_body`, and waits until the broker has it.
 
         Returns False if the inbox no longer exists. A job without an inbox needs no reply.
 
         Raises:
-            PenstockError: the broker did not accept it.
+            PenstockError: the broker did not accept the message.
         """
         if not envelope.inbox:
             return True
@@ -215,7 +215,7 @@ class ReplyPublisher:
         """Copies `message` to the dead letters, with the reason it failed.
 
         Raises:
-            PenstockError: the broker did not accept it.
+            PenstockError: the broker did not accept the message.
         """
         attributes = {**message.attributes, "penstock_reason": _truncate(reason)}
         await self._publisher.publish(dead_letter_topic_id(self._model), message.data, attributes)
@@ -223,9 +223,11 @@ class ReplyPublisher:
     async def refuse(
         self, message: ReceivedMessage, error: UndecodableMessage, subscription: Subscription
     ) -> None:
-        """Ends a message that isn't a job for this model. Replies if the attributes name an inbox.
+        """Rejects a message that isn't a job for this model.
 
-        The dead-letter function ends its record and writes its row. Runs as a separate task.
+        Replies if the attributes name an inbox.
+
+        The dead-letter function finishes the record and writes the row. Runs as a separate task.
         """
         set_current(read_attributes(message.attributes))
         facts = {"message_id": message.message_id, "reason": error.message}
@@ -253,7 +255,7 @@ def _truncate(reason: str) -> str:
 def _note_refusal(inbox: str, error: BadInput) -> Literal[False]:
     """Records that an API instance and its inbox are gone.
 
-    Handing their jobs back would repeat them forever.
+    Handing its jobs back would repeat them forever.
     """
     log.warning("inbox rejected a reply", extra={"inbox": inbox, "reason": error.message})
     metrics.REPLIES_REFUSED.inc()
@@ -261,7 +263,7 @@ def _note_refusal(inbox: str, error: BadInput) -> Literal[False]:
 
 
 def _messages_of(replies: Sequence[EncodedReply]) -> Iterator[list[EncodedReply]]:
-    """The replies in each message, in order."""
+    """Returns the replies for each message, in order."""
     some: list[EncodedReply] = []
     size_bytes = 0
     for envelope, body in replies:
@@ -275,6 +277,6 @@ def _messages_of(replies: Sequence[EncodedReply]) -> Iterator[list[EncodedReply]
 
 
 def _share(first: Envelope, other: Envelope) -> bool:
-    """Returns whether the replies of two jobs with the same inbox may share a message."""
+    """Returns whether replies to two jobs with the same inbox may share a message."""
     takes_batches = bool(first.inbox and first.replies and other.replies)
     return takes_batches and first.slot == other.slot

@@ -1,8 +1,8 @@
-"""A job's spans, recorded when it ends: `queue`, `batch` and `infer`.
+"""A job's spans, recorded when the job finishes: `queue`, `batch`, and `infer`.
 
-The message identifies their parent, the span that published the job. A batch has items from many
-jobs, so each job has its own `infer` span with its batch's times and links to the other jobs in it
-(docs/decisions/0037-traces.md).
+The message identifies their parent, which is the span that published the job. A batch has items
+from many jobs, so each job gets a separate `infer` span with the batch's times and links to the
+other jobs in the batch (docs/decisions/0037-traces.md).
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def record_spans(pulled: PulledJob, model: Model, device: str) -> None:
 
 
 def reply_span(topic_id: str) -> SpanBlock:
-    """Returns the span of publishing a reply, below the current one."""
+    """Returns the span for publishing a reply, as a child of the current span."""
     facts: Attributes = {
         STAGE: "reply",
         "messaging.operation.name": "publish",
@@ -74,7 +74,7 @@ def _record_batch(
 ) -> None:
     """Records the wait for a batch.
 
-    The wait of a coalesced item starts when its own job does, not the earlier one's.
+    A coalesced item's wait starts with its own job, not with the earlier job.
     """
     facts: Attributes = {STAGE: "batch", "penstock.items": items}
     times_s = max(pulled.pulled_at_s, queued_at_s), max(pulled.pulled_at_s, started_at_s)
@@ -111,12 +111,12 @@ def _record_infer(pulled: PulledJob, model: Model, runs: Sequence[ItemRun], devi
 
 
 def _error_of(outcomes: Sequence[ItemOutcome]) -> str:
-    """Returns the code of the first error, or an empty string."""
+    """Returns the first error's code, or an empty string."""
     return next((outcome.error.code for outcome in outcomes if outcome.error is not None), "")
 
 
 def traces_of(batch: Iterable[QueuedItem]) -> list[TraceContext]:
-    """Returns the sampled traces of a batch's jobs, each once."""
+    """Returns the sampled traces of a batch's jobs, without duplicates."""
     status = (
         pulled.trace for queued in batch for pulled, _ in queued.waiters if pulled.runs is not None
     )

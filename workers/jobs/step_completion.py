@@ -1,7 +1,7 @@
-"""Ends flow step jobs: marks their items, continues the run, writes rows, acks.
+"""Completes flow step jobs: marks their items, continues the run, writes rows, acks.
 
-As with any job, the ack comes last, after the broker has the next steps' messages. If this
-worker dies before that, the message is delivered again, its items turn out to be done, and the run
+As with any job, the ack comes last, once the broker has the next steps' messages. If this worker
+dies before that, the message is delivered again, its items are found to be done, and the run
 continues from there (shared/flows/engine.py).
 """
 
@@ -36,7 +36,7 @@ AGAIN_S = 0.25
 
 
 class StepCompletion(Completion):
-    """Ends the jobs of one model, including jobs of flow steps."""
+    """Completes one model's jobs, including flow step jobs."""
 
     has_flows = True
 
@@ -57,7 +57,7 @@ class StepCompletion(Completion):
         self._engine = flows
 
     async def without_ended_steps(self, pulled_jobs: Sequence[PulledJob]) -> Sequence[PulledJob]:
-        """Ends jobs whose items are done or whose run is over. Returns the others."""
+        """Closes jobs whose items are done or whose run is over. Returns the other jobs."""
         of_flows = [pulled for pulled in pulled_jobs if pulled.envelope.flow]
         try:
             looks = await self._engine.look([pulled.job for pulled in of_flows])
@@ -74,7 +74,7 @@ class StepCompletion(Completion):
         return [pulled for pulled in pulled_jobs if pulled not in over]
 
     async def finish(self, pulled: PulledJob) -> None:
-        """Ends a job whose items all have outcomes."""
+        """Completes a job whose items all have outcomes."""
         if not pulled.envelope.flow:
             await super().finish(pulled)
             return
@@ -118,7 +118,7 @@ class StepCompletion(Completion):
         return [outcome for outcome in outcomes if outcome.index not in retried]
 
     async def _mark(self, pulled: PulledJob, outcomes: Sequence[ItemOutcome]) -> JobEnd:
-        """Records the outcomes as soon as Redis accepts them.
+        """Records the outcomes, retrying until Redis accepts them.
 
         Raises:
             Unavailable: Redis did not accept them in time.

@@ -1,7 +1,7 @@
-"""A batch running on one model process, for a model that computes in steps.
+"""A batch that runs on one model process, for a model that computes in steps.
 
-Continuous batching: items are admitted between steps and leave one by one. The batch ends when no
-items are left in it.
+Uses continuous batching: items are admitted between steps and leave one by one. The batch is over
+when no items are left in it.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ from workers.runtime.pooled_process import PooledProcess
 from workers.scheduling.job import QueuedItem
 
 TIMEOUT_S = 300.0
-"""A process that sends nothing for this long is stuck. It is killed, and its jobs are retried."""
+"""A process that sends nothing for this long is stuck, so it is killed and its jobs are retried."""
 
 
 class StepRun:
     """One batch. The caller notifies it when items are waiting, and when callers may have left.
 
     Args:
-        max_s: time limit per item. None: unlimited.
+        max_s: time limit per item. None means no limit.
         processes: number of processes that share the waiting items.
         may_admit: True if the process should stay with this model.
         busy: counts the process as busy, less the spare time that it reports.
@@ -78,7 +78,7 @@ class StepRun:
         self._inside: dict[int, QueuedItem] = {}
         self._dropped: set[int] = set()
         self._preempted: set[int] = set()
-        """Slots to hand to another tenant."""
+        """Slots to free for another tenant."""
         self._counted: dict[Priority, float] = {}
         self._reported_s = 0.0
         self._timers: dict[int, asyncio.TimerHandle] = {}
@@ -86,7 +86,7 @@ class StepRun:
         """Slots whose items were stopped because they exceeded their model's time limit."""
 
     async def run(self, batch: Sequence[QueuedItem]) -> str:
-        """Runs until no items are left. Returns why the process died, or an empty string.
+        """Runs until no items are left. Returns the reason the process died, or an empty string.
 
         If the process dies or items fail together, the items are requeued in halves.
         """
@@ -127,7 +127,7 @@ class StepRun:
         self._preempt_for_others()
 
     def _preempt_for_others(self) -> None:
-        """Interrupts items of a tenant that has too many slots in favor of one that is waiting."""
+        """Interrupts items from a tenant with too many slots in favor of a waiting tenant."""
         if self._preempted or self._dropped & self._inside.keys():
             return  # a slot is about to be free
         chosen = self._queue.to_preempt(self._inside.values())
@@ -183,7 +183,7 @@ class StepRun:
                 self._wait_again(message)
 
     def _pass_on(self, message: Chunks | Pieces) -> None:
-        """Passes on new output of items, with its large files."""
+        """Passes on items' new output, with its large files."""
         files = message.files if isinstance(message, Pieces) else {}
         written: Mapping[int, Chunk] = message.chunks
         self._tokens.pass_on(
@@ -252,7 +252,7 @@ class StepRun:
             done.results = [Failure.from_error(error)]
 
     def _fail(self, failure: Failure) -> None:
-        """Handles a failure of all admitted items. If there was only one, it is the cause."""
+        """Handles a failure of all admitted items. If there was only one item, it is the cause."""
         if len(self._inside) > 1:
             self._retry(failure.message)
             return

@@ -1,1 +1,1 @@
-"""Model processes: the pool, the parent and child sides, and their protocol."""
+"""Model processes: the pool, the parent and child sides, and the protocol between them."""

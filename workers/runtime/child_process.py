@@ -14,8 +14,8 @@ from typing import Protocol
 from shared.errors import ModelFailed
 
 GOMP_SPINS = "10000"
-"""How many times a torch thread checks for the other threads of its computation before it sleeps:
-0.2 ms.
+"""How many times a torch thread checks for the other threads in its computation before it sleeps,
+which takes 0.2 ms.
 
 By default it checks 300,000 times, which takes longer than the system lets it run. When two
 computations had all of their threads on one core, a step took seconds (decision 24).
@@ -38,7 +38,7 @@ class ChildProcess(Protocol):
         """Sends SIGKILL, which the process can't handle."""
 
     async def wait(self) -> int | None:
-        """Waits until the process exits. Returns its exit status."""
+        """Waits for the process to exit, and returns its exit status."""
 
 
 def child_environment(threads: int) -> dict[str, str]:

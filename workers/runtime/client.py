@@ -74,11 +74,11 @@ class _Pending:
 
 
 class ModelClient:
-    """ProcessClient for a model process that is ready. Its batches fail when the process exits.
+    """A ProcessClient for a model process that is ready. If the process exits, its batches fail.
 
-    On a CPU it runs one batch at a time. A second one was tried and rejected, because the process
-    is busy 99 % of the time without it (batches of 1,000 tokens), and a batch formed later is
-    fuller. On a device that computes asynchronously it runs two (decision 143).
+    On a CPU, it runs one batch at a time. A second one was tried and rejected, because even without
+    it the process is busy 99% of the time (with batches of 1,000 tokens), and a batch formed later
+    is fuller. On a device that computes asynchronously, it runs two (decision 143).
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class ModelClient:
         self._entrance = asyncio.Lock()
         """Held while waiting for turns, so that they are taken in order."""
         self._pending: dict[int, _Pending] = {}
-        """The batches in the process by number, oldest first."""
+        """The batches in the process, keyed by number, oldest first."""
         self._batches = 0
         self._fault = ""
         self._reason = ""
@@ -106,11 +106,11 @@ class ModelClient:
         """Starts a process and waits until it is ready.
 
         Args:
-            timeout_s: maximum time until it is ready.
+            timeout_s: maximum time for the process to become ready.
 
         Raises:
-            PenstockError: it refused to start (usually ConfigurationError), died, or was not ready
-                in time (ModelFailed, with the last part of its output).
+            PenstockError: the process refused to start (usually ConfigurationError), died, or was
+                not ready in time (ModelFailed, with the last part of its output).
         """
         ours, theirs = socket.socketpair()
         with theirs:
@@ -134,7 +134,7 @@ class ModelClient:
         return child
 
     async def _abandon(self) -> None:
-        """Kills a process that isn't ready and so doesn't notice that the socket is closed."""
+        """Kills a process that isn't ready, so it doesn't notice that the socket is closed."""
         self.kill("it was not ready")
         await self.close()
 
@@ -244,12 +244,12 @@ class ModelClient:
         return first
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Stops these items of the batch that runs in steps. They fail as canceled."""
+        """Stops these items in the batch that runs in steps. They fail as canceled."""
         if (pending := self._in_steps) is not None and slots:
             self._writer.write(encode_drop(pending.number, list(slots)))
 
     def preempt(self, slots: Sequence[int]) -> None:
-        """Interrupts these items of the batch that runs in steps. They come back as preempted."""
+        """Interrupts these items in the batch that runs in steps. They come back as preempted."""
         if (pending := self._in_steps) is not None and slots:
             self._writer.write(encode_preempt(pending.number, list(slots)))
 
@@ -311,7 +311,7 @@ class ModelClient:
         return f"{self._reason}{self._output.tail()}"
 
     async def _read(self) -> ServerMessage | None:
-        """Returns the next message, or None at the end."""
+        """Returns the next message, or None at the end of the stream."""
         try:
             (length,) = HEADER.unpack(await self._reader.readexactly(HEADER.size))
             if length > FRAME_MAX_BYTES:

@@ -1,9 +1,9 @@
-"""Runs batches in a model process: whole ones, or one that items join between steps.
+"""Runs batches in a model process, either whole or as one batch that items join between steps.
 
-In a whole batch, groups that fail are halved, and the batch stops when it is canceled. Batches of a
-model that computes asynchronously overlap (workers/runtime/overlap.py). For a SteppedModel, each
-step measures its items' share of the process. Callers see the items' progress, and previews if they
-watch.
+In a whole batch, groups that fail are halved, and the batch stops when it is canceled. If a model
+computes asynchronously, its batches overlap (workers/runtime/overlap.py). For a SteppedModel, each
+step measures its items' share of the process. Callers see their items' progress, and previews if
+they are watching.
 """
 
 from __future__ import annotations
@@ -72,9 +72,9 @@ MAX_PREVIEWED = 8
 """Maximum number of a batch's slots previewed at a time."""
 
 CHUNKS_EVERY_S = 0.05
-"""At most 20 events per second reach an item's readers."""
+"""Interval between chunks, so that an item's readers get at most 20 events per second."""
 SPARE_EVERY_S = 0.5
-"""The autoscaler checks every ten seconds."""
+"""Interval between Spare messages. The autoscaler checks every ten seconds."""
 
 log = logging.getLogger(__name__)
 
@@ -142,12 +142,12 @@ class BatchSteps:
 
     def __init__(self) -> None:
         self.slots: Sequence[int] = ()
-        """The batch's slots that the model's current call computes."""
+        """The batch's slots that the model's current call is computing."""
         self.saved: int | None = None
-        """The steps that were skipped, if the batch was canceled."""
+        """Number of steps that were skipped, if the batch was canceled."""
 
     def begin(self, slots: Sequence[int]) -> None:
-        """Called when the model starts a call that computes these slots of the batch.
+        """Called when the model starts a call that computes these slots in the batch.
 
         Raises:
             Canceled: the batch is canceled.
@@ -165,10 +165,10 @@ class BatchSteps:
 class StepReporter(BatchSteps):
     """Reports progress, and stops batch `number` if it is canceled.
 
-    It reads the socket between two steps. A thread for this would slow down every batch.
+    It reads the socket between two steps, because a thread for this would slow down every batch.
 
     Args:
-        previewer: the model. None: it can't draw previews.
+        previewer: the model, or None if it can't draw previews.
     """
 
     def __init__(
@@ -237,7 +237,7 @@ class StepReporter(BatchSteps):
 
 
 class BatchExecution:
-    """Computes one batch group by group.
+    """Computes one batch, group by group.
 
     A group that fails is halved until the bad item is on its own.
     """
@@ -413,7 +413,7 @@ class StepExecution:
         self._send(StepsEnded(self._batch.number, failure, switched))
 
     def _obey(self, model: SteppedModel) -> bool:
-        """Reads the socket between two steps. Returns whether there is another step."""
+        """Reads the socket between two steps. Returns whether there is another step to run."""
         while select.select([self._connection], [], [], 0)[0]:
             message = read_client_message(self._connection)
             if message is None:

@@ -1,4 +1,4 @@
-"""Keeps a computing process alive: restarts it when it dies."""
+"""Keeps a compute process alive by restarting it when it dies."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class KeptProcess:
         self._settled = asyncio.Event()
         self._failure: PenstockError | None = None
         self.client: ProcessClient | None = None
-        """The current process, or the last one. None: none has started yet."""
+        """The current process, or the last one. None if no process has started yet."""
 
     async def ready(self) -> None:
         """Waits until the process can run a batch.
@@ -41,7 +41,7 @@ class KeptProcess:
         """Returns the process, which can run a batch.
 
         Raises:
-            ModelProcessDied: it is not running.
+            ModelProcessDied: the process is not running.
         """
         if self.client is None or not self._settled.is_set():
             raise ModelProcessDied("the model process is not running")

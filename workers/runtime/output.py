@@ -1,4 +1,4 @@
-"""A model process's output, which is passed on. The last lines are kept for error messages."""
+"""Passes on a model process's output, and keeps the last lines for error messages."""
 
 from __future__ import annotations
 

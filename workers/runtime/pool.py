@@ -1,4 +1,4 @@
-"""A worker's model processes: started together, and restarted when they die."""
+"""A worker's model processes, which are started together and restarted when they die."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ CPU_PROCESSES_MAX = 4
 class HostedModel(NamedTuple):
     """One of a worker's models: its catalog entry, the folder with its files, and its backend.
 
-    `backend` applies only to embeddings. None: torch in the entry's precision.
+    `backend` applies only to embeddings. None means torch in the entry's precision.
     """
 
     entry: Model
@@ -38,11 +38,13 @@ class HostedModel(NamedTuple):
 
 
 class ProcessPool:
-    """Model processes that start together. A context manager whose block begins once all are ready.
+    """Model processes that start together.
+
+    A context manager whose block is entered once all are ready.
 
     Args:
         processes: at least one process.
-        template: the template they are forked from, if any. It is closed after them.
+        template: the template they are forked from, if any. It is closed after the processes.
     """
 
     def __init__(
@@ -92,16 +94,16 @@ class ProcessPool:
 class ModelPool(ProcessPool):
     """The processes that compute a worker's models.
 
-    Each place in the pool has all models, with our models in one model process and each custom
-    class in a separate process.
+    Each place in the pool has all models. Our own models share one model process, and each custom
+    class has a separate process.
 
     Args:
         models: at least one. A model's index here is the number that `run` takes.
         device: as in WorkerSettings.device. `auto` and `cuda` spread the places over all GPUs.
-        processes: number of places. 0: one per GPU, or one per core on a CPU (at most 4).
+        processes: number of places. 0 means one per GPU or, on a CPU, one per core (at most 4).
         threads: threads per process on a CPU.
         memory_fraction: the fraction of a GPU's memory that each process may use.
-        memory_budget_bytes: limit for all models in a place together. 0: no limit.
+        memory_budget_bytes: limit for all models in a place together. 0 means no limit.
         start_timeout_s: time limit for a process to become ready.
         command: starts a model process, or the template that model processes are forked from.
     """
@@ -164,7 +166,7 @@ class _ModelProcesses:
 
     Args:
         threads: threads per process on a CPU.
-        device: the device that their template preloads for.
+        device: the device for which the template preloads.
     """
 
     def __init__(self, command: Sequence[str], threads: int, timeout_s: float, device: str) -> None:
@@ -172,7 +174,7 @@ class _ModelProcesses:
         self._environment = child_environment(threads)
         self._timeout_s = timeout_s
         self.template: Template | None = None
-        """The template they are forked from. None: this system can't fork them."""
+        """The template they are forked from. None if this system can't fork them."""
         if can_fork():
             ahead = (*command, f"--device={device}")
             self.template = Template(ahead, self._environment, timeout_s)

@@ -34,13 +34,13 @@ log = logging.getLogger(__name__)
 
 
 class _Host(NamedTuple):
-    """A process, and its models' numbers in the pool."""
+    """A process and its models' numbers in the pool."""
 
     process: KeptProcess
     models: Sequence[int]
 
     def residency(self) -> ResidencyReport:
-        """The models loaded in the process, as last reported, by the process's own numbers."""
+        """The models loaded in the process, as last reported, using the process's own numbers."""
         client = self.process.client
         return _NOTHING if client is None else client.residency
 
@@ -50,7 +50,7 @@ class PooledProcess:
 
     Args:
         launches: how to start the processes. Together they compute all models in the pool.
-        memory_budget_bytes: limit for all of their models together. 0: no limit.
+        memory_budget_bytes: limit for all of their models together. 0 means no limit.
     """
 
     def __init__(self, launches: Sequence[Launch], memory_budget_bytes: int = 0) -> None:
@@ -77,7 +77,7 @@ class PooledProcess:
         """Waits until each process can run a batch.
 
         Raises:
-            PenstockError: one could not be started or restarted.
+            PenstockError: a process could not be started or restarted.
         """
         await self._opened.wait()
         for host in self._hosts:
@@ -86,7 +86,7 @@ class PooledProcess:
     async def keep_alive(self) -> None:
         """Starts the processes one after another, and restarts them when they die.
 
-        Returns once none can be started any more.
+        Returns once no process can be started anymore.
         """
         async with asyncio.TaskGroup() as group:
             try:
@@ -125,7 +125,7 @@ class PooledProcess:
         return await client.send(batch, timeout_s, on_step, number, on_previews)
 
     async def finish(self, done: BatchResult, model: int) -> None:
-        """Makes room on the device if a finished batch of `model` had too little."""
+        """Makes room on the device if a finished batch for `model` had too little."""
         host, number = self._find(model)
         client = host.process.client
         is_resident = client is None or number in client.residency.resident
@@ -169,7 +169,9 @@ class PooledProcess:
         on_message: OnStepMessage,
         model: int = 0,
     ) -> StepsEnded:
-        """Runs items on a model that computes in steps until none are left. Others may be admitted.
+        """Runs items on a model that computes in steps until none are left.
+
+        More items may be admitted.
 
         Args:
             batch: at least one item.
@@ -238,7 +240,7 @@ class PooledProcess:
             await host.process.client.evict([number])
 
     async def _evict_others(self, models: Sequence[int]) -> bool:
-        """Evicts all other models: the device has too little memory for all of them.
+        """Evicts all other models, because the device has too little memory for all of them.
 
         Returns whether there were any.
         """
@@ -249,18 +251,18 @@ class PooledProcess:
         return bool(held)
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
-        """Adds items to the batch that runs in steps; see ProcessClient.admit."""
+        """Adds items to the batch that runs in steps. See ProcessClient.admit."""
         return None if self._current is None else self._current.admit(items)
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Stops these items of the batch that runs in steps. They fail as canceled."""
+        """Stops these items in the batch that runs in steps. They fail as canceled."""
         if self._current is not None:
             self._current.drop(slots)
         else:
             self._early_drops += slots
 
     def preempt(self, slots: Sequence[int]) -> None:
-        """Interrupts these items of the batch that runs in steps. They come back as preempted."""
+        """Interrupts these items in the batch that runs in steps. They come back as preempted."""
         if self._current is not None:
             self._current.preempt(slots)
 

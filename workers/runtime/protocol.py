@@ -1,14 +1,14 @@
 """Messages between the I/O process and a model process: MessagePack frames on a socket.
 
 A frame is its length in bytes (unsigned 32-bit, little-endian), followed by one of the structs
-below or in workers/models/reports.py. The model process receives RunBatch, Watch, Cancel and Evict.
-It sends Ready or Refused once, then StepDone, Previews and BatchResult.
+below or in workers/models/reports.py. The model process receives RunBatch, Watch, Cancel, and
+Evict. It sends Ready or Refused once, then StepDone, Previews, and BatchResult.
 
 For a model that computes in steps, Admit adds items to a running batch, and Drop or Preempt removes
-them. The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare and Preempted, and
-StepsEnded when no items are left. An Admit and a StepsEnded may cross. The process therefore
-ignores an Admit for a batch that is over, and the I/O process requeues any items that have no
-outcome when StepsEnded arrives.
+them. The process sends Chunks, ItemsProgress, ItemPreview, ItemEnded, Spare, and Preempted, and
+StepsEnded when no items are left. An Admit and a StepsEnded may cross in transit. The process
+therefore ignores an Admit for a batch that is over, and the I/O process requeues any items that
+have no outcome when StepsEnded arrives.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from workers.models.reports import BatchResult, Previews, Ready, StepDone, StepM
 HEADER = struct.Struct("<I")
 FRAME_MAX_BYTES = 512 * 1024 * 1024
 IN_FLIGHT = 2
-"""An overlapping model's batches in a process: one running while the other is prepared."""
+"""Number of batches an overlapping model has in a process: one runs while the other is prepared."""
 _encoder = msgspec.msgpack.Encoder()
 
 
@@ -53,14 +53,14 @@ class Admit(msgspec.Struct, tag="admit"):
 
 
 class Drop(msgspec.Struct, tag="drop"):
-    """Stop these slots of batch `number`, which may already have ended."""
+    """Stop these slots in batch `number`, which may already be over."""
 
     number: int
     slots: list[int]
 
 
 class Preempt(msgspec.Struct, tag="preempt"):
-    """Interrupt these slots of batch `number`, which may already have ended.
+    """Interrupt these slots in batch `number`, which may already be over.
 
     They resume later.
     """
@@ -70,7 +70,7 @@ class Preempt(msgspec.Struct, tag="preempt"):
 
 
 class Watch(msgspec.Struct, tag="watch"):
-    """A reader is watching these slots of batch `number`, which may already be over."""
+    """A reader is watching these slots in batch `number`, which may already be over."""
 
     number: int
     slots: list[int]

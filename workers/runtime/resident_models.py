@@ -6,8 +6,8 @@ possible.
 Also measures the memory of the process and the machine, and returns unused memory.
 
 Restoring from a copy is about twenty times faster than loading from disk. Only models with plain
-parameters can be offloaded. Compiled models and CUDA graphs contain the parameters' addresses, and
-quantized models hide parameters in other objects.
+parameters can be offloaded, because compiled models and CUDA graphs contain the parameters'
+addresses, and quantized models hide parameters in other objects.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from workers.models.base import InferenceModel, LoadedModel, OverlappingModel
 from workers.models.reports import ResidencyReport
 
 _DEPTH = 6
-"""Depth of the search for networks: model, encoder or pipeline, list or dict, network."""
+"""Maximum depth when searching for networks: model, encoder or pipeline, list or dict, network."""
 
 _PAGE_BYTES = resource.getpagesize()
 _SUFFIXES = (".safetensors", ".bin", ".pt", ".onnx")
@@ -54,7 +54,10 @@ class Offloaded:
         self.size_bytes = sum(copy.nbytes for copy in copies)
 
     def release(self) -> None:
-        """Replaces the weights with the copies, which frees GPU memory. Weights never change."""
+        """Replaces the weights with the copies, which frees GPU memory.
+
+        This is safe because weights never change.
+        """
         for tensor, copy in zip(self._tensors, self._copies, strict=True):
             tensor.data = copy
 
@@ -196,7 +199,7 @@ def free_host_bytes() -> int:
 def give_back(*, is_empty: bool) -> None:
     """Returns freed memory to the machine.
 
-    `is_empty`: no models are loaded, so all remaining objects are permanent.
+    `is_empty`: True if no models are loaded, so all remaining objects are permanent.
     """
     gc.collect()
     if is_empty:
@@ -221,10 +224,10 @@ class ResidentModels:
     Args:
         makers: create each model without loading it. A model's number is its index here.
         weights: each model's weights file or folder, for estimating its size before the first load.
-        budget_bytes: limit for all resident models together. A larger model is the only resident
-            one. 0: only the device's own limit, which also causes evictions.
-        loaded: models loaded before this process was forked, by number.
-        more_weights: additional files that models load, by number. Included in the estimate.
+        budget_bytes: limit for all resident models together. A larger model must be the only
+            resident model. If 0, only the device's limit applies, which also causes evictions.
+        loaded: models loaded before this process was forked, keyed by number.
+        more_weights: additional files that models load, keyed by number. Included in the estimate.
     """
 
     def __init__(
@@ -256,7 +259,7 @@ class ResidentModels:
         self.warmup_s = 0.0
 
     def open(self) -> None:
-        """Loads every model once, so that an invalid one is rejected now.
+        """Loads every model once, so that an invalid model is rejected now.
 
         The first models that fit stay loaded.
 
@@ -291,7 +294,7 @@ class ResidentModels:
         return cast(InferenceModel, self.use(number))
 
     def loaded_at_s(self, number: int) -> float:
-        """Returns when this model was last loaded, in Unix seconds. 0: never."""
+        """Returns when this model was last loaded, in Unix seconds, or 0 if never."""
         return self._loaded_at_s.get(number, 0.0)
 
     def _load_within_budget(self, number: int) -> None:
@@ -368,7 +371,7 @@ class ResidentModels:
             self._evict_oldest()
 
     def evict(self, numbers: Sequence[int]) -> None:
-        """Evicts these models, if they are resident: others need the memory."""
+        """Evicts these models, if they are resident, because others need the memory."""
         for number in numbers:
             if number in self._resident:
                 self._resident.move_to_end(number, last=False)
@@ -391,7 +394,7 @@ class ResidentModels:
     def changes(self) -> ResidencyReport | None:
         """Returns the loads and evictions since the last call, and the resident models.
 
-        None if there were none.
+        None if there were no changes.
         """
         changes, self._changes = self._changes, ResidencyReport([])
         if not changes.loads and not changes.evictions:

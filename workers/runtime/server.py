@@ -116,10 +116,9 @@ def _arguments() -> argparse.Namespace:
 
 @contextmanager
 def gpus_hidden() -> Iterator[None]:
-    """Hides all GPUs from libraries within this context.
+    """Hides all GPUs from libraries within this context. When imported, diffusers looks for a GPU.
 
-    diffusers looks for one when it is imported. Both CUDA and NVML start a thread to do so, and a
-    process with threads can't be forked.
+    Both CUDA and NVML start a thread to do so, and a process with threads can't be forked.
     """
     name = "CUDA_VISIBLE_DEVICES"
     visible = os.environ.get(name)
@@ -195,7 +194,7 @@ def serve(arguments: argparse.Namespace, loaded: Mapping[int, LoadedModel]) -> i
 
 
 class ModelServer:
-    """Serves the I/O process at the other end of `connection`. `rooms`: each model's room."""
+    """Serves the I/O process at the other end of `connection`. `rooms`: each model's capacity."""
 
     def __init__(
         self,
@@ -257,7 +256,7 @@ class ModelServer:
 
 
 def _exit_on_hangup(fd: int) -> None:
-    """Exits at once when the I/O process closes its end or dies."""
+    """Exits immediately when the I/O process closes its end or dies."""
     poller = select.poll()
     poller.register(fd, 0)  # no events, so poll reports only a hang-up, never data
     poller.poll()

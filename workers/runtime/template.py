@@ -1,4 +1,4 @@
-"""The template of model processes: its client in the I/O process, and the process that forks.
+"""The template for model processes: its client in the I/O process, and the process that forks.
 
 A fork is ready in a fraction of the time that importing torch takes, and all forks share the memory
 pages of libraries and weights. The first fork request starts the template. If the template dies,
@@ -10,8 +10,8 @@ template sends one TemplateReady, one ForkResult with a pidfd for each ForkReque
 ProcessEnded for each process that exited.
 
 The template process loads libraries and weights, and forks model processes on request. It doesn't
-run models, start threads or initialize CUDA, because none of these survive a fork. If a library
-does so anyway, the forked process re-executes its program. That is as slow as running without a
+run models, start threads, or initialize CUDA, because none of these survive a fork. If a library
+does so anyway, the forked process re-executes its program. This is as slow as running without a
 template, and just as safe.
 """
 
@@ -57,7 +57,8 @@ class ForkRequest(msgspec.Struct, tag="fork"):
 class TemplateReady(msgspec.Struct, tag="loaded"):
     """The libraries and the weights of `models` models are loaded.
 
-    `other_threads` has the name of each thread except the main one. Forks are safe if it is empty.
+    `other_threads` contains the name of each thread except the main thread. Forks are safe if it is
+    empty.
     """
 
     load_s: float
@@ -67,7 +68,7 @@ class TemplateReady(msgspec.Struct, tag="loaded"):
 
 
 class ForkResult(msgspec.Struct, tag="forked"):
-    """ForkRequest `number` has process id `pid`."""
+    """The process forked for ForkRequest `number` has process ID `pid`."""
 
     number: int
     pid: int
@@ -98,13 +99,13 @@ def send(
 
 
 def receive_request(control: socket.socket) -> tuple[ForkRequest | None, list[int]]:
-    """Returns the next request and its descriptors. None if the I/O process hung up or died."""
+    """Returns the next request and its descriptors, or None if the I/O process hung up or died."""
     body, descriptors, _, _ = socket.recv_fds(control, PACKET_MAX_BYTES, 2)
     return (_request_decoder.decode(body) if body else None), descriptors
 
 
 def receive_message(control: socket.socket) -> tuple[TemplateMessage | None, list[int]]:
-    """Returns the next message and its descriptor. None if the template died.
+    """Returns the next message and its descriptor, or None if the template died.
 
     Raises:
         BlockingIOError: no message is available.
@@ -144,7 +145,7 @@ class Template:
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory of the template. The forked processes share most of it."""
+        """The template's resident memory, most of which is shared with the forked processes."""
         loaded = None if self._running is None else self._running.loaded.result()
         return 0 if loaded is None else loaded.memory_bytes
 
@@ -346,7 +347,7 @@ class _TemplateProcess:
 
 
 class _Output(asyncio.StreamReaderProtocol):
-    """The output of a forked process."""
+    """A forked process's output."""
 
     def __init__(self) -> None:
         self.reader = asyncio.StreamReader()

@@ -1,7 +1,7 @@
 """`penstock models check NAME` for a text model: how much memory it takes, and how much text fits.
 
-Starts the model the way a worker does, with one model process and all cores. The size of keys and
-values per token is derived from the layers in the model's configuration.
+Starts the model the way a worker does, with one model process and all cores. The size of a token's
+keys and values is derived from the layers in the model's configuration.
 """
 
 from __future__ import annotations
@@ -125,7 +125,8 @@ def count_elements_in_config(folder: Path) -> int:
 def count_elements_in_gguf(path: Path) -> int:
     """Returns how many key and value elements a token has, from a GGUF file's metadata.
 
-    Layers with a sliding window count like the others, although llama.cpp stores less for them.
+    Layers with a sliding window are counted like the others, although llama.cpp stores less for
+    them.
     """
     from gguf import GGUFReader
 

@@ -1,4 +1,4 @@
-"""Chooses the next batch's items from the waiting items. Pure: no clock, no I/O.
+"""Chooses the next batch's items from the waiting items. Uses no clock and does no I/O.
 
 A batch consists of items that are waiting when a model process becomes idle. It never waits for
 more items. Tenants share the model by work, not by items:
@@ -10,10 +10,9 @@ take items while its deficit is above 0, and pays back any excess in the followi
 tenant's turn therefore doesn't depend on its next item's length.
 - **Within a tenant**: earliest deadline first, then order of arrival for equal deadlines.
 - **Keys**: only items with equal keys share a batch. The tenant whose turn it is leads with its
-    first item, whose key becomes the batch's. Other items with that key follow in the order of
+    first item, whose key becomes the batch's key. Other items with that key follow in the order of
     their tenants' turns. All of them are charged, so a tenant gains nothing by using keys. In this
-    way, a tenant
-may run ahead of its turn by at most one batch.
+    way, a tenant may run ahead of its turn by at most one batch.
 
 Rounds are counted rather than iterated: each tenant has the number of the first round in which it
 may take an item, and a heap orders the tenants by that number. Rounds without an item therefore
@@ -71,7 +70,7 @@ class Batchable(Protocol):
 
     @property
     def tenant(self) -> str:
-        """The tenant that is charged for it."""
+        """The tenant that is charged for the item."""
 
     @property
     def weight(self) -> float:
@@ -87,7 +86,7 @@ class Batchable(Protocol):
 
     @property
     def length(self) -> int:
-        """Its work, in tokens or pixel-steps."""
+        """The item's work, in tokens or pixel-steps."""
 
 
 ItemT = TypeVar("ItemT", bound=Batchable)
@@ -108,7 +107,9 @@ class TenantQueue(Generic[ItemT]):
         self.quantum = 1.0
         """Work per round."""
         self.spent = 0.0
-        """Work taken so far, in rounds of its quantum. It has a deficit in rounds above this."""
+        """Work taken so far, in rounds of the tenant's quantum. The tenant has a deficit in later
+        rounds.
+        """
         self.waiting = 0
         """Number of waiting items."""
         self.work = 0
@@ -120,7 +121,7 @@ class TenantQueue(Generic[ItemT]):
 
     @property
     def next_round(self) -> int:
-        """The first round in which its deficit is positive."""
+        """The first round in which the tenant's deficit is positive."""
         return int(self.spent) + 1
 
     def add(self, entry: HeapEntry[ItemT]) -> bool:
@@ -138,12 +139,12 @@ class TenantQueue(Generic[ItemT]):
         return is_new
 
     def first(self, key: str) -> HeapEntry[ItemT] | None:
-        """Returns the entry of its first item with `key`."""
+        """Returns the entry for the tenant's first item with `key`."""
         entries = self.by_key.get(key)
         return self._top(entries) if entries else None
 
     def earliest(self) -> HeapEntry[ItemT] | None:
-        """Returns the entry of its first item with any key."""
+        """Returns the entry for the tenant's first item with any key."""
         if len(self.by_key) == 1:
             (entries,) = self.by_key.values()
             return self._top(entries)
@@ -326,10 +327,11 @@ class BatchQueue(Generic[ItemT]):
         Args:
             at_most: maximum number of items.
             room: maximum work, or the unit measured by `room_of`.
-            key: the running batch's key. None: any, and all items must have the first item's key.
+            key: the running batch's key. None means any key, in which case all items must have the
+                first item's key.
             is_wanted: unwanted items are removed without charging for them.
             may_take: a tenant whose next item may not be taken loses its turn but keeps the item.
-            room_of: returns the room an item takes. None: uses its work.
+            room_of: returns the room an item takes. None means the item's work.
         """
         admitted: list[ItemT] = []
         while len(admitted) < at_most:
@@ -428,7 +430,7 @@ class BatchQueue(Generic[ItemT]):
             heappush(ring, (tenant.next_round, next(self._turns), tenant))
 
     def _queue_of(self, name: str) -> TenantQueue[ItemT]:
-        """Returns a queue for tenant `name`, which has nothing waiting.
+        """Returns a queue for tenant `name`, which has no items waiting.
 
         The tenant is due next round, or once its debt is paid.
         """

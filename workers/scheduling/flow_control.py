@@ -5,7 +5,7 @@ enough: one running and one waiting. A finished job's permit becomes available a
 reply and ack have traveled to the broker and the next job has come back. The worker therefore also
 holds the jobs that its model computes in that time, which is its rate times the round trip, like
 the bandwidth-delay product of a network path. The number is limited, because if a worker dies, its
-jobs wait until their leases expire and are then computed again.
+jobs have to wait until their leases expire and then be computed again.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class FlowControl:
 
     Args:
         held: the number of jobs for a nearby broker, which is two batches per process.
-        completion: time from the end of a job's last item to its ack.
+        completion: time from when a job's last item finishes until the job's ack.
         ack_linger_s: how long acks wait to be sent together.
     """
 

@@ -1,6 +1,6 @@
 """A pulled job: its items, their outcomes so far, and its items waiting for the model.
 
-Plain data, no I/O.
+Contains only plain data, and does no I/O.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ from workers.models.reports import BatchResult, Call
 FRESH_S = 0.05
 TOKEN_ID_BYTES = 4
 TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
-"""Workers that may die while holding a job, or a text generation, before its items run one by
-one.
+"""Number of workers that may die while holding a job, or a text generation, before its items are
+run one by one.
 """
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
 NOT_SENT = "the answer was on its way"
@@ -65,17 +65,19 @@ class PulledJob:
     to_pay: dict[str, tuple[int, Owed]] = field(default_factory=dict)
     """Unpaid results that this job pays for, by cache key, each with its item's index."""
     undelivered: frozenset[int] = frozenset()
-    """Indexes of items whose results were not part of the answer, once known."""
+    """Indexes of items whose results were not part of the response, once known."""
     written: dict[int, list[Chunk]] = field(default_factory=dict)
     """Custom classes' output for finished items, by item index."""
     is_over: bool = False
-    """The job is being finished, is finished, or was handed back. Its queued items are dropped."""
+    """True if the job is being finished, is finished, or was handed back. Its queued items are
+    dropped.
+    """
     is_canceled: bool = False
-    """The caller is gone. This job's running batches stop after their current step."""
+    """True if the caller is gone. This job's running batches stop after their current step."""
     is_late: bool = False
-    """The deadline passed. The job ends as if canceled."""
+    """True if the deadline has passed. The job ends as if canceled."""
     timer: JobTimer | None = None
-    """Set until the job ends."""
+    """Set until the job is over."""
     over_since_s: float = 0.0
     """Monotonic time of the last item's outcome."""
     unfinished_claims: int = 0
@@ -87,11 +89,11 @@ class PulledJob:
     is_released: bool = False
     """True if the claim was released because the worker is shutting down."""
     dead_letter_reason: str = ""
-    """Why the job was given up. A copy of its message goes to the dead-letter topic."""
+    """The reason the job was given up on. A copy of its message goes to the dead-letter topic."""
     trace: TraceContext | None = None
     """The span that published the job."""
     runs: list[ItemRun] | None = None
-    """Batches of its items so far. None if its spans are not kept."""
+    """The batches its items have run in so far. None if its spans are not kept."""
 
     @property
     def record(self) -> str:
@@ -181,7 +183,7 @@ class PulledJob:
     def expired(
         self, index: int, receipt: Receipt | None = None, before: str = NOT_STARTED
     ) -> ItemOutcome:
-        """Returns the outcome for an item whose time ran out `before` some event."""
+        """Returns the outcome for an item whose time ran out before the event `before`."""
         is_queue_limit = (
             before == NOT_STARTED
             and not self.is_late
@@ -229,11 +231,11 @@ class Computed:
     traces: Sequence[TraceContext] = ()
     """Traces of the batch's jobs whose spans are kept."""
     computed_work: int | None = None
-    """Its work, including its share of the padding. None: nothing was padded."""
+    """The item's work, including its share of the padding. None if nothing was padded."""
     logs: PrintedLogs | None = None
     """The model process's output, if the item was computed on its own."""
     call: Call | None = None
-    """The call that computed the item. None: all calls in its batch did."""
+    """The call that computed the item. None if all calls in its batch did."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -261,17 +263,19 @@ class QueuedItem:
     payer: tuple[PulledJob, int] | None = None
     """The job charged for the result, and its item's index."""
     deaths: int = 0
-    """Number of model processes that died while computing it."""
+    """Number of model processes that died while computing the item."""
     deaths_alone: int = 0
     """How many of these processes were computing nothing else."""
     written: list[Chunk] = field(default_factory=list)
     """A generation's output so far, if it is being streamed or was preempted."""
     has_started: bool = False
-    """True if a model process has had it, so that its queue time limit no longer applies."""
+    """True if a model process has received the item, so that the queue time limit no longer
+    applies.
+    """
 
     @property
     def tenant(self) -> str:
-        """The tenant charged for its work: the first waiter's."""
+        """The tenant charged for the work, which is the first waiter's."""
         return self.waiters[0][0].envelope.tenant
 
     @property
@@ -280,19 +284,19 @@ class QueuedItem:
 
     @property
     def deadline_s(self) -> float:
-        """When its first waiter gives up unless the item has started, in Unix seconds."""
+        """When the first waiter gives up if the item has not started by then, in Unix seconds."""
         if len(self.waiters) == 1:  # as is nearly always the case
             return self.waiters[0][0].start_by_s
         return min(pulled.start_by_s for pulled, _ in self.waiters)
 
     @property
     def is_unwanted(self) -> bool:
-        """True if the callers of all its waiters are gone."""
+        """True if all of its waiters' callers are gone."""
         return all(pulled.is_unwanted for pulled, _ in self.waiters)
 
     @property
     def can_go_on(self) -> bool:
-        """True if it can be interrupted and resumed later."""
+        """True if the item can be interrupted and resumed later."""
         return isinstance(self.prepared, PreparedPrompt | PreparedImage)
 
     @property
@@ -302,22 +306,22 @@ class QueuedItem:
 
     @property
     def length(self) -> int:
-        """The part of the batch budget it takes."""
+        """The part of the batch budget the item takes."""
         return self.prepared.length
 
     @property
     def work(self) -> int | None:
-        """The work in a custom model's item, for the receipt. None: the result includes it."""
+        """The work in a custom model's item, for the receipt. None if the result includes it."""
         return self.prepared.length if isinstance(self.prepared, PreparedCustom) else None
 
     def spent_work(self, steps_saved: int | None = None) -> int:
-        """Returns the work done for it if it ends without a result.
+        """Returns the work done for the item if it finishes without a result.
 
         A streamed text counts its prompt and its output so far. Anything else counts as estimated
         by the queue, minus an image's skipped steps.
 
         Args:
-            steps_saved: denoising steps that were skipped. None: the model has no steps.
+            steps_saved: denoising steps that were skipped. None if the model has no steps.
         """
         prepared = self.prepared
         if isinstance(prepared, PreparedPrompt) and prepared.is_streamed:
@@ -335,7 +339,7 @@ class QueuedItem:
 
     @property
     def may_wait_for_hours(self) -> bool:
-        """True if no worker has to start for it: `batch` priority, and not a prediction."""
+        """True if no worker has to be started for it: `batch` priority, and not a prediction."""
         return all(
             pulled.envelope.priority == "batch" and not pulled.envelope.has_record
             for pulled, _ in self.waiters

@@ -46,7 +46,7 @@ class QueueState(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """Nothing to run before `until_s` (Unix seconds, None: no limit), unless an item is queued."""
+    """Nothing to run before `until_s` (Unix seconds, or None), unless an item is queued."""
 
     until_s: float | None
 
@@ -54,7 +54,7 @@ class Idle:
 class ModelScheduler:
     """Schedules `models` queues on `processes` model processes.
 
-    Pure: no clock, no I/O. Times are Unix seconds from the same clock.
+    Uses no clock and does no I/O. Times are Unix seconds from the same clock.
 
     Loading a model takes time, so a process sticks with its loaded (resident) models. It switches
     to another in three cases. `switch_wait_s` is the sum of all load times, divided by SWITCH_SHARE
@@ -68,12 +68,12 @@ class ModelScheduler:
     total waiting time since then has reached the load time. From then on, waiting costs more than
     the switch.
 
-    The bound: due models run first, in the order in which they became due, resident or not. A model
-    that was served is due again only after a wait, so it queues behind all models that are due now.
-    Once a model is due, every other model therefore runs at most one batch before it. With n
-    models, the first batch with a model's oldest job starts, counted from when that job was queued,
-    after at most `switch_wait_s`, the batch running at that time, n - 1 loads and batches of other
-    models, and the model's own load.
+    The bound: due models run first, in the order in which they became due, whether or not they are
+    resident. A model that was served is due again only after a wait, so it queues behind all models
+    that are due now. Once a model is due, every other model therefore runs at most one batch before
+    it. With n models, the first batch with a model's oldest job starts, counted from when that job
+    was queued, after at most `switch_wait_s`, the batch running at that time, n - 1 loads and
+    batches of other models, and the model's own load.
     """
 
     def __init__(self, models: int, processes: int) -> None:
@@ -94,7 +94,7 @@ class ModelScheduler:
         queues: Sequence[QueueState],
         now_s: float,
     ) -> int | Idle:
-        """Returns the model that a free process runs now, or how long the process stays idle.
+        """Returns the model for a free process to run now, or how long the process stays idle.
 
         Args:
             free_since_s: when the process finished its last batch.
@@ -123,7 +123,7 @@ class ModelScheduler:
         return min(usual_s, max(urgent_s, allowed_s))
 
     def _worth_s(self, model: int, queue: QueueState, free_since_s: float) -> float:
-        """Returns when it is worth loading the model in an idle process."""
+        """Returns the time from which it is worth loading the model in an idle process."""
         return max(queue.oldest_s, free_since_s) + self._load_s[model] / queue.waiting
 
     def _wait_s(self, share: float) -> float:

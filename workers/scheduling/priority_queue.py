@@ -1,6 +1,6 @@
 """One model's waiting items in a worker: two queues by priority, and the suspects.
 
-Pure: no clock, no I/O.
+Uses no clock and does no I/O.
 
 - Interactive items go first. Items with `batch` priority fill the room left in an interactive
     batch, with at most FILL_S of work, so they hardly make it longer. They get a separate batch in
@@ -11,10 +11,9 @@ recently arrived. A process can't be interrupted, so this limits how long an int
 - A suspect is an item whose model process or worker died. The suspects from one death are retried
     in halves until the lethal item is isolated. One group runs at a time, so the other processes
     stay up for other items. Groups and other items take turns.
-- An item is given up on after DEATHS_MAX deaths, if it was on its own for DEATHS_ALONE_MAX of them.
-    A death
-with another cause (a manual kill, too little memory) costs other items only time, even in the
-middle of a retry.
+- An item is given up on after DEATHS_MAX deaths, provided it was on its own for DEATHS_ALONE_MAX of
+    them. A death with another cause (a manual kill, too little memory) costs other items only time,
+    even in the middle of a retry.
 - With continuous batching, the same order applies to the items admitted next.
 - If a model's items can't be interrupted, no single tenant may hold all of a worker's slots
     (workers/scheduling/tenant_shares.py). That tenant's items wait while others go first.
@@ -70,7 +69,7 @@ RECENT_S = 60.0
 BATCH_SHARE = 1 / 16
 """Share of the work that `batch` priority gets while interactive items are always waiting.
 
-It is enough to keep `batch` work from stopping. Each turn lasts TURN_S, so an interactive item
+This is enough to keep `batch` work from stopping. Each turn lasts TURN_S, so an interactive item
 waits for at most one additional short batch.
 """
 URGENT_TURN = 4
@@ -99,15 +98,15 @@ class Placed(Protocol):
 
     @property
     def tenant(self) -> str:
-        """The tenant that the item belongs to."""
+        """The tenant to which the item belongs."""
 
     @property
     def weight(self) -> float:
-        """Weight of the tenant that the item belongs to."""
+        """The weight of the item's tenant."""
 
     @property
     def can_go_on(self) -> bool:
-        """True if it can be interrupted and resumed later."""
+        """True if the item can be interrupted and resumed later."""
 
 
 ItemT = TypeVar("ItemT", bound=Placed)
@@ -173,15 +172,21 @@ class BatchTime:
         self._wt = FADE * self._wt + work * seconds
 
     def seconds_for(self, work: float) -> float:
-        """Returns how long a batch with `work` takes. 0 if no batch was observed."""
+        """Returns how long a batch with `work` takes, or 0 if no batch has been observed."""
         return self._fixed_s + work * self._slope
 
     def work_in(self, seconds: float) -> float:
-        """Returns how much work fits in `seconds`, at least 0. Infinite if none was observed."""
+        """Returns how much work fits in `seconds`, at least 0.
+
+        Infinite if no batch has been observed.
+        """
         return max(0.0, seconds - self._fixed_s) / self._slope if self._slope else inf
 
     def more_work_in(self, seconds: float) -> float:
-        """Returns how much work lengthens a batch by `seconds`. Infinite if none was observed."""
+        """Returns how much work adds `seconds` to a batch.
+
+        Infinite if no batch has been observed.
+        """
         return seconds / self._slope if self._slope else inf
 
     @property
@@ -259,7 +264,7 @@ class BatchPriorityPolicy:
         Args:
             work: total work of its items.
             has_delayed: True if interactive items were waiting.
-            is_urgent: True if it ran because of a deadline.
+            is_urgent: True if the batch ran because of a deadline.
         """
         self._since_urgent = 0 if is_urgent else self._since_urgent + 1
         if has_delayed:
@@ -271,8 +276,8 @@ class BatchPriorityPolicy:
 class PriorityQueue:
     """Waiting items and running batches. `budget` and `max_items` are the same as in BatchQueue.
 
-    `shares` limits how many slots a tenant may hold for a model that computes step by step. None:
-    no limit.
+    `shares` limits how many slots a tenant may hold for a model that computes step by step. None
+    means no limit.
     """
 
     def __init__(self, budget: int, max_items: int, shares: TenantShares | None = None) -> None:
@@ -299,14 +304,14 @@ class PriorityQueue:
 
     @property
     def running(self) -> list[list[QueuedItem]]:
-        """The batches that were taken and have not ended."""
+        """The batches that were taken and have not finished."""
         return self._running
 
     @property
     def has_full_batch(self) -> bool:
-        """True if the next batch is full, so that taking it later gains nothing.
+        """True if the next batch is full, so there is nothing to gain by taking it later.
 
-        Always False while there are suspects: they run by themselves.
+        Always False while there are suspects, because they run by themselves.
         """
         if self._suspects or self._a_suspect_runs:
             return False
@@ -325,7 +330,7 @@ class PriorityQueue:
         return min(queued.queued_at_s for queued in chain(firsts, suspects))
 
     def add(self, queued: QueuedItem) -> None:
-        """Adds an item to the queue of its priority, or to the suspects."""
+        """Adds an item to the queue for its priority, or to the suspects."""
         self._held_up.clear()
         if self._shares is not None:
             self._shares.record_arrival(queued.tenant, queued.queued_at_s)
@@ -375,7 +380,7 @@ class PriorityQueue:
     ) -> list[QueuedItem]:
         """Adds items to a batch that one of `processes` computes step by step.
 
-        Each counts as a separate batch from now on. Suspects run by themselves: while some are
+        Each item counts as a separate batch from now on. Suspects run by themselves: while some are
         waiting, nothing is admitted until the process is empty and takes them.
 
         Args:
@@ -467,8 +472,8 @@ class PriorityQueue:
     ) -> list[QueuedItem]:
         """Returns items from `queue` to add to the items already in the process.
 
-        If nothing is running, one is admitted even if it exceeds the budget. Otherwise it would
-        wait forever.
+        If nothing is running, one item is admitted even if it exceeds the budget. Otherwise, it
+        would wait forever.
         """
         admitted: list[QueuedItem] = []
         if not here:
@@ -503,8 +508,8 @@ class PriorityQueue:
     def _room_of_batch_priority(self, here: Sequence[QueuedItem], now_s: float) -> int:
         """Returns how many items with `batch` priority may be admitted.
 
-        They leave the remaining slots to interactive items, if any have arrived recently. Alongside
-        waiting interactive items, one is admitted when it is owed.
+        They leave the remaining slots to interactive items, if any have arrived recently. While
+        interactive items are waiting, one `batch` item is admitted when it is owed.
         """
         queue = self._batch
         at_most = queue.max_items - len(here)
@@ -553,7 +558,7 @@ class PriorityQueue:
         return self._interactive.take(at_most, spare=spare, is_wanted=is_wanted)
 
     def _fill(self, batch: list[QueuedItem], is_wanted: Callable[[QueuedItem], bool]) -> None:
-        """Adds `batch` priority items to an interactive batch, if that is nearly free."""
+        """Adds `batch` priority items to an interactive batch, if that costs almost nothing."""
         if not batch:
             return
         interactive = _work(batch)

@@ -2,16 +2,17 @@
 
 A custom class without `predict_batch` computes an item from start to end, which may take minutes.
 If one tenant had all slots in all processes, others would have to wait for one of its items to
-finish. So while others are using the model, a tenant whose items take a long time doesn't get the
-last free slot.
+finish. Therefore, while other tenants are using the model, a tenant whose items take a long time
+doesn't get the last free slot.
 
-- A tenant whose items in the last hour have all been short (SHORT_S) may take all slots: others
-    wait no longer than that. So may a tenant with no others using the model (OTHERS_S), so that no
-    capacity stays idle. A tenant that has not completed any items yet counts as having long items.
+- A tenant whose items in the last hour have all been short (SHORT_S) may take all slots, because
+  others wait no longer than that. So may a tenant that is the only one using the model (OTHERS_S),
+  so that no capacity stays idle. A tenant that has not completed any items yet counts as having
+  long items.
 - Started work is never interrupted. A tenant's first item after a quiet period, or while another
     tenant's items are getting longer, may therefore have to wait for one running item.
 
-Pure: no clock, no I/O. Times are seconds from any single clock.
+Uses no clock and does no I/O. Times are seconds from any single clock.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ SHORT_S = 2.0
 REMEMBERED_S = 3600.0
 """How long a tenant's longest item is remembered."""
 OTHERS_S = 600.0
-"""How long a tenant counts as using the model."""
+"""How long a tenant is considered to be using the model."""
 MAX_TENANTS = 4096
 
 
@@ -55,10 +56,10 @@ class TenantShares:
         """Records how long one of a tenant's items held its slot.
 
         Args:
-            tenant: the tenant whose item has ended.
-            took_s: how long it held its slot.
-            is_computed: True if it ran to completion. A canceled item doesn't predict how long the
-                next one takes, unless it took long itself.
+            tenant: the tenant whose item has finished.
+            took_s: how long the item held its slot.
+            is_computed: True if the item ran to completion. A canceled item doesn't predict how
+                long the next one takes, unless it already took a long time.
         """
         self.record_arrival(tenant, now_s)
         if not is_computed and took_s <= SHORT_S:
@@ -75,7 +76,7 @@ class TenantShares:
 
         Args:
             tenant: the tenant whose item is next.
-            held: number of slots it holds.
+            held: number of slots the tenant holds.
             slots: number of slots the worker has.
         """
         if slots < 2 or held < slots - 1 or self._is_quick(tenant, now_s):

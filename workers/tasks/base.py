@@ -19,8 +19,8 @@ class Resources:
     """The resources a model runs on.
 
     `device` is `cpu`, `cuda`, `cuda:N` or `auto`. `threads` applies on a CPU. `memory_fraction` is
-    the fraction of a GPU's memory that the process may use. `backend` computes embeddings. None:
-    torch in the entry's precision.
+    the fraction of a GPU's memory that the process may use. `backend` computes embeddings. None
+    means torch in the entry's precision.
     """
 
     device: str
@@ -36,7 +36,7 @@ class WorkerTask(ABC):
     """The module in workers/optimize that creates the variants with its function `make_variants`.
     """
     variants: ClassVar[tuple[str, ...]]
-    """Names of the variants that `penstock optimize` can create, in the order it tries them."""
+    """Names of the variants `penstock optimize` can create, in the order in which it tries them."""
     variant_prefix: ClassVar[str]
     """The prefix of a variant's name in its manifest."""
 
@@ -64,7 +64,7 @@ class WorkerTask(ABC):
         return False
 
     def has_own_process(self, entry: Model) -> bool:
-        """Returns whether this model runs in a process that isn't ours (`start_own_process`).
+        """Returns whether this model runs in an external process (`start_own_process`).
 
         By default: no.
         """
@@ -77,7 +77,7 @@ class WorkerTask(ABC):
 
         Args:
             resources: the resources the process runs on.
-            timeout_s: time limit until it is ready for the first time.
+            timeout_s: time limit for the process to become ready for the first time.
         """
         raise NotImplementedError("a model process computes the models of this task")
 
@@ -103,7 +103,7 @@ class WorkerTask(ABC):
         By default: nothing.
 
         Raises:
-            ConfigurationError: it can't be created.
+            ConfigurationError: something the model needs can't be created.
         """
 
     def more_weights(self, entry: Model) -> Sequence[Path]:

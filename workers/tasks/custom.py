@@ -1,4 +1,4 @@
-"""Custom models: a class with Cog's interface, in a separate process."""
+"""Custom models: classes with Cog's interface, each in a separate process."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class CustomWorker(WorkerTask):
     variant_prefix = "custom"
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """Returns nothing: a class is used as it is."""
+        """Returns nothing, because a class is used as it is."""
         return ()
 
     def has_own_process(self, entry: Model) -> bool:
@@ -36,7 +36,7 @@ class CustomWorker(WorkerTask):
         return interface_of(entry).weighs
 
     def provide(self, entry: Model, folder: Path) -> None:
-        """Creates the environment with its packages, if it has any."""
+        """Creates the environment with the class's packages, if it has any."""
         from workers.models.custom.environments import python_for
 
         python_for(folder)
@@ -50,7 +50,7 @@ class CustomWorker(WorkerTask):
         return CustomPreparer(entry, weigher)
 
     def comparer(self, entry: Model, folder: Path) -> IsClose | None:
-        """Compares with the class itself, or by equality if its outputs are reproducible."""
+        """Compares using the class itself, or by equality if its outputs are reproducible."""
         from workers.models.custom.aside import AsideClass
 
         if interface_of(entry).compares:

@@ -27,11 +27,11 @@ class ImageWorker(WorkerTask):
         return entry.image.join == "auto" and read_index(folder) is not None
 
     def provide(self, entry: Model, folder: Path) -> None:
-        """Downloads the weights of its controls and IP-Adapters."""
+        """Downloads the weights for the model's controls and IP-Adapters."""
         self.more_weights(entry)
 
     def more_weights(self, entry: Model) -> Sequence[Path]:
-        """Returns its controls' folders, and its IP-Adapters' files and image encoders."""
+        """Returns the controls' folders, and the IP-Adapters' files and image encoders."""
         from workers.models.image.folders_beside import control_folders, ip_adapter_files
 
         files = ip_adapter_files(entry).values()

@@ -19,7 +19,7 @@ class GenerationWorker(WorkerTask):
     variant_prefix = "text"
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """Returns nothing: there are no variants yet."""
+        """Returns nothing, because there are no variants yet."""
         return ()
 
     def computes_steps(self, entry: Model, folder: Path) -> bool:
@@ -53,7 +53,7 @@ class GenerationWorker(WorkerTask):
         return PromptPreparer(entry, folder)
 
     def model(self, entry: Model, folder: Path, resources: Resources) -> LoadedModel:
-        """Returns a language model with its cache of keys and values."""
+        """Returns a language model with its key-value cache."""
         from workers.models.device import Device
         from workers.models.generation.model import GenerationModel
 

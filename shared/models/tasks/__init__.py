@@ -1,6 +1,6 @@
 """The registry of tasks.
 
-Each task has one file here, and one of the same name in api/tasks and workers/tasks.
+Each task has one file here, and one with the same name in api/tasks and in workers/tasks.
 docs/how-to/adding-a-task.md shows how to add one.
 """
 

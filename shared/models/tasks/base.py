@@ -1,4 +1,4 @@
-"""The definition of a task: inputs and results of its items, and rules for its models."""
+"""The definition of a task: its items' inputs and results, and the rules for its models."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ Unit: TypeAlias = Literal["tokens", "pixel_steps", "work"]
 
 
 class LinkTo(Protocol):
-    """Returns the URL of a result."""
+    """Returns a result's URL."""
 
     def __call__(self, key: str | None, media_type: str = "") -> str:
         """Returns the URL.
 
         Args:
-            key: key in the object store. None: the result is in its record.
-            media_type: media type of the data. Empty: the output format chosen by the caller.
+            key: key in the object store. None if the result is in its record.
+            media_type: the data's media type. Empty means the output format chosen by the caller.
         """
 
 
@@ -33,13 +33,13 @@ class WorkBound(NamedTuple):
     """Maximum work of an item."""
 
     work: int
-    """Work in the unit of its task."""
+    """Work in the task's unit."""
     output_tokens: int = 0
-    """Number of these units that are generated tokens."""
+    """How many of these units are generated tokens."""
 
 
 class TaskInput(msgspec.Struct, omit_defaults=True):
-    """The input of one item. Each task has one or more tagged subclasses."""
+    """One item's input. Each task has one or more tagged subclasses."""
 
     @property
     def sources(self) -> Sequence[Blob]:
@@ -51,11 +51,11 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
         raise NotImplementedError
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Returns the approximate work in the unit of its task. Limits reserve this amount."""
+        """Returns the approximate work in the task's unit. Limits reserve this amount."""
         raise NotImplementedError
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns the maximum work. Budgets reserve its price."""
+        """Returns the maximum work. Budgets reserve the price of that work."""
         return WorkBound(self.estimate_work(entry))
 
     def cache_form(self) -> tuple[object, ...]:
@@ -64,7 +64,7 @@ class TaskInput(msgspec.Struct, omit_defaults=True):
 
 
 class StepInput(NamedTuple):
-    """The input of one flow step item."""
+    """One flow step item's input."""
 
     input: TaskInput
     is_repeatable: bool = True
@@ -72,13 +72,15 @@ class StepInput(NamedTuple):
 
 
 class TaskResult(msgspec.Struct, omit_defaults=True):
-    """The result of one item. Each task has one tagged subclass.
+    """One item's result. Each task has one tagged subclass.
 
     The item is charged for the `tokens`, `pixel_steps` or `work` field.
     """
 
     def find_wrong_number(self) -> str:
-        """Returns which of its numbers must not reach callers, such as NaN. Empty: all are valid.
+        """Describes a number in the result that must not reach callers, such as NaN.
+
+        Empty if all are valid.
 
         Results are checked once, when they leave the model (workers/runtime/execution.py). Pixels
         are checked before they become a file (workers/models/image/vae.py).
@@ -87,7 +89,7 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
 
     @property
     def recorded_metrics(self) -> Mapping[str, Any]:
-        """Returns metrics that the model recorded while computing the result."""
+        """Returns the metrics the model recorded while computing the result."""
         return {}
 
     @property
@@ -100,23 +102,24 @@ class TaskResult(msgspec.Struct, omit_defaults=True):
         raise NotImplementedError
 
     def blob_suffix(self, number: int) -> str:
-        """Returns the suffix of a blob's key in the object store, by its number from 0.
+        """Returns the suffix for a blob's key in the object store, given the blob's number from 0.
 
-        Must not be a path below the first, because a file can't contain files in a folder store.
+        The suffix must not be a path below the first blob's, because in a folder store, a file
+        can't contain files.
         """
         return f".{number}" if number else ""
 
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
-        """Returns the result as shown in a prediction, ready for JSON.
+        """Returns the result as it appears in a prediction, ready for JSON.
 
         Args:
             media_type: media type of the output format chosen by the caller.
-            link_to: returns the URL of a result that is not inline.
+            link_to: returns a result's URL if it is not inline.
         """
         raise NotImplementedError
 
     def step_value(self) -> Any:
-        """Returns the result as seen by flow steps: plain values, and a Blob for each file."""
+        """Returns the result as flow steps see it: plain values, and a Blob for each file."""
         raise NotImplementedError
 
     @classmethod
@@ -136,60 +139,63 @@ class FirstGuesses:
     """Seconds to assume until something has been measured."""
 
     item_s: float = 0.01
-    """Time that a worker takes for an item. Used by autoscaling."""
+    """How long a worker takes per item. Used by autoscaling."""
     gap_s: float = 0.002
-    """Time between two items that leave an API instance under load. Used by admission.
+    """Time between two items leaving an API instance under load. Used by admission.
 
-    Too short is better than too long. A late answer is noticed and corrects admission, but a wrong
-    rejection is not noticed.
+    Too short is better than too long: a late response is noticed and corrects admission, but an
+    unnecessary rejection goes unnoticed.
     """
     batch_s: float = 0.02
-    """Time that the model takes for an item, including the others in its batch.
+    """How long the model takes for an item and the rest of its batch.
 
     Used by admission.
     """
 
 
 class Task(ABC):
-    """The rules of a task. They are the same in every layer."""
+    """A task's rules, which are the same in every layer."""
 
     name: ClassVar[str]
     """Value of `task` in the catalog."""
     noun: ClassVar[str]
-    """Noun for a model of this task, in error messages."""
+    """Noun that error messages use for one of this task's models."""
     first_guesses: ClassVar[FirstGuesses]
     gen_ai_operation: ClassVar[str] = ""
-    """Operation of its spans, from OpenTelemetry's GenAI conventions. Empty: its name."""
+    """Operation name for spans, from OpenTelemetry's GenAI conventions. Empty means the task's
+    name.
+    """
     unit: ClassVar[Unit]
-    """Unit of its work: the field of its results that is charged for."""
+    """Unit of work: the field in results that is charged for."""
     precisions: ClassVar[tuple[str, ...]] = ("auto", "fp32", "bf16", "fp16", "int8")
-    """Precisions that its models can be computed in."""
+    """Precisions supported for the task's models."""
     engines: ClassVar[tuple[str, ...]] = ("auto",)
-    """Engines that can run its models, in addition to the libraries named by `backend`."""
+    """Engines that can run the task's models, in addition to the libraries named by `backend`."""
     stores_blobs: ClassVar[bool] = False
     """True if large inputs and results are moved to the object store."""
     compares_texts: ClassVar[bool] = False
-    """True if its models compare two texts, by one of the methods in `rerank`."""
+    """True if the task's models compare two texts, by one of the methods in `rerank`."""
     runs_graphs: ClassVar[bool] = False
-    """True if its models can run as optimized ONNX graphs."""
+    """True if the task's models can run as optimized ONNX graphs."""
     has_context: ClassVar[bool] = False
     """True if a prompt and its continuation share a context of `generation.context_tokens`."""
     is_compiled: ClassVar[bool] = False
-    """True if GPU workers compile its models, and the kernels are worth keeping."""
+    """True if GPU workers compile the task's models, and the kernels are worth keeping."""
     has_interface: ClassVar[bool] = False
-    """True if each model has its own inputs and outputs, listed in a penstock.schema.json."""
+    """True if inputs and outputs differ from model to model and are listed in a
+    penstock.schema.json.
+    """
     shares_weights: ClassVar[bool] = False
-    """True if a step reads all weights once for all of its items, which takes most of its time.
-
-    A model with a whole CPU then gets one process with all cores. Several processes would each read
-    the weights.
+    """True if a step reads all weights once for all of its items, and spends most of its time doing
+    so. A model with a whole CPU then gets one process with all cores, because several processes
+    would each read the weights.
     """
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
         """Returns catalog entry fields whose defaults differ for this task.
 
         Args:
-            fields: fields of the entry, not yet validated.
+            fields: the entry's fields, not yet validated.
         """
         return {}
 
@@ -203,46 +209,46 @@ class Task(ABC):
 
     @abstractmethod
     def budget(self, entry: CatalogEntry) -> int:
-        """Returns the maximum work per batch, in the unit of the task."""
+        """Returns the maximum work per batch, in the task's unit."""
 
     @abstractmethod
     def tolerance(self, entry: CatalogEntry) -> float:
-        """Returns the maximum distance from results of the reference. Part of the cache key."""
+        """Returns the maximum distance from the reference's results. Part of the cache key."""
 
     def result_bytes(self, entry: CatalogEntry) -> int:
         """Returns the maximum size of one result in a reply, in bytes."""
         return INLINE_LIMIT_BYTES
 
     def largest_job(self, entry: CatalogEntry) -> int:
-        """Returns the maximum items per job, so that its reply stays below INLINE_LIMIT_BYTES."""
+        """Returns the maximum items per job that keeps the reply below INLINE_LIMIT_BYTES."""
         return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
 
     @abstractmethod
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """Returns the inputs and output of a model as a flow step."""
+        """Returns a model's inputs and output as a flow step."""
 
     @abstractmethod
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """Returns the input of a step item.
+        """Returns a step item's input.
 
         Args:
-            values: values by name: plain values, and a Blob for each file.
+            values: values keyed by name: plain values, and a Blob for each file.
 
         Raises:
-            BadInput: the model does not accept it.
+            BadInput: the model does not accept the input.
         """
 
     @abstractmethod
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns the maximum work of a step item, whatever its input."""
+        """Returns a step item's maximum work, whatever its input."""
 
     def runs_to_the_end(self, entry: CatalogEntry) -> bool:
-        """Returns whether an item keeps its slot until it ends, once started.
+        """Returns whether an item, once started, keeps its slot until it finishes.
 
         It may take minutes, and can't be interrupted for another tenant.
         """
         return False
 
     def least_work(self, entry: CatalogEntry) -> int:
-        """Returns the work of a model's smallest item, in the unit of the task."""
+        """Returns the work for a model's smallest item, in the task's unit."""
         return 1

@@ -1,4 +1,4 @@
-"""Custom models, in Cog's interface. A penstock.schema.json lists the inputs and the output."""
+"""Custom models, in Cog's interface. A penstock.schema.json describes the inputs and the output."""
 
 from __future__ import annotations
 
@@ -29,16 +29,19 @@ from shared.models.tasks.base import (
 )
 
 MAX_FILES = 32
-"""Maximum number of files in one prediction or flow step item. Each may be in the message."""
+"""Maximum number of files in one prediction or flow step item. Any of them may be in the message.
+"""
 MAX_MESSAGE_JSON_BYTES = 1024 * 1024
-"""Maximum JSON of an output or an input in a message. Larger JSON is put into the object store."""
+"""Maximum JSON, in bytes, for an output or an input in a message. Larger JSON goes to the object
+store.
+"""
 JSON_TYPE = "application/json"
 MAX_INTEGER_BITS = 64
 
 _encoder = msgspec.json.Encoder()
 
 _OTHER_SUFFIXES = {"audio/wav": ".wav", "audio/mp3": ".mp3"}
-"""File extensions of media types that Python does not know."""
+"""File extensions for media types that Python does not know."""
 
 API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
     "transcription": {
@@ -70,19 +73,19 @@ API_INPUTS: Mapping[ServedApi, Mapping[str, str]] = {
         "extract_footer": "boolean",
     },
 }
-"""The inputs that an endpoint sets, with their types. A class must have at least the first.
+"""The inputs that an endpoint sets, with their types. A class must have at least the first one.
 
 Set by api/openai/audio.py, api/openai/speech.py and api/mistral/ocr.py.
 """
 _ELEMENTS: Mapping[ServedApi, str] = {"transcription": "segments", "ocr": "pages"}
-"""Elements that a class yields, by endpoint."""
+"""The elements a class yields, keyed by endpoint."""
 
 
 class FilePlace(msgspec.Struct, frozen=True, array_like=True):
-    """The position of a file in an input or an output, which has null there."""
+    """A file's position in an input or an output, which has null in that place."""
 
     at: list[str | int]
-    """The path to it: field names and element numbers."""
+    """The path to the file: field names and element numbers."""
     name: str = "file"
     digest: str = ""
     """Digest of a streamed file's data."""
@@ -97,7 +100,7 @@ class StreamedFile(msgspec.Struct, frozen=True, array_like=True):
     """Number among all files of the output, from 0."""
     digest: str
     uri: str = ""
-    """A `data:` URI. Empty: it is in the object store (`streamed_suffix`)."""
+    """A `data:` URI. Empty if the file is in the object store (`streamed_suffix`)."""
 
 
 class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_defaults=True):
@@ -115,7 +118,7 @@ class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_default
         return _encoder.encode(self).decode() + "\n"
 
     def shown(self, link_to: Callable[[StreamedFile], str]) -> Any:
-        """Returns the element with URIs of its files, ready for JSON."""
+        """Returns the element with its files' URIs, ready for JSON."""
         uris = [file.uri or link_to(file) for file in self.files]
         return _with_files(self.value, [file.at for file in self.files], uris)
 
@@ -123,8 +126,8 @@ class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_default
 class PieceChunk(msgspec.Struct, omit_defaults=True):
     """Consecutive pieces of an output yielded by a class.
 
-    `first`: number of pieces before it. `text`: the concatenated pieces. For a list, each is a line
-    (StreamedElement). `lengths`: number of characters per piece.
+    `first`: number of pieces before this chunk. `text`: the concatenated pieces. For a list, each
+    piece is a line (StreamedElement). `lengths`: number of characters per piece.
     """
 
     first: int
@@ -142,7 +145,7 @@ class PieceChunk(msgspec.Struct, omit_defaults=True):
         return [self.text[start:end] for start, end in pairwise(ends)]
 
     def until(self, count: int) -> PieceChunk:
-        """Returns up to `count` of the first pieces."""
+        """Returns the first pieces, up to `count` of them."""
         text = self.text[: sum(self.lengths[:count])]
         return PieceChunk(self.first, text, self.lengths[:count])
 
@@ -151,14 +154,14 @@ _element_decoder = msgspec.json.Decoder(StreamedElement)
 
 
 def read_elements(text: str) -> list[StreamedElement]:
-    """Parses the lines of a stream."""
+    """Parses the elements in a stream's lines."""
     # JSON does not contain LF, but it may contain other characters that `splitlines` treats as line
     # breaks.
     return [_element_decoder.decode(line) for line in text.split("\n")[:-1]]
 
 
 def streamed_file(at: list[str | int], number: int, digest: str, file: Blob) -> StreamedFile:
-    """Returns a file in stream form. A small one is included in the stream."""
+    """Returns a file in stream form. A small file is included in the stream."""
     is_small = file.data is not None and len(file.data) <= INLINE_LIMIT_BYTES
     uri = _data_uri(file) if is_small else ""
     return StreamedFile(at, file.media_type, number, digest, uri)
@@ -172,19 +175,19 @@ def written_piece(piece: Any) -> str:
 
 
 def file_digest(data: bytes) -> str:
-    """Returns the digest of a streamed file: 128 bits of BLAKE2b (RFC 7693)."""
+    """Returns a streamed file's digest: 128 bits of BLAKE2b (RFC 7693)."""
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
 def streamed_key(record: str, index: int, file: StreamedFile) -> str:
-    """Returns the key of a streamed file in the object store, before the result exists."""
+    """Returns a streamed file's key in the object store, before the result exists."""
     return f"{RESULTS}/{record}/{index}.{file.number}-{file.digest}"
 
 
 def find_unsendable(value: Any) -> str:
-    """Describes the parts of plain values that messages or answers can't represent. Empty: none.
+    """Describes the parts of plain values that messages or responses can't represent.
 
-    The values may be deeply nested.
+    Empty if there are none. The values may be deeply nested.
     """
     pending = [value]
     while pending:
@@ -212,18 +215,18 @@ def _is_unicode(text: str) -> bool:
 
 
 class CustomResult(TaskResult, tag="custom"):
-    """The output of one prediction."""
+    """One prediction's output."""
 
     output: Any
     files: list[Blob] = msgspec.field(default_factory=list)
     places: list[FilePlace] = msgspec.field(default_factory=list)
     """Positions of the files in the output."""
     streams: str = ""
-    """The same as in the model's interface."""
+    """Same as in the model's interface."""
     metrics: dict[str, Any] = msgspec.field(default_factory=dict)
     """Metrics recorded by the class."""
     work: int = 1
-    """Weight of the item."""
+    """The item's weight."""
     is_packed: bool = False
     """True if `files` contains only the output, as JSON, because it is too large for a message.
 
@@ -234,11 +237,11 @@ class CustomResult(TaskResult, tag="custom"):
     packed_places: list[FilePlace] = msgspec.field(default_factory=list)
 
     def find_wrong_number(self) -> str:
-        """Returns which part of the output or metrics can't be sent."""
+        """Describes the part of the output or metrics that can't be sent."""
         return find_unsendable(self.output) or find_unsendable(self.metrics)
 
     def unpacked(self) -> Self:
-        """Returns the result with its output as values, if it is packed and its data is here.
+        """Returns the result with its output as values, if it is packed and its data is inline.
 
         Raises:
             ModelFailed: the class sent something other than an output.
@@ -267,7 +270,7 @@ class CustomResult(TaskResult, tag="custom"):
 
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool) -> int | None:
-        """Returns None, because the tokens of a class are not known."""
+        """Returns None, because a class's tokens are not known."""
         return None
 
     @property
@@ -281,12 +284,12 @@ class CustomResult(TaskResult, tag="custom"):
         return msgspec.structs.replace(self, files=files, packed_files=packed)
 
     def blob_suffix(self, number: int) -> str:
-        """Returns the suffix in `streamed_key` for a file stored before the others exist."""
+        """Returns the suffix in `streamed_key` for a file stored before the other files exist."""
         digest = "" if self.is_packed else self.places[number].digest
         return f".{number}-{digest}" if digest else super().blob_suffix(number)
 
     def to_output(self, media_type: str, link_to: LinkTo) -> Any:
-        """Returns the output with `data:` URIs of small files and URLs of others.
+        """Returns the output with `data:` URIs for small files and URLs for others.
 
         A packed output whose data is elsewhere is a URL.
         """
@@ -303,7 +306,10 @@ class CustomResult(TaskResult, tag="custom"):
         return _with_files(self.output, [place.at for place in self.places], uris)
 
     def step_value(self) -> Any:
-        """Returns the output with a Blob for each file. Streamed text is a single text."""
+        """Returns the output with a Blob for each file.
+
+        Streamed text is joined into a single text.
+        """
         if self.streams == "text":
             return self.text
         return _with_files(self.output, [place.at for place in self.places], self.files)
@@ -325,7 +331,7 @@ class CustomResult(TaskResult, tag="custom"):
 
     @property
     def logprobs(self) -> list[Any]:
-        """Empty, because the pieces of an output are not tokens."""
+        """Empty, because an output's pieces are not tokens."""
         return []
 
     @property
@@ -334,16 +340,16 @@ class CustomResult(TaskResult, tag="custom"):
 
 
 class CustomInput(TaskInput, tag="custom"):
-    """The input of one prediction: plain values, and files in their positions."""
+    """One prediction's input: plain values, and files in their positions."""
 
     values: dict[str, Any]
     files: list[Blob] = msgspec.field(default_factory=list)
     places: list[FilePlace] = msgspec.field(default_factory=list)
     """Positions of the files."""
     is_streamed: bool = False
-    """True if its pieces are streamed while they are computed."""
+    """True if the output's pieces are streamed while they are computed."""
     compared_with: CustomResult | None = None
-    """Output of a canary for this input, which is computed again for comparison."""
+    """A canary's output for this input, which is computed again for comparison."""
     context: dict[str, str] = msgspec.field(default_factory=dict)
     """Available to the class as `current_scope().context`."""
 
@@ -356,11 +362,11 @@ class CustomInput(TaskInput, tag="custom"):
         return msgspec.structs.replace(self, files=list(sources))
 
     def step_value(self) -> dict[str, Any]:
-        """Returns the values with a Blob for each file, as seen by the steps of a flow."""
+        """Returns the values with a Blob for each file, as a flow's steps see them."""
         return dict(_with_files(self.values, [place.at for place in self.places], self.files))
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Returns the maximum weight, because only its worker knows the actual weight."""
+        """Returns the maximum weight, because only the worker knows the actual weight."""
         return entry.work.max or 1
 
     def cache_form(self) -> tuple[object, ...]:
@@ -400,13 +406,19 @@ def _without_files(
 
 
 def usual_suffix(file: Blob) -> str:
-    """Returns the usual extension for such files. Many programs determine the file type by it."""
+    """Returns the usual extension for such files.
+
+    Many programs use it to determine the file type.
+    """
     known = mimetypes.guess_extension(file.media_type, strict=False)
     return known or _OTHER_SUFFIXES.get(file.media_type, "")
 
 
 def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[Any]) -> Any:
-    """Returns a copy of a value with URIs in its positions. It may be shown again with others."""
+    """Returns a copy of a value with URIs in these positions.
+
+    The value may be shown again with other URIs.
+    """
     if not places:
         return value
     whole: dict[str, Any] = {"output": msgspec.json.decode(msgspec.json.encode(value))}
@@ -424,14 +436,14 @@ def _shown(file: Blob, link_to: LinkTo) -> str:
 
 
 def _data_uri(file: Blob) -> str:
-    """Returns a file as a URI. Empty: it is in the object store."""
+    """Returns a file as a URI. Empty if the file is in the object store."""
     if file.data is None:
         return ""
     return f"data:{file.media_type};base64,{base64.b64encode(file.data).decode()}"
 
 
 class CustomTask(Task):
-    """Custom classes. Their unit of work is the weight that they assign to an item, usually 1."""
+    """Custom classes. Their unit of work is the weight they assign to an item, usually 1."""
 
     name = "custom"
     noun = "a custom model"
@@ -479,21 +491,24 @@ class CustomTask(Task):
         return entry.batch.max_work or entry.batch.max_items * (entry.work.max or 1)
 
     def runs_to_the_end(self, entry: CatalogEntry) -> bool:
-        """Returns True for a class without `predict_batch`. Batches end after five minutes."""
+        """Returns True for a class without `predict_batch`. Batches are limited to five minutes."""
         return not interface_of(entry).batches
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """Returns 0, because outputs must be equal, or close as determined by the class."""
+        """Returns 0, because outputs must be equal, or close enough in the class's judgment."""
         return 0.0
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
-        """Returns the schemas in its penstock.schema.json. Streamed text is a single text."""
+        """Returns the schemas in the model's penstock.schema.json.
+
+        Streamed text is a single text.
+        """
         interface = interface_of(entry)
         output = {"type": "string"} if interface.streams == "text" else interface.output
         return StepSchema(interface.inputs, output)
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """Returns all inputs. The process of the class validates their values."""
+        """Returns all inputs. The class's process validates their values."""
         interface = interface_of(entry)
         if unknown := [name for name in values if name not in interface.properties]:
             raise BadInput(f"{unknown[0]}: is not an input of {entry.name}", field=unknown[0])
@@ -512,14 +527,14 @@ class CustomTask(Task):
 
 
 def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
-    """Returns whether two outputs are equal, including the data of their files."""
+    """Returns whether two outputs are equal, including their files' data."""
     both = (ours.unpacked(), theirs.unpacked())
     first, second = ((result.output, result.files) for result in both)
     return first == second
 
 
 def interface_of(entry: CatalogEntry) -> ModelInterface:
-    """Returns the interface of a custom model.
+    """Returns a custom model's interface.
 
     Raises:
         ValueError: the entry has no interface, because no catalog was read.
@@ -530,7 +545,7 @@ def interface_of(entry: CatalogEntry) -> ModelInterface:
 
 
 def streams_of(entry: CatalogEntry) -> str:
-    """Returns how the output of a prediction grows, as in the interface.
+    """Returns how a prediction's output grows, as in the interface.
 
     Empty unless it is a class.
     """
@@ -546,7 +561,7 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
     """Checks that the limits on work are set if the class weighs its items, and only then.
 
     Raises:
-        ValueError: they are missing or superfluous.
+        ValueError: the limits are missing or superfluous.
     """
     most = entry.work.max
     if interface.weighs and most is None:
@@ -601,7 +616,7 @@ def _check_inputs(api: ServedApi, interface: ModelInterface) -> None:
 
 
 def _gives_pages_apart(output: Mapping[str, Any]) -> bool:
-    """True if a flow returns the text of each page separately, together with page numbers."""
+    """True if a flow returns each page's text separately, along with page numbers."""
     fields = output.get("properties", {})
     pages, numbers = (fields.get(name, {}).get("items", {}) for name in ("pages", "numbers"))
     of_a_page = (_kind(pages), _kind(pages.get("items", {})))
@@ -609,7 +624,7 @@ def _gives_pages_apart(output: Mapping[str, Any]) -> bool:
 
 
 def _kind(shape: Mapping[str, Any]) -> str:
-    """Returns the type in a JSON Schema as written by cog, as one word."""
+    """Returns the type in a JSON Schema generated by Cog, as one word."""
     if "anyOf" in shape:
         return _kind(shape["anyOf"][0])
     return "file" if shape.get("format") == FILE_FORMAT else str(shape.get("type", "any value"))
@@ -619,7 +634,7 @@ def _check_key(key: str | None, interface: ModelInterface) -> None:
     """Checks that a batch key is an input whose values can be compared.
 
     Raises:
-        ValueError: it is not.
+        ValueError: the key is not such an input.
     """
     if key is None:
         return

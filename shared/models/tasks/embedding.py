@@ -22,14 +22,14 @@ from shared.models.tasks.base import (
 )
 
 Truncate = Literal["none", "end", "start"]
-"""How to handle a text that is too long for its model: reject it, or cut it on that side.
+"""How to handle a text that is too long for its model: reject it, or cut it on the named side.
 
-The default on the wire is `end`, because there was no choice in earlier releases. The API sends
-`none` unless the caller sets it.
+The default on the wire is `end`, because earlier releases offered no choice. The API sends `none`
+unless the caller sets it.
 """
 
 BYTES_PER_TOKEN = 4
-"""Approximate average for texts.
+"""Approximate average in texts.
 
 OpenAI assumes the same for its limits (https://platform.openai.com/tokenizer).
 """
@@ -39,24 +39,24 @@ TEXT_FIELDS: Mapping[str, Any] = {
     "text": {"type": "string", "minLength": 1},
     "truncate": {"type": "string", "enum": ["end", "start"]},
 }
-"""Inputs of a sentence encoder as a flow step, as JSON Schema."""
+"""A sentence encoder's inputs as a flow step, as JSON Schema."""
 
 
 def estimate_tokens(text: str) -> int:
-    """Returns approximately how many tokens a text has, including special tokens."""
+    """Returns the approximate number of tokens in a text, including special tokens."""
     return -(-_size_bytes(text) // BYTES_PER_TOKEN) + SPECIAL_TOKENS
 
 
 def cut_estimate(tokens: int, max_tokens: int) -> int:
-    """Limits an estimate to `max_tokens` plus special tokens. 0: no limit."""
+    """Limits an estimate to `max_tokens` plus special tokens. 0 means no limit."""
     return min(tokens, max_tokens + SPECIAL_TOKENS) if max_tokens else tokens
 
 
 def bound_tokens(text: str) -> int:
-    """Returns the maximum tokens that a tokenizer can produce, without special tokens.
+    """Returns the maximum number of tokens a tokenizer can produce, without special tokens.
 
     A token has at least one byte, but tokenizers may normalize a text first
-    (https://www.unicode.org/reports/tr15/). Decomposed forms are the longest.
+    (https://www.unicode.org/reports/tr15/). The decomposed forms are the longest.
     """
     if text.isascii():
         return len(text)
@@ -65,11 +65,11 @@ def bound_tokens(text: str) -> int:
 
 
 def bound_window(tokens: int, entry: CatalogEntry) -> int:
-    """Returns the maximum number of tokens that a model reads of a text.
+    """Returns the maximum number of tokens a model reads from a text.
 
     Args:
-        tokens: maximum number of tokens that the text can have, including special tokens.
-        entry: catalog entry of the model.
+        tokens: maximum number of tokens in the text, including special tokens.
+        entry: the model's entry in the catalog.
     """
     window = entry.text.max_input_tokens
     return tokens if window is None else min(tokens, window)
@@ -83,7 +83,7 @@ def read_text(entry: CatalogEntry, values: Mapping[str, Any], field: str) -> str
     """Returns the text in a flow step input.
 
     Raises:
-        BadInput: not a text, or too long for the model.
+        BadInput: the value is not a text, or is too long for the model.
     """
     text = values.get(field)
     if not isinstance(text, str) or not text:
@@ -101,10 +101,10 @@ class TextInput(TaskInput, tag="text"):
     text: str
     truncate: Truncate = "end"
     max_tokens: int = 0
-    """Maximum tokens to read, without special tokens. 0: as many as the model takes."""
+    """Maximum tokens to read, without special tokens. 0 means as many as the model takes."""
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Returns tokens, based on the length of the text."""
+        """Returns a token count based on the text's length."""
         return cut_estimate(estimate_tokens(self.text), self.max_tokens)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
@@ -120,7 +120,7 @@ class TextInput(TaskInput, tag="text"):
 
 
 class TokensInput(TaskInput, tag="tokens"):
-    """One text to embed, as token IDs of the model's own tokenizer, without special tokens."""
+    """One text to embed, as token IDs from the model's tokenizer, without special tokens."""
 
     tokens: list[int]
     truncate: Truncate = "end"
@@ -139,21 +139,20 @@ class TokensInput(TaskInput, tag="tokens"):
 
 
 class TextToTokenize(TaskInput, tag="text_to_tokenize"):
-    """A text whose tokens are needed to cut it into windows.
+    """A text whose tokens are needed to split it into windows.
 
-    The model does not run, and it is free.
-
-    It counts toward limits, as part of the request that needs it.
+    The model does not run, so this is free. It does count toward limits, as part of the request
+    that needs it.
     """
 
     text: str
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Returns tokens, based on the length of the text."""
+        """Returns a token count based on the text's length."""
         return estimate_tokens(self.text)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns 0, because it is free."""
+        """Returns 0, because tokenizing is free."""
         return WorkBound(0)
 
     def cache_form(self) -> tuple[object, ...]:
@@ -161,11 +160,11 @@ class TextToTokenize(TaskInput, tag="text_to_tokenize"):
 
 
 class TextTokens(TaskResult, tag="text_tokens"):
-    """Start positions of a text's tokens, and how many tokens its model reads at once.
+    """A text's token start positions, and how many tokens its model reads at once.
 
-    `starts`: start character of each token, little-endian uint32. `begins_word`: one byte per
-    token, 1 if it is the first of a word. Text cut between words has the same tokens in its parts
-    as in the whole.
+    `starts`: each token's start character, as little-endian uint32. `begins_word`: one byte per
+    token, 1 if the token is the first in a word. If a text is cut between words, its parts have the
+    same tokens as the whole.
     """
 
     starts: bytes
@@ -177,7 +176,7 @@ class TextTokens(TaskResult, tag="text_tokens"):
 
 
 class EmbeddingResult(TaskResult, tag="embedding"):
-    """One vector as little-endian float32, and the text's tokens including special tokens."""
+    """One vector as little-endian float32, and the text's token count including special tokens."""
 
     vector: bytes
     tokens: int
@@ -185,7 +184,7 @@ class EmbeddingResult(TaskResult, tag="embedding"):
     """Tokens that were cut because the text was too long for the model."""
 
     def find_wrong_number(self) -> str:
-        """Returns why a vector can't be compared with others."""
+        """Returns the reason a vector can't be compared with others."""
         if not self.vector or len(self.vector) % 4:
             return f"a vector of {len(self.vector)} bytes, which is not a list of float32 values"
         # loaded in model processes anyway, and not needed for anything else in other processes
@@ -233,7 +232,7 @@ class EmbeddingTask(Task):
         return entry.tolerance.cosine
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """Returns the size of a vector in base64, which is a third larger than its bytes."""
+        """Returns a vector's size in base64, which is a third larger than its bytes."""
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
@@ -247,7 +246,7 @@ class EmbeddingTask(Task):
         return StepInput(TextInput(text, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns one token per byte of the longest text, limited to the model's maximum."""
+        """Returns one token per byte in the longest text, limited to the model's maximum."""
         return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
 
 

@@ -25,17 +25,18 @@ from shared.models.tasks.base import (
 )
 
 _MAX_TOLD = 50
-"""Maximum adapter names listed in an error. The model's schema lists all of them."""
+"""Maximum adapter names listed in an error. The model's schema lists all the names."""
 
 MAX_PROMPT_CHARS = 32_000
 
 
 class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
-    """An adapter with which an image is drawn.
+    """The adapter to draw an image with.
 
-    `version`: the digest of its file in the API's catalog. For a file by URL, it is the digest of
-    the fetched file, which is also its name; `object_key` is its key in the object store, and
-    `owner` its tenant's digest. `url`: where to fetch it from, until it has been fetched.
+    `version`: the digest of the adapter's file in the API's catalog. For a file specified by URL,
+    it is the fetched file's digest, which is also its name; `object_key` is the file's key in the
+    object store, and `owner` is the tenant's digest. `url`: where to fetch the file from, until it
+    has been fetched.
     """
 
     name: str
@@ -47,10 +48,10 @@ class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlInput(msgspec.Struct, omit_defaults=True):
-    """A ControlNet with which an image is drawn, by its name in the catalog, and its image.
+    """A ControlNet to draw an image with, by its name in the catalog, and the control's image.
 
-    `digest`: digest of the ControlNet's entry. `scale` multiplies its contribution. `start`, `end`:
-    the part of the steps, from 0 to 1, in which it contributes.
+    `digest`: digest of the ControlNet's entry. `scale` multiplies its contribution. `start` and
+    `end`: the range of steps, from 0 to 1, in which it contributes.
     """
 
     name: str
@@ -61,13 +62,13 @@ class ControlInput(msgspec.Struct, omit_defaults=True):
     end: float = 1.0
 
     def cache_form(self) -> tuple[object, ...]:
-        """Returns everything that affects the result. The image counts by its digest."""
+        """Returns everything that affects the result. The image is represented by its digest."""
         numbers = (float(self.scale), float(self.start), float(self.end))
         return ("control", self.name, self.digest, *self.image.identity, *numbers)
 
 
 class IpAdapterInput(msgspec.Struct, omit_defaults=True):
-    """An IP-Adapter with which an image is drawn, by its name in the catalog, and its image.
+    """An IP-Adapter to draw an image with, by its name in the catalog, and the adapter's image.
 
     `version`: version of its catalog entry. `scale` multiplies its contribution.
     """
@@ -78,15 +79,15 @@ class IpAdapterInput(msgspec.Struct, omit_defaults=True):
     scale: float
 
     def cache_form(self) -> tuple[object, ...]:
-        """Returns everything that affects the result. The image counts by its digest."""
+        """Returns everything that affects the result. The image is represented by its digest."""
         return ("ip_adapter", self.name, self.version, *self.image.identity, float(self.scale))
 
 
 class ImageInput(TaskInput, tag="image"):
-    """One image to draw. If `image` is set, image-to-image at `strength`.
+    """One image to draw. If `image` is set, it is redrawn image-to-image at `strength`.
 
-    `mask`: a grayscale image of the size to draw. `image` is redrawn only where the mask is not
-    black. `control`: a ControlNet that guides the drawing, and `more_controls` additional ones.
+    `mask`: a grayscale image at the output size. `image` is redrawn only where the mask is not
+    black. `control`: a ControlNet that guides the drawing; `more_controls` are additional ones.
     `ip_adapter`: a reference image for the drawing. `clip_skip`: how many of CLIP's last layers to
     skip for `prompt`. `guidance_rescale`: how much of the contrast added by guidance is removed
     again, from 0 to 1 (https://arxiv.org/abs/2305.08891).
@@ -112,7 +113,7 @@ class ImageInput(TaskInput, tag="image"):
 
     @property
     def controls(self) -> Sequence[ControlInput]:
-        """All ControlNets of the image. Releases up to 0.1 read only the first one."""
+        """All of the image's ControlNets. Releases up to 0.1 read only the first one."""
         return [] if self.control is None else [self.control, *self.more_controls]
 
     @property
@@ -122,7 +123,7 @@ class ImageInput(TaskInput, tag="image"):
 
     @property
     def sources(self) -> Sequence[Blob]:
-        """The image to start from, its mask, and images of the ControlNets and IP-Adapter."""
+        """The image to start from, its mask, and the images for the ControlNets and IP-Adapter."""
         own = [blob for blob in (self.image, self.mask) if blob is not None]
         return (*own, *(guide.image for guide in self.guides))
 
@@ -142,18 +143,21 @@ class ImageInput(TaskInput, tag="image"):
         return msgspec.structs.replace(self, **moved)
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Returns pixel-steps. With a source image, only part of the steps run."""
+        """Returns pixel-steps. With a source image, only some of the steps run."""
         share = 1.0 if self.strength is None else self.strength
         return self.width * self.height * max(1, int(self.steps * share))
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns pixel-steps. Some families round a fractional step up."""
+        """Returns pixel-steps. Some families round fractional steps up."""
         share = 1.0 if self.strength is None else self.strength
         steps = self.steps - int(max(self.steps - self.steps * share, 0))
         return WorkBound(self.width * self.height * max(1, steps))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Returns every parameter. 7 and 7.0 are the same guidance scale. Files count by digest."""
+        """Returns every parameter. 7 and 7.0 are the same guidance scale.
+
+        Files are represented by their digests.
+        """
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
         drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)
@@ -173,10 +177,10 @@ class ImageInput(TaskInput, tag="image"):
 
 
 class ImagesInput(TaskInput, tag="images"):
-    """The images of a request with steps after each image: `first` with several seeds.
+    """The images in a request with steps after each image: `first` with several seeds.
 
-    Large sources are in the object store. `is_repeatable`: True if equal requests produce equal
-    images, which may be cached. `upscale`: factor by which they are enlarged.
+    Large sources are in the object store. `is_repeatable`: True if identical requests produce
+    identical images, which may be cached. `upscale`: factor by which to enlarge them.
     """
 
     first: ImageInput
@@ -200,7 +204,7 @@ class ImagesInput(TaskInput, tag="images"):
 
 
 class ImageResult(TaskResult, tag="image"):
-    """One encoded image with the seed that reproduces it."""
+    """One encoded image, with the seed that reproduces it."""
 
     image: Blob
     width: int
@@ -208,9 +212,9 @@ class ImageResult(TaskResult, tag="image"):
     seed: int
     pixel_steps: int
     truncated_tokens: int | None = None
-    """Tokens that were cut off because a prompt was too long for the model. None: unknown."""
+    """Number of tokens cut off because a prompt was too long for the model. None if unknown."""
     adapter: str | None = None
-    """Name of the adapter with which it was drawn. None: it was drawn without one."""
+    """Name of the adapter used to draw the image, if any."""
 
     @property
     def blobs(self) -> Sequence[Blob]:
@@ -233,17 +237,17 @@ class ImageResult(TaskResult, tag="image"):
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool = True) -> int | None:
         """Returns the tokens lost from the prompts.
 
-        All of a request's images have the same prompts.
+        All images in a request have the same prompts.
         """
         counts = [result.truncated_tokens for result in results if isinstance(result, ImageResult)]
         return max((count for count in counts if count is not None), default=None)
 
 
 class ImagesResult(TaskResult, tag="images"):
-    """Images of a request with steps after each image (see after_image.py), in request order."""
+    """Images from a request with steps after each image (see after_image.py), in request order."""
 
     images: list[ImageResult | None]
-    """None: it is withheld."""
+    """None stands for a withheld image."""
 
     @property
     def delivered(self) -> list[ImageResult]:
@@ -264,7 +268,7 @@ class ImagesResult(TaskResult, tag="images"):
         return msgspec.structs.replace(self, images=images)
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[str]:
-        """Returns the URIs of the delivered images."""
+        """Returns URIs for the images that are delivered."""
         return [image.to_output(media_type, link_to) for image in self.delivered]
 
     def step_value(self) -> list[Blob]:
@@ -274,12 +278,11 @@ class ImagesResult(TaskResult, tag="images"):
 def choose_adapter(
     entry: CatalogEntry, name: str | None, scale: float | None, *, takes_urls: bool = False
 ) -> ChosenAdapter | None:
-    """Returns the adapter selected by `lora_weights` and `lora_scale`. None: no adapter.
+    """Returns the adapter selected by `lora_weights` and `lora_scale`, or None if there is none.
 
     Args:
-        scale: strength of the adapter. None: the catalog's default.
-        takes_urls: True if `name` may be the URL of a file, which this function's caller then
-            fetches.
+        scale: the adapter's strength. None means the catalog's default.
+        takes_urls: True if `name` may be a file's URL, which this function's caller then fetches.
 
     Raises:
         BadInput: the model doesn't have the adapter, or a scale is set without one.
@@ -356,7 +359,7 @@ class ImageTask(Task):
     is_compiled = True
 
     def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Sets torch as the only backend, and slots for replies, because an item takes seconds."""
+        """Sets torch as the backend and slots for replies, because an item takes seconds."""
         return {"backend": "torch", "replies": "slots"}
 
     def check_entry(self, entry: CatalogEntry) -> None:
@@ -373,7 +376,7 @@ class ImageTask(Task):
         return entry.batch.max_pixel_steps
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """Returns the minimum peak signal-to-noise ratio, in dB, at which images count as equal."""
+        """Returns the minimum peak signal-to-noise ratio, in dB, of images considered equal."""
         return entry.tolerance.psnr_db
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
@@ -416,11 +419,11 @@ class ImageTask(Task):
         return StepInput(image, seed is not None)
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns the work of the largest image with the maximum number of steps."""
+        """Returns the work for the largest image with the maximum number of steps."""
         return WorkBound(entry.image.largest_pixels * entry.image.longest_steps)
 
     def least_work(self, entry: CatalogEntry) -> int:
-        """Returns one step of the smallest image."""
+        """Returns the work for one step of the smallest image."""
         return entry.image.multiple**2
 
 

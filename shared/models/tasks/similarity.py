@@ -1,4 +1,4 @@
-"""Similarity: computes the cosine of two texts' vectors."""
+"""Similarity: computes the cosine between two texts' vectors."""
 
 from __future__ import annotations
 
@@ -32,20 +32,22 @@ RESULT_BYTES = 128
 
 
 class SimilarityInput(TaskInput, tag="similarity"):
-    """A text and the text to compare it with."""
+    """A text and the text to compare it to."""
 
     text: str
     query: str
     truncate: Truncate = "end"
     max_tokens: int = 0
-    """Maximum tokens to read of `text`, without special tokens. 0: all that the model takes."""
+    """Maximum tokens to read from `text`, without special tokens. 0 means as many as the model
+    takes.
+    """
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         text = cut_estimate(estimate_tokens(self.text), self.max_tokens)
         return text + estimate_tokens(self.query)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns one token per byte of both texts plus special tokens, up to the maximum."""
+        """Returns one token per byte in both texts plus special tokens, up to the maximum."""
         text, query = bound_tokens(self.text), bound_tokens(self.query)
         read = min(text, self.max_tokens) if self.max_tokens else text
         each = (bound_window(tokens + SPECIAL_TOKENS, entry) for tokens in (read, query))
@@ -58,7 +60,7 @@ class SimilarityInput(TaskInput, tag="similarity"):
 
 
 class SimilarityResult(TaskResult, tag="similarity"):
-    """The similarity of two texts, and the tokens of both.
+    """The similarity of two texts, and the number of tokens in both.
 
     The score is a cosine from -1 to 1, or the output of a cross-encoder, from 0 to 1. Special
     tokens count.
@@ -70,7 +72,7 @@ class SimilarityResult(TaskResult, tag="similarity"):
     """Tokens cut from both texts because a text was too long for the model."""
 
     def find_wrong_number(self) -> str:
-        """Returns why a score can't be used for ranking."""
+        """Returns the reason a score can't be used for ranking."""
         return "" if math.isfinite(self.score) else "a score that is not a finite number"
 
     def to_output(self, media_type: str, link_to: LinkTo) -> float:
@@ -91,7 +93,10 @@ class SimilarityTask(EmbeddingTask):
     compares_texts = True
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """A cross-encoder requires a token budget and torch. It has no vectors to compare."""
+        """Checks that a cross-encoder has a token budget and uses torch.
+
+        It has no vectors to compare.
+        """
         if entry.rerank == "cosine":
             super().check_entry(entry)
         elif entry.batch.max_tokens is None:
@@ -122,7 +127,7 @@ class SimilarityTask(EmbeddingTask):
         return StepInput(SimilarityInput(text, query, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns the bound for two texts of an embedding model."""
+        """Returns an embedding model's bound for two texts."""
         return WorkBound(2 * super().step_bound(entry).work)
 
 

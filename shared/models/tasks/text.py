@@ -1,7 +1,7 @@
 """Generation, `text` in the catalog: a language model continues a conversation or a prompt.
 
-Tokens of a conversation or a prompt are counted by the worker that prepares prompts: the model does
-not run, and counting is free.
+The worker that prepares prompts counts the tokens in a conversation or a prompt. The model does not
+run, so counting is free.
 """
 
 from __future__ import annotations
@@ -33,29 +33,27 @@ from shared.models.tasks.embedding import (
 )
 
 FinishReason = Literal["stop", "length"]
-"""`stop`: the model ended its text, or generated a stop sequence.
+"""`stop`: the model finished its text, or generated a stop sequence.
 
 `length`: max_tokens was reached.
 """
 TEMPLATE_TOKENS = 8
 """Approximate number of tokens that a chat template adds to a message."""
 MAX_TEMPLATE_TOKENS = 512
-"""Maximum number of tokens that a chat template adds itself: a system message, the date, how to
-call tools.
-
-The frame of a message has fewer tokens than its JSON has bytes.
+"""Maximum number of tokens that a chat template adds on its own: a system message, the date,
+instructions for calling tools. A message's framing has fewer tokens than its JSON has bytes.
 """
 INDENTED = 2
-"""Maximum growth of tool and variable JSON, which templates write with spaces or
+"""Maximum factor by which tool and variable JSON grows when templates write it with spaces or
 indentation.
 """
 TOKEN_BYTES = 8
-"""Size of a token in a reply: its text, escaped."""
+"""A token's size in a reply, in bytes: its text, escaped."""
 RESPONSE_FORMAT = "response_format"
 FAR_ABOVE = 8
-"""A prompt of this many contexts, as estimated, is rejected without tokenizing it."""
+"""A prompt estimated to be this many times the context size is rejected without being tokenized."""
 MAX_STEP_SEED = 2**53 - 11
-"""Maximum seed of a prediction (`MAX_SEED` in api/bodies.py). A test compares the two."""
+"""Maximum seed for a prediction (`MAX_SEED` in api/bodies.py). A test compares the two."""
 
 STEP_FIELDS: Mapping[str, Any] = {
     "prompt": {"type": "string", "minLength": 1},
@@ -67,28 +65,28 @@ STEP_FIELDS: Mapping[str, Any] = {
     "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
     "stop": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
 }
-"""Inputs of a text model as a flow step, as JSON Schema, the same as for a prediction."""
+"""A text model's inputs as a flow step, as JSON Schema, the same as for a prediction."""
 
 ID_BYTES = 4
 
 
 class TokenLogprob(msgspec.Struct, omit_defaults=True):
-    """The log probability of a token, and of the most likely ones at its position."""
+    """A token's log probability, and those for the most likely tokens at its position."""
 
     token: str
-    """Text of the token. Bytes that are not a whole character are shown as U+FFFD."""
+    """The token's text. Bytes that are not a complete character are shown as U+FFFD."""
     logprob: float
     data: bytes = b""
-    """Bytes of the text."""
+    """The text's bytes."""
     top: list[TokenLogprob] = []
 
 
 class TokenChunk(msgspec.Struct, omit_defaults=True):
     """Consecutive generated tokens.
 
-    `first`: number of tokens before it. `text` may lag behind `ids`: it ends before an
-    incomplete character, and before text that may become a stop sequence. The first chunk of an
-    item includes the number of prompt tokens, and how many of them are `cached_tokens`.
+    `first`: number of tokens before this chunk. `text` may lag behind `ids`: it ends before an
+    incomplete character, and before text that may become a stop sequence. An item's first chunk
+    includes the number of prompt tokens, and how many of them are `cached_tokens`.
     """
 
     first: int
@@ -107,51 +105,51 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
 class GenerationInput(TaskInput, tag="generation"):
     """The prompt to continue, and the options. Either `messages` or `prompt` is set.
 
-    `messages` and `tools` have OpenAI's format. They are passed unchanged to the model's chat
-    template.
+    `messages` and `tools` have OpenAI's format. They are passed to the model's chat template
+    unchanged.
     """
 
     max_tokens: int
     seed: int
     ends_with_context: bool = False
-    """True to shorten the text if the prompt leaves less than `max_tokens` of the context.
+    """True to shorten the text if the prompt leaves room for fewer than `max_tokens` in the
+    context.
 
     Otherwise, the prompt is rejected.
     """
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
     prompt: str | list[int] = ""
-    """Text, or token IDs of the model's own tokenizer."""
+    """Text, or token IDs from the model's tokenizer."""
     temperature: float = 1.0
-    """0: always the most likely token."""
+    """0 always picks the most likely token."""
     top_p: float = 1.0
     top_k: int = 0
-    """0: all tokens."""
+    """0 means all tokens."""
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     min_p: float = 0.0
-    """Keeps tokens whose probability is at least this fraction of the most likely one's."""
+    """Keeps tokens whose probability is at least this fraction of the most likely token's."""
     repetition_penalty: float = 1.0
-    """Divides positive logits of tokens that occur in the prompt or the text, and multiplies
-    negative ones.
+    """For tokens that occur in the prompt or the text, positive logits are divided by this, and
+    negative ones are multiplied.
     """
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
-    """Added to token logits before anything else."""
+    """Biases added to token logits before anything else is applied."""
     template_options: dict[str, Any] = msgspec.field(default_factory=dict)
     """Variables of the chat template."""
     is_echoed: bool = False
-    """True if the result includes the text of the prompt, with log probabilities of its tokens if
+    """True if the result includes the prompt's text, with its tokens' log probabilities if
     requested.
     """
     stop: list[str] = msgspec.field(default_factory=list)
     logprobs: int = -1
-    """Number of alternatives reported per token. -1: no log probabilities at all."""
+    """Number of alternatives to report per token. -1 means no log probabilities at all."""
     json_schema: str = ""
-    """JSON schema, as JSON, that the text must match. Empty: none."""
+    """JSON schema, serialized, that the text must match. Empty if there is none."""
     schema_field: str = RESPONSE_FORMAT
-    """Request field that the schema comes from.
-
-    Any other field than the default means that the schema describes a call.
+    """Request field from which the schema comes. Any field other than the default means that the
+    schema describes a call.
     """
     is_streamed: bool = False
     """True if tokens are reported as they are generated (shared/stores/token_streams.py)."""
@@ -161,10 +159,11 @@ class GenerationInput(TaskInput, tag="generation"):
         return "messages" if self.messages else "prompt"
 
     def check_length(self, context_tokens: int) -> None:
-        """Rejects a prompt that is far too long before tokenizing it.
+        """Rejects a prompt that is far too long, before it is tokenized.
 
         Raises:
-            ContextLengthExceeded: it is too long. Its number of tokens is estimated from its size.
+            ContextLengthExceeded: the prompt is too long. Its number of tokens is estimated from
+                its size.
         """
         prompt = self._estimate_prompt()
         if prompt > FAR_ABOVE * context_tokens:
@@ -182,7 +181,7 @@ class GenerationInput(TaskInput, tag="generation"):
         return min(self.max_tokens, remaining_tokens)
 
     def too_long(self, prompt_tokens: int, context_tokens: int) -> ContextLengthExceeded:
-        """Returns the error in OpenAI's words, because clients and proxies look for them."""
+        """Returns the error with OpenAI's wording, because clients and proxies look for it."""
         written = 1 if self.ends_with_context else self.max_tokens
         return ContextLengthExceeded(
             f"This model's maximum context length is {context_tokens} tokens. However, you "
@@ -193,7 +192,7 @@ class GenerationInput(TaskInput, tag="generation"):
         )
 
     def estimate_work(self, entry: CatalogEntry) -> int:
-        """Returns tokens: an estimate for the prompt, and all that may be generated."""
+        """Returns an estimate of the prompt's tokens, plus all that may be generated."""
         return self._estimate_prompt() + self.max_tokens
 
     def _estimate_prompt(self) -> int:
@@ -206,7 +205,7 @@ class GenerationInput(TaskInput, tag="generation"):
         return -(-size_bytes // BYTES_PER_TOKEN) + TEMPLATE_TOKENS * len(self.messages)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns one token per byte of the prompt, plus all that may be generated.
+        """Returns one token per byte in the prompt, plus all that may be generated.
 
         A prompt that leaves too little context for its continuation is rejected.
         """
@@ -233,10 +232,10 @@ class GenerationInput(TaskInput, tag="generation"):
 
 
 class GenerationResult(TaskResult, tag="generation"):
-    """The text, why it ended, and the tokens used.
+    """The text, the reason it ended, and the tokens used.
 
     `tokens` counts all tokens. `input_tokens` includes `cached_tokens`: prompt tokens whose keys
-    and values the worker had already computed for another prompt with the same beginning.
+    and values the worker had already computed for another prompt that starts the same way.
     """
 
     text: str
@@ -247,14 +246,14 @@ class GenerationResult(TaskResult, tag="generation"):
     cached_tokens: int = 0
     logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
     prompt_text: str = ""
-    """Only if requested."""
+    """The prompt's text, only if requested."""
     prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    """Log probabilities of an echoed prompt. The first token's is 0, without alternatives."""
+    """An echoed prompt's log probabilities. The first token's is 0, without alternatives."""
     stop_sequence: str = ""
-    """The stop sequence that ended the generation. Empty: it ended for another reason."""
+    """The stop sequence that ended the generation. Empty if it ended for another reason."""
 
     def find_wrong_number(self) -> str:
-        """Returns which log probability is invalid."""
+        """Describes a log probability that is invalid."""
         tokens = (*self.prompt_logprobs, *self.logprobs)
         logprobs = (candidate.logprob for token in tokens for candidate in (token, *token.top))
         if all(map(math.isfinite, logprobs)):
@@ -263,7 +262,7 @@ class GenerationResult(TaskResult, tag="generation"):
 
     @property
     def streamed_tokens(self) -> int:
-        """Number of tokens in its stream."""
+        """Number of tokens in the result's stream."""
         return self.output_tokens
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
@@ -274,7 +273,7 @@ class GenerationResult(TaskResult, tag="generation"):
 
 
 class GenerationTask(Task):
-    """Language models. Their unit of work is the token, read or generated."""
+    """Language models. Their unit of work is the token, whether read or generated."""
 
     name = "text"
     noun = "a text model"
@@ -327,7 +326,7 @@ class GenerationTask(Task):
         return 0.0
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """Returns the size of a generation with the maximum number of tokens."""
+        """Returns the size of a generated text with the maximum number of tokens."""
         return entry.generation.longest_tokens * TOKEN_BYTES
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
@@ -370,7 +369,7 @@ TEXT = GenerationTask()
 
 
 class PromptToCount(TaskInput, tag="text_to_count"):
-    """The messages or prompt whose tokens to count. `wants_ids`: also return their IDs."""
+    """Messages or a prompt, for counting their tokens. `wants_ids`: also return the token IDs."""
 
     messages: list[dict[str, Any]] = msgspec.field(default_factory=list)
     tools: list[dict[str, Any]] = msgspec.field(default_factory=list)
@@ -382,11 +381,11 @@ class PromptToCount(TaskInput, tag="text_to_count"):
         return 0
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns 0, because it is free."""
+        """Returns 0, because counting is free."""
         return WorkBound(0)
 
     def cache_form(self) -> tuple[object, ...]:
-        """Returns all fields as JSON, because the template sees the order of keys."""
+        """Returns all fields as JSON, because key order is visible to the template."""
         fields = {name: getattr(self, name) for name in self.__struct_fields__}
         return ("text_to_count", msgspec.json.encode(fields).decode())
 
