@@ -111,9 +111,7 @@ class ModelQueue:
         return self._earliest_s
 
     def coalesce(self, pulled: PulledJob, item: Item) -> bool:
-        """Lets `item` share an identical item's result, if that item is waiting or running, or just
-        ran.
-        """
+        """Lets `item` share an identical item's result, if one is waiting, running, or just ran."""
         queued = (
             self._by_cache_key.get(item.cache_key)
             if item.cache_key and pulled.reads_cache
