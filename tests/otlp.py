@@ -23,7 +23,7 @@ Value = str | int | float | bool
 
 @dataclass(frozen=True)
 class ReceivedSpan:
-    """A received span. Ids are hexadecimal, times nanoseconds since 1970."""
+    """A received span. Ids are hexadecimal; times are nanoseconds since 1970."""
 
     name: str
     trace_id: str

@@ -73,7 +73,7 @@ from workers.models.base import PreparedText, Preparer
 
 
 def vector_of(given: Input, dimensions: int = 384) -> np.ndarray:
-    """A text's or token list's vector: unit length, and different for every other input."""
+    """A text's or token list's vector: of unit length, and different for every input."""
     if not isinstance(given, ImageInput):
         given = msgspec.structs.replace(given, truncate="end")  # has no effect on short texts
     seed = zlib.crc32(repr(given).encode())

@@ -87,8 +87,8 @@ async def test_image_that_takes_too_long_is_no_fault_of_ours() -> None:
 
 
 async def test_small_image_does_not_wait_for_memory_of_another_tenant() -> None:
-    """They don't wait even while one image uses the entire budget and the next waits for all of
-    it.
+    """Small images don't wait, even while one image uses the entire budget and the next needs all
+    of it.
     """
     running: list[FakeProcess] = []
 

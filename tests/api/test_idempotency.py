@@ -58,8 +58,9 @@ async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
 async def two_apis(
     tmp_path: Path, redis_url: str, *, way: str = "", **settings: object
 ) -> AsyncIterator[tuple[ApiUnderTest, str]]:
-    """One API with a worker for both, and the URL of another API, sharing one Redis; `way` is the
-    first API's link to it.
+    """One API with a worker for both, and the URL of another API, which share one Redis.
+
+    `way` is the first API's link to it.
     """
     given = settings_for(tmp_path, redis_url=redis_url, **settings)
     async with running_api(given.model_copy(update={"redis_url": way or redis_url})) as first:

@@ -1,4 +1,4 @@
-"""Images from untrusted callers: intact, unusual, and broken in every way."""
+"""Images from untrusted callers: intact, unusual, and broken in every possible way."""
 
 import base64
 import io

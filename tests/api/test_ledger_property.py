@@ -185,7 +185,9 @@ class Mixed:
 
     @property
     def workers(self) -> list[WorkerHarness]:
-        """The canary's worker comes first: it leaves to the other revision anything it can't do."""
+        """The canary's worker comes first, because it leaves anything it can't do to the other
+        revision.
+        """
         return [*self.held, self.speller]
 
     @property
@@ -421,7 +423,7 @@ class Mix:
         return asked
 
     async def _tell_redis(self, numbers: Iterable[int] = range(len(PROCESSES))) -> None:
-        """Lets processes report to Redis everything they did while it was unreachable."""
+        """Makes processes report to Redis everything they did while it was unreachable."""
         for limiter in map(self.world.limiter, numbers):
             async with asyncio.timeout(WAIT_LIMIT_S):
                 is_told = False

@@ -45,9 +45,9 @@ PRICED = Catalog(
 """A token costs a tenth of a cent. FakeWorker counts the words in a text plus two."""
 LONG_TEXT = 40 * "a"
 RESERVED_USD = 0.042
-"""Reserved for a text as long as LONG_TEXT: a token per byte, with the two special tokens."""
+"""Reserved for a text as long as LONG_TEXT: one token per byte, plus the two special tokens."""
 SPENT_USD = 0.003
-"""Spent on it: a word and two special tokens."""
+"""Spent on that text: one word and the two special tokens."""
 
 
 @asynccontextmanager
@@ -237,7 +237,7 @@ async def test_budget_that_is_only_reserved_is_worth_asking_for_again(
 async def test_text_that_the_rest_of_a_budget_can_not_reserve_is_insufficient_quota(
     tmp_path: Path, redis_url: str
 ) -> None:
-    """The last text is refused although the budget still has what it would spend."""
+    """The last text is rejected even though the budget still covers what it would actually cost."""
     plan = Plan(budget_usd_per_month=RESERVED_USD + 2.5 * SPENT_USD)
     async with limited_api(tmp_path, redis_url, plan) as api:
         answers = [await embed(api, LONG_TEXT[1:] + end) for end in "abcd"]

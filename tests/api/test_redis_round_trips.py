@@ -1,4 +1,4 @@
-"""How many times a request waits for Redis, because each wait is a round trip if Redis is far away.
+"""How many times a request waits for Redis. If Redis is far away, each wait costs a round trip.
 
 Redis is behind a proxy that forwards nothing until the test allows it. All commands the API has
 sent by then are forwarded together, as one round trip.

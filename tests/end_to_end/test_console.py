@@ -29,7 +29,7 @@ MARKER = "<img src=x onerror=\"document.title='owned'\"><script>document.title='
 
 @dataclass
 class Told:
-    """Browser errors and requested URLs. Our pages must not cause unexpected ones."""
+    """Browser errors and requested URLs. Our pages must not cause any unexpected ones."""
 
     errors: list[str] = field(default_factory=list)
     urls: list[str] = field(default_factory=list)

@@ -179,7 +179,7 @@ class StreamReaders:
                     stream.text += told["choices"][0]["delta"].get("content") or ""
 
     async def _read_response(self, stream: Stream) -> None:
-        """Reads the stored response, after the last event's sequence number."""
+        """Reads the stored response, starting after the last event's sequence number."""
         body = {
             "model": self._model,
             "input": _question(stream.number),

@@ -31,7 +31,7 @@ REPORTED: dict[str, list[str]] = {
 
 
 def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
-    """The names of a requirement and all packages installed with it."""
+    """The names of all packages installed with a requirement, including its own."""
     for extra in ("", *requirement.extras):
         key = (normalized(requirement.name), extra)
         if key in seen:

@@ -1,4 +1,4 @@
-"""Reads the fenced blocks of README.md and docs."""
+"""Reads the fenced blocks in README.md and docs."""
 
 from __future__ import annotations
 

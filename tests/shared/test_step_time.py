@@ -1,6 +1,6 @@
 """A step's spare share, checked against steps with a known fixed time.
 
-docs/reference/generation.md describes it.
+The share is described in docs/reference/generation.md.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ Json = dict[str, Any]
 
 
 class TableEndpoint:
-    """Has the rows that it accepted. If `columns` is None, there is no table.
+    """An endpoint that keeps the rows it accepted. If `columns` is None, there is no table.
 
-    Each of `refusals` is the status and reason for one upcoming insertAll.
+    Each entry in `refusals` is the status and reason for one upcoming insertAll.
     """
 
     def __init__(self, url: str) -> None:

@@ -90,9 +90,9 @@ def test_push_and_exactly_once_exclude_each_other(once: World) -> None:
 @pytest.mark.parametrize("name", ["Acknowledge", "ModifyAckDeadline"])
 @pytest.mark.anyio
 async def test_each_refused_id_is_named_however_many_they_are(wire: Wire, name: str) -> None:
-    """Clients treat each id that is not listed as confirmed.
+    """Clients assume that any id missing from the list was confirmed.
 
-    Google's clients send 1,000 or 2,500.
+    Google's clients send 1,000 or 2,500 ids at a time.
     """
     await wire.subscription(SUBSCRIPTION, TOPIC, enable_exactly_once_delivery=True)
     ack_ids = [f"6612340c2ab73.{1_795_653_892_693_352 + number}.1" for number in range(15_000)]

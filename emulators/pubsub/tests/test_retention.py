@@ -1,4 +1,4 @@
-"""Retention, expiration and the memory limit: when messages and resources go away by themselves."""
+"""Retention, expiration and the memory limit: when messages and resources are removed."""
 
 import gc
 import tracemalloc

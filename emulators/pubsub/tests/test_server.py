@@ -1,4 +1,4 @@
-"""The server as a process and as a block: ports, signals, the clock."""
+"""The server as a process and as a `with` block: ports, signals, the clock."""
 
 import os
 import signal

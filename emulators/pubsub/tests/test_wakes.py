@@ -1,4 +1,4 @@
-"""Waiting consumers are woken for messages, whatever other consumers did before."""
+"""Waiting consumers are woken for messages, no matter what other consumers did before."""
 
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule

@@ -121,8 +121,8 @@ async def connect(endpoint: str) -> AsyncIterator[Wire]:
 async def until(condition: Callable[[], bool]) -> None:
     """Let the loop run until a condition holds inside a server in this process.
 
-    Usually a few turns of the loop are enough. Endless turns would take a core away from the server
-    whose state must change.
+    Usually a few loop iterations are enough. Spinning forever would take a core away from the
+    server whose state must change.
     """
     turns_until_s = time.perf_counter() + TURNS_S
     async with asyncio.timeout(WAIT_LIMIT_S):

@@ -43,7 +43,7 @@ class Pulled:
 
 
 class World:
-    """Time moves only by `advance`; timers run exactly when they are due."""
+    """Time advances only through `advance`; timers run exactly when they are due."""
 
     def __init__(
         self, storage_bytes: int = DEFAULT_STORAGE_BYTES, bigquery_endpoint: str = ""

@@ -78,7 +78,7 @@ async def test_the_api_says_what_the_command_says(world: World) -> None:
 
 
 def read_parquet(file: bytes, folder: Path) -> tuple[dict[str, str], list[tuple[Any, ...]]]:
-    """Returns the types of the columns, and the rows."""
+    """Returns the column types and the rows."""
     path = folder / "report.parquet"
     path.write_bytes(file)
     relation = duckdb.sql(f"FROM read_parquet('{path}')")

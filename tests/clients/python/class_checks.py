@@ -122,7 +122,7 @@ def same(got: Any, expected: Any) -> None:
 
 
 def called_back(form: Form) -> None:
-    """The output in a webhook, which is signed."""
+    """The output in a webhook, whose signature is checked."""
     with receiving() as (url, calls):
         created = client.predictions.create(
             version=form["model"],

@@ -1,4 +1,4 @@
-"""Replacements for release programs that can't run here, or not unchanged: small programs that
+"""Replacements for release programs that can't run here, or only with changes: small programs that
 behave the same from outside and reject the same input.
 """
 

@@ -66,7 +66,7 @@ def functions_port(functions_settings: dict[str, str], functions_folder: Path) -
 
 @pytest.fixture
 def functions_log(functions_folder: Path) -> Path:
-    """The output and logs of the functions process."""
+    """The functions process's output and logs."""
     (found,) = functions_folder.glob("*.log")
     return found
 

@@ -36,7 +36,7 @@ class Threads:
         self._appender = ThreadPoolExecutor(1, "bigquery-append")
 
     async def read(self, function: Callable[..., _Found], *args: object) -> _Found:
-        """Runs a short function that only reads. Waits for a free thread.
+        """Runs a short function that only reads. Waits until a thread is free.
 
         Raises:
             BusyError: no thread was free for a minute.

@@ -15,7 +15,7 @@ _log = logging.getLogger(__name__)
 
 @asynccontextmanager
 async def delivery_loops(broker: Broker) -> AsyncIterator[None]:
-    """Deliver the messages of all push and BigQuery subscriptions until the block ends."""
+    """Deliver messages for all push and BigQuery subscriptions until the block ends."""
     loops = _DeliveryLoops(broker)
     broker.registry.on_delivery_config = loops.follow
     for subscription in broker.registry.subscriptions.values():

@@ -60,5 +60,5 @@ def message_class(name: str) -> Any:
 
 
 def empty() -> Any:
-    """Return a new `google.protobuf.Empty`, the response of calls without a result."""
+    """Return a new `google.protobuf.Empty`, the response to calls without a result."""
     return empty_pb2.Empty()

@@ -51,7 +51,7 @@ class PubsubServer:
 
     @property
     def rest_endpoint(self) -> str | None:
-        """The URL of the REST server, or None."""
+        """The REST server's URL, or None."""
         return None if self.rest_port is None else f"http://{self.host}:{self.rest_port}"
 
 

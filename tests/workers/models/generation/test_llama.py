@@ -1,4 +1,4 @@
-"""Llama's forward pass in few operators, compared with transformers."""
+"""Llama's forward pass with few operators, compared with transformers."""
 
 from pathlib import Path
 from typing import Any

@@ -197,7 +197,7 @@ def _keys_of_windows(scan: Node) -> frozenset[int]:
 
 
 def _find_pruning(conditions: Iterable[Node | None]) -> frozenset[int]:
-    """Returns the columns for which these conditions, all of which hold, allow partition skips."""
+    """Returns the columns on which these conditions, all of which hold, permit partition skips."""
     return frozenset().union(
         *(_find_pruning_columns(condition) for condition in conditions if condition is not None)
     )

@@ -60,7 +60,7 @@ class StatementText:
         self._sql = sql
         self._parts: list[str] = []
         self.literals: list[_Literal] = []
-        """None if the statement is not worth a template."""
+        """None if creating a template for the statement is not worthwhile."""
         if len(sql) > _LONGEST or _NAMES_FROM_VALUES in sql.upper():
             return
         literals = [_Literal(content, *span) for content, span in _literals(sql)]
@@ -160,7 +160,7 @@ def free_literals(tree: Node, text: StatementText) -> FreeLiterals:
 
 
 def _literal_nodes(tree: Node) -> Iterator[tuple[Node, bool]]:
-    """Yields each Literal node, and whether nothing depends on its value."""
+    """Yields each Literal node, and True if nothing depends on its value."""
     nodes = [tree]
     for parent in nodes:
         children = parent.children()

@@ -61,7 +61,7 @@ def canonical_scalar(kind: str, value: Any, path: str = "") -> Any:
 
 
 def read_row(text: str | bytes) -> Any:
-    """Parses the JSON of an incoming row, or of a request with rows.
+    """Parses the JSON in an incoming row, or in a request with rows.
 
     Raises:
         ValueError: the text is not valid JSON, or contains NaN, Infinity or a number beyond

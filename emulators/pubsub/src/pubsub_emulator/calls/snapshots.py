@@ -1,4 +1,4 @@
-"""Snapshot and seek calls of the Subscriber service on the broker's state."""
+"""The Subscriber service's snapshot and seek calls, on the broker's state."""
 
 import uuid
 from typing import Any

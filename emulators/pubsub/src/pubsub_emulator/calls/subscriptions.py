@@ -63,7 +63,7 @@ class SubscriptionCalls:
         return _shown(subscription)
 
     def update_subscription(self, request: Any) -> Any:
-        """Change the masked fields of a subscription.
+        """Change a subscription's masked fields.
 
         Its filter, topic and ordering never change.
         """

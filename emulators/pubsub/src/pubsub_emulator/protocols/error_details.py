@@ -11,8 +11,8 @@ _DOMAIN = "pubsub.googleapis.com"
 def error_info(error: PubsubError) -> error_details_pb2.ErrorInfo:
     """Return the `ErrorInfo`, with all of its entries, for an error that has a reason.
 
-    It is never shortened, because clients treat each requested ack id that is not listed as
-    confirmed. The service lists up to 4 MiB of ids, so Google's clients raise gRPC's limit of 8
+    It is never shortened, because clients assume that every requested ack id missing from the list
+    was confirmed. The service lists up to 4 MiB of ids, so Google's clients raise gRPC's limit of 8
     KiB; other clients get RESOURCE_EXHAUSTED from their own gRPC, and no id counts as confirmed.
     Source: https://github.com/googleapis/python-pubsub/pull/623
     """

@@ -21,7 +21,7 @@ Handle = Callable[[Any, Any], Awaitable[Any]]
 
 
 def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]":
-    """Return the handlers of all services, for `Server.add_generic_rpc_handlers`."""
+    """Return all services' handlers, for `Server.add_generic_rpc_handlers`."""
     streaming_request = message_class("StreamingPullRequest")
 
     async def handle_streaming_pull(requests: AsyncIterator[bytes], context: Any) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 SLICE_S = 0.002
 """Maximum duration of a slice.
 
-Another call needs about ten turns of the loop, each of which may contain a slice.
+Another call needs about ten loop iterations, each of which may contain a slice.
 """
 
 
@@ -23,6 +23,6 @@ def run_later(pause_s: float, act: Callable[[], None]) -> None:
 
 
 def run_on(steps: Iterator[None]) -> None:
-    """Run one slice now and the rest in later turns of the loop."""
+    """Run one slice now and the rest in later loop iterations."""
     if not run_slice(steps):
         asyncio.get_running_loop().call_soon(run_on, steps)

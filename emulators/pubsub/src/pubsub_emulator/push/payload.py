@@ -1,4 +1,4 @@
-"""The body of a push: the JSON envelope, or the raw data with metadata in headers.
+"""A push body: the JSON envelope, or the raw data with metadata in headers.
 
 Formats: https://cloud.google.com/pubsub/docs/push and
     https://cloud.google.com/pubsub/docs/payload-unwrapping

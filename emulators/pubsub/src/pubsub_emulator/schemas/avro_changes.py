@@ -46,7 +46,7 @@ class _Reading:
         self._unions: dict[int, Branches] = {}
 
     def check(self, reader: Schema, writer: Schema) -> None:
-        """Check that a writer can be read. Raises `Malformed` otherwise."""
+        """Check that a writer's data can be read. Raises `Malformed` otherwise."""
         compared = set()
         pairs: list[Pair] = [(reader, writer, "")]
         while pairs:

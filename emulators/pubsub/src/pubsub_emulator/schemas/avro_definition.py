@@ -27,7 +27,7 @@ class AvroDefinition:
     """A valid definition in Avro's JSON. It is immutable, so threads may share it.
 
     Raises:
-        Malformed: the definition is not valid, with the reason.
+        Malformed: the definition is invalid. Contains the reason.
     """
 
     kind = "AVRO"

@@ -13,7 +13,7 @@ _LONGEST_END = 120
 
 
 class Malformed(Exception):
-    """A definition is not valid, with the reason."""
+    """A definition is invalid. Contains the reason."""
 
 
 class Mismatch(Exception):

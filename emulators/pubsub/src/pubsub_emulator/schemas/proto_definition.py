@@ -21,7 +21,7 @@ class ProtoDefinition:
     """A valid definition of one message. It is immutable, so threads may share it.
 
     Raises:
-        Malformed: the definition is not valid, with the reason.
+        Malformed: the definition is invalid. Contains the reason.
     """
 
     kind = "PROTO"

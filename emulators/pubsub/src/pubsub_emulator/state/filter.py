@@ -65,7 +65,7 @@ class Has:
     key: str
 
     def matches(self, attributes: Mapping[str, str]) -> bool:
-        """True if the key exists, whatever its value."""
+        """True if the key exists, regardless of its value."""
         return self.key in attributes
 
 

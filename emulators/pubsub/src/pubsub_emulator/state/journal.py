@@ -49,9 +49,9 @@ class ChangeJournal:
         """Record that no subscription or snapshot holds a message any longer."""
 
     def offered(self, sequence: int) -> None:
-        """Record that a publisher is waiting for the response about a message.
+        """Record that a message's publisher is waiting for the response.
 
-        Until the response, the message may be withdrawn.
+        Until the response is sent, the message may be withdrawn.
         """
 
     def hold(

@@ -1,4 +1,4 @@
-"""The SQLite file of a data directory: WAL mode, one connection, one thread at a time."""
+"""A data directory's SQLite file: WAL mode, one connection, one thread at a time."""
 
 import logging
 import sqlite3

@@ -29,7 +29,7 @@ _log = logging.getLogger(__name__)
 
 
 class DurableJournal(ChangeJournal):
-    """The journal of a broker with a data directory.
+    """A broker's journal in a data directory.
 
     Args:
         database: the open file. Nothing else may write to it while `running`.
@@ -64,9 +64,9 @@ class DurableJournal(ChangeJournal):
         self._pending.drop(sequence)
 
     def offered(self, sequence: int) -> None:
-        """Record that a publisher is waiting for the response about a message.
+        """Record that a message's publisher is waiting for the response.
 
-        Until the response, the message may be withdrawn.
+        Until the response is sent, the message may be withdrawn.
         """
         self._pending.offered.add(sequence)
 
@@ -185,7 +185,7 @@ class DurableJournal(ChangeJournal):
                 self._failed(str(error), withdraw)
 
     async def _wait(self) -> None:
-        """Wait until a commit is due, at most `LAZY_S`."""
+        """Wait until a commit is due, up to `LAZY_S`."""
         self._woken.clear()
         # Not with `asyncio.timeout`, which is several times slower; this runs before each commit.
         timer = asyncio.get_running_loop().call_later(LAZY_S, self._woken.set)

@@ -68,8 +68,8 @@ class Analyzer:
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._calls = threading.Lock()
-        """Held from registering a catalog until it is used, because another call might break the
-        instance.
+        """A lock held from when a catalog is registered until it is used, because another call in
+        between might break the instance.
         """
         self._module: AnalyzerModule | None = None
         self._catalogs: OrderedDict[bytes, int] = OrderedDict()

@@ -94,7 +94,7 @@ _REWRITES = (
     "UNPIVOT",
     "WITH_EXPR",
 )
-"""Rewrites that the analyzer makes into simpler nodes."""
+"""Rewrites that the analyzer applies to produce simpler nodes."""
 
 
 def language() -> LanguageOptionsProto:

@@ -190,7 +190,7 @@ def _aggregate(scan: Node, scope: Scope) -> str:
 
 
 def _grouping_sets(scan: Node, scope: Scope) -> str:
-    """Translates ROLLUP, CUBE and GROUPING SETS, which the analyzer has expanded to sets."""
+    """Translates ROLLUP, CUBE and GROUPING SETS, which the analyzer has expanded into sets."""
     keys = _computed(scan.group_by_list, scope)
     places = {key: f"k{place}" for place, key in enumerate(keys, 1)}
     sets = []
@@ -310,7 +310,7 @@ def _with_ref(scan: Node, scope: Scope) -> str:
 
 
 def _select_named(name: str, scan: Node, scope: Scope) -> str:
-    """Returns a WITH query's columns, under their names in a scan of it."""
+    """Returns a WITH query's columns, named as they are in the scan that reads the query."""
     names = [
         f"{scope.column(inner)} AS {scope.column(outer.column_id)}"
         for inner, outer in zip(scope.named_queries[name], scan.column_list, strict=True)

@@ -102,10 +102,10 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
 
 Translate = Callable[[Call], str]
 Functions = Mapping[str, Translate | str]
-"""Translations by function name:
+"""Translations by function name.
 
-DuckDB's SQL with {0}, {1} ... for the arguments, all of which are required, or a function that
-returns the SQL.
+Each is DuckDB's SQL with {0}, {1} ... for the arguments, all of which are required, or a function
+that returns the SQL.
 """
 
 
