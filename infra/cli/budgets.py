@@ -41,4 +41,4 @@ def restore(
     for counter in changed:
         print(describe(counter, writes=not dry_run))
     if not changed:
-        print("all budgets are as their rows say")
+        print("all budgets match their rows")

@@ -248,13 +248,13 @@ class ClusterDoctor:
             yield Diagnosis("autoscaler", "the cluster's own (HPA), without KEDA")
             return
         if missing and not self._is_on_gke():
-            facts = "KEDA is missing: that is right if the site has no `autoscaling`"
+            facts = "KEDA is missing, which is fine if the site has no `autoscaling`"
             yield Diagnosis("autoscaler", facts)
             return
         if missing:
             yield Diagnosis(
                 "autoscaler",
-                f"KEDA is missing ({', '.join(missing)}), so nothing changes the number of workers",
+                f"KEDA is missing ({', '.join(missing)}), so nothing scales the workers",
                 "apply infra/terraform/workloads, or: helm upgrade --install keda kedacore/keda "
                 "--namespace keda --create-namespace",
             )
@@ -296,7 +296,7 @@ class ClusterDoctor:
         if ready.get("status") == "False":
             yield Diagnosis("autoscaler", f"{name}: {ready.get('message', 'not ready')}", show)
         if fallback.get("status") == "True":
-            facts = f"{name}: its metrics are lost, so its number of workers stays"
+            facts = f"{name}: has no metrics, so its worker count stays the same"
             yield Diagnosis("autoscaler", facts, show)
         if paused.get("status") == "True":
             resume = f"annotate scaledobject {name} autoscaling.keda.sh/paused-replicas-"
@@ -321,7 +321,8 @@ class ClusterDoctor:
                 yield Diagnosis("GPU nodes", f"{name} is not ready: {reason}", show)
             elif not offered[name]:
                 facts = (
-                    f"{name} has a GPU by its labels, and offers no {GPU}: driver or plugin fails"
+                    f"{name} has a GPU according to its labels, but offers no {GPU}: check its "
+                    "driver and device plugin"
                 )
                 on_it = f"get pods -A -o wide --field-selector spec.nodeName={name}"
                 yield Diagnosis("GPU nodes", facts, self.kubectl.shown_outside(on_it))
@@ -345,7 +346,7 @@ class ClusterDoctor:
         if wants_gpu and not plugins:
             yield Diagnosis(
                 "device plugin",
-                f"none runs, so no node offers {GPU}",
+                f"none is running, so no node offers {GPU}",
                 "install NVIDIA's: docs/how-to/self-hosting.md, Workers that share a GPU",
             )
         for plugin in plugins:
@@ -398,9 +399,11 @@ class ClusterDoctor:
                     command = f"create secret generic {name} --from-…=…"
                     fix = f"{self.kubectl.shown(command)} (docs/how-to/self-hosting.md)"
                 else:
-                    fix = "apply the overlay or the release again: it makes them"
+                    fix = "apply the overlay or the release again, which creates them"
                 yield Diagnosis(f"{kind}s", f"{name} is missing", fix)
-            yield Diagnosis(f"{kind}s", f"{len(there)} of {len(names)} that pods name exist")
+            yield Diagnosis(
+                f"{kind}s", f"{len(there)} of the {len(names)} that pods reference exist"
+            )
 
     def _existing(self, kind: str, names: Collection[str]) -> set[str]:
         """Looks up all names in a single call, because each call is slow."""
@@ -418,7 +421,7 @@ class ClusterDoctor:
         }
         ours = sorted(image for image in images if "-docker.pkg.dev/" in image)
         if ours and shutil.which("gcloud") is None:
-            facts = f"gcloud is missing, so {len(ours)} images were not looked for"
+            facts = f"gcloud is missing, so {len(ours)} images were not checked"
             yield Diagnosis("images", facts, "install the Google Cloud CLI")
             return
         for image in ours:
@@ -443,16 +446,18 @@ class ClusterDoctor:
         ]
         if not pods:
             show = self.kubectl.shown("get pods")
-            yield Diagnosis("Redis", "not checked: no worker or API is ready there", show)
+            yield Diagnosis("Redis", "not checked: no worker or API pod is ready", show)
             return
         name = pods[0]["metadata"]["name"]
         try:
             self.kubectl.run("exec", name, "--", "python", "-c", PING)
         except CommandFailed as error:
-            fix = "look at the policies and at Redis: " + self.kubectl.shown("get networkpolicies")
+            fix = "check the network policies and Redis: " + self.kubectl.shown(
+                "get networkpolicies"
+            )
             yield Diagnosis("Redis", f"unreachable from {name}: {error}", fix)
         else:
-            yield Diagnosis("Redis", f"answers {name}")
+            yield Diagnosis("Redis", f"responds to {name}")
 
     def _google(self) -> Iterator[Diagnosis]:
         """Checks the topics and tables in the deployment's project."""
@@ -463,19 +468,19 @@ class ClusterDoctor:
         }
         own = {name: getattr(self.own, name) for name in self.own.model_fields_set}
         if "project" not in deployed | own:
-            facts = "no Deployment says what its project is"
+            facts = "no Deployment sets PENSTOCK_PROJECT"
             yield Diagnosis("Google", facts, "set PENSTOCK_PROJECT, or deploy the workers")
             return
         settings = self.own.model_copy(update=deployed | own)
         if self._takes_from_rabbitmq():
             yield Diagnosis("RabbitMQ", "not checked: use penstock doctor with PENSTOCK_BROKER")
         elif place := self._place_inside("PENSTOCK_PUBSUB_ENDPOINT", settings.pubsub_endpoint):
-            yield self._not_looked_at("Pub/Sub", "PENSTOCK_PUBSUB_ENDPOINT", place)
+            yield self._not_checked("Pub/Sub", "PENSTOCK_PUBSUB_ENDPOINT", place)
         else:
             yield from self._topics(settings)
         variable = "PENSTOCK_BIGQUERY_ENDPOINT"
         if place := self._place_inside(variable, settings.bigquery_endpoint):
-            yield self._not_looked_at("BigQuery", variable, place)
+            yield self._not_checked("BigQuery", variable, place)
         else:
             yield _tables(settings)
 
@@ -499,7 +504,7 @@ class ClusterDoctor:
             right += not facts
             if facts:
                 yield Diagnosis("Pub/Sub", f"{name} {facts}", fix)
-        facts = f"{settings.project}: {right} of {len(wanted)} subscriptions of jobs are right"
+        facts = f"{settings.project}: {right} of {len(wanted)} job subscriptions are correct"
         yield Diagnosis("Pub/Sub", facts)
 
     def _takes_from_rabbitmq(self) -> bool:
@@ -513,12 +518,14 @@ class ClusterDoctor:
         """Returns an embedded server's address in the cluster, unless the operator sets another."""
         return "" if own else self._settings.get(variable, "")
 
-    def _not_looked_at(self, service: str, variable: str, place: str) -> Diagnosis:
+    def _not_checked(self, service: str, variable: str, place: str) -> Diagnosis:
         scheme, _, address = place.rpartition("://")
         host, _, port = address.partition(":")
         local = f"{scheme}{'://' if scheme else ''}127.0.0.1:{port}"
         forward = self.kubectl.shown(f"port-forward service/{host} {port}")
-        facts = f"not looked at, as it is in the cluster: {forward}, then set {variable}={local}"
+        facts = (
+            f"not checked, because it runs in the cluster: {forward}, then set {variable}={local}"
+        )
         return Diagnosis(service, facts)
 
 
@@ -527,9 +534,9 @@ def _tables(settings: Settings) -> Diagnosis:
     try:
         check_bigquery(settings, REQUEST_LIMIT_S)
     except PenstockError as error:
-        fix = "apply the platform of this release before its workers: terraform apply"
+        fix = "apply this release's platform before its workers: terraform apply"
         return Diagnosis("BigQuery", f"{place}: {error.message}", fix)
-    return Diagnosis("BigQuery", f"{place}: all tables have the columns of this release")
+    return Diagnosis("BigQuery", f"{place}: all tables have this release's columns")
 
 
 def _pod_spec(deployment: Manifest) -> Manifest:
@@ -579,8 +586,8 @@ def _difference(
         return facts, f"keep its jobs in a snapshot first: {WRONG_FILTER}"
     if there.ack_deadline_s != wanted.ack_deadline_s:
         facts = (
-            f"has an ack deadline of {there.ack_deadline_s} s, not {wanted.ack_deadline_s} s: that "
-            "long a job waits after its worker died"
+            f"has an ack deadline of {there.ack_deadline_s} s, not {wanted.ack_deadline_s} s: a "
+            "job waits that long after its worker dies"
         )
         update = f"gcloud pubsub subscriptions update {name} --ack-deadline"
         return facts, f"{update}={wanted.ack_deadline_s}"

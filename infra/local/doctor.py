@@ -213,7 +213,7 @@ def _ports() -> Diagnosis:
     wanted = (ports.api, *servers, ports.functions, ports.metrics)
     taken = [port for port in wanted if listens(port)]
     if ports.api in taken and answers(ports.api, "/readyz"):
-        return Diagnosis("ports", f"an API of Penstock is ready on port {ports.api}")
+        return Diagnosis("ports", f"a Penstock API is ready on port {ports.api}")
     if taken:
         fix = "stop the program that listens there, or choose other ports: penstock up --help"
         return Diagnosis("ports", f"taken: {', '.join(map(str, taken))}", fix)

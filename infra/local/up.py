@@ -104,7 +104,7 @@ async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool
             say(f"  {issued.key.text}")
         else:
             command = f"penstock keys create --tenant {FIRST_KEY.tenant} --name {FIRST_KEY.name}"
-            say("no key exists yet, so every request is refused; create one:")
+            say("there are no keys yet, so every request is rejected; create one:")
             say(f"  PENSTOCK_KEYS_URL={url} {command}")
 
 

@@ -241,11 +241,11 @@ def test_nothing_is_wrong(cluster: Cluster, project: str) -> None:
         "ok    GPU nodes    2 of 3 nodes offer 5 nvidia.com/gpu",
         "ok    device plugin nvidia-gpu-device-plugin-small-cos: 2 of 2 pods are ready",
         "ok    pods         5 Running",
-        "ok    configmaps   4 of 4 that pods name exist",
+        "ok    configmaps   4 of the 4 that pods reference exist",
         f"ok    images       {IMAGE} is in its registry",
-        "ok    Redis        answers worker-all-minilm-l6-v2-7d9c5-x2x4z",
-        f"ok    Pub/Sub      {project}: 6 of 6 subscriptions of jobs are right",
-        f"ok    BigQuery     {project}.penstock: all tables have the columns of this release",
+        "ok    Redis        responds to worker-all-minilm-l6-v2-7d9c5-x2x4z",
+        f"ok    Pub/Sub      {project}: 6 of 6 job subscriptions are correct",
+        f"ok    BigQuery     {project}.penstock: all tables have this release's columns",
     ):
         assert line in done.stdout
     assert done.stdout.endswith("\nnothing is missing\n")
@@ -337,7 +337,7 @@ TROUBLES: dict[str, tuple[Callable[[Cluster], None], str, str, str]] = {
     "driver": (
         without_driver,
         "GPU nodes",
-        "gpu-b has a GPU by its labels, and offers no nvidia.com/gpu",
+        "gpu-b has a GPU according to its labels, but offers no nvidia.com/gpu",
         "--field-selector spec.nodeName=gpu-b",
     ),
     "node": (
@@ -352,7 +352,12 @@ TROUBLES: dict[str, tuple[Callable[[Cluster], None], str, str, str]] = {
         "1 of 2 pods are ready",
         "kubectl -n kube-system describe daemonset nvidia-gpu-device-plugin-small-cos",
     ),
-    "no plugin": (without("DaemonSet", "nvidia"), "device plugin", "none runs", "install NVIDIA's"),
+    "no plugin": (
+        without("DaemonSet", "nvidia"),
+        "device plugin",
+        "none is running",
+        "install NVIDIA's",
+    ),
     "metrics server": (
         status_of("APIService", METRICS_API, condition("Available", "False", "no endpoints")),
         "autoscaler",
@@ -368,7 +373,7 @@ TROUBLES: dict[str, tuple[Callable[[Cluster], None], str, str, str]] = {
     "metrics": (
         status_of("ScaledObject", "worker-all", condition("Fallback", "True")),
         "autoscaler",
-        "worker-all-minilm-l6-v2: its metrics are lost",
+        "worker-all-minilm-l6-v2: has no metrics",
         "describe scaledobject worker-all-minilm-l6-v2",
     ),
     "trigger": (
@@ -468,8 +473,8 @@ def test_subscriptions_are_those_of_this_release(own_project: str, pubsub_endpoi
     facts = {one["facts"]: one["fix"] for one in doctor()}
     assert list(facts) == [
         "jobs.all-MiniLM-L6-v2.workers has the filter '', not 'NOT attributes.lane = \"batch\"'",
-        "jobs.all-MiniLM-L6-v2.batch has an ack deadline of 600 s, not 10 s: that long a job waits "
-        "after its worker died",
+        "jobs.all-MiniLM-L6-v2.batch has an ack deadline of 600 s, not 10 s: a job waits that long "
+        "after its worker dies",
         "jobs.stable-diffusion-tiny.workers is missing",
     ]
     assert [fix.split(":")[0] for fix in facts.values()] == [
@@ -544,7 +549,7 @@ def test_servers_in_the_cluster_are_reached_by_a_forwarded_port(
         programs(tmp_path, monkeypatch, made)
         done = CliRunner().invoke(app, ["doctor", "--cluster"])
         assert done.exit_code == 0, done.output
-        assert "ok    secrets      2 of 2 that pods name exist" in done.stdout
+        assert "ok    secrets      2 of the 2 that pods reference exist" in done.stdout
         assert (
             "kubectl -n penstock port-forward service/pubsub 8085, then set "
             "PENSTOCK_PUBSUB_ENDPOINT=127.0.0.1:8085" in done.stdout

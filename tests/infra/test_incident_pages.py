@@ -381,7 +381,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
         # Once more, following the page. After that, the counters match the rows to the cent.
         command(region.has(next_home), "budgets", "restore")
         last = command(region.has(next_home), "budgets", "restore", "--dry-run")
-        assert "all budgets are as their rows say" in last
+        assert "all budgets match their rows" in last
     noted = reader.noted
     noted = noted[next(at for at, one in enumerate(noted) if ORDER[0] in one) :]
     first = {word: next(at for at, one in enumerate(noted) if word in one) for word in ORDER}

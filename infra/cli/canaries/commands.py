@@ -145,7 +145,7 @@ def resume(name: Name) -> None:
         await canary_store.resume(_find(catalog, name))
 
     _run(act)
-    typer.echo(f"{name}: it gets its share again, as soon as one of its workers lives")
+    typer.echo(f"{name}: it gets its share again as soon as one of its workers is running")
 
 
 @canary.command("promote")
@@ -173,7 +173,7 @@ def promote_canary(
 
     path = read_settings(Settings).models_file
     _run(act)
-    typer.echo(f"{path}: the canary is the revision of {name} now; deploy it")
+    typer.echo(f"{path}: the canary's revision is now the revision of {name}; deploy it")
 
 
 async def _status(canary_store: CanaryStore, canary: Revision) -> dict[str, Any]:

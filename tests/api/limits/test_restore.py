@@ -111,7 +111,7 @@ async def test_budgets_are_as_their_rows_after_a_loss_under_load(books: Books) -
     assert "restored" in said
     charged = await books.world.ledger.check()
     assert [charged[key] > 0 for key in RICH] == [True] * 3
-    assert await books.restore() == "all budgets are as their rows say\n"
+    assert await books.restore() == "all budgets match their rows\n"
 
 
 async def test_budget_that_was_spent_refuses_again(books: Books, tmp_path: Path) -> None:
