@@ -24,9 +24,7 @@ INPUT_KEEP_S = 3600
 PAGE = 100
 """Maximum number of batches per page, and number of batches read at once to find a match."""
 MAX_CHECKED = 1000
-"""Number of batches after which a page with a match ends."""
-MAX_CHECKED_WITHOUT_MATCH = 10_000
-"""Maximum number of batches checked to find a page's first match."""
+"""Maximum number of batches checked for a page."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +159,7 @@ class Batches:
             limit: maximum number of batches, up to PAGE.
 
         Raises:
-            BadInput: none of the first MAX_CHECKED_WITHOUT_MATCH batches matches.
+            BadInput: none of the first MAX_CHECKED batches matches.
             Unavailable: the object store is unreachable.
         """
         # IDs have millisecond resolution.
@@ -173,11 +171,9 @@ class Batches:
         ]
         owner, batches = owner_of(tenant), list[BatchState]()
         checked, window = 0, limit + 1
-        while checked < len(ids) and len(batches) <= limit:
-            end = MAX_CHECKED if batches else MAX_CHECKED_WITHOUT_MATCH
-            if checked >= end:
-                break
-            some = ids[checked : min(checked + window, end)]
+        most = min(len(ids), MAX_CHECKED)
+        while checked < most and len(batches) <= limit:
+            some = ids[checked : min(checked + window, most)]
             read = await asyncio.gather(*(self._store.state(owner, batch_id) for batch_id in some))
             batches += [state for state in read if state is not None and wanted.matches(state)]
             checked, window = checked + len(some), PAGE
@@ -227,7 +223,7 @@ def _too_many_checked(next_at_s: float) -> BadInput:
     moment = datetime.fromtimestamp(next_at_s + 0.001, UTC)
     # In a URL, the + of +00:00 is a space.
     following = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    reason = f"none of the {MAX_CHECKED_WITHOUT_MATCH} newest batches in this range matches"
+    reason = f"none of the {MAX_CHECKED} newest batches in this range matches"
     return BadInput(
         f"created_before: {reason}; to search older ones, set it to {following}",
         field="created_before",

@@ -1,16 +1,17 @@
 // The view "Batches": a list with filters, and a form that creates a batch from a file.
 // `#batches?status=failed&after=ID` is the address of a page, and `#batches/ID` that of a batch.
 
-import { call } from "./api.js";
+import { ApiError, call } from "./api.js";
 import { badge, button, failure, h, put, sayThenOpen, table } from "./dom.js";
 import { cancelButton, fileButtons, isOpen, linkTo, progress, showBatch } from "./batch.js";
-import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
+import { addressOf, filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { moment } from "./timing.js";
 
 const VIEW = "batches";
 const PAGE = 20;
 const STATES = ["validating", "in_progress", "finalizing", "completed", "failed", "expired", "cancelling", "cancelled"];
 const FIRST_LINE_BYTES = 4 * 1024 * 1024;
+const NONE_OF_MANY = /^created_before: none of .* set it to (\S+)$/;
 const HEADS = ["Created", "Batch", "State", "Lines", "Model", "Key", "Files", ""];
 
 /** Shows the view. */
@@ -35,13 +36,35 @@ async function list(place, signal, params) {
 async function fill(rows, params, again, signal) {
   const after = params.get("after");
   const query = queryOf(params, { limit: PAGE, ...(after && { after }) });
-  const { data, has_more: hasMore, last_id: last } = await call(`v1/batches?${query}`, { signal });
+  const { data, has_more: hasMore, last_id: last, created_before: before } = await page(query, signal);
+  if (before) {
+    put(rows, h("p", { class: "note" }, "None of the newest batches in this range matches. Older ones may."), older(params, before));
+    return;
+  }
   put(
     rows,
     data.length ? table("Batches", HEADS, data.map((batch) => row(batch, params, () => redraw(batch, rows, again), signal))) : none(params),
     pageLinks(VIEW, params, "after", hasMore && last),
   );
 }
+
+/** Reads a page. If none of many batches matches, the API refuses with the time from which to search on. */
+async function page(query, signal) {
+  try {
+    return await call(`v1/batches?${query}`, { signal });
+  } catch (error) {
+    const [, before] = (error instanceof ApiError && NONE_OF_MANY.exec(error.message)) || [];
+    if (!before) throw error;
+    return { data: [], created_before: before };
+  }
+}
+
+const older = (params, before) =>
+  h(
+    "nav",
+    { class: "pager no-print", "aria-label": "Pages" },
+    h("a", { href: addressOf(VIEW, { ...filtersOf(params), created_before: before }) }, "Older"),
+  );
 
 async function redraw(batch, rows, again) {
   await again();

@@ -1,7 +1,10 @@
 // Controls above numbers: range, time zone and further choices. They only change the address.
 
-import { h } from "./dom.js";
+import { h, put } from "./dom.js";
 import { PRESETS } from "./ranges.js";
+
+/** A longer list gets a search. */
+const MOST_WITHOUT_SEARCH = 12;
 
 /** Links to the presets, and two days for any other range. `go` gets the name of the chosen range. */
 export function rangeChoice(range, hrefOf, go) {
@@ -39,5 +42,32 @@ export function selection(id, label, options, chosen, go) {
     { id, on: { change: () => go(select.value) } },
     Object.entries(options).map(([value, text]) => h("option", { value, selected: value === chosen }, text)),
   );
-  return h("span", { class: "labeled" }, h("label", { for: id }, label), select);
+  return h("span", { class: "labeled" }, h("label", { for: id }, label), searchable(select, label));
+}
+
+/** A list with a search before it if it is long. Enter chooses the first match. */
+export function searchable(select, label) {
+  const options = [...select.options];
+  if (options.length <= MOST_WITHOUT_SEARCH) return select;
+  const matching = () => options.filter((option) => option.text.toLowerCase().includes(search.value.trim().toLowerCase()));
+  const narrow = () => {
+    // The chosen option stays, because a list without it would choose another one.
+    const chosen = select.value;
+    const matches = matching();
+    put(select, options.filter((option) => option.value === chosen || matches.includes(option)));
+    select.value = chosen;
+  };
+  const choose = (event) => {
+    if (event.key !== "Enter") return;
+    event.preventDefault();
+    const [first] = search.value.trim() ? matching() : [];
+    if (!first) return;
+    search.value = "";
+    narrow();
+    select.value = first.value;
+    select.dispatchEvent(new Event("change"));
+  };
+  const given = { type: "search", "aria-label": `Search: ${label}`, placeholder: "Search, then Enter", autocomplete: "off", spellcheck: "false" };
+  const search = h("input", { ...given, on: { input: narrow, keydown: choose } });
+  return [search, select];
 }

@@ -38,7 +38,7 @@ async function list(place, signal, params) {
 /** Shows a page. Cancel and Reload draw it again, but not the controls above it. */
 async function fill(rows, params, again, signal) {
   const { found, next } = await search(params, rows, signal);
-  const obstacles = await obstaclesOf(found, signal);
+  const acts = new Map(found.map(({ id }) => [id, h("div")]));
   const cost = aligned(found.map((prediction) => prediction.metrics.cost_usd));
   put(
     rows,
@@ -46,14 +46,16 @@ async function fill(rows, params, again, signal) {
       ? table(
           "Predictions",
           HEADS,
-          found.map((prediction) => {
-            const act = action(prediction, obstacles.get(prediction.id), signal, () => redraw(prediction, rows, again));
-            return row(prediction, cost, params, act);
-          }),
+          found.map((prediction) => row(prediction, cost, params, acts.get(prediction.id))),
         )
       : none(params),
     pageLinks(VIEW, params, "cursor", next),
   );
+  // The schema of each model is needed for this, so the rows don't wait for it.
+  const obstacles = await obstaclesOf(found, signal);
+  for (const prediction of found) {
+    put(acts.get(prediction.id), action(prediction, obstacles.get(prediction.id), signal, () => redraw(prediction, rows, again)));
+  }
 }
 
 async function redraw(prediction, rows, again) {

@@ -3,6 +3,7 @@
 import { call } from "./api.js";
 import { chatOf } from "./chat.js";
 import { failure, h, put, say } from "./dom.js";
+import { searchable } from "./filters.js";
 import { ENDS, follow } from "./follow.js";
 import { formOf } from "./form.js";
 import { historyList, remember } from "./history.js";
@@ -24,7 +25,7 @@ export async function show(place, [wanted], signal) {
   const model = models.find(({ id }) => id === wanted) ?? models.find(({ task }) => task === "text") ?? models[0];
   const schema = await inputSchemaOf(model.id, signal);
   place.append(
-    h("div", { class: "card picker" }, h("div", { class: "field" }, h("label", { for: "model" }, "Model"), selectOf(models, model)), about(model, schema)),
+    h("div", { class: "card picker" }, h("div", { class: "field" }, h("label", { for: "model" }, "Model"), searchable(selectOf(models, model), "Model")), about(model, schema)),
     model.task === "text" ? chatOf(model, schema, signal) : formWithResults(model, schema, signal),
     historyList(signal),
   );

@@ -6,7 +6,8 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from playwright.async_api import FilePayload, Page, Route, expect
 
-from tests.api.batches.batching import created, jsonl, line, until_completed
+from api.batches import service
+from tests.api.batches.batching import created, jsonl, line, until, until_completed
 from tests.api.harness import ApiUnderTest
 from tests.browser import needs_chromium, opened_page
 
@@ -25,7 +26,7 @@ for (const [name, by] of [["addEventListener", 1], ["removeEventListener", -1]])
 
 @pytest.fixture
 async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
-    async with opened_page(f"{api.url}/console#live", ignored="status of 503") as page:
+    async with opened_page(f"{api.url}/console#live", ignored="Failed to load resource") as page:
         yield page
 
 
@@ -98,6 +99,19 @@ async def test_reload_keeps_the_chosen_file(api: ApiUnderTest, page: Page) -> No
     assert await file.evaluate("field => field.files.length") == 1
     await page.get_by_role("button", name="Create batch").click()
     await expect(page.get_by_text("1 of 1")).to_be_visible()
+
+
+async def test_a_search_continues_after_many_batches_without_a_match(
+    api: ApiUnderTest, page: Page, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(service, "MAX_CHECKED", 1)
+    client = api.openai()
+    wanted = await until(client, await created(client, jsonl([line("1"), line("1")])))
+    await until(client, await created(client, jsonl([line("1")])))
+    await page.goto(f"{api.url}/console#batches?status={wanted.status}")
+    await expect(page.get_by_text("None of the newest batches in this range")).to_be_visible()
+    await page.get_by_role("link", name="Older").click()
+    await expect(page.get_by_role("link", name=wanted.id)).to_be_visible()
 
 
 async def test_a_wrong_line_has_its_number(api: ApiUnderTest, page: Page) -> None:

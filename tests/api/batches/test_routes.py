@@ -81,7 +81,7 @@ async def test_a_page_checks_a_limited_number_of_batches(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(service, "PAGE", 2)
-    monkeypatch.setattr(service, "MAX_CHECKED", 3)
+    monkeypatch.setattr(service, "MAX_CHECKED", 6)
     async with batching(tmp_path, redis_url) as (api, _):
         client, made = api.openai(), list[str]()
         for number in range(8):
@@ -102,8 +102,7 @@ async def test_a_page_checks_a_limited_number_of_batches(
 async def test_a_page_without_a_match_is_never_followed_by_another(
     tmp_path: Path, redis_url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(service, "MAX_CHECKED", 1)
-    monkeypatch.setattr(service, "MAX_CHECKED_WITHOUT_MATCH", 2)
+    monkeypatch.setattr(service, "MAX_CHECKED", 2)
     async with batching(tmp_path, redis_url) as (api, _):
         client, made = api.openai(), list[str]()
         for number in range(4):
