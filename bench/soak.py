@@ -26,7 +26,9 @@ def run() -> Outcome:
         report = drive(LoadOrder(pipeline.api.port, bodies, IN_FLIGHT, limit_s=LIMIT_S))
         request_ids = {exchange.request_id for exchange in report.exchanges}
         rows = pipeline.usage_rows(COLUMNS, request_ids, ROWS_LIMIT_S)
-        max_items = read_catalog(pipeline.stack.settings.models_file).find(MODEL).batch.max_items
+        max_items = (
+            read_catalog(pipeline.stack.settings.models_file).find(MODEL).usual_batch.max_items
+        )
     late_ms = overtaken_ms(rows, max_items)
     answered = report.statuses().get(200, 0)
     overtaken = sum(late > SIDE_BY_SIDE_MS for late in late_ms)

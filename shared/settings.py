@@ -157,10 +157,11 @@ class ApiSettings(InvoiceSettings):
     Empty: keys are not required, all callers are the `default` tenant, and the API listens only on
     loopback.
     """
-    max_in_flight: int = Field(1024, ge=1)
+    max_in_flight: int = Field(8192, ge=1)
     """Maximum number of this instance's items waiting for a worker.
 
-    Above it, 429, except for tenants below their fair share.
+    Above it, 429, except for tenants below their fair share. `bodies_max_bytes` limits their
+    memory.
     """
     broker_wait_s: float = Field(0.5, gt=0, le=60)
     """How long jobs should wait at the broker. Beyond that, they wait in the API, in fair order."""

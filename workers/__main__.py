@@ -173,7 +173,8 @@ async def _prepare(
         )
         return HostedModel(model, folder), layout
     choice = await choose_backend(model, folder, settings)
-    return HostedModel(model, folder, choice.backend), choice.layout
+    served = model.model_copy(update={"batch": choice.batch(model)})
+    return HostedModel(served, folder, choice.backend), choice.layout
 
 
 class _Stores(NamedTuple):

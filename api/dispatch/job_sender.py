@@ -179,7 +179,7 @@ class JobSender:
             Unavailable: the broker is unreachable. A record without a key was marked as failed.
         """
         envelope = envelope_of(request, self._api_instance, waiter)
-        if unfinished > BATCHES_HELD * request.model.batch.max_items:
+        if unfinished > BATCHES_HELD * request.model.usual_batch.max_items:
             envelope.priority = "batch"
         try:
             if isinstance(request.model, Flow):

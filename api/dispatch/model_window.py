@@ -378,7 +378,7 @@ class PublishWindow:
             model = self._models[demand.model]
             window = self.of[key] = ModelWindow(
                 self._rate_of(demand.model),
-                BATCHES_HELD * model.batch.max_items,
+                BATCHES_HELD * model.usual_batch.max_items,
                 self._broker_wait_s,
                 self._round_trip,
                 # Generating a text may take minutes.

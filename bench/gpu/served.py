@@ -55,7 +55,7 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
         source = write_bert(folder / shape.name, shape)
         entry = text_entry(shape, source, scale, SERVED_TOKENS)
         most = PER_REQUEST * max(*scale.in_flight, *scale.in_flight_many)
-        # The defaults admit 512 items per model, and 1,024 in total.
+        # The defaults admit four full batches.
         entry = entry.model_copy(update={"max_in_flight": most})
         room = {"PENSTOCK_MAX_IN_FLIGHT": str(most)}
         with tempfile.TemporaryDirectory() as name, _stack_of(Path(name), entry, room) as stack:

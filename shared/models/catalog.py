@@ -88,7 +88,13 @@ class Model(CatalogEntry):
         if is_vllm and value.get("engine", "auto") in ("auto", "vllm"):
             value = {**value, "backend": "auto", "engine": "vllm"}
         task = TASKS.get(name) if isinstance(name, str) else None
-        return value if task is None else {**task.entry_defaults(value), **value}
+        if task is None:
+            return value
+        defaults = task.entry_defaults(value)
+        fields = {**defaults, **value}
+        if isinstance(batch := value.get("batch"), Mapping):
+            fields["batch"] = {**defaults.get("batch", {}), **batch}
+        return fields
 
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
@@ -209,6 +215,11 @@ class Model(CatalogEntry):
     def budget(self) -> int:
         """Maximum work per batch, in the task's unit."""
         return self.definition.budget(self)
+
+    @property
+    def usual_batch(self) -> Batch:
+        """Limits of a batch on a device that was not measured."""
+        return self.definition.usual_batch(self)
 
     @property
     def result_tolerance(self) -> float:

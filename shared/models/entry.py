@@ -64,11 +64,14 @@ class Batch(EntryPart):
     """Limits on one batch: the task's budget, and a number of items."""
 
     max_tokens: Positive | None = None
-    """Maximum tokens per batch. Small models need tens of thousands to fill a GPU
-    (docs/measurements/gpu.md).
+    """Maximum tokens per batch. Encoders default to 32,768.
+
+    A worker finds the right number for an encoder on its device, up to this one
+    (workers/autotune/batch_budget.py).
     """
     max_pixel_steps: Positive | None = None
     max_items: Positive = 64
+    """Encoders default to 1,024, or less with fewer tokens. They shrink with the tokens."""
     max_work: Positive | None = None
     """For custom models that weigh their items. None means `max_items` times the heaviest item's
     weight.
@@ -414,6 +417,8 @@ class CatalogEntry(EntryPart):
     max_in_flight: Positive = 512
     """While this many items wait for a worker, an API instance accepts items only from tenants
     below their fair share, and rejects other items with a 429.
+
+    Encoders default to four of their largest batches, if that is more.
     """
     deadline: Deadline = Deadline()
     cache: Cache = Cache()

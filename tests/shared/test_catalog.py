@@ -156,10 +156,10 @@ def test_no_model_of_a_task() -> None:
         ("max_items: 8", "max_items: 0", 8, "batch.max_items: Input should be greater than 0"),
         ("max_items: 8", "max_item: 8", 8, "batch.max_item: Extra inputs are not permitted"),
         (
-            "max_tokens: 64, ",
-            "",
+            "dimensions: 4",
+            "text: {}",
             2,
-            "entry: Value error, an embedding model requires batch.max_tokens",
+            "entry: Value error, an embedding model requires dimensions",
         ),
         ("dimensions: 4", "dimensions: many", 7, "dimensions: Input should be a valid integer"),
         (

@@ -70,6 +70,7 @@ def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings) -> 
             device=tuning.device,
             processes=tuning.processes,
             threads=tuning.threads,
+            memory_fraction=tuning.memory_fraction,
             texts=_own_texts(entry, folder),
         )
         choice = choose(spec)

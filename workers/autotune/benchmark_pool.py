@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, Self, TypeVar
+from typing import NamedTuple, ParamSpec, Self, TypeVar, cast
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from workers.models.base import InferenceModel, PreparedText
 from workers.models.embedding.model import cut_by_length
 from workers.runtime.resident_models import weights_bytes
 from workers.runtime.template import die_with_parent
+from workers.tasks import WORKER_TASKS
 from workers.tasks.base import Resources
 from workers.tasks.embedding import encoder_model
 
@@ -70,7 +71,12 @@ class _LoadedTarget(NamedTuple):
 
 
 def open_model(
-    entry: Model, folder: Path, target: BenchmarkTarget, device: str, keeps_others: bool
+    entry: Model,
+    folder: Path,
+    target: BenchmarkTarget,
+    device: str,
+    memory_fraction: float,
+    keeps_others: bool,
 ) -> None:
     """Loads a candidate, in addition to earlier candidates or in place of them.
 
@@ -81,9 +87,14 @@ def open_model(
         return
     if not keeps_others:
         _opened.clear()
-    model = encoder_model(
-        entry, folder, Resources(device=device, backend=target.backend, threads=target.threads)
+    resources = Resources(
+        device=device,
+        backend=target.backend,
+        threads=target.threads,
+        memory_fraction=memory_fraction,
     )
+    make = WORKER_TASKS[entry.task].model if entry.rerank == "cross-encoder" else encoder_model
+    model = cast(InferenceModel, make(entry, folder, resources))
     model.setup()
     model.warmup()
     # On a CPU, its own CPU seconds are measured, so other programs don't distort the figures.
@@ -192,11 +203,13 @@ class BenchmarkPool:
         device: str,
         machine: Machine,
         libraries: Sequence[str] = (),
+        memory_fraction: float = 1.0,
     ) -> None:
         self._entry = entry
         self._folder = folder
         self._device = device
         self._machine = machine
+        self._memory_fraction = memory_fraction
         self._is_gpu = machine.computes_on_gpu(device)
         self.keeps_several = not self._is_gpu and weights_bytes(folder) <= KEPT_OPEN_MAX_BYTES
         self._context = multiprocessing.get_context("forkserver")
@@ -239,6 +252,7 @@ class BenchmarkPool:
                 self._folder,
                 target,
                 self._device_of(number),
+                self._memory_fraction,
                 self.keeps_several,
             )
             for number in missing

@@ -58,7 +58,9 @@ def _beyond(variant: Variant, tolerance: float) -> Finding:
 def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
     """Returns torch in the entry's precision, or else in every precision the device supports."""
     precisions: list[str] = [entry.precision]
-    if entry.precision == "auto":
+    if entry.rerank == "cross-encoder":
+        precisions = ["fp32" if entry.precision == "auto" else entry.precision]
+    elif entry.precision == "auto":
         precisions = (
             ["bf16", "fp16", "fp32"]
             if is_gpu

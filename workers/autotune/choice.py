@@ -1,4 +1,4 @@
-"""A choice of backend with its figures, as saved on disk."""
+"""A choice of backend and batch size with its figures, as saved on disk."""
 
 from __future__ import annotations
 
@@ -10,6 +10,10 @@ from typing import NamedTuple
 
 import msgspec
 
+from shared.models.catalog import Model
+from shared.models.entry import Batch
+from shared.models.tasks.embedding import batch_of_tokens
+from workers.autotune.batch_budget import BudgetTiming
 from workers.models.backend import Backend
 
 PROVISIONAL_S = 24 * 60 * 60.0
@@ -35,6 +39,7 @@ class TuningSettings(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     processes: int
     threads: int
+    memory_fraction: float
 
 
 class Finding(msgspec.Struct, kw_only=True):
@@ -56,7 +61,8 @@ class Finding(msgspec.Struct, kw_only=True):
 class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     """The choice for a worker: the backend, its processes and threads, and the reason.
 
-    `is_provisional`: True if it was not measured.
+    `batch_tokens`: tokens per batch on this device. 0: not measured. `budgets` are the timings that
+    led to it. `is_provisional`: True if something could not be measured.
     """
 
     backend: Backend
@@ -64,6 +70,12 @@ class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     reason: str
     is_provisional: bool = False
     findings: list[Finding] = []
+    batch_tokens: int = 0
+    budgets: list[BudgetTiming] = []
+
+    def batch(self, entry: Model) -> Batch:
+        """Returns the limits of a batch, at most the entry's."""
+        return batch_of_tokens(entry, self.batch_tokens) if self.batch_tokens else entry.usual_batch
 
 
 class Refusal(msgspec.Struct, kw_only=True, tag="refusal"):

@@ -25,7 +25,7 @@ from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import choose_unmeasured_backend
 from workers.runtime.child_process import child_environment
 
-SCHEME = 4
+SCHEME = 5
 """Part of every fingerprint. Incremented when the way choices are made changes."""
 CHOOSE_LIMIT_S = 180.0
 """Enough for two workers in turn, each importing torch on a busy machine."""
@@ -69,6 +69,7 @@ def _tuning_settings(settings: WorkerSettings) -> TuningSettings:
         device=settings.device,
         processes=settings.processes,
         threads=settings.threads,
+        memory_fraction=settings.memory_fraction,
     )
 
 
@@ -88,7 +89,7 @@ def choice_path(
         "entry": entry.model_dump(mode="json"),
         "source": digest,
         "artifact": None if artifact is None else artifact.digest,
-        "given": (tuning.device, tuning.processes, tuning.threads),
+        "given": (tuning.device, tuning.processes, tuning.threads, tuning.memory_fraction),
     }
     fingerprint = hashlib.sha256(msgspec.json.encode(facts, order="deterministic")).hexdigest()[:16]
     return Path(tuning.artifacts_dir) / entry.name / f"choice-{fingerprint}.json"
@@ -167,6 +168,8 @@ def _log_choice(entry: Model, choice: Choice, was_kept: bool, took_s: float) -> 
             "processes": layout.processes,
             "threads": layout.threads,
             "call_tokens": backend.call_tokens,
+            "batch_tokens": choice.batch(entry).max_tokens,
+            "budgets": msgspec.to_builtins(choice.budgets),
             "reason": choice.reason,
             "candidates": msgspec.to_builtins(choice.findings),
             "is_provisional": choice.is_provisional,

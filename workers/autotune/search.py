@@ -1,5 +1,7 @@
 """Chooses a backend: the fastest candidate within the tolerance of torch fp32.
 
+Then finds the tokens per batch for it (batch_budget.py).
+
 It waits until the cores are idle, so that other programs do not distort measurements.
 
 A prior estimates which backend is likely the fastest on this hardware. It orders the candidates,
@@ -22,6 +24,7 @@ import numpy as np
 
 from shared.errors import ConfigurationError, PenstockError
 from shared.models.catalog import Model
+from workers.autotune.batch_budget import BudgetTiming, find_budget
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.candidates import candidates, layouts
 from workers.autotune.choice import Choice, Finding, Layout
@@ -136,6 +139,7 @@ class SearchSpec:
     """The input of a search.
 
     `processes` and `threads` are 0 if undecided. `texts` are used if there is no artifact.
+    `memory_fraction` is the fraction of a GPU's memory that each process may use.
     """
 
     entry: Model
@@ -146,10 +150,21 @@ class SearchSpec:
     processes: int
     threads: int
     texts: Sequence[PreparedText]
+    memory_fraction: float = 1.0
 
     @property
     def is_gpu(self) -> bool:
         return self.machine.computes_on_gpu(self.device)
+
+    @property
+    def has_vectors(self) -> bool:
+        """False for a cross-encoder, which has a single candidate and nothing to compare."""
+        return self.entry.rerank == "cosine"
+
+    @property
+    def finds_budget(self) -> bool:
+        """True if the entry allows larger batches than usual."""
+        return self.entry.batch != self.entry.usual_batch
 
     def forms(self, backend: Backend) -> list[Layout]:
         """Returns the layouts in which to measure `backend`, preferred one first."""
@@ -190,7 +205,9 @@ def choose(
         one for number, one in enumerate(listed) if not _outdone_by(one, listed[:number], spec)
     ]
     libraries = [LIBRARY_OF[name] for name in dict.fromkeys(backend.backend for backend in needed)]
-    with BenchmarkPool(spec.entry, spec.folder, spec.device, spec.machine, libraries) as pool:
+    with BenchmarkPool(
+        spec.entry, spec.folder, spec.device, spec.machine, libraries, spec.memory_fraction
+    ) as pool:
         accuracy = _AccuracyCheck(spec, pool)
         fit = _fitting(spec, accuracy, listed, findings)
         options = [Option(backend, spec.forms(backend)[0], finding) for backend, finding in fit]
@@ -205,7 +222,54 @@ def choose(
             return meter(pool, option.backend, option.layout, accuracy.mix)
 
         contest = Contest(timed, clock, limit_s, ROUNDS if pool.keeps_several else 1)
-        return _decide(spec, contest, options, findings)
+        choice = _decide(spec, contest, options, findings)
+        if spec.finds_budget and choice.backend.call_tokens:
+            _find_budget(spec, choice, pool, meter, accuracy.mix)
+        return choice
+
+
+def _find_budget(
+    spec: SearchSpec,
+    choice: Choice,
+    pool: BenchmarkPool,
+    meter: Measure,
+    mix: Sequence[PreparedText],
+) -> None:
+    """Times batches in the chosen backend and layout, and adds the result to `choice`.
+
+    Without a result, for example because a process died, batches have the usual size for a day.
+    """
+
+    def measure_batch(tokens: int) -> BudgetTiming:
+        texts = _texts_of(mix, tokens)
+        texts_per_s = meter(pool, choice.backend, choice.layout, texts).texts_per_s
+        total = sum(text.length for text in texts)
+        return BudgetTiming(
+            tokens=tokens,
+            tokens_per_s=round(texts_per_s * total / len(texts), 1),
+            batch_s=round(choice.layout.processes * len(texts) / texts_per_s, 6),
+        )
+
+    usual = spec.entry.usual_batch.max_tokens or 0
+    try:
+        pool.open(choice.backend, choice.layout)
+        choice.batch_tokens, choice.budgets = find_budget(
+            measure_batch, usual, spec.entry.budget, spec.entry.deadline.default_s
+        )
+    except PenstockError as error:
+        log.warning("batch size not measured", extra={"reason": error.message})
+        choice.is_provisional = True
+
+
+def _texts_of(mix: Sequence[PreparedText], tokens: int) -> list[PreparedText]:
+    """Returns texts of the mix with this many tokens in total, or a few less."""
+    again = cycle(mix)
+    texts = [next(again)]
+    free = tokens - texts[0].length
+    while (text := next(again)).length <= free:
+        texts.append(text)
+        free -= text.length
+    return texts
 
 
 def _fitting(
@@ -224,9 +288,10 @@ def _fitting(
             continue
         form = spec.forms(backend)[0]
         try:
-            accuracy.prepare(form)
+            if spec.has_vectors:
+                accuracy.prepare(form)
             accuracy.pool.open(backend, form)
-            if accuracy.is_within(finding):
+            if not spec.has_vectors or accuracy.is_within(finding):
                 fit.append((backend, finding))
         except PenstockError as error:
             finding.reason = error.message

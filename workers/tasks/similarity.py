@@ -13,11 +13,8 @@ from workers.tasks.embedding import EmbeddingWorker, check_window, encoder_model
 class SimilarityWorker(EmbeddingWorker):
     """Encoders are measured and optimized like embedding models.
 
-    Cross-encoders run in torch as they are.
+    Cross-encoders run in torch as they are. Only their layout and batch size are measured.
     """
-
-    def measures_backends(self, entry: Model) -> bool:
-        return entry.rerank == "cosine"
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         from workers.models.embedding.similarity import CrossPreparer, PairPreparer

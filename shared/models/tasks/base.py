@@ -10,7 +10,7 @@ from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias
 import msgspec
 
 from shared.models.blob import INLINE_LIMIT_BYTES, Blob
-from shared.models.entry import CatalogEntry
+from shared.models.entry import Batch, CatalogEntry
 from shared.models.flow_types import StepSchema
 
 MAX_JOB_ITEMS = 16
@@ -210,6 +210,10 @@ class Task(ABC):
     @abstractmethod
     def budget(self, entry: CatalogEntry) -> int:
         """Returns the maximum work per batch, in the task's unit."""
+
+    def usual_batch(self, entry: CatalogEntry) -> Batch:
+        """Returns the limits of a batch on a device that was not measured. Default: the entry's."""
+        return entry.batch
 
     @abstractmethod
     def tolerance(self, entry: CatalogEntry) -> float:

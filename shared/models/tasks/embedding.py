@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
 
 from shared.errors import BadInput, InputTooLarge
-from shared.models.entry import CatalogEntry
+from shared.models.entry import Batch, CatalogEntry
 from shared.models.flow_types import StepSchema
 from shared.models.tasks.base import (
     FirstGuesses,
@@ -34,6 +34,21 @@ BYTES_PER_TOKEN = 4
 OpenAI assumes the same for its limits (https://platform.openai.com/tokenizer).
 """
 SPECIAL_TOKENS = 2
+
+MAX_BATCH_TOKENS = 32_768
+"""Default upper bound of a batch. Larger ones gained nothing on an H200 (docs/measurements/gpu.md).
+"""
+USUAL_BATCH_TOKENS = 2048
+"""Tokens per batch on a device that was not measured. On CPUs, larger batches gain nothing."""
+TOKENS_PER_ITEM = 32
+"""Shortest average text that fills a batch of the default size."""
+USUAL_BATCH_ITEMS = USUAL_BATCH_TOKENS // TOKENS_PER_ITEM
+BATCHES_ADMITTED = 4
+"""Full batches that an API instance admits by default.
+
+An overlapping GPU has two, a third one waits in the worker, and a fourth one is on its way.
+"""
+USUAL_IN_FLIGHT = 512
 
 TEXT_FIELDS: Mapping[str, Any] = {
     "text": {"type": "string", "minLength": 1},
@@ -202,6 +217,19 @@ class EmbeddingResult(TaskResult, tag="embedding"):
         return list(struct.unpack(f"<{len(self.vector) // 4}f", self.vector))
 
 
+def batch_of_tokens(entry: CatalogEntry, tokens: int) -> Batch:
+    """Returns the batch limits of an encoder that computes `tokens` at a time.
+
+    At most the entry's, with proportionally fewer items, but not fewer than usual.
+    """
+    batch = entry.batch
+    most = batch.max_tokens or MAX_BATCH_TOKENS
+    if tokens >= most:
+        return batch
+    items = max(min(batch.max_items, USUAL_BATCH_ITEMS), batch.max_items * tokens // most)
+    return batch.model_copy(update={"max_tokens": tokens, "max_items": items})
+
+
 class EmbeddingTask(Task):
     """Sentence encoders. Their unit of work and price is the token."""
 
@@ -212,20 +240,33 @@ class EmbeddingTask(Task):
     first_guesses: ClassVar = FirstGuesses()
     runs_graphs = True
 
+    def entry_defaults(self, fields: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Sets the largest batch, and how many items an API instance admits to fill it."""
+        batch = fields.get("batch")
+        limits = dict(batch) if isinstance(batch, Batch | Mapping) else {}
+        tokens = _whole(limits.get("max_tokens"), MAX_BATCH_TOKENS)
+        items = max(USUAL_BATCH_ITEMS, tokens // TOKENS_PER_ITEM)
+        admitted = BATCHES_ADMITTED * _whole(limits.get("max_items"), items)
+        return {
+            "batch": {"max_tokens": tokens, "max_items": items},
+            "max_in_flight": max(USUAL_IN_FLIGHT, admitted),
+        }
+
     def check_entry(self, entry: CatalogEntry) -> None:
-        """Requires a token budget, dimensions, and a backend for its precision."""
+        """Requires dimensions, and a backend for its precision."""
         if entry.backend == "torch" and entry.precision == "int8":
             raise ValueError("embeddings in precision int8 require backend onnx or auto")
         if entry.backend == "onnx" and entry.precision == "bf16":
             raise ValueError("precision bf16 requires backend torch or auto")
-        if entry.batch.max_tokens is None or entry.dimensions is None:
-            raise ValueError(f"{self.noun} requires batch.max_tokens and dimensions")
+        if entry.dimensions is None:
+            raise ValueError(f"{self.noun} requires dimensions")
 
     def budget(self, entry: CatalogEntry) -> int:
-        assert entry.batch.max_tokens is not None, (
-            "validated when the catalog was read; this is a bug"
-        )
-        return entry.batch.max_tokens
+        """Returns the upper bound. Workers replace it with the number found for their device."""
+        return entry.batch.max_tokens or MAX_BATCH_TOKENS
+
+    def usual_batch(self, entry: CatalogEntry) -> Batch:
+        return batch_of_tokens(entry, USUAL_BATCH_TOKENS)
 
     def tolerance(self, entry: CatalogEntry) -> float:
         """Returns the minimum cosine similarity to the reference."""
@@ -248,6 +289,10 @@ class EmbeddingTask(Task):
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         """Returns one token per byte in the longest text, limited to the model's maximum."""
         return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
+
+
+def _whole(value: object, default: int) -> int:
+    return value if isinstance(value, int) else default
 
 
 EMBEDDING = EmbeddingTask()

@@ -93,14 +93,9 @@ class SimilarityTask(EmbeddingTask):
     compares_texts = True
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """Checks that a cross-encoder has a token budget and uses torch.
-
-        It has no vectors to compare.
-        """
+        """Checks that a cross-encoder uses torch. It has no vectors to compare."""
         if entry.rerank == "cosine":
             super().check_entry(entry)
-        elif entry.batch.max_tokens is None:
-            raise ValueError("a cross-encoder requires batch.max_tokens")
         elif entry.backend != "torch" or entry.precision in ("int8", "int4"):
             raise ValueError(
                 "a cross-encoder requires backend torch, and precision fp32, bf16, fp16 or auto"

@@ -153,6 +153,27 @@ async def test_a_choice_is_measured_kept_and_told(
     assert await choose_backend(ENTRY, folder, settings) == choice
 
 
+async def test_a_batch_size_is_found_once_and_used_again(
+    folder: Path, settings: WorkerSettings
+) -> None:
+    make_artifact(settings, folder)
+    entry = Model.model_validate(
+        ENTRY.model_dump(exclude={"batch"}) | {"batch": {"max_tokens": 4096}}
+    )
+    choice = await choose_backend(entry, folder, settings)
+    assert [timing.tokens for timing in choice.budgets] == [2048, 4096]
+    assert choice.batch_tokens in (2048, 4096)
+    (path,) = kept(settings)
+    choice.batch_tokens = 3000
+    write_choice(path, choice)
+    again = await choose_backend(entry, folder, settings)
+    assert again.batch(entry).max_tokens == 3000
+    smaller = await choose_backend(
+        entry, folder, settings.model_copy(update={"memory_fraction": 0.5})
+    )
+    assert smaller.batch_tokens != 3000
+
+
 async def test_two_workers_at_once_measure_once(folder: Path, settings: WorkerSettings) -> None:
     make_artifact(settings, folder)
     first, second = await asyncio.gather(

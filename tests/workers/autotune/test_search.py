@@ -15,9 +15,9 @@ import onnx
 import onnx.numpy_helper
 import pytest
 import torch
-from transformers import BertConfig, BertModel
+from transformers import BertConfig, BertForSequenceClassification, BertModel
 
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, ModelFailed
 from shared.models.catalog import Model
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.choice import Layout
@@ -333,6 +333,72 @@ def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(spec: Sea
 
     choose(replace(spec, threads=1), meter=meter, quiet=quiet)
     assert happened[:3] == ["quiet for 2: 2 pool", "exact", "again"]
+
+
+def larger(spec: SearchSpec, **batch: int) -> SearchSpec:
+    fields = spec.entry.model_dump(exclude={"batch"}) | ({"batch": batch} if batch else {})
+    return replace(spec, entry=Model.model_validate(fields), threads=1)
+
+
+def calls(call_s: float, token_s: float, died_at: int = 2**40) -> Measure:
+    """A meter with a fixed time per call. It counts the tokens that it is asked to compute."""
+
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Timing:
+        tokens = sum(text.length for text in texts)
+        if tokens >= died_at:
+            raise ModelFailed("its process died")
+        return Timing(layout.processes * len(texts) / (call_s + tokens * token_s))
+
+    return meter
+
+
+@pytest.mark.parametrize(
+    ("call_s", "tokens", "timed"), [(0.0, 2048, 2), (0.001, 8192, 4), (1.0, 32_768, 5)]
+)
+def test_a_batch_is_as_large_as_the_device_needs(
+    spec: SearchSpec, call_s: float, tokens: int, timed: int
+) -> None:
+    choice = choose(larger(spec), meter=calls(call_s, 1e-6))
+    assert choice.batch_tokens == tokens
+    assert [timing.tokens for timing in choice.budgets] == [2048 * 2**n for n in range(timed)]
+    assert choice.backend.name in ("exact", "again")
+
+
+def test_a_batch_is_not_timed_beyond_the_entry(spec: SearchSpec) -> None:
+    choice = choose(larger(spec, max_tokens=4096), meter=calls(0.1, 1e-6))
+    assert [timing.tokens for timing in choice.budgets] == [2048, 4096]
+    assert choice.batch_tokens == 4096
+    small = choose(larger(spec, max_tokens=2048), meter=calls(0.1, 1e-6))
+    assert (small.batch_tokens, small.budgets) == (0, [])
+
+
+def test_a_process_that_dies_of_a_large_batch_leaves_the_usual_size(spec: SearchSpec) -> None:
+    choice = choose(larger(spec), meter=calls(0.1, 1e-6, died_at=4000))
+    assert choice.batch(larger(spec).entry).max_tokens == 2048
+    assert choice.is_provisional
+
+
+def test_a_cross_encoder_gets_a_layout_and_a_batch_size(folder: Path, tmp_path: Path) -> None:
+    config = BertConfig.from_pretrained(folder)
+    config.num_labels = 1
+    BertForSequenceClassification(config).save_pretrained(tmp_path)
+    (tmp_path / "tokenizer.json").write_text("{}")
+    entry = Model.model_validate(
+        {
+            "name": "tiny",
+            "task": "similarity",
+            "rerank": "cross-encoder",
+            "source": "local:tiny",
+            "backend": "torch",
+        }
+    )
+    spec = SearchSpec(entry, tmp_path, None, PLAIN_CPU, "cpu", 0, 0, TEXTS)
+    choice = choose(spec, meter=calls(0.001, 1e-6))
+    assert choice.backend.name == "torch-fp32"
+    assert choice.layout == Layout(2, 1)
+    assert choice.batch_tokens == 8192
 
 
 def test_nothing_within_the_tolerance_is_refused(spec: SearchSpec) -> None:

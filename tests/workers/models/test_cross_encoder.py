@@ -160,7 +160,6 @@ def test_an_encoder_is_no_cross_encoder(folder: Path, tmp_path: Path) -> None:
     [
         ({"backend": "auto"}, "backend torch"),
         ({"dimensions": 384}, "leave dimensions out"),
-        ({"batch": {}}, "batch.max_tokens"),
         ({"precision": "int8"}, "backend torch"),
         ({"task": "embedding", "dimensions": 384}, "rerank"),
     ],

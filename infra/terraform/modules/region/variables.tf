@@ -7,7 +7,7 @@ variable "api" {
     idempotency_keep_s = optional(number, 86400)
     image              = optional(string)
     keys_in_redis      = optional(bool, false)
-    max_in_flight      = optional(number, 1024)
+    max_in_flight      = optional(number, 8192)
     max_instances      = optional(number, 4)
     memory             = optional(string, "1Gi")
     metrics_image      = optional(string, "us-docker.pkg.dev/cloud-ops-agents-artifacts/cloud-run-gmp-sidecar/cloud-run-gmp-sidecar:1.8.0")

@@ -84,9 +84,10 @@ def plan(
     from penstock_planning.deploy.prices import read_prices
     from penstock_planning.deploy.rates import at_distance
     from penstock_planning.deploy.show import plan_as_json, text
+    from penstock_planning.served_batches import with_served_batches
     from shared.models.catalog_file import read_catalog
 
-    catalog = read_catalog(models)
+    catalog = with_served_batches(read_catalog(models))
     demand = _rates(catalog, rates, rate or [], seconds or [])
     if broker_round_trip is not None:
         demand = at_distance(demand, broker_round_trip)

@@ -1,0 +1,85 @@
+"""Finds the number of tokens per batch for a model on this device, by timing larger batches.
+
+On a GPU's host, a call takes the same time whatever its size, so small models need large batches.
+On a CPU, a larger batch only takes longer (decision 145).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import msgspec
+
+from workers.models.base import OutOfMemory
+
+MIN_GAIN = 1.07
+"""Minimum speedup that justifies a batch of twice the size. Less may be noise."""
+DEADLINE_SHARE = 1 / 20
+"""Maximum duration of a batch, as a share of the model's default deadline.
+
+An item may wait for two others.
+"""
+MIN_TOKENS = 256
+ROOM_WHEN_FULL = 4
+"""Part of the tokens that did not fit into the device's memory which two batches may have.
+
+Half of them might fit, and a GPU has two batches in flight.
+"""
+
+
+class BudgetTiming(msgspec.Struct, kw_only=True):
+    """One timed batch."""
+
+    tokens: int
+    tokens_per_s: float = 0.0
+    """Rate of all model processes together. 0: the batch did not fit into the device's memory."""
+    batch_s: float = 0.0
+
+
+Measure = Callable[[int], BudgetTiming]
+"""Times batches of a number of tokens until the device has finished them.
+
+Raises:
+    OutOfMemory: the device has too little memory.
+"""
+
+
+def find_budget(
+    measure: Measure, usual_tokens: int, max_tokens: int, deadline_s: float
+) -> tuple[int, list[BudgetTiming]]:
+    """Returns the tokens that a batch should have, and all timings in order.
+
+    Doubles the usual number while that pays. Halves it if it already takes too long.
+
+    Args:
+        usual_tokens: tokens in the first batch.
+        deadline_s: the model's default deadline.
+    """
+    timings: list[BudgetTiming] = []
+    limit_s = deadline_s * DEADLINE_SHARE
+
+    def time_batch(tokens: int) -> BudgetTiming:
+        try:
+            timing = measure(tokens)
+        except OutOfMemory:
+            timing = BudgetTiming(tokens=tokens)
+        timings.append(timing)
+        return timing
+
+    def is_too_large(timing: BudgetTiming) -> bool:
+        return not timing.tokens_per_s or timing.batch_s > limit_s
+
+    best = time_batch(min(usual_tokens, max_tokens))
+    if is_too_large(best):
+        while is_too_large(best) and best.tokens > MIN_TOKENS:
+            best = time_batch(max(MIN_TOKENS, best.tokens // 2))
+        return best.tokens, timings
+    while best.tokens < max_tokens:
+        larger = time_batch(min(2 * best.tokens, max_tokens))
+        if not larger.tokens_per_s:
+            fitting = larger.tokens // ROOM_WHEN_FULL
+            return max(MIN_TOKENS, min(best.tokens, fitting)), timings
+        if is_too_large(larger) or larger.tokens_per_s < MIN_GAIN * best.tokens_per_s:
+            break
+        best = larger
+    return best.tokens, timings
