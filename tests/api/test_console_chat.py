@@ -49,6 +49,23 @@ async def ask(page: Page, text: str) -> None:
     await page.keyboard.press("Enter")
 
 
+async def test_tries_outlive_the_tab_if_the_reader_wants_it(page: Page) -> None:
+    await page.get_by_label("System prompt").fill("You are a miller.")
+    await ask(page, "say hello")
+    await page.get_by_text("Your tries in this tab (1)").click()
+    await page.get_by_label("Keep my tries in this browser").check()
+    await page.evaluate("sessionStorage.clear()")
+    await page.reload()
+    await page.get_by_text("Your tries in this browser (1)").click()
+    await page.get_by_role("link", name="Try again: say hello").click()
+    await expect(page.get_by_label("Message", exact=True)).to_have_value("say hello")
+    await expect(page.get_by_label("System prompt")).to_have_value("You are a miller.")
+    await page.get_by_text("Your tries in this browser (1)").click()
+    await page.get_by_label("Keep my tries in this browser").uncheck()
+    await page.get_by_role("button", name="Clear").click()
+    assert await page.evaluate("localStorage.length") == 0
+
+
 async def test_an_answer_streams_and_has_its_facts(api: ApiUnderTest, page: Page) -> None:
     api.worker.written = asyncio.Semaphore(0)
     await page.get_by_label("System prompt").fill("You are a miller.")

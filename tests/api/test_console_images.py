@@ -22,7 +22,7 @@ api = api_with_redis(secret="s")
 async def page(api: ApiUnderTest) -> AsyncIterator[Page]:
     async with opened_page(f"{api.url}/console#try/{IMAGE_MODEL.name}") as page:
         await page.get_by_label("Prompt (required)").fill("a circle")
-        await page.get_by_text("More options").click()
+        await page.get_by_text("Edit an image").click()
         await page.get_by_label("Image", exact=True).set_input_files(png("source.png", SOURCE))
         yield page
 
@@ -61,6 +61,31 @@ async def test_what_is_painted_is_drawn_anew(api: ApiUnderTest, page: Page) -> N
     assert mask[height // 2, width // 4] == 255
     assert mask[height // 2, width * 3 // 4] == 0
     assert mask[height * 9 // 10, width // 4] < 30
+
+
+async def test_a_result_is_edited_without_a_download(api: ApiUnderTest, page: Page) -> None:
+    await page.get_by_label("Image", exact=True).set_input_files([])
+    await page.get_by_text("Edit an image").click()
+    await run(page)
+    await page.get_by_role("button", name="Edit output 1").click()
+    preview = page.get_by_role("img", name="Preview of")
+    await expect(preview).to_have_js_property("complete", True)
+    await paint(page, 0.5)
+    await page.get_by_role("button", name="Run").click()
+    await expect(page.get_by_role("slider", name="Before and after")).to_be_visible()
+    edited = [image for image in drawn(api) if image.image is not None]
+    assert [image.mask is not None for image in edited] == [True]
+
+
+async def test_an_earlier_input_fills_the_form(api: ApiUnderTest, page: Page) -> None:
+    body = {"prompt": "a blue square", "seed": 7, "num_outputs": 2}
+    created = await api.http.post(
+        "/v1/predictions", json={"version": IMAGE_MODEL.name, "input": body}
+    )
+    await page.goto(f"{api.url}/console#try/{IMAGE_MODEL.name}?again={created.json()['id']}")
+    await expect(page.get_by_label("Prompt (required)")).to_have_value("a blue square")
+    await expect(page.get_by_label("Seed")).to_have_value("7")
+    await expect(page.get_by_label("Num Outputs")).to_have_value("2")
 
 
 async def test_a_mask_file_replaces_the_painting(api: ApiUnderTest, page: Page) -> None:

@@ -24,6 +24,8 @@ window.setTimeout = (work, ms, ...given) => {
 };
 """
 
+CLOCK_AHEAD = "const now = Date.now; Date.now = () => now() + 10 * 60 * 1000;"
+
 api = api_with_redis(secret="s")
 
 
@@ -114,6 +116,32 @@ async def test_a_lost_stream_is_reopened_and_finally_replaced_by_polls(
         api.worker.written.release()
     await expect(page.get_by_role("heading", name="Result")).to_be_visible()
     await expect(page.get_by_role("status")).to_have_text("The prediction ended.")
+
+
+async def test_polls_go_on_if_the_clock_of_the_browser_is_ahead(
+    api: ApiUnderTest, page: Page
+) -> None:
+    api.worker.written = asyncio.Semaphore(0)
+    running = await predict(api, "say hello", {})
+    await page.route("**/stream?*", lambda route: route.abort())
+    await page.goto("about:blank")
+    await page.add_init_script(SHORT_WAITS + CLOCK_AHEAD)
+    await page.goto(f"{api.url}/console#predictions/{running['id']}")
+    await expect(page.get_by_text("The connection for live progress was lost")).to_be_visible()
+    for _ in range(5):
+        api.worker.written.release()
+    await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+
+
+async def test_a_prediction_is_changed_and_sent_again(api: ApiUnderTest, page: Page) -> None:
+    done = await predict(api, "say hello")
+    await page.goto(f"{api.url}/console#predictions/{done['id']}")
+    await page.get_by_role("link", name="Change and retry").click()
+    message = page.get_by_label("Message", exact=True)
+    await expect(message).to_have_value("say hello")
+    await message.fill("say goodbye")
+    await page.get_by_role("button", name="Send").click()
+    await expect(page.get_by_role("article", name="Answer")).to_contain_text("goodbye")
 
 
 async def test_a_stream_that_fails_once_continues(api: ApiUnderTest, page: Page) -> None:

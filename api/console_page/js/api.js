@@ -19,6 +19,9 @@ export function useKey(text) {
 
 export const hasKey = () => key !== "";
 
+/** The public part of the key. Empty: none. Keys are pk_live_ID_SECRET (shared/tenants/api_key.py). */
+export const keyId = () => /^pk_live_([0-9A-Za-z]+)_/.exec(key)?.[1] ?? "";
+
 /** An error response of the API, with its message. */
 export class ApiError extends Error {
   constructor(status, message) {

@@ -21,11 +21,14 @@ export function forgetChats() {
   kept.clear();
 }
 
-/** The chat of a model: its messages, a field to write in, and settings. */
-export function chatOf(model, schema, signal) {
-  const chat = kept.get(model.id) ?? { messages: [] };
+/**
+ * The chat of a model: its messages, a field to write in, and settings.
+ * @param {?object} again input of an earlier try, whose last message is sent again. Null: the chat continues.
+ */
+export function chatOf(model, schema, signal, again = null) {
+  const chat = (!again && kept.get(model.id)) || { messages: [] };
   kept.set(model.id, chat);
-  const settings = settingsOf(schema);
+  const settings = settingsOf(schema, again ?? chat.body?.input ?? {});
   const log = h("div", { class: "messages", role: "log", "aria-label": "Conversation", tabindex: 0 });
   const code = h("div");
   const field = h("textarea", { id: "message", rows: 2, placeholder: `Message ${model.id}` });
@@ -57,6 +60,11 @@ export function chatOf(model, schema, signal) {
     event.preventDefault();
     ask(field.value);
   });
+  if (again) {
+    const said = again.messages?.filter(({ role }) => role !== "system") ?? [{ role: "user", content: again.prompt ?? "" }];
+    field.value = said.pop()?.content ?? "";
+    chat.messages.push(...said);
+  }
   show(place, ask);
   return h(
     "div",
@@ -77,14 +85,15 @@ export function chatOf(model, schema, signal) {
   );
 }
 
-function settingsOf({ properties: given }) {
+function settingsOf({ properties: given }, input) {
   const field = (id, label, control, hint) =>
     h("div", { class: "field" }, h("label", { for: id }, label), control, hint && h("p", { class: "hint" }, hint));
   const most = given.max_tokens?.maximum ?? given.max_tokens?.anyOf?.[0]?.maximum;
   const usual = Math.max(given.max_tokens?.default ?? 1, Math.min(USUAL_TOKENS, most ?? USUAL_TOKENS));
   const system = h("textarea", { id: "system", rows: 3, placeholder: "You are a helpful assistant." });
-  const tokens = h("input", { id: "max-tokens", type: "number", min: 1, max: most, step: 1, value: usual });
-  const temperature = h("input", { id: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: USUAL_TEMPERATURE });
+  system.value = input.messages?.find(({ role }) => role === "system")?.content ?? "";
+  const tokens = h("input", { id: "max-tokens", type: "number", min: 1, max: most, step: 1, value: input.max_tokens ?? usual });
+  const temperature = h("input", { id: "temperature", type: "number", min: 0, max: 2, step: 0.1, value: input.temperature ?? USUAL_TEMPERATURE });
   const read = () => ({ max_tokens: Number(tokens.value) || usual, temperature: Number(temperature.value) });
   const element = h(
     "div",
@@ -139,7 +148,7 @@ async function talk(place, text, controls) {
   say("Sent.");
   try {
     await stream(place, answer, live, waiting);
-    say("The answer is complete.");
+    say(answer.isStopped ? "The answer was stopped." : "The answer is complete.");
   } catch (error) {
     if (signal.aborted) throw error;
     answer.error = error.message;
@@ -182,6 +191,7 @@ async function stream(place, answer, live, waiting) {
   cancelAnimationFrame(drawing);
   if (typeof prediction.output === "string") answer.content = prediction.output;
   if (prediction.error) answer.error = prediction.error;
+  answer.isStopped = prediction.status === "canceled";
   answer.facts = factsOf(prediction, chat.body, firstMs, answer.content);
 }
 

@@ -1,6 +1,6 @@
 // Shows a prediction while it waits and runs.
 
-import { call, events, isRefusal, pause, StreamLost } from "./api.js";
+import { call, events, isRefusal, pause, send, StreamLost } from "./api.js";
 import { button, h, put } from "./dom.js";
 import { placeInLine } from "./timing.js";
 
@@ -58,15 +58,19 @@ async function poll(path, signal, onPoll) {
   let failures = 0;
   for (let waitMs = FIRST_POLL_MS; ; waitMs = Math.min(waitMs * 1.5, LONGEST_POLL_MS)) {
     let prediction = null;
+    let nowMs = 0;
     try {
-      prediction = await call(path, { signal });
+      const response = await send(path, { signal });
+      // The reader's clock may differ from that of the API, which set the deadline.
+      nowMs = Date.parse(response.headers.get("date")) || Date.now();
+      prediction = await response.json();
       failures = 0;
     } catch (error) {
       failures += 1;
       if (signal.aborted || isRefusal(error) || failures === MOST_FAILURES) throw error;
     }
     if (prediction && ENDS.includes(prediction.status)) return prediction;
-    if (prediction && Date.now() > Date.parse(prediction.deadline) + GRACE_MS) throw new Error("the prediction did not end by its deadline");
+    if (prediction && nowMs > Date.parse(prediction.deadline) + GRACE_MS) throw new Error("the prediction did not end by its deadline");
     if (prediction) onPoll(prediction);
     await pause(waitMs, signal);
     signal.throwIfAborted();

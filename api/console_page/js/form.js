@@ -8,6 +8,10 @@ const LARGEST_SEED = 2 ** 31;
 const LARGEST_INSIDE = 1024 * 1024;
 /** Images in the inputs of image models, whose schema does not call them files. */
 const IMAGES = ["image", "mask", "control_image", "ip_adapter_image"];
+/** Fields that change an image instead of drawing a new one. */
+const EDITING = ["image", "mask", "strength", "mask_blur", "padding"];
+/** Shown by the API in place of a secret. */
+export const SECRET = "**********";
 /** What fields of known names begin with, so that a model can be tried at once. */
 const EXAMPLES = {
   prompt: "a large red circle on a white background",
@@ -23,8 +27,9 @@ const EXAMPLES = {
 /**
  * Makes the form of a model.
  * @param {object} schema of the input.
- * @returns {{element: HTMLElement, read: function(): Promise<object>, source: function(): ?File}} `read` gives the input:
- *   fields that are empty are left out. `source` gives the chosen file, preferably that of `image`.
+ * @returns {{element: HTMLElement, read: function(): Promise<object>, source: function(): ?File, fill: function(object), edit: ?function(File)}}
+ *   `read` gives the input: fields that are empty are left out. `source` gives the chosen file, preferably that of
+ *   `image`. `fill` shows an earlier input. `edit` chooses an image to paint a mask on; null without masks.
  */
 export function formOf(schema) {
   const required = new Set(schema.required ?? []);
@@ -36,42 +41,61 @@ export function formOf(schema) {
   const isFirst = required.size
     ? (field) => field.isRequired
     : (field) => field.kind === "texts" || (field.kind === "text" && !names.has(`${field.name}s`));
-  paintMask(fields);
+  const image = paintMask(fields);
   const first = fields.filter(isFirst);
-  const more = fields.filter((field) => !isFirst(field));
+  const editing = image ? EDITING.map((name) => fields.find((field) => field.name === name)).filter((field) => field && !isFirst(field)) : [];
+  const more = fields.filter((field) => !isFirst(field) && !editing.includes(field));
   const element = h(
     "div",
     { class: "fields" },
     first.map((field) => field.element),
-    more.length > 0 &&
-      h(
-        "details",
-        {},
-        h("summary", {}, "More options"),
-        h(
-          "div",
-          { class: "fields narrow" },
-          more.map((field) => field.element),
-        ),
-      ),
+    folded("Edit an image", editing),
+    folded("More options", more),
   );
   const source = () => {
     // A result does not begin with a mask or an image that only guides it.
     const chosen = fields.filter(({ name, picker }) => picker?.files[0] && (name === "image" || !IMAGES.includes(name)));
     return (chosen.find(({ name }) => name === "image") ?? chosen[0])?.picker.files[0] ?? null;
   };
-  return { element, read: () => readAll(fields), source };
+  const edit = (file) => {
+    image.choose(file);
+    reveal(image);
+    image.element.scrollIntoView({ block: "start" });
+  };
+  return { element, read: () => readAll(fields), source, fill: (input) => fillAll(fields, input), edit: image && edit };
 }
 
-/** Adds a painter to the field `mask`, if the model has one. */
+function folded(title, fields) {
+  if (!fields.length) return null;
+  const elements = fields.map((field) => field.element);
+  return h("details", {}, h("summary", {}, title), h("div", { class: "fields narrow" }, elements));
+}
+
+function reveal({ element }) {
+  const details = element.closest("details");
+  if (details) details.open = true;
+}
+
+/** Shows an earlier input. The API does not show secrets, and files are shown by their URLs. */
+function fillAll(fields, input) {
+  for (const field of fields) {
+    const value = input[field.name] ?? null;
+    if (value === SECRET) continue;
+    field.write(value);
+    if (value !== null) reveal(field);
+  }
+}
+
+/** Adds a painter to the field `mask`. Returns the field `image`, or null if the model has no masks. */
 function paintMask(fields) {
   const [image, mask] = ["image", "mask"].map((name) => fields.find((field) => field.name === name && field.kind === "file"));
-  if (!image || !mask) return;
+  if (!image || !mask) return null;
   const painter = maskPainter(image.picker, mask.picker);
   mask.element.querySelector("label").after(painter.element);
   mask.element.querySelector("input[type=url]").addEventListener("input", painter.empty);
   const readFile = mask.read;
   mask.read = async () => painter.read() ?? readFile();
+  return image;
 }
 
 async function readAll(fields) {
@@ -127,7 +151,7 @@ function fieldOf(name, property, isRequired) {
     .filter(Boolean)
     .join(" ");
   const given = { id, name, required: isRequired, "aria-describedby": hint ? `${id}-hint` : null };
-  const { control, read, picker } = CONTROLS[kind](given, core, property);
+  const { control, read, write, picker, choose } = CONTROLS[kind](given, core, property);
   const element = h(
     "div",
     { class: `field ${kind}` },
@@ -138,10 +162,13 @@ function fieldOf(name, property, isRequired) {
       isRequired && h("span", { class: "muted" }, " (required)"),
     ),
     control,
-    hint && h("p", { class: "hint", id: `${id}-hint` }, hint),
+    hint && h("p", { class: "hint", id: `${id}-hint` }, withCode(hint)),
   );
-  return { name, kind, isRequired, element, read, picker };
+  return { name, kind, isRequired, element, read, write: write ?? ((value) => { control.value = value ?? ""; }), picker, choose };
 }
+
+/** A text whose parts in backticks are code. */
+const withCode = (text) => text.split("`").map((part, at) => (at % 2 ? h("code", {}, part) : part));
 
 const CONTROLS = {
   text(given, core, property) {
@@ -165,7 +192,10 @@ const CONTROLS = {
         .filter(Boolean);
       return lines.length ? lines : undefined;
     };
-    return { control, read };
+    const write = (value) => {
+      control.value = (value ?? []).join("\n");
+    };
+    return { control, read, write };
   },
   secret(given) {
     const control = h("input", { ...given, type: "password", autocomplete: "off" });
@@ -207,11 +237,17 @@ const CONTROLS = {
     const control = h("select", given, isOpen && h("option", { value: "" }, "—"), options);
     // A choice may be among numbers.
     const chosen = () => values.find((value) => String(value) === control.value);
-    return { control, read: () => (chosen() === property.default ? undefined : chosen()) };
+    const write = (value) => {
+      control.value = String(value ?? property.default ?? "");
+    };
+    return { control, read: () => (chosen() === property.default ? undefined : chosen()), write };
   },
   flag(given, core, property) {
     const control = h("input", { ...given, type: "checkbox", checked: property.default === true });
-    return { control, read: () => control.checked };
+    const write = (value) => {
+      control.checked = value ?? property.default === true;
+    };
+    return { control, read: () => control.checked, write };
   },
   file(given, core) {
     const { required, ...picked } = given;
@@ -228,13 +264,23 @@ const CONTROLS = {
       if (required) throw new Error(`${given.name}: choose a file, or give its URL.`);
       return undefined;
     };
-    return { control: h("div", { class: "stack" }, picker, previewOf(picker), url), read, picker };
+    const write = (value) => {
+      url.value = value ?? "";
+    };
+    const choose = (file) => {
+      const files = new DataTransfer();
+      files.items.add(file);
+      picker.files = files.files;
+      url.value = "";
+      picker.dispatchEvent(new Event("change"));
+    };
+    return { control: h("div", { class: "stack" }, picker, previewOf(picker), url), read, write, picker, choose };
   },
   files(given) {
     const picker = h("input", { ...given, type: "file", multiple: true });
     const read = () =>
       picker.files.length ? Promise.all(Array.from(picker.files, uriOf)) : undefined;
-    return { control: h("div", { class: "stack" }, picker, previewOf(picker)), read };
+    return { control: h("div", { class: "stack" }, picker, previewOf(picker)), read, write: () => {} };
   },
   json(given, core, property) {
     const placeholder = property.default === undefined ? null : JSON.stringify(property.default);
@@ -247,7 +293,10 @@ const CONTROLS = {
         throw new Error(`${given.name}: this is not JSON. Texts need quotes.`);
       }
     };
-    return { control, read };
+    const write = (value) => {
+      control.value = value === null ? "" : JSON.stringify(value);
+    };
+    return { control, read, write };
   },
 };
 

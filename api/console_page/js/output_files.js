@@ -1,7 +1,7 @@
 // Files of an output, shown as what they are: pictures, players for sound and film, or links.
 
 import { linked } from "./api.js";
-import { failure, h } from "./dom.js";
+import { button, failure, h } from "./dom.js";
 
 const DATA_URI = /^data:([\w.+-]+\/[\w.+-]+);base64,/;
 const IMAGES = ["image/png", "image/jpeg", "image/webp", "image/gif"];
@@ -17,26 +17,33 @@ function typeOf(uri) {
   return inside ? inside[1] : (new URL(uri).searchParams.get("type") ?? "");
 }
 
-/** A file with a link to save it. `name` says what it is. */
-export function fileOf(prediction, uri, name, signal) {
+/**
+ * A file with a link to save it.
+ * @param {string} name says what it is.
+ * @param {?function(File)} edit gets an image to edit. Null: it can't be edited here.
+ */
+export function fileOf(prediction, uri, name, signal, edit = null) {
   const type = typeOf(uri);
   const { input } = prediction;
   const index = Number(/^output (\d+)$/.exec(name)?.[1] ?? 1) - 1;
   const player = playerOf(type, input.prompt ?? name);
   const actions = h("div", { class: "row" });
-  const offer = (href) => {
+  const offer = (href, bytes) => {
     if (player) player.src = href;
     const save = `${prediction.id}-${name.replace(/^output /, "").replace(/\W+/g, "-")}`;
     actions.append(h("a", { href, download: save + extensionOf(type) }, "Download"));
+    if (!edit || !IMAGES.includes(type)) return;
+    const change = () => edit(new File([bytes], save + extensionOf(type), { type }));
+    actions.prepend(button("Edit", change, { class: "quiet", "aria-label": `Edit ${name}` }));
   };
   if (DATA_URI.test(uri)) {
-    offer(uri);
+    offer(uri, Uint8Array.from(atob(uri.replace(DATA_URI, "")), (letter) => letter.charCodeAt(0)));
   } else {
     linked(uri, signal)
       .then((blob) => {
         const url = URL.createObjectURL(blob);
         signal.addEventListener("abort", () => URL.revokeObjectURL(url));
-        offer(url);
+        offer(url, blob);
       })
       .catch((error) => error.name === "AbortError" || actions.append(failure(error)));
   }

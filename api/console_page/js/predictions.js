@@ -4,7 +4,7 @@
 import { call } from "./api.js";
 import { badge, button, h, keepFocus, put, say, sayThenOpen, table } from "./dom.js";
 import { ENDS, follow } from "./follow.js";
-import { summary } from "./history.js";
+import { againLink, summary } from "./history.js";
 import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { aligned, dollars } from "./money.js";
 import { modelOf, obstaclesOf } from "./replay.js";
@@ -142,7 +142,13 @@ async function one(place, id, signal) {
       "div",
       { class: "row between" },
       h("h1", { class: "long" }, prediction.id),
-      h("div", { class: "row" }, badge(prediction.status), !isOpen && !obstacle && action(prediction, "", signal)),
+      h(
+        "div",
+        { class: "row" },
+        badge(prediction.status),
+        !isOpen && !obstacle && h("a", { href: againLink(modelOf(prediction), prediction.id) }, "Change and retry"),
+        !isOpen && !obstacle && action(prediction, "", signal),
+      ),
     ),
     h(
       "div",

@@ -1,11 +1,9 @@
 // Whether a prediction can be created again: the API does not show everything that created it.
 
 import { call } from "./api.js";
-import { coreOf } from "./form.js";
+import { SECRET, coreOf } from "./form.js";
 import { inputSchemaOf } from "./models.js";
 
-/** Shown by the API in place of a secret. */
-const SECRET = "**********";
 const URL_START = /^(https?|data):/i;
 const STORED_FILE = /^https?:\/\/.*\/v1\/files\//i;
 const OTHER_INPUT = "the model does not accept this input at /v1/predictions";

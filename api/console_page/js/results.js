@@ -16,15 +16,16 @@ const BAR = /^\s*\d+%\|/;
 /**
  * The output of a finished prediction with its time and cost.
  * @param {?{url: string, type: string}} source the file that it began with, if it was chosen in this tab.
+ * @param {?function(File)} edit gets an image of the output to edit.
  */
-export function resultOf(prediction, signal, source = null) {
+export function resultOf(prediction, signal, source = null, edit = null) {
   const { error, metrics = {}, output, status } = prediction;
   return h(
     "div",
     { class: "result" },
     error && h("p", { class: "error", role: "alert" }, error),
     status === "canceled" && h("p", { class: "note" }, "The prediction was canceled."),
-    output !== null && shown(prediction, signal, source),
+    output !== null && shown(prediction, signal, source, edit),
     prediction.logs &&
       !BAR.test(prediction.logs) &&
       h(
@@ -45,7 +46,7 @@ export function resultOf(prediction, signal, source = null) {
   );
 }
 
-function shown(prediction, signal, source) {
+function shown(prediction, signal, source, edit) {
   const { input, output } = prediction;
   const isWritten = typeof output === "string" && (input.messages || input.prompt);
   if (isWritten) return output.trim() ? markdown(output) : h("p", { class: "note" }, "The model wrote nothing. Text models that are made for chats need messages instead of a prompt.");
@@ -53,7 +54,7 @@ function shown(prediction, signal, source) {
   if (document) return [document, saveOf(prediction)];
   const list = Array.isArray(output) ? output : [output];
   if (list.length && list.every(isFile)) {
-    const files = list.map((uri, index) => fileOf(prediction, uri, `output ${index + 1}`, signal));
+    const files = list.map((uri, index) => fileOf(prediction, uri, `output ${index + 1}`, signal, edit));
     return h("div", { class: "images" }, source?.type.startsWith("image/") ? files.map((file) => compared(file, source.url)) : files);
   }
   const save = saveOf(prediction);

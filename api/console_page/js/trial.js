@@ -1,4 +1,5 @@
-// The view "Try": a chat for text models, and a form with its results for the others. `#try/MODEL` chooses one.
+// The view "Try": a chat for text models, and a form with its results for the others. `#try/MODEL` chooses one, and
+// `#try/MODEL?again=ID` shows the input of a prediction, to be changed and sent again.
 
 import { call } from "./api.js";
 import { chatOf } from "./chat.js";
@@ -6,15 +7,18 @@ import { failure, h, put, say } from "./dom.js";
 import { searchable } from "./filters.js";
 import { ENDS, follow } from "./follow.js";
 import { formOf } from "./form.js";
-import { historyList, remember } from "./history.js";
+import { historyList, inputOfTry, remember } from "./history.js";
 import { about, inputSchemaOf } from "./models.js";
 import { resultOf } from "./results.js";
 import { snippets } from "./snippets.js";
 
 const MOST_EARLIER = 12;
 
+/** The model that was tried last, to which the view returns. */
+let lastModel = "";
+
 /** Shows the view. */
-export async function show(place, [wanted], signal) {
+export async function show(place, [named], signal, params) {
   const models = (await call("v1/models", { signal })).data;
   put(place, h("h1", {}, "Try a model"));
   if (!models.length) {
@@ -22,13 +26,28 @@ export async function show(place, [wanted], signal) {
     return;
   }
   // A chat explains itself, so it comes first.
+  const wanted = named || lastModel;
   const model = models.find(({ id }) => id === wanted) ?? models.find(({ task }) => task === "text") ?? models[0];
-  const schema = await inputSchemaOf(model.id, signal);
+  lastModel = model.id;
+  const [schema, again] = await Promise.all([inputSchemaOf(model.id, signal), inputOf(params.get("again"), signal)]);
   place.append(
     h("div", { class: "card picker" }, h("div", { class: "field" }, h("label", { for: "model" }, "Model"), searchable(selectOf(models, model), "Model")), about(model, schema)),
-    model.task === "text" ? chatOf(model, schema, signal) : formWithResults(model, schema, signal),
+    ...(again.error ? [failure(again.error)] : []),
+    model.task === "text" ? chatOf(model, schema, signal, again.input) : formWithResults(model, schema, signal, again.input),
     historyList(signal),
   );
+}
+
+/** The input of an earlier try: from this browser, or from the API while it keeps the prediction. */
+async function inputOf(id, signal) {
+  if (!id) return { input: null };
+  const kept = inputOfTry(id);
+  if (kept) return { input: kept };
+  try {
+    return { input: (await call(`v1/predictions/${encodeURIComponent(id)}`, { signal })).input };
+  } catch (error) {
+    return { input: null, error };
+  }
 }
 
 function selectOf(models, chosen) {
@@ -47,8 +66,9 @@ function selectOf(models, chosen) {
   return select;
 }
 
-function formWithResults(model, schema, signal) {
-  const { element, read, source } = formOf(schema);
+function formWithResults(model, schema, signal, input) {
+  const { element, read, source, fill, edit } = formOf(schema);
+  if (input) fill(input);
   const outcome = h("div", { class: "outcome" }, h("p", { class: "note" }, "The result appears here. The form has an example: press Run."));
   const earlier = h("div", { class: "stack" });
   const run = h("button", { class: "main" }, "Run");
@@ -59,7 +79,7 @@ function formWithResults(model, schema, signal) {
     try {
       keep(outcome, earlier);
       const before = source() && sourceOf(source(), signal);
-      await predict({ version: model.id, input: await read() }, before, outcome, signal);
+      await predict({ version: model.id, input: await read() }, before, outcome, edit, signal);
     } catch (error) {
       if (!signal.aborted) put(outcome, failure(error));
     } finally {
@@ -90,7 +110,7 @@ function sourceOf(file, signal) {
   return { url, type: file.type };
 }
 
-async function predict(body, before, outcome, signal) {
+async function predict(body, before, outcome, edit, signal) {
   say("Sent.");
   put(outcome, h("div", { class: "card" }, h("p", { class: "muted" }, "Sent …")));
   const created = await call("v1/predictions", { method: "POST", body, signal });
@@ -98,6 +118,6 @@ async function predict(body, before, outcome, signal) {
   const path = `v1/predictions/${encodeURIComponent(created.id)}`;
   const prediction = ENDS.includes(created.status) ? created : await follow(path, outcome, signal);
   const link = h("a", { href: `#predictions/${encodeURIComponent(created.id)}` }, "Open the prediction");
-  put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal, before), h("p", {}, link)), snippets(body));
+  put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal, before, edit), h("p", {}, link)), snippets(body));
   say(`The prediction ${prediction.status}.`);
 }
