@@ -8,10 +8,17 @@ from collections.abc import Mapping
 from decimal import Decimal
 from ipaddress import ip_network
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Annotated, Literal, TypeVar
 from zoneinfo import ZoneInfo
 
-from pydantic import AliasChoices, Field, ValidationError, ValidationInfo, field_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+)
 from pydantic_settings import BaseSettings, SettingsConfigDict
 from redis.connection import parse_url
 
@@ -115,7 +122,7 @@ class InvoiceSettings(Settings):
     """Name and address of the seller on invoices, in lines. Empty: none is shown."""
     invoice_tax_name: str = "Tax"
     """Name of the tax line, such as VAT."""
-    invoice_tax_percent: Decimal = Field(Decimal(0), ge=0, le=100)
+    invoice_tax_percent: Annotated[Decimal, AfterValidator(abs)] = Field(Decimal(0), ge=0, le=100)
     """Tax added to the total of invoices, in percent. 0: invoices have no tax line."""
 
 

@@ -16,7 +16,6 @@ from api.http.openapi import array_parameter, query_parameter
 from api.http.router import Router
 from api.routes.reports import NO_STORE, tenants_for
 from api.usage.service import ReportService
-from shared.money.amounts import plain
 from shared.reports.definitions import ask_month, find_report
 from shared.reports.invoice import RULES, Invoice, InvoiceLine, invoices, terms_of
 from shared.settings import ApiSettings
@@ -34,9 +33,11 @@ class InvoiceLineReply(msgspec.Struct, kw_only=True):
     """Number of texts, images, or predictions."""
     quantity: int
     unit: str
-    """Unit of `quantity`: tokens, pixel-steps or items."""
+    """Unit of `quantity`: tokens, images or requests."""
     unit_price_usd: str | None
-    """Price per million units. Null if the rows, from an old release, were not charged."""
+    """Price of `price_per` units. Null if the rows, from an old release, were not charged."""
+    price_per: int
+    """Number of units that the unit price pays for: a million tokens, 1 image or 1 request."""
     price_version: str | None
     charged_share: str
     """The fraction of the price that is charged."""
@@ -136,7 +137,6 @@ def _reply(invoice: Invoice) -> InvoiceReply:
 
 
 def _line(line: InvoiceLine) -> InvoiceLineReply:
-    price = line.unit_price_usd
     return InvoiceLineReply(
         position=line.position,
         model=line.model,
@@ -144,7 +144,8 @@ def _line(line: InvoiceLine) -> InvoiceLineReply:
         items=line.items,
         quantity=line.quantity,
         unit=line.unit,
-        unit_price_usd=None if price is None else plain(price),
+        unit_price_usd=line.unit_price or None,
+        price_per=line.price_per,
         price_version=line.price_version,
         charged_share=f"{line.charged_share.normalize():f}",
         amount_usd=f"{line.amount_usd}",

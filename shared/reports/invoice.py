@@ -21,18 +21,21 @@ from decimal import ROUND_HALF_UP, Decimal
 from importlib import resources
 from typing import Any
 
-from shared.money.amounts import plain
+from shared.money.amounts import PLACES, plain
 from shared.reports.definitions import find_zone
 from shared.reports.runner import ReportResult
 from shared.settings import InvoiceSettings
 
 LINE_USD = Decimal("0.000001")
 CENT_USD = Decimal("0.01")
+MILLION = 1_000_000
 CSV_HEADS = (
     *("invoice", "tenant", "month", "position", "model", "unit", "price_version"),
     *("unit_price_usd", "kind", "charged_share", "items", "quantity", "amount_usd"),
-    *("invoice_total_usd", "amount_due_usd", "tax_usd"),
+    *("invoice_total_usd", "amount_due_usd", "tax_usd", "price_per"),
 )
+PRICE_PLACES = range(PLACES, 16)
+"""Decimals of a unit price. An average of many units has more than a price in the catalog."""
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -43,8 +46,9 @@ RULES = (
     "Items that failed, were late or were canceled cost nothing. Exception: if a text was "
     "canceled or late after its reader had received tokens, those tokens and its prompt are "
     "charged. Requests that were rejected are not on the invoice.",
-    "Tokens read, written and found in the cache have separate prices. The unit price in a line "
-    "for texts is their average.",
+    "Tokens read, written and found in the cache have separate prices, and so do images of "
+    "different sizes and requests to custom models. The unit price in a line for them is their "
+    "average.",
     "Lines of batches cost the share of the price that the plan specifies.",
     "A price applies to requests received from its start time on. A month with two prices has "
     "lines for both.",
@@ -73,16 +77,34 @@ class InvoiceLine:
     """Line number, from 1."""
     model: str
     unit: str
-    """Unit of work: tokens or pixel-steps."""
+    """Unit of `quantity`: tokens, images or requests."""
     price_version: str | None
     unit_price_usd: Decimal | None
-    """Price per million units. None if the rows, from an old release, were not charged."""
+    """Price of `price_per` units. None if the rows, from an old release, were not charged."""
+    price_per: int
+    """Number of units, such as a million tokens, that the unit price pays for."""
     kind: str
     """computed, cached, failed, expired or canceled."""
     charged_share: Decimal
     items: int
     quantity: int
     amount_usd: Decimal
+
+    @property
+    def unit_price(self) -> str:
+        """Returns the unit price with as many decimals as the amount needs. Empty: there is none.
+
+        The quantity times this price, rounded like the amount, is the amount.
+        """
+        price = self.unit_price_usd
+        if price is None:
+            return ""
+        for places in PRICE_PLACES:
+            text = plain(price, places)
+            product = self.quantity * Decimal(text) / self.price_per * self.charged_share
+            if product.quantize(LINE_USD, ROUND_HALF_UP) == self.amount_usd:
+                return text
+        return plain(price)
 
 
 @dataclass(frozen=True)
@@ -173,11 +195,13 @@ def _line(position: int, record: dict[str, Any]) -> InvoiceLine:
         unit=record["unit"],
         price_version=record["price_version"],
         unit_price_usd=None if price is None else Decimal(repr(price)),
+        price_per=record["price_per"],
         kind=record["kind"],
         charged_share=Decimal(repr(record["charged_share"])),
         items=record["items"],
         quantity=record["quantity"],
-        amount_usd=Decimal(record["amount_usd"] or 0).quantize(LINE_USD, ROUND_HALF_UP),
+        # Its decimals, because the double of an amount such as 0.0000025 is below it.
+        amount_usd=Decimal(repr(record["amount_usd"] or 0)).quantize(LINE_USD, ROUND_HALF_UP),
     )
 
 
@@ -188,14 +212,13 @@ def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
     writer.writerow(CSV_HEADS)
     for invoice in invoices:
         for line in invoice.lines:
-            price = line.unit_price_usd
             writer.writerow(
                 (
                     *(invoice.number, plain_cell(invoice.tenant), f"{invoice.month:%Y-%m}"),
                     *(line.position, plain_cell(line.model), line.unit, line.price_version),
-                    *("" if price is None else plain(price), line.kind, f"{line.charged_share:f}"),
+                    *(line.unit_price, line.kind, f"{line.charged_share:f}"),
                     *(line.items, line.quantity, line.amount_usd),
-                    *(invoice.total_usd, invoice.due_usd, invoice.tax_usd),
+                    *(invoice.total_usd, invoice.due_usd, invoice.tax_usd, line.price_per),
                 )
             )
     return file.getvalue().encode()
@@ -237,7 +260,7 @@ def _sheet(invoice: Invoice) -> str:
         '<thead><tr><th scope="col">No.</th><th scope="col">Model</th>'
         '<th scope="col">What</th><th scope="col" class="number">Items</th>'
         '<th scope="col" class="number">Quantity</th>'
-        '<th scope="col" class="number">$ per million</th>'
+        '<th scope="col" class="number">Unit price, $</th>'
         '<th scope="col" class="number">Share</th>'
         '<th scope="col" class="number">Amount, $</th></tr></thead>'
         f"<tbody>{lines}</tbody><tfoot>"
@@ -270,8 +293,12 @@ def _tax_line(invoice: Invoice) -> str:
     )
 
 
+def _per(line: InvoiceLine) -> str:
+    return "per million" if line.price_per == MILLION else f"per {line.unit.removesuffix('s')}"
+
+
 def _page_line(line: InvoiceLine) -> str:
-    price = "-" if line.unit_price_usd is None else plain(line.unit_price_usd)
+    price = f"{line.unit_price} {_per(line)}" if line.unit_price else "-"
     version = f" (price {html.escape(line.price_version)})" if line.price_version else ""
     cells = (
         f"{line.items:,}",

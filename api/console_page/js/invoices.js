@@ -15,7 +15,7 @@ const KINDS = {
   expired: "Too late, not charged",
   canceled: "Canceled",
 };
-const HEADS = ["position", "model", "kind", "items", "quantity", "unit", "unit_price_usd", "charged_share", "amount_usd"];
+const HEADS = ["position", "model", "kind", "items", "quantity", "unit", "unit_price_usd", "price_per", "charged_share", "amount_usd"];
 const whole = new Intl.NumberFormat("en-US");
 
 /** Shows the view. */
@@ -65,17 +65,10 @@ function dayInWords(day) {
   return new Intl.DateTimeFormat("en-US", { dateStyle: "long", timeZone: "UTC" }).format(new Date(`${day}T00:00Z`));
 }
 
-/** A decimal in text, divided by a million. */
-function perOne(text) {
-  const [whole, decimals = ""] = text.split(".");
-  const digits = whole.padStart(7, "0");
-  return `${digits.slice(0, -6).replace(/^0+(?=\d)/, "")}.${digits.slice(-6)}${decimals}`;
-}
-
-/** The price of a unit in words. Single items are priced by the piece, and all else by the million. */
-function unitPrice({ unit, unit_price_usd: price }) {
+/** The unit price in words, such as `$0.02 per image`. */
+function unitPrice({ unit, unit_price_usd: price, price_per: per }) {
   if (price === null) return "–";
-  return unit === "items" ? `${usd(perOne(price))} per item` : `${usd(price)} per million`;
+  return `${usd(price)} per ${per === 1 ? unit.replace(/s$/, "") : "million"}`;
 }
 
 /** A decimal in text with its currency and grouped digits. It is not made a number, which might round it. */

@@ -8,15 +8,16 @@
 -- column tenant: the tenant that owes
 -- column month: the first day of the month, in the time zone
 -- column model: model name in the catalog
--- column unit: tokens or pixel-steps; items of custom models
+-- column unit: tokens, images, or requests to custom models
 -- column price_version: version of the price in the catalog; NULL in rows of older releases
--- column unit_price_usd: price of a million units, before any share; for texts, whose tokens have several prices, and custom models, the average of the line; NULL for old rows without a charge or a price
+-- column price_per: number of units that unit_price_usd pays for: a million tokens, 1 image or 1 request
+-- column unit_price_usd: price of price_per units, before any share; for texts, images and custom models, which have several prices, the average of the line; NULL for old rows without a charge or a price
 -- column kind: computed, cached (from the cache, or joined), failed, expired or canceled
 -- column charged_share: share of the price that is charged
 -- column items: texts, images or predictions
 -- column quantity: number of units
--- column list_usd: quantity times unit price
--- column amount_usd: amount charged: the sum of the rows' cost, which is quantity x unit price x share except for the last digits
+-- column list_usd: quantity times unit price, divided by price_per
+-- column amount_usd: amount charged: the sum of the rows' cost, which is quantity x unit price / price_per x share except for the last digits
 WITH once AS (
   SELECT
     tenant,
@@ -27,9 +28,14 @@ WITH once AS (
     price_version,
     cost_usd,
     COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)))) AS item_list_usd,
-    output_tokens IS NOT NULL OR task = 'custom' AS has_many_prices,
-    IF(task = 'custom', 'items', IF(pixel_steps IS NULL, 'tokens', 'pixel-steps')) AS unit,
-    IF(task = 'custom', IF(status = 'succeeded' OR charged_share > 0, 1, 0), COALESCE(pixel_steps, tokens, 0)) AS units,
+    output_tokens IS NOT NULL OR task IN ('custom', 'image') AS has_many_prices,
+    CASE task WHEN 'custom' THEN 'requests' WHEN 'image' THEN 'images' ELSE 'tokens' END AS unit,
+    CASE task
+      WHEN 'custom' THEN IF(status = 'succeeded' OR charged_share > 0, 1, 0)
+      WHEN 'image' THEN 1
+      ELSE COALESCE(tokens, 0)
+    END AS units,
+    IF(task IN ('custom', 'image'), 1, 1000000) AS price_per,
     -- Rows without the column: the full price was charged.
     COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)) AS share
   FROM `rows`
@@ -43,7 +49,7 @@ priced AS (
   SELECT
     *,
     -- Nine decimals of a dollar for a million units: finer than any price, coarser than the error of a double.
-    IF(has_many_prices, NULL, ROUND(1000000 * SAFE_DIVIDE(item_list_usd, units), 9)) AS item_price_usd
+    IF(has_many_prices, NULL, ROUND(price_per * SAFE_DIVIDE(item_list_usd, units), 9)) AS item_price_usd
   FROM once
   WHERE status != 'refused'
 )
@@ -53,7 +59,8 @@ SELECT
   model,
   unit,
   price_version,
-  COALESCE(item_price_usd, ROUND(1000000 * SAFE_DIVIDE(SUM(item_list_usd), SUM(units)), 12)) AS unit_price_usd,
+  price_per,
+  COALESCE(item_price_usd, ROUND(price_per * SAFE_DIVIDE(SUM(item_list_usd), SUM(units)), 12)) AS unit_price_usd,
   CASE
     WHEN status != 'succeeded' THEN status
     WHEN cache IN ('memory', 'redis', 'joined') THEN 'cached'
@@ -66,5 +73,5 @@ SELECT
   -- Rounded far below a cent, so that the order of the sum does not affect rounding.
   ROUND(SUM(cost_usd), 13) AS amount_usd
 FROM priced
-GROUP BY tenant, month, model, unit, price_version, item_price_usd, kind, charged_share
+GROUP BY tenant, month, model, unit, price_version, price_per, item_price_usd, kind, charged_share
 ORDER BY tenant, month, model, unit, unit_price_usd, price_version, charged_share DESC, kind

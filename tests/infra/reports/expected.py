@@ -219,7 +219,8 @@ def daily(rows: list[Fields], question: ReportQuestion) -> Lines:
 
 def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
     def key(row: Fields) -> tuple[Any, ...]:
-        units = row.get("pixel_steps") or row.get("tokens")
+        is_image = row["task"] == "image"
+        units = 1 if is_image else row.get("tokens")
         share, price = share_of(row), row.get("list_price_usd")
         if price is None and share:
             price = row["cost_usd"] / share
@@ -230,9 +231,10 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
             row["tenant"],
             day_of(row, question).replace(day=1),
             row["model"],
-            "pixel-steps" if row["task"] == "image" else "tokens",
+            "images" if is_image else "tokens",
             row.get("price_version"),
-            None if price is None or is_text(row) else round(price / units * 1e6, 9),
+            1 if is_image else 1_000_000,
+            None if price is None or has_many_prices(row) else round(price / units * 1e6, 9),
             kind,
             share,
         )
@@ -240,26 +242,38 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
     lines: Lines = {}
     charged_rows = [row for row in once(rows, question) if row["status"] != "refused"]
     for where, members in grouped(charged_rows, key).items():
-        quantity = int(exact(members, "tokens") + exact(members, "pixel_steps"))
-        price = where[5]
-        if is_text(members[0]):  # the average, because its tokens have different prices
-            price = round(exact(members, "list_price_usd") / quantity * 1e6, 12)
-            where = (*where[:5], price, *where[6:])
+        per, price = where[5:7]
+        quantity = len(members) if per == 1 else int(exact(members, "tokens"))
+        if has_many_prices(members[0]):  # the average
+            price = average_usd(members, quantity, per)
+            where = (*where[:6], price, *where[7:])
         lines[where] = {
             "items": len(members),
             "quantity": quantity,
-            "list_usd": None if price is None else quantity * price / 1e6,
+            "list_usd": None if price is None else quantity * price / per,
             "amount_usd": exact(members, "cost_usd"),
         }
         # The amount that an invoice reader computes from the line is the sum of its rows.
         assert lines[where]["amount_usd"] == (
-            approximately((price or 0) * quantity / 1e6 * where[-1])
+            approximately((price or 0) * quantity / per * where[-1])
         )
     return lines
 
 
-def is_text(row: Fields) -> bool:
-    return row.get("output_tokens") is not None
+def has_many_prices(row: Fields) -> bool:
+    return row.get("output_tokens") is not None or row["task"] == "image"
+
+
+def average_usd(rows: list[Fields], quantity: int, per: int) -> float | None:
+    """The average price of `per` units. None if no row has a price."""
+    prices = list[float]()
+    for row in rows:
+        price, share = row.get("list_price_usd"), share_of(row)
+        if price is None and share:
+            price = row["cost_usd"] / share
+        if price is not None:
+            prices.append(price)
+    return round(per * math.fsum(prices) / quantity, 12) if prices else None
 
 
 def approximately(value: float) -> Any:

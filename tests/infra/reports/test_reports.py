@@ -127,7 +127,7 @@ def test_a_price_that_changed_in_the_month_is_right_on_both_sides(runner: Report
     assert found == {(None, 0.01), ("1", 0.01), ("2", 0.013)}
     for line in lines:
         price = line["unit_price_usd"] or 0.0
-        amount = line["quantity"] * price / 1e6 * line["charged_share"]
+        amount = line["quantity"] * price / line["price_per"] * line["charged_share"]
         assert line["amount_usd"] == pytest.approx(amount, rel=1e-9, abs=1e-15)
 
 

@@ -374,5 +374,5 @@ def test_items_of_ones_own_models_are_one_line_whatever_each_weighs(
         charge = {"work": number + 1, "list_price_usd": usd, "cost_usd": usd}
         insert(empty, row(f"r{number}", **known, **charge))
     (line,) = report(empty, "invoice")
-    assert (line["unit"], line["quantity"], line["unit_price_usd"]) == ("items", 3, 500_000.0)
+    assert (line["unit"], line["quantity"], line["unit_price_usd"]) == ("requests", 3, 0.5)
     assert line["amount_usd"] == 1.5
