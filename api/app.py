@@ -1,7 +1,7 @@
 """The API as an ASGI app: `create_app` adds routes and middleware.
 
-The OpenAPI document gets the shared schemas, and the responses that the server sends without a
-route.
+It also adds to the OpenAPI document the shared schemas, and the responses that the server sends
+without involving a route.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ _GROUPS = {
     "admin": "Keys, plans and budgets. Requires the `admin` scope.",
     "health": "Readiness, and how busy each model is.",
 }
-"""Groups of endpoints on the page /docs, in order."""
+"""Groups of endpoints on the /docs page, in order."""
 
 
 def create_app(
@@ -75,7 +75,7 @@ def create_app(
         transport: connection to the broker, not yet open.
         admin: creates an inbox if no pool has one. Not yet open.
         rows: receives the rows that the API writes. Not yet open.
-        spent: adds up spending. None: from the rows in BigQuery.
+        spent: adds up spending. None means from the rows in BigQuery.
 
     Raises:
         ConfigurationError: the API keys or the object store's URL are invalid, or API keys are
@@ -135,7 +135,7 @@ def _add_routes(app: FastRouteApp) -> None:
 def describe(app: FastAPI, catalog: Catalog) -> None:
     """Adds the schemas referenced by routes to the OpenAPI document of `app`.
 
-    Bodies of image requests have the fields that the models in the catalog accept.
+    Image request bodies get the fields that the models in the catalog accept.
     """
 
     def openapi() -> Described:
@@ -174,7 +174,7 @@ def _document(app: FastAPI, catalog: Catalog) -> Described:
 
 
 def _without_fastapis_errors(responses: Described) -> None:
-    """Removes the 422 that FastAPI adds for parameters, which has a shape this API does not use."""
+    """Removes the 422 that FastAPI adds for parameters, in a format this API does not use."""
     content = responses.get("422", {}).get("content", {})
     schema = content.get("application/json", {}).get("schema", {})
     if schema.get("$ref", "").endswith("/HTTPValidationError"):

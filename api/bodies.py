@@ -1,6 +1,6 @@
 """Request bodies shared by several endpoints, and limits on JSON.
 
-Requests are pydantic models, which validate and document them. Replies are msgspec structs, which
+Requests are pydantic models, which validate and document them. Responses are msgspec structs, which
 encode to JSON without intermediate Python objects. The fields follow OpenAI's API
 (https://platform.openai.com/docs/api-reference). Extensions are marked.
 
@@ -26,20 +26,20 @@ from shared.models.schedulers import SCHEDULER_ALIASES, SCHEDULER_NAMES
 MAX_URL_CHARS = 2048
 
 MAX_SEED = 2**53 - 11
-"""JSON numbers above 2^53 are not exact everywhere, and ten images use consecutive seeds."""
+"""JSON numbers over 2^53 are not exact everywhere, and ten images use consecutive seeds."""
 MAX_PROMPT_CHARS = 32_000
 MetadataKey = Annotated[str, Field(max_length=64)]
 MetadataValue = Annotated[str, Field(max_length=512)]
 Metadata = Annotated[dict[MetadataKey, MetadataValue], Field(max_length=16)]
 """OpenAI's limits."""
 EndUser = Annotated[str, Field(max_length=128)]
-"""The end user of the caller's application. The limit is OpenAI's for `safety_identifier`."""
+"""An end user of the caller's application. The limit is OpenAI's for `safety_identifier`."""
 CacheKey = Annotated[str, Field(max_length=64)]
 """OpenAI's limit for `prompt_cache_key`."""
 Option = Annotated[str, Field(max_length=64)]
 """One of a few words. Unknown words are accepted."""
 ItemId = Annotated[str, Field(max_length=256)]
-"""The ID of an answer, an answer part or a call. OpenAI's IDs are shorter."""
+"""The ID of a response, a response part, or a call. OpenAI's IDs are shorter."""
 Options = Annotated[dict[str, Any], AfterValidator(check_short)]
 """Options without effect."""
 Off = Annotated[
@@ -65,9 +65,8 @@ SchedulerName = Annotated[
 Upscale = Annotated[
     int, AfterValidator(check_scale), Field(json_schema_extra={"enum": list(SCALES)})
 ]
-"""Factor by which the width and height of an image grow.
-
-Not a Literal, because forms send it as text.
+"""Factor by which an image's width and height grow. Not a Literal, because forms send the value as
+text.
 """
 ClipSkip = Annotated[int, Field(ge=0, le=32)]
 """Number of final CLIP layers to skip when reading the prompt. A model may have fewer."""
@@ -79,7 +78,7 @@ MAX_VALUES = 300_000
 MAX_STRINGS = 20_000
 """Maximum number of strings and field names in one body, because each may be an unknown field."""
 SURELY_FEW = 1000
-"""Bodies with at most this many commas need no further check."""
+"""Bodies with no more than this many commas need no further check."""
 MAX_NESTED = 100
 """Maximum nesting depth. Pydantic has a limit of 200."""
 # Possessive and with an optional end, so the expression reads each byte only once.
@@ -87,7 +86,7 @@ _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 
 class Usage(msgspec.Struct):
-    """Tokens of all inputs, including special tokens and results from the cache."""
+    """Tokens in all inputs, including special tokens and inputs with cached results."""
 
     prompt_tokens: int
     total_tokens: int
@@ -100,10 +99,7 @@ class Body(BaseModel):
 
 
 def shape_of(value: Any) -> str:
-    """Returns the shape of an input, judged by its first element.
-
-    Errors mention only this shape.
-    """
+    """Returns an input's shape, based on its first element. Errors mention only this shape."""
     first = value[0] if isinstance(value, list) and value else value
     if isinstance(value, list):
         return (

@@ -1,7 +1,7 @@
-"""Request bodies of chat completions and completions, with their tools.
+"""Request bodies for chat completions and completions, with their tools.
 
 The fields follow OpenAI's API (https://platform.openai.com/docs/api-reference/chat and
-/completions). Extensions are marked. The replies are in api/openai/chat_replies.py.
+/completions). Extensions are marked. Response bodies are in api/openai/chat_replies.py.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Tool(Body):
 
 
 class NamedFunction(Body):
-    """The name of a function."""
+    """A function's name."""
 
     name: str
 
@@ -95,7 +95,7 @@ class AllowedToolChoice(Body):
 
 
 def _choice_tag(choice: Any) -> str:
-    """Returns the tag of a variant, so that errors refer to the variant that the client meant."""
+    """Returns a variant's tag, so that errors refer to the variant the client intended."""
     if isinstance(choice, ToolChoice) or not isinstance(choice, dict | AllowedToolChoice):
         return "named:" if isinstance(choice, ToolChoice) else "mode:"
     is_allowed = isinstance(choice, AllowedToolChoice) or choice.get("type") == "allowed_tools"
@@ -123,7 +123,7 @@ def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> lis
 def forced_tools(
     tools: list[Tool] | None, choice: AnyToolChoice | None
 ) -> list[FunctionTool] | None:
-    """Returns the tools of which the model must call one. None if it may answer without a call.
+    """Returns the tools of which the model must call one. None if it may respond without a call.
 
     Raises:
         ValueError: the chosen tool does not exist.
@@ -153,7 +153,7 @@ def _no_such_tool(tools: list[Tool] | None, choice: AnyToolChoice) -> str:
 
 
 def text_or_list(value: Any) -> str:
-    """Returns the tag of a variant, so that errors refer to the variant that the client meant."""
+    """Returns a variant's tag, so that errors refer to the variant the client intended."""
     return "list:" if isinstance(value, list) else "text:"
 
 
@@ -177,7 +177,7 @@ class FunctionCall(Body):
 
 
 class ToolCall(Body):
-    """A tool call in an earlier message of the assistant."""
+    """A tool call in one of the assistant's earlier messages."""
 
     id: ItemId
     type: Annotated[Literal["function"], null_is("function")] = "function"
@@ -187,7 +187,7 @@ class ToolCall(Body):
 
 
 class Message(Body):
-    """One message of a conversation."""
+    """One message in a conversation."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: (
@@ -263,7 +263,7 @@ def _parse_arguments(call: FunctionCall) -> dict[str, Any]:
 
 
 class JsonSchema(Body):
-    """A schema that the answer must match."""
+    """A schema that the response must match."""
 
     name: str = Field(pattern=TOOL_NAME)
     description: str | None = None
@@ -272,7 +272,7 @@ class JsonSchema(Body):
 
 
 class ResponseFormat(Body):
-    """The format of the answer."""
+    """The response format."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
@@ -286,7 +286,7 @@ class ResponseFormat(Body):
         return self
 
     def to_schema(self) -> str:
-        """Returns the JSON schema of the answer as JSON. Empty: any text."""
+        """Returns the response's JSON schema, serialized. Empty if any text is allowed."""
         if self.type == "text":
             return ""
         if self.json_schema is None or self.json_schema.schema_ is None:
@@ -295,7 +295,7 @@ class ResponseFormat(Body):
 
 
 class StreamOptions(Body):
-    """Options of a stream."""
+    """Stream options."""
 
     include_usage: Annotated[bool, null_is(False)] = False
     include_obfuscation: bool | None = Field(None, description="Accepted, without effect.")
@@ -415,7 +415,7 @@ class ChatBody(_SampledBody):
 
     @property
     def forced_tools(self) -> list[FunctionTool]:
-        """The tools of which the model must call one. Empty: it may answer without a call."""
+        """The tools of which the model must call one. Empty if it may respond without a call."""
         return forced_tools(self.tools, self.tool_choice) or []
 
     @model_validator(mode="after")

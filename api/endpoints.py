@@ -62,7 +62,7 @@ REPLICATE_ROUTERS: tuple[Router, ...] = (
     prediction_events.router,
     prediction_models.router,
 )
-"""Served with and without /v1, because some clients add the prefix themselves."""
+"""Routers served with and without /v1, because some clients add the prefix themselves."""
 
 ACCESS_RULES = AccessRules(
     {
@@ -71,8 +71,8 @@ ACCESS_RULES = AccessRules(
         for route, scope in router.scopes.items()
     }
 )
-"""The scopes that keys need."""
+"""The scopes that endpoints require of keys."""
 LINE_ENDPOINTS: dict[str, Endpoint] = {
     path: lines for router in ROUTERS for path, lines in router.lines.items()
 } | {f"/v1{path}": lines for router in REPLICATE_ROUTERS for path, lines in router.lines.items()}
-"""The endpoints that lines of a batch may use, by path."""
+"""The endpoints that batch lines may use, keyed by path."""

@@ -1,7 +1,7 @@
 """Maps errors to HTTP responses: one table from error code to status, one body, one handler.
 
-The body has OpenAI's form: `{"error": {"message", "type", "param", "code"}}`, always with all four
-keys (https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of
+The body has OpenAI's format: `{"error": {"message", "type", "param", "code"}}`, always with all
+four keys (https://platform.openai.com/docs/guides/error-codes). `code` is the stable code of
 shared/errors.py. A 405 lists all of its path's methods in the `Allow` header (RFC 9110, 10.2.1).
 The router itself would list only one route's methods.
 """
@@ -31,7 +31,7 @@ _METHODS = ("GET", "POST", "PUT", "PATCH", "DELETE")
 
 SHORT_RETRY_S = 1.0
 MAX_BODY_DEPTH = 200
-"""Maximum nesting of objects and lists accepted by jiter, the parser for bodies:
+"""Maximum nesting of objects and lists that jiter, the parser for bodies, accepts:
 https://github.com/pydantic/jiter
 """
 
@@ -194,7 +194,7 @@ class RateLimited(Overloaded):
 
     Args:
         message: the limit that was reached, and when to try again.
-        unit: the counted unit: requests, tokens, pixel_steps, work, items or usd.
+        unit: the unit counted: requests, tokens, pixel_steps, work, items, or usd.
         retry_after_s: seconds until there is room again.
         is_final: True if waiting a little can't make the same request succeed.
     """
@@ -277,7 +277,7 @@ ERROR_MAPPINGS = {
 
 
 def add_handlers(app: FastAPI) -> None:
-    """Registers the handler of all expected errors."""
+    """Registers the handler for all expected errors."""
     for kind in EXPECTED_ERRORS:
         app.add_exception_handler(kind, handle_error)
 
@@ -363,7 +363,7 @@ def headers_for(error: PenstockError) -> dict[str, str]:
 
 
 def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
-    """Returns the first error in a body, by field and reason."""
+    """Returns the first error in a body, with its field and reason."""
     first = error.errors()[0]
     if first["type"] == "json_invalid":
         if _is_too_deep(first):
@@ -377,7 +377,7 @@ def to_bad_input(error: ValidationError | RequestValidationError) -> BadInput:
 
 
 def describe(wrong: Mapping[str, Any]) -> tuple[str, str]:
-    """Returns path (`images[0].image_url`, empty: the body) and reason of a pydantic error."""
+    """Returns a pydantic error's path (`images[0].image_url`; empty for the body) and reason."""
     # Union tags, which are internal, appear in the location as 'name:'.
     steps = [step for step in wrong["loc"] if not (isinstance(step, str) and step.endswith(":"))]
     cause = wrong.get("ctx", {}).get("error")
@@ -413,7 +413,7 @@ def _in_json(expected: str) -> str:
 
 
 def _json_reason(reason: str) -> str:
-    """Returns why a body can't be parsed, in terms of JSON."""
+    """Returns the reason a body can't be parsed, in terms of JSON."""
     if "hex escape" in reason:
         at = reason.partition(" at line")[2]
         return f"a \\u escape is half of a surrogate pair; send both halves, at line{at}"

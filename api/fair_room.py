@@ -1,17 +1,17 @@
-"""Weighted capacity limiter: tenants share a bounded number of items by weight.
+"""A weighted capacity limiter: tenants share a bounded number of items by weight.
 
-Uses no clock and no I/O. The first of three rules that applies decides:
+Uses no clock and does no I/O. The first of these three rules that applies decides:
 
-- While more room than the reserve is left, any tenant is admitted. So idle capacity is used.
+- While more capacity than the reserve is left, any tenant is admitted, so idle capacity gets used.
 - Within the bound, a tenant below its fair share is admitted. The share is its weight divided by
-  the weights of all tenants with items here. A tenant that is alone has all of the capacity.
+  the total weight of all tenants with items here. A tenant that is alone gets all of the capacity.
 - Beyond the bound, a tenant is admitted up to its guaranteed part, which is its share of the
-  reserve and at least one item. So a small tenant is admitted while others fill their shares, even
-  if one of their requests was larger than the remaining capacity.
+  reserve but at least one item. A small tenant is therefore admitted while others fill their
+  shares, even if one of their requests was larger than the remaining capacity.
 
 A request is admitted with all of its items as soon as one fits. Otherwise, large requests would
 never be admitted alongside small ones. Only the guaranteed part counts items exactly. The state has
-one entry per tenant with items here, and there are at most MAX_OVER times the bound plus one
+one entry per tenant with items here, and there are at most MAX_OVER times the bound, plus one
 request.
 """
 
@@ -23,7 +23,7 @@ from typing import NamedTuple, Protocol
 from shared.tenants.plan import DEFAULT_TENANT, Priority
 
 RESERVE = 0.125
-"""The part of the room that only tenants below their fair share may fill.
+"""The part of the capacity that only tenants below their fair share may fill.
 
 Items leave at the workers' rate, so the reserve is the number of items that other tenants can send
 at once, before any leaves. An eighth of 512 items is 64 requests with one text each. A larger
@@ -32,13 +32,13 @@ reserve would take capacity from a tenant whose neighbors send little.
 MAX_OVER = 2
 """Beyond MAX_OVER times the bound, no tenant is admitted.
 
-Reaching it takes as many tenants as the bound has items.
+Reaching that limit takes as many tenants as the bound has items.
 """
 
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """Items of one tenant that need a worker."""
+    """One tenant's items that need a worker."""
 
     model: str
     items: int
@@ -76,14 +76,14 @@ class OneItem(NamedTuple):
 
 @dataclass(slots=True)
 class Holding:
-    """The items of one tenant."""
+    """One tenant's items."""
 
     weight: float
     items: int = 0
 
 
 class FairRoom:
-    """The items of all tenants under one bound.
+    """All tenants' items under one bound.
 
     Args:
         bound: target number of items.
@@ -93,7 +93,7 @@ class FairRoom:
         self.bound = bound
         self.total = 0
         self.weights = 0.0
-        """Sum over all tenants with items here."""
+        """Total weight of all tenants with items here."""
         self._holdings: dict[str, Holding] = {}
 
     def __len__(self) -> int:
@@ -106,15 +106,15 @@ class FairRoom:
         return 0 if holding is None else holding.items
 
     def part_of(self, asked: Asks) -> float:
-        """Returns the tenant's share of the weights of all tenants with items, including itself."""
+        """Returns the tenant's share of the total weight of tenants with items, itself included."""
         holding = self._holdings.get(asked.tenant)
         others = self.weights if holding is None else max(0.0, self.weights - holding.weight)
         return asked.weight / (others + asked.weight)
 
     def turns_to_wait(self, asked: Asks) -> float:
-        """Returns how many items must leave before the request is admitted. 0: none.
+        """Returns how many items must leave before the request is admitted.
 
-        Items leave in fair order, so the tenant's items are its share of them.
+        Items leave in fair order, so the tenant's items make up its share of them.
         """
         idle = self.bound * (1 - RESERVE)
         if self.total < idle:
@@ -131,14 +131,14 @@ class FairRoom:
         return max(1.0, min(self.total - idle + 1, max(until_share, until_bound)))
 
     def ahead_of(self, asked: Asks, enough: float) -> float:
-        """Returns how many items leave in fair order before the last item of the request.
+        """Returns how many items leave in fair order before the request's last item.
 
-        While n items of a tenant leave, up to n items of another tenant with the same weight also
-        leave (generalized processor sharing: Parekh and Gallager, IEEE/ACM ToN 1(3), 1993).
+        While n of one tenant's items leave, up to n items from another tenant with the same weight
+        also leave (generalized processor sharing: Parekh and Gallager, IEEE/ACM ToN 1(3), 1993).
 
         Args:
-            asked: request that is not yet admitted.
-            enough: above this number the result may be too high, which saves time.
+            asked: a request that has not been admitted yet.
+            enough: above this number, the result may be too high, which saves time.
         """
         holding = self._holdings.get(asked.tenant)
         own = asked.items + (0 if holding is None else holding.items)

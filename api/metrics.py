@@ -1,8 +1,8 @@
-"""The Prometheus metrics of the API, and the port that serves all metrics of the process.
+"""The API's Prometheus metrics, and the port that serves all of the process's metrics.
 
-Callers must not reach that port, because models, load and errors are for operators. A path on the
-public port is not safe, because a rule that denies a path can be bypassed by another spelling of
-the path.
+Callers must not be able to reach that port, because models, load, and errors are for operators. A
+path on the public port would not be safe, because a rule that denies a path can be bypassed by
+spelling the path differently.
 """
 
 from __future__ import annotations
@@ -168,9 +168,9 @@ def of_admission(model: str, priority: Priority) -> tuple[Counter, Counter, Gaug
 
 @contextmanager
 def served(host: str, port: int) -> Iterator[int]:
-    """Serves the metrics of this process for the duration of the block.
+    """Serves this process's metrics for the duration of the block.
 
-    Yields the port, which is random for 0.
+    Yields the port, which is random if `port` is 0.
 
     Raises:
         ConfigurationError: the port can't be opened.

@@ -1,4 +1,4 @@
-"""Maps errors to problems (RFC 9457) with `invalid_fields`, for the routes of Replicate's API.
+"""Maps errors to problems (RFC 9457) with `invalid_fields`, for Replicate's API.
 
 422 {"title": "Input validation failed", "detail": "- input.prompt: Field required", "status": 422,
      "invalid_fields": [{"type": "missing", "field": "input.prompt", "description": "Field
@@ -64,7 +64,7 @@ class InvalidFields(BadInput):
 
 
 class ErrorRoute(APIRoute):
-    """A route with its own error format, implemented by `respond`."""
+    """A route with a custom error format, implemented by `respond`."""
 
     def respond(self, request: Request, error: Exception) -> Response:
         """Returns the response for one of EXPECTED_ERRORS."""
@@ -89,13 +89,13 @@ class ProblemRoute(ErrorRoute):
     error_reply = Problem
 
     def respond(self, request: Request, error: Exception) -> Response:
-        """Returns the problem details of an error."""
+        """Returns the problem details for an error."""
         return problem_response(request, error)
 
 
 @contextmanager
 def errors_in_input() -> Iterator[None]:
-    """Maps errors in the block to fields of `input`."""
+    """Maps errors raised in the block to fields of `input`."""
     try:
         yield
     except ValidationError as error:

@@ -2,8 +2,8 @@
 
 Tests use both. A head is a request's URL and headers. h11, uvicorn's other parser, limits the
 head's size. httptools does not, and it copies the header read so far for each piece that arrives,
-so one endless header blocks all other requests. A typical request, whose head arrives in one piece,
-does not set a timer here.
+so a single endless header blocks all other requests. A typical request, whose head arrives in one
+piece, does not set a timer here.
 """
 
 from __future__ import annotations
@@ -28,16 +28,17 @@ from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockErro
 from shared.settings import ApiSettings
 
 HEAD_LIMIT_BYTES = 64 * 1024
-"""The limit of Google's load balancer."""
+"""Maximum size of a head, the same as for Google's load balancer."""
 CHUNK_FRAME_BYTES = 24
-"""Overhead allowed per body chunk. Longer chunk extensions and trailers count as head."""
+"""Overhead allowed per body chunk. Longer chunk extensions and trailers count as part of the head.
+"""
 MAX_PIPELINED = 16
 """Maximum number of requests waiting for the current one.
 
-A single read may contain ten thousand.
+A single read may contain ten thousand requests.
 """
 UNREAD_LIMIT_S = 60
-"""A connection whose peer reads nothing for this long is closed."""
+"""How long before a connection whose peer reads nothing is closed."""
 UNREAD_MAX_BYTES = 256 * 1024 * 1024
 """Maximum total memory for unread responses."""
 RESERVED_FILES = 128
@@ -55,15 +56,14 @@ DRAIN_S = 4
 Cloud Run kills the process after 10 s, and storing rows takes up to 5 s.
 """
 KEEP_ALIVE_S = 620
-"""More than the 600 s of Google's load balancer.
-
-Otherwise the load balancer may reuse a connection that was just closed.
+"""Longer than the 600 s of Google's load balancer. Otherwise, the load balancer might reuse a
+connection that was just closed.
 """
 
 TLS_CIPHERS = (
     "@SECLEVEL=2:ECDH+AESGCM:ECDH+CHACHA20:ECDH+AES:DHE+AES:!aNULL:!eNULL:!aDSS:!SHA1:!AESCCM"
 )
-"""Ciphers accepted in TLS 1.2: only ones with forward secrecy and without SHA-1.
+"""Ciphers accepted in TLS 1.2: only those with forward secrecy and without SHA-1.
 
 The list is the same as in Python's own builds,
 https://github.com/python/cpython/blob/v3.11.7/Modules/_ssl.c. Debian and Ubuntu build Python with
@@ -84,12 +84,12 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._beside_bytes = 0
-        """Bytes outside of bodies since the last head or the end of a request."""
+        """Bytes not in bodies that arrived after the last complete head or request."""
         self._in_head = self._in_body = False
         self._timer: asyncio.TimerHandle | None = None
         self._error: PenstockError | None = None
         self._offers_protocol = False
-        """The current head offers an upgrade to another protocol."""
+        """True if the current head offers an upgrade to another protocol."""
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Counts the connection. If there are too many, closes the longest-idle one."""
@@ -212,8 +212,8 @@ class BoundedHttp(HttpToolsProtocol):
         """Feeds received bytes to the parser.
 
         Offers of another protocol (RFC 9110, 7.8) are ignored, because Java's client offers h2c
-        with every request. httptools treats such a request as one without a body, and its body as
-        the next request. So a new parser is given the head again, without the offer.
+        with every request. httptools treats such a request as if it had no body, and its body as
+        the next request, so the head is fed again, without the offer, to a new parser.
         """
         head = b""
         while True:
@@ -239,7 +239,10 @@ class BoundedHttp(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _wrong_host(self) -> str:
-        """Returns why the Host header is rejected (RFC 9112, 3.2). Empty if it is accepted."""
+        """Returns the reason the Host header is rejected (RFC 9112, 3.2).
+
+        Empty if it is accepted.
+        """
         hosts = [value for name, value in self.headers if name == b"host"]
         if not hosts:
             is_needed = self.parser.get_http_version() == "1.1"
@@ -289,7 +292,10 @@ class BoundedHttp(HttpToolsProtocol):
             self.transport.close()
 
     def _leave_unread(self) -> bool:
-        """Removes the connection from the unread ones. Returns whether it was one of them."""
+        """Removes the connection from those with unread responses.
+
+        Returns whether it was one of them.
+        """
         was_unread = self.unread.pop(self, None) is not None
         metrics.CONNECTIONS_UNREAD.set(len(self.unread))
         return was_unread

@@ -5,9 +5,9 @@
         async with httpx.AsyncClient(transport=transport, base_url="http://test") as http:
             answer = await http.post("/v1/embeddings", json={...})
 
-Routes, checks, limits, deadlines and errors are the same as in production. It does not include
-checks that uvicorn makes before the app (limits on request heads and slow bodies). Without
-`redis_url`, it answers as if Redis were unreachable: predictions and streams are rejected.
+Routes, checks, limits, deadlines, and errors are the same as in production. Checks that uvicorn
+makes before the app (limits on request heads and slow bodies) are not included. Without
+`redis_url`, the API behaves as if Redis were unreachable: predictions and streams are rejected.
 Something must process the jobs, such as workers/testing.py.
 """
 
@@ -50,10 +50,10 @@ async def running_api(
 
     Args:
         broker: shared with the workers. The API creates its inbox there.
-        flows: flows that use these models, made by `shared.models.catalog.flow_of`.
-        redis_url: stores records, limits, streams and results, if there is a Redis.
-        objects_url: store for large results. Workers must use the same.
-        settings: fields of ApiSettings by name. Others come from the environment.
+        flows: flows that use these models, created by `shared.models.catalog.flow_of`.
+        redis_url: URL of the Redis for records, limits, streams, and results, if there is one.
+        objects_url: URL of the store for large results. Workers must use the same store.
+        settings: ApiSettings fields by name. All others come from the environment.
 
     Raises:
         ConfigurationError: a setting is invalid.

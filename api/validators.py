@@ -1,4 +1,4 @@
-"""Functions that validate fields of requests. The types of the fields use them."""
+"""Functions that validate request fields, used by the fields' types."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class _NullIs(BeforeValidator):
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """The schema, or null."""
+        """Returns a schema that allows null in addition."""
         return {"anyOf": [handler(schema), {"type": "null"}]}
 
 
@@ -58,7 +58,7 @@ def check_scale(value: int) -> int:
 
 
 def resolve_scheduler(name: str) -> str:
-    """Returns our name of a scheduler, which may be named as in Replicate's API or diffusers."""
+    """Returns our name for a scheduler, which may be named as in Replicate's API or diffusers."""
     known = SCHEDULER_ALIASES.get(name, name)
     if known not in SCHEDULER_NAMES:
         raise ValueError(

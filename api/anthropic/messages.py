@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's chat API, whole or streamed, and its errors.
+"""POST /v1/messages: Anthropic's chat API, either whole or streamed, and its errors.
 
 https://docs.claude.com/en/docs/build-with-claude/streaming
 https://docs.claude.com/en/api/errors
@@ -91,7 +91,7 @@ _FIELDS = {
     "stop": "stop_sequences",
     "response_format": "output_config",
 }
-"""Chat fields that have another name in a messages request."""
+"""Chat fields that have a different name in a messages request."""
 
 _CONTEXT = re.compile(
     r"maximum context length is (\d+) tokens\. .*\((\d+) in the messages, (\d+) in the completion\)"
@@ -99,12 +99,12 @@ _CONTEXT = re.compile(
 
 
 class AnthropicRoute(ErrorRoute):
-    """A route whose errors have Anthropic's shape."""
+    """A route whose errors have Anthropic's format."""
 
     error_reply = AnthropicErrorReply
 
     def respond(self, request: Request, error: Exception) -> Response:
-        """Returns the error in that shape."""
+        """Returns the error in Anthropic's format."""
         set_error_code(request, error)
         return _response(request, _to_known_error(error))
 
@@ -157,10 +157,10 @@ def _response(request: Request, error: PenstockError) -> Response:
 
 
 class MessageEvents:
-    """The reply to one request, and its events.
+    """The response to one request, and its events.
 
     Args:
-        model: the model that generates the reply.
+        model: the model that generates the response.
     """
 
     def __init__(self, chat: ChatBody, message_id: str, model: Model) -> None:
@@ -193,7 +193,7 @@ class MessageEvents:
         )
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:
-        """Returns events for text held back, tool calls, the stop reason and usage."""
+        """Returns events for held-back text, tool calls, the stop reason, and usage."""
         visible_text = self._show_text(result.text)
         choice = chat_choice(self._chat, self._made, index, result)
         blocks, events = _blocks(choice), []
@@ -249,9 +249,9 @@ def _blocks(choice: ChatChoice) -> list[ShownBlock]:
 
 
 def _input(call: Any) -> dict[str, Any]:
-    """Returns the arguments of a call.
+    """Returns a call's arguments as an object.
 
-    A model may write something other than an object, or be cut off partway through.
+    A model may generate something other than an object, or be cut off partway through.
     """
     try:
         # Uses the parser for request bodies, which limits nesting and rejects lone surrogates.
@@ -262,7 +262,7 @@ def _input(call: Any) -> dict[str, Any]:
 
 
 def _stop_reason(choice: ChatChoice, result: GenerationResult) -> tuple[StopReason, str | None]:
-    """Returns why the message ended, and the stop sequence that ended it, if one did."""
+    """Returns the reason the message ended, and the stop sequence that ended it, if any."""
     if choice.finish_reason == "tool_calls":
         return "tool_use", None
     if choice.finish_reason == "length":
@@ -299,7 +299,7 @@ async def create_message(
     recording: Recording,
     generation_streams: GenerationStreams,
 ) -> Response:
-    """Answers in the shape of Anthropic's API. With `"stream": true`, sends events."""
+    """Responds in the format of Anthropic's API. With `"stream": true`, sends events."""
     body = await call.read_json(MessagesBody)
     chat = body.to_generation()
     model = model_of(chat, catalog)
@@ -333,7 +333,7 @@ async def create_message(
     reply=TokenCountReply,
 )
 async def count_tokens(call: ModelCall, catalog: Catalog, inference: Inference) -> Response:
-    """Counts the tokens that the model would read for the same request."""
+    """Counts the tokens the model would read for the same request."""
     body = await call.read_json(CountBody)
     try:
         counted = await count_chat(call, body.to_chat(), catalog, inference)

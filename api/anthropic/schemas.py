@@ -1,4 +1,4 @@
-"""Request and response bodies of /v1/messages.
+"""Request and response bodies for /v1/messages.
 
 The fields follow Anthropic's API (https://docs.claude.com/en/api/messages). Each request is
 converted to a chat request.
@@ -18,7 +18,7 @@ from api.chat_bodies import MAX_TOOLS, TOOL_NAME, ChatBody, Share, text_or_list
 from api.errors import WrongField
 
 MAX_STOPS = 4
-"""The same limit as for a chat."""
+"""Maximum number of stop sequences, the same as for a chat."""
 
 BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
@@ -30,7 +30,7 @@ StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 class CacheControl(Body):
     """Marks the end of a prefix that may be cached.
 
-    It has no effect, because every prefix may be.
+    It has no effect, because every prefix may be cached.
     """
 
     type: Literal["ephemeral"]
@@ -44,7 +44,7 @@ class _Block(Body):
 
 
 class TextBlock(_Block):
-    """A part of a message."""
+    """A text part of a message."""
 
     type: Literal["text"]
     text: str
@@ -52,7 +52,7 @@ class TextBlock(_Block):
 
 
 class ToolUseBlock(_Block):
-    """A tool call in an earlier answer."""
+    """A tool call from an earlier response."""
 
     type: Literal["tool_use"]
     id: ItemId
@@ -62,7 +62,7 @@ class ToolUseBlock(_Block):
 
 
 class ThinkingBlock(_Block):
-    """The model's reasoning before an earlier answer. Passed to chat templates that support it."""
+    """The model's reasoning before an earlier response, for chat templates that support it."""
 
     type: Literal["thinking"]
     thinking: str
@@ -88,7 +88,7 @@ TextContent = Annotated[
 
 
 class ToolResultBlock(_Block):
-    """The result of a tool call."""
+    """A tool call's result."""
 
     type: Literal["tool_result"]
     tool_use_id: ItemId
@@ -111,7 +111,7 @@ MessageContent = Annotated[
 
 
 class AnthropicInputMessage(Body):
-    """A message of a conversation."""
+    """A message in a conversation."""
 
     role: Literal["user", "assistant"]
     content: MessageContent
@@ -173,7 +173,10 @@ class MessageTool(_Block):
 
 
 class MessageToolChoice(Body):
-    """Whether the model may, must or must not call a tool. `any`: it must call one of them."""
+    """Whether the model may, must, or must not call a tool.
+
+    `any`: it must call one of the tools.
+    """
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None
@@ -186,7 +189,7 @@ class MessageToolChoice(Body):
         return self
 
     def to_chat(self) -> Any:
-        """Returns the `tool_choice` of a chat."""
+        """Returns the equivalent `tool_choice` for a chat."""
         if self.type == "tool":
             return {"type": "function", "function": {"name": self.name}}
         return "required" if self.type == "any" else self.type
@@ -199,7 +202,7 @@ class MessageMetadata(Body):
 
 
 class Thinking(Body):
-    """True to ask the model to think first. Accepted, without effect."""
+    """True to ask the model to think first. Accepted, but has no effect."""
 
     type: Option
     budget_tokens: int | None = None
@@ -222,7 +225,7 @@ class OutputConfig(Body):
 
 
 class CountBody(Body):
-    """Messages to count the tokens of."""
+    """Messages whose tokens to count."""
 
     messages: list[AnthropicInputMessage] = Field(min_length=1, max_length=2048)
     model: str | None = Field(None, description="Default: the first text model in the catalog.")
@@ -341,7 +344,7 @@ ShownBlock = ShownText | ShownToolUse
 
 
 class MessagesUsage(msgspec.Struct):
-    """Tokens read and written. `input_tokens` does not include cached tokens."""
+    """Tokens read and generated. `input_tokens` does not include cached tokens."""
 
     input_tokens: int
     output_tokens: int
@@ -350,7 +353,7 @@ class MessagesUsage(msgspec.Struct):
 
 
 class MessageReply(msgspec.Struct):
-    """A complete reply."""
+    """A complete response."""
 
     id: str
     model: str
@@ -363,13 +366,13 @@ class MessageReply(msgspec.Struct):
 
 
 class TokenCountReply(msgspec.Struct):
-    """Number of tokens that the model would read."""
+    """Number of tokens the model would read."""
 
     input_tokens: int
 
 
 class AnthropicError(msgspec.Struct):
-    """Type and message of an error."""
+    """An error's type and message."""
 
     type: str
     message: str

@@ -2,8 +2,9 @@
 
 Lines finish in any order, and a segment is written once all of its lines and all earlier segments
 are finished. Until then, new answers are logged about once a second. Each log is an object that is
-written once. So a runner that takes over loses at most one second of answers, the counts that
-callers see keep advancing, and memory stays bounded no matter how long the slowest line takes.
+written once. As a result, a runner that takes over loses at most one second of answers, the counts
+that callers see keep advancing, and memory use stays bounded no matter how long the slowest line
+takes.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -21,13 +22,14 @@ from shared.errors import Unavailable
 
 READ_AT_ONCE = 8
 FLUSH_BYTES = 4 * 1024 * 1024
-"""Number of answers that triggers a log before the second is up."""
+"""Size of new answers, in bytes, that triggers a log before the second is up."""
 KEPT_BYTES = 16 * 1024 * 1024
-"""Maximum size of logged answers kept in memory. Other answers are reread when needed."""
+"""Maximum size, in bytes, of logged answers kept in memory. Other answers are reread when needed.
+"""
 
 
 class AnswerLog:
-    """One batch's answers. Call `open` first.
+    """One batch's answers. `open` must be called first.
 
     Args:
         counts: counts for all written segments.
@@ -39,13 +41,13 @@ class AnswerLog:
         self.counts = counts
         """Counts for all finished lines."""
         self._kept: dict[int, LineAnswer] = {}
-        """Answers in memory, by line number."""
+        """Answers in memory, keyed by line number."""
         self._kept_bytes = 0
         self._new: set[int] = set()
         """Line numbers of answers that are not yet logged."""
         self._new_bytes = 0
         self._logged: dict[int, str] = {}
-        """The log that holds each answer, by line number."""
+        """The log that contains each answer, keyed by line number."""
         self._open_lines: dict[str, int] = {}
         """Number of lines in each log that are not part of a written segment, oldest log first."""
         self._numbers = itertools.count()
@@ -56,7 +58,7 @@ class AnswerLog:
         """Reads the answers that earlier runners logged.
 
         Args:
-            earlier: answers stored elsewhere, by line number.
+            earlier: answers stored elsewhere, keyed by line number.
             first_line: number of the first line that is not yet part of a written segment.
         """
         logs = await self._store.answer_logs(*self._batch)
@@ -146,7 +148,7 @@ class AnswerLog:
     async def forget(self, numbers: Sequence[int]) -> None:
         """Forgets lines whose segment is written, and deletes logs that are no longer needed.
 
-        The newest log is kept because it has the counts that callers see.
+        The newest log is kept, because it contains the counts that callers see.
         """
         for number in numbers:
             answer, key = self._kept.pop(number, None), self._logged.pop(number, None)

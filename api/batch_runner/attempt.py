@@ -31,7 +31,7 @@ NOT_RUN: dict[End, tuple[str, str]] = {
         "This request was not executed, because the batch was canceled.",
     ),
 }
-"""Code and message for a line that was not run, by the reason its batch ended."""
+"""Code and message for a line that was not run, keyed by the reason its batch ended."""
 LINES = Counter(
     "penstock_batch_lines_total",
     "Lines of finished batches, by result: completed, failed or not_run.",
@@ -47,13 +47,13 @@ class LineAttempt:
     caller: Caller
     line: BatchLine
     segment: int
-    """Index of the segment that the line belongs to."""
+    """Index of the line's segment."""
     number: int
     """Number of earlier attempts that were not final."""
     is_run_again: Callable[[], bool] = lambda: False
     """Returns whether the line will be run later if this attempt is canceled."""
     outcomes: Sequence[ItemOutcome] | None = None
-    """Its items' outcomes. None: not known yet."""
+    """The items' outcomes. None if not known yet."""
     answered: Sequence[ItemOutcome] = ()
     """The outcomes used in the answer. For a flow, a single outcome with the run's output."""
 
@@ -63,7 +63,7 @@ class LineAttempt:
 
     @property
     def deadline_s(self) -> float:
-        """Unix time at which work on the line is stopped, if it starts now."""
+        """Unix time at which to stop work on the line, if it starts now."""
         longest_s = self.line.request.model.deadline.longest_s
         return min(self.batch.expires_at_s, time.time() + longest_s)
 
@@ -111,7 +111,7 @@ class LineAttempt:
         )
 
     def _build_record(self, facts: RequestFacts, deadline_s: float) -> NewRecord:
-        """Returns the record of a run.
+        """Returns the record for a flow run.
 
         The run's input, which may contain secrets and files, remains in the batch's file.
         """
@@ -144,11 +144,11 @@ class LineAttempt:
 
 
 def skip_line(batch: BatchCreated, number: int, custom_id: str, end: End) -> LineAnswer:
-    """Returns the final answer to a line that was not run because its batch has ended."""
+    """Returns the final answer to a line that was not run because its batch was stopped."""
     LINES.labels("not_run").inc()
     return LineAnswer(encode_not_run(batch, number, custom_id, *NOT_RUN[end]), "not_run")
 
 
 def group_of(batch: BatchCreated, segment: int) -> str:
-    """Returns the operation group for the lines of a segment."""
+    """Returns the operation group for a segment's lines."""
     return f"{batch.id}:{segment}"

@@ -39,9 +39,7 @@ _TRANSIENT = (Overloaded, Unavailable, DeadlineExceeded, Canceled)
 READ_AGAIN_S = 1.0
 """Extra time for this runner to read a run's outcome after its deadline has passed."""
 METRICS_OF_RUN = ("predict_time", "device_time", "cost_usd", "steps")
-"""Run timings that an answer includes.
-
-Other timings would be measured from the batch's creation.
+"""The run timings included in an answer. Other timings would be measured from the batch's creation.
 """
 
 
@@ -67,7 +65,7 @@ class LineExecutor:
     limiter: Limiter
     source_images: SourceImages
     storage_max_bytes: int
-    """Storage quota of tenants whose plan does not set one."""
+    """Storage quota for tenants whose plan does not set one."""
 
     async def run(
         self,
@@ -114,7 +112,7 @@ class LineExecutor:
     async def recover(
         self, batch: BatchCreated, caller: Caller, line: BatchLine, segment: int, number: int
     ) -> LineAnswer | None:
-        """Returns the answer to a line that has already been run. Runs nothing.
+        """Returns the answer to a line that has already been run, without running anything.
 
         An unfinished flow run is canceled. Items are charged only if delivered, including flow
         items.
@@ -188,7 +186,7 @@ class LineExecutor:
         """Returns the answer's body if all of it is available.
 
         Raises:
-            PenstockError: it is not available.
+            PenstockError: the answer is not available.
         """
         if request.record is None:
             return await self._reply(attempt, await self.dispatcher.recall(request), limited)

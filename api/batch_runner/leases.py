@@ -1,6 +1,6 @@
 """Batch leases in Redis, which keep runners from running the same lines.
 
-A lease only avoids wasted work. Documents and segments are written once, so it is harmless if two
+A lease only avoids wasted work. Documents and segments are written once, so it does no harm if two
 runners run the same batch (api/batches/documents.py).
 """
 
@@ -16,7 +16,7 @@ from shared.errors import Unavailable
 from shared.stores.redis_client import RedisLink, RedisStore, load_script
 
 LEASE_S = 15.0
-"""How long a dead runner's batches wait to be taken over."""
+"""How long, in seconds, a dead runner's batches wait to be taken over."""
 
 ERRORS = Counter(
     "penstock_batch_leases_errors_total",

@@ -36,13 +36,13 @@ class Line(NamedTuple):
     offset: int
     """Offset of the line in the file, in bytes."""
     data: bytes | None
-    """The line without its line ending. None: too long."""
+    """The line without its line ending. None if it is too long."""
 
 
 class LineSplitter:
     """Splits arbitrary pieces of a file into lines. Does no I/O.
 
-    A line ends with LF, CRLF or the end of the file. Blank lines are skipped. A byte order mark at
+    A line ends with LF, CRLF, or the end of the file. Blank lines are skipped. A byte order mark at
     the start of a line, as in concatenated files, is removed. At most one line is held in memory.
 
     Args:
@@ -100,7 +100,7 @@ class LineSplitter:
 
 
 class LineRefused(BadInput):
-    """A line of the file is invalid."""
+    """A line in the file is invalid."""
 
     def __init__(self, code: str, message: str, line: int, param: str | None = None) -> None:
         super().__init__(message, field=param)

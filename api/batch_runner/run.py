@@ -45,7 +45,7 @@ MAX_ERRORS = 100
 SEGMENT_LINES = 1000
 SEGMENT_INPUT_BYTES = 4 * 1024 * 1024
 SEGMENT_REPLY_BYTES = 16 * 1024 * 1024
-"""A segment is read and written as a whole, so these limits bound the memory per batch."""
+"""A segment is read and written as a whole, so these limits bound the memory needed per batch."""
 _LINES_AT_A_TIME = 100
 log = logging.getLogger(__name__)
 

@@ -1,4 +1,4 @@
-"""The batch runner: leases open batches, runs several at a time, and announces when they end.
+"""The batch runner: leases open batches, runs several at a time, and announces when they finish.
 
 Tenants take turns. A runner runs at most one batch per tenant: the oldest one that can run. If more
 tenants are waiting than it can serve at once, it puts a batch back after each segment and moves on
@@ -65,7 +65,7 @@ MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
 """How long to leave a batch alone while another runner holds it."""
 NEVER_CREATED_S = 120.0
-"""A marker without a batch is removed after this time, because its creation was interrupted."""
+"""How long before a marker without a batch, left by an interrupted creation, is removed."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 OPEN = Gauge("penstock_batches_open", "Unfinished batches of all tenants.")
@@ -284,7 +284,7 @@ class BatchRunner:
 
 
 def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
-    """Returns one batch per owner. The newest come first, so the last one wins."""
+    """Returns one batch per owner. The newest batches come first, so the last one wins."""
     return list({batch.owner: batch for batch in opened}.values())
 
 
@@ -307,7 +307,7 @@ def _source_images(
     fetched_urls: FetchedUrls,
     codec: ImageCodec,
 ) -> SourceImages:
-    """Returns the loader for files referenced in lines: data: URIs, uploads, results and URLs."""
+    """Returns the loader for files referenced in lines: data: URIs, uploads, results, and URLs."""
     return SourceImages(
         objects,
         Files(objects, storage),
@@ -329,7 +329,7 @@ async def open_runner(
     *,
     lease_s: float = LEASE_S,
 ) -> AsyncIterator[BatchRunner]:
-    """Opens everything that a runner needs. The caller runs it inside the block.
+    """Opens everything a runner needs. The caller runs it inside the block.
 
     Args:
         transport: connection to the broker, not yet open.

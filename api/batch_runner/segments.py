@@ -1,7 +1,7 @@
 """Runs a batch's lines for one turn.
 
 Lines start in order, within a window of items, and finish in any order, so a slow line does not
-hold up the others. Segments are written in order, each one once it and all earlier segments are
+hold up the others. Segments are written in order, each once it and all earlier segments are
 complete. Until then, answers are logged (api/batch_runner/answers.py).
 
 If a batch is canceled or expires, a runner that took over returns any answers from an earlier
@@ -52,7 +52,7 @@ from shared.tenants.plan import Caller
 FLUSH_S = 1.0
 """Pause between two answer logs."""
 BYTES_OF_AN_ITEM = 64 * 1024
-"""A line counts as at least one item in the window per BYTES_OF_AN_ITEM of its request and answer.
+"""In the window, a line counts as at least one item per BYTES_OF_AN_ITEM in its request and answer.
 """
 RECOVERED_AT_ONCE = 16
 log = logging.getLogger(__name__)
@@ -76,7 +76,7 @@ class Stop:
 
     @property
     def end(self) -> End | None:
-        """Why the batch is ending. None if it continues."""
+        """The reason the batch is ending, or None if it continues."""
         if self.is_cancelled:
             return "cancelled"
         return "expired" if time.time() >= self._expires_at_s else None
@@ -111,7 +111,7 @@ class BatchPermits(Protocol):
 
 
 class Paused(Enum):
-    """Why a batch was suspended before it finished."""
+    """Reasons a batch was suspended before it finished."""
 
     YIELDED = auto()
     """It is another batch's turn."""
@@ -131,7 +131,7 @@ class BatchLines:
     files: BatchFiles
 
     async def read(self, index: int) -> list[Line]:
-        """Returns the lines of a segment."""
+        """Returns the lines in a segment."""
         segment = self.plan.segments[index]
         splitter = LineSplitter(number=segment.first_line, offset=segment.offset)
         lines: list[Line] = []
@@ -175,7 +175,7 @@ class SegmentRun:
         self._share = share
         self._turns = turns
         self._open: dict[int, _OpenSegment] = {}
-        """By index. Segments below `_next` are written."""
+        """Open segments, keyed by index. Segments below `_next` have been written."""
         self._next = 0
         self._begun = 0
         """Segments below this index may have lines that an earlier runner started."""
@@ -300,7 +300,7 @@ class SegmentRun:
     def _note(
         self, index: int, number: int, answers: AnswerLog, task: asyncio.Task[LineAnswer | None]
     ) -> None:
-        """Records the result of a line."""
+        """Records the result of running a line."""
         if (failure := task.exception()) is not None:
             self._failure = failure
         elif (answer := task.result()) is not None:

@@ -1,7 +1,7 @@
 """Current limits of a batch's tenant and key, from the key directory.
 
 A batch may run for a day. If its budget is raised during that time, its lines continue. If the
-budget is lowered, they wait. Price, weight and models are fixed when the batch is created.
+budget is lowered, they wait. Price, weight, and models are fixed when the batch is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller, Limits
 
 REFRESH_S = 2.0
-"""API instances take the same amount of time to see a change."""
+"""Interval between reads. API instances take the same amount of time to see a change."""
 READ_LIMIT_S = 2.0
 log = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class CurrentTerms:
     """Reads the directory on demand. An async context manager that owns the store.
 
     Args:
-        store: the key directory. None: keys are not required, and the limits at creation apply.
+        store: the key directory. If None, keys are not required, and the limits at creation apply.
         clock: monotonic seconds.
     """
 

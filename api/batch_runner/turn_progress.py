@@ -18,7 +18,7 @@ class TurnProgress:
 
     Args:
         should_yield: returns whether another batch could run in place of this one.
-        attempts: number of failed attempts in the records of lines, by line number. They outlive
+        attempts: number of failed attempts in lines' records, keyed by line number. They outlive
             the turn, because the next turn would find the same failures again.
     """
 
@@ -39,7 +39,7 @@ class TurnProgress:
         """Records that a line failed and may be retried.
 
         Args:
-            has_ended: True if its items had outcomes, which are now in its records and rows.
+            has_ended: True if the line's items had outcomes, which are now in its records and rows.
         """
         # The job's record has this outcome, so the same ID would only return it again.
         if has_ended or isinstance(error, DeadlineExceeded | Canceled):

@@ -1,8 +1,8 @@
 """Enforces an exact limit on open batches per owner, even if many instances create batches at once.
 
 Admissions are objects with consecutive numbers. Each contains the IDs of all batches that are open
-after it, so the last one is the current state. An instance reads it, leaves out the batches that
-have ended, and writes the next number, which the store permits only to one writer
+after it, so the last one is the current state. An instance reads the last admission, leaves out
+finished batches, and writes the next number, which the store permits only one writer to do
 (`ObjectStore.create`). A slower writer starts over. A batch gets its marker before its admission,
 so a batch without a marker is finished.
 """
@@ -22,7 +22,7 @@ from shared.process.concurrency import backoff
 from shared.stores.objects import ObjectStore
 
 KEPT = 1000
-"""Number of admissions kept.
+"""Number of admissions to keep.
 
 A number is not reused while an instance may still try to write it, because no owner admits KEPT
 batches within MAX_S.
@@ -35,7 +35,7 @@ _ids = msgspec.json.Decoder(list[str])
 
 
 class Admissions:
-    """The admissions of all owners.
+    """All owners' admissions.
 
     Args:
         open_ids: returns the IDs of an owner's batches that have markers.
@@ -55,11 +55,11 @@ class Admissions:
 
         Args:
             most: the maximum number of open batches.
-            mark: writes the batch's marker. It is called before the batch is admitted, and not at
-                all if there was no room to begin with.
+            mark: writes the batch's marker. Called before the batch is admitted, or not at all if
+                there was no room to begin with.
 
         Returns:
-            True if the batch was admitted. If not, it may still have a marker.
+            True if the batch was admitted. If it was not, it may still have a marker.
 
         Raises:
             Overloaded: other instances were faster for MAX_S.
@@ -111,5 +111,5 @@ class Admissions:
 
 
 def _key(owner: str, number: int) -> str:
-    """Numbers count down so that the last one is listed first."""
+    """Returns an admission's key. Numbers count down, so that the last one is listed first."""
     return f"{ADMISSIONS}/{owner}/{_LAST - number:012d}"

@@ -9,13 +9,13 @@
 Each step is one document, and the first writer wins. So a late runner can't undo another runner's
 work.
 
-A segment has a line with the counts so far, followed by the answers and the errors. A segment is
+A segment has a line with the counts so far, followed by the responses and the errors. A segment is
 one object, so it is stored completely or not at all. Its counts include all earlier segments, so
-the last segment has the batch's progress.
+the last segment shows the batch's progress.
 
 Lines of several segments run at the same time, but segments are written in order. Until then, their
-answers are in logs (api/batch_runner/answers.py), which the next runner reads. A release 0.1.0
-runner stores the answers of a segment that it set aside as a half segment. It ignores logs, so it
+responses are in logs (api/batch_runner/answers.py), which the next runner reads. A release 0.1.0
+runner stores the responses in a segment that it set aside as a half segment. It ignores logs, so it
 runs those lines again.
 """
 
@@ -72,10 +72,10 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Base URL the caller used to reach the API. File URLs start with it."""
     key_id: str = ""
     price_share: float = 1.0
-    """Fraction of the list price charged for its lines, from the tenant's plan."""
+    """Fraction of the list price charged for the batch's lines, from the tenant's plan."""
     weight: float = 1.0
     models: list[str] | None = None
-    """Models that its key may use. None: all."""
+    """Models the key may use. None means all models."""
     plan: Plan = DEFAULT_PLAN
     plan_name: str = ""
     key_limits: Limits | None = None
@@ -87,7 +87,7 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
 
         Args:
             plan_name: plan name. Empty if the tenant has no plan.
-            key_limits: limits of the key itself.
+            key_limits: limits that apply to the key itself.
         """
         return Caller(
             tenant=self.tenant,
@@ -109,7 +109,7 @@ class LineBlock(msgspec.Struct, array_like=True):
 
 
 class BatchPlan(msgspec.Struct, kw_only=True):
-    """The result of validation."""
+    """The result of validating a file."""
 
     model: str
     total: int
@@ -118,7 +118,7 @@ class BatchPlan(msgspec.Struct, kw_only=True):
 
 
 class LineUsage(NamedTuple):
-    """Usage reported in a line's answer. Amounts that a model does not report are 0."""
+    """Usage reported in a line's response. Amounts a model does not report are 0."""
 
     input_tokens: int = 0
     """Tokens read, including cached tokens."""
@@ -136,9 +136,9 @@ class Counts(msgspec.Struct, omit_defaults=True):
     not_run: int = 0
     """Failed lines that were not run."""
     tokens: int = 0
-    """Tokens read and written."""
+    """Tokens read and generated."""
     output_tokens: int = 0
-    """Tokens written, which are part of `tokens`. 0 for lines finished by a runner of release
+    """Tokens generated, which are part of `tokens`. 0 for lines finished by a runner of release
     0.1.0, as are the fields below.
     """
     cached_tokens: int = 0
@@ -151,7 +151,7 @@ class Counts(msgspec.Struct, omit_defaults=True):
 
 
 class LineError(msgspec.Struct):
-    """Why a file was rejected, in OpenAI's format."""
+    """The reason a file was rejected, in OpenAI's format."""
 
     code: str
     message: str
@@ -196,14 +196,14 @@ class BatchState:
 
     @property
     def model(self) -> str:
-        """The model used by all lines. Empty until the file is read."""
+        """The model that all lines use. Empty until the file has been read."""
         if self.ended is not None:
             return self.ended.plan_model
         return "" if self.plan is None else self.plan.model
 
     @property
     def status(self) -> Status:
-        """The status, with OpenAI's names."""
+        """The status, under the name OpenAI's API uses."""
         if self.ended is not None:
             return self.ended.end
         if self.cancelling_at_s:
@@ -247,7 +247,7 @@ _answers_decoder = msgspec.msgpack.Decoder(dict[int, LineAnswer])
 
 
 def counts_after(before: Counts, answers: Sequence[LineAnswer]) -> Counts:
-    """Returns the counts with `answers` added."""
+    """Returns the counts after adding `answers`."""
     completed = sum(answer.end == "completed" for answer in answers)
     return Counts(
         before.completed + completed,
@@ -270,7 +270,7 @@ def encode_segment(counts: Counts, answers: Sequence[LineAnswer]) -> bytes:
 
 
 def encode_answers(counts: Counts, answers: Mapping[int, LineAnswer]) -> bytes:
-    """Returns an answer log's bytes, by line number."""
+    """Returns the bytes of a log with these answers, keyed by line number."""
     return _pad(AnswersHeader(counts)) + msgspec.msgpack.encode(answers)
 
 
@@ -285,7 +285,7 @@ def decode_answers_header(data: bytes) -> AnswersHeader:
 
 
 def decode_answers(data: bytes) -> dict[int, LineAnswer]:
-    """Reads the answers in an answer log, by line number."""
+    """Reads an answer log. Returns its answers, keyed by line number."""
     return _answers_decoder.decode(data[HEADER_BYTES:])
 
 

@@ -31,7 +31,7 @@ class LineRequest:
     inputs: Sequence[Input]
     is_repeatable: bool
     reply_bytes: int
-    """Estimated size of its response in bytes."""
+    """Estimated size of the response in bytes."""
 
     @property
     def is_run(self) -> bool:
@@ -40,7 +40,7 @@ class LineRequest:
 
 @dataclass(frozen=True, slots=True)
 class LineCaller:
-    """A line's sender, as needed for the files that the line references."""
+    """A line's sender, with the details needed for files the line references."""
 
     tenant: str
     storage_max_bytes: int
@@ -48,7 +48,7 @@ class LineCaller:
     base_url: str
     """The API's URL as seen by the caller, without a trailing slash."""
     deadline_s: float
-    """Unix time at which work on the line is stopped."""
+    """Unix time at which to stop work on the line."""
     source_images: SourceImages
 
     def file_owner(self, field: str) -> ImageCaller:
@@ -77,11 +77,11 @@ class ReplyTools:
     objects: ObjectStore
     image_codec: ImageCodec
     deadline_s: float
-    """Unix time at which work on a response is stopped."""
+    """Unix time at which to stop work on a response."""
     price: ItemPrice
-    """The terms for charging its items."""
+    """The terms for charging for the line's items."""
     run_metrics: Mapping[str, Any] | None = None
-    """Time, cost and steps of a flow run. None: not a flow."""
+    """A flow run's time, cost, and steps. None if this is not a flow."""
 
 
 class Endpoint(ABC):
@@ -115,7 +115,7 @@ class Endpoint(ABC):
         return nullcontext()
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
-        """Returns why a line's flow run failed."""
+        """Returns the reason a line's flow run failed."""
         return snapshot.failure
 
     def usage(
@@ -124,10 +124,10 @@ class Endpoint(ABC):
         outcomes: Sequence[ItemOutcome],
         answered: Sequence[ItemOutcome],
     ) -> LineUsage:
-        """Returns the usage reported in a line's answer.
+        """Returns the usage reported in a line's response.
 
         Args:
-            outcomes: its items' outcomes. For a flow, the outcomes of all steps.
+            outcomes: the items' outcomes. For a flow, the outcomes from all steps.
             answered: the outcomes passed to `reply`.
         """
         receipts = [outcome.receipt for outcome in outcomes]

@@ -3,8 +3,8 @@
 An upload contains batch requests, or is an input of any kind (`user_data`, or `ocr` from Mistral
 clients) that other requests refer to.
 
-The object store has the data and one document per file. A file exists once its document does, so an
-interrupted upload does not leave a file behind.
+The object store holds the data and one document per file. A file does not exist until its document
+does, so an interrupted upload does not leave a file behind.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -33,7 +33,9 @@ MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100
 MAX_LEFT_OUT = 50_000
-"""Number of files remembered as excluded from listings, to avoid rereading. They take 15 MB."""
+"""Number of files to remember as excluded from listings, so that they are not reread. They take 15
+MB.
+"""
 JSONL = "application/jsonl"
 _DOCUMENT_MAX_BYTES = 16 * 1024
 _HEAD_BYTES = 1024
@@ -54,7 +56,7 @@ class BatchFile(msgspec.Struct, kw_only=True):
     created_at_s: float
     expires_at_s: float
     model: str = ""
-    """The model of the batch that wrote it. Empty: it was uploaded."""
+    """The model used by the batch that wrote the file. Empty if it was uploaded."""
 
     @property
     def data_key(self) -> str:
@@ -79,7 +81,7 @@ class _Facts(NamedTuple):
 
 
 class FilePage(msgspec.Struct):
-    """One page of a listing, and whether there is another one."""
+    """One page of a listing, and whether another page follows."""
 
     files: list[BatchFile]
     has_more: bool
@@ -89,26 +91,29 @@ class BatchFiles:
     """All tenants' files.
 
     Args:
-        storage: counts stored bytes per tenant. Outputs count but are never rejected.
+        storage: keeps track of the bytes each tenant has stored. Outputs count but are never
+            rejected.
     """
 
     def __init__(self, objects: ObjectStore, storage: Storage) -> None:
         self._objects = objects
         self._storage = storage
         self._left_out: dict[StoredObject, _Facts] = {}
-        """Keyed by document, which changes whenever the file is written again."""
+        """Facts about excluded files, keyed by document, which changes whenever a file is written
+        again.
+        """
 
     @asynccontextmanager
     async def upload(self, quota: StorageQuota, body_bytes: int | None) -> AsyncIterator[Upload]:
         """Receives a file's data in pieces. The file exists once the block exits.
 
-        The block sets the upload's `purpose`, `filename` and `keep_s`.
+        The block sets the upload's `purpose`, `filename`, and `keep_s`.
 
         Args:
-            body_bytes: size of the request body, including the file. None: unknown.
+            body_bytes: size of the request body, including the file. None if unknown.
 
         Raises:
-            BadInput: not a valid batch file.
+            BadInput: the file is not a valid batch file.
             StorageFull: the tenant's storage quota is used up.
         """
         created_at_s = time.time()
@@ -126,10 +131,10 @@ class BatchFiles:
         await self._objects.put(_document_key(file.tenant, file.id), data, "application/json")
 
     async def find(self, tenant: str, file_id: str) -> BatchFile:
-        """Finds a file of this tenant.
+        """Finds one of this tenant's files.
 
         Raises:
-            NotFound: the tenant does not have such a file, or it has expired.
+            NotFound: the tenant has no such file, or it has expired.
         """
         file = await self._read_document(tenant, file_id) if is_file_id(file_id) else None
         if file is None or file.expires_at_s <= time.time():
@@ -149,11 +154,12 @@ class BatchFiles:
         """Returns a page of a tenant's files by creation time, newest first.
 
         Args:
-            after: ID of the last file on the previous page. Empty: start at the beginning.
+            after: ID of the last file on the previous page. If empty, starts at the beginning.
             limit: maximum number of files, up to PAGE.
             is_ascending: True to list the oldest files first.
-            purpose: only files with this purpose. Empty: all.
-            models: only uploads and files written by batches of these models. None: all.
+            purpose: only files with this purpose. Empty means all files.
+            models: only uploads, and files written by batches that use these models. None means all
+                files.
         """
         now_s, stored = time.time(), _documents_of(await self._list_stored(tenant))
 
@@ -225,14 +231,14 @@ class BatchFiles:
             start += length
 
     def has_id(self, name: str) -> bool:
-        """Returns whether `name` has the form of a file ID."""
+        """Returns whether `name` looks like a file ID."""
         return is_file_id(name)
 
     async def load(self, tenant: str, file_id: str, max_bytes: int) -> tuple[bytes, str]:
         """Returns the data and name of one of the tenant's files.
 
         Raises:
-            NotFound: the tenant does not have such a file, or it has expired.
+            NotFound: the tenant has no such file, or it has expired.
             BadInput: the file belongs to a batch, is larger than `max_bytes`, or its data no longer
                 exists.
         """
@@ -289,7 +295,7 @@ class Upload:
         """Adds a piece. Set `is_batch` if the purpose is already known to be a batch.
 
         Raises:
-            BadInput: the file is too large or does not start like JSONL.
+            BadInput: the file is too large, or does not start like JSONL.
             StorageFull: the tenant's storage quota is used up.
         """
         if self.size_bytes + len(data) > FILE_MAX_BYTES:

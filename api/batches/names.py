@@ -5,8 +5,8 @@
     batches/open/<owner>/<batch>/open, cancel        markers of the batches that are not over
     batches/admissions/<owner>/<number>              which of them were admitted
 
-`<owner>` is a digest of the tenant, so one tenant's IDs can't lead to another tenant's objects.
-IDs begin with the creation time, counted down, so the newest comes first in name order.
+`<owner>` is a digest of the tenant, so one tenant's IDs can't lead to another tenant's objects. IDs
+begin with the creation time, counted down, so the newest one sorts first.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def created_at_s(batch_id: str) -> float:
 
 
 def is_file_id(name: str) -> bool:
-    """Returns whether `name` has the form of a file ID."""
+    """Returns whether `name` looks like a file ID."""
     return _FILE.fullmatch(name) is not None
 
 
 def is_batch_id(name: str) -> bool:
-    """Returns whether `name` has the form of a batch ID."""
+    """Returns whether `name` looks like a batch ID."""
     return _BATCH.fullmatch(name) is not None
 
 

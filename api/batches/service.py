@@ -1,4 +1,4 @@
-"""Creates, finds, lists and cancels batches for the API. The runner does the rest."""
+"""Creates, finds, lists, and cancels batches for the API. The runner does the rest."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_OPEN = 50
 """Maximum number of open batches per tenant."""
 FULL_RETRY_S = 60.0
 INPUT_KEEP_S = 3600
-"""Minimum time to keep the input after the batch's completion window."""
+"""Minimum time, in seconds, to keep the input after the batch's completion window."""
 PAGE = 100
 """Maximum number of batches per page, and number of batches read at once to find a match."""
 MAX_CHECKED = 1000
@@ -41,20 +41,21 @@ class NewBatch:
 
 @dataclass(frozen=True, slots=True)
 class BatchFilter:
-    """Selects the batches of a list. By default, all of them."""
+    """Selects the batches to list. By default, all of them."""
 
     model: str = ""
-    """Model name in the catalog. Empty: all models."""
+    """Model name in the catalog. Empty means all models."""
     status: Status | None = None
-    """None: all statuses."""
+    """None means all statuses."""
     key_id: str = ""
-    """Public part of the API key that created the batches. Empty: all keys."""
+    """Public part of the API key that created the batches. Empty means all keys."""
     after_s: float = -math.inf
     """Earliest creation time (inclusive), in Unix seconds."""
     before_s: float = math.inf
     """Latest creation time (exclusive), in Unix seconds."""
     models: Collection[str] | None = None
-    """Only batches that use these models or whose model is not known yet. None: all."""
+    """Only batches that use these models or whose model is not known yet. None means all batches.
+    """
 
     def matches(self, state: BatchState) -> bool:
         """Returns whether the list includes this batch."""
@@ -74,7 +75,7 @@ class BatchPage:
     batches: Sequence[BatchState]
     has_more: bool
     last_id: str | None
-    """`after` for the next page: the last batch listed or checked. None: there was no batch."""
+    """`after` for the next page: the last batch listed or checked. None if there was no batch."""
 
 
 class Batches:
@@ -93,7 +94,7 @@ class Batches:
         """Creates a batch. The runner validates its lines.
 
         Raises:
-            NotFound: the tenant does not have such a file.
+            NotFound: the tenant has no such file.
             BadInput: the file is not for a batch, or batch lines may not use the endpoint.
             Overloaded: too many of the tenant's batches are open.
             Unavailable: the object store is unreachable.
@@ -139,10 +140,10 @@ class Batches:
         return file
 
     async def find(self, tenant: str, batch_id: str) -> BatchState:
-        """Finds a batch of this tenant.
+        """Finds one of this tenant's batches.
 
         Raises:
-            NotFound: the tenant does not have such a batch.
+            NotFound: the tenant has no such batch.
             Unavailable: the object store is unreachable.
         """
         return await self._store.find(tenant, batch_id)
@@ -150,12 +151,13 @@ class Batches:
     async def page(self, tenant: str, *, after: str, limit: int, wanted: BatchFilter) -> BatchPage:
         """Returns a page of a tenant's batches, newest first.
 
-        If few batches match, the page ends after MAX_CHECKED batches, so it may be short and still
-        have a next page. OpenAI's clients stop at an empty page, so it is empty only if it is the
-        last.
+        If few batches match, the page stops after MAX_CHECKED batches have been checked, so it may
+        be short even if there is a next page. OpenAI's clients stop at an empty page, so only the
+        last page can be empty.
 
         Args:
-            after: `last_id` of the previous page, or a batch on it. Empty: start at the beginning.
+            after: the previous page's `last_id`, or a batch on that page. If empty, starts at the
+                beginning.
             limit: maximum number of batches, up to PAGE.
 
         Raises:
@@ -189,8 +191,8 @@ class Batches:
         """Cancels an open batch. Calling it again has no effect.
 
         Raises:
-            NotFound: the tenant does not have such a batch.
-            BadInput: the batch has ended.
+            NotFound: the tenant has no such batch.
+            BadInput: the batch is already finished.
             Unavailable: the object store is unreachable.
         """
         state = await self._store.find(tenant, batch_id)

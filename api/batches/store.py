@@ -1,4 +1,4 @@
-"""Stores batches: their documents, segments and answer logs, and the markers of open batches.
+"""Stores batches: their documents, segments, and answer logs, and markers for open batches.
 
 Calls raise Unavailable if the object store is unreachable.
 """
@@ -39,7 +39,7 @@ MAX_SEGMENTS = 50_000
 _DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
 MAX_LOGS = 10**8 - 1
 _ANSWERS_MAX_BYTES = 256 * 1024 * 1024
-"""A larger log is not read; its lines are run again."""
+"""Maximum size of a log to read. If a log is larger, its lines are run again."""
 _BEGUN, _ANSWERS = "begun", "answers"
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
@@ -95,7 +95,7 @@ class BatchStore:
         return await self._objects.create(key, msgspec.json.encode(document), _JSON)
 
     async def read(self, owner: str, batch_id: str, name: str, kind: type[D]) -> D | None:
-        """Reads a document. None if it does not exist."""
+        """Reads a document. Returns None if it does not exist."""
         key = _document_key(owner, batch_id, name)
         try:
             data = await self._objects.get(key, _DOCUMENT_MAX_BYTES)
@@ -104,10 +104,10 @@ class BatchStore:
         return msgspec.json.decode(data, type=kind)
 
     async def find(self, tenant: str, batch_id: str) -> BatchState:
-        """Finds a batch of this tenant.
+        """Finds one of this tenant's batches.
 
         Raises:
-            NotFound: the tenant does not have such a batch.
+            NotFound: the tenant has no such batch.
         """
         owner = owner_of(tenant)
         state = await self.state(owner, batch_id) if is_batch_id(batch_id) else None
@@ -116,7 +116,7 @@ class BatchStore:
         return state
 
     async def state(self, owner: str, batch_id: str) -> BatchState | None:
-        """Returns a batch's state. None if the batch does not exist."""
+        """Returns a batch's state, or None if the batch does not exist."""
         ended = await self.read(owner, batch_id, "ended", BatchEnded)
         if ended is not None:
             return BatchState(ended.created, counts=ended.counts, ended=ended)
@@ -149,7 +149,7 @@ class BatchStore:
         return float(msgspec.json.decode(data, type=dict[str, float])["at_s"])
 
     async def open(self, owner: str = "") -> list[OpenBatch]:
-        """Returns open batches, for all owners or one, with each owner's newest first."""
+        """Returns open batches, for one owner or all, with each owner's newest first."""
         folder = f"{OPEN}/{owner}" if owner else OPEN
         marks: dict[tuple[str, str], set[str]] = {}
         for stored_object in await self._objects.listing(folder, MAX_OPEN_OF_ALL):
@@ -160,7 +160,7 @@ class BatchStore:
         ]
 
     async def close(self, owner: str, batch_id: str) -> None:
-        """Removes the segments and markers of a finished batch, markers last."""
+        """Removes a finished batch's segments and markers, markers last."""
         for segment in await self.segments(owner, batch_id):
             await self._objects.delete(segment.key)
         for folder in (_BEGUN, _ANSWERS):
@@ -172,7 +172,7 @@ class BatchStore:
             await self._objects.delete(f"{OPEN}/{owner}/{batch_id}/{mark}")
 
     async def segments(self, owner: str, batch_id: str) -> list[StoredObject]:
-        """Returns the written segments in order, without gaps."""
+        """Returns the segments written so far, in order and without gaps."""
         return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MAX_SEGMENTS)
 
     async def written(self, owner: str, batch_id: str) -> tuple[int, Counts]:
@@ -229,7 +229,7 @@ class BatchStore:
         return logs[::-1]
 
     async def read_logged_answers(self, key: str) -> dict[int, LineAnswer]:
-        """Reads a log. Returns its answers by line number."""
+        """Reads a log. Returns its answers, keyed by line number."""
         try:
             return decode_answers(await self._objects.get(key, _ANSWERS_MAX_BYTES))
         except BadInput:  # another runner has written its lines and deleted it

@@ -1,1 +1,1 @@
-"""Runs inference requests: single-flight, admission, jobs and replies."""
+"""Runs inference requests: single flight, admission, jobs, and replies."""

@@ -23,9 +23,9 @@ from shared.money import slo
 from shared.tenants.plan import PRIORITIES, Priority
 
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
-"""Bounds of `Retry-After`. OpenAI's 1.x and 2.x clients ignore values above 60 s."""
+"""Bounds for `Retry-After`. OpenAI's 1.x and 2.x clients ignore values over 60 s."""
 BATCH_SHARE = 0.5
-"""Size of the `batch` priority rooms relative to the `interactive` ones."""
+"""Capacity for `batch` priority relative to `interactive` priority."""
 INTERACTIVE_SHARE = 0.75
 """Minimum share of a worker's time for `interactive` priority while both priorities wait.
 
@@ -35,7 +35,7 @@ Batches that contain urgent batch jobs get at most the remaining time
 
 
 class WaitEstimate(NamedTuple):
-    """Wait estimate for one additional demand from a tenant."""
+    """Estimated wait for one additional demand from a tenant."""
 
     is_busy: bool
     """True if any tenant has items in flight."""
@@ -51,13 +51,13 @@ class WaitEstimate(NamedTuple):
 
 
 class Admission:
-    """Counts items in flight by model, priority and tenant, and measures service rates.
+    """Counts items in flight by model, priority, and tenant, and measures service rates.
 
     Each priority has separate bounds for the instance and for each model.
 
     Args:
         max_in_flight: total capacity for `interactive` priority across all models, in items.
-        models: all models in the catalog. Each also has a separate bound.
+        models: all models in the catalog. Each model also has a separate bound.
         clock: monotonic seconds. Replaced by tests.
     """
 
@@ -97,8 +97,8 @@ class Admission:
 
         Raises:
             Overloaded: the tenant's capacity on this instance or for the model is used up, or the
-                response would be late. After `retry_after_s` the same request would be admitted
-                unless others arrive first.
+                response would be late. After `retry_after_s`, the same request would be admitted
+                unless other requests arrive first.
         """
         self.check(demand, remaining_s=remaining_s)
         rooms = self._rooms_of(demand.model)
@@ -146,10 +146,10 @@ class Admission:
         was_late: bool = False,
         took_s: float | None = None,
     ) -> None:
-        """Releases admitted items. Only answered items count toward the service rate.
+        """Releases admitted items. Only items computed in time count toward the service rate.
 
         Args:
-            demand: the admitted demand, or a part of it. All of its items are released together.
+            demand: the admitted demand, or part of it. All of its items are released together.
             answered: True if a worker computed them in time.
             was_late: True if their deadline passed without a result.
             took_s: how long the model took, in seconds.
@@ -205,7 +205,7 @@ class Admission:
 
 
 class _Rooms:
-    """The rooms of both priorities."""
+    """The rooms for both priorities."""
 
     def __init__(self, bound: float) -> None:
         self.interactive = FairRoom(bound)
@@ -225,7 +225,7 @@ def _describe_held(room: FairRoom, demand: Demand) -> str:
 
 
 def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:
-    """Returns how many items leave before the demand's last item. Exact only if over `enough`."""
+    """Returns how many items leave before the demand's last item. Only exact if over `enough`."""
     if demand.priority == "batch":
         # This priority gets whatever time interactive work leaves free.
         return rooms.total + demand.items - 1
@@ -247,7 +247,7 @@ def _wait_s(rooms: _Rooms, rate: ServiceRate, ahead: float, item_s: float) -> fl
 
 
 def _turns_until_earlier(rooms: _Rooms, demand: Demand, ahead: float, turns: float) -> float:
-    """Returns how many items must leave before `ahead` drops by `turns`: at most all of them.
+    """Returns how many items, at most all of them, must leave before `ahead` drops by `turns`.
 
     `ahead` shrinks with every item while the tenant has items in flight. After that, it shrinks
     only when others have fewer items left than were counted.

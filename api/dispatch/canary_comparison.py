@@ -1,4 +1,4 @@
-"""Compares canary results with the other revision after the caller has received them.
+"""Compares canary results to the other revision's after the caller has received them.
 
 A share of the requests served by a canary is also sent to the other revision, at batch priority and
 without a tenant, so the caller neither waits nor pays for the comparison.

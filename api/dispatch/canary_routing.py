@@ -3,8 +3,8 @@
 A revision withdrawn by an operator receives no requests (shared/stores/withdrawals.py).
 
 Every instance reads the canary state from Redis (shared/canary/store.py) once a second. Each
-second, one instance judges the canaries, and the others follow its verdict. While Redis is
-unreachable, canaries receive no requests because they can't be judged.
+second, one instance evaluates the canaries, and the others follow its verdict. While Redis is
+unreachable, canaries receive no requests, because they can't be evaluated.
 """
 
 from __future__ import annotations
@@ -48,13 +48,13 @@ class Counters(Protocol):
         """Returns whether the canary receives requests."""
 
     async def may_judge(self, canary: Revision) -> bool:
-        """Returns whether this process should judge now."""
+        """Returns whether this process should evaluate the canary now."""
 
     async def counts(self, canary: Revision) -> CanaryCounts:
-        """Returns the recent counts of both revisions."""
+        """Returns the recent counts for both revisions."""
 
     async def count(self, canary: Revision, counts: CanaryCounts) -> None:
-        """Adds to the recent counts of both revisions."""
+        """Adds to both revisions' recent counts."""
 
     async def take_back(self, canary: Revision, reason: str) -> bool:
         """Rolls the canary back. Returns whether it was still active."""
@@ -66,7 +66,7 @@ class CanaryRouter:
     Args:
         canary_store: state in Redis. This object opens and closes it.
         clock: monotonic seconds.
-        withdrawals: already open. None: nothing is ever withdrawn.
+        withdrawals: already open. None means nothing is ever withdrawn.
     """
 
     def __init__(
@@ -114,7 +114,7 @@ class CanaryRouter:
         return replace(request, model=model, purges=purges)
 
     def find_given_up(self, name: str) -> Model | None:
-        """Returns the model with this name if no worker serves it any more. None: one still may."""
+        """Returns the model with this name if no worker serves it anymore, None if one may."""
         model, canary = self._catalog.find_deployed(name), self._canaries.get(name)
         if not self.withdrawals.is_withdrawn(model):
             return None
@@ -142,7 +142,7 @@ class CanaryRouter:
         return self._clock() < self._serving_until_s.get(canary.name, 0.0)
 
     async def refresh(self) -> None:
-        """Reads the state once, and judges the canaries if it is this instance's turn."""
+        """Reads the state once, and evaluates the canaries if it is this instance's turn."""
         async with asyncio.TaskGroup() as tasks:
             for canary in self._canaries.values():
                 tasks.create_task(self._refresh(canary))
@@ -169,7 +169,7 @@ class CanaryRouter:
         metrics.CANARY_SHARE.labels(canary.public_name).set(share)
 
     async def _is_good(self, canary: Revision) -> bool:
-        """Judges the canary if it is this instance's turn, and rolls it back if it is bad."""
+        """Evaluates the canary if it is this instance's turn, and rolls it back if it is bad."""
         if not await self.canary_store.may_judge(canary):
             return True
         verdict = judge(await self.canary_store.counts(canary), canary.canary)

@@ -1,4 +1,4 @@
-"""Chooses the results of two revisions to compare, and decides whether they are close.
+"""Chooses which results from two revisions to compare, and decides whether they are close.
 
 Image pixels are compared in canary_comparison.py, because images must be decoded first. Custom
 class outputs are compared by workers (workers/jobs/canary_comparison.py).
@@ -27,8 +27,8 @@ _WORD = re.compile(r"[\u3040-\u30ff\u3400-\u9fff\uac00-\ud7af]|\w+|[^\w\s]")
 def repeat_input(value: Input, result: Result, tolerance: Tolerance) -> Input | None:
     """Returns the input to run on the other revision for comparison with `result`.
 
-    None: the result can't be compared. Texts are compared if the entry sets `rouge_l` and the model
-    chose the most likely tokens.
+    Returns None if the result can't be compared. Texts are compared if the entry sets `rouge_l` and
+    the model chose the most likely tokens.
     """
     match value, result:
         case _, EmbeddingResult() | SimilarityResult() | ImageResult():
@@ -39,7 +39,7 @@ def repeat_input(value: Input, result: Result, tolerance: Tolerance) -> Input | 
 
 
 def is_close(ours: Result, theirs: Result, tolerance: Tolerance) -> bool | None:
-    """Returns whether two results for one input are within a tolerance. None if unknown."""
+    """Returns whether two results for the same input are within a tolerance, or None if unknown."""
     match ours, theirs:
         case EmbeddingResult(), EmbeddingResult():
             is_as_long = len(ours.vector) == len(theirs.vector)
@@ -57,7 +57,7 @@ def rouge_l(ours: str, theirs: str) -> float:
     """Returns ROUGE-L: the F1 of the longest common subsequence of words, from 0 to 1 (equal).
 
     Source: Lin, "ROUGE: A Package for Automatic Evaluation of Summaries" (2004), section 3, with
-    beta 1. Two texts without words count as equal.
+    beta 1. Two texts without words are considered equal.
     """
     first, second = _WORD.findall(ours), _WORD.findall(theirs)
     if not first and not second:
@@ -83,7 +83,7 @@ def _common(first: list[str], second: list[str]) -> int:
 
 
 def _cosine(one: bytes, other: bytes) -> float:
-    """Returns the cosine of two float32 vectors. NaN if either is a zero vector."""
+    """Returns the cosine of two float32 vectors, or NaN if either is a zero vector."""
     ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (one, other))
     length = math.hypot(*ours) * math.hypot(*theirs)
     return sum(map(operator.mul, ours, theirs)) / length if length else math.nan

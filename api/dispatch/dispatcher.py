@@ -136,9 +136,7 @@ class Dispatcher:
         return response
 
     async def recall(self, request: InferenceRequest) -> InferenceResponse:
-        """Returns the outcomes that an earlier process obtained for the same request.
-
-        Sends no jobs.
+        """Returns outcomes that an earlier process obtained for the same request. Sends no jobs.
 
         Items whose results are found in neither the request's job records nor the cache are
         canceled. The response must be entered, as with `dispatch`.
@@ -195,7 +193,7 @@ class Dispatcher:
         return state.response(partial(self._end, state), error)
 
     def _end(self, state: RequestState, response: InferenceResponse) -> None:
-        """Ends a request once it is known whether its caller received the response."""
+        """Closes a request once it is known whether its caller received the response."""
         if not (response.is_broken_off and state.request.is_run_again()):
             _count_items(state)
             self._write_rows(state, is_delivered=response.is_delivered)
@@ -324,7 +322,7 @@ class Dispatcher:
     ) -> Sequence[ItemOutcome | None]:
         """Returns one outcome per item in a finished job.
 
-        None: all callers hung up, so the item is abandoned.
+        None means that all callers hung up, so the item is abandoned.
         """
         if not task.cancelled():
             failed = task.exception()
@@ -350,7 +348,7 @@ class Dispatcher:
         ]
 
     def _end_withdrawn(self) -> None:
-        """Stops the jobs of revisions that were just withdrawn. Workers do the same."""
+        """Stops jobs for revisions that were just withdrawn. Workers do the same."""
         for task, request in list(self._jobs.items()):
             if self._is_withdrawn(request):
                 task.cancel()
@@ -361,7 +359,7 @@ class Dispatcher:
     def _cancel_on_workers(
         self, request: InferenceRequest, job: InFlightJob, task: asyncio.Task[list[ItemOutcome]]
     ) -> None:
-        """Notifies workers, in the background, that no caller is waiting for the job any more.
+        """Notifies workers, in the background, that no caller is waiting for the job anymore.
 
         Called when all callers have hung up, or when the broker did not confirm a message that it
         may have received. Workers drop late jobs on their own.
@@ -390,7 +388,7 @@ class Dispatcher:
 
         Args:
             deadline_s: Unix time after which workers drop the job.
-            keys: its items' cache keys, by index.
+            keys: the items' cache keys, by index.
         """
         record, reply = record_id(request.facts.request_id, part), None
         # Without Redis, workers run the job anyway and the result goes unused.

@@ -52,7 +52,7 @@ from shared.usage.row import RowSink, row_of
 
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
-"""Interval at which the record is read while the reply is outstanding."""
+"""How often the record is read while the reply is outstanding."""
 TIMER_EARLY_S = 0.002
 """Event loop timers have a resolution of 1 ms, so they may fire just before the deadline."""
 
@@ -164,15 +164,16 @@ class JobSender:
     ) -> None:
         """Publishes the job for a request whose record already exists.
 
-        If the caller can repeat the request, the record is then marked as published. Other records
-        are not marked, because marking costs a Redis round trip and the mark would never be read.
+        Afterward, if the caller can repeat the request, the record is marked as published. Other
+        records are not marked, because marking costs a Redis round trip and the mark would never be
+        read.
 
         Publish windows do not delay this job: it is durable, so it must not be lost if this
         instance dies. Instead, once a tenant has many unfinished predictions, its new ones get
         `batch` priority so that they do not run before other tenants' interactive requests.
 
         Args:
-            waiter: receives the reply. None: the caller reads the record instead.
+            waiter: receives the reply. None if the caller reads the record instead.
             unfinished: the tenant's known number of unfinished predictions.
 
         Raises:
@@ -250,7 +251,7 @@ class JobSender:
     async def _read_recorded_reply(self, record: str) -> ReplyBody | None:
         """Returns the reply from the job's record.
 
-        None if there is no reply or Redis is unreachable.
+        Returns None if there is no reply or Redis is unreachable.
         """
         try:
             snapshot = await self._records.read(record)
@@ -259,7 +260,7 @@ class JobSender:
         return None if snapshot is None else snapshot.reply
 
     async def _without_large_sources(self, item: Item) -> Item:
-        """Returns the item to send. Sources that are too large are moved to the object store."""
+        """Returns the item to send, after moving sources that are too large to the object store."""
         sources = item.input.sources
         if not sources:
             return item

@@ -1,8 +1,8 @@
 """Limits unacknowledged jobs per model and priority so that no tenant can fill a topic.
 
-A topic delivers jobs in order of arrival, regardless of tenant. So once workers are full, any more
-jobs from one tenant delay all other tenants. Jobs beyond the window wait here, ordered by deadline
-within each tenant, and leave as replies arrive.
+A topic delivers jobs in order of arrival, regardless of tenant, so once workers are full, any
+further jobs from one tenant delay all other tenants. Jobs beyond the window wait here, ordered by
+deadline within each tenant, and leave as replies arrive.
 
 - The size follows from Little's law: the workers' rate times how long a job may spend in the
   window. That time covers the round trip to the broker, a short wait there, one running batch and
@@ -10,12 +10,12 @@ within each tenant, and leave as replies arrive.
 - While the window has room, any job may leave. Among waiting jobs, the tenant with the smallest
   share of the window relative to its weight goes first.
 - A tenant can always use its fair share, and a tenant with nothing in the window can always
-  publish. So the window may be exceeded briefly, until replies to other tenants arrive.
+  publish. The window may therefore be exceeded briefly, until replies to other tenants arrive.
 - Other instances report, through Redis, how many items they hold. A tenant's share is divided among
   instances in proportion to the tenant's items on each.
 
 This order counts items, which is coarse. Workers order the jobs they hold by work. With round robin
-here, a tenant with small items would get the same number of items as others but less work.
+here, a tenant with small items would get as many items as other tenants but less work.
 
 Each instance has a leased field in a hash per model and priority. A dead instance is forgotten when
 its leases expire. Requests never wait for Redis. While Redis is unreachable, the last known state
@@ -55,7 +55,7 @@ from shared.tracing.spans import STAGE, span
 
 DIGEST_BYTES = 8
 BATCHES_HELD = 2
-"""Batches per worker: one running and one ready."""
+"""Number of batches per worker: one running and one ready."""
 ROUND_TRIPS = 2
 """A job's trip to the worker through the broker, and its reply's trip back."""
 
@@ -91,7 +91,7 @@ class Elsewhere:
     """Items that other instances add to the size of the window."""
     published: int = 0
     tenants: Mapping[str, tuple[float, int]] = field(default_factory=dict)
-    """Weight and items by tenant digest."""
+    """Each tenant's weight and items, keyed by tenant digest."""
     other_weights: float = 0.0
     """Sum of the weights of tenants not in `tenants`."""
     is_guess: bool = False
@@ -129,10 +129,10 @@ def digest_of(tenant: str) -> str:
 
 
 class ModelWindow:
-    """The window of one model and priority, as this instance sees it.
+    """The window for one model and priority, as this instance sees it.
 
     Args:
-        rate: the service rate of the model.
+        rate: the model's service rate, as measured.
         floor: minimum size, in items: the maximum that one model process takes at once.
         broker_wait_s: seconds that jobs may wait at the broker.
         round_trip: measured round trip to the broker. A job and its reply each take one, assuming
@@ -175,10 +175,10 @@ class ModelWindow:
 
     @property
     def size(self) -> float:
-        """Number of items that this instance adds to the window size.
+        """Number of items this instance adds to the window size.
 
-        Limited to the number of items it has, because an instance with little work has not measured
-        the rate under load.
+        Limited to the number of items the instance has, because an instance with little work has
+        not measured the rate under load.
         """
         if self._rate.is_guess and not self._is_guess_used:
             return 0.0
@@ -192,7 +192,7 @@ class ModelWindow:
         return len(self._tenants)
 
     def items_by_tenant(self) -> Iterator[tuple[str, float, int]]:
-        """Digest, weight and items of each tenant here."""
+        """Each local tenant's digest, weight, and items."""
         return (
             (tenant.digest, tenant.weight, tenant.published + tenant.held)
             for tenant in self._tenants.values()
@@ -320,7 +320,7 @@ class ModelWindow:
             self.weights = self.elsewhere.other_weights  # avoids rounding errors
 
     def _more_weight(self, tenant: _Tenant) -> float:
-        """Returns the weight that the tenant adds: 0 if other instances have it too."""
+        """Returns the weight the tenant adds, which is 0 if other instances also have it."""
         others = self.elsewhere.tenants
         return 0.0 if others and tenant.digest in others else tenant.weight
 
@@ -346,7 +346,7 @@ class PublishWindow:
         self._broker_wait_s = broker_wait_s
         self._round_trip = round_trip
         self.of: dict[Key, ModelWindow] = {}
-        """By model and priority, created on first use."""
+        """Windows, keyed by model and priority, created on first use."""
 
     async def take(self, demand: Demand, until_s: float) -> None:
         """Takes a permit to publish one job, waiting no later than `until_s`.
@@ -360,8 +360,8 @@ class PublishWindow:
         """Returns one job's permit.
 
         Args:
-            is_in_topic: True if the job was published and no caller is waiting for its result any
-                more. Its permit is kept for as long as workers usually take to reach such a job.
+            is_in_topic: True if the job was published and no caller is waiting for its result
+                anymore. Its permit is kept for as long as workers usually take to reach such a job.
                 Otherwise, a caller who keeps hanging up would fill the topic.
         """
         window = self.of_demand(demand)
@@ -393,7 +393,7 @@ class WindowReport(msgspec.Struct, array_like=True):
     size: float
     published: int
     tenants: list[tuple[str, float, int]]
-    """Digest, weight and items."""
+    """Each tenant's digest, weight, and items."""
     other_weights: float
 
 
@@ -417,7 +417,8 @@ class WindowExchange:
         self._reported: set[Key] = set()
         self._heard_s: dict[Key, float] = {}
         self._instances = 0
-        """Most other instances with work for the same model, as of the last exchange."""
+        """Maximum number of other instances with work for the same model, as of the last exchange.
+        """
         self._exchanging = BackgroundTask("exchanging publish windows", self._run)
 
     async def __aenter__(self) -> Self:
@@ -439,7 +440,7 @@ class WindowExchange:
             await self.exchange()
 
     async def exchange(self) -> None:
-        """Reports and reads the state of each model with current or recent work here, once."""
+        """Reports and reads, once, the state of each model with current or recent work here."""
         windows = [
             (key, window)
             for key, window in self._windows.of.items()

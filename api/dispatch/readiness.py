@@ -44,7 +44,7 @@ class ReadinessStatus:
 
     @property
     def status(self) -> str:
-        """`ready`, `degraded` or `unavailable`."""
+        """`ready`, `degraded`, or `unavailable`."""
         if not self.is_ready:
             return "unavailable"
         return "ready" if self.redis == "ok" else "degraded"
@@ -54,9 +54,9 @@ class Readiness:
     """Probes the broker and Redis, each with a time limit.
 
     Args:
-        records_url: URL of the records Redis, which may be the same one. It must not evict keys
-            without an expiry.
-        keys_status: returns `ok`, `not required`, or why API keys can't be checked.
+        records_url: URL of the Redis for records, which may be the same Redis. It must not evict
+            keys without an expiry.
+        keys_status: returns `ok`, `not required`, or the reason API keys can't be checked.
     """
 
     def __init__(
@@ -90,7 +90,7 @@ class Readiness:
         return self._last
 
     async def _probe_redis(self) -> str:
-        """Returns `ok`, or what is wrong.
+        """Returns `ok`, or a description of the problem.
 
         Uses separate connections, because the stores' connections have a circuit breaker.
         """
@@ -112,7 +112,7 @@ class Readiness:
         return "ok"
 
     async def _probe_pubsub(self) -> str:
-        """Returns `ok` after a round trip through the broker on both topics, or what went wrong."""
+        """Returns `ok` after a round trip through the broker on both topics, or the problem."""
         reasons = await asyncio.gather(*map(self._probe_replies, get_args(Replies)))
         return next((reason for reason in reasons if reason != "ok"), "ok")
 

@@ -106,7 +106,10 @@ acked. The pause plus 10 s of retries is shorter than the lease.
 
 
 class InboxLost(Unavailable):
-    """The inbox belongs to another instance or no longer exists. Replies no longer arrive here."""
+    """The inbox belongs to another instance or no longer exists.
+
+    Replies can no longer arrive here.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +124,7 @@ class InboxLease:
 
 
 class InboxPool:
-    """The inboxes of the pool, numbered from `first`.
+    """The pool's inboxes, numbered from `first`.
 
     Each inbox has a Redis key that contains its holder's ID.
 
@@ -131,7 +134,7 @@ class InboxPool:
 
     Args:
         redis_url: the Redis with the leases.
-        first: number of the first inbox. Regions with separate Redis servers use separate ranges.
+        first: the first inbox's number. Regions with separate Redis servers use separate ranges.
         size: number of inboxes in the pool.
         lease_s: a lease expires if it is not renewed for this long.
     """
@@ -150,7 +153,7 @@ class InboxPool:
         """Leases an inbox for the duration of the block.
 
         Raises:
-            Unavailable: none is free, or Redis is unreachable.
+            Unavailable: no inbox is free, or Redis is unreachable.
         """
         link = RedisLink(
             "inbox",
@@ -293,7 +296,7 @@ class ReplySubscription:
     """An inbox subscription, used by `requests` requests.
 
     Args:
-        slot: the slot in its filter. Empty: no filter.
+        slot: the slot in the subscription's filter. Empty if there is no filter.
     """
 
     def __init__(self, topic_id: str, subscription_id: str, slot: str = "") -> None:
@@ -316,8 +319,8 @@ class OpenInbox:
     Replies are matched by request and job, no matter which subscription they arrive on.
 
     Args:
-        inbox: a number in the pool, or an instance ID.
-        slots: how many of its slots this instance uses.
+        inbox: the inbox's number in the pool, or an instance ID.
+        slots: how many of the inbox's slots this instance uses.
     """
 
     def __init__(self, inbox: str, slots: int) -> None:
@@ -426,7 +429,7 @@ class ReplyInbox:
     Args:
         settings: inbox_pool, inbox_first, inbox_lease_s, reply_slots, redis_url.
         admin: creates an inbox if there is no pool, or if the pool has no free inbox.
-        instance: id of this instance (letters, digits and dashes).
+        instance: this instance's ID (letters, digits, and dashes).
     """
 
     def __init__(

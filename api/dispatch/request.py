@@ -1,6 +1,6 @@
 """An inference request: its options, its state in the dispatcher, and its response.
 
-Predictions are inference requests too. The state holds the items, the jobs and the completions so
+Predictions are inference requests too. The state holds the items, the jobs, and the completions so
 far.
 
 Single flight: identical items in concurrent requests are computed once. The first request for an
@@ -43,18 +43,20 @@ from shared.stores.cache import Hit, Owed, cache_key, owed_by
 CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 REVISION_HEADER = "x-penstock-revision"
-"""The revision that computed the results. Several if a canary computed only some of them."""
+"""Header with the revision that computed the results. It lists several if a canary computed only
+some of them.
+"""
 
 
 OUTCOME_BYTES = 512
-"""Size of an outcome in a reply, excluding the result: index, status and receipt."""
+"""Size of an outcome in a reply, excluding the result: index, status, and receipt."""
 
 _SOURCES = {"memory": "hit", "redis": "hit", "joined": "joined"}
 
 
 @dataclass(frozen=True, slots=True)
 class RequestOptions:
-    """One request's options, parsed once from its headers. None or empty: not set.
+    """One request's options, parsed once from its headers. None or empty if not set.
 
     Times are measured from the request's arrival.
     """
@@ -72,7 +74,7 @@ class RequestOptions:
     idempotency_key: str = ""
 
     def limit_s(self, bound: Deadline) -> float:
-        """Seconds until the response is due, within a model's bounds."""
+        """Returns the seconds until the response is due, within a model's bounds."""
         return bound.default_s if self.deadline_s is None else min(self.deadline_s, bound.longest_s)
 
     def done_within_s(self, bound: Deadline) -> float:
@@ -91,16 +93,18 @@ class NewRecord:
     """
 
     prediction: Prediction
-    """Its prediction document."""
+    """The prediction's document."""
     keep_s: int | None
-    """Seconds to store it after it ends, from the tenant's plan. None: the default."""
+    """How many seconds to store the prediction after it finishes, from the tenant's plan. None
+    means the default.
+    """
     is_keyed: bool
     """True if the caller can repeat the request and get the same prediction."""
 
 
 @dataclass(frozen=True, slots=True)
 class InferenceRequest:
-    """One validated request: inputs, model and caller.
+    """One validated request: inputs, model, and caller.
 
     A request with a record is a prediction. It has a single job with all items, and its result goes
     to the record. The result of any other request goes only to a waiting caller.
@@ -108,7 +112,7 @@ class InferenceRequest:
 
     facts: RequestFacts
     model: Model
-    """The revision to run it on."""
+    """The revision on which to run the request."""
     inputs: Sequence[Input]
     deadline_s: float
     """Unix time, within the model's maximum deadline."""
@@ -128,7 +132,7 @@ class InferenceRequest:
 
     @property
     def new_record(self) -> NewRecord:
-        """The record to create. Only for requests that have one."""
+        """The record to create. Available only for requests that have one."""
         assert self.record is not None, "only for requests with a record; this is a bug"
         return self.record
 
@@ -156,7 +160,7 @@ class InferenceRequest:
         )
 
     def items(self) -> list[Item]:
-        """Returns its items. Items that may be cached have a key.
+        """Returns the request's items. Items that may be cached have a key.
 
         Raises:
             BadInput: an input has no canonical form.
@@ -171,7 +175,7 @@ class InferenceRequest:
         return cache_key(self.model, one, self.facts.tenant, self.purges)
 
     def demand(self, items: int) -> Demand:
-        """Returns the demand that the given number of its items puts on the workers."""
+        """Returns the demand that this many of the request's items put on the workers."""
         return Demand(
             self.model.name,
             items,
@@ -194,13 +198,13 @@ class InferenceRequest:
 
     @property
     def start_by_s(self) -> float:
-        """Unix time after which the model is no longer started. 0: only the deadline applies."""
+        """Unix time after which the model is no longer started. If 0, only the deadline applies."""
         limit_s = self.options.queue_limit_s
         return 0.0 if limit_s is None else self.facts.received_at_s + limit_s
 
     @property
     def price(self) -> ItemPrice:
-        """The terms for charging its items."""
+        """The terms for charging for the items."""
         return price_of(self.model, self.facts.received_at_s, self.facts.price_share)
 
     @property
@@ -208,7 +212,7 @@ class InferenceRequest:
         return len(self.inputs) * (self.model.definition.result_bytes(self.model) + OUTCOME_BYTES)
 
     def too_late(self) -> DeadlineExceeded:
-        """Returns the error for a request that was not answered by its deadline."""
+        """Returns the error for a request that was not completed by its deadline."""
         received_at_s = self.facts.received_at_s
         waited_s, limit_s = time.time() - received_at_s, round(self.deadline_s - received_at_s, 3)
         return DeadlineExceeded(
@@ -227,11 +231,11 @@ class InferenceResponse:
     outcomes: Sequence[ItemOutcome]
     queue_ms: float
     price: ItemPrice
-    """The terms for charging its items."""
+    """The terms for charging for the items."""
     revision: str
-    """The revision that computed it."""
+    """The revision that computed the response."""
     error: PenstockError | None = None
-    """Why the request ended before its items did."""
+    """The reason the request ended before its items did."""
     on_end: Callable[[InferenceResponse], None] = lambda _: None
     """Called when the block exits."""
     is_delivered: bool = True
@@ -261,8 +265,9 @@ class InferenceResponse:
     def headers(self) -> dict[str, str]:
         """Returns the headers included in every inference response.
 
-        Times come from the slowest item, because items run in parallel. The cache is `hit`, `miss`
-        or `joined` if all items agree, and `partial` otherwise. Device time and cost are sums.
+        Times come from the slowest item, because items run in parallel. The cache status is `hit`,
+        `miss`, or `joined` if it is the same for all items, and `partial` otherwise. Device time
+        and cost are sums.
         """
         receipts = [outcome.receipt for outcome in self.outcomes]
         batch_ms = max((receipt.batch_wait_ms or 0.0 for receipt in receipts), default=0.0)
@@ -299,7 +304,7 @@ def _cache_of(receipts: Sequence[Receipt]) -> str:
 
 
 def headers_of_run(prediction: Prediction, outcomes: Sequence[ItemOutcome]) -> dict[str, str]:
-    """Returns the response headers of a flow: its cost and the cache status over all items."""
+    """Returns a flow's response headers: its cost, and the cache status over all items."""
     priced = [(prediction.price_of(outcome), outcome) for outcome in outcomes]
     usd = sum(cost_usd(price, outcome) for price, outcome in priced if price is not None)
     return {
@@ -332,7 +337,7 @@ class InFlightJob:
     """The job's index within its request. The wire format calls it `part`."""
     deadline_s: float
     demand: Demand
-    """Its items' demand."""
+    """The items' demand."""
     queued_at_s: float = 0.0
     """Unix time at which the job was allowed to be published. 0 before that."""
     is_sent: bool = False
@@ -340,7 +345,7 @@ class InFlightJob:
     it.
     """
     is_answered: bool = False
-    """True if its outcomes come from a reply."""
+    """True if the outcomes come from a reply."""
     task: asyncio.Task[list[ItemOutcome]] | None = None
 
 
@@ -348,13 +353,13 @@ class InFlightJob:
 class ItemCompletion:
     """The completion of an in-flight item.
 
-    `by_worker`: the outcome comes from a worker, which writes the leader's row.
+    `by_worker`: True if the outcome comes from a worker, which writes the leader's row.
     """
 
     outcome: ItemOutcome
     by_worker: bool
     queued_at_s: float = 0.0
-    """Unix time at which its job was allowed to be published. 0 if it was not published."""
+    """Unix time at which the item's job was allowed to be published. 0 if it was not published."""
 
 
 def _new_future() -> asyncio.Future[ItemCompletion | None]:
@@ -367,17 +372,16 @@ class InFlightItem:
 
     item: Item
     completed: asyncio.Future[ItemCompletion | None] = field(default_factory=_new_future)
-    """None: the item was abandoned."""
+    """None as the result means the item was abandoned."""
     waiters: int = 0
-    """Number of request items waiting for it."""
+    """Number of request items waiting for this item."""
     job: InFlightJob | None = None
     is_unpaid: bool = False
-    """True if the leader does not pay for it, because it left or its request failed.
-
-    The first request that receives the result pays for all of it.
+    """True if the leader does not pay for the item, because it left or its request failed. The
+    first request that receives the result pays for all of it.
     """
     is_taken_over: bool = False
-    """True if a request other than the leader's pays for it."""
+    """True if a request other than the leader's pays for the item."""
 
     @property
     def owed(self) -> Owed | None:
@@ -393,9 +397,10 @@ class InFlightItem:
 
 
 def receipt_without_answer(in_flight: InFlightItem, model: Model) -> Receipt:
-    """Returns the receipt of an item whose job finished without a reply.
+    """Returns the receipt for an item whose job finished without a reply.
 
-    If its job was published, a worker may have computed it, so it is marked as estimated.
+    If the job was published, a worker may have computed the item, so the receipt is marked as
+    estimated.
     """
     is_published = in_flight.job is not None and in_flight.job.is_sent
     return Receipt(spent_work=in_flight.item.input.estimate_work(model) if is_published else None)
@@ -470,7 +475,7 @@ class RequestState:
         return [index for index, completion in enumerate(self.completions) if completion is None]
 
     def remaining_s(self) -> float:
-        """Seconds until the deadline, 0 after it."""
+        """Returns the seconds until the deadline, or 0 if it has passed."""
         return max(0.0, self.request.deadline_s - time.time())
 
     def new_job(self, items: Sequence[InFlightItem], demand: Demand) -> InFlightJob:
@@ -487,7 +492,7 @@ class RequestState:
         return job
 
     def settle(self, index: int, in_flight: InFlightItem, *, is_leader: bool) -> None:
-        """Records the completion of an item. Leaves it pending if another attempt may help."""
+        """Records an item's completion. Leaves the item pending if another attempt may help."""
         completion = in_flight.completed.result() if in_flight.completed.done() else None
         if is_leader:
             self._led[index] = in_flight
@@ -524,16 +529,16 @@ class RequestState:
         return owed
 
     def give_up_paying(self) -> None:
-        """Leaves payment for its jobs' items to other waiting requests because an item has failed.
+        """Leaves payment for this request's items to other waiting requests.
 
-        The request fails as a whole.
+        Called when an item has failed, so the request fails as a whole.
         """
         for job in self._jobs:
             for in_flight in job.items:
                 in_flight.is_unpaid = True
 
     def has_result(self, index: int) -> bool:
-        """Returns whether an item has ended with a result."""
+        """Returns whether an item has finished with a result."""
         completion = self.completions[index]
         return completion is not None and completion.outcome.result is not None
 
@@ -551,7 +556,7 @@ class RequestState:
 
         Args:
             on_end: called once it is known whether the caller received them.
-            error: why the request ended with items still pending.
+            error: the reason the request ended with items still pending.
         """
         completions = [completion for completion in self.completions if completion is not None]
         waits_ms = [
@@ -570,7 +575,7 @@ class RequestState:
 
     @property
     def has_jobs(self) -> bool:
-        """Returns whether any of its jobs were started."""
+        """Returns whether any of the request's jobs were started."""
         return bool(self._jobs)
 
 
@@ -584,7 +589,7 @@ def _is_of_leader(outcome: ItemOutcome) -> bool:
 
 
 def cache_hit(item: Item, hit: Hit) -> ItemOutcome:
-    """Returns the outcome of a cached item."""
+    """Returns the outcome for an item whose result is cached."""
     return ItemOutcome(item.index, "succeeded", hit.receipt(), hit.result)
 
 

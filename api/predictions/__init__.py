@@ -1,1 +1,1 @@
-"""Predictions: created, read, streamed and canceled by any instance."""
+"""Predictions, which any instance can create, read, stream, and cancel."""

@@ -24,9 +24,9 @@ from shared.stores.records import Records
 
 ID = re.compile(r"conv_[0-9a-f]{24}")
 MAX_ITEMS = 2048
-"""The same limit as for the input of a response."""
+"""The same limit as for a response's input."""
 MAX_PARTS = 8192
-"""Maximum number of parts in all items of a response or a conversation.
+"""Maximum total number of parts in the items of one response or conversation.
 
 Each part is a separate object: 100,000 empty parts, accumulated over many requests, took 250 ms on
 every read.
@@ -42,7 +42,7 @@ class ConversationEntry(msgspec.Struct, omit_defaults=True):
 
 
 class Conversation(msgspec.Struct, kw_only=True):
-    """The stored document of a conversation."""
+    """A conversation's stored document."""
 
     id: str
     tenant: str
@@ -50,11 +50,11 @@ class Conversation(msgspec.Struct, kw_only=True):
     metadata: dict[str, str] = {}
     entries: list[ConversationEntry] = []
     models: list[str] = []
-    """Models whose output it contains or will contain."""
+    """Models whose output the conversation contains or will contain."""
 
     @property
     def items(self) -> list[dict[str, Any]]:
-        """Its items, oldest first."""
+        """The conversation's items, oldest first."""
         return [entry.item for entry in self.entries if entry.item]
 
     @property
@@ -69,7 +69,7 @@ class Conversation(msgspec.Struct, kw_only=True):
 
 
 def count_parts(items: Iterable[Mapping[str, Any]]) -> int:
-    """Returns the number of parts in items: messages, function results and reasoning."""
+    """Returns the number of parts in items: messages, function results, and reasoning."""
     return sum(len(value) for item in items for value in item.values() if isinstance(value, list))
 
 
@@ -105,7 +105,7 @@ class Conversations:
         """Creates a conversation.
 
         Raises:
-            InputTooLarge: it has too many items, or they are too large.
+            InputTooLarge: there are too many items, or they are too large.
         """
         conversation = Conversation(
             id=f"conv_{secrets.token_hex(12)}",
@@ -126,7 +126,7 @@ class Conversations:
         """Returns one of the tenant's conversations.
 
         Raises:
-            NotFound: the tenant does not have a conversation with this ID, or it has expired.
+            NotFound: the tenant has no conversation with this ID, or it has expired.
         """
         return (await self._read(tenant, conversation_id))[0]
 
@@ -140,9 +140,9 @@ class Conversations:
         """Changes a conversation. `change` may be called several times, each time with a new copy.
 
         Raises:
-            NotFound: the tenant does not have a conversation with this ID, or it has expired.
-            InputTooLarge: it would have too many items, or they would be too large.
-            ConversationBusy: other requests are constantly changing it.
+            NotFound: the tenant has no conversation with this ID, or it has expired.
+            InputTooLarge: the conversation would have too many items, or they would be too large.
+            ConversationBusy: other requests keep changing it.
         """
         keep_s = self._keep_s if keep_s is None else keep_s
         for _ in range(_ATTEMPTS):
@@ -160,7 +160,7 @@ class Conversations:
         """Deletes a conversation, but not its responses.
 
         Raises:
-            NotFound: the tenant does not have a conversation with this ID, or it has expired.
+            NotFound: the tenant has no conversation with this ID, or it has expired.
         """
         conversation = await self.read(tenant, conversation_id)
         await self._store.delete(conversation.id, Record(state="succeeded"), time.time())

@@ -57,7 +57,7 @@ def new_prediction(
 
     Args:
         facts: facts about the request. The record gets the same ID.
-        deadline_s: Unix time at which work on it stops.
+        deadline_s: Unix time at which work on the prediction stops.
         shown: other fields of the document.
     """
     priced = model, facts.received_at_s, facts.price_share
@@ -97,7 +97,7 @@ def find_version(catalog: Catalog, version: str) -> Model:
 
 
 def ids_of(tenant: str, own_id: str, key: str) -> tuple[str, str]:
-    """Returns the prediction ID and record ID: from the caller, from an Idempotency-Key, or new."""
+    """Returns the prediction ID and record ID: from the caller, an Idempotency-Key, or new."""
     if own_id:
         return own_id, record_of(tenant, own_id)
     if key:
@@ -170,8 +170,9 @@ class Creation:
 
     Args:
         snapshot: the prediction, as created or found.
-        waiter: receives the reply to this instance. None: only the record reports the end.
-        is_new: True if this request created it.
+        waiter: receives the reply sent to this instance. If None, only the record shows that the
+            prediction has finished.
+        is_new: True if this request created the prediction.
     """
 
     def __init__(
@@ -200,7 +201,7 @@ class Creation:
                     pause_s = POLL_S if self.snapshot is known else LOOK_EVERY_S
 
     async def _pause(self, limit_s: float) -> None:
-        """Waits for the reply, or for a change to the record. There is only one reply.
+        """Waits for the reply, of which there is only one, or for a change to the record.
 
         The record is read after `limit_s` in any case, because a reply may get lost.
         """

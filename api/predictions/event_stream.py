@@ -2,21 +2,21 @@
 
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
-Events are `logs`, `output` (one per element), `error` and `done`, in this order, as Replicate's
-clients expect. Each `logs` event has the text that a custom model printed since the last such
-event. All events can be derived from the record. So a client that reconnects to any instance with
+Events are `logs`, `output` (one per element), `error`, and `done`, in this order, as Replicate's
+clients expect. Each `logs` event contains the text that a custom model printed since the last such
+event. All events can be derived from the record, so a client that reconnects to any instance with
 Last-Event-ID gets exactly the events it has not received.
 
 If the output is generated text, it is streamed while it is being generated
-(api/predictions/generation_stream.py). Each `output` event has the added text, so the full text is
-the concatenation of all of them.
+(api/predictions/generation_stream.py). Each `output` event contains the added text, so the full
+text is the concatenation of all of them.
 
-For a flow, each step item has an `output` event with its step and position, in step order, and the
-last event has the flow's output.
+For a flow, each step item gets an `output` event with its step and position, in step order, and the
+last event contains the flow's output.
 
 `preview` and `queue` are sent only on request, because Replicate's clients fail on unknown events.
 Previews are in a Redis stream, and each event ID includes the reader's position in that stream.
-`queue` has the prediction's position in the queue. It describes a state, so a reader that
+`queue` contains the prediction's position in the queue. Because it describes a state, a reader that
 reconnects receives it again.
 """
 
@@ -62,7 +62,7 @@ MAX_STREAMS = 256
 KINDS = ("logs", "output", "error", "done")
 PREVIEW, QUEUE = "preview", "queue"
 EXTRA_KINDS = (PREVIEW, QUEUE)
-"""Sent only to readers who request them."""
+"""Event kinds sent only to readers who request them."""
 OUTPUT_OF_FLOW = MAX_STEPS * MAX_STEP_ITEMS
 """Number of the event with a flow's output, which follows the events for step items."""
 _LINE_END = re.compile("\r\n|[\n\r\v\f\x1c-\x1e\x85\u2028\u2029]")
@@ -93,7 +93,7 @@ class EventPosition(NamedTuple):
 
     @classmethod
     def from_id(cls, last_id: str) -> EventPosition:
-        """Returns the position in an event ID. For an unknown ID, the start."""
+        """Returns the position in an event ID, or the start if the ID is unknown."""
         match = _ID.fullmatch(last_id)
         return cls(int(match[1]), int(match[2]), match[3] or "") if match else cls()
 
@@ -121,10 +121,10 @@ class EventStreams:
         check: Callable[[], object],
         extra: Collection[str] = (),
     ) -> AsyncGenerator[bytes]:
-        """Yields the events after `last_id` (empty: all) up to the last one, for at most MAX_S.
+        """Yields the events after `last_id`, for at most MAX_S.
 
         Args:
-            last_id: ID of the last event received by the reader. Empty: none.
+            last_id: ID of the last event the reader received. Empty if there is none.
             check: raises PenstockError once the reader may no longer continue because its key was
                 revoked. The error then becomes the last event.
             extra: the EXTRA_KINDS requested by the reader.
@@ -170,7 +170,7 @@ class EventStreams:
 
         For a flow, this includes its items' events.
 
-        Item events that a reader at `seen` already has are left out.
+        Item events that a reader at `seen` already has are omitted.
         """
         known = seen.number if seen.kind == 1 else -1 if seen.kind < 1 else OUTPUT_OF_FLOW
         steps = [
@@ -234,7 +234,7 @@ def _show_preview(preview: Preview) -> str:
 
 
 def failure_event(message: str) -> bytes:
-    """Returns the error and final events of a stream that ends early."""
+    """Returns the error event and the final event for a stream that stops early."""
     detail = msgspec.json.encode({"detail": message}).decode()
     return encode_event("error", detail) + encode_event("done", '{"reason":"error"}')
 
@@ -242,7 +242,7 @@ def failure_event(message: str) -> bytes:
 def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
     """Returns an event in wire format, with its ID unless that is None.
 
-    Each line of its data becomes a separate field. Lines are split at every line end that any
+    Each line of its data becomes a separate field. Lines are split at every line break that any
     reader accepts: at least one reader in use accepts more characters than the standard does, and
     would lose the data after them.
     """
@@ -269,7 +269,10 @@ class OutputEvents(StreamShape):
         """Does nothing, because a text is complete on its own."""
 
     def failure(self, error: PenstockError) -> bytes:
-        """Returns the error that ended the text, and the end. A cancellation is not an error."""
+        """Returns the error that ended the text, and the final event.
+
+        A cancellation is not an error.
+        """
         if isinstance(error, Canceled):
             return encode_event("done", '{"reason":"canceled"}')
         return failure_event(error.public_message)
@@ -279,7 +282,7 @@ class ElementEvents(OutputEvents):
     """The events for a list generated element by element: one per element, as in a complete output.
 
     Args:
-        url_signer: signs URLs of files that are not included in the list itself.
+        url_signer: signs the URLs of files that are not included in the list itself.
     """
 
     def __init__(self, prediction: Prediction, url_signer: UrlSigner) -> None:

@@ -10,21 +10,21 @@ from shared.stores.record_state import State
 
 
 class PredictionFilter(NamedTuple):
-    """Selects the predictions of a list. By default, all of them."""
+    """Selects the predictions to list. By default, all of them."""
 
     model: str = ""
-    """Model name in the catalog. Empty: all models."""
+    """Model name in the catalog. Empty means all models."""
     status: State | None = None
-    """None: all states."""
+    """None means all states."""
     key_id: str = ""
-    """Public part of the API key that created the predictions. Empty: all keys."""
+    """Public part of the API key that created the predictions. Empty means all keys."""
     after_s: float = -math.inf
     """Earliest creation time (inclusive), in Unix seconds."""
     before_s: float = math.inf
     """Latest creation time (exclusive), in Unix seconds."""
 
     def matches(self, snapshot: PredictionSnapshot) -> bool:
-        """Returns whether the list has this prediction, which was created in the time range."""
+        """Returns whether to list this prediction, which was created in the time range."""
         prediction, record = snapshot
         return (
             self.model in ("", prediction.model)

@@ -1,4 +1,4 @@
-"""Settles the reservations of predictions with limits when the predictions end.
+"""Settles the reservations for predictions with limits when the predictions finish.
 
 A prediction's reservations are in Redis with its record (shared/stores/holds.py). Every instance
 settles due reservations, whether or not it created them, so nothing depends on the creating
@@ -68,7 +68,7 @@ class PredictionFollower:
         self._followed.clear()
 
     def follow(self, limited: LimitedRequest, hold: Hold) -> None:
-        """Frees a prediction's slots once it has ended.
+        """Frees a prediction's slots once it has finished.
 
         If it is unknown whether the prediction was created, this finds out.
         """
@@ -129,13 +129,13 @@ class PredictionFollower:
     async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:
         """Ends a late prediction, or settles a canceled run, by reading it.
 
-        This makes its hold due again.
+        Its hold is then due again.
         """
         with suppress(NotFound):
             await self._predictions.read_linked(record_id, kept.prediction_id)
 
     async def _free_slots(self) -> None:
-        """Looks up the holds of the longest-waiting predictions. Others get the next turn."""
+        """Looks up holds for the predictions that have waited longest. Others get the next turn."""
         looked_at = list(itertools.islice(self._followed, MAX_LOOKED_AT))
         if not looked_at:
             return

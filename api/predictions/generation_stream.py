@@ -3,12 +3,12 @@
 https://html.spec.whatwg.org/multipage/server-sent-events.html
 
 Events have IDs if the reader requests them. An ID contains the number of tokens that a reader has
-received from each generation: `7` means seven tokens, `7f2` the second piece of the end of a
-seven-token generation, `-` nothing at all, and generations are separated by periods. A suffix such
-as `~80` is the number of printed characters, if the stream includes them. So a reader that
-reconnects to any instance with that ID gets each token once. The worker writes tokens to Redis, and
-the final result is in the record. Text beyond the tokens that were read comes at the end, so if
-Redis is unreachable for a while, the text is late but complete.
+received from each generation: `7` means seven tokens, `7f2` the second piece of a seven-token
+generation's ending, `-` nothing at all, and generations are separated by periods. A suffix such as
+`~80` is the number of printed characters, if the stream includes them. A reader that reconnects to
+any instance with that ID therefore gets each token exactly once. The worker writes tokens to Redis,
+and the final result is in the record. Text beyond the tokens that were read is sent at the end, so
+if Redis is unreachable for a while, the text is late but complete.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ MAX_STREAMS = 2048
 A stream costs part of a round trip every READ_EVERY_S.
 """
 MAX_S = 290.0
-"""Less than the 300 s after which Cloud Run cuts off a response.
+"""Maximum duration of a stream, less than the 300 s after which Cloud Run cuts off a response.
 
 Readers resume with another request.
 """
@@ -50,7 +50,7 @@ HEARTBEAT_S, HEARTBEAT, HEARTBEAT_BESIDE_IDS = 10.0, b": keep-alive\n\n", b": ke
 """After this pause, a comment is sent to keep the connection open through proxies.
 
 Readers that split a stream at empty lines skip a comment's whole block, so an empty line follows
-the comment. The empty line is left out if events have IDs, because OpenAI's Python client treats an
+the comment. The empty line is omitted if events have IDs, because OpenAI's Python client treats an
 empty line after an event with an ID as an event without data, and fails.
 """
 CHECK_S = 2.0
@@ -72,8 +72,8 @@ log = logging.getLogger(__name__)
 
 
 Return: TypeAlias = Literal["never", "from_event", "from_request"]
-"""Options for the reader of a new stream to return: not at all, after an event that it received, or
-by sending its request again.
+"""Ways in which a new stream's reader may return: not at all, after an event it received, or by
+sending the request again.
 
 If the reader can't return, the generation is canceled as soon as the reader hangs up.
 """
@@ -82,7 +82,10 @@ StreamedResult: TypeAlias = GenerationResult | CustomResult
 
 
 class PromptSize(NamedTuple):
-    """Number of prompt tokens, including cached ones. 0 if there is no prompt or it is unknown."""
+    """Number of prompt tokens, including cached tokens.
+
+    0 if there is no prompt or the number is unknown.
+    """
 
     input_tokens: int = 0
     cached_tokens: int = 0
@@ -98,9 +101,9 @@ class AddedText(NamedTuple):
     text: str
     logprobs: Sequence[TokenLogprob]
     tokens: int
-    """Number of tokens that a reader has after the event."""
+    """Number of tokens a reader has received after the event."""
     ended: int = 0
-    """Number of final pieces that a reader has after the event."""
+    """Number of final pieces a reader has received after the event."""
 
     @property
     def now(self) -> str:
@@ -114,20 +117,20 @@ class StreamShape(Protocol):
     """
 
     def opening(self, index: int, prompt: PromptSize) -> bytes | None:
-        """Returns the first event of a generation."""
+        """Returns the event that opens a generation."""
         return None
 
     def delta(self, added: AddedText) -> bytes | None:
-        """Returns the event for added text. None if there is nothing to send."""
+        """Returns the event for added text, or None if there is nothing to send."""
 
     def ending(self, index: int, result: Any) -> Sequence[bytes]:
-        """Returns the last events of a generation."""
+        """Returns the events that end a generation."""
         return ()
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> Sequence[bytes]:
         """Returns the stream's last events.
 
-        The prediction ended at `ended_at_s` (Unix time).
+        The prediction finished at `ended_at_s` (Unix time).
         """
 
     def failure(self, error: PenstockError) -> bytes:
@@ -172,10 +175,10 @@ class StreamPosition(NamedTuple):
 
 
 def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
-    """Returns how the reader of a new stream can return.
+    """Returns how a new stream's reader can return.
 
     Args:
-        idempotency_key: the key sent with the request. Empty: none.
+        idempotency_key: the key sent with the request. Empty if there is none.
         has_positions: True if events have IDs or numbers to resume after.
     """
     if idempotency_key:
@@ -184,7 +187,7 @@ def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
 
 
 def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
-    """Returns the position after the event with this ID. The start if the ID is empty.
+    """Returns the position after the event with this ID, or the start if the ID is empty.
 
     Raises:
         BadInput: the ID does not belong to such a stream.
@@ -224,7 +227,7 @@ class _Generation:
 
     @property
     def id(self) -> str:
-        """Its part of an event ID."""
+        """The generation's part of an event ID."""
         if not self.is_open and not self.seen.is_open:
             return "-"
         tokens, ended = max(self.tokens, self.seen.tokens), max(self.ended, self.seen.ended)
@@ -245,7 +248,10 @@ class GenerationStreams:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Texts whose readers left run to completion: readers may now be on other instances."""
+        """Lets texts whose readers left run to completion.
+
+        Readers may now be on other instances.
+        """
         ending = [*self._leaving, *self._reader.tasks]
         for task in ending:
             task.cancel()
@@ -264,10 +270,11 @@ class GenerationStreams:
         has_elements: bool = False,
         logs_seen: int | None = None,
     ) -> AsyncGenerator[bytes]:
-        """Yields the events of a prediction's generations, for at most MAX_S.
+        """Yields the events for a prediction's generations, for at most MAX_S.
 
         If the reader may no longer continue because its key was revoked, the error is the last
-        event. The generations then end after the tokens already sent, as if the reader had hung up.
+        event. The generations then stop after the tokens already sent, as if the reader had hung
+        up.
 
         Args:
             seen: the reader's position in each generation.
@@ -276,7 +283,7 @@ class GenerationStreams:
             has_ids: True if each event has an ID after which the reader can resume.
             has_elements: True if each token is a list element, as a line of JSON, with a separate
                 event.
-            logs_seen: number of printed characters that the reader has, if the stream includes
+            logs_seen: number of printed characters the reader has received, if the stream includes
                 printed text.
         """
         generations = [_Generation(position) for position in seen]
@@ -303,8 +310,8 @@ class GenerationStreams:
     ) -> AsyncGenerator[bytes]:
         """Like `follow`, for a request whose response has not started: waits for the first event.
 
-        So errors that only a worker can detect become request errors, just like without streaming.
-        After FIRST_EVENT_S, the response starts without an event.
+        This way, errors that only a worker can detect become request errors, just as they do
+        without streaming. After FIRST_EVENT_S, the response starts without an event.
 
         Raises:
             PenstockError: the prediction failed before its first event.
@@ -405,7 +412,7 @@ class GenerationStreams:
 async def follow_record(
     predictions: Predictions, snapshot: PredictionSnapshot, check: Callable[[], object]
 ) -> AsyncGenerator[PredictionSnapshot]:
-    """Yields a prediction now and every POLL_S until it has ended, for at most MAX_S.
+    """Yields a prediction now and every POLL_S until it has finished, for at most MAX_S.
 
     Args:
         check: raises PenstockError once the reader may no longer continue.
@@ -490,7 +497,7 @@ class _Stream:
         self.logs_seen = logs_seen
         """Number of printed characters that the reader already has.
 
-        None: they are not part of the stream.
+        None if they are not part of the stream.
         """
         self._looked_s = 0.0
 
@@ -507,7 +514,7 @@ class _Stream:
         return LEFT_S
 
     def read_all(self, news: Mapping[int, Tokens]) -> Iterator[bytes]:
-        """Returns the events for new tokens of several generations."""
+        """Returns the events for several generations' new tokens."""
         for index, tokens in news.items():
             yield from self.read(index, tokens.chunks)
 
@@ -520,7 +527,7 @@ class _Stream:
         return True
 
     def read(self, index: int, chunks: Sequence[Chunk]) -> Iterator[bytes]:
-        """Returns the events for new tokens of a generation."""
+        """Returns the events for a generation's new tokens."""
         generation = self.generations[index]
         if chunks or not self._is_new:
             yield from self._open(index, _prompt_before(chunks))

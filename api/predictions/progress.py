@@ -1,4 +1,4 @@
-"""Reads the progress of running predictions: queue positions, previews and finished steps."""
+"""Reads running predictions' progress: queue positions, previews, and finished steps."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class PredictionProgress:
         self._runs = runs
 
     async def position(self, snapshot: PredictionSnapshot) -> QueuePosition | None:
-        """Returns the queue position. None: it is not waiting, or Redis is not responding."""
+        """Returns the queue position, or None if it is not waiting or Redis is not responding."""
         prediction = snapshot.prediction
         if snapshot.record.state == "starting":
             with suppress(Unavailable):

@@ -1,4 +1,4 @@
-"""Fetches the target of a signed link: an object, or an image in a prediction's record."""
+"""Fetches a signed link's target: an object, or an image in a prediction's record."""
 
 from __future__ import annotations
 
@@ -58,9 +58,9 @@ class ResultFetcher:
         """Returns the data for a link whose signature has already been verified.
 
         Args:
-            key: the key of the object.
+            key: the object's key in the store.
             media_type: the media type in the link.
-            deadline_s: Unix time at which encoding is stopped.
+            deadline_s: Unix time at which to stop encoding.
 
         Raises:
             NotFound: the result does not exist or has expired.

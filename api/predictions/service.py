@@ -1,10 +1,10 @@
-"""Creates, awaits, reads, lists and cancels predictions. The routes add the HTTP layer.
+"""Creates, awaits, reads, lists, and cancels predictions. The routes add the HTTP layer.
 
-The record determines the state of a prediction (shared/stores/records.py). The record is created
-before the job is published, so every instance can find a prediction even if the creating instance
-is gone. A reply only wakes a waiting request. As a last resort against lost jobs, any instance that
-reads a record after its deadline ends it. The same happens if the model was withdrawn and no worker
-is left.
+The record determines a prediction's state (shared/stores/records.py). The record is created before
+the job is published, so every instance can find a prediction even if the creating instance is gone.
+A reply only wakes a waiting request. As a last resort against lost jobs, any instance that reads a
+record after its deadline ends it. The same happens if the model was withdrawn and no worker is
+left.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ from shared.webhooks.publisher import WebhookPublisher
 GRACE_S = 5.0
 """How long after its deadline a worker may still finish a prediction, in seconds."""
 CREATOR_PUBLISHES_S = 2.0
-"""How long a record's creator has to publish the job before a repeated request does, in seconds."""
+"""How long, in seconds, a record's creator has to publish the job before a repeated request does
+so.
+"""
 CREATOR_POLL_S = 0.05
 PAGE = 20
 SCAN_WINDOW = 100
@@ -67,25 +69,24 @@ SCAN_WINDOW = 100
 PAGE_READS = 10
 """Maximum number of reads per page: up to 920 predictions are checked for a match."""
 READ_BYTES = 4 * 1024 * 1024
-"""Maximum bytes that a page reads at once, if it has more than one prediction.
+"""Maximum bytes to read at once for a page with more than one prediction.
 
 All stored predictions may total 64 MiB, which take four times as much memory until they are sent.
 """
 DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
 """Maximum size of a prediction document: a sixteenth of the usual budget for all predictions, which
-is the part in which a tenant finds room no matter how much others store
-(shared/stores/record_create.lua).
+is the part reserved for a tenant no matter how much others store (shared/stores/record_create.lua).
 """
 CALLER_ID = re.compile(r"(?!pred_)[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 _GENERATED_ID = re.compile(r"pred_[0-9a-f]{24}")
 
 
 class PredictionIdTaken(BadInput):
-    """This ID belongs to a prediction with another input."""
+    """This ID belongs to a prediction with a different input."""
 
 
 class PredictionNotOver(PenstockError):
-    """This requires a prediction that has ended."""
+    """This requires a prediction that has finished."""
 
     code = "prediction_not_over"
     public_by_default = None
@@ -108,7 +109,7 @@ class Predictions:
         admission: limits this instance's items in flight.
         canaries: choose the revisions that run predictions.
         flows: ends flow runs that no worker will finish.
-        keep_s: how many seconds to store a prediction after it ends.
+        keep_s: how many seconds to store a prediction after it finishes.
     """
 
     def __init__(
@@ -194,14 +195,14 @@ class Predictions:
         Args:
             request: a request with a record.
             waits: True if the block waits for the prediction to finish.
-            hold: the limits it has reserved, to store with its record. None: nothing.
+            hold: the request's reservations, to store with the record. None if there are none.
 
         Raises:
             BadInput: an input has no canonical form.
-            InputTooLarge: its document is larger than DOCUMENT_MAX_BYTES.
+            InputTooLarge: the document is larger than DOCUMENT_MAX_BYTES.
             ModelWithdrawn: an operator has withdrawn this revision.
-            Overloaded: this instance, the broker or the prediction store is full.
-            PredictionIdTaken: the ID belongs to another prediction.
+            Overloaded: this instance, the broker, or the prediction store is full.
+            PredictionIdTaken: the ID belongs to a different prediction.
             KeyReused: the Idempotency-Key was used with a different request.
             Unavailable: Redis or the broker is unreachable, and nothing was created.
         """
@@ -222,14 +223,15 @@ class Predictions:
     async def keep(
         self, prediction: Prediction, outcomes: Sequence[ItemOutcome], keep_s: int | None
     ) -> None:
-        """Stores a result that was computed without a record as a succeeded prediction.
+        """Stores a result that was computed without a record as a successful prediction.
 
         Args:
-            outcomes: its items' outcomes, all of which must have results.
-            keep_s: how many seconds to keep it, from the tenant's plan. None: the default.
+            outcomes: the items' outcomes, all of which must have results.
+            keep_s: how many seconds to keep the prediction, from the tenant's plan. None means the
+                default.
 
         Raises:
-            InputTooLarge: its document is larger than DOCUMENT_MAX_BYTES.
+            InputTooLarge: the document is larger than DOCUMENT_MAX_BYTES.
             KeyReused: the Idempotency-Key was used with a different request.
             Overloaded: the prediction store is full.
             PredictionIdTaken: its ID comes from an Idempotency-Key whose result was deleted
@@ -247,10 +249,10 @@ class Predictions:
             await self._find_equal(prediction)
 
     async def read(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
-        """Reads a prediction of this tenant.
+        """Reads one of this tenant's predictions.
 
         Raises:
-            NotFound: the tenant does not have such a prediction, or it has expired.
+            NotFound: the tenant has no such prediction, or it has expired.
         """
         record_id = (
             prediction_id
@@ -285,11 +287,11 @@ class Predictions:
         """Returns up to PAGE predictions, newest first, and `after` for the next page.
 
         Large predictions reduce this number: a page has at most READ_BYTES in total, but at least
-        one prediction. If few predictions match, the page ends after PAGE_READS reads, so it may be
-        short or even empty and still have a next page.
+        one prediction. If few predictions match, the page stops after PAGE_READS reads, so it may
+        be short or even empty although there is a next page.
 
         Args:
-            after: end of the previous page. None: start with the newest.
+            after: end of the previous page. None starts with the newest.
         """
         listed = await self._store.latest(
             tenant,
@@ -328,7 +330,7 @@ class Predictions:
         They are read as needed, one page at a time.
 
         Args:
-            after: only predictions after the one with this record. Empty: all.
+            after: only predictions after the one with this record. Empty means all predictions.
             is_ascending: True to list the oldest first.
 
         Raises:
@@ -372,7 +374,7 @@ class Predictions:
         """Replaces the input of a finished prediction, as shown to callers.
 
         Raises:
-            PredictionNotOver: it has not ended.
+            PredictionNotOver: it is not finished.
             NotFound: another request has deleted or changed it.
             Overloaded: the prediction store is full.
         """
@@ -392,10 +394,10 @@ class Predictions:
         return PredictionSnapshot(changed, record)
 
     async def cancel(self, tenant: str, prediction_id: str) -> PredictionSnapshot:
-        """Cancels a prediction of this tenant, unless it has ended.
+        """Cancels one of this tenant's predictions, unless it has finished.
 
         Raises:
-            NotFound: the tenant does not have such a prediction, or it has expired.
+            NotFound: the tenant has no such prediction, or it has expired.
         """
         snapshot = await self.read(tenant, prediction_id)
         if snapshot.record.is_over:
@@ -404,7 +406,7 @@ class Predictions:
         return await self.read(tenant, prediction_id)
 
     async def end(self, snapshot: PredictionSnapshot) -> PredictionSnapshot:
-        """Cancels a prediction unless it has ended, and returns its final state.
+        """Cancels a prediction unless it has finished, and returns its final state.
 
         Unlike `cancel`, this also returns the final state of a prediction that has since been
         deleted.
@@ -430,17 +432,18 @@ class Predictions:
         prediction_id: str,
         discard: Callable[[PredictionSnapshot], Awaitable[None]] | None = None,
     ) -> PredictionSnapshot:
-        """Deletes a finished prediction of this tenant. Returns its last snapshot.
+        """Deletes one of this tenant's finished predictions. Returns its last snapshot.
 
-        If its webhook has not yet been notified that it ended, the notification will have no input
-        or output.
+        If its webhook has not yet been notified of its completion, the notification will have no
+        input or output.
 
         Args:
-            discard: deletes its objects, which are no longer referenced once the record is deleted.
+            discard: deletes the prediction's objects, which are no longer referenced once the
+                record is deleted.
 
         Raises:
-            NotFound: the tenant does not have such a prediction, or it has expired.
-            PredictionNotOver: it has not ended.
+            NotFound: the tenant has no such prediction, or it has expired.
+            PredictionNotOver: it is not finished.
             Unavailable: Redis or the object store is unreachable.
         """
         snapshot = await self._read_ended(tenant, prediction_id)
@@ -463,7 +466,7 @@ class Predictions:
         snapshot: PredictionSnapshot,
         discard: Callable[[PredictionSnapshot], Awaitable[None]] | None,
     ) -> bool:
-        """Returns False if the record has changed since it was read."""
+        """Returns False if the record changed after it was read."""
         prediction, known = snapshot
         if await self._owes_webhook(prediction):
             # Stored before the deletion. If the deletion fails, the stored final state expires.
@@ -520,7 +523,10 @@ class Predictions:
     async def _create_record(
         self, request: InferenceRequest, document: bytes, hold: Hold | None
     ) -> int:
-        """Returns the tenant's number of unfinished predictions. 0: the record already existed."""
+        """Returns the tenant's number of unfinished predictions.
+
+        0 if the record already existed.
+        """
         new = request.new_record
         prediction = new.prediction
         if hold is not None:
@@ -572,7 +578,8 @@ class Predictions:
         """Returns the prediction that an identical request created with this ID.
 
         Raises:
-            PredictionIdTaken: it was created by a different request or recently deleted.
+            PredictionIdTaken: the prediction was created by a different request, or was recently
+                deleted.
             KeyReused: the same, for an ID that comes from an Idempotency-Key.
         """
         try:
@@ -653,7 +660,7 @@ def _encode_within_bounds(prediction: Prediction) -> bytes:
     """Returns the document in its stored form.
 
     Raises:
-        InputTooLarge: it has more than DOCUMENT_MAX_BYTES.
+        InputTooLarge: the document is larger than DOCUMENT_MAX_BYTES.
     """
     document = encode_document(prediction)
     if len(document) > DOCUMENT_MAX_BYTES:
@@ -669,5 +676,5 @@ def _not_found(prediction_id: str) -> NotFound:
 
 
 def _is_final(status: int | None) -> bool:
-    """Returns whether a receiver that answers with this status gets no further attempts."""
+    """Returns whether a receiver that returns this status gets no further attempts."""
     return status is not None and (200 <= status < 300 or status == HTTPStatus.GONE)

@@ -15,7 +15,7 @@ class StreamRoom:
     Args:
         bound: maximum number of concurrent streams.
         noun: kind of stream, for error messages.
-        advice: an alternative for a reader without room.
+        advice: what a reader can do instead if there is no room.
     """
 
     def __init__(self, bound: int, noun: str, advice: str) -> None:
@@ -25,7 +25,7 @@ class StreamRoom:
 
     @contextmanager
     def reserve(self, tenant: str) -> Iterator[None]:
-        """Holds room for a stream of this tenant.
+        """Reserves room for one of this tenant's streams.
 
         Raises:
             Overloaded: the room is full.

@@ -1,4 +1,4 @@
-"""Chooses the backend of an embedding model on this machine, before its model processes start.
+"""Chooses an embedding model's backend on this machine, before its model processes start.
 
 client.py, in the I/O process, reads the saved choice, or starts `python -m workers.autotune`
 (__main__.py) once per worker. That process lists the candidates (candidates.py), loads them in

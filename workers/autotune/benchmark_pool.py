@@ -1,9 +1,9 @@
 """The benchmark processes for a choice, as many as the widest layout needs.
 
 A benchmark process loads candidates and times them the way a model process would run them. Each
-process serves all candidates, so every library is imported only once. It is separate, so a crashing
-candidate does no other harm. The functions that it runs come first in this module, one call at a
-time.
+process serves all candidates, so every library is imported only once. The processes are separate,
+so a candidate that crashes does no other harm. The functions they run, one call at a time, come
+first in this module.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ _CALL_TOKENS_MAX = 16384
 _opened: dict[BenchmarkTarget, _LoadedTarget] = {}
 
 OPEN_LIMIT_S = 60.0
-"""Enough to import torch and load the weights on a busy machine."""
+"""Time limit for loading, enough to import torch and load the weights on a busy machine."""
 CALL_LIMIT_S = 60.0
 
 Given = ParamSpec("Given")

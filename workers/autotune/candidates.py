@@ -9,17 +9,19 @@ from workers.models.artifact import Artifact, Variant
 from workers.models.backend import Backend
 
 CPU_PROCESSES_MAX = 4
-"""Each process holds the model's weights. Beyond four, more threads are just as good."""
+"""Maximum number of processes, each of which holds the model's weights. Beyond four, more threads
+are just as good.
+"""
 
 
 LONE_THREADS_MAX = 8
-"""The maximum for ONNX Runtime. More threads don't speed up a single short text's products."""
+"""Maximum threads for ONNX Runtime. More threads don't speed up a single short text's products."""
 
 
 def candidates(
     entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
-    """Returns backends that the entry, artifact and machine allow, and findings on all others."""
+    """Returns backends the entry, artifact, and machine allow, and findings on all others."""
     listed, left_out = [], []
     if artifact is not None and entry.backend != "torch":
         for variant in sorted(
@@ -107,7 +109,7 @@ def choose_unmeasured_layout(
     """Returns the layout for a model that isn't measured. Given values (not 0) are kept.
 
     Args:
-        processes: 0: as many as the cores allow, with the resulting number of threads.
+        processes: 0 means as many as the cores allow, with the resulting number of threads.
         is_wide: True if the processes divide all cores. Otherwise each has one thread.
     """
     if threads:

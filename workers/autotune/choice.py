@@ -87,7 +87,7 @@ class Refusal(msgspec.Struct, kw_only=True, tag="refusal"):
 def read_choice(path: Path) -> Choice | None:
     """Returns the choice saved in `path`.
 
-    None if it is missing, unreadable or an expired provisional one, or if its graph is missing.
+    None if it is missing, unreadable, or an expired provisional choice, or if its graph is missing.
     """
     try:
         choice = msgspec.json.decode(path.read_bytes(), type=Choice)

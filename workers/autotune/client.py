@@ -28,7 +28,8 @@ from workers.runtime.child_process import child_environment
 SCHEME = 5
 """Part of every fingerprint. Incremented when the way choices are made changes."""
 CHOOSE_LIMIT_S = 180.0
-"""Enough for two workers in turn, each importing torch on a busy machine."""
+"""Time limit for a choice, enough for two workers in turn, each importing torch on a busy machine.
+"""
 
 BACKEND_INFO = Gauge(
     "penstock_worker_backend_info",
@@ -43,7 +44,7 @@ async def choose_backend(entry: Model, folder: Path, settings: WorkerSettings) -
     """Returns the backend and layout for `entry`: chosen at an earlier start, or measured now.
 
     Args:
-        settings: device, processes and threads (0: undecided), and the folder for artifacts and
+        settings: device, processes, and threads (0 if undecided), and the folder for artifacts and
             choices.
 
     Raises:
@@ -74,7 +75,7 @@ def _tuning_settings(settings: WorkerSettings) -> TuningSettings:
 
 
 def _source(entry: Model, folder: Path, tuning: TuningSettings) -> tuple[str, Artifact | None]:
-    """Returns the digest of the model's files, and the artifact made from them."""
+    """Returns the digest of the model's files, and the artifact built from them."""
     digest = source_digest(folder, entry.revision)
     return digest, find_artifact(Path(tuning.artifacts_dir), entry.name, digest)
 

@@ -1,4 +1,4 @@
-"""Finds the fastest option: times all of them alternately until two quiet rounds agree."""
+"""Finds the fastest option by timing all of them alternately until two quiet rounds agree."""
 
 from __future__ import annotations
 
@@ -14,11 +14,9 @@ from workers.models.backend import Backend
 MARGIN = 1.05
 """How many times faster a later option must be, because short measurements are noisy."""
 LAYOUT_MARGIN = 1.3
-"""The same for layouts.
-
-The first layout computes a single text on all cores, 1.7 times as fast on two.
-
-Under load it is 6 to 20 % slower, so with a smaller margin the choice was random.
+"""The same for layouts. The first layout computes a single text on all cores, which is 1.7 times as
+fast on two cores. Under load, it is 6 to 20% slower, so with a smaller margin, the choice was
+random.
 """
 DISTURBED = 0.25
 """A reading is void if other programs had the cores for this fraction of its time."""

@@ -42,9 +42,8 @@ _PLAIN = ("onnx-fp32", "onnx-int8", "torch-fp32", "torch-bf16")
 _VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})
 
 QUIET_LIMIT_S = 10.0
-"""Longer than a local stack's other workers take to start on two cores.
-
-After this, we measure anyway.
+"""How long to wait for quiet, which is longer than a local stack's other workers take to start on
+two cores. After that, we measure anyway.
 """
 _SAMPLE_S = 0.3
 _SAMPLES = 2
@@ -61,7 +60,7 @@ ROUNDS = 2
 CALIBRATION_TEXTS = 40
 _TOGETHER = 8
 _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 88, 10, 36)
-"""Token counts of the timed texts: 60 % about 12, 30 % about 60, 10 % about 230."""
+"""Token counts of the timed texts: 60% about 12, 30% about 60, 10% about 230."""
 
 Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Timing]
 """Measures the throughput of a loaded backend in a layout with these texts."""
@@ -299,7 +298,10 @@ def _fitting(
 
 
 def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
-    """Returns why torch fp32 need not be measured in addition to `fit`. Empty if it must be."""
+    """Returns the reason torch fp32 need not be measured in addition to `fit`.
+
+    Empty if it must be.
+    """
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""
     if any(one.backend == "torch" for one in fit):  # listed only if they are faster

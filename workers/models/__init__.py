@@ -1,1 +1,1 @@
-"""The models a worker can run. Nothing here imports torch before a model is loaded."""
+"""The models a worker can run. Nothing here imports torch until a model is loaded."""

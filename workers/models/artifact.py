@@ -1,4 +1,4 @@
-"""An optimized artifact: written by `penstock optimize`, read and checked by workers.
+"""Optimized artifacts, which `penstock optimize` writes and workers read and check.
 
 An artifact is the folder `<artifacts_dir>/<model>/<digest>/` with manifest.json, calibration.npz
 (for embedding models) and the graphs listed in the manifest. The digest covers the source files, so
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     import numpy as np
 
 FORMAT_VERSION = 3
-"""Also incremented when new artifacts are better. Artifacts from earlier versions are ignored."""
+"""Also incremented when new artifacts are better. Artifacts with earlier versions are ignored."""
 MANIFEST = "manifest.json"
 CALIBRATION = "calibration.npz"
 _DOCUMENT_SUFFIXES = (".md", ".rst", ".png", ".jpg")
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class Variant(msgspec.Struct, kw_only=True):
-    """A variant of the model that a worker can run, measured against torch fp32.
+    """A variant of a model that a worker can run, measured against torch fp32.
 
     Cosines and `ranking_agreement` (0 to 1) were measured on texts not used for calibration.
     `relative_speed` is the speed relative to torch fp32 in the same run. `recipe` records how it
@@ -62,10 +62,11 @@ class Manifest(msgspec.Struct, kw_only=True):
     """The contents of manifest.json.
 
     `made_by`: the versions of torch, transformers, onnx and onnxruntime. `measured_on`: the CPU's
-    instruction sets that affect speed. `relative_speed` is valid only for the same sets, while
-    quality is valid for any (see session_options in workers/models/embedding/encoder_onnx.py). A
-    worker that has a choice measures both itself. `refused`: the variants that were measured but
-    rejected, with the tolerance that each one missed.
+    instruction sets that affect speed. `relative_speed` is valid only for the same instruction
+    sets, while quality is valid for any (see session_options in
+    workers/models/embedding/encoder_onnx.py). A worker that has a choice measures both for itself.
+    `refused`: the variants that were measured but rejected, with the tolerance that each one
+    missed.
     """
 
     format_version: int = FORMAT_VERSION
@@ -107,7 +108,7 @@ class Artifact:
 
 
 def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | None:
-    """Returns the artifact of `model` for source files with this `digest`.
+    """Returns `model`'s artifact for source files with this `digest`.
 
     None if it doesn't exist or is broken (which is logged).
     """
@@ -163,7 +164,7 @@ def _check_graph(folder: Path, variant: Variant) -> None:
 
 
 def read_calibration(artifact: Artifact) -> Calibration:
-    """Reads the calibration set of an embedding model's artifact.
+    """Reads the calibration set in an embedding model's artifact.
 
     Raises:
         ConfigurationError: the file is missing or broken.
@@ -218,7 +219,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Locks the file `path`, first waiting until no other process on this machine has it locked."""
+    """Locks the file `path`, after waiting until no other process on this machine has it locked."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
@@ -248,7 +249,7 @@ def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]
 
 
 def take_over(former: Artifact, draft: Path) -> list[Variant]:
-    """Copies the graphs of `former` into `draft`. Returns their variants for its manifest."""
+    """Copies `former`'s graphs into `draft`. Returns their variants for the new manifest."""
     for variant in former.manifest.variants:
         if variant.file:
             shutil.copyfile(former.graph(variant), draft / variant.file)
@@ -256,7 +257,7 @@ def take_over(former: Artifact, draft: Path) -> list[Variant]:
 
 
 def source_digest(folder: Path, revision: str) -> str:
-    """The first 16 hex digits of SHA-256 over the names and contents of a model's source files.
+    """Returns the first 16 hex digits of SHA-256 over a model's source files' names and contents.
 
     Documents and hidden files are ignored. Hashing 90 MB takes a tenth of a second.
     """

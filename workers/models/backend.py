@@ -13,9 +13,9 @@ from shared.models.catalog import Model
 class Backend(msgspec.Struct, frozen=True, kw_only=True):
     """A library and precision, fully resolved.
 
-    `variant` is its name in the artifact, and `graph` is its file. Both are empty for torch.
-    `call_tokens` is the fixed cost of one call in tokens, as measured on this machine. 0: it was
-    not measured, and the device's default is used.
+    `variant` is the variant's name in the artifact, and `graph` is its file. Both are empty for
+    torch. `call_tokens` is the fixed cost of one call in tokens, as measured on this machine. If it
+    is 0, it was not measured, and the device's default is used.
     """
 
     backend: Literal["torch", "onnx"] = "torch"
@@ -33,7 +33,7 @@ def choose_unmeasured_backend(entry: Model, making_command: str = "") -> Backend
     """Returns the backend for `entry` without measuring: torch, in the entry's precision or fp32.
 
     Raises:
-        ConfigurationError: the entry requires ONNX, which needs an artifact's graph.
+        ConfigurationError: the entry requires ONNX, which needs a graph from an artifact.
     """
     if entry.backend == "onnx" or entry.precision == "int8":
         raise ConfigurationError(

@@ -1,4 +1,4 @@
-"""The model contract: a Preparer in the I/O process, an InferenceModel in the model process.
+"""The model interface: a Preparer in the I/O process, and an InferenceModel in the model process.
 
 The I/O process sends the model process a `Prepared`: a validated and prepared item, with the
 numbers needed for batching.
@@ -40,9 +40,9 @@ class Prepared(msgspec.Struct, kw_only=True):
     """An item that a model can run.
 
     `key`: only items with equal keys may share a batch. `length`: the item's work, in its task's
-        unit, which counts against the batch budget. If a model pads, every item in a call costs as
-        much as the longest. `room`: the part of the budget that the item takes if items join and
-        leave between steps. 0: its length.
+    unit, which counts against the batch budget. If a model pads, every item in a call costs as much
+    as the longest. `room`: the part of the budget that the item takes if items join and leave
+    between steps. 0 means the same as `length`.
     """
 
     key: str
@@ -66,7 +66,7 @@ class PreparedControl(msgspec.Struct, array_like=True):
     """An image's ControlNet, by its name in the catalog.
 
     `map`: width x height RGB pixels of 3 bytes each, row by row. `scale` multiplies its
-        contribution between `start` and `end`, which are fractions of the steps.
+        contribution between `start` and `end`, which are given as fractions of the steps.
     """
 
     name: str
@@ -80,12 +80,12 @@ class PreparedImage(Prepared, tag="image", omit_defaults=True):
     """One image to draw.
 
     `source`: the image to start from, width x height RGB pixels of 3 bytes each, row by row.
-    `mask`: width x height bytes that set how strongly each pixel is redrawn. 0: the source's pixel,
-        255: a new pixel. `adapter`: name of an adapter in the catalog, with `adapter_scale` as its
-        strength. Empty: none. For an adapter by URL, the name is its digest, `adapter_key` its key
-        in the object
-    store, and `adapter_owner` its tenant's digest. `ip_adapter`: name of an IP-Adapter, with its
-    scale and its image, as RGB pixels of the square that its image encoder reads.
+    `mask`: width x height bytes that set how strongly each pixel is redrawn, from 0 (the source's
+    pixel) to 255 (a new pixel). `adapter`: name of an adapter in the catalog, with `adapter_scale`
+    as its strength. Empty if there is none. For an adapter specified by URL, the name is its
+    digest, `adapter_key` its key in the object store, and `adapter_owner` its tenant's digest.
+    `ip_adapter`: name of an IP-Adapter, with its scale and its image, as RGB pixels of the square
+    that its image encoder reads.
     """
 
     prompt: str
@@ -131,7 +131,7 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
     as in GenerationInput.
 
     `owner`: only prompts with the same owner share the keys and values of equal prefixes, because
-        `cached_tokens` reveals sharing. Empty: nothing is shared.
+    `cached_tokens` reveals sharing. If it is empty, nothing is shared.
     """
 
     ids: bytes
@@ -162,7 +162,7 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
 class PreparedFile(msgspec.Struct, array_like=True):
     """An input file: where it belongs, its name, and its bytes.
 
-    `is_json`: True if it is a JSON value that is too large for a message.
+    `is_json`: True if the file is a JSON value that is too large for a message.
     """
 
     at: list[str | int]
@@ -200,7 +200,10 @@ class RgbImage(msgspec.Struct, array_like=True):
 
 
 class Preparer(Protocol):
-    """Validates and prepares inputs in the I/O process, so it never imports a model library."""
+    """Validates and prepares inputs.
+
+    It runs in the I/O process, so it never imports a model library.
+    """
 
     def prepare(self, inputs: Sequence[Input]) -> Sequence[PreparedOutcome]:
         """Returns one outcome per input, in order.
@@ -226,7 +229,7 @@ class LoadedModel(Protocol):
         """
 
     def warmup(self) -> None:
-        """Does work that would otherwise slow down the first batch or step."""
+        """Does initial work that would otherwise slow down the first batch or step."""
 
 
 class InferenceModel(LoadedModel, Protocol):
@@ -265,10 +268,9 @@ class StepEnd(msgspec.Struct):
     """The items that finished in a SteppedModel's step, by slot.
 
     `results`: finished items. `preempted`: items that have to wait and start over, because the
-        device had too little memory for all of them. `work`: the step's total work for all items,
-        in tokens or
-    pixels. 0: unknown. `waiting`: admitted items that the step did not compute, because they wait
-    for something other than the device.
+    device had too little memory for all of them. `work`: the step's total work for all items, in
+    tokens or pixels, or 0 if unknown. `waiting`: admitted items that the step did not compute,
+    because they wait for something other than the device.
     """
 
     results: dict[int, Result | PenstockError] = {}
@@ -281,8 +283,8 @@ class StepEnd(msgspec.Struct):
 class SteppedModel(LoadedModel, Protocol):
     """Computes items step by step.
 
-    Continuous batching: items are admitted between two steps and leave one by one. A slot is the
-    number of an item, chosen by the caller.
+    Continuous batching: items are admitted between two steps and leave one by one. A slot is an
+    item's number, chosen by the caller.
     """
 
     def admit(self, slot: int, item: PreparedItem) -> None:
@@ -301,7 +303,7 @@ class SteppedModel(LoadedModel, Protocol):
         """
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """Returns the output of each streamed item since the last call. Empty if there is none."""
+        """Returns each streamed item's output since the last call. Empty if there is none."""
 
     def drop(self, slot: int) -> None:
         """Removes an item if it is still there."""
@@ -330,7 +332,7 @@ class ProgressReporter(Protocol):
         """Returns the completed and total steps of each item, by slot."""
 
     def image(self, slot: int) -> RgbImage | None:
-        """Returns a small image of an item. None if it can't be drawn."""
+        """Returns a small image of an item, or None if it can't be drawn."""
 
 
 @runtime_checkable
@@ -354,5 +356,5 @@ class GpuLost(BaseException):
     """The process can no longer use its GPU. The items are not at fault and can run elsewhere.
 
     Not an Exception, because at the boundary with the model libraries an Exception fails the items.
-    This makes the process exit, so the items are retried.
+    This exception makes the process exit, so the items are retried.
     """

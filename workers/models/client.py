@@ -1,4 +1,4 @@
-"""The interface of a process that computes items, used by the pool (workers/runtime/pool.py).
+"""The interface to a process that computes items, used by the pool (workers/runtime/pool.py).
 
 One of our model processes runs all of a worker's models that share its libraries
 (workers/runtime/client.py). Any other process, such as a custom class's
@@ -52,9 +52,9 @@ class ProcessClient(Protocol):
     """
 
     facts: Ready
-    """Information about its startup."""
+    """Information reported at startup."""
     residency: ResidencyReport
-    """The models loaded in it. Replaced by a new object after each change."""
+    """The models loaded in the process. Replaced by a new object after each change."""
 
     @property
     def memory_bytes(self) -> int:
@@ -62,7 +62,7 @@ class ProcessClient(Protocol):
 
     @property
     def pid(self) -> int:
-        """Its process ID. 0: it is not running right now."""
+        """The process ID, or 0 if the process is not running right now."""
 
     async def send(
         self,
@@ -108,16 +108,16 @@ class ProcessClient(Protocol):
         """
 
     def drop(self, slots: Sequence[int]) -> None:
-        """Stops these items of the batch that runs in steps. They fail as canceled."""
+        """Stops these items in the batch that runs in steps. They fail as canceled."""
 
     def preempt(self, slots: Sequence[int]) -> None:
-        """Interrupts these items of the batch that runs in steps. They come back as preempted."""
+        """Interrupts these items in the batch that runs in steps. They come back as preempted."""
 
     def watch(self, slots: Sequence[int]) -> None:
         """Requests previews of these slots in the batch that runs in steps, for a moment."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Frees the memory of these models between two batches. They are loaded again when used."""
+        """Frees these models' memory between two batches. They are loaded again when used."""
 
     async def serve(self, on_end: Callable[[], None]) -> str:
         """Runs until the process has exited for good. Returns the reason, for operators.
@@ -132,8 +132,8 @@ MakeRoom = Callable[[], Awaitable[bool]]
 StartClient = Callable[[MakeRoom], Awaitable[ProcessClient]]
 """Starts a process and waits until it is ready.
 
-Raises PenstockError: it refused to start (usually ConfigurationError), died, or was not ready in
-time (ModelFailed, with the last part of its output).
+Raises PenstockError if the process refused to start (usually ConfigurationError), died, or was not
+ready in time (ModelFailed, with the last part of its output).
 """
 
 

@@ -1,9 +1,9 @@
 """Sets up a model process's torch device, and CPU computation: threads and bf16.
 
 A model on a CPU computes with as many threads as there are free cores. A computation's threads spin
-while they wait for one another. A thread without a core therefore delays the others, and their
-spinning delays the process that has that core: two workers with two threads each on the same two
-cores generated 114 tokens/s together, compared with 364 with one thread each (decision 24).
+while they wait for one another, so a thread without a core delays the others, and their spinning
+delays the process that has that core. For example, two workers with two threads each on the same
+two cores together generated 114 tokens/s, compared to 364 with one thread each (decision 24).
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Device:
     memory_fraction: float
 
     def open(self) -> tuple[torch.device, str]:
-        """Sets up the device. Returns it with its name.
+        """Sets up the device. Returns the device and its name.
 
         Raises:
             ConfigurationError: this machine doesn't have the device.
@@ -90,7 +90,7 @@ def attention_without_plans(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Translates torch's out-of-memory errors into OutOfMemory, and a lost GPU into GpuLost."""
+    """Translates torch's out-of-memory errors to OutOfMemory, and a lost GPU to GpuLost."""
     try:
         yield
     except torch.OutOfMemoryError as error:
@@ -128,8 +128,8 @@ class CpuThreads:
     torch's thread count: a forked process sets its own after the fork.
 
     Args:
-        cpu_s: CPU time of this process.
-        idle_s: idle time of the machine's cores.
+        cpu_s: CPU time that this process has used.
+        idle_s: the machine's cores' idle time.
     """
 
     def __init__(

@@ -1,10 +1,11 @@
-"""Compiled kernels that outlive their worker: one archive per model, GPU, driver and torch version.
+"""Compiled kernels that outlive their worker, with one archive per model and environment.
 
 Inductor, Triton and the CUDA driver store compiled kernels in separate folders, as thousands of
 small files that they rename and lock. A mounted bucket handles many small files poorly, but one
-large file well. So a new worker unpacks the archive before it loads the model, and repacks it if
-its warm-up compiled more kernels. A different GPU, driver or torch version uses a different
-archive. Kernels are looked up by their computation, so at worst an outdated archive is useless.
+large file well. For that reason, a new worker unpacks the archive before it loads the model, and
+repacks it if the warm-up compiled more kernels. A different GPU, driver, or torch version uses a
+different archive. Kernels are looked up by their computation, so at worst an outdated archive is
+useless.
 
 A process that may write an archive can run code in the workers that read it. Each model therefore
 has a separate folder, which only its own workers may write (infra/terraform/platform/storage.tf).
@@ -34,7 +35,7 @@ MAX_BYTES = 512 * 1024 * 1024
 SD 1.5 with four batch sizes compiles to a fraction of this.
 """
 _NOT_KEPT = ("locks", "tmp")
-"""Folders for files that belong to a single process."""
+"""Folders with files that belong to a single process."""
 _FOLDERS = {"triton": "TRITON_CACHE_DIR", "cuda": "CUDA_CACHE_PATH"}
 """Folders in addition to Inductor's, each with the variable that contains its path.
 
@@ -83,10 +84,10 @@ def _cpu() -> str:
 
 
 class KernelStore:
-    """One model's archive on the device that it runs on.
+    """One model's archive for the device it runs on.
 
     Args:
-        folder: the archives' folder. None: nothing is unpacked or packed.
+        folder: the archives' folder. If None, nothing is unpacked or packed.
         device: the device its kernels are compiled for.
         max_bytes: maximum total size of the archive's files.
     """
@@ -103,7 +104,10 @@ class KernelStore:
         self._restored: frozenset[str] = frozenset()
 
     def restore(self) -> int:
-        """Unpacks an earlier worker's kernels. Never fails: anything missing is compiled."""
+        """Unpacks an earlier worker's kernels.
+
+        Never fails, because anything missing gets compiled.
+        """
         if self._archive is None:
             return 0
         try:

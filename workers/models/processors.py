@@ -12,8 +12,7 @@ from shared.models.entry import GpuTypeName
 BF16_FLAGS = frozenset({"avx512_bf16", "amx_bf16", "bf16"})
 """Flags in /proc/cpuinfo, on x86 and ARM."""
 VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni"})
-"""With one of them, x86 accumulates 8-bit products in 32 bits instead of 16, which would
-saturate.
+"""With either flag, x86 accumulates 8-bit products in 32 bits instead of 16, which would saturate.
 """
 _BEYOND_AVX2 = ("avx512", "amx", "avx_vnni")
 """Prefixes of the flags that oneDNN ignores if ONEDNN_MAX_CPU_ISA limits it to AVX2 or less."""
@@ -72,6 +71,6 @@ def gpu_type_of(device: str) -> GpuTypeName | None:
     """Returns the GPU type in infra/kubernetes/gpus.yaml for a name reported by the driver.
 
     The device decides, not the catalog, because a larger type may replace one that is out of stock.
-    None for a CPU, and for types without a price.
+    Returns None for a CPU, and for types without a price.
     """
     return next((type_ for name, type_ in _NAMES if re.search(name, device)), None)

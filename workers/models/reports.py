@@ -95,7 +95,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     """
 
     number: int = 0
-    """Number of the batch, as in RunBatch."""
+    """The batch's number, as in RunBatch."""
     results: list[Result | Failure]
     started_at_s: float
     finished_at_s: float
@@ -115,11 +115,13 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     loaded_at_s: float = 0.0
     """When the process loaded the model."""
     computed_work: list[int] = []
-    """Each item's tokens or pixel-steps, including its share of the padding. Empty: no padding."""
+    """Each item's tokens or pixel-steps, including its share of the padding. Empty if there is no
+    padding.
+    """
     spare_s: float = 0.0
-    """Its part of its steps' spare seconds, if it was added to a running batch."""
+    """The item's part of its steps' spare seconds, if it was added to a running batch."""
     average_items: int = 0
-    """The average number of items computed at a time, if items join between steps. 0: all of
+    """The average number of items computed at a time, if items join between steps. 0 means all of
     them.
     """
     calls: dict[int, Call] = {}
@@ -127,7 +129,7 @@ class BatchResult(msgspec.Struct, tag="done", kw_only=True):
     pay for calls that failed because of a different item.
     """
     logs: dict[int, PrintedLogs] = {}
-    """The model's printed output, by the index of the item that it was computing by itself."""
+    """The model's printed output, keyed by the index of the item it was computing by itself."""
 
     @property
     def batch_items(self) -> int:
@@ -221,7 +223,8 @@ class Preempted(msgspec.Struct, tag="preempted"):
     """These slots of batch `number` must wait.
 
     The device had too little memory for them, or they were preempted. In the latter case, `chunks`
-    has the tokens written since the last Chunks. An item that isn't streamed never sent Chunks.
+    contains the tokens generated since the last Chunks. An item that isn't streamed never sent
+    Chunks.
     """
 
     number: int
@@ -233,8 +236,7 @@ class StepsEnded(msgspec.Struct, tag="steps_ended"):
     """Batch `number` has no items left.
 
     `failure`: the reason that the model failed on the remaining items, which have not finished.
-        None:
-    it did not fail.
+        None if it did not fail.
     """
 
     number: int
@@ -259,7 +261,7 @@ StepMessage = (
 def check_result(result: Result | Exception) -> Result | Failure:
     """Returns a result if all of its numbers are valid, or else the reason they aren't.
 
-    Every model's results pass through here, so no invalid result is returned, charged or cached.
+    Every model's results pass through here, so no invalid result is returned, charged, or cached.
     """
     if isinstance(result, Exception):
         return Failure.from_error(result)

@@ -1,4 +1,4 @@
-"""Resolves the `source` of a catalog entry to a folder on this machine.
+"""Resolves a catalog entry's `source` to a folder on this machine.
 
 Downloads the folder if necessary. Also defines the layout of weights copied from the Hub, in a
 bucket or its mounted folder. A copy is the folder `hub/ORG/NAME/REVISION`, with the repository's
@@ -114,12 +114,12 @@ def resolve(
             (either may be a GGUF file, see workers/models/generation/gguf.py), `hf:ORG/NAME` (the
             Hugging Face Hub, or its cache on this machine), `hf:ORG/NAME/FILE.gguf` or
             `gs://BUCKET/PREFIX`.
-        revision: branch, tag or commit of a Hub repository. A bucket's copy is stored under this
+        revision: branch, tag, or commit in a Hub repository. A bucket's copy is stored under this
             name.
         cache_dir: folder for copies of buckets and converted files.
         weights_dir: folder where copies of Hub repositories are mounted (workers/models/source.py).
             A complete copy is used in place.
-        open_gguf: creates the folder for a GGUF file. None: creates one for torch.
+        open_gguf: creates the folder for a GGUF file. None means a folder for torch.
 
     Raises:
         ConfigurationError: the source doesn't exist.
@@ -232,8 +232,8 @@ def download_from_hub(repository: str, revision: str, cache_dir: Path | None = N
     The token for a gated repository comes from HF_TOKEN, or from the file at HF_TOKEN_PATH.
 
     Args:
-        revision: branch, tag or commit.
-        cache_dir: the Hub's cache. None: this machine's default.
+        revision: branch, tag, or commit.
+        cache_dir: the Hub's cache. None means this machine's default.
 
     Raises:
         ConfigurationError: the repository or revision doesn't exist, or the token has no access.
@@ -309,7 +309,7 @@ def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: 
 
 
 def _download(store: ObjectStore, prefix: str, folder: Path) -> int:
-    """Copies all objects below `prefix` into `folder`. Returns how many."""
+    """Copies all objects below `prefix` into `folder`. Returns the number of objects."""
     count = 0
     for page in obstore.list(store, prefix or None):
         for entry in page:

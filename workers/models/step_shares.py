@@ -1,4 +1,4 @@
-"""Divides the time of a model's steps among the items they compute."""
+"""Divides the time a model's steps take among the items they compute."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class StepRoom:
 
         Args:
             rooms: the part of the budget taken by each item in the step.
-            work: work computed by the step. 0: unknown, so each item counts as one.
+            work: work computed by the step. If 0, it is unknown, so each item counts as one.
         """
         fill = min(1.0, max(len(rooms) / self._max_items, sum(rooms) / self._budget))
         work = work or max(1, len(rooms))
@@ -49,7 +49,7 @@ class _Item:
 
     started_at_s: float
     room: int
-    """The part of the budget it takes."""
+    """The part of the budget the item takes."""
     steps: int = 0
     item_steps: int = 0
     """Number of items per step, summed over all of this item's steps."""
@@ -71,7 +71,7 @@ class StepShares:
         self._items[slot] = _Item(time.time(), room)
 
     def remove(self, slot: int) -> None:
-        """Forgets an item that has to wait, if it is there."""
+        """Forgets an item that has to wait, if it is still in the batch."""
         self._items.pop(slot, None)
 
     def __contains__(self, slot: int) -> bool:
@@ -86,7 +86,7 @@ class StepShares:
 
         Args:
             step_s: duration of the step, in seconds.
-            work: work that it computed, in tokens or pixels. 0: unknown.
+            work: work the step computed, in tokens or pixels. 0 if unknown.
             waiting: slots of items that the step did not compute.
         """
         computed = [item for slot, item in self._items.items() if slot not in waiting]

@@ -20,7 +20,7 @@ from shared.models.tasks.embedding import TextInput
 from workers.models.base import PreparedText, Preparer
 
 INPUTS = ("input_ids", "attention_mask")
-"""The inputs that every transformer has. Some also have token_type_ids."""
+"""The inputs that every transformer has. Some transformers also have token_type_ids."""
 _PARAGRAPH = 4
 """Number of sentences in a medium-length text: about 60 tokens.
 
@@ -33,7 +33,7 @@ _WORD_MARKS = "▁Ġ"
 
 
 def calibration_texts() -> list[str]:
-    """Returns 160 texts for calibration: short, medium and long in a ratio of 12 to 3 to 1."""
+    """Returns 160 texts for calibration: short, medium, and long in a ratio of 12 to 3 to 1."""
     return _texts(_subjects()[0::2])
 
 
@@ -63,7 +63,7 @@ def held_out_texts() -> list[str]:
 
 
 def prepare_texts(preparer: Preparer, texts: list[str]) -> list[PreparedText]:
-    """Returns the texts as the worker's own preparer truncates and encodes them, in order."""
+    """Returns the texts, in order, as the worker's preparer truncates and encodes them."""
     prepared = preparer.prepare([TextInput(text) for text in texts])
     return [item for item in prepared if isinstance(item, PreparedText)]
 

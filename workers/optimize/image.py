@@ -1,4 +1,4 @@
-"""Evaluates an image model's variants by the images they draw."""
+"""Evaluates an image model's variants based on the images they draw."""
 
 from __future__ import annotations
 
@@ -114,7 +114,7 @@ class _Studio:
 
     @property
     def weights_bytes(self) -> int:
-        """Memory of the parameters. INT8 parameters report their own size."""
+        """Memory used by the parameters. INT8 parameters report their own size."""
         parts = (
             part
             for part in self.text_to_image.components.values()
@@ -274,7 +274,7 @@ def _measure(
 
 
 def _missing(plan: ImagePlan, device: torch.device) -> str:
-    """Describes what this machine lacks for the plan. Empty if it lacks nothing."""
+    """Describes any features the plan needs that this machine lacks. Empty if there are none."""
     if plan.is_int8 and importlib.util.find_spec("torchao") is None:
         return "torchao is not installed"
     if (

@@ -1,4 +1,4 @@
-"""Creates a model's artifact: builds variants, and keeps the faithful ones."""
+"""Creates a model's artifact: builds variants, and keeps those within the tolerance."""
 
 from __future__ import annotations
 

@@ -19,8 +19,9 @@ Calibration = Literal["minmax", "entropy", "percentile"]
 class OptimizeOptions:
     """The command-line options.
 
-    `variants`: names known to the task. Empty: the usual ones. `tolerance`: minimum cosine (images:
-    PSNR in dB), overriding the catalog's. `prune_neurons`, `prune_heads`: the fraction to cut, 0 to
+    `variants`: names known to the task. Empty means the usual variants. `tolerance`: minimum cosine
+    (images: PSNR in dB), overriding the catalog's. `prune_neurons`, `prune_heads`: the fraction to
+    cut, 0 to
     1. `calibration`: how int8-static chooses ranges. `threads`: threads for the reference and every
     variant.
     """
@@ -37,8 +38,8 @@ def choose_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
     """Returns the variants to try, in the task's order.
 
     Raises:
-        ConfigurationError: one is unknown for this task, or pruning is requested without a fraction
-            to cut.
+        ConfigurationError: a variant is unknown for this task, or pruning is requested without a
+            fraction to cut.
     """
     known = WORKER_TASKS[entry.task].variants
     unknown = [name for name in options.variants if name not in known]

@@ -1,8 +1,8 @@
 """Structured pruning: removes the least important inner neurons and attention heads.
 
 Pruning cuts a linear layer's inputs (the consumer) together with the corresponding outputs of the
-layers that produce them (the producers). torch.nn.utils.prune only sets weights to zero, so such a
-matrix costs as much as before.
+layers that produce them (the producers). torch.nn.utils.prune only sets weights to zero, so a
+pruned matrix costs as much as before.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Pruned:
 
 @dataclass(frozen=True)
 class _Cut:
-    """A linear layer, its inputs in groups of `width` (a head, or 1), and the layers before it."""
+    """A linear layer, its inputs in groups of `width` (a head, or 1), and preceding layers."""
 
     consumer: torch.nn.Linear
     producers: Sequence[torch.nn.Linear]

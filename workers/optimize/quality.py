@@ -16,7 +16,7 @@ _NO_DIFFERENCE_DB = 100.0
 
 @dataclass(frozen=True)
 class VectorQuality:
-    """Comparison of vectors with the reference's, all values from -1 or 0 to 1.
+    """Comparison of vectors to the reference's. All values are from -1 or 0 to 1.
 
     `neighbors`: average share of a text's ten nearest neighbors that stay the same.
     `rank_correlation`: Spearman's, over the similarities of all pairs of texts.
@@ -29,7 +29,7 @@ class VectorQuality:
 
 
 def compare_vectors(vectors: np.ndarray, reference: np.ndarray) -> VectorQuality:
-    """Compares `vectors` [texts, dimensions] with `reference`, in the same order."""
+    """Compares `vectors` [texts, dimensions] to `reference`, in the same order."""
     ours, theirs = _unit(vectors), _unit(reference)
     cosines = np.einsum("td,td->t", ours, theirs)
     our_pairs, their_pairs = ours @ ours.T, theirs @ theirs.T
@@ -78,7 +78,7 @@ def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
 
 
 def ssim(image: np.ndarray, reference: np.ndarray) -> float:
-    """Structural similarity of two images [height, width, channels] with values from 0 to 1.
+    """Returns two images' structural similarity, [height, width, channels], values from 0 to 1.
 
     The formula of Wang, Bovik, Sheikh and Simoncelli, "Image Quality Assessment: From Error
     Visibility to Structural Similarity" (2004), with a uniform window of 7 pixels, K1 = 0.01 and K2

@@ -1,4 +1,4 @@
-"""INT8 graphs by ONNX Runtime's quantizer.
+"""INT8 graphs created with ONNX Runtime's quantizer.
 
 Weights are scaled per channel, activations on each call or once through calibration.
 
@@ -175,7 +175,7 @@ def fold_products(source: Path, target: Path, feeds: Sequence[Feed]) -> None:
     takes a separate pass over memory: a tenth of MiniLM's time.
 
     Args:
-        source: the fp32 graph that `target` was made from.
+        source: the fp32 graph from which `target` was created.
         target: output of quantize_static, with conversions (QDQ) only around products with constant
             weights.
         feeds: inputs that produce typical activations.
@@ -287,7 +287,7 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
         target: the .onnx file to write.
         feeds: inputs for calibration. They must have a single shape for `entropy` and `percentile`,
             which keep histograms.
-        method: how a range is derived from the observed values: `minmax`, `entropy` or
+        method: how a range is derived from the observed values: `minmax`, `entropy`, or
             `percentile`.
     """
     products = [

@@ -13,7 +13,7 @@ from rich.text import Text
 from workers.models.artifact import Variant
 
 UNBOUNDED = 10_000
-"""Maximum columns of the table. Long lines are not wrapped, because programs read them too."""
+"""Maximum columns in the table. Long lines are not wrapped, because programs read them too."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Verdict:
 class Made:
     """The results of everything tried for a model.
 
-    `original` has the reference's figures, with its name first.
+    `original` contains the reference's figures, with its name first.
     """
 
     verdicts: list[Verdict]
@@ -69,7 +69,7 @@ def verdict_table(optimized: Made) -> str:
 
 
 def verdicts_as_dict(optimized: Made) -> dict[str, object]:
-    """Same for a program: the original's figures and the verdict on every variant."""
+    """Returns the same data for a program: the original's figures and all verdicts."""
     tried = [
         {
             "variant": verdict.variant.name,
@@ -85,7 +85,7 @@ def verdicts_as_dict(optimized: Made) -> dict[str, object]:
 
 
 def _render(table: Table) -> str:
-    """The table as text, with bold headers on a terminal."""
+    """Returns the table as text, with bold headers on a terminal."""
     is_terminal, buffer = sys.stdout.isatty(), io.StringIO()
     console = Console(
         file=buffer,

@@ -1,1 +1,1 @@
-"""Custom models: a class with Cog's interface, in a separate process."""
+"""Custom models: classes with Cog's interface, each in a separate process."""

@@ -1,9 +1,9 @@
 """Asks a class questions outside of predictions: an input's work, and whether outputs are close.
 
 `work(self, input) -> int` is called before an item is queued, and `is_close(self, a, b) -> bool`
-after it is computed. Both run in a separate runner, because the others are busy computing. This
-runner has imported the class but not set it up. It handles one question at a time and is killed if
-it doesn't respond in time, so no input delays the others for long.
+after it is computed. Both are called in a separate runner, because the other runners are busy
+computing. This runner has imported the class but not set it up. It handles one question at a time
+and is killed if it doesn't respond in time, so no input delays the others for long.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from workers.models.custom.sources import read_sources
 from workers.models.custom.variables import EntryVariables, variables_of
 
 ANSWER_LIMIT_S = 5.0
-"""Time limit per question. Weighing reads sizes, and comparing two outputs is little work."""
+"""Time limit per question. Weighing only reads sizes, and comparing two outputs takes little work.
+"""
 
 
 class AsideClass:
-    """A class in a separate runner, which starts when it is first asked.
+    """A class in a separate runner, which starts with the first question.
 
     Threads may share it.
     """
@@ -135,7 +136,10 @@ class AsideClass:
             return None
 
     def _reason(self, runner: RunnerProcess, frames: list[Frame] | None, limit_s: float) -> str:
-        """Returns why no response arrived. Closes the runner; the next question gets a new one."""
+        """Returns the reason no response arrived.
+
+        Closes the runner; the next question gets a new one.
+        """
         self._runner = None
         if frames is not None:
             runner.kill("it took too long")

@@ -1,6 +1,6 @@
 """A batch for a class with `predict_batch`, sent to the class's runner and returned whole.
 
-A call that raises, exits or returns the wrong number of outputs fails its batch, which is then
+If a call raises, exits, or returns the wrong number of outputs, its batch fails and is then
 computed in halves until the culprit is isolated. If the system killed the process, the batch is
 retried, just as when a model process dies (decision 25).
 """
@@ -37,7 +37,7 @@ log = logging.getLogger(__name__)
 
 
 class ClassBatch:
-    """One batch of a class."""
+    """One batch for a class."""
 
     def __init__(
         self, process: ClassProcess, interface: ModelInterface, batch: Sequence[Prepared]
@@ -145,8 +145,8 @@ class ClassBatch:
         """Waits until the class is set up, or set up again if its process has exited.
 
         Raises:
-            Canceled: nobody is waiting for the batch any more. NotSetUp: the class could not be set
-                up.
+            Canceled: no caller is waiting for the batch anymore. NotSetUp: the class could not be
+                set up.
         """
         process = self._process
         while True:
@@ -169,7 +169,7 @@ class ClassBatch:
         """Returns one outcome per item, in order.
 
         Raises:
-            Canceled: nobody is waiting for the batch any more.
+            Canceled: no caller is waiting for the batch anymore.
             ModelFailed: the class failed on all items.
         """
         process = self._process

@@ -85,11 +85,11 @@ def inspect_folder(folder: Path) -> Inspected:
 def _read_inspection(
     folder: Path, frames: Sequence[Frame] | None, status: int, printed: str
 ) -> dict[str, Any]:
-    """Returns the message with the interface of an inspected class.
+    """Returns the message that contains an inspected class's interface.
 
     Args:
-        frames: the frames its process sent. None: it exited.
-        status: exit status of the process.
+        frames: the frames the process sent. None if it exited.
+        status: exit status of the class's process.
 
     Raises:
         ConfigurationError: the class was not inspected.
@@ -182,7 +182,7 @@ def write_interface(folder: Path, interface: ModelInterface) -> Path:
     """Writes penstock.schema.json atomically. Returns its path.
 
     Raises:
-        ConfigurationError: it can't be written, or the author has a file with that name.
+        ConfigurationError: the file can't be written, or the author has a file with that name.
     """
     return INTERFACE_FILE.write(folder.expanduser(), interface.as_json)
 

@@ -57,29 +57,30 @@ class NotSetUp(ModelFailed):
 
 
 class Ended(NamedTuple):
-    """The end of a class process that had been set up."""
+    """The exit of a class process that had been set up."""
 
     status: int
     """The exit status, or the negated number of the signal that killed it."""
     killed_for: str
-    """The reason we killed it. Empty: we didn't."""
+    """The reason we killed the process. Empty if we didn't."""
     is_at_fault: bool
-    """True if we killed it because of the class's behavior."""
+    """True if we killed the process because of the class's behavior."""
     printed: PrintedOutput
     """Printed output that has not been read yet."""
     computing: int
-    """Number of predictions it was running, including dropped ones."""
+    """Number of predictions the process was running, including dropped ones."""
 
 
 class ClassProcess:
-    """The process of a class.
+    """A class's process.
 
     All methods must be called on the event loop. Blocking work runs in threads.
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
         make_room: frees the device if the class can't be set up alongside other models.
-        on_change: called when the class is set up, when set-up fails, and when the class ends.
+        on_change: called when the class has been set up, when set-up fails, and when the process
+            exits.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class ClassProcess:
         """Time limit for each later `setup`."""
         self._runner: RunnerProcess | None = None
         self._answer: asyncio.Future[Frame | None] | None = None
-        """A process's first message. None: it exited without sending one."""
+        """A process's first message. None as the result means it exited without sending one."""
         self._starting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._kills: dict[int, asyncio.TimerHandle] = {}
@@ -113,7 +114,9 @@ class ClassProcess:
         """Earliest time for the next start, because the last `setup` failed."""
         self._failure: NotSetUp | None = None
         self._reason = ""
-        """Why the last set-up failed. Callers may read it once its paths are removed."""
+        """The reason the last set-up failed. Callers may read it once paths have been removed from
+        it.
+        """
         self._sources_of_runner: Sources
         self._ended: Ended | None = None
         self._is_gone = False
@@ -149,12 +152,12 @@ class ClassProcess:
         return 0 if self._runner is None else self._runner.pid
 
     async def start(self, limit_s: float = MAX_STARTUP_S) -> None:
-        """Starts it for the first time and waits until the class is set up.
+        """Starts the process for the first time, and waits until the class is set up.
 
         Raises:
             ConfigurationError: the folder does not contain a class that can be served, or the class
                 does not match the interface. The message names the field.
-            ModelFailed: its module or its `setup` failed. A later attempt may succeed.
+            ModelFailed: the class's module or `setup` failed. A later attempt may succeed.
         """
         try:
             frame = await self._set_up(limit_s)
@@ -178,18 +181,18 @@ class ClassProcess:
             )
 
     def begin(self) -> None:
-        """Restarts it unless it is running or starting. Finally calls `on_change`."""
+        """Restarts the process unless it is running or starting. Finally, calls `on_change`."""
         if self._starting is None and not self.is_ready and not self._tasks:
             self._starting = asyncio.create_task(self._start_again())
             self._starting.add_done_callback(self._on_started)
 
     def take_failure(self) -> NotSetUp | None:
-        """Returns the error of the last set-up if it failed, once."""
+        """Returns the last set-up's error, if it failed. Returns each error only once."""
         failure, self._failure = self._failure, None
         return failure
 
     def take_end(self) -> Ended | None:
-        """Returns how the process has ended since the last call, once. None if it hasn't."""
+        """Returns how the process ended since the last call, or None if it hasn't."""
         ended, self._ended = self._ended, None
         return ended
 
@@ -322,7 +325,7 @@ class ClassProcess:
             self._on_end(runner)
 
     def _on_death(self, runner: RunnerProcess) -> None:
-        """Handles the end of the process. A child may still hold its end of the socket."""
+        """Handles the process's exit. A child may still hold its end of the socket."""
         for _ in range(MAX_LAST_READS):
             if self._runner is not runner or not runner.may_read() or not self._read(runner):
                 break
@@ -405,7 +408,7 @@ class ClassProcess:
     ) -> None:
         """Sends messages in one piece, as much as the process will read. The rest follows.
 
-        `numbers`: numbers of the predictions that they start, or BATCH.
+        `numbers`: numbers of the predictions that the messages start, or BATCH.
         """
         runner = self.runner
         self.computing.update(numbers)
@@ -456,7 +459,7 @@ class ClassProcess:
             await asyncio.wait(list(self._tasks))
 
     def add_traceback(self, logs: PrintedLogs, frame: Frame) -> PrintedLogs:
-        """Returns logs with a response's traceback, unless the author hides it from callers."""
+        """Returns the logs with a response's traceback, unless the author hides it from callers."""
         traceback = str(frame.message.get("log", ""))
         if not self.shows_tracebacks:
             pass_on(PrintedLogs(traceback))

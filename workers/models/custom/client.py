@@ -69,7 +69,7 @@ class ClassClient:
         Raises:
             ConfigurationError: the folder does not contain a class that can be served, or the class
                 does not match the interface. The message names the field.
-            ModelFailed: its module or its `setup` failed. A later attempt may succeed.
+            ModelFailed: the class's module or `setup` failed. A later attempt may succeed.
         """
         client = cls(entry, folder, device, threads, make_room)
         try:
@@ -109,7 +109,7 @@ class ClassClient:
         return RunningBatch(done, run.cancel, lambda slots: None)
 
     async def run(self, batch: Sequence[Prepared], timeout_s: float) -> BatchResult:
-        """Computes a batch to completion, or cancels it together with the caller. See `send`."""
+        """Computes a batch to completion, or cancels it when the caller is canceled. See `send`."""
         return await (await self.send(batch, timeout_s, None)).done
 
     async def _run_batch(self, run: ClassBatch, timeout_s: float) -> BatchResult:
@@ -148,8 +148,8 @@ class ClassClient:
     async def _die(self, error: Exception) -> ModelProcessDied:
         """Stops the process after an unexpected error. Its items are retried.
 
-        This is the boundary with the class's code. No failure that it causes here crashes the
-        worker.
+        This is the boundary with the class's code. Nothing that the class's code does wrong may
+        crash the worker here.
         """
         log.error("a class could not be operated", exc_info=error)
         await self._process.end("the worker failed to process its answers")
@@ -177,7 +177,7 @@ class ClassClient:
             self.residency = ResidencyReport([], known.load_s, known.size_bytes, evictions=1)
 
     async def serve(self, on_end: Callable[[], None]) -> str:
-        """Waits until it is canceled, then stops the process."""
+        """Waits until this call is canceled, then stops the process."""
         try:
             await asyncio.Event().wait()
         finally:
@@ -189,7 +189,7 @@ class ClassClient:
         await self._process.end("the model is no longer needed")
 
     def _on_frame(self, frame: Frame) -> None:
-        """Passes on an answer.
+        """Passes on a response from the class.
 
         Raises:
             ValueError: the response is invalid; see predictions.MALFORMED for other errors.

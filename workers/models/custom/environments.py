@@ -1,11 +1,11 @@
 """Virtual environments for classes with custom packages.
 
 uv creates an environment from the class's requirements and cog, without any of our packages. Its
-name is a digest of everything that determines its contents: the requirements, the interpreter and
-the cog version. Models with equal requirements therefore share one, and a changed requirement
-creates a new one. An environment is created next to its final location and then renamed, so an
-existing one is complete. Environments in a worker's image are created by the same function when the
-image is built (infra/docker/worker.Dockerfile).
+name is a digest of everything that determines its contents: the requirements, the interpreter, and
+the Cog version. Models with equal requirements therefore share an environment, and a changed
+requirement creates a new one. An environment is created next to its final location and then
+renamed, so any existing environment is complete. Environments in a worker's image are created by
+the same function when the image is built (infra/docker/worker.Dockerfile).
 
 A package that is built from source runs its own code. That code runs under the same conditions as
 the class: without our variables, without capabilities, and with write access only to the
@@ -50,10 +50,10 @@ _PASSED_ON = re.compile(
     r"PATH|HOME|LANG|LC_\w+|TMPDIR|XDG_\w+|UV_\w+|SSL_CERT_\w+|NETRC|"
     r"(?:HTTP|HTTPS|ALL|NO)_PROXY|(?:http|https|all|no)_proxy"
 )
-"""The variables passed to uv. None are ours."""
+"""The variables passed to uv. None of them are ours."""
 _UNHURRIED = {"UV_COMPILE_BYTECODE_TIMEOUT": "0"}
-"""uv gives up after a minute, but torch takes that long on a busy machine. INSTALL_LIMIT_S still
-applies.
+"""Disables uv's timeout of one minute, because torch takes that long on a busy machine.
+INSTALL_LIMIT_S still applies.
 """
 _ROOT = Path(__file__).resolve().parents[3]
 _CONFINED = (
@@ -76,7 +76,8 @@ def python_for(folder: Path) -> str:
     Creating one may take minutes. A class without its own packages runs with our interpreter.
 
     Raises:
-        ConfigurationError: its requirements can't be installed. The message ends with uv's output.
+        ConfigurationError: the class's requirements can't be installed. The message ends with uv's
+            output.
     """
     folder = folder.resolve()  # uv runs in a different directory
     requested = read_packages(folder)
@@ -201,7 +202,7 @@ def _read(path: Path, first: Path) -> bytes:
 
 
 def _is_whole(target: Path) -> bool:
-    """Also False if the interpreter it was created from is gone."""
+    """Returns whether an environment is complete, and its base interpreter still exists."""
     return (target / "bin" / "python").exists()
 
 
@@ -229,7 +230,10 @@ def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -
 
 @contextlib.contextmanager
 def _lock_environment(path: Path, until_s: float, folder: Path) -> Iterator[None]:
-    """Holds an environment's lock. The system releases it if this process is killed."""
+    """Holds an environment's lock during the block.
+
+    The system releases it if this process is killed.
+    """
     with path.open("w") as file:
         while True:
             try:

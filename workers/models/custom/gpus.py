@@ -23,7 +23,7 @@ def gpu_variables(device: str) -> dict[str, str]:
 
 
 def gpu_name(device: str, driver: Path = _DRIVER) -> str:
-    """Returns the driver's name of a GPU, `cpu`, or the device if there is no driver.
+    """Returns the driver's name for a GPU, `cpu`, or the device if there is no driver.
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.

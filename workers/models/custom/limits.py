@@ -1,9 +1,9 @@
-"""Limits on a runner and everything it starts: memory, disk, processes. Also ends them all.
+"""Limits on a runner and everything it starts: memory, disk, processes. Also kills all of them.
 
 A system limit on address space (RLIMIT_AS) doesn't help, because CUDA reserves more than the
-machine has. In a container, we can't create a control group. So a thread checks ten times a second.
-A process's private and shared memory count, but mapped files don't: the system can reclaim their
-pages.
+machine has. In a container, we can't create a control group, so a thread checks ten times a second.
+A process's private and shared memory count, but mapped files don't, because the system can reclaim
+their pages.
 
 Disk use is also measured, because quotas need privileges that a container lacks, and an in-memory
 file system would use a scarcer resource. The system itself keeps any single file below the limit
@@ -23,7 +23,7 @@ from pathlib import Path
 
 LOOK_EVERY_S = 0.1
 WHOLE_EVERY = 20
-"""One check in this many covers everything the runner has started. The others cover only the
+"""One check in this many covers everything the runner has started. The other checks cover only the
 runner.
 """
 MAX_PROCESSES = 512
@@ -34,7 +34,7 @@ MAX_ENTRIES = 500_000
 MAX_OUTSIDE = 10_000
 """Maximum number of files to remember outside the scratch folder."""
 MIN_DISK_BYTES = 16 * 1024 * 1024
-"""Lowest limit when the disk is full, so that a class that writes nothing can still be served."""
+"""Minimum limit when the disk is full, so that a class that writes nothing can still be served."""
 COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
 """Maximum share of the time spent counting files: when the disk is filling up, and otherwise."""
 MAX_REST_S = 30.0
@@ -47,7 +47,7 @@ _PROC = Path("/proc")
 def usual_memory_bytes(
     group_file: Path = Path("/sys/fs/cgroup/memory.max"), proc: Path = _PROC
 ) -> int:
-    """Returns the memory limit of a runner whose entry doesn't set one. 0: unlimited."""
+    """Returns the memory limit for a runner whose entry doesn't set one. 0 means unlimited."""
     limits_bytes = []
     with contextlib.suppress(OSError, ValueError):  # `max` means no limit
         limits_bytes.append(int(group_file.read_text(encoding="ascii")))
@@ -96,7 +96,7 @@ class ProcessFamily:
         return bool(self._namespace) and _namespace(pid) == self._namespace
 
     def end(self) -> None:
-        """Kills all of them, including processes that they start while being killed."""
+        """Kills all the processes, including any that they start while being killed."""
         until_s = time.monotonic() + END_LIMIT_S
         while (members := self.members()) and time.monotonic() < until_s:
             # The runner first. Otherwise it could still report that its child processes died.
@@ -113,7 +113,7 @@ class ProcessFamily:
 
 
 def _state(pid: int) -> tuple[str, int, int]:
-    """Returns a process's state, parent and session."""
+    """Returns a process's state, parent, and session."""
     # The program name, in parentheses, may contain spaces.
     stat = (_PROC / str(pid) / "stat").read_text(errors="replace").rpartition(")")[2].split()
     return stat[0], int(stat[1]), int(stat[3])
@@ -137,7 +137,7 @@ def _namespace(pid: int) -> str:
 
 
 def memory_of(pid: int) -> int:
-    """Returns a process's private and shared memory in bytes. 0: it has exited."""
+    """Returns a process's private and shared memory in bytes, or 0 if it has exited."""
     with contextlib.suppress(OSError, KeyError, ValueError):  # an ended process has no such lines
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
@@ -146,7 +146,7 @@ def memory_of(pid: int) -> int:
 
 
 def proportional_memory_of(pid: int) -> int:
-    """Like memory_of, but divides shared memory among its users. Takes longer."""
+    """Like memory_of, but divides shared memory among its users, which takes longer."""
     try:
         lines = (_PROC / str(pid) / "smaps_rollup").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines[1:] if ":" in line)
@@ -156,7 +156,7 @@ def proportional_memory_of(pid: int) -> int:
 
 
 def resident_bytes_of(pid: int) -> int:
-    """Returns a process's resident memory, including shared memory. 0: it has exited."""
+    """Returns a process's resident memory, including shared memory, or 0 if it has exited."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         return int((_PROC / str(pid) / "statm").read_text().split()[1]) * _PAGE_BYTES
     return 0
@@ -166,8 +166,8 @@ class DiskUse:
     """Disk use of a runner and its family, beyond the initial contents of the scratch folder.
 
     Includes the files in its scratch folder, including its `/tmp`, deleted files that are still
-    open, and files that it was seen writing elsewhere: in the shared `/tmp`, if it doesn't have a
-    private one. Blocks count, not file sizes, because holes take no disk space.
+    open, and files that the family was seen writing elsewhere, such as in the shared `/tmp` if it
+    doesn't have a private one. Blocks count, not file sizes, because holes take no disk space.
     """
 
     def __init__(self, scratch: Path, most_bytes: int) -> None:
@@ -210,7 +210,7 @@ class DiskUse:
         return time.monotonic() - self._counted_s
 
     def count(self, family: set[int]) -> str:
-        """Counts disk use. Describes the exceeded limit. Empty: no limit is exceeded.
+        """Measures disk use. Returns a description of the exceeded limit, or an empty string.
 
         Args:
             family: processes whose open files are counted.
@@ -312,10 +312,7 @@ def _free_room(folder: Path) -> tuple[int, int]:
 
 
 def _count_bytes(status: os.stat_result, counted: set[tuple[int, int]]) -> int:
-    """Returns the bytes that a file takes on disk.
-
-    0 if it was already counted under another name.
-    """
+    """Returns the bytes that a file takes up on disk. 0 if already counted under another name."""
     identity = (status.st_dev, status.st_ino)
     if identity in counted:
         return 0
@@ -335,8 +332,8 @@ class LimitWatch:
 
     Args:
         pid: ID of the runner process, which must not be waited for before `close`.
-        memory_bytes: limit for all its processes together. 0: unlimited.
-        disk: limit for all its processes together.
+        memory_bytes: limit for all of the runner's processes together. 0 means unlimited.
+        disk: limit for all of the runner's processes together.
         exceeded: called once, with a description of the exceeded limit.
     """
 

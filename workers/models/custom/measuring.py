@@ -61,14 +61,14 @@ def measure(
     """Measures a class in a separate process, the way workers run it.
 
     Each input is first computed once without being counted. A class that computes several items at
-    a time is measured with 1, 2, 4 and more items, up to its maximum.
+    a time is measured with 1, 2, 4, and more items, up to its maximum.
 
     Args:
         inputs: at least one, as typical as possible.
 
     Raises:
         ConfigurationError: the class can't be set up.
-        PenstockError: it failed on an input. The message names the input.
+        PenstockError: the class failed on an input. The message names the input.
     """
     folder = folder.expanduser().resolve()
     entry = _entry(folder, interface)
@@ -98,7 +98,7 @@ class _Figures(NamedTuple):
     results: list[CustomResult]
     """Results, one per input."""
     batches: dict[int, float]
-    """Seconds per batch, by its number of items."""
+    """Seconds per batch, keyed by number of items."""
     peak_bytes: int
 
 
@@ -135,8 +135,8 @@ async def _keep_all() -> bool:
 def _entry(folder: Path, interface: ModelInterface) -> Model:
     """Returns a catalog entry with the largest batches that the class supports.
 
-    A class with `predict_batch` accepts any size: here, an entry's default. The work per input is
-    unlimited.
+    A class with `predict_batch` accepts any size, so an entry's default is used here. The work per
+    input is unlimited.
     """
     work = {"max": MAX_WORK} if interface.weighs else {}
     variables = entry_variables(folder)
@@ -237,7 +237,7 @@ def _check_outcome(
 def read_inputs(
     interface: ModelInterface, assignments: Sequence[str], lines: Path | None
 ) -> list[PreparedCustom]:
-    """Reads the inputs to measure with. If none are given, uses the simplest possible input.
+    """Reads the inputs for the measurement. If none are given, uses the simplest possible input.
 
     Args:
         assignments: NAME=VALUE and NAME=@PATH pairs for one input.
@@ -264,7 +264,7 @@ def read_inputs(
 
 
 def _simplest(interface: ModelInterface) -> Iterator[str]:
-    """Yields assignments for the required inputs, if none is a file."""
+    """Yields assignments for the required inputs, if none of them is a file."""
     for name, value in interface.example_inputs("some text").items():
         shape = interface.properties[name]
         element = shape.get("items", {}) if shape.get("type") == "array" else shape
@@ -360,7 +360,7 @@ def _describe_measurement(device: str, conditions: Conditions, inputs: int, load
 
 
 def _cpu_model() -> str:
-    """Returns the CPU's model name. Linux has it in this file, other systems in `platform`."""
+    """Returns the CPU's model name. On Linux it is in this file, on other systems in `platform`."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -391,7 +391,7 @@ def write_measurement(folder: Path, measurement: ModelMeasurement) -> Path:
     """Writes penstock.measured.json. Returns its path.
 
     Raises:
-        ConfigurationError: it can't be written, or the author has a file with that name.
+        ConfigurationError: the file can't be written, or the author has a file with that name.
     """
     text = measurement.model_dump_json(indent=2) + "\n"
     return MEASUREMENT_FILE.write(folder.expanduser(), text)

@@ -52,7 +52,7 @@ class WrongAnswer(ValueError):
 
 
 class Prediction:
-    """An item being computed: its input, and its unreported pieces.
+    """An item being computed: its input, and pieces that have not been reported yet.
 
     A restarted runner yields the first pieces again. If their text has changed, no more pieces are
     reported, because readers could not continue.
@@ -67,19 +67,18 @@ class Prediction:
         self.item = item
         self.is_sent = False
         self.is_suspect = False
-        """True if it was in a runner that died while running several items.
-
-        From then on, it runs by itself.
+        """True if the item was in a runner that died while running several items. From then on, it
+        runs by itself.
         """
         self.logs = PublicLogs(PathRemover(None, ()))
-        """Its printed output."""
+        """The prediction's printed output."""
         self._received = self._received_bytes = 0
         """Number of pieces from the current runner, and the total bytes of their files."""
         self._is_text = is_text
         self._count = self._reported = item.written_pieces
         self._text = io.StringIO(item.written_text)
-        """The text of all pieces, reported or not. The current runner has yielded it up to this
-        position.
+        """The text of all pieces, whether or not they have been reported. The current runner has
+        yielded the text up to this position.
         """
         self._texts: list[str] = []
         """Text of the pieces that have not been reported."""
@@ -92,7 +91,7 @@ class Prediction:
         """Files of unreported pieces that are too large to include in them."""
 
     def start_over(self) -> None:
-        """Records that the runner has died and that a new one will compute this."""
+        """Records that the runner has died and that a new one will compute this item."""
         self.is_sent, self._received, self._received_bytes = False, 0, 0
         self._text.seek(0)
 
@@ -141,7 +140,7 @@ class Prediction:
         return StreamedElement(piece, files).line, large
 
     def take_chunk(self) -> PieceChunk | None:
-        """Returns the pieces since the last call. None if there are none."""
+        """Returns the pieces since the last call, or None if there are none."""
         first, texts = self._reported, self._texts
         if not texts:
             return None
@@ -164,7 +163,7 @@ def outcome_of(
     """Returns the outcome from a prediction's last frame.
 
     Args:
-        paths: removes our paths from an error.
+        paths: removes our paths from errors.
         streamed: the files of the prediction's pieces.
 
     Raises:
@@ -195,7 +194,7 @@ def outcome_of(
 def _pack_result(frame: Frame, work: int) -> CustomResult:
     """Packs a large output.
 
-    Its JSON is validated but not parsed, as parsing 16 MiB may take a second.
+    Its JSON is validated but not parsed, because parsing 16 MiB may take a second.
     """
     written, *blobs = frame.blobs
     if len(written) > MAX_OUTPUT_BYTES:

@@ -25,7 +25,7 @@ class CustomPreparer:
     """Creates PreparedCustom from CustomInput, which the API has already validated.
 
     Args:
-        weigher: returns the work of an input. None: every input counts as 1.
+        weigher: returns an input's work. If None, every input counts as 1.
     """
 
     def __init__(self, entry: Model, weigher: AsideClass | None = None) -> None:
@@ -34,7 +34,7 @@ class CustomPreparer:
         self._properties = interface_of(entry).properties
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedCustom | BadInput | ModelFailed]:
-        """One outcome per input, in order."""
+        """Returns one outcome per input, in order."""
         return [self._prepare_input(value) for value in inputs]
 
     def _prepare_input(self, value: Input) -> PreparedCustom | BadInput | ModelFailed:
@@ -62,7 +62,7 @@ class CustomPreparer:
         return prepared
 
     def _is_value(self, place: FilePlace) -> bool:
-        """True for an input that isn't a file: its JSON was too large for a message."""
+        """True for an input that isn't a file but whose JSON was too large for a message."""
         shape = self._properties.get(str(place.at[0]), {})
         return len(place.at) == 1 and shape.get("format") != FILE_FORMAT
 

@@ -1,4 +1,4 @@
-"""Output printed by a class's process: read in a thread, and stored, shown or passed on."""
+"""Output printed by a class's process: read in a thread, and stored, shown, or passed on."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class PrintedOutput:
     output belongs to the only running prediction, or to none.
 
     Args:
-        shows: receives the text as it arrives, until `end_showing`. None: it isn't shown.
+        shows: receives the text as it arrives, until `end_showing`. If None, the text isn't shown.
         hidden: values that are replaced throughout the output.
     """
 
@@ -93,10 +93,7 @@ class PrintedOutput:
             return {number: log.look() for number, log in self._logs.items()}
 
     def take_log(self, number: int) -> PrintedLogs:
-        """Returns the output of a prediction that has finished.
-
-        Anything it prints later is unowned.
-        """
+        """Returns a finished prediction's output. Anything it prints later is unowned."""
         self._drain()
         with self._lock:
             log = self._logs.pop(number, None)
@@ -113,7 +110,7 @@ class PrintedOutput:
             return self._unowned.take()
 
     def take_cleared(self) -> PrintedLogs:
-        """Same as `take`, but leaves an end that may begin a secret for the next call."""
+        """Same as `take`, but leaves an ending that may start a secret for the next call."""
         self._drain()
         with self._lock:
             return self._unowned.take_cleared()
@@ -190,7 +187,7 @@ class KeptText:
 
     Args:
         hidden: values that are replaced throughout the text.
-        shows: receives the text as it arrives. None: it isn't shown.
+        shows: receives the text as it arrives. If None, the text isn't shown.
     """
 
     def __init__(self, hidden: HiddenValues, shows: Callable[[str], None] | None = None) -> None:
@@ -212,13 +209,13 @@ class KeptText:
         return PrintedLogs(self._kept, self._left_out)
 
     def take(self) -> PrintedLogs:
-        """Returns the text since the last call, including an end that may begin a secret."""
+        """Returns the text since the last call, including an ending that may start a secret."""
         held, self._held = self._held, ""
         self._keep(self._hidden.clear(held))
         return self.take_cleared()
 
     def take_cleared(self) -> PrintedLogs:
-        """Returns the text since the last call, without an end that may begin a secret."""
+        """Returns the text since the last call, without an ending that may start a secret."""
         logs = self.look()
         self._kept, self._left_out = "", 0
         return logs
@@ -233,7 +230,7 @@ class KeptText:
 
 
 class HiddenValues:
-    """Replaces the values of secrets in what a class prints and raises."""
+    """Replaces the values of secrets in a class's output and exceptions."""
 
     def __init__(self, values: Sequence[str]) -> None:
         # Longest first, because one value may be a substring of another.
@@ -247,7 +244,7 @@ class HiddenValues:
         return text
 
     def split(self, text: str) -> tuple[str, str]:
-        """Splits off an end that may begin a value, plus any value that extends into that end."""
+        """Splits off an ending that may start a value, plus any value that extends into it."""
         at = len(text) - max((_overlap(text, value) for value in self._values), default=0)
         while (begin := self._begin_across(text, at)) < at:
             at = begin

@@ -1,4 +1,4 @@
-"""A class's runner, as seen by its parent: starts, feeds, cancels and kills it."""
+"""A class's runner, as seen by its parent, which starts, feeds, cancels, and kills it."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ _PASSED_ON = (
     # Marks processes of the local stack, so that leftovers are found if the stack is killed.
     "STARTED_BY",
 )
-"""The only variables a runner gets from our environment. None of them contain our keys, addresses
+"""The only variables a runner gets from our environment. None of them contain our keys, addresses,
 or tokens.
 """
 _LOOKS = os.WEXITED | os.WNOHANG | os.WNOWAIT
@@ -84,9 +84,9 @@ def runner_environment(
     """Returns a runner's environment.
 
     Args:
-        scratch: its folder for temporary files, which is also its home folder.
-        python: its interpreter. Its folder comes first in PATH, so `python` and the scripts of the
-            class's packages are found by name.
+        scratch: the runner's folder for temporary files, which is also its home folder.
+        python: the runner's interpreter. The interpreter's folder comes first in PATH, so `python`
+            and the scripts of the class's packages are found by name.
         added: variables set by the operator, cog.yaml and the entry.
     """
     passed_on = {name: os.environ[name] for name in _PASSED_ON if name in os.environ}
@@ -131,12 +131,14 @@ class RunnerProcess:
 
     Args:
         environment: variables set by cog.yaml and the entry.
-        hidden: values of secrets, which are replaced in what the class prints and raises.
-        resources: limits for it and everything it starts. None: same as an entry without limits.
-        denied_ports: TCP ports it may not connect to.
+        hidden: values of secrets, which are replaced in the class's output and exceptions.
+        resources: limits for the process and everything it starts. None means the same as for an
+            entry without limits.
+        denied_ports: TCP ports to which it may not connect.
         inspects_only: True if it exits once the class has been inspected.
         is_aside: True if it calls only `work` and `is_close`, and doesn't set up the class.
-        shows: receives its output as it arrives, until `printed.end_showing`. None: it isn't shown.
+        shows: receives the output as it arrives, until `printed.end_showing`. If None, the output
+            isn't shown.
     """
 
     def __init__(
@@ -178,9 +180,11 @@ class RunnerProcess:
         self._reader = FrameReader(MAX_ANSWER_JSON_BYTES)
         self._outgoing = bytearray()
         self.killed_for = ""
-        """The reason we killed it."""
+        """The reason we killed the process."""
         self.is_at_fault = False
-        """True if we killed it because of the class's behavior, so it would happen again."""
+        """True if we killed the process because of the class's behavior, so the same would happen
+        again.
+        """
         self.unconfined: list[str] | None = None
         """Descriptions of the confinement that this system doesn't support.
 
@@ -329,7 +333,7 @@ class RunnerProcess:
         self._family.end()
 
     def kill_at_fault(self, reason: str) -> None:
-        """Kills it because of the class's behavior."""
+        """Kills the process because of the class's behavior."""
         if not self.killed_for:
             self.is_at_fault = True
         self.kill(reason)
@@ -358,7 +362,10 @@ class RunnerProcess:
         return self._process.pid
 
     def look(self) -> None:
-        """Measures its memory and disk use before it computes anything. This may be slow."""
+        """Measures the process's memory and disk use before it computes anything.
+
+        This may be slow.
+        """
         self._limits.look()
         self._limits.disk.is_half_full()
 

@@ -1,6 +1,6 @@
 """Removes this machine's paths from the errors and logs that a class's caller reads.
 
-The author's own words remain unchanged. Only Python's folders and the ones in which we run the
+The author's own words remain unchanged. Only Python's folders and the folders in which we run the
 class are removed, so a traceback shows `predict.py` and `PIL/Image.py`.
 """
 
@@ -54,7 +54,7 @@ class PublicLogs:
     def __init__(self, paths: PathRemover) -> None:
         self._paths = paths
         self._seen = 0
-        """Number of printed characters that were received."""
+        """Number of printed characters received so far."""
         self._held = ""
         """The start of a possible path, kept until the rest arrives."""
         self.printed = PrintedLogs()
@@ -63,7 +63,7 @@ class PublicLogs:
         """Processes what the process has printed since the prediction started.
 
         Args:
-            printed: all of it so far, or only the end if it is long.
+            printed: all of the output so far, or only the end if it is long.
             is_all: True if nothing follows. Otherwise, a path that may continue is held back.
         """
         text, left_out = self.printed.text, self.printed.left_out

@@ -1,4 +1,4 @@
-"""`penstock init`: writes the folder of a working custom model as a starting point."""
+"""`penstock init`: creates a folder with a working custom model as a starting point."""
 
 from __future__ import annotations
 

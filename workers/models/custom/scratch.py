@@ -2,10 +2,10 @@
 
 The view contains the folder's files: small files as copies, and large files as copies that share
 their blocks (ioctl_ficlone(2)) or, if the file system doesn't support that, as links. The class is
-loaded from there. It therefore reads and writes next to its own file and by relative paths, and its
-files are private, as in one of Cog's containers, including an `output.png` from an earlier run. If
-the system permits it, the runner mounts the folder below the view (confinement.py), and no links
-are needed.
+loaded from there, so it reads and writes next to its own file and by relative paths. As in one of
+Cog's containers, its files are private, including an `output.png` from an earlier run. If the
+system permits it, the runner mounts the folder below the view (confinement.py), and no links are
+needed.
 """
 
 from __future__ import annotations
@@ -23,13 +23,15 @@ from pathlib import Path
 PREFIX = "penstock-scratch-"
 WORKING_DIR = "src"
 LEFT_AFTER_S = 60.0
-"""Minimum age for removing a leftover folder. A younger one may be about to be locked."""
+"""Minimum age for removing a leftover folder. A younger folder may be about to be locked."""
 MAX_COPIED_BYTES = 8 * 1024 * 1024
 """Larger files are linked and can't be written."""
 MAX_COPIES_BYTES = 64 * 1024 * 1024
 """Maximum total size of the copies."""
 MAX_ENTRIES = 10_000
-"""Above this, folders are linked as a whole, and the class can't write into the linked folders."""
+"""Beyond this number, folders are linked as a whole, and the class can't write into the linked
+folders.
+"""
 MAX_LINKED_ENTRIES = 1000
 """Maximum entries, at all levels, in a linked folder to copy. A larger folder stays a link."""
 LINKED = frozenset(
@@ -164,14 +166,15 @@ def _clone(source: str, place: Path) -> None:
     """Creates a copy that shares its blocks with the original until either is written.
 
     Raises:
-        OSError: the file system doesn't support such copies, or the files are on different ones.
+        OSError: the file system doesn't support such copies, or the files are on different file
+            systems.
     """
     with open(source, "rb") as original, place.open("xb") as copy:
         fcntl.ioctl(copy, _FICLONE, original.fileno())
 
 
 def _remove(scratch: Path) -> None:
-    """Removes it, even if the class has created unwritable folders in it."""
+    """Removes a scratch folder, even if the class has created unwritable folders in it."""
     try:
         shutil.rmtree(scratch, ignore_errors=True)
         if scratch.exists():

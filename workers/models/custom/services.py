@@ -1,4 +1,4 @@
-"""The ports of Penstock's services, which a class's process may not connect to."""
+"""The ports of Penstock's services, to which a class's process may not connect."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from shared.process.loopback import is_loopback
 from shared.settings import Settings
 
 METADATA_PORT = 80
-"""Port of a cloud's metadata server, which hands any caller tokens for the worker's account
+"""Port of a cloud's metadata server, which issues tokens for the worker's account to any caller
 (https://cloud.google.com/compute/docs/metadata/overview).
 
 Other clouds use the same port.
@@ -17,7 +17,7 @@ REDIS_PORT, RABBITMQ_PORT, HTTPS_PORT = 6379, 5672, 443
 
 
 def service_ports(settings: Settings) -> list[int]:
-    """Returns the TCP ports of Redis, the broker, BigQuery and the cloud's metadata server.
+    """Returns the TCP ports of Redis, the broker, BigQuery, and the cloud's metadata server.
 
     The latter is omitted if the broker is on this machine, as with `penstock up`.
     """

@@ -29,7 +29,7 @@ _PORT = re.compile(
     r"""|\bport\s*=\s*(?P<argument>\d{2,5})\b""",
     re.IGNORECASE,
 )
-"""A port on this machine, as written in sources: in an address, an option or an argument."""
+"""A port on this machine, as written in sources: in an address, an option, or an argument."""
 MAX_PORT_NOTES = 3
 _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 """Files that mark a folder as a Python environment, regardless of its name."""
@@ -37,7 +37,7 @@ _ENVIRONMENT_MARKS = ("pyvenv.cfg", "conda-meta")
 
 @dataclass(frozen=True)
 class Sources:
-    """The sources of a class.
+    """A class's sources.
 
     `sha256`: digest of their names and bytes. `environment`: the variables set in its cog.yaml.
     `shows_tracebacks`: True if callers see an exception's traceback in `logs`.
@@ -53,7 +53,7 @@ class AskedPackages:
     """The packages that a class requests.
 
     `file`: path of a requirements file, as pip reads it. `lines`: requirements from cog.yaml. One
-    of the two is empty. `python_version`: for example 3.12, if specified in cog.yaml.
+    of these two is empty. `python_version`: for example 3.12, if specified in cog.yaml.
     """
 
     file: Path | None = None
@@ -68,7 +68,7 @@ def read_sources(folder: Path) -> Sources:
     """Reads a folder's sources.
 
     Raises:
-        ConfigurationError: there are too many, or cog.yaml is invalid.
+        ConfigurationError: there are too many source files, or cog.yaml is invalid.
     """
     files = source_files(folder)
     whole = hashlib.sha256()
@@ -95,7 +95,7 @@ def source_files(folder: Path) -> list[Path]:
 
 
 def find_fixed_ports(folder: Path) -> list[str]:
-    """Returns where sources name a local port, because two processes can't share one.
+    """Returns where sources mention a local port, because two processes can't share a port.
 
     Raises:
         ConfigurationError: there are too many sources.
@@ -112,7 +112,10 @@ def find_fixed_ports(folder: Path) -> list[str]:
 
 
 def place_of(folder: Path, text: str) -> str:
-    """Returns the first line of Python that contains a text, as FILE:LINE. Empty if none does."""
+    """Returns the first line of Python that contains a text, as FILE:LINE.
+
+    Empty if there is none.
+    """
     return next((place for place, line in _code(folder) if text in line), "")
 
 

@@ -25,7 +25,7 @@ from workers.models.reports import ItemEnded, ItemLogs, Pieces, Spare, StepMessa
 from workers.models.step_shares import StepRoom, StepShares
 
 CHUNKS_EVERY_S = 0.05
-"""At most 20 events per second reach an item's readers."""
+"""Interval between chunks, so that an item's readers get at most 20 events per second."""
 LOGS_EVERY_S = 0.5
 """How often webhooks and prediction streams check progress. Spare seconds are sent along with
 progress.
@@ -61,7 +61,7 @@ class ClassSteps:
         self._slots = 0
         """Number of items admitted so far."""
         self._charged_s: float | None = None
-        """Time up to which the process has been charged for. None: it is not ready."""
+        """Time up to which the process has been charged for. None if it is not ready."""
         self._reported_s = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
 
@@ -89,7 +89,7 @@ class ClassSteps:
                 pass_on(self._process.runner.printed.take())
 
     def admit(self, items: Sequence[Prepared]) -> int:
-        """Adds items. Returns the slot of the first."""
+        """Adds items. Returns the first item's slot."""
         first, self._slots = self._slots, self._slots + len(items)
         self._charge()
         for slot, item in enumerate(items, first):
@@ -114,7 +114,7 @@ class ClassSteps:
         self._changed.set()
 
     def _cancel_all(self) -> None:
-        """Stops everything the process is still running. Nobody gets a result."""
+        """Stops everything the process is still running. No caller gets a result."""
         for prediction in self._items.values():
             self._stop(prediction)
         self._items.clear()
@@ -130,7 +130,7 @@ class ClassSteps:
         self._changed.set()
 
     async def _advance(self) -> None:
-        """Does what is possible now, then waits until something changes."""
+        """Does as much as possible now, then waits until something changes."""
         process = self._process
         self._changed.clear()
         if self.fault is not None:
@@ -230,7 +230,7 @@ class ClassSteps:
     def _charge(self) -> None:
         """Charges the time since the last call to the current items.
 
-        Nobody pays while the class is being set up, or while an item waits for a dropped one to
+        No caller pays while the class is being set up, or while an item waits for a dropped item to
         stop, because another caller's item may be the cause.
         """
         now_s = time.monotonic()

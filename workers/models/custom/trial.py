@@ -29,8 +29,8 @@ def predict(folder: Path, assignments: Sequence[str], out: Path) -> None:
     Args:
         assignments: NAME=VALUE for each input, NAME=@PATH for a file. A list is given as JSON, or
             by repeating the name.
-        out: folder for the output's files, or the file for the output: its first file, or its text
-            or JSON if it has no files. Additional files get a number in their names.
+        out: folder for the output's files, or a file for the output: its first file or, if it has
+            no files, its text or JSON. Additional files get a number in their names.
 
     Raises:
         ConfigurationError: the class can't be loaded or set up.
@@ -58,11 +58,11 @@ def _run(
     """Runs a class once, and shows its pieces.
 
     Returns:
-        Its last frame, and the number of files in the pieces.
+        The last frame, and the number of files in the pieces.
 
     Raises:
         ConfigurationError: the class can't be loaded or set up.
-        ModelFailed: its process exited.
+        ModelFailed: the class's process exited.
     """
     values, files, blobs = read_assignments(interface, assignments)
     variables = variables_of(folder, entry_variables(folder))
@@ -96,7 +96,7 @@ def _run(
 
 
 def _frames(runner: RunnerProcess) -> Iterator[Frame]:
-    """Yields what the process sends until it exits. The user may interrupt the wait."""
+    """Yields the process's frames until it exits. The user may interrupt the wait."""
     while (frames := runner.receive(WAIT_S)) is not None:
         yield from frames
 
@@ -191,7 +191,7 @@ def read_file(name: str, path: Path) -> bytes:
     """Returns the bytes of a file passed for an input.
 
     Raises:
-        BadInput: it can't be read. The message names the input.
+        BadInput: the file can't be read. The message names the input.
     """
     try:
         return path.expanduser().read_bytes()

@@ -1,8 +1,7 @@
-"""A class's environment variables, from the operator, its cog.yaml and its catalog entry.
+"""A class's environment variables, from the operator, its cog.yaml, and its catalog entry.
 
-Secrets are read here when the class's process starts. They exist only in
-its environment: they are removed from the class's output and errors
-(workers/models/custom/process.py).
+Secrets are read here when the class's process starts. They exist only in the process's environment,
+and are removed from the class's output and errors (workers/models/custom/process.py).
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class EntryVariables(NamedTuple):
 
     environment: Mapping[str, str] = MappingProxyType({})
     secrets: Mapping[str, str] = MappingProxyType({})
-    """Secret references by variable name."""
+    """Secret references, keyed by variable name."""
     processes: int | None = None
 
 
@@ -54,8 +53,8 @@ def variables_of(
     """Returns a class's variables. Later ones win: operator, cog.yaml, the entry, its secrets.
 
     Args:
-        left_out: receives the reason for each secret that can't be read. None: raise an error
-            instead.
+        left_out: receives the reason for each secret that can't be read. If None, an error is
+            raised instead.
 
     Raises:
         ConfigurationError: a secret is missing, or cog.yaml is invalid.
@@ -126,7 +125,8 @@ def _read(name: str, text: str) -> str:
     """Returns a secret's value, without its final newline.
 
     Raises:
-        ConfigurationError: it is missing. The message names its location, and never its value.
+        ConfigurationError: the secret is missing. The message contains its location, but never its
+            value.
         ModelFailed: Secret Manager is unreachable.
     """
     reference = SecretReference.parse(text)
@@ -172,11 +172,11 @@ def read_google_secret(
     See https://cloud.google.com/secret-manager/docs/reference/rest/v1/projects.secrets.versions/access.
 
     Args:
-        where: the field that names it, for errors.
-        credentials: None: uses this process's credentials.
+        where: the field that names the secret, for errors.
+        credentials: None means this process's credentials.
 
     Raises:
-        ConfigurationError: it is missing, or this process may not read it.
+        ConfigurationError: the secret is missing, or this process may not read it.
         ModelFailed: Secret Manager is unreachable. A later attempt may succeed.
     """
     import base64

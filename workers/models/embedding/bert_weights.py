@@ -1,4 +1,4 @@
-"""Reads the weights of BERT and related models from a folder without importing transformers."""
+"""Reads the weights of BERT and related models from a folder, without importing transformers."""
 
 from __future__ import annotations
 

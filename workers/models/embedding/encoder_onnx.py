@@ -141,7 +141,7 @@ class OnnxEncoder:
         return np.asarray(states).astype(np.float32, copy=False)
 
     def _run_bound(self, feeds: dict[str, np.ndarray]) -> np.ndarray:
-        """Same, with inputs and output bound to the GPU, so there is one copy in each direction."""
+        """Same as `_run`, with inputs and output bound to the GPU: one copy in each direction."""
         binding = self._session.io_binding()
         for name, array in feeds.items():
             binding.bind_cpu_input(name, np.ascontiguousarray(array))

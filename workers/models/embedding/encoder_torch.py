@@ -1,15 +1,15 @@
 """The torch encoder for embedding models: fp32 anywhere, bf16 on CPU and GPU, fp16 on GPU.
 
 On a CPU, BERT and related models are computed operator by operator, without transformers' modules.
-The overhead of modules, keyword arguments and three casts of the same rows took 40 % of the CPU
+The overhead of modules, keyword arguments, and three casts of the same rows took 40% of the CPU
 time for a single text of 12 tokens in bf16. For bf16 linear layers, oneDNN lays out the weights
-once. F.linear does so on every call.
+only once, while F.linear does so on every call.
 
-Texts are concatenated, so a CPU computes no padding. All parts of an encoder except attention work
-token by token. A batch's texts therefore pass through as one row of tokens, each with its position
-in its own text, and attention is computed text by text. transformers lets us replace attention by
-name, and passes it the model call's keyword arguments. A trial determines whether a model supports
-this (see `runs_unpadded`).
+Texts are concatenated, so on a CPU no padding is computed. Every part of an encoder except
+attention works token by token, so a batch's texts pass through as one row of tokens, each with its
+position in its own text, and attention is computed text by text. transformers lets us replace
+attention by name, and passes the model call's keyword arguments to it. A trial determines whether a
+model supports this (see `runs_unpadded`).
 
 Importing transformers takes two seconds and 170 MiB, so a plain BERT is read without it (see
 bert_weights.py).
@@ -55,7 +55,7 @@ if TYPE_CHECKING:
 ATTENTION = "penstock_text_by_text"
 """Our attention's name in transformers' registry."""
 _LENGTHS = "penstock_lengths"
-"""The keyword argument that passes it the lengths of the texts."""
+"""The keyword argument that passes it the texts' lengths."""
 _PRODUCTS_FROM_TOKENS = 128
 """From this length on, two matrix products are faster than torch's flash attention in bf16.
 
@@ -72,7 +72,7 @@ _STEP_TOKENS = 16
 """In bf16, the number of rows is padded to a multiple of this.
 
 oneDNN compiles a product for each row count, which takes a millisecond and about 100 KiB, and
-concatenated texts can have any row count. Measured with MiniLM over thousands of batches: 3 to 6 %
+concatenated texts can have any row count. Measured with MiniLM over thousands of batches: 3 to 6%
 less time, and a process grows by 0.3 GiB instead of 0.6.
 """
 _ANY_COUNT_TOKENS = 64
@@ -83,7 +83,7 @@ With seven extra rows, a single text of nine tokens took 4.2 ms instead of 3.4.
 
 
 class Trial:
-    """Three short texts, with the states that `model` computes for these texts with padding.
+    """Three short texts, with the states that `model` computes for them with padding.
 
     `ids` has all texts in one row, and `lengths` their token counts. `first_positions` are the
     candidates for the first token's position.
@@ -115,7 +115,8 @@ def runs_unpadded(model: Any) -> int | None:
         model: a transformers model on a CPU. Its results with padding do not change.
 
     Returns:
-        The first token's position, which `run_unpadded` needs. None if the model needs padding.
+        The first token's position, which `run_unpadded` needs. Returns None if the model needs
+        padding.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
@@ -233,7 +234,7 @@ def _attend_one(
 
 class _Layer(NamedTuple):
     heads: Product
-    """Query, key and value in one product."""
+    """Query, key, and value in one product."""
     mix: Product
     mix_norm: Product
     widen: Product
@@ -316,7 +317,7 @@ class BertEncoder:
 def find_bert(model: Any, *, in_bf16: bool) -> LoadedBert | None:
     """Reads the weights of `model` (a transformers model, fp32, on a CPU).
 
-    None if it isn't in these families, or if a trial shows that its results differ.
+    Returns None if it isn't in these families, or if a trial shows that its results differ.
     """
     if model.config.model_type not in FAMILIES:
         return None
@@ -362,12 +363,12 @@ class TorchEncoder:
     """Any transformer from a sentence-transformers folder, with its pooling.
 
     In bf16 and fp16, only the Linear layers and attention use that precision. The residual stream,
-    norms and pooling stay fp32. Compared with bf16 everywhere, this reduces the mean distance to
-    fp32 from 7e-5 to 2e-5 (cosine, MiniLM). It costs hardly any speed, because nearly all work is
-    in those layers.
+    norms, and pooling stay in fp32. Compared to bf16 everywhere, this reduces the mean distance
+    from fp32 from 7e-5 to 2e-5 (cosine, MiniLM). It costs hardly any speed, because nearly all work
+    is in those layers.
 
     Args:
-        precision: `fp32`, `bf16` or `fp16`.
+        precision: `fp32`, `bf16`, or `fp16`.
     """
 
     device_name = ""

@@ -1,7 +1,7 @@
 """Embeddings in the model process: joins a batch's texts, then an Encoder computes the vectors.
 
-The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither library. A batch
-is split by length, to reduce the cost of padding and calls.
+The encoders are encoder_torch.py and encoder_onnx.py. This module imports neither torch nor ONNX
+Runtime. A batch is split by length, to reduce the cost of padding and calls.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def cut_by_length(
 
 
 class Encoder(Protocol):
-    """A transformer with its folder's pooling and normalization."""
+    """A transformer, with the pooling and normalization that its folder specifies."""
 
     device_name: str
     """The GPU's name, or `cpu`. Known after `open`."""
@@ -179,7 +179,8 @@ def pad_texts(values: np.ndarray, lengths: np.ndarray) -> tuple[np.ndarray, np.n
     """Pads joined texts with zeros.
 
     Returns:
-        The values, int64 [items, longest], and a mask of the same shape that is true for them.
+        The values, int64 [items, longest], and a mask of the same shape that is true for actual
+        values.
     """
     mask = np.arange(lengths.max()) < lengths[:, None]
     padded = np.zeros(mask.shape, np.int64)

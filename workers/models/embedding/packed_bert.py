@@ -1,11 +1,11 @@
 """BERT and related models on a GPU: packed texts in 16 bits, without padding or waiting.
 
-A batch's texts form one row of tokens. Attention gets the positions where texts start, and computes
-all texts in one call per layer (`torch.nn.attention.varlen`, Flash Attention). Padded attention
-would compute filler. On GPUs with compute capability 9 and 10, it would also build a plan for each
-new number and length of texts, which takes tens of milliseconds (decision 4).
+A batch's texts form one row of tokens. Attention is given the positions at which texts start, and
+computes all texts in one call per layer (`torch.nn.attention.varlen`, Flash Attention). Padded
+attention would compute filler. On GPUs with compute capability 9 and 10, it would also build a plan
+for each new number and length of texts, and that takes tens of milliseconds (decision 4).
 
-Weights, states and products use 16 bits. Products and layer norms accumulate in fp32, and pooling
+Weights, states, and products use 16 bits. Products and layer norms accumulate in fp32, and pooling
 and normalization are computed in fp32.
 
 A GPU computes while the host prepares the next call, so nothing here waits for the GPU's results.
@@ -13,7 +13,7 @@ Shapes follow from the lengths, which the host knows. One buffer goes to the dev
 comes back. Because small batches are limited by the number of operators, each layer has only
 eleven:
 
-- Query, key and value are a single product.
+- Query, key, and value are a single product.
 - A residual connection is the initial value of a product (`addmm_`). The product's bias is already
 in the residual: the preceding layer norm adds the bias to its own, and the product that reads the
 same rows subtracts it again.
@@ -37,8 +37,8 @@ from workers.models.embedding.bert_weights import BertWeights
 Attend = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int, int], torch.Tensor
 ]
-"""The interface of `varlen_attn`: query, key and value [tokens, heads, width], then twice the
-boundaries of the texts in them (int32 [texts + 1]), and twice the longest text's token count.
+"""The interface of `varlen_attn`: query, key, and value [tokens, heads, width], then, each twice,
+the boundaries of the texts in them (int32 [texts + 1]) and the longest text's token count.
 """
 
 MAX_HEAD_WIDTH, HEAD_WIDTH_STEP = 256, 8
@@ -78,7 +78,7 @@ class _Layer(NamedTuple):
 class _HostCopy(NamedTuple):
     vectors: torch.Tensor
     copied: torch.cuda.Event | None
-    """None on a CPU, where the copy is complete."""
+    """None on a CPU, where the copy is already complete."""
 
     def wait(self) -> np.ndarray:
         if self.copied is not None:
@@ -94,7 +94,7 @@ class PackedBert:
         first_position: position of a text's first token.
         pooling: modes whose vectors are concatenated, as in SentenceFolder.
         normalize: True if vectors are scaled to length 1.
-        dtype: precision of weights, states and products.
+        dtype: precision of weights, states, and products.
         attend: attention between the tokens of each text.
     """
 

@@ -1,7 +1,7 @@
-"""Pairs of texts: their preparation, and the cosine similarity of their vectors.
+"""Text pairs: their preparation, and the cosine similarity of their vectors.
 
-Separate from the task, which every worker imports, so that workers for other models don't need
-numpy.
+This module is separate from the task, which every worker imports, so that workers for other models
+don't need numpy.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from workers.models.embedding.model_folder import longest_text
 from workers.models.embedding.tokenization import open_tokenizer, too_long
 
 _CutText = tuple[str, Truncate, int]
-"""A text, the side at which it is truncated, and its limit in tokens (0: none)."""
+"""A text, the side on which it is truncated, and its limit in tokens (0 for none)."""
 
 
 class PairPreparer:
@@ -67,7 +67,7 @@ def _texts_of(pair: SimilarityInput) -> tuple[_CutText, _CutText]:
 class CrossPreparer:
     """Joins the query and text of each SimilarityInput according to the tokenizer's template.
 
-    A query takes at most half of the tokens that the model reads.
+    A query takes up at most half of the tokens that the model reads.
 
     Raises:
         ConfigurationError: the folder's tokenizer.json is missing or broken.

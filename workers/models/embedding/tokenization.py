@@ -1,6 +1,7 @@
 """Converts texts to token IDs in the I/O process, in batches, using the model's tokenizer.json.
 
-The tokenizer itself never truncates, because it would not report that, and would not be faster.
+The tokenizer itself never truncates, because it would not report truncation and would not be any
+faster.
 """
 
 from __future__ import annotations
@@ -140,7 +141,10 @@ class TextPreparer:
         )
 
     def _cut_at(self, ids: list[int], beyond: int, truncate: Truncate) -> int:
-        """Returns where to drop `beyond` tokens. Special tokens and the model's prompt are kept."""
+        """Returns the position at which to drop `beyond` tokens.
+
+        Special tokens and the model's prompt are kept.
+        """
         end = len(ids) - len(self._suffix) - beyond
         if truncate == "end":
             return end
@@ -166,7 +170,7 @@ def open_tokenizer(folder: Path, *, lower_case: bool = False) -> Tokenizer:
     """Opens a folder's tokenizer.json, set to neither truncate nor pad.
 
     Raises:
-        ConfigurationError: it is missing or broken.
+        ConfigurationError: the file is missing or broken.
     """
     path = folder / "tokenizer.json"
     try:

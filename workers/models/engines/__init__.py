@@ -1,1 +1,1 @@
-"""Text generation with standard engines: separate servers, reached over a Unix socket."""
+"""Text generation with standard engines, which are separate servers reached over a Unix socket."""

@@ -39,11 +39,11 @@ from workers.models.step_shares import StepRoom
 
 WARMUP_LIMIT_S = 300.0
 _DIALECTS: dict[str, type[EngineDialect]] = {"llama.cpp": LlamaCpp, "vllm": Vllm}
-"""By `engine` in a model's catalog entry."""
+"""Dialects, keyed by `engine` in a model's catalog entry."""
 
 
 class EngineClient:
-    """ProcessClient for an engine, which is restarted after it was evicted."""
+    """A ProcessClient for an engine, which is restarted after being evicted."""
 
     def __init__(self, entry: Model, folder: Path, hardware: Hardware, timeout_s: float) -> None:
         self._entry = entry
@@ -56,7 +56,7 @@ class EngineClient:
         self._run: EngineSteps | None = None
         self._engine: Engine | None = None
         self._started = asyncio.Event()
-        """Set while there is an engine."""
+        """Set while an engine is running."""
         self._ended = asyncio.Event()
         """Set once the pool knows that the engine has exited."""
         self.facts = Ready(self._device_name, 0.0, 0.0, 0)
@@ -71,11 +71,11 @@ class EngineClient:
         timeout_s: float,
         make_room: MakeRoom,
     ) -> Self:
-        """Starts a model's engine and waits until it has written its first token.
+        """Starts a model's engine and waits until it has generated its first token.
 
         Raises:
-            ConfigurationError: it can't run this model.
-            ModelFailed: it was not ready in time.
+            ConfigurationError: the engine can't run this model.
+            ModelFailed: the engine was not ready in time.
         """
         client = cls(entry, folder, hardware, timeout_s)
         try:
@@ -119,7 +119,7 @@ class EngineClient:
         return took_s, time.monotonic() - loaded_s
 
     async def _warm_up(self, engine: Engine) -> None:
-        """Writes a token, whose log probability is a number if the model is intact.
+        """Generates a token, whose log probability is a number if the model is intact.
 
         Raises:
             ConfigurationError: the model's outputs are not numbers.
@@ -151,7 +151,7 @@ class EngineClient:
         model: int = 0,
         on_previews: OnPreviews | None = None,
     ) -> RunningBatch:
-        """Raises an error, because texts are written step by step."""
+        """Raises an error, because texts are generated step by step."""
         raise ModelFailed("a text model computes in steps; this is a bug")
 
     async def run_steps(

@@ -27,10 +27,10 @@ Chances = Mapping[int, float]
 
 @dataclass(frozen=True)
 class Hardware:
-    """The hardware for an engine.
+    """An engine's hardware. `device`: `cpu`, `cuda`, or `cuda:N`.
 
-    `device`: `cpu`, `cuda` or `cuda:N`. `threads`: number of threads on a CPU. `memory_fraction`:
-        the fraction of a GPU's memory that it may use.
+    `threads`: number of threads on a CPU. `memory_fraction`: the fraction of a GPU's memory that
+    the engine may use.
     """
 
     device: str
@@ -43,10 +43,9 @@ class Launch:
     """How to start an engine's server.
 
     `settings`: for workers/models/engines/program.py, except socket and key. `environment`: added
-        to the few variables that it gets. `context_keys`: the location of the maximum tokens per
-        text in the document at `context_path`. `safe_lines`: lines of a ready server that operators
-        may read, because
-    they can't contain a prompt.
+        to the few variables that the server gets. `context_keys`: the location of the maximum
+        tokens per text in the document at `context_path`. `safe_lines`: log lines from a ready
+        server that operators may read, because they can't contain a prompt.
     """
 
     settings: Mapping[str, Any]
@@ -58,7 +57,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class Asked:
-    """A request to the engine: tokens to read, and how many to write after them.
+    """A request to the engine: the tokens to read, and how many to generate after them.
 
     `slot`, `salt`: only requests with the same slot, or the same salt, share the results for equal
         prefixes. `keeps`: True if the slot keeps its results for the same tokens. `counts`: True if
@@ -80,7 +79,7 @@ class Asked:
 
 @dataclass
 class Reply:
-    """A reply, or a part of a stream.
+    """A reply, or part of a stream.
 
     `chances`: for each token, if requested. `prompt_chances`: for each prompt token, None for the
         first. `cached_tokens`: number of prompt tokens that were computed earlier, or None if not
@@ -99,7 +98,7 @@ class Reply:
 class EngineDialect(ABC):
     """One kind of engine: starts its server, and speaks its protocol.
 
-    It gets only token ids, and every sampling field, because defaults are not neutral.
+    Requests contain only token IDs, and every sampling field, because the defaults are not neutral.
     """
 
     def __init__(self, entry: Model, vocabulary: Vocabulary) -> None:
@@ -112,15 +111,15 @@ class EngineDialect(ABC):
 
     @abstractmethod
     def launch(self, hardware: Hardware) -> Launch:
-        """Returns how its server is started.
+        """Returns how to start the engine's server.
 
         Raises:
-            ConfigurationError: it can't run this model, or is not installed.
+            ConfigurationError: the engine can't run this model, or is not installed.
         """
 
     @abstractmethod
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
-        """Returns whether it can stream the rest of a text, exactly as requested.
+        """Returns whether the engine can stream the rest of a text exactly as requested.
 
         Args:
             has_written: True if the text has tokens from an earlier request.
@@ -128,7 +127,7 @@ class EngineDialect(ABC):
 
     @abstractmethod
     async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
-        """Reads and writes tokens. Does not apply the item's schema or penalties.
+        """Reads and generates tokens. Does not apply the item's schema or penalties.
 
         Raises:
             PenstockError: there is no reply.
@@ -136,7 +135,7 @@ class EngineDialect(ABC):
 
     @abstractmethod
     def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
-        """Yields the rest of a text as it is written.
+        """Yields the rest of a text as it is generated.
 
         Raises:
             ConnectionError: the stream ended before the text did.

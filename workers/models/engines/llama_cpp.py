@@ -1,8 +1,8 @@
 """llama.cpp's requests and replies (tools/server/README.md in its repository, `POST /completion`).
 
 Every field is sent, because the defaults would change the request (`top_k` 40, `min_p` 0.05,
-temperature last). It gets only token ids, because its own templates and plain texts would turn
-`<|im_end|>` in a caller's message into a control token.
+temperature last). Requests contain only token IDs, because llama.cpp's own templates, and plain
+text, would turn `<|im_end|>` in a caller's message into a control token.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from workers.models.generation.writing import NO_NUMBERS
 
 PATH = "/completion"
 _ORDER = ("penalties", "temperature", "top_k", "top_p", "min_p")
-"""In transformers' order. The bias comes before all of them."""
+"""Samplers in transformers' order. The bias is applied before all of them."""
 _NEUTRAL = {
     "typical_p": 1.0,
     "top_n_sigma": -1.0,
@@ -62,13 +62,13 @@ _CACHE_STEP = 256
 _FULL = "Context size has been exceeded"
 _SPACES = {"whitespace_pattern": WHITESPACE}
 _ALLOWED_BIAS = 1000.0
-"""Added to the logits of all allowed tokens, if there are few of them. So no other token is chosen,
-and their relative chances stay the same (to 1e-4).
+"""Added to the logits of all allowed tokens, if there are few of them. This way, no other token is
+chosen, and their relative probabilities stay the same (to within 1e-4).
 """
 _EXCLUDED_BIAS = -1e9
 _FORCING = 1e4
 _LOOKED_UP = 256
-"""Nearly every chosen token is among this many likeliest tokens."""
+"""Nearly every chosen token is among this many of the likeliest tokens."""
 _SAFE_LINES = re.compile(r"[\d.]+ [EW] +(srv|slot|que|init|load)\b|GGML_ASSERT|.*\.cpp:\d+: ")
 
 
@@ -86,8 +86,8 @@ class LlamaCpp(EngineDialect):
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
         """Returns whether all tokens and log probabilities are preserved.
 
-        A stream omits the log probabilities of tokens that end within a character. Penalties count
-        the prompt. A grammar starts from its beginning.
+        A stream omits the log probabilities of tokens that end within a character. Penalties also
+        count the prompt. A grammar always starts from its beginning.
         """
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         is_begun = bool(item.json_schema) and has_written
@@ -121,7 +121,7 @@ class LlamaCpp(EngineDialect):
         """Adds the tokens that a stream has omitted, if they can be reconstructed.
 
         A stream omits all of a character's tokens except the last one. They are reconstructed from
-        the text, if the model wrote it the way its tokenizer would.
+        the text, if the model generated it the way its tokenizer would split it.
 
         Args:
             count: number of earlier tokens.
@@ -269,7 +269,7 @@ def grammar_of(json_schema: str, spaces: Mapping[str, Any]) -> str:
     """Returns the schema for llguidance, the library that our own matcher uses.
 
     Args:
-        spaces: the library's options for spaces, unless the schema has its own.
+        spaces: the library's options for whitespace, unless the schema sets them.
     """
     schema = json.loads(json_schema)
     options = {**spaces, **schema.get("x-guidance", {})}
@@ -277,7 +277,7 @@ def grammar_of(json_schema: str, spaces: Mapping[str, Any]) -> str:
 
 
 class Progress(msgspec.Struct):
-    """How much of a prompt was read. `cache`: number of tokens that the slot already had."""
+    """How much of a prompt has been read. `cache`: number of tokens that the slot already had."""
 
     cache: int = 0
 
@@ -326,12 +326,12 @@ class Answer(msgspec.Struct):
 
     @property
     def has_ended(self) -> bool:
-        """True if it recognized an end of the text that our files don't specify."""
+        """True if the engine recognized an end of text that our files don't specify."""
         return self.stop and self.stop_type == "eos"
 
     @property
     def cached_tokens(self) -> int | None:
-        """Number of prompt tokens that the slot already had. None: it was not reported."""
+        """Number of prompt tokens that the slot already had. None if not reported."""
         if self.prompt_progress is not None:
             return self.prompt_progress.cache
         return None if self.timings is None else self.timings.cache_n
@@ -344,7 +344,7 @@ def decode_answer(body: bytes | bytearray) -> Answer:
     """Decodes a response, or an event's data.
 
     Raises:
-        PenstockError: the engine reports why there is no response, or the response is malformed.
+        PenstockError: the engine returned an error instead, or the response is malformed.
     """
     try:
         answer = _decoder.decode(body)

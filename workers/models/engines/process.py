@@ -1,4 +1,4 @@
-"""An engine's process: its server, its socket's folder, its key, and its HTTP."""
+"""An engine's process: its server, the folder for its socket, its key, and its HTTP client."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from workers.models.engines.dialect import Launch
 SOCKETS = "/tmp"
 """Parent folder of the sockets.
 
-Custom classes see a private folder there instead (workers/models/custom/runner).
+Custom classes see a private folder at that path instead (workers/models/custom/runner).
 """
 SPINS = "1000"
 """How many times a thread checks for the other threads in its step before it sleeps. By default it
-checks for as long as the system lets it run. When other programs were using the cores too, a token
-took 8 s instead of 0.04 s.
+checks for as long as the system lets it run. While other programs were also using the cores, a
+token took 8 s instead of 0.04 s.
 """
 END_LIMIT_S = 5.0
 CONNECT_LIMIT_S = 30.0
 LAST_LINES_LIMIT_S = 1.0
-"""A process outside its group may keep the pipe open."""
+"""How long to wait for the last lines. A process outside the group may keep the pipe open."""
 MAX_LINES = 40
 MAX_LINE_CHARS = 200
 _PASSED_ON = ("PATH", "LANG", "TZ", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES", "STARTED_BY")
-"""The only variables it gets from our environment. None of them contain keys, addresses or
-tokens.
+"""The only variables the process gets from our environment. None of them contain keys, addresses,
+or tokens.
 """
 _PAGE_BYTES = 4096
 
@@ -53,7 +53,7 @@ class EngineProcess:
     """A server that is ready.
 
     Args:
-        key: the key that its HTTP requires.
+        key: the key that its HTTP server requires.
     """
 
     def __init__(
@@ -78,8 +78,8 @@ class EngineProcess:
         """Starts a server and waits until it is ready.
 
         Raises:
-            ConfigurationError: it can't compute this model, or is not installed.
-            ModelFailed: it was not ready in time.
+            ConfigurationError: the engine can't run this model, or is not installed.
+            ModelFailed: the server was not ready in time.
         """
         folder = Path(tempfile.mkdtemp(prefix="penstock-engine-", dir=SOCKETS))
         socket = folder / "http.sock"
@@ -157,11 +157,11 @@ class EngineProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """Resident memory of the whole process tree."""
+        """The whole process tree's resident memory."""
         return sum(_measure_memory(pid) for pid in list_tree(self.pid))
 
     def last_lines(self) -> str:
-        """Returns the end of its output, for operators."""
+        """Returns the end of the process's output, for operators."""
         return "".join(f"\n{line}" for line in self._lines)
 
     @asynccontextmanager
@@ -177,7 +177,7 @@ class EngineProcess:
         """Returns the maximum tokens per text, including its prompt, as reported by the server.
 
         Raises:
-            ModelFailed: the server does not report it.
+            ModelFailed: the server does not report the number.
         """
         assert self._http is not None, "it is ready; this is a bug"
         try:
@@ -190,7 +190,7 @@ class EngineProcess:
             raise ModelFailed(f"the engine does not report its context size: {error!r}") from error
 
     async def wait(self) -> int:
-        """Waits until it has exited. Returns its exit status."""
+        """Waits for the process to exit. Returns its exit status."""
         status = await self._process.wait()
         self.kill()
         if self._reading is not None:
@@ -198,7 +198,10 @@ class EngineProcess:
         return status
 
     async def end(self) -> None:
-        """Stops it, and removes its folder. Kills it immediately if this is canceled."""
+        """Stops the process, and removes its folder.
+
+        If this call is canceled, kills the process immediately.
+        """
         try:
             if self._http is not None:
                 await self._http.close()
@@ -216,13 +219,13 @@ class EngineProcess:
             await asyncio.to_thread(shutil.rmtree, self._folder, ignore_errors=True)
 
     def kill(self) -> None:
-        """Kills it along with the processes it has started, which may outlive it."""
+        """Kills the process and the processes it has started, which could otherwise outlive it."""
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, signal.SIGKILL)
 
 
 class _Output:
-    """A pipe for the output of a process and its children.
+    """A pipe for a process's and its children's output.
 
     The pipe that asyncio creates stays open while a child has it open, and `wait` waits for that
     child.
@@ -251,7 +254,7 @@ class _Output:
             self._transport.close()
 
     async def read_line(self) -> str | None:
-        """Returns the next line, shortened. None: there are no more."""
+        """Returns the next line, shortened, or None if there are no more."""
         while True:
             try:
                 line = await self._reader.readline()

@@ -1,12 +1,12 @@
-"""The program run by an engine's process: a server on a Unix socket, llama.cpp's or a command.
+"""The program in an engine's process: a server on a Unix socket, llama.cpp's or a command.
 
 It imports nothing of ours. The first line of its standard input is a JSON object (`Launch.settings`
-in workers/models/engines/dialect.py), because others could read its arguments and environment. A
-command still gets its options as arguments and its key in a variable, because it supports no other
-way.
+in workers/models/engines/dialect.py), because other processes could read its arguments and
+environment. A command still gets its options as arguments and its key in a variable, because it
+does not support any other way.
 
-When its standard input closes, its parent has exited. It then stops the server, removes its
-socket's folder, and kills its whole process group.
+If its standard input closes, its parent has exited. It then stops the server, removes the socket's
+folder, and kills its whole process group.
 """
 
 import ctypes
@@ -25,7 +25,7 @@ from typing import Any
 
 READY = "the engine is ready"
 NAME = "penstock-engine"
-"""Name of its process in tools such as `ps`."""
+"""Name of the process in tools such as `ps`."""
 _PR_SET_PDEATHSIG, _PR_SET_DUMPABLE, _PR_SET_NAME = 1, 4, 15
 _QUIET = 1
 """Errors only. The next level prints prompts."""

@@ -1,8 +1,8 @@
 """An engine's slots, and the turns of owners whose prompts are read in parts.
 
-An engine keeps the keys and values of the last text in each slot. A generation gets the free slot
-of its owner whose text has the longest common start. A slot last used by a different owner starts
-empty, because otherwise a prompt's time would reveal other owners' prompts.
+An engine keeps the keys and values of the last text in each slot. A generation gets its owner's
+free slot whose text has the longest common start. A slot last used by a different owner starts
+empty, because otherwise the time a prompt takes would reveal other owners' prompts.
 """
 
 from __future__ import annotations
@@ -15,7 +15,10 @@ from dataclasses import dataclass, field
 
 @dataclass
 class EngineSlot:
-    """A slot. `ids`: tokens whose keys and values it may have. `owner`: None if not used yet."""
+    """A slot. `ids`: tokens whose keys and values the slot may have.
+
+    `owner`: None if not used yet.
+    """
 
     number: int
     owner: str | None = None
@@ -32,7 +35,9 @@ class EngineSlots:
         self._frees = itertools.count(1)
 
     def take(self, owner: str, ids: Sequence[int]) -> tuple[EngineSlot, int]:
-        """Takes a slot for a generation. Returns the slot, and how many of `ids` it has read.
+        """Takes a slot for a generation.
+
+        Returns the slot, and how many of `ids` it has already read.
 
         Args:
             owner: the generation's owner. Empty: nothing is shared. ids: the generation's first
@@ -53,7 +58,7 @@ class EngineSlots:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the number of tokens at the start that both have in common."""
+    """Returns the number of tokens that both have in common at the start."""
     length = min(len(first), len(second))
     return next((at for at in range(length) if first[at] != second[at]), length)
 
@@ -69,7 +74,7 @@ class ReadingPermit:
     is_over: bool = False
 
     def end(self) -> None:
-        """Lets the next part start. A second call does nothing."""
+        """Lets the next part start. Calling it again does nothing."""
         if not self.is_over:
             self.is_over = True
             self.permits.end(self)
@@ -78,8 +83,8 @@ class ReadingPermit:
 class ReadingPermits:
     """Limits how many prompt tokens an engine reads at a time. Owners take turns.
 
-    Purely in order of arrival, a short prompt would wait for all of another owner's long prompts,
-    and an engine reads its prompts in a different order.
+    If prompts were read purely in order of arrival, a short prompt would wait for all of another
+    owner's long prompts. An engine would read its prompts in a different order.
 
     Args:
         most: maximum number of tokens to process at a time.

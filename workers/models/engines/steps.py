@@ -1,4 +1,4 @@
-"""Texts that an engine writes concurrently: admitted, reported, dropped, interrupted."""
+"""Texts that an engine generates concurrently: admits, reports, drops, and interrupts them."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from workers.models.reports import Chunks, ItemEnded, Preempted, Spare, StepMess
 from workers.models.step_shares import StepRoom, StepShares
 
 CHUNKS_EVERY_S = 0.05
-"""At most 20 events per second reach a text's readers."""
+"""Interval between chunks, so that a text's readers get at most 20 events per second."""
 GATHER_S = 0.02
-"""Wait after a first token, so that the step's other texts get theirs in the same message. An
-engine takes up to 10 ms to send 16 texts' tokens.
+"""Wait after a first token, so that the tokens for the step's other texts go into the same message.
+An engine takes up to 10 ms to send 16 texts' tokens.
 """
 SPARE_EVERY_S = 0.5
 
@@ -33,8 +33,8 @@ class Engine:
     """A running engine, and the state of its slots.
 
     Args:
-        slots: how many texts it writes at a time.
-        part_tokens: number of prompt tokens that it reads at a time.
+        slots: how many texts the engine generates at a time.
+        part_tokens: number of prompt tokens that the engine reads at a time.
         shares_with_all: True if all owners share the results for equal prefixes.
     """
 
@@ -57,7 +57,7 @@ class Engine:
         self.loaded_at_s = time.time()
 
     async def compute(self, generation: EngineGeneration, run: EngineSteps) -> None:
-        """Reads and writes one text, once a slot is free."""
+        """Reads and generates one text, once a slot is free."""
         async with self.places:
             await generation.compute(
                 self.dialect,
@@ -92,7 +92,7 @@ class EngineSteps:
         self._slots = 0
         """Number of items admitted so far."""
         self._step: dict[int, int] = {}
-        """The tokens that the current step has computed, by slot."""
+        """The number of tokens the current step has computed, by slot."""
         self._step_began_s = self._alive_s = time.monotonic()
         self._reported_s = self._spare_reported_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
@@ -133,7 +133,7 @@ class EngineSteps:
                 raise ModelProcessDied(reason) from error
 
     def admit(self, items: Sequence[Prepared]) -> int:
-        """Adds items. Returns the slot of the first."""
+        """Adds items. Returns the first item's slot."""
         first, self._slots = self._slots, self._slots + len(items)
         if not self._items:
             self._step_began_s = self._alive_s = time.monotonic()
@@ -176,7 +176,7 @@ class EngineSteps:
     def preempt(self, slots: Sequence[int]) -> None:
         """Interrupts items that are still running.
 
-        They are returned with the tokens written so far.
+        They are returned with the tokens generated so far.
         """
         chunks: dict[int, TokenChunk] = {}
         removed = []
@@ -205,9 +205,9 @@ class EngineSteps:
         self._changed.set()
 
     def note_work(self, slot: int, tokens: int) -> None:
-        """Records an item's tokens that the engine has read or written.
+        """Records an item's tokens that the engine has read or generated.
 
-        Each engine step computes each item once. So when an item comes up a second time, the
+        Each engine step computes each item once, so when an item comes up a second time, the
         previous step is over.
         """
         self._alive_s = time.monotonic()

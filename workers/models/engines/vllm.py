@@ -1,10 +1,10 @@
 """vLLM's requests and replies (vllm/entrypoints/openai/completion/protocol.py in its repository).
 
-Its dependencies conflict with ours, so its command runs in a separate environment. This was
-written for 0.32.
+vLLM's dependencies conflict with ours, so its command runs in a separate environment. This module
+was written for version 0.32.
 
-Prompts are token ids, and so are all replies. A stream reports the number of cached tokens only at
-its end, which a stopped text does not reach. So a separate whole reply reports it first.
+Prompts are token IDs, and so are all replies. A stream reports the number of cached tokens only at
+its end, which a stopped text does not reach, so a separate complete reply reports it first.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}
-"""Some functions are compiled even with --enforce-eager, and log probabilities then crashed the
-engine.
+"""Some functions are compiled even with --enforce-eager, in which case log probabilities crashed
+the engine.
 """
 _DTYPES = {"auto": "auto", "fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}
 _NEUTRAL = {"n": 1, "stop": [], "min_tokens": 0, "ignore_eos": True, "return_token_ids": True}
@@ -63,11 +63,13 @@ _SPACES = {"whitespace_flexible": False}
 WHITESPACE.
 """
 _MIN_TOP_P = 1e-6
-"""It rejects 0."""
+"""Minimum `top_p`, because vLLM rejects 0."""
 _TOKEN_PREFIX = "token_id:"
 _DEAD = "EngineCore encountered an issue"
 _ENDING = "abort"
-"""Why a text ended: the server is shutting down. Nobody else can abort texts."""
+"""The finish reason of a text that ended because the server is shutting down. Nothing else aborts
+texts.
+"""
 _SAFE_LINES = re.compile(
     r"\(\w+ pid=\d+\) (ERROR|CRITICAL) [\d-]+ [\d:]+ \[(core|core_client|utils|launcher)\.py:\d+\]"
 )
@@ -107,9 +109,9 @@ class Vllm(EngineDialect):
         )
 
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
-        """Returns whether its grammar and penalties see the whole text.
+        """Returns whether the grammar and penalties see the whole text.
 
-        Tokens written earlier are part of the prompt, which both ignore.
+        Tokens generated earlier are part of the prompt, which both ignore.
         """
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         return not has_written or not (item.json_schema or penalizes)
@@ -121,10 +123,10 @@ class Vllm(EngineDialect):
             return _reply_of(await _answer_of(response), item)
 
     async def _read(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
-        """Reads tokens. Drops the one token that vLLM always writes.
+        """Reads tokens. Drops the one token that vLLM always generates.
 
-        It has no seed, because on a CPU, vLLM crashed when it read a seeded prompt in more than one
-        step.
+        The request has no seed, because on a CPU, vLLM crashed when it read a seeded prompt in more
+        than one step.
         """
         changed = {"temperature": 0.0, "seed": None, "echo": asked.echoes}
         async with post(PATH, self._request_of(item, asked) | changed) as response:
@@ -205,9 +207,9 @@ def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
 
 
 def _options_of_cpu(config: dict[str, Any], blocks: int) -> dict[str, Any]:
-    """Returns the bytes of keys and values in fp32, which is the maximum.
+    """Returns options with the size of keys and values in fp32, which is the maximum.
 
-    Otherwise vLLM wants a share of the whole machine to be free.
+    Otherwise, vLLM wants a share of the whole machine to be free.
     """
     try:
         heads = config["num_attention_heads"]
@@ -291,11 +293,11 @@ def _decode(body: bytes | bytearray, schema_field: str = "") -> _Answer:
     """Decodes a response, or an event's data.
 
     Args:
-        schema_field: the field of the JSON schema whose grammar was sent. Empty: none was sent.
+        schema_field: the field of the JSON schema whose grammar was sent. Empty if none was sent.
 
     Raises:
         ConnectionError: the engine is about to exit.
-        PenstockError: the engine reports why there is no response, or the response is malformed.
+        PenstockError: the engine returned an error instead, or the response is malformed.
     """
     try:
         answer = _decoder.decode(body)
@@ -342,7 +344,7 @@ def _rows_of(logprobs: _Logprobs) -> list[Chances | None]:
     """Returns each token's log probabilities. None for an echoed prompt's first token.
 
     Raises:
-        ModelFailed: they are not numbers, which are null in JSON.
+        ModelFailed: they are not numbers; such values are null in JSON.
     """
     rows: list[Chances | None] = []
     for name, chance, top in zip(

@@ -1,8 +1,9 @@
 """A transformers decoder on a device, with the keys and values of several generations.
 
-On a CPU, linear layers may have 4-bit weights, in groups that each have a scale and an offset. A
-single text's speed is limited by how fast weights are read from memory, so a third of bf16's bytes
-pays off. Many concurrent generations share each read of the weights, and are faster in bf16.
+On a CPU, linear layers may have 4-bit weights, in groups that each have one scale and one offset. A
+single text's speed is limited by how fast weights are read from memory, so needing only a third of
+bf16's bytes pays off. Many concurrent generations share each read of the weights, and are faster in
+bf16.
 
 The groups are the same as in GGUF's Q4_1, whose weights are reproduced exactly, except that scales
 are in bf16. A layer whose shape does not allow such groups keeps its weights, and so do embeddings.
@@ -10,7 +11,7 @@ The output layer gets 8 bits, with one scale per row, because its errors are err
 
 On a CPU, a Llama's forward pass uses few operators. A small operator takes at least a microsecond
 regardless of its work, and transformers' own modules use about two thousand of them for one token.
-Here, one product returns queries, keys and values, and another returns both halves of the MLP.
+Here, one product returns queries, keys, and values, and another returns both halves of the MLP.
 """
 
 from __future__ import annotations
@@ -97,7 +98,7 @@ def _fuse(owner: torch.nn.Module, names: tuple[str, ...]) -> None:
 class _Part(torch.nn.Module):
     """Part of the outputs from the joint layer in `owner`, for transformers.
 
-    It has no weights itself.
+    It does not contain any weights.
     """
 
     def __init__(self, owner: torch.nn.Module, outputs: slice) -> None:
@@ -115,7 +116,7 @@ class LlamaPass:
     """Runs a model whose layers are fused.
 
     Args:
-        model: as left by fuse_linear_layers, possibly with its Linears replaced since.
+        model: result of fuse_linear_layers, whose Linears may have been replaced since then.
     """
 
     def __init__(self, model: Any) -> None:
@@ -130,7 +131,7 @@ class LlamaPass:
     ) -> torch.Tensor | None:
         """Adds tokens [rows, tokens] to the generations in a pass.
 
-        Returns the logits after the last `logit_count` tokens of each. If that is 0, returns None.
+        Returns the logits after each one's last `logit_count` tokens, or None if that is 0.
         """
         hidden = self._embed(ids)
         cos, sin = self._positions(hidden, reading.positions)
@@ -330,7 +331,8 @@ class Decoder:
         """Loads the weights, and compares a first pass with transformers' own result.
 
         Raises:
-            ConfigurationError: the folder is not such a model, or its results are different.
+            ConfigurationError: the folder does not contain such a model, or its results are
+                different.
         """
         self._device, self.device_name = self._wanted.open()
         self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
@@ -407,7 +409,7 @@ class Decoder:
         """Adds prompt tokens to a row that has `start` tokens.
 
         Returns:
-            The logits after the last one, float32 [vocabulary]. None unless `ends`.
+            The logits after the last token, float32 [vocabulary]. None unless `ends`.
 
         Raises:
             OutOfMemory: the device has too little memory.
@@ -422,7 +424,7 @@ class Decoder:
         """Adds tokens to a row that has `start` tokens.
 
         Returns:
-            The logits after each of them, float32 [tokens, vocabulary].
+            The logits after each token, float32 [tokens, vocabulary].
 
         Raises:
             OutOfMemory: the device has too little memory.
@@ -451,7 +453,7 @@ class Decoder:
         return self.slots.capacity
 
     def _forward(self, ids: torch.Tensor, reading: ForwardPass, logit_count: int) -> Any:
-        """Returns logits after each row's last `logit_count` tokens. If that is 0, returns None."""
+        """Returns the logits after each row's last `logit_count` tokens, or None if that is 0."""
         self.slots.reading = reading
         with memory_errors(), torch.inference_mode(), self._computing():
             logits = self._compute(ids, reading, self.slots, logit_count)

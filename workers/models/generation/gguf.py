@@ -1,8 +1,8 @@
-"""Converts a GGUF file, once, to a folder like those on the Hugging Face hub.
+"""Converts a GGUF file, once, to a folder like the ones on the Hugging Face Hub.
 
 For torch, its weights become floats. Their precision doesn't change, because information lost in
-quantization can't be recovered. An engine reads the file itself, so its folder has a link to the
-file, its tokenizer and its chat template.
+quantization can't be recovered. An engine reads the file itself, so the engine's folder has a link
+to the file, the tokenizer, and the chat template.
 
 `python -m workers.models.generation.gguf SOURCE FOLDER [converted|described]` does so manually.
 """
@@ -37,7 +37,9 @@ _ENDS = (
     *("<|endoftext|>", "<|im_end|>", "<|end|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>"),
     *("<end_of_turn>", "<end_of_utterance>", "<|return|>", "<|call|>", "<EOT>", "<eos>", "</s>"),
 )
-"""Tokens that end a text for llama.cpp, regardless of the file (src/llama-vocab.cpp there)."""
+"""Tokens that end a text for llama.cpp, regardless of the file (src/llama-vocab.cpp in its
+repository).
+"""
 _PART = re.compile(r"-\d{5}-of-")
 
 
@@ -116,10 +118,10 @@ def _remove_abandoned(parent: Path) -> None:
 
 
 def _convert_apart(path: Path, folder: Path, form: str) -> None:
-    """Converts in a separate process, because the I/O process never imports torch.
+    """Converts a file in a separate process, because the I/O process never imports torch.
 
-    The process exits with this one, even if this one is killed, because its standard input then
-    closes.
+    That process exits along with this one, even if this one is killed, because its standard input
+    then closes.
     """
     words = [sys.executable, "-m", "workers.models.generation.gguf", str(path), str(folder), form]
     root = Path(__file__).resolve().parents[3]

@@ -1,20 +1,20 @@
 """A language model with continuous batching: generations join and leave between two tokens.
 
-A step reads at most `generation.chunk_tokens` prompt tokens, with tenants taking turns, and writes
-one token for each generation whose prompt has been read. So a long prompt delays the others by only
-one part at a time. A step that writes a generation's first token ends there, so that the token is
-sent at once. The others write in the next step.
+A step reads at most `generation.chunk_tokens` prompt tokens, with tenants taking turns, and
+generates one token for each text whose prompt has been read. A long prompt therefore delays the
+others by only one part at a time. A step that generates a text's first token ends there, so that
+the token is sent immediately. The others continue in the next step.
 
-A generation that is writing by itself may write several tokens in a step, all but the first of them
-guessed (`generation.lookup_tokens`). With others present, each guessed token would take time from
-them.
+If only one text is being generated, it may get several tokens in a step, all but the first of them
+guessed (`generation.lookup_tokens`). If there were others, each guessed token would take time away
+from them.
 
 The prefill order is round-robin across tenants.
 
 Guesses are prompt-lookup speculative decoding: a generation is expected to continue the way its
 prompt or its own output did earlier, after the same words. The model checks a guess in one pass,
-and drops tokens that it would not have written. So the text does not change, and a generation that
-quotes takes fewer passes. Saxena, Prompt lookup decoding, 2023,
+and drops tokens that it would not have generated. The text therefore does not change, and a
+generation that quotes takes fewer passes. Saxena, Prompt lookup decoding, 2023,
 https://github.com/apoorvumang/prompt-lookup-decoding.
 """
 
@@ -57,7 +57,7 @@ class PromptLookup:
         self._known = _MATCHED_TOKENS
 
     def guess(self, ids: Sequence[int], room: int) -> list[int]:
-        """Returns likely tokens after `ids`, at most `room`. Empty: the end of `ids` is new.
+        """Returns likely tokens after `ids`, at most `room`. Empty if the end of `ids` is new.
 
         Args:
             ids: all of the generation's tokens so far, which extend the last call's.
@@ -81,7 +81,8 @@ class PromptLookup:
 class PrefillOrder:
     """Owners take turns reading parts of their prompts. Each owner's prompts are read in order.
 
-    Purely in order of arrival, a short prompt would wait for all of another owner's long ones.
+    If prompts were read purely in order of arrival, a short prompt would wait for all of another
+    owner's long ones.
     """
 
     def __init__(self) -> None:
@@ -114,14 +115,17 @@ class _Generation:
         self.writing = writing
         self.prompt_tokens = len(item.ids) // IDS.itemsize
         self.ids: list[int] = [*np.frombuffer(item.ids, IDS).tolist(), *writing.ids]
-        """All of its tokens. The last one has no keys and values yet."""
+        """All of the generation's tokens. The last one has no keys and values yet."""
         self.cached_tokens = 0
         self.row: KvRow | None = None
         self.lookup = PromptLookup(lookup_tokens)
 
     @property
     def unread(self) -> int:
-        """Tokens without keys and values. 1: it is writing. More: its prompt is being read."""
+        """Number of tokens without keys and values. If 1, tokens are being generated.
+
+        If more, the prompt is being read.
+        """
         assert self.row is not None, "a generation that ended has no row; this is a bug"
         return len(self.ids) - len(self.row.ids)
 
@@ -145,7 +149,7 @@ class _Generation:
         return self.lookup.guess(self.ids, room)
 
     def chunk(self) -> TokenChunk | None:
-        """Returns the text written since the last call. None if there is none."""
+        """Returns the text generated since the last call, or None if there is none."""
         chunk = self.writing.take_chunk()
         if chunk is not None and not chunk.first:
             chunk.input_tokens, chunk.cached_tokens = self.prompt_tokens, self.cached_tokens
@@ -173,7 +177,7 @@ class GenerationModel:
         self._generations: dict[int, _Generation] = {}
         self._turns = PrefillOrder()
         self._others_wait = False
-        """True if the last step wrote only first tokens."""
+        """True if the last step generated only first tokens."""
 
     def setup(self) -> None:
         """Loads the model.
@@ -186,7 +190,7 @@ class GenerationModel:
         self.device_name = self._decoder.device_name
 
     def warmup(self) -> None:
-        """Reads a prompt and writes a few tokens, individually and in a batch."""
+        """Reads a prompt and generates a few tokens, individually and in a batch."""
         ids = np.zeros(min(16, self._decoder.slots.capacity - 4), np.int64)
         self._decoder.read(0, 0, ids, ends=False)
         self._decoder.read(0, 0, ids)
@@ -228,7 +232,7 @@ class GenerationModel:
             generation.cached_tokens = generation.item.written_cached_tokens
 
     def step(self) -> StepEnd:
-        """Reads part of the prompts, and writes a token for each generation whose prompt was read.
+        """Reads part of the prompts, and generates a token for each text with a complete prompt.
 
         Raises:
             Exception: the model failed. All admitted generations are dropped.
@@ -297,7 +301,7 @@ class GenerationModel:
         return logits[-1] if ends else None
 
     def _write(self, end: StepEnd) -> None:
-        """Writes one token for each generation whose prompt was read."""
+        """Generates one token for each text whose prompt has been read."""
         generations = [
             generation
             for generation in self._generations.values()
@@ -331,7 +335,7 @@ class GenerationModel:
             self._add_token(generation, row, end)
 
     def _check_guess(self, generation: _Generation, guessed: list[int], end: StepEnd) -> bool:
-        """Writes tokens as long as they match the guess, plus one more.
+        """Generates tokens as long as they match the guess, plus one more.
 
         Returns False if the guess produces numbers that are not finite. The generation may still
         continue without a guess.
@@ -391,7 +395,7 @@ class GenerationModel:
             self._rows.free(generation.row)
 
     def take_chunks(self) -> dict[int, TokenChunk]:
-        """Returns the text that each streamed generation has written since the last call."""
+        """Returns the text that each streamed generation has produced since the last call."""
         chunks = {
             slot: generation.chunk()
             for slot, generation in self._generations.items()

@@ -1,13 +1,13 @@
-"""Callers' JSON schemas: the parts that constrain tokens, and the parts that need a whole text.
+"""Callers' JSON schemas: parts that constrain tokens, and parts that need the whole text.
 
 A grammar works token by token, so it follows most of a schema, but it can't ensure, for example,
 that a list's items are unique, or that exactly one of several forms matches. Such schemas are
-accepted anyway. The rest of the schema is checked when the text has ended, and a text that violates
-it fails.
+accepted anyway. The rest of the schema is checked once the text is complete, and a text that
+violates it fails.
 
-A schema's size is limited, because all texts in a batch pay for it at each token. So is the work of
-the check, which delays them too. If parts refer to others twice, level after level, checking even a
-small schema could take more than a day.
+A schema's size is limited, because all texts in a batch pay for it at each token. So is the work
+for the check, which delays them too. If parts refer to others twice, level after level, checking
+even a small schema could take more than a day.
 """
 
 from __future__ import annotations
@@ -52,7 +52,9 @@ _GRAMMAR_OPTIONS = "x-guidance"
 """The field that llguidance reads its options from. In a caller's schema, it has no meaning."""
 _LENIENT = {"lenient": True, "coerce_one_of": True}
 _CALL = {"whitespace_pattern": " ?"}
-"""Nobody reads a tool call's JSON, so it needs no line breaks, which a model may get stuck in."""
+"""A tool call's JSON is not read by people, so it needs no line breaks, which a model may get stuck
+in.
+"""
 
 _JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiveRef"})
 """With one of these keywords, several numbers may apply to one value."""
@@ -97,8 +99,8 @@ def check_size(json_schema: str) -> None:
     """Checks a schema's size before doing anything else with it.
 
     Raises:
-        ValueError: the schema, or a text or number in it, is too large or too deep, or it is not
-            JSON.
+        ValueError: the schema, or a text or number in it, is too large or too deep, or the schema
+            is not JSON.
     """
     size_bytes = len(json_schema.encode())
     if size_bytes > MAX_BYTES:
@@ -128,7 +130,7 @@ def _json_length(text: str) -> int:
 
 
 def _find_matched_texts(schema: Any) -> Iterator[str]:
-    """Returns all texts of a schema, except annotations."""
+    """Returns all texts in a schema, except annotations."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -148,8 +150,8 @@ def _find_matched_texts(schema: Any) -> Iterator[str]:
 class GrammarSchema(NamedTuple):
     """A schema in the form that the model follows.
 
-    `followed` is the grammar's schema, as JSON. `checked` is the schema that a whole text is
-    compared with. Empty: the grammar follows all of it.
+    `followed` is the grammar's schema, as JSON. `checked` is the schema against which a whole text
+    is checked. It is empty if the grammar follows all of the schema.
     """
 
     followed: str
@@ -226,7 +228,7 @@ def _digits_of(number: float) -> int:
 
 
 def why_not_matched(text: str, schema: str) -> str:
-    """Returns why a JSON text does not match a schema. Empty: it does."""
+    """Returns the reason a JSON text does not match a schema. Empty if it does."""
     try:
         value, read = json.loads(text), json.loads(schema)
         count = _Evaluations(read).of(read, value)
@@ -247,7 +249,7 @@ def why_not_matched(text: str, schema: str) -> str:
 
 
 class _Part(NamedTuple):
-    """A part of a schema that a value is compared with, and the number of times."""
+    """A part of a schema against which a value is checked, and how many times."""
 
     schema: Mapping[str, Any]
     value: Any
@@ -276,7 +278,7 @@ class _Evaluations:
                 if isinstance(name := part.get(keyword), str):
                     self._named.setdefault(_last_name(name), []).append(part)
         self._known: dict[tuple[int, int], int | None] = {}
-        """Evaluations by schema and value. None: they are being counted."""
+        """Evaluations, keyed by schema and value. None while they are being counted."""
 
     def of(self, schema: Mapping[str, Any], value: Any) -> int:
         """Returns the evaluations for a value. If over MAX_EVALUATIONS, counting stopped there."""
@@ -386,7 +388,7 @@ def _last_name(name: str) -> str:
 
 
 def _at(schema: Any, pointer: str) -> Any:
-    """Returns the value at a JSON pointer (RFC 6901). None: there is none."""
+    """Returns the value at a JSON pointer (RFC 6901), or None if there is none."""
     for escaped in pointer.split("/")[1:]:
         name = escaped.replace("~1", "/").replace("~0", "~")
         if isinstance(schema, list):

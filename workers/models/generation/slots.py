@@ -29,19 +29,22 @@ _STEP_TOKENS = 64
 
 @dataclass(eq=False, slots=True)
 class KvRow:
-    """A row, and the tokens whose keys and values it has. These stay when the generation leaves."""
+    """A row, and the tokens whose keys and values it contains.
+
+    They stay when the generation leaves.
+    """
 
     number: int
     ids: list[int] = field(default_factory=list)
     owner: str = ""
-    """Only generations of the same owner may use its tokens. Empty: none may."""
+    """Only generations with the same owner may use the row's tokens. Empty if none may."""
     is_taken: bool = False
     freed: int = 0
     """Increases with each row that becomes free."""
 
 
 class KvRows:
-    """All rows of a cache."""
+    """All rows in a cache."""
 
     def __init__(self, rows: int) -> None:
         self.all = [KvRow(number) for number in range(rows)]
@@ -51,7 +54,8 @@ class KvRows:
         """Returns a free row for a generation that begins with `ids`.
 
         Returns:
-            The row, the row to copy its first tokens from (None: it has them), and their number.
+            The row, the row from which to copy its first tokens (None if it already has them), and
+            their number.
         """
         free = [row for row in self.all if not row.is_taken]
         assert free, "no row is free; this is a bug"
@@ -114,7 +118,7 @@ class ForwardPass:
     Either one row gets several tokens (a part of a prompt), or the first rows get one token each.
 
     Args:
-        rows: the number of the first row, and of the row after the last.
+        rows: the number of the first row, and of the row after the last one.
         starts: how many tokens each row has before, int64 [rows].
         tokens: how many tokens each row gets.
         capacity: maximum number of tokens in a row.
@@ -142,7 +146,7 @@ class ForwardPass:
         """Returns the attention mask, bool [rows, 1, tokens, length]. None if nothing is masked.
 
         Args:
-            window: how many tokens back a token sees, itself included. None: all.
+            window: how many tokens back a token can see, including itself. None means all.
         """
         if window not in self._masks:
             self._masks[window] = self._make_mask(window)
@@ -233,7 +237,7 @@ class SlotCache(Cache):  # type: ignore[misc]
 
     @torch.inference_mode()
     def clear(self, row: int, start: int = 0) -> None:
-        """Clears a row from its token `start` on, including NaN."""
+        """Clears a row, including NaN, from token `start` on."""
         for layer in (*self._keys, *self._values):
             layer[row, :, start:].zero_()
 

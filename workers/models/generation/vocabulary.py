@@ -1,4 +1,4 @@
-"""A text model's tokenizer: ids to bytes, ends of texts, grammars. Doesn't import torch."""
+"""A text model's tokenizer: IDs to bytes, end-of-text tokens, grammars. Doesn't import torch."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Vocabulary:
     """A model's tokens, as described by the files in its folder.
 
     Raises:
-        ConfigurationError: a file is missing or broken, or no token ends a text.
+        ConfigurationError: a file is missing or broken, or there is no end-of-text token.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -52,7 +52,7 @@ class Vocabulary:
         """Returns the contents of one of the folder's JSON files.
 
         Raises:
-            ConfigurationError: it is missing or broken.
+            ConfigurationError: the file is missing or broken.
         """
         path = self.folder / name
         if name in _OPTIONAL and not path.is_file():
@@ -160,7 +160,10 @@ class Vocabulary:
         return matcher
 
     def _try_token(self, matcher: LLMatcher) -> None:
-        """Some schemas fail only here, such as schemas with too many alternative parts."""
+        """Tries a token.
+
+        Some schemas fail only here, such as schemas with too many alternatives.
+        """
         mask = np.empty(-(-self.grammar_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
         allowed = np.flatnonzero(np.unpackbits(mask.view(np.uint8), bitorder="little"))

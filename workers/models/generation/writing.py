@@ -1,9 +1,9 @@
-"""One item's output: chooses its next token from logits, and ends its text.
+"""One item's output: chooses the next token from logits, and decides when the text ends.
 
 It finds where a text stops, and how much of the text readers may see before that is known. It also
 limits the length of a number at the end of unfinished JSON.
 
-Randomness depends only on the item's seed and the token's position. So an item gets the same
+Randomness depends only on the item's seed and the token's position, so an item gets the same random
 numbers on its own, together with others, and on a worker that resumes it.
 """
 
@@ -26,7 +26,7 @@ from workers.models.generation.vocabulary import Vocabulary
 
 IdArray = npt.NDArray[np.int64]
 Row = npt.NDArray[np.float32]
-"""One number per token of the vocabulary."""
+"""One number per token in the vocabulary."""
 _FIRST_TRY = 64
 """Number of tokens to sort first for top_p. This is usually enough."""
 
@@ -109,7 +109,7 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
 
 
 def _top_k(scaled: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.int64] | None:
-    """Returns the `top_k` most likely tokens, in order of their ids. None: all."""
+    """Returns the `top_k` most likely tokens, in order of their IDs. None means all."""
     if not 0 < top_k < len(scaled):
         return None
     return np.sort(largest(scaled, top_k))
@@ -118,7 +118,7 @@ def _top_k(scaled: npt.NDArray[np.float64], top_k: int) -> npt.NDArray[np.int64]
 def _top_p(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int64]:
     """Returns the smallest set of positions whose weights add up to `top_p` of the total, in order.
 
-    At least one.
+    Contains at least one.
     """
     wanted = top_p * float(weights.sum())
     count = min(_FIRST_TRY, len(weights))
@@ -189,7 +189,7 @@ class StopFinder:
 
         Args:
             text: all of the text so far.
-            known: its first characters, which contain no complete stop sequence.
+            known: number of characters at the start that contain no complete stop sequence.
         """
         start = max(0, known - self._longest + 1)
         starts = [(at, stop) for stop in self._stops if (at := text.find(stop, start)) >= 0]
@@ -209,11 +209,11 @@ class StopFinder:
 class Writing:
     """One item's tokens, one after another.
 
-    Tokens in `item.written_ids` are adopted as if they had been written here.
+    Tokens in `item.written_ids` are adopted as if they had been generated here.
 
     Raises:
         BadInput: the schema can't be used.
-        ModelFailed: the tokens written earlier don't match the schema.
+        ModelFailed: the tokens generated earlier don't match the schema.
     """
 
     def __init__(self, item: PreparedPrompt, vocabulary: Vocabulary) -> None:
@@ -227,7 +227,7 @@ class Writing:
         self._number = NumberLength()
         self._prompt_ids: list[int] = []
         self._prompt: IdArray = np.empty(0, np.int64)
-        """Its tokens, each once."""
+        """The prompt's tokens, each once."""
         self._prompt_logprobs: list[TokenLogprob] = []
         if item.is_echoed or item.repetition_penalty != 1:
             self._prompt_ids = np.frombuffer(item.ids, IDS).tolist()
@@ -236,7 +236,7 @@ class Writing:
         self._text = ""
         self._logprobs = list(item.written_logprobs)
         self.finish: FinishReason | None = None
-        """Why the text ended. None: it has not."""
+        """The reason the text ended, or None if it has not."""
         self._stop_sequence = ""
         try:
             for token in np.frombuffer(item.written_ids, IDS).tolist():
@@ -280,8 +280,8 @@ class Writing:
         """Processes the prompt's log probabilities from an engine.
 
         Args:
-            chances: for each token, the log probabilities of the likeliest tokens and itself. None
-                for the first token.
+            chances: for each token, the log probabilities of the likeliest tokens and of the token
+                itself. None for the first token.
         """
         for token, row in zip(self._prompt_ids, chances, strict=False):
             if row is not None:
@@ -295,7 +295,7 @@ class Writing:
         """Processes a token that an engine chose.
 
         Args:
-            chances: the log probabilities of the likeliest tokens and of this one. None: not
+            chances: the log probabilities of the likeliest tokens and of this one. None if not
                 requested.
         """
         if chances is not None and token not in self._vocabulary.ends:
@@ -334,7 +334,7 @@ class Writing:
         return bool(self._matcher.validate_tokens([token]) == 1)
 
     def allowed(self) -> npt.NDArray[np.bool_] | None:
-        """Returns a mask of tokens that the schema allows next, [vocabulary] bool. None: all.
+        """Returns a mask of tokens that the schema allows next, [vocabulary] bool. None means all.
 
         Raises:
             BadInput: the schema can't be followed.

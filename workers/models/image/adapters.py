@@ -25,7 +25,7 @@ from workers.models.image.low_rank import Layers, LowRankModule, LowRankPair
 
 FIELD = "lora_weights"
 PARTS = ("unet", "text_encoder", "text_encoder_2")
-"""The pipeline parts that adapters change, as named by diffusers."""
+"""The pipeline parts that adapters change, named as in diffusers."""
 MAX_HEADER_BYTES = 16 * 1024 * 1024
 MAX_TENSORS = 16
 """Maximum tensors per model layer. Two weights and an alpha are typical. diffusers' name conversion
@@ -58,7 +58,7 @@ _REFUSED = {
 _FORMAT = "its file is not safetensors, which is the only supported format"
 _MAX_REASON_CHARS = 200
 _TYPES = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "I64", "I32", "I16", "I8", "U8")
-"""Supported number types, by their names in headers. The others have no torch dtype, or make no
+"""Supported number types, by their names in headers. Other types have no torch dtype, or make no
 sense as weights.
 """
 _TEXT_LAYERS = {
@@ -86,7 +86,7 @@ class LoadedAdapter:
 
     flat: torch.Tensor
     parts: Mapping[str, Layers]
-    """Layers of each part, keyed by the names in PARTS."""
+    """Each part's layers, keyed by the names in PARTS."""
 
     @property
     def nbytes(self) -> int:
@@ -94,7 +94,7 @@ class LoadedAdapter:
         return self.flat.nbytes
 
     def on(self, device: torch.device) -> LoadedAdapter:
-        """The same adapter on a device."""
+        """Returns the same adapter on a device."""
         flat = self.flat.to(device)
         return self if flat is self.flat else LoadedAdapter(flat, _views(flat, self.parts))
 
@@ -104,8 +104,8 @@ class AdapterFile:
     """An adapter file and its required properties.
 
     `name`: the name in the catalog, or the digest. `find`: returns the file, downloading it first
-    if necessary. `digest`: the file's expected digest. None: any. `is_callers`: True if a caller
-    specified it by URL.
+    if necessary. `digest`: the file's expected digest, or None to accept any. `is_callers`: True if
+    a caller specified it by URL.
     """
 
     name: str
@@ -115,7 +115,10 @@ class AdapterFile:
     is_callers: bool = False
 
     def failed(self, reason: str, detail: str = "") -> ModelFailed:
-        """Internal error. Callers see the name and the reason; the log also contains the detail."""
+        """Returns an internal error.
+
+        Callers see the name and the reason; the log also contains the detail.
+        """
         public = f"adapter {self.name!r}: {reason}"
         return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
 
@@ -194,7 +197,8 @@ def _read_header(
         Total number of elements in all tensors, and the metadata.
 
     Raises:
-        WrongAdapter: it is not safetensors, it has too many tensors, or some are unsupported.
+        WrongAdapter: the file is not safetensors, it has too many tensors, or some tensors are
+            unsupported.
     """
     if not 2 <= int.from_bytes(file.read(8), "little") <= MAX_HEADER_BYTES:
         raise WrongAdapter(_FORMAT)
@@ -376,7 +380,7 @@ class _Scaling:
                 raise WrongAdapter(f"it has {name}, but only plain LoRA is supported")
 
     def of(self, name: str, rank: int) -> float:
-        """Returns a layer's factor. 1 if the file doesn't specify one."""
+        """Returns a layer's factor, which is 1 if the file doesn't specify one."""
         plain = name.removeprefix("text_model.")
         alpha: Any = self._alphas.get(plain, float(rank))
         if self._settings:
@@ -397,7 +401,7 @@ class _Scaling:
 
 
 def _layer_of(part: str, alpha_name: str) -> str:
-    """Returns the layer that an alpha belongs to, as named by diffusers' conversion."""
+    """Returns the layer to which an alpha belongs, as named by diffusers' conversion."""
     name = alpha_name.removeprefix(f"{part}.").removesuffix(".alpha").removeprefix("text_model.")
     name = name.partition(".down.")[0].removesuffix(".lora_linear_layer")
     head, _, last = name.rpartition(".")

@@ -20,13 +20,14 @@ from transformers import Cache
 _TIMES = frozenset({"timestep", "timesteps", "t"})
 """Names of the timestep parameter in denoisers."""
 _UNUSED = frozenset({"generator"})
-"""Parameters that only ConsistencyDecoderVAE's decoder reads. Each item has its own generator."""
+"""Parameters that only ConsistencyDecoderVAE's decoder reads. Each item has a separate generator.
+"""
 _LIMIT_DIGESTS = 64
 """Maximum digests kept per item. A denoiser has a handful of constant tensors."""
 
 
 class UnsplittableError(Exception):
-    """The results of joined calls contain something that can't be split by rows."""
+    """The joined calls' results contain something that can't be split by rows."""
 
 
 class Digests:
@@ -124,9 +125,11 @@ class Call:
         self._fixed: set[int] = set()
         """Ids of tensors that are constant, even though their length equals the row count."""
         self.is_halved = False
-        """True if the negative prompt's row is omitted and gets the other row's result."""
+        """True if the negative prompt's row is omitted and uses the other row's result."""
         self.added: Sequence[torch.Tensor] = ()
-        """ControlNet residuals for its rows: one per down block, then one for the middle block."""
+        """ControlNet residuals for the call's rows: one per down block, then one for the middle
+        block.
+        """
         self.values = part.values(args, kwargs)
         first = next(
             (value for value in self.values.values() if isinstance(value, torch.Tensor | list)),
@@ -218,7 +221,7 @@ class Batch:
 
     calls: Sequence[Call]
     every: Sequence[Call]
-    """The calls, then the last one again for each row that pads to a compiled size."""
+    """The calls, followed by the last call again for each row of padding up to a compiled size."""
     values: dict[str, Any]
 
     @property
@@ -228,7 +231,7 @@ class Batch:
 
     @property
     def row_calls(self) -> list[Call]:
-        """The call that each of the batch's rows belongs to."""
+        """For each of the batch's rows, the call to which it belongs."""
         return [call for call in self.every for _ in range(call.rows)]
 
 
@@ -277,10 +280,10 @@ def _join_values(values: Sequence[Any], first: Call) -> Any:
 
 
 def split(output: Any, batch: Batch) -> list[Any]:
-    """Splits a batch's results into the results of each call.
+    """Splits a batch's results into results for each call.
 
     Raises:
-        UnsplittableError: they contain something other than rows, such as a custom cache.
+        UnsplittableError: the results contain something other than rows, such as a custom cache.
     """
     if len(batch.calls) == 1 and batch.rows == batch.calls[0].rows:
         return [output]

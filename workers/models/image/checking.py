@@ -1,7 +1,7 @@
 """`penstock models check NAME`: tries out an image model and writes its interface.
 
-Loads the entry's pipeline, tries each task, and writes what it draws and accepts to the file that
-the entry specifies as `image.interface`.
+Loads the entry's pipeline, tries each task, and writes the supported tasks and fields to the file
+that the entry specifies as `image.interface`.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def check_model(name: str, device: str) -> Iterator[str]:
 
     Raises:
         ConfigurationError: the entry is invalid, or its pipeline can't be loaded.
-        ModelFailed: it can't draw from text or from an image.
+        ModelFailed: the model can't draw either from text or from an image.
     """
     settings = read_settings(ModelSettings)
     written = read_image_entry(settings.models_file, name)

@@ -20,13 +20,13 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir, default_cache_dir
 
 
 def cheapest_cover(count: int, seconds: Mapping[int, float]) -> list[int]:
-    """Returns how many images to draw in each call to minimize the cost of `count` images.
+    """Returns how many images to draw in each call so that `count` images cost the least.
 
     The last call may be larger than needed, if padding costs less than another call.
 
     Args:
         count: at least 1.
-        seconds: the cost of a call, by number of rows.
+        seconds: the cost of a call, keyed by number of rows.
 
     Returns:
         The number of images in each call, largest first. They add up to `count`.
@@ -73,7 +73,7 @@ def compile_parts(denoiser: Any, vae: Any, *, shapes: int, backend: str = "induc
     Args:
         denoiser: takes all inputs by keyword, the way the hub passes them. vae: a diffusers VAE,
             which from now on processes images one at a time.
-        shapes: how many shapes each of them sees during warm-up.
+        shapes: number of shapes used with each part during warm-up.
     """
     # Each shape is a recompilation. Dynamo's limit covers all models in the process.
     torch._dynamo.config.recompile_limit += shapes

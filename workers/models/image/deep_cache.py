@@ -4,7 +4,7 @@ Features in the middle of a UNet change little from step to step. At one step in
 `cache_interval`, the whole UNet runs, and the input to its last layers is kept for each image. At
 the steps in between, only the first and last layers run, around those features. Each image counts
 its own steps, so images that joined at different steps have separate features, and no image depends
-on the others in its batch.
+on the other images in its batch.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""An image being drawn: its own pipeline, that pipeline's arguments, and its progress."""
+"""An image being drawn: its pipeline, the pipeline's arguments, and its progress."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _NO_NEGATIVE: dict[str | None, str] = {"true_cfg_scale": " "}
 negative prompt, and their documentation uses a space.
 """
 _OF_THE_SIZE = {"use_resolution_binning": False, "_auto_resize": False}
-"""Makes pipelines draw at the item's size. Otherwise some pick the nearest size from a list, with
+"""Makes pipelines draw at the item's size. Otherwise, some pick the nearest size from a list, with
 more pixels than the item is charged for.
 """
 _FOUR_CHANNELS = 4
@@ -123,7 +123,7 @@ class Drawing:
 
 
 def _squares(item: PreparedImage, scale: int) -> torch.Tensor:
-    """A mask in which a latent's whole pixel square is 1 if any pixel is, [1, 1, height, …].
+    """Returns a mask, [1, 1, height, …]. A latent's whole pixel square is 1 if any pixel in it is.
 
     Pipelines sample the nearest pixel for each latent, so thin masks would vanish.
     """

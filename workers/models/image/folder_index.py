@@ -23,7 +23,7 @@ class FolderIndex(NamedTuple):
 
 
 def read_index(folder: Path) -> FolderIndex | None:
-    """Returns a folder's pipeline description. None if the folder doesn't contain a pipeline."""
+    """Returns a folder's pipeline description, or None if the folder doesn't contain a pipeline."""
     try:
         index = json.loads((folder / "model_index.json").read_text("utf-8"))
     except (OSError, ValueError):

@@ -18,9 +18,9 @@ MAX_SIDE_PX = 1024
 
 
 class IpAdapterFiles(NamedTuple):
-    """The files of an IP-Adapter.
+    """An IP-Adapter's files. `digest`: the weights' digest, or None to accept any.
 
-    `digest`: digest of its weights. None: any. `side_px`: side of its image encoder's square input.
+    `side_px`: side of its image encoder's square input.
     """
 
     weights: Path

@@ -1,6 +1,6 @@
 """Guides the UNet with more than the prompt: ControlNets and IP-Adapters.
 
-A ControlNet conditions the UNet on a map, such as edges or depths (Zhang et al. 2023,
+A ControlNet conditions the UNet on a map, such as edges or depth (Zhang et al. 2023,
 https://arxiv.org/abs/2302.05543). Before each UNet call, an image calls its ControlNets through the
 hub, which joins the calls of all images. Their results are multiplied by their scales and added up.
 In a UNet call, images without a ControlNet get zeros if other images have one.
@@ -10,7 +10,7 @@ attends to it too (Ye et al. 2023, https://arxiv.org/abs/2308.06721). The image 
 a few tokens. Each layer attends to these tokens with the adapter's keys and values, and adds
 `scale` times the result to its result for the prompt. One UNet call can mix images with and without
 an adapter, different adapters, and different reference images. Hooks on the layers add to the rows
-with an adapter. Other rows' results don't change, to the last bit.
+with an adapter. Other rows' results stay the same, down to the last bit.
 """
 
 from __future__ import annotations
@@ -74,10 +74,10 @@ class ControlStart:
         Args:
             values: the call's arguments, by parameter name.
             step: the item's step number, from 0.
-            steps: total steps of the item.
+            steps: the item's total number of steps.
 
         Returns:
-            None if it adds nothing at this step.
+            None if the ControlNet adds nothing at this step.
         """
         own = self.control
         # The same divisions and comparisons as in StableDiffusionControlNetPipeline.
@@ -102,7 +102,7 @@ def add_up(
     """Adds up all ControlNets' residuals for a UNet call, in the form of ControlStart.compute.
 
     Returns:
-        Empty if none of them adds anything.
+        An empty sequence if none of them adds anything.
     """
     total: Sequence[torch.Tensor] = ()
     for control in controls:

@@ -53,7 +53,7 @@ class StuckError(Exception):
 
 
 class Batching:
-    """Decides which calls are run together, and runs them."""
+    """Decides which calls to run together, and runs them."""
 
     def prepare(self, call: Call) -> None:
         """Changes a call once, before it is computed."""
@@ -65,17 +65,17 @@ class Batching:
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
         """Returns how many of these calls to run at a time.
 
-        All of them have the same key. The numbers add up to the number of calls.
+        All of the calls have the same key. The numbers add up to the number of calls.
         """
         return [len(calls)]
 
     def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """Computes calls that have the same key. Returns the results of each."""
+        """Computes calls that have the same key. Returns each call's results."""
         batch = join(calls)
         return split(calls[0].part.compute(**batch.values), batch)
 
     def spare_memory(self, part: Part) -> bool:
-        """Makes a part use less memory from now on. Returns False if it can't."""
+        """Makes a part use less memory from now on. Returns False if the part can't do so."""
         return False
 
 
@@ -92,7 +92,7 @@ class Run:
         self.name = name
         self.owner = owner
         self.call: Call | None = None
-        """The call it is waiting for. None: it has not started."""
+        """The call the pipeline is waiting for. None if it has not started."""
         self.digests = Digests()
         self.autocast = _NO_AUTOCAST
         self._draw = draw
@@ -173,7 +173,7 @@ class Hub:
         """Computes one denoiser call for each item, plus everything before and after it.
 
         Returns:
-            The results of finished items, by name. A failed item's result is an exception.
+            Finished items' results, keyed by name. A failed item's result is an exception.
         """
         self.work = []
         for run in list(self._runs.values()):
@@ -225,7 +225,10 @@ class Hub:
                 at += size
 
     def _compute(self, runs: Sequence[Run]) -> None:
-        """Runs several items' calls together. On failure, halves the group down to one."""
+        """Runs several items' calls together.
+
+        On failure, halves the group until one call is left.
+        """
         calls = [run.call for run in runs if run.call is not None]
         try:
             with memory_errors(), _autocast(runs[0].autocast):
@@ -338,7 +341,7 @@ class _RowLimits:
         self._successes[calls[0].key] = 0
 
     def forbid(self, call: Call) -> None:
-        """From now on, computes calls of this kind one at a time."""
+        """Makes calls of this kind run one at a time from now on."""
         if len(self._alone) >= MAX_LIMITS:
             self._alone.clear()
         self._alone.add(call.key)
@@ -397,6 +400,9 @@ class _Watchdog:
 
 
 def _interrupt(thread_id: int, error: type[Exception] | None) -> None:
-    """Raises an error in a thread's Python code. None: withdraws an error not yet raised."""
+    """Raises an error in a thread's Python code.
+
+    None withdraws an error that has not been raised yet.
+    """
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)

@@ -34,7 +34,7 @@ class LowRankPair:
 Layers = Mapping[str, LowRankPair]
 """A module's low-rank layers, by layer name."""
 Row = tuple[Layers, float] | None
-"""The layers and the scale for one row of the batch. None: no adapter."""
+"""The layers and the scale for one row in the batch. None if it has no adapter."""
 
 
 class LowRankModule:
@@ -121,7 +121,7 @@ def _project(
     scales: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """A linear layer's output W x + s B (A x), [rows, …, out], from W x and [rows, …, in]."""
+    """Returns a linear layer's output W x + s B (A x), [rows, …, out], from W x and x."""
     rank = max(len(pair.down) for pair in pairs)
     down = torch.stack([_with_rank(rank, pair.down, dim=0) for pair in pairs])
     up = torch.stack([_with_rank(rank, pair.up, dim=1) for pair in pairs])
@@ -145,9 +145,10 @@ def _convolve(
     scales: torch.Tensor,
     output: torch.Tensor,
 ) -> torch.Tensor:
-    """A convolution's output W x + s B (A x), [rows, out, height, width], from W x and x.
+    """Returns a convolution's output W x + s B (A x), [rows, out, height, width], from W x and x.
 
-    Computed adapter by adapter, because few have convolutions, and their kernels can't be stacked.
+    Computed adapter by adapter, because few adapters have convolutions, and their kernels can't be
+    stacked.
     """
     adapted = output.clone()
     for pair in dict.fromkeys(pairs):

@@ -59,7 +59,7 @@ from workers.models.kernel_store import KernelStore
 
 _NEEDS_UNET = "adapters require a pipeline of Stable Diffusion or Stable Diffusion XL"
 WARMUP_LIMIT_S = 100.0
-"""No further size is started after this long.
+"""Time after which no further size is started.
 
 Compiling a size can take a minute if it isn't cached on disk.
 """
@@ -76,8 +76,8 @@ Determined when a model warms up, which happens only once on a CPU.
 """
 
 _BROKEN: dict[Path, dict[type, str]] = {}
-"""Pipeline classes for images or masks that could not draw, with the reason, by their model's
-folder. Determined at warm-up, like `_ALONE`.
+"""Pipeline classes for images or masks that could not draw, with the reason, keyed by model folder.
+Determined at warm-up, like `_ALONE`.
 """
 
 log = logging.getLogger(__name__)
@@ -279,7 +279,8 @@ class ImageModel:
     def _find_out_if_alone(self) -> None:
         """Draws the first step of some images and checks what their pipeline changed.
 
-        One image has a different row count, which shows the hub which tensors vary with it.
+        One image has a different row count, which shows the hub which tensors vary with the row
+        count.
         """
         pipeline = self._main
         before, changes = state_of(pipeline), False
@@ -401,7 +402,7 @@ class ImageModel:
         return end
 
     def _end_waits(self, end: StepEnd) -> None:
-        """Starts the items whose adapters are now loaded. Ends the items whose adapters failed."""
+        """Starts items whose adapters are now loaded. Fails items whose adapters did not load."""
         in_use = {drawing.item.adapter for drawing in self._drawings.values()}
         for slot, item in self.adapters.take_ready(in_use):
             try:
@@ -434,7 +435,7 @@ class ImageModel:
         return [self.image(slot) for slot in indices]
 
     def image(self, slot: int) -> RgbImage | None:
-        """Returns a small image of an item between two steps. None if it can't be drawn."""
+        """Returns a small image of an item between two steps, or None if it can't be drawn."""
         drawing = self._drawings.get(slot)
         if drawing is None or drawing.latents is None:
             return None
@@ -457,8 +458,8 @@ class ImageModel:
     def interrupt(self, slot: int) -> None:
         """Sets an image aside. If an equal item is admitted later, it resumes there.
 
-        Together, set-aside images take at most one batch's budget. To make room, the oldest are
-        dropped and start over.
+        Together, set-aside images take up at most one batch's budget. To make room, the oldest
+        images are dropped and have to start over.
         """
         if self.runs_alone or not (slot in self._drawings or slot in self._encoding):
             self.drop(slot)  # it would leave shared modules changed, or has nothing yet
@@ -474,7 +475,7 @@ class ImageModel:
         """Drops set-aside images, oldest first, until the others have room.
 
         Returns:
-            False if none had to be dropped.
+            False if no image had to be dropped.
         """
         before = len(self._aside)
         while len(self._aside) > count or sum(aside.room for aside in self._aside) > room:
@@ -608,7 +609,10 @@ def _as_error(error: Exception) -> PenstockError:
 
 
 def _with_times_on_host(scheduler: Any) -> Any:
-    """Returns a scheduler with timesteps on the host. On a device, each comparison would wait."""
+    """Returns a scheduler with timesteps on the host.
+
+    On a device, each comparison would have to wait.
+    """
     set_timesteps = scheduler.set_timesteps
 
     @wraps(set_timesteps)

@@ -43,7 +43,7 @@ class OptionCheck:
         self._fields = fields_of(pipelines)
 
     def refusal(self, item: PreparedImage) -> BadInput | None:
-        """Returns the reason that no pipeline of the model can draw an item. None if one can."""
+        """Returns the reason none of the model's pipelines can draw an item, or None if one can."""
         return self._refusal_of_mode(item) or self._refusal_of_option(item) or self._of_size(item)
 
     def _refusal_of_mode(self, item: PreparedImage) -> BadInput | None:
@@ -106,7 +106,7 @@ def fields_of(pipelines: LoadedPipelines) -> tuple[str, ...]:
 
 
 def describe(pipelines: LoadedPipelines) -> ImageInterface:
-    """Returns what a model draws and accepts, with its pipeline's defaults."""
+    """Returns a model's tasks and fields, with its pipeline's defaults."""
     pipeline = pipelines.main
     known, guidance = parameters_of(pipeline), guidance_name(pipeline)
     multiple = _multiple_px(pipeline)
@@ -130,7 +130,7 @@ def describe(pipelines: LoadedPipelines) -> ImageInterface:
 
 
 def _usual_side(pipeline: Any, name: str, multiple: int) -> int:
-    """The default width or height in pixels, at most `_MAX_USUAL_PX`."""
+    """Returns the default width or height in pixels, at most `_MAX_USUAL_PX`."""
     parameter = parameters_of(pipeline).get(name)
     side = None if parameter is None else parameter.default
     if not isinstance(side, int):
@@ -174,7 +174,7 @@ def _multiple_px(pipeline: Any) -> int:
 
 
 def _largest_px(pipeline: Any) -> int | None:
-    """Returns the largest side that a transformer has positions for. None: any."""
+    """Returns the largest side for which a transformer has positions. None means any."""
     if (patch := _patch(pipeline)) is None:
         return None
     places = pipeline.transformer.config.get("pos_embed_max_size")

@@ -1,8 +1,8 @@
-"""One pipeline per item: a copy of the loaded one, with modules shared through the hub.
+"""One pipeline per item: a copy of the loaded pipeline, with modules shared through the hub.
 
 A copy has its own scheduler and state. In place of each module it has a stand-in, which passes
 calls to the hub and everything else to the module. The modules themselves aren't touched, so they
-can still be compiled, quantized and moved.
+can still be compiled, quantized, and moved.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Shared:
     """Replaces a shared module in one item's pipeline.
 
     Args:
-        parts: the intercepted parts, by method. Empty: the call itself.
+        parts: the intercepted parts, keyed by method. An empty name is the call itself.
         settings: `config` values that differ from the module's own.
         shift: value added to the latents before decoding.
     """
@@ -90,7 +90,8 @@ class Shared:
 def state_of(pipeline: Any) -> tuple[Any, ...]:
     """Returns the module parts that pipelines may change around calls: hooks and processors.
 
-    If it changes while an item is drawn, the item's pipeline can't share modules with others.
+    If they change while an item is being drawn, the item's pipeline can't share modules with
+    others.
     """
     return tuple(
         (
@@ -143,8 +144,8 @@ class Interception:
         """Returns a copy of a pipeline for one item.
 
         Args:
-            scheduler: the item's scheduler. None: a new one with the settings of the pipeline's
-                scheduler.
+            scheduler: the item's scheduler. None means a new one with the same settings as the
+                pipeline's scheduler.
         """
         mine = copy.copy(pipeline)
         object.__setattr__(mine, "_own_device", pipeline.device)

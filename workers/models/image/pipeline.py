@@ -29,13 +29,13 @@ _WITHOUT = {
     "StableDiffusionXL": {"text_encoder", "tokenizer"},
     "StableDiffusion3": {"text_encoder_3", "tokenizer_3"},
 }
-"""Text encoders that families can draw without, with their tokenizers. diffusers marks more of them
-as optional, for callers that have already encoded their prompts.
+"""Text encoders, with their tokenizers, that families can draw without. diffusers marks more of
+them as optional, for callers that have already encoded their prompts.
 """
 
 
 def denoiser_of(pipeline: Any) -> Any | None:
-    """Returns a pipeline's UNet or transformer. None if it has neither."""
+    """Returns a pipeline's UNet or transformer, or None if it has neither."""
     unet = getattr(pipeline, "unet", None)
     return getattr(pipeline, "transformer", None) if unet is None else unet
 
@@ -49,11 +49,11 @@ class LoadedPipelines:
     by_mode: Mapping[ImageMode, Any]
 
     def of(self, item: PreparedImage) -> Any | None:
-        """Returns the pipeline that draws an item. None if none can."""
+        """Returns the pipeline that draws an item, or None if none can."""
         return self.by_mode.get(mode_of(item))
 
     def with_images_of(self, is_kept: Callable[[Any], bool]) -> LoadedPipelines:
-        """Returns the same with only some of the pipelines for images and masks."""
+        """Returns a copy with only some of the pipelines for images and masks."""
         modes = self.by_mode.items()
         kept_pipelines = {
             mode: pipeline for mode, pipeline in modes if mode == "text" or is_kept(pipeline)
@@ -61,11 +61,11 @@ class LoadedPipelines:
         return replace(self, by_mode=kept_pipelines)
 
     def without_edits(self) -> LoadedPipelines:
-        """Returns the same without pipelines that ignore the strength and redraw whole images."""
+        """Returns a copy without pipelines that ignore the strength and redraw whole images."""
         return self.with_images_of(lambda pipeline: "strength" in parameters_of(pipeline))
 
     def only(self, tasks: Collection[ImageMode]) -> LoadedPipelines:
-        """Returns the same, restricted to these tasks."""
+        """Returns a copy that is restricted to these tasks."""
         return replace(
             self, by_mode={name: self.by_mode[name] for name in tasks if name in self.by_mode}
         )
@@ -134,7 +134,7 @@ def _load_pipeline(
 
 
 def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
-    """Returns the diffusers class that draws from text with these parts, or the one it names."""
+    """Returns the diffusers class that draws from text with these parts, or the config's class."""
     name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
@@ -205,7 +205,7 @@ def _pipelines_of(pipeline: Any, *, refines: bool) -> dict[ImageMode, Any]:
 
 
 def _counterpart(pipeline: Any, auto: Any, ending: str, *, refines: bool) -> Any | None:
-    """The pipeline for images or masks with the same components. None if there isn't one.
+    """Returns the pipeline for images or masks with the same components, if there is one.
 
     diffusers' own list omits some pipelines, whose class is named after the one for text.
     """
@@ -240,9 +240,9 @@ def signature_of(function: Any) -> inspect.Signature:
 
 
 def guidance_name(pipeline: Any) -> str | None:
-    """Returns the argument for `guidance_scale`. None if the pipeline has no guidance.
+    """Returns the argument for `guidance_scale`, or None if the pipeline has no guidance.
 
-    `true_cfg_scale` if `guidance_scale` is only for distilled models, as in Qwen-Image.
+    It is `true_cfg_scale` if `guidance_scale` is only for distilled models, as in Qwen-Image.
     """
     known = parameters_of(pipeline)
     scale = known.get("guidance_scale")
@@ -262,7 +262,7 @@ def _is_trained_with_masks(pipeline: Any) -> bool:
 def apply_plan(pipeline: Any, folder: Path, plan: ImagePlan) -> None:
     """Changes the denoiser and the VAE in place.
 
-    Pipelines whose VAE is not Stable Diffusion's kind stay unchanged.
+    Pipelines whose VAE is not the Stable Diffusion kind stay unchanged.
     """
     denoiser: Any = denoiser_of(pipeline)
     vae = getattr(pipeline, "vae", None)

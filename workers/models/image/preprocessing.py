@@ -2,7 +2,7 @@
 
 A source image is decoded and resized once. A ControlNet's map is computed from the caller's image.
 ControlNets for edges are trained with OpenCV's `Canny`. Workers do without OpenCV, because it would
-add 60 MB for this alone. The edges computed here match OpenCV's bit for bit.
+add 60 MB just for this. The edges computed here match OpenCV's bit for bit.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _ALL_AROUND = np.ones((3, 3), bool)
 
 SOURCE_FORMATS = ("PNG", "JPEG", "WEBP")
 SOURCE_MAX_PIXELS = 16 * 1024 * 1024
-"""Maximum pixels of a source image before it is resized: 48 MB decoded."""
+"""Maximum pixels in a source image before it is resized: 48 MB decoded."""
 DEFAULT_STRENGTH = 0.8
 SEED_LIMIT = 2**63
 _MAX_RESIZED = 8
-"""Maximum aspect ratio of an image. Beyond it, the far ends are cropped."""
+"""Maximum aspect ratio of an image. Beyond that, the far ends are cropped."""
 
 
 def edges(pixels: npt.NDArray[np.uint8], low: int, high: int) -> npt.NDArray[np.uint8]:
@@ -99,8 +99,8 @@ def prepare_control(
         known: the model's controls, by name.
 
     Raises:
-        BadInput: the model doesn't have the control, its image can't be read, or it guides during
-            no part of the steps.
+        BadInput: the model doesn't have the control, the control's image can't be read, or the
+            control does not guide any of the steps.
     """
     entry = known.get(control.name)
     if entry is None:
@@ -175,7 +175,10 @@ class ImagePreparer:
             return error
 
     def _strength_of(self, value: ImageInput) -> float | None:
-        """Returns the strength for an item with an image. None: its pipeline edits whole images."""
+        """Returns the strength for an item with an image.
+
+        None if its pipeline edits whole images.
+        """
         if self._bounds.accepts("strength"):
             return DEFAULT_STRENGTH if value.strength is None else value.strength
         if value.strength is not None:
@@ -288,7 +291,7 @@ def _make_catalog_error(noun: str, name: str, field: str) -> ModelFailed:
 
 
 def _square_of(image: Image.Image, side_px: int) -> bytes:
-    """The image's center as side x side RGB pixels, cropped as CLIP's image processor does."""
+    """Returns the image's center as side x side RGB pixels, cropped as CLIP does."""
     short = min(image.size)
     # CLIP resizes the whole image first. A very long, thin image would not fit in memory.
     near = _middle(image, *(min(side, short * _MAX_RESIZED) for side in image.size))
@@ -327,9 +330,9 @@ def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False
 
     Args:
         steps: number of steps for an image drawn from text.
-        strength: above 0 and at most 1.
+        strength: greater than 0 and at most 1.
         rounds_up: True if a fractional step counts as a whole one, as in diffusers' flow-matching
-            pipelines. Others drop it.
+            pipelines. Other pipelines drop the fraction.
 
     Raises:
         BadInput: strength is not above 0 and at most 1, or is so low that no step is left.

@@ -28,11 +28,14 @@ class LostTokens:
 
     def __init__(self) -> None:
         self.by_text: dict[str, tuple[int, int]] = {}
-        """For each text, that encoder's maximum tokens and the negated number of lost tokens."""
+        """For each text, the encoder's maximum tokens and the negated number of lost tokens."""
 
     @property
     def count(self) -> int | None:
-        """Lost tokens of all texts. None: no tokenizer of the pipeline has cut any."""
+        """Number of lost tokens in all texts.
+
+        None if none of the pipeline's tokenizers has cut any.
+        """
         return -sum(lost for _, lost in self.by_text.values()) if self.by_text else None
 
     def note(self, tokenizer: Any, texts: Any, read: Any, limit: int) -> None:
@@ -86,8 +89,8 @@ class Prompts:
         """Makes an item's pipeline use the cached prompts.
 
         Args:
-            variant: identifies what changes its text encoders, such as an adapter and its scale.
-                May be empty.
+            variant: identifies anything that changes the text encoders, such as an adapter and its
+                scale. May be empty.
 
         Returns:
             A counter of the tokens that its prompts lose during encoding.
@@ -133,7 +136,7 @@ def _copy(encoded: Any) -> Any:
 
 
 def _key(value: Any) -> Hashable | None:
-    """Formats a value for use in a key. None: it contains something that can't be in a key."""
+    """Formats a value for use in a key. Returns None if part of it can't be in a key."""
     if value is None or isinstance(value, str | int | float | torch.device | torch.dtype):
         return (type(value).__name__, value)
     if isinstance(value, list | tuple):

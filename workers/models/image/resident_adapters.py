@@ -3,9 +3,9 @@
 An adapter is read in a thread while steps continue, and put into memory between two steps. The
 least recently used adapters are evicted to make room. An adapter that an image is using stays.
 
-Adapter files that callers specify by URL are stored on the worker's disk. The API has fetched them
-into the object store. Each file is stored under its tenant's digest, so tenants share nothing, and
-one tenant's files don't displace the files of tenants with fewer.
+Adapter files that callers specify by URL are stored on the worker's disk. The API has already
+fetched them into the object store. Each file is stored under its tenant's digest, so tenants share
+nothing, and a tenant's files don't displace another tenant's if that tenant has fewer files.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ ABANDONED_S = 3600.0
 MAX_READS = 2
 """Maximum concurrent reads. More would take CPU time away from the steps."""
 WAIT_S = 0.05
-"""How long a step waits for an adapter if there is nothing to draw. New items also wait that long.
+"""How long a step waits for an adapter if there is nothing to draw. New items also wait this long.
 """
 
 log = logging.getLogger(__name__)
@@ -73,7 +73,7 @@ class FetchedAdapters:
         Args:
             digest: the file's digest, as `sha256:…`. The reader checks it.
             key: the file's key in the object store.
-            owner: digest of the tenant that owns it.
+            owner: digest of the tenant that owns the file.
 
         Raises:
             BadInput: the object is gone, or exceeds the catalog's size limit.
@@ -126,7 +126,7 @@ class FetchedAdapters:
 
 
 Applied = tuple[LoadedAdapter, float] | None
-"""An image's adapter and its scale. None: no adapter."""
+"""An image's adapter and scale. None if there is no adapter."""
 
 
 class ResidentAdapters:
@@ -175,7 +175,7 @@ class ResidentAdapters:
 
         `take_ready` then returns it as soon as it can continue.
 
-        While an image waits for room, later images wait too, so it eventually gets the room.
+        While an image waits for room, later images wait too, so that it eventually gets the room.
         """
         if not item.adapter or (item.adapter in self._resident and not self._lacks_room):
             return False
@@ -218,7 +218,7 @@ class ResidentAdapters:
         wait(self._reads.values(), timeout=WAIT_S, return_when=FIRST_COMPLETED)
 
     def of(self, item: PreparedImage) -> Applied:
-        """Returns the adapter of an image that isn't waiting."""
+        """Returns the adapter for an image that isn't waiting."""
         if not item.adapter:
             return None
         self._resident.move_to_end(item.adapter)
@@ -240,7 +240,7 @@ class ResidentAdapters:
         """Returns whether an image's adapter is in memory now.
 
         Raises:
-            PenstockError: it can't be read.
+            PenstockError: the adapter can't be read.
         """
         name = item.adapter
         if name in self._resident:

@@ -25,8 +25,8 @@ from workers.models.image.pipeline import parameters_of
 from workers.models.image.resident_adapters import ResidentAdapters
 
 DECODED_PIXELS = 512 * 512
-"""Pixels that the VAE computes at a time, but at least one image. More would delay other images'
-steps.
+"""Maximum pixels that the VAE computes at a time, but at least one image. More would delay other
+images' steps.
 """
 GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
 """Denoisers whose calls have a row for the negative prompt followed by one for the prompt."""
@@ -34,7 +34,7 @@ GUIDED_KINDS = (UNet2DConditionModel, SD3Transformer2DModel)
 
 @dataclass(slots=True)
 class CompiledSizes:
-    """The compiled batch sizes, in images, and the seconds each takes."""
+    """The compiled batch sizes, in images, and how many seconds each takes."""
 
     width: int
     height: int
@@ -51,7 +51,7 @@ class RowBatching(Batching):
     """Batches images. The owner of a call is a Drawing.
 
     Args:
-        deep_cache: None: every step computes the whole UNet.
+        deep_cache: None means that every step computes the whole UNet.
         guidance_stop: fraction of the steps after which the negative prompt no longer applies.
     """
 
@@ -112,7 +112,7 @@ class RowBatching(Batching):
         return True
 
     def compute(self, calls: Sequence[Call]) -> Sequence[Any]:
-        """Computes calls that have the same key. Returns the results of each."""
+        """Computes calls that have the same key. Returns each call's results."""
         part = calls[0].part
         batch = join(calls, self._fill(calls) if part.is_denoiser else 0)
         rows = [call.owner.adapter for call in batch.row_calls]
@@ -184,7 +184,10 @@ class RowBatching(Batching):
 
 
 def _join_added(batch: Batch) -> dict[str, Any]:
-    """Returns UNet arguments with the ControlNets' additions to each row. Empty if none."""
+    """Returns UNet arguments with the ControlNets' additions to each row.
+
+    Empty if there are none.
+    """
     some = next((call.added for call in batch.every if call.added), None)
     if some is None:
         return {}

@@ -1,4 +1,4 @@
-"""`predict_batch(self, inputs: list[Input]) -> list[Output]`: the addition to Cog's interface.
+"""`predict_batch(self, inputs: list[Input]) -> list[Output]`: our addition to Cog's interface.
 
 It may be asynchronous (`async def`), but it still computes one batch at a time.
 
@@ -48,7 +48,7 @@ def read_batch_form(target: Any) -> BatchForm:
     """Inspects a class's `predict_batch`.
 
     Raises:
-        ValueError: it has a different form. The message explains what is wrong.
+        ValueError: the method has a different form. The message explains what is wrong.
     """
     method = getattr(target, METHOD)
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
@@ -88,7 +88,7 @@ def _without_errors(output: Any) -> Any:
 
 
 def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
-    """Returns each field's type, default and constraints, by name."""
+    """Returns each field's type, default, and constraints, keyed by name."""
     if inspect.isclass(element):
         hints = typing.get_type_hints(element, include_extras=True)
         model_fields = getattr(element, "model_fields", None)

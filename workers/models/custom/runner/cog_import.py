@@ -71,7 +71,7 @@ def import_all() -> None:
 class _Missing:
     """A finder that hides a package from this thread.
 
-    The class may still have packages that need it.
+    The class may still have packages that need the real one.
     """
 
     def __init__(self, name: str) -> None:

@@ -2,7 +2,7 @@
 
 Linux only, on a best-effort basis.
 
-The runner ends with its parent. It is the first process that the system kills if memory runs short.
+The runner dies with its parent. It is the first process that the system kills if memory runs short.
 It has no capabilities, so it can't look into other processes even if it runs as root: the system
 lets a process read `/proc/<pid>/environ` and memory only for processes whose capabilities don't
 exceed its own (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private, and it can write
@@ -10,12 +10,12 @@ only there and below its scratch folder.
 
 - Landlock (landlock(7)) prevents writing anywhere else. Reading is not restricted. A restricted
 process can't look into processes outside, so it can't read their `/proc/<pid>/environ` or their
-memory, no matter which user owns them. Starting with ABI 6 (Linux 6.12), it can't send them signals
-or connect to their abstract Unix sockets. Child processes inherit these restrictions, which can't
-be undone.
-- A mount namespace (mount_namespaces(7)) makes `/tmp` a private folder that disappears with it,
-because classes write to fixed names such as `/tmp/out.png`. This requires the capability for it, or
-user namespaces, which not all systems grant to everyone (user_namespaces(7)).
+memory, no matter which user owns them. Starting with ABI 6 (Linux 6.12), it also can't send them
+signals or connect to their abstract Unix sockets. Child processes inherit these restrictions, which
+can't be undone.
+- A mount namespace (mount_namespaces(7)) makes `/tmp` a private folder that disappears along with
+the runner, because classes write to fixed names such as `/tmp/out.png`. This requires the
+capability for it, or user namespaces, which not all systems grant to everyone (user_namespaces(7)).
 
 - In such a namespace, the class's folder is mounted below the class's view of it (overlayfs,
 available to everyone from Linux 5.11 on), so the class may change every file, and its changes are
@@ -46,8 +46,8 @@ SHARED_MEMORY = "/dev/shm"
 """Shared memory of libraries that use several processes."""
 DEVICES = "/dev"
 """Device files may be written, as CUDA does with /dev/nvidia*. No rule covers ioctl, so all are
-allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and no rule covers reading: CUDA reads
-/proc/driver/nvidia and /sys.
+allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and no rule covers reading, because CUDA
+reads /proc/driver/nvidia and /sys.
 """
 OWN_THREADS = "/proc/self/task"
 """CUDA names its threads there. It fails to start if it can't (CUDA_ERROR_OPERATING_SYSTEM).
@@ -94,7 +94,7 @@ class Confined(NamedTuple):
 
     Attributes:
         missing: descriptions of the confinement that this system doesn't support.
-        view: path of the class's view of its folder. `/src` where that is possible.
+        view: path of the class's view of its folder, which is `/src` if possible.
     """
 
     missing: list[str]
@@ -141,12 +141,12 @@ def confine(
     """Gives up everything that a class's code doesn't need.
 
     Args:
-        scratch: the folder it may write below. It contains the view.
-        read_only: folders that it reads, which stay in place if they are below `/tmp`.
+        scratch: the folder below which the process may write. It contains the view.
+        read_only: folders the process reads, which stay in place if they are below `/tmp`.
         followed: more such folders. The targets of their symbolic links stay in place as well.
         denied_ports: TCP ports it may not connect to.
-        max_file_bytes: maximum size of a file that it writes. 0: unlimited.
-        folder: the class's folder, which is mounted below the view. Empty: no folder.
+        max_file_bytes: maximum size of a file the process writes. 0 means unlimited.
+        folder: the class's folder, which is mounted below the view. Empty if there is no folder.
     """
     with contextlib.suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000", encoding="ascii")
@@ -201,7 +201,7 @@ def _set(option: int, value: object) -> None:
 
 
 def abi_version() -> int:
-    """Returns the system's Landlock version. 0: none."""
+    """Returns the system's Landlock version, or 0 if there is none."""
     return max(0, _call(_CREATE_RULESET, None, 0, _VERSION))
 
 
@@ -211,7 +211,7 @@ def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int
     `no_new_privs` must be set.
 
     Args:
-        folders: everything below them may be written, created and removed. Missing ones are
+        folders: everything below them may be written, created and removed. Missing folders are
             skipped.
         files_of: folders whose files may be written, but not created or removed. They stay open: a
             rule applies to an inode, and /proc recreates an inode once it is no longer open
@@ -249,7 +249,7 @@ def deny_tcp(ports: Sequence[int]) -> bool:
     even a rule set that is only about ports, so this one allows it everywhere.
 
     Returns:
-        True if it succeeded: requires ABI 4 or later (Linux 6.7).
+        True if it succeeded, which requires ABI 4 or later (Linux 6.7).
     """
     if abi_version() < _NET_FROM_ABI:
         return False
@@ -328,7 +328,7 @@ class KeptPlaces(NamedTuple):
 
 
 def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
-    """Resolves these paths and, for `followed`, the links in them.
+    """Resolves these paths and, for `followed`, any links inside them.
 
     Folders that links lead to are also searched for links, if they are below `/tmp`. The search
     stops after MAX_SEARCHED_ENTRIES files and folders.
@@ -359,7 +359,7 @@ def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
 
 
 def _resolve(path: Path, links: dict[Path, Path]) -> Path | None:
-    """Returns the real path, and records the links along the way. None if it doesn't exist."""
+    """Returns the real path, or None if it doesn't exist, and records the links along the way."""
     real, waiting, followed = Path("/"), deque(path.absolute().parts[1:]), 0
     while waiting:
         part = waiting.popleft()
@@ -447,7 +447,7 @@ def _link(link: Path, target: Path, tmp: Path, shown: Sequence[Path]) -> None:
 
 
 def lay_below(view: Path, folder: Path, work: Path) -> bool:
-    """Mounts a folder below a view that has copies of its files and links to it.
+    """Mounts a folder below a view that contains copies of the folder's files and links to it.
 
     These links are removed, because their targets are visible without them.
 

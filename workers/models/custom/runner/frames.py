@@ -1,7 +1,7 @@
 """Messages between a worker and a class's runner: JSON followed by bytes.
 
-A frame consists of its JSON's length in bytes (unsigned 32-bit, little-endian), the JSON, and
-then its blobs' bytes one after another. `blobs` in the JSON has their lengths.
+A frame consists of the length in bytes of its JSON (unsigned 32-bit, little-endian), the JSON, and
+the bytes of its blobs, one after another. `blobs` in the JSON contains the blobs' lengths.
 """
 
 from __future__ import annotations
@@ -14,11 +14,12 @@ from typing import Any, NamedTuple
 
 HEADER = struct.Struct("<I")
 MAX_JSON_BYTES = 40 * 1024 * 1024
-"""Fits two maximum-size outputs in one frame, for a process that compares them."""
+"""Enough for two maximum-size outputs in one frame, for a process that compares them."""
 MAX_ANSWER_JSON_BYTES = 8 * 1024 * 1024
 """Maximum JSON size of one frame from a process. Larger outputs are blobs."""
 MAX_INLINE_BYTES = 1024 * 1024
-"""Maximum JSON size of an output within its frame. A larger one is a blob that workers don't parse.
+"""Maximum JSON size of an output within its frame. A larger output is a blob that workers don't
+parse.
 """
 MAX_OUTPUT_BYTES = 16 * 1024 * 1024
 """Maximum size of an output as JSON, without its files. A large output is stored as a file."""
@@ -40,7 +41,7 @@ def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
     """Returns a message's bytes.
 
     Raises:
-        ValueError: the message is too large, or contains NaN, an infinite number or half of a
+        ValueError: the message is too large, or contains NaN, an infinite number, or half of a
             surrogate pair, which JSON in UTF-8 can't represent.
     """
     whole = message | {"blobs": [len(blob) for blob in blobs]}
@@ -56,7 +57,7 @@ def encode_json(value: Any) -> bytes:
     """Encodes JSON in UTF-8.
 
     Raises:
-        ValueError: it contains NaN, an infinite number or half of a surrogate pair.
+        ValueError: the value contains NaN, an infinite number, or half of a surrogate pair.
     """
     return json.dumps(value, allow_nan=False, ensure_ascii=False, separators=(",", ":")).encode()
 

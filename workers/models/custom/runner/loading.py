@@ -1,6 +1,6 @@
 """Finds and loads a folder's class, and describes its inputs and output.
 
-The inputs are described as JSON Schema in Cog's form (https://cog.run/http/).
+The inputs are described as JSON Schema, in Cog's format (https://cog.run/http/).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Loaded(NamedTuple):
     predictor: Any
     """The instance, or the function itself."""
     compute: Callable[..., Any]
-    """Its `predict_batch`, `run` or `predict`, bound."""
+    """The class's `predict_batch`, `run`, or `predict` method, bound."""
     signature: Signature
     concurrency: int
     notes: list[str]
@@ -44,12 +44,12 @@ class Loaded(NamedTuple):
     element: Callable[..., Any] | None = None
     """Creates an element of the list that `predict_batch` takes.
 
-    None: the class doesn't have `predict_batch`.
+    None if the class doesn't have `predict_batch`.
     """
     weigh: Callable[[Any], Any] | None = None
-    """Its `work`, bound. None if the class doesn't have it."""
+    """The class's `work` method, bound, or None if it doesn't have one."""
     is_close: Callable[[Any, Any], Any] | None = None
-    """Its `is_close`, bound. None if the class doesn't have it."""
+    """The class's `is_close` method, bound, or None if it doesn't have one."""
 
 
 class NotLoadable(Exception):
@@ -60,7 +60,7 @@ def load(folder: Path) -> Loaded:
     """Imports a folder's class. Runs its module, but not `setup`.
 
     Args:
-        folder: contains cog.yaml, run.py or predict.py.
+        folder: contains cog.yaml, run.py, or predict.py.
 
     Raises:
         NotLoadable: there is no class, or its signature can't be served.
@@ -115,7 +115,7 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
 def _find_batch_form(target: Any, notes: list[str]) -> BatchForm | None:
     """Returns the form of `predict_batch`.
 
-    None if the class doesn't have it, or has it in another form alongside `predict`.
+    None if the class doesn't have one, or has one with a different form alongside `predict`.
     """
     if not has_batches(target):
         return None
@@ -134,7 +134,7 @@ def _select(target: Any, name: str) -> tuple[str, Callable[..., Any]]:
     """Returns the name of the function that computes a prediction, and the function itself.
 
     Raises:
-        NotLoadable: there is none, or it is ambiguous.
+        NotLoadable: there is no such function, or it is ambiguous.
     """
     if inspect.isclass(target):
         with _report_as_not_loadable():
@@ -148,7 +148,7 @@ def _select(target: Any, name: str) -> tuple[str, Callable[..., Any]]:
 
 @contextlib.contextmanager
 def _report_as_not_loadable() -> Iterator[None]:
-    """Turns exceptions from Cog's inspector into the reason why a class can't be served."""
+    """Converts exceptions from Cog's inspector to the reason a class can't be served."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)
@@ -160,9 +160,10 @@ def _report_as_not_loadable() -> Iterator[None]:
 def _method(
     predictor: Any, name: str, count: int, returns: type, notes: list[str]
 ) -> Callable[..., Any] | None:
-    """Returns a method if it has our form: a class written for Cog may have one with the same name.
+    """Returns a method if it has our form.
 
-    Otherwise returns None and adds a line to `notes`.
+    A class written for Cog may have a different one with the same name; in that case, returns None
+    and adds a line to `notes`.
     """
     kind = type(predictor)
     if inspect.isfunction(predictor) or not hasattr(kind, name):
@@ -312,12 +313,12 @@ def _property(field: adt.InputField) -> dict[str, Any]:
 
 
 def _whole(bound: float | None) -> float | None:
-    """Returns a bound the way JSON shows it: cog converts them all to floats."""
+    """Returns a bound the way JSON shows it, because Cog converts all bounds to floats."""
     return int(bound) if bound is not None and float(bound).is_integer() else bound
 
 
 def _plain_default(default: Any) -> Any:
-    """Returns a default as shown in JSON. Defaults of secrets are not shown."""
+    """Returns a default as shown in JSON. Secrets' defaults are not shown."""
     if isinstance(default, dataclasses.Field):
         factory = default.default_factory
         default = factory() if callable(factory) else default.default

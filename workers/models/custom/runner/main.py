@@ -6,10 +6,10 @@ It receives `{"id", "input", "files", "context"}` with the files' bytes, and `{"
 "kind"}`.
 
 A class with `predict_batch` receives `{"batch"}`, the number of predictions whose frames follow. It
-answers them together, or with `{"batch_error", "kind"}` if it failed as a whole.
+responds to them together, or with `{"batch_error", "kind"}` if the batch failed as a whole.
 
-A runner started for questions only does not set up the class. It answers an input with its `work`,
-and `{"id", "outputs", "files"}` with whether the two outputs are `close`.
+A runner started only for questions does not set up the class. It responds to an input with its
+`work`, and to `{"id", "outputs", "files"}` with whether the two outputs are `close`.
 
 A synchronous class runs on the main thread, where SIGUSR1 raises Cog's cancellation exception. An
 asynchronous one runs as tasks, and a cancellation cancels one of them.
@@ -67,11 +67,11 @@ INVALID_INPUT = "InvalidInput"
 """Name of an exception class, in any module, that blames the caller's input."""
 DISK_SETTING = "resources.disk_bytes"
 MAX_WORK = 2**53
-"""Larger values are capped at this: it is already far above any limit."""
+"""Larger values are capped at this number, which is already far above any limit."""
 
 
 class WrongInput(Exception):
-    """An input that the class rejects. The message starts with its name, if it has one."""
+    """An input that the class rejects. The message starts with the input's name, if it has one."""
 
 
 def main(
@@ -87,11 +87,11 @@ def main(
     """Serves a folder's class until the socket is closed.
 
     Args:
-        scratch: the folder it may write below. It contains the view of the class's folder, which
-            becomes the working directory.
-        denied_ports: TCP ports it may not connect to.
-        disk_bytes: maximum size of a file that it writes. 0: unlimited.
-        inspects_only: True to end once the class has been inspected.
+        scratch: the folder below which the process may write. It contains the view of the class's
+            folder, which becomes the working directory.
+        denied_ports: TCP ports to which it may not connect.
+        disk_bytes: maximum size of a file the process writes. 0 means unlimited.
+        inspects_only: True to exit once the class has been inspected.
         is_aside: True to call `work` and `is_close` instead of computing.
     """
     confined = _confine(folder, scratch, denied_ports, disk_bytes)
@@ -129,7 +129,10 @@ def _confine(
 
 
 def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Loaded | None:
-    """Loads the class and sets it up. Sends its interface, or the reason for failing: then None."""
+    """Loads the class and sets it up.
+
+    Sends its interface or, on failure, the reason, and then returns None.
+    """
     try:
         loaded = loading.load(view)
         interface = loading.interface_of(loaded)
@@ -208,7 +211,7 @@ def text_of(error: BaseException) -> str:
 
 
 def encodable(text: str) -> str:
-    """Makes a text encodable as UTF-8: replaces half of a surrogate pair with a question mark."""
+    """Makes a text encodable as UTF-8. Replaces halves of surrogate pairs with question marks."""
     return text.encode(errors="replace").decode()
 
 
@@ -232,7 +235,7 @@ class _Prediction:
         """Returns the function's arguments, with files in place of their bytes.
 
         Raises:
-            WrongInput: the class rejects them.
+            WrongInput: the class rejects the inputs.
         """
         values = self._frame.message["input"]
         for at, path in self._write_files():
@@ -285,7 +288,7 @@ class _Prediction:
         """Encodes the next piece of a streamed output. Returns its frame, with its files.
 
         Raises:
-            WrongOutput: it can't be sent, or it makes the output too large.
+            WrongOutput: the piece can't be sent, or makes the output too large.
         """
         encoded = self.encoder.encode(value, (len(self.pieces),))
         self._size_bytes += len(repr(encoded))
@@ -302,7 +305,7 @@ class _Prediction:
         """Returns the frame for the whole output.
 
         Raises:
-            WrongOutput: it is too large, or contains numbers that JSON can't represent.
+            WrongOutput: the output is too large, or contains numbers that JSON can't represent.
         """
         message = {
             "id": self.id,
@@ -325,8 +328,8 @@ class _Prediction:
     def failure(self, error: BaseException) -> bytes:
         """Encodes an error, with the traceback of an exception raised by the class.
 
-        The traceback is not printed: other predictions may be running in this process, and the
-        author may hide it from callers.
+        The traceback is not printed, because other predictions may be running in this process, and
+        the author may hide it from callers.
         """
         error = self.blamed(error)
         log = _traceback_of(error)[-MAX_LOG_CHARS:]
@@ -483,7 +486,7 @@ class SyncRunner:
     def _interruptible(self) -> None:
         """From here on, a cancellation interrupts the class.
 
-        One that arrived earlier does so now.
+        A cancellation that arrived earlier does so now.
         """
         self._may_interrupt = True
         if self._is_canceled:
@@ -585,10 +588,10 @@ class _Batch:
 
 
 def _make_object(element: Callable[..., Any], arguments: dict[str, Any]) -> Any:
-    """Returns an input as one object.
+    """Returns an input as a single object.
 
     Raises:
-        WrongInput: its type does not accept these fields.
+        WrongInput: the object's type does not accept these fields.
     """
     try:
         return element(**arguments)

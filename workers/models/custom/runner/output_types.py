@@ -22,7 +22,7 @@ from workers.models.custom.runner.cog_import import adt, cog
 
 FILE_FORMAT = "uri"
 _OBJECT = {"type": "object"}
-"""The schema for a dict, and for `Any` within another type, as Cog writes it."""
+"""The schema for a dict, and for `Any` nested in another type, as Cog writes it."""
 _TEXTS = (cog.ConcatenateIterator, cog.AsyncConcatenateIterator)
 _ITERATORS = (
     collections.abc.Iterator,
@@ -35,7 +35,7 @@ _ITERABLES = (
     collections.abc.AsyncIterable,
     collections.abc.Collection,
 )
-"""Streamed only if a generator produces them, because a list is also iterable."""
+"""Types that are streamed only if a generator produces them, because a list is also iterable."""
 _ARRAYS = (list, tuple, set, frozenset, collections.abc.Sequence, collections.abc.Set)
 _PLAIN_TYPES: dict[type, str] = {str: "string", bool: "boolean", int: "integer", float: "number"}
 
@@ -46,7 +46,7 @@ class Output(NamedTuple):
     schema: dict[str, Any]
     """JSON Schema, with Cog's `x-cog-array-type` if it is streamed."""
     streams: str = ""
-    """Empty: it arrives all at once. `text`: pieces of one text. `items`: elements of a list."""
+    """Empty: all at once. `text`: pieces of one text. `items`: elements of a list."""
 
     @property
     def piece(self) -> dict[str, Any]:
@@ -95,7 +95,7 @@ def _stream_schema(element: dict[str, Any]) -> dict[str, Any]:
 
 
 def _schema(hint: Any, inside: tuple[type, ...]) -> dict[str, Any]:
-    """Returns a type's schema. `inside`: the enclosing models, so that recursion ends."""
+    """Returns a type's schema. `inside`: the enclosing models, so that recursion stops."""
     hint = _strip(hint)
     if adt._unwrap_opaque(hint)[1]:
         field = adt.FieldType.from_type(hint)
@@ -173,7 +173,7 @@ def _model_schema(fields: dict[str, Any], inside: tuple[type, ...]) -> dict[str,
 
 
 def _fields(kind: type) -> dict[str, Any] | None:
-    """Returns each field's type in a model or dataclass, by name. None: it has no fields."""
+    """Returns the type of each field in a model or dataclass, by name. None if it has no fields."""
     known = getattr(kind, "model_fields", None)  # from pydantic, if the class uses it
     if not isinstance(known, Mapping):
         known = getattr(kind, "__fields__", None)  # from pydantic 1

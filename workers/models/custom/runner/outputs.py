@@ -28,7 +28,7 @@ MAX_FILES = 512
 MAX_FILES_BYTES = 192 * 1024 * 1024
 """Maximum total size of an output's files."""
 MAX_STREAMED_BYTES = 1024 * 1024
-"""Maximum size of a streamed output as JSON. Readers get it from Redis."""
+"""Maximum size of a streamed output as JSON. Readers receive it through Redis."""
 MAX_DEPTH = 120
 """Maximum nesting depth. Cog's server rejects JSON nested 128 levels deep."""
 MAX_SHOWN_LEVELS = 10
@@ -46,7 +46,8 @@ class WrongOutput(Exception):
 class OutputEncoder:
     """Encodes one prediction's output. `files` and `blobs` collect its files.
 
-    Each entry in `files` has the path to its place in the output, its media type and its name.
+    Each entry in `files` contains the path to the file's place in the output, its media type, and
+    its name.
     """
 
     def __init__(self, output: Output) -> None:
@@ -63,7 +64,7 @@ class OutputEncoder:
         return files_and_blobs
 
     def encode(self, value: Any, at: Place = ()) -> Any:
-        """Encodes an output, or one piece of a streamed one, for JSON.
+        """Encodes an output, or one piece of a streamed output, for JSON.
 
         Args:
             value: the value returned by the class.

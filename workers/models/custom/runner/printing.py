@@ -4,7 +4,7 @@ Several predictions of an asynchronous class share one process and one output pi
 `sys.stderr` therefore write records to that pipe: the process's mark, the prediction number, a
 length, and the bytes. As in Cog, the number is stored in a context variable, which is inherited by
 tasks and by threads that run in a copied context (`asyncio.to_thread`). Output from subprocesses, C
-code and other threads has no mark.
+code, and other threads has no mark.
 
 A record fits into PIPE_BUF, so the kernel never mixes two records.
 """
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 MARK_BYTES = 16
 MARK_BEGIN = b"\xff"
-"""UTF-8 text never contains this byte, so the end of a text never looks like the start of a mark.
+"""A byte that UTF-8 text never contains, so the end of a text never looks like the start of a mark.
 """
 HEADER = struct.Struct("<QH")
 """The prediction number, and the length of the following data in bytes."""
@@ -77,7 +77,7 @@ class MarkedStream(io.BufferedIOBase):
 
 
 class MarkedText(io.TextIOWrapper):
-    """A stream of `sys`.
+    """A standard stream in `sys`.
 
     It is unbuffered, because a buffer would mix several predictions' output.
     """

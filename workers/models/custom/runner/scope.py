@@ -1,7 +1,7 @@
 """`cog.current_scope()`: the metrics that a class records for the running prediction.
 
 The rules are Cog's (see the docs of `BaseRunner.record_metric`): names have at most four segments
-and 128 characters; the modes are `replace`, `incr` and `append`; and types can't change without
+and 128 characters; the modes are `replace`, `incr`, and `append`; and types can't change without
 `delete`.
 """
 
@@ -29,7 +29,9 @@ class RecordedMetrics:
         self._values: dict[str, Any] = {}
 
     def record(self, key: str, value: Any, mode: str | None = None) -> None:
-        """Records a metric. `mode` is replace (default), incr or append. None deletes it.
+        """Records a metric. `mode` is replace (default), incr, or append.
+
+        A value of None deletes the metric.
 
         Raises:
             ValueError: the name or the mode is not valid, or all metrics together are too large.
@@ -71,7 +73,7 @@ class RecordedMetrics:
     __delitem__ = delete
 
     def nested(self) -> dict[str, Any]:
-        """Returns all metrics: each dot in a name makes a nested object."""
+        """Returns all metrics. Each dot in a name creates a nested object."""
         whole: dict[str, Any] = {}
         for key, value in self._values.items():
             *folders, name = key.split(".")
@@ -116,7 +118,7 @@ def _check_name(key: str) -> None:
 
 
 def _mistake(key: str) -> str:
-    """Returns why a name is invalid, in Cog's words. Empty if it is valid."""
+    """Returns the reason a name is invalid, in Cog's words. Empty if it is valid."""
     segments = key.split(".")
     checks = (
         (len(key) > MAX_NAME_CHARS, f"must be at most {MAX_NAME_CHARS} characters"),

@@ -29,7 +29,7 @@ _CONVERTED = {adt.PrimitiveType.PATH, adt.PrimitiveType.FILE, adt.PrimitiveType.
 
 
 class Signature(NamedTuple):
-    """One prediction's inputs by name, and its output."""
+    """One prediction's inputs, keyed by name, and its output."""
 
     inputs: dict[str, adt.InputField]
     output: Output
@@ -41,7 +41,7 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
     """Reads the signature of a function or an unbound method.
 
     Raises:
-        ValueError: it can't be served. The message names the input or the return type.
+        ValueError: the signature can't be served. The message names the input or the return type.
     """
     plain = _undecorate(function)
     parameters = [
@@ -91,7 +91,8 @@ def read_inputs(
     """Reads the inputs.
 
     Args:
-        fields: the type of each, and its default or what `cog.Input` returned. None: no default.
+        fields: each input's type, and its default or the result of `cog.Input`. None if there is no
+            default.
         optional: names of inputs that may be None although their types don't allow it.
 
     Raises:
