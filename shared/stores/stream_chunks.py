@@ -49,6 +49,9 @@ def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
     None: there are none, or `first` is in the middle of a chunk without lengths. Pieces that follow
     pieces stored by release 0.1.0 become tokens too.
     """
+    is_last = written and written[-1].first == first  # as for nearly every token
+    if is_last and (len(written) == 1 or written[-2].first < first):
+        return written[-1]
     parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]
     if not parts or parts[0].first != first:
         return None

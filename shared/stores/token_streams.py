@@ -272,8 +272,10 @@ class TokenReader:
             while mine & self._readers:
                 # Costs a third of asyncio.timeout, and every stream event waits here.
                 timer = loop.call_later(limit_s, has_news.set)
-                await has_news.wait()
-                timer.cancel()
+                try:
+                    await has_news.wait()
+                finally:
+                    timer.cancel()
                 has_news.clear()
                 news = {reader: tokens for reader in mine if (tokens := reader.take()) is not None}
                 self._readers -= {reader for reader, tokens in news.items() if tokens.is_over}

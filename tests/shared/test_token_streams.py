@@ -1,7 +1,9 @@
 """Text tokens in a real Redis: each exists exactly once, with any number of writers and readers."""
 
+import asyncio
 import itertools
 import zlib
+from typing import Any
 
 import msgspec
 import pytest
@@ -12,7 +14,7 @@ from shared.models.tasks.custom import PieceChunk
 from shared.models.tasks.text import TokenChunk
 from shared.stores.redis_client import NO_REDIS
 from shared.stores.stream_chunks import decode_chunk, encode_chunk, merge_chunks
-from shared.stores.token_streams import MAX_ITEMS, Delivered, Written
+from shared.stores.token_streams import MAX_ITEMS, Delivered, TokenReader, Written
 from tests.deleting import delete_ended
 from tests.limits import WAIT_LIMIT_S
 from tests.record_stores import RecordStores
@@ -161,3 +163,34 @@ async def test_whatever_is_appended_each_token_is_there_once(
         tokens = [found for found in chunks if isinstance(found, TokenChunk)]
         ids = [one for found in tokens for one in found.ids]
         assert ids == list(range(len(ids)))
+
+
+async def test_a_canceled_reader_leaves_no_timer(
+    redis_url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop, timers = asyncio.get_running_loop(), list[asyncio.TimerHandle]()
+    call_later, limit_s = loop.call_later, 1234.5
+
+    def note(delay_s: float, *call: Any, **options: Any) -> asyncio.TimerHandle:
+        timer = call_later(delay_s, *call, **options)
+        if delay_s == limit_s:
+            timers.append(timer)
+        return timer
+
+    monkeypatch.setattr(loop, "call_later", note)
+    async with RecordStores(redis_url) as stores:
+        reader = TokenReader(stores.tokens)
+        reading = asyncio.create_task(anext(reader.follow("r", 1, limit_s)))
+        await asyncio.sleep(0)
+        reading.cancel()
+        await asyncio.wait([reading])
+        assert [timer.cancelled() for timer in timers] == [True]
+        for task in reader.tasks:
+            task.cancel()
+
+
+def test_a_chunk_without_tokens_is_merged_with_the_next() -> None:
+    parts = [chunk(0, 5), TokenChunk(1, [], "more "), chunk(1, 6)]
+    assert merge_chunks(parts, 1) == TokenChunk(1, [6], "more 6 ")
+    assert merge_chunks(parts[:2], 1) == parts[1]
+    assert merge_chunks([*parts, chunk(2, 7)], 2) == chunk(2, 7)
