@@ -87,9 +87,10 @@ async def _call(
         timed = TimedGeneration(time.monotonic())
         ids = np.frombuffer(prompt.ids, IDS).tolist()
         order = Asked(ids, ANY_SLOT, "everyone", keeps=True, tokens=prompt.max_tokens)
-        async for reply in dialect.stream(server.post, prompt, order):
-            if reply.tokens:
+        async for replies in dialect.stream(server.post, prompt, order):
+            tokens = sum(len(reply.tokens) for reply in replies)
+            if tokens:
                 timed.pieces_s.append(time.monotonic())
-            timed.tokens += len(reply.tokens)
+            timed.tokens += tokens
         texts.append(timed)
     return texts

@@ -10,16 +10,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import aiohttp
 import numpy as np
 from numpy.typing import NDArray
 
 from shared.models.catalog import Model
 from workers.models.base import PreparedPrompt
+from workers.models.engines.engine_http import EngineResponse
 from workers.models.generation.vocabulary import Vocabulary
 
 CUT = "the stream ended before the text"
-Post = Callable[[str, Mapping[str, Any]], AbstractAsyncContextManager[aiohttp.ClientResponse]]
+Post = Callable[[str, Mapping[str, Any]], AbstractAsyncContextManager[EngineResponse]]
 """Called as post(path, body). Leaving the context stops the computation."""
 Chances = Mapping[int, float]
 """Log probabilities by token, for the chosen token and the likeliest ones."""
@@ -94,6 +94,11 @@ class Reply:
     has_ended: bool = False
     has_lost: bool = False
 
+    @property
+    def is_written(self) -> bool:
+        """True if it is more than a report about the prompt."""
+        return bool(self.tokens) or self.has_ended or self.has_lost
+
 
 class EngineDialect(ABC):
     """One kind of engine: starts its server, and speaks its protocol.
@@ -134,8 +139,8 @@ class EngineDialect(ABC):
         """
 
     @abstractmethod
-    def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
-        """Yields the rest of a text as it is generated.
+    def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[list[Reply]]:
+        """Yields the rest of a text as it is generated: lists of replies that arrived together.
 
         Raises:
             ConnectionError: the stream ended before the text did.
@@ -143,12 +148,15 @@ class EngineDialect(ABC):
         """
 
 
-async def read_events(response: aiohttp.ClientResponse) -> AsyncIterator[bytes]:
-    """Yields the data of server-sent events, each on one line."""
+async def read_events(response: EngineResponse) -> AsyncIterator[list[bytes]]:
+    """Yields the data of server-sent events, each on one line: the events that arrived together."""
     buffer = b""
-    async for data in response.content.iter_any():
-        *lines, buffer = (buffer + data).split(b"\n")
+    while part := await response.read_part():
+        *lines, buffer = (buffer + part).split(b"\n")
+        events = []
         for line in lines:
             kind, _, value = line.partition(b": ")
             if kind in (b"data", b"error") and value != b"[DONE]":
-                yield value
+                events.append(value)
+        if events:
+            yield events

@@ -28,8 +28,8 @@ from workers.models.generation.writing import IDS, Writing
 
 PIECE_TOKENS = 8
 """Number of tokens to write per request if the engine chooses from all tokens."""
-OnWork = Callable[[int, int], None]
-"""Called as on_work(slot, tokens) when an item's tokens were read or written."""
+OnWork = Callable[[int, int, int], None]
+"""Called as on_work(slot, tokens, steps) when an item's tokens were read or written."""
 
 
 class EngineGeneration:
@@ -48,6 +48,8 @@ class EngineGeneration:
         self._has_lost = False
         """True if a stream has omitted tokens that can't be reconstructed, or violated the schema.
         """
+        self.is_waiting = True
+        """True while it waits for a slot, or for its turn to read its prompt."""
 
     @property
     def cached_tokens(self) -> int:
@@ -105,13 +107,15 @@ class EngineGeneration:
             while True:
                 is_last = len(ids) - known <= part_tokens
                 end = len(ids) if is_last else known + part_tokens
+                self.is_waiting = True
                 permit = await permits.begin(self.item.owner, end - known)
+                self.is_waiting = False
                 if is_last:
                     break
                 reply = await dialect.ask(post, self.item, replace(request, ids=ids[:end]))
                 permit.end()
                 self._note_prompt(reply)
-                on_work(self.slot, end - known)
+                on_work(self.slot, end - known, 1)
                 known, request, computed = end, replace(request, keeps=True), ids[:end]
             await self._write(dialect, post, request, permit, len(ids) - known, on_work)
             computed = self.ids[:-1]
@@ -140,15 +144,17 @@ class EngineGeneration:
                 tokens = self.item.max_tokens - len(self.writing.ids)
                 replies = dialect.stream(post, self.item, replace(asked, tokens=tokens))
             async with aclosing(replies):
-                async for reply in replies:
-                    self._note_prompt(reply)
-                    if not (reply.tokens or reply.has_ended or reply.has_lost):
+                async for together in replies:
+                    for reply in together:
+                        self._note_prompt(reply)
+                    written = [reply for reply in together if reply.is_written]
+                    if not written:
                         continue
                     permit.end()
-                    on_work(self.slot, unread + len(reply.tokens))
+                    tokens = sum(len(reply.tokens) for reply in written)
+                    on_work(self.slot, unread + tokens, len(written))
                     unread = 0
-                    self._take(reply)
-                    if self.writing.finish is not None or self._must_go_in_pieces():
+                    if self._take_all(written):
                         break
             has_progressed = self._has_lost or len(self.writing.ids) > known
             if self.writing.finish is None and not has_progressed:
@@ -160,15 +166,15 @@ class EngineGeneration:
 
     async def _write_piece(
         self, dialect: EngineDialect, post: Post, asked: Asked
-    ) -> AsyncGenerator[Reply]:
+    ) -> AsyncGenerator[list[Reply]]:
         """Writes the next tokens."""
         if asked.echoes:
-            yield await dialect.ask(post, self.item, asked)
+            yield [await dialect.ask(post, self.item, asked)]
         bias, allowed = self._penalties(), self.writing.allowed()
         most = PIECE_TOKENS if bias is None and allowed is None else 1
         tokens = min(most, self.item.max_tokens - len(self.writing.ids))
         asked = replace(asked, tokens=tokens, bias=bias, allowed=allowed)
-        yield await dialect.ask(post, self.item, asked)
+        yield [await dialect.ask(post, self.item, asked)]
 
     def _penalties(self) -> dict[int, float] | None:
         """Returns the logit biases for just the next token. None: only logit_bias."""
@@ -188,6 +194,17 @@ class EngineGeneration:
             self._must_echo = False
         if self._cached_tokens is None:
             self._cached_tokens = reply.cached_tokens
+
+    def _take_all(self, replies: Sequence[Reply]) -> bool:
+        """Processes replies up to the one that ends the text or its stream, if there is one.
+
+        Returns whether there was one.
+        """
+        for reply in replies:
+            self._take(reply)
+            if self.writing.finish is not None or self._must_go_in_pieces():
+                return True
+        return False
 
     def _take(self, reply: Reply) -> None:
         """Processes written tokens.

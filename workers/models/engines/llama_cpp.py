@@ -100,20 +100,23 @@ class LlamaCpp(EngineDialect):
             await self._add_chances(post, item, asked, answer, reply)
         return reply
 
-    async def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
+    async def stream(
+        self, post: Post, item: PreparedPrompt, asked: Asked
+    ) -> AsyncGenerator[list[Reply]]:
         count, is_whole = 0, False
         async with post(PATH, request_of(item, asked, streams=True)) as response:
             if response.status != 200:
                 decode_answer(await response.read())
-            async for data in read_events(response):
-                answer = decode_answer(data)
-                if answer.prompt_progress is not None:
-                    yield Reply(cached_tokens=answer.cached_tokens)
-                    continue
-                reply = self._complete(answer, count)
-                count += len(reply.tokens)
-                is_whole = answer.stop
-                yield reply
+            async for events in read_events(response):
+                replies = []
+                for answer in map(decode_answer, events):
+                    if answer.prompt_progress is not None:
+                        replies.append(Reply(cached_tokens=answer.cached_tokens))
+                        continue
+                    replies.append(self._complete(answer, count))
+                    count += len(replies[-1].tokens)
+                    is_whole = answer.stop
+                yield replies
         if not is_whole:
             raise ConnectionError(CUT)
 

@@ -11,18 +11,17 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Self
 
-import aiohttp
 import msgspec
 
 from shared.errors import ConfigurationError, ModelFailed
 from shared.process.process_tree import list_tree
 from workers.models.engines import program
-from workers.models.engines.dialect import Launch
+from workers.models.engines.dialect import Launch, Post
+from workers.models.engines.engine_http import EngineHttp
 
 SOCKETS = "/tmp"
 """Parent folder of the sockets.
@@ -35,7 +34,6 @@ checks for as long as the system lets it run. While other programs were also usi
 token took 8 s instead of 0.04 s.
 """
 END_LIMIT_S = 5.0
-CONNECT_LIMIT_S = 30.0
 LAST_LINES_LIMIT_S = 1.0
 """How long to wait for the last lines. A process outside the group may keep the pipe open."""
 MAX_LINES = 40
@@ -71,7 +69,7 @@ class EngineProcess:
         self._key = key
         self._lines: deque[str] = deque(maxlen=MAX_LINES)
         self._reading: asyncio.Task[None] | None = None
-        self._http: aiohttp.ClientSession | None = None
+        self._http: EngineHttp | None = None
 
     @classmethod
     async def start(cls, launch: Launch, key: str, threads: int, timeout_s: float) -> Self:
@@ -135,15 +133,7 @@ class EngineProcess:
             )
         self._lines.clear()
         self._reading = asyncio.create_task(self._read_lines())
-        self._http = aiohttp.ClientSession(
-            "http://engine",
-            # Connections are not kept open, because the server may close one just as it is being
-            # reused.
-            connector=aiohttp.UnixConnector(settings["socket"], limit=0, force_close=True),
-            headers={"Authorization": f"Bearer {self._key}"},
-            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_LIMIT_S),
-            json_serialize=lambda body: msgspec.json.encode(body).decode(),
-        )
+        self._http = EngineHttp(settings["socket"], self._key)
 
     async def _read_lines(self) -> None:
         while (line := await self._output.read_line()) is not None:
@@ -164,14 +154,11 @@ class EngineProcess:
         """Returns the end of the process's output, for operators."""
         return "".join(f"\n{line}" for line in self._lines)
 
-    @asynccontextmanager
-    async def post(
-        self, path: str, body: Mapping[str, Any]
-    ) -> AsyncIterator[aiohttp.ClientResponse]:
+    @property
+    def post(self) -> Post:
         """Sends a request. Leaving before the response is complete stops its computation."""
         assert self._http is not None, "it is ready; this is a bug"
-        async with self._http.post(path, json=body) as response:
-            yield response
+        return self._http.post
 
     async def context_tokens(self) -> int:
         """Returns the maximum tokens per text, including its prompt, as reported by the server.
@@ -181,12 +168,11 @@ class EngineProcess:
         """
         assert self._http is not None, "it is ready; this is a bug"
         try:
-            async with self._http.get(self._launch.context_path) as response:
-                part = await response.json()
+            part = msgspec.json.decode(await self._http.get(self._launch.context_path))
             for key in self._launch.context_keys:
                 part = part[key]
             return int(part)
-        except (aiohttp.ClientError, ValueError, LookupError, TypeError) as error:
+        except (OSError, msgspec.DecodeError, ValueError, LookupError, TypeError) as error:
             raise ModelFailed(f"the engine does not report its context size: {error!r}") from error
 
     async def wait(self) -> int:
@@ -204,7 +190,7 @@ class EngineProcess:
         """
         try:
             if self._http is not None:
-                await self._http.close()
+                self._http.close()
             if self._process.stdin is not None:
                 self._process.stdin.close()
             with contextlib.suppress(TimeoutError):

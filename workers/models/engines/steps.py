@@ -7,8 +7,6 @@ import time
 from collections.abc import Sequence
 from functools import partial
 
-import aiohttp
-
 from shared.errors import Canceled, ModelFailed, PenstockError
 from shared.models.tasks.text import TokenChunk
 from workers.models.base import OutOfMemory, Prepared, PreparedPrompt
@@ -23,8 +21,7 @@ from workers.models.step_shares import StepRoom, StepShares
 CHUNKS_EVERY_S = 0.05
 """Interval between chunks, so that a text's readers get at most 20 events per second."""
 GATHER_S = 0.02
-"""Wait after a first token, so that the tokens for the step's other texts go into the same message.
-An engine takes up to 10 ms to send 16 texts' tokens.
+"""Maximum wait after a first token for the step's other texts, whose tokens go in the same message.
 """
 SPARE_EVERY_S = 0.5
 
@@ -92,10 +89,15 @@ class EngineSteps:
         self._slots = 0
         """Number of items admitted so far."""
         self._step: dict[int, int] = {}
-        """The number of tokens the current step has computed, by slot."""
+        """Tokens computed since the last charge, by slot."""
+        self._steps = 1
+        """Number of steps in `_step`: more than 1 if tokens of several steps arrived together."""
         self._step_began_s = self._alive_s = time.monotonic()
         self._reported_s = self._spare_reported_s = 0.0
         self._timer: asyncio.TimerHandle | None = None
+        self._first_s = 0.0
+        """When the first token since the last report was read."""
+        self._is_gathering = False
         self._fault: Exception | None = None
 
     async def run(self, batch: Sequence[Prepared], timeout_s: float) -> None:
@@ -204,8 +206,8 @@ class EngineSteps:
         self._fault = self._fault or ModelProcessDied(reason)
         self._changed.set()
 
-    def note_work(self, slot: int, tokens: int) -> None:
-        """Records an item's tokens that the engine has read or generated.
+    def note_work(self, slot: int, tokens: int, steps: int) -> None:
+        """Records an item's tokens that the engine has read or generated in a number of steps.
 
         Each engine step computes each item once, so when an item comes up a second time, the
         previous step is over.
@@ -214,26 +216,42 @@ class EngineSteps:
         if slot in self._step:
             self._charge()
         self._step[slot] = tokens
-        is_whole = len(self._step) >= len(self._items)
-        if self._timer is not None:
-            if not is_whole:
-                return
+        self._steps = max(self._steps, steps)
+        if self._timer is None:
+            self._first_s = self._alive_s
+            due_s = self._reported_s + CHUNKS_EVERY_S - self._alive_s
+            self._timer = self._loop.call_later(max(0.0, due_s), self._on_timer)
+        elif self._is_gathering and self._is_step_whole():
             self._timer.cancel()
-        due_s = self._reported_s + CHUNKS_EVERY_S - self._alive_s
-        wait_s = max(0.0 if is_whole else GATHER_S, due_s)
-        self._timer = self._loop.call_later(wait_s, self._on_timer)
+            self._is_gathering = False
+            self._timer = self._loop.call_later(0.0, self._on_gathered)
 
     def _charge(self) -> None:
         now_s = time.monotonic()
-        work, self._step = sum(self._step.values()), {}
-        self._shares.charge(now_s - self._step_began_s, work=work)
-        self._step_began_s = now_s
+        step_s, work = (now_s - self._step_began_s) / self._steps, sum(self._step.values())
+        for _ in range(self._steps):
+            self._shares.charge(step_s, work=-(-work // self._steps))
+        self._step, self._steps, self._step_began_s = {}, 1, now_s
 
     def _on_timer(self) -> None:
-        self._timer = None
+        left_s = self._first_s + GATHER_S - time.monotonic()
+        if left_s <= 0 or self._is_step_whole():
+            self._on_gathered()
+        else:
+            self._is_gathering = True
+            self._timer = self._loop.call_later(left_s, self._on_gathered)
+
+    def _on_gathered(self) -> None:
+        self._timer, self._is_gathering = None, False
         self._report_chunks()
         if self._reported_s - self._spare_reported_s >= SPARE_EVERY_S:
             self._report_spare()
+
+    def _is_step_whole(self) -> bool:
+        """Returns whether the step has computed every text that the engine is computing."""
+        return all(
+            slot in self._step or generation.is_waiting for slot, generation in self._items.items()
+        )
 
     def _on_done(self, slot: int, task: asyncio.Task[None]) -> None:
         del self._tasks[slot]
@@ -243,7 +261,7 @@ class EngineSteps:
                 task.exception()  # it has since been dropped
             return
         error = task.exception()
-        if isinstance(error, aiohttp.ClientError | OSError):
+        if isinstance(error, OSError):
             self.fail(f"the engine closed the connection: {type(error).__name__}")
             return
         if isinstance(error, OutOfMemory) and len(self._items) > 1:

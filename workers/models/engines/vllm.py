@@ -10,6 +10,7 @@ its end, which a stopped text does not reach, so a separate complete reply repor
 from __future__ import annotations
 
 import hashlib
+import itertools
 import json
 import os
 import re
@@ -18,7 +19,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
 
-import aiohttp
 import msgspec
 import numpy as np
 
@@ -36,6 +36,7 @@ from workers.models.engines.dialect import (
     Reply,
     read_events,
 )
+from workers.models.engines.engine_http import EngineResponse
 from workers.models.engines.llama_cpp import grammar_of
 from workers.models.generation.writing import NO_NUMBERS
 
@@ -133,9 +134,11 @@ class Vllm(EngineDialect):
             reply = _reply_of(await _answer_of(response), item)
         return Reply(prompt_chances=reply.prompt_chances, cached_tokens=reply.cached_tokens)
 
-    async def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[Reply]:
+    async def stream(
+        self, post: Post, item: PreparedPrompt, asked: Asked
+    ) -> AsyncGenerator[list[Reply]]:
         if asked.counts or asked.echoes:
-            yield await self._read(post, item, replace(asked, tokens=0))
+            yield [await self._read(post, item, replace(asked, tokens=0))]
         body = self._request_of(item, asked) | {
             "stream": True,
             "frequency_penalty": item.frequency_penalty,
@@ -148,10 +151,11 @@ class Vllm(EngineDialect):
             if response.status != 200:
                 await _answer_of(response, schema_field)
             is_whole = False
-            async for data in read_events(response):
-                answer = _decode(data, schema_field)
-                is_whole |= any(choice.finish_reason for choice in answer.choices)
-                yield _reply_of(answer, item)
+            async for events in read_events(response):
+                answers = [_decode(data, schema_field) for data in events]
+                choices = itertools.chain.from_iterable(answer.choices for answer in answers)
+                is_whole |= any(choice.finish_reason for choice in choices)
+                yield [_reply_of(answer, item) for answer in answers]
         if not is_whole:
             raise ConnectionError(CUT)
 
@@ -281,7 +285,7 @@ class _Answer(msgspec.Struct):
 _decoder: msgspec.json.Decoder[_Answer] = msgspec.json.Decoder(_Answer)
 
 
-async def _answer_of(response: aiohttp.ClientResponse, schema_field: str = "") -> _Answer:
+async def _answer_of(response: EngineResponse, schema_field: str = "") -> _Answer:
     """Reads and decodes a whole response, like `_decode`."""
     answer = _decode(await response.read(), schema_field)
     if response.status != 200:  # an error in an unknown format

@@ -1,8 +1,8 @@
-"""An engine that dies in the middle of a response.
+"""An engine that dies in the middle of a response, or hangs.
 
 `python fake_engine.py PROTOCOL ANSWER PLACE --uds SOCKET`. The protocol is `llama.cpp` or `vllm`.
-ANSWER is `stream` or `body`: the kind of response during which it dies at PLACE. It writes the
-tokens FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
+ANSWER is `stream` or `body`: the kind of response during which it dies at PLACE, or hangs. It
+writes the tokens FIRST_TOKEN, FIRST_TOKEN + 1, and so on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import os
 import signal
 import socketserver
 import sys
+import threading
 from http.server import BaseHTTPRequestHandler
 from typing import Any, ClassVar
 
@@ -69,6 +70,8 @@ class FakeEngine(BaseHTTPRequestHandler):
             die()
         for token in range(TOKENS_BEFORE if place else tokens):
             self._send_chunk(self._encode([token], token + 1))
+        if place == "hang":
+            threading.Event().wait()
         if place:
             self._die_in_stream(place)
         self._send_chunk(self._encode([], tokens, "length"))

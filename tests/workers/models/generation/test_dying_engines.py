@@ -30,7 +30,7 @@ from tests.workers.models.generation.test_llama_cpp import IDS, Told, later
 from tests.workers.models.generation.test_vllm import COMMAND_OF_TEST, wait_until_gone
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
-from workers.models.engines import process
+from workers.models.engines import process, steps
 from workers.models.engines.dialect import EngineDialect, Launch
 from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.engines.process import EngineProcess
@@ -87,9 +87,9 @@ async def opened(folder: Path, protocol: str, answer: str, place: str) -> AsyncI
 
 
 async def compute(engine: Engine, item: PreparedPrompt, told: Told) -> None:
-    steps = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, told)
+    run = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, told)
     try:
-        await steps.run([item], WAIT_LIMIT_S)
+        await run.run([item], WAIT_LIMIT_S)
     finally:
         await asyncio.sleep(0)  # the last messages are delivered
 
@@ -145,14 +145,28 @@ async def test_a_text_of_an_engine_that_shuts_down_is_given_back(folder: Path) -
 async def test_a_text_can_be_dropped_when_its_engine_has_just_died(folder: Path) -> None:
     told = Told()
     async with opened(folder, "vllm", "stream", "after the head") as engine:
-        steps = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, told)
+        run = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, told)
         before = asyncio.all_tasks()
-        steps.admit([tiny.prompt(IDS, TOKENS)])
+        run.admit([tiny.prompt(IDS, TOKENS)])
         (task,) = asyncio.all_tasks() - before
         await asyncio.wait([task])
-        steps.drop([0])
+        run.drop([0])
         await asyncio.sleep(0)
     assert told.results[0].code == "canceled"
+
+
+async def test_a_text_does_not_wait_for_one_that_has_no_slot(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps, "GATHER_S", 10 * WAIT_LIMIT_S)
+    told = Told()
+    async with opened(folder, "vllm", "stream", "hang") as engine:
+        run = EngineSteps(engine, StepRoom(engine.dialect.entry), 0, told)
+        items = [tiny.prompt(IDS, TOKENS, is_streamed=True) for _ in range(2)]
+        running = asyncio.create_task(run.run(items, WAIT_LIMIT_S))
+        await told.until(0, fake_engine.TOKENS_BEFORE)
+        run.drop([0, 1])
+        await running
 
 
 async def end() -> None:

@@ -338,18 +338,18 @@ def test_the_entry_of_the_first_release_selects_no_other_engine() -> None:
 
 
 class Answer:
-    """A server's response, in aiohttp's format."""
+    """A server's response."""
 
     def __init__(self, body: object, status: int = 200) -> None:
         self._data = msgspec.json.encode(body)
         self.status = status
-        self.content = self
+        self._parts = [b"data: " + self._data + b"\n\ndata: [DONE]\n\n", b""]
 
     async def read(self) -> bytes:
         return self._data
 
-    async def iter_any(self) -> AsyncIterator[bytes]:
-        yield b"data: " + self._data + b"\n\ndata: [DONE]\n\n"
+    async def read_part(self) -> bytes:
+        return self._parts.pop(0)
 
 
 class Server:
@@ -441,7 +441,7 @@ async def compute(folder: Path, item: PreparedPrompt, server: Server) -> EngineG
     dialect = Vllm(entry(), Vocabulary(folder))
     text = EngineGeneration(0, item, dialect.vocabulary)
     slots, permits = EngineSlots(1), ReadingPermits(1)
-    await text.compute(dialect, server.post, slots, permits, 1000, lambda slot, tokens: None)
+    await text.compute(dialect, server.post, slots, permits, 1000, lambda *work: None)
     return text
 
 
