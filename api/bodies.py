@@ -131,10 +131,10 @@ def check_amount(body: bytes) -> None:
             break
     if strings > MAX_STRINGS:
         raise InputTooLarge(
-            f"the body has more than the maximum of {MAX_STRINGS} strings and field names"
+            f"the body exceeds the maximum of {MAX_STRINGS} strings and field names"
         )
     if commas + body.count(b",", end) >= MAX_VALUES:
-        raise InputTooLarge(f"the body has more than the maximum of {MAX_VALUES} values")
+        raise InputTooLarge(f"the body exceeds the maximum of {MAX_VALUES} values")
 
 
 def strip_mark(body: bytes) -> bytes:
@@ -157,7 +157,7 @@ def object_in(text: str | bytes, field: str) -> dict[str, Any]:
         raise BadInput(f"{field}: not valid JSON: {error}", field=field) from error
     except RecursionError as error:
         raise BadInput(
-            f"{field}: must not be nested deeper than {MAX_NESTED} levels", field=field
+            f"{field}: must not be nested more than {MAX_NESTED} levels deep", field=field
         ) from error
     if not isinstance(value, dict):
         raise BadInput(f"{field}: must be a JSON object", field=field)

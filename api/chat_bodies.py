@@ -142,14 +142,14 @@ def forced_tools(
 
 def _no_such_tool(tools: list[Tool] | None, choice: AnyToolChoice) -> str:
     if not tools:
-        return "requires tools; send tools, or leave tool_choice out"
+        return "requires tools; send tools or omit tool_choice"
     if isinstance(choice, ToolChoice):
         names = [choice.function.name]
     elif isinstance(choice, AllowedToolChoice):
         names = [tool.function.name for tool in choice.allowed_tools.tools]
     else:
         names = []
-    return f"tools does not contain {', '.join(map(repr, names))[:200]}; use a name from tools"
+    return f"{', '.join(map(repr, names))[:200]} not found in tools; use a name from tools"
 
 
 def text_or_list(value: Any) -> str:
@@ -221,7 +221,8 @@ class Message(Body):
             raise WrongField("content", "is required; send text or a list of text parts")
         if self.role == "tool" and self.tool_call_id is None:
             raise WrongField(
-                "tool_call_id", "is required; send the ID of the call that this message answers"
+                "tool_call_id",
+                "is required; send the ID of the tool call that this message responds to",
             )
         return self
 
@@ -281,7 +282,7 @@ class ResponseFormat(Body):
     def _has_a_schema(self) -> ResponseFormat:
         if (self.type == "json_schema") != (self.json_schema is not None):
             raise WrongField(
-                "json_schema", "is required with type json_schema, and not allowed with other types"
+                "json_schema", "is required with type json_schema and not allowed with other types"
             )
         return self
 
@@ -494,5 +495,5 @@ class CompletionBody(_SampledBody):
                 "prompt", f"{texts} texts (prompts times n) exceed the maximum of {most} for {how}"
             )
         if self.echo and self.stream:
-            raise WrongField("echo", "a stream can't include the prompt; leave out echo or stream")
+            raise WrongField("echo", "a stream can't include the prompt; omit echo or stream")
         return self

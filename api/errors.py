@@ -46,7 +46,7 @@ EXPECTED_ERRORS = (
 
 _REASONS = {
     "extra_forbidden": "unknown parameter",
-    "none_required": "is not supported by this API; leave it out, or send null",
+    "none_required": "is not supported by this API; omit it or send null",
     "dict_type": "Input should be an object",
     "model_type": "Input should be an object",
     "model_attributes_type": "Input should be an object",
@@ -294,7 +294,7 @@ async def handle_error(request: Request, error: Exception) -> Response:
             return _without_route(request, error)
         case ClientDisconnect():
             return error_response(ClientGone())
-    raise TypeError(f"no answer to {error!r}; this is a bug")
+    raise TypeError(f"no response is defined for {error!r}; this is a bug")
 
 
 def log_reason(error: PenstockError, request_id: str) -> None:

@@ -128,7 +128,7 @@ def problem_response(request: Request, error: Exception) -> Response:
             return _json(problem, dict(error.headers or {}))
         case ClientDisconnect():
             return _answer(ClientGone())
-    raise TypeError(f"no answer to {error!r}; this is a bug")
+    raise TypeError(f"no response is defined for {error!r}; this is a bug")
 
 
 def _answer(error: PenstockError) -> Response:

@@ -171,8 +171,8 @@ class BoundedHttp(HttpToolsProtocol):
             raise self._error
         if len(self.pipeline) >= MAX_PIPELINED:
             self._error = BadInput(
-                f"more than the maximum of {MAX_PIPELINED} pipelined requests are waiting on "
-                "this connection"
+                f"more than {MAX_PIPELINED} pipelined requests are waiting on this connection, "
+                "which is the maximum"
             )
             raise self._error
         self._disarm()
@@ -378,7 +378,7 @@ def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
     except OSError as error:
         raise ConfigurationError(
             f"PENSTOCK_TLS_CERT: {settings.tls_cert} and {settings.tls_key} are not a valid "
-            f"certificate and its key: {error.strerror or error}",
+            f"certificate and private key: {error.strerror or error}",
             field="tls_cert",
         ) from error
     return context

@@ -22,7 +22,9 @@ MAX_STOPS = 4
 
 BLOCK_TYPES = ("text", "tool_use", "tool_result", "thinking", "redacted_thinking")
 
-_UNKNOWN_BLOCK = f"type must be one of {', '.join(BLOCK_TYPES)}; text models read no other types"
+_UNKNOWN_BLOCK = (
+    f"type must be one of {', '.join(BLOCK_TYPES)}; text models don't accept other types"
+)
 
 StopReason = Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
 
@@ -185,7 +187,7 @@ class MessageToolChoice(Body):
     @model_validator(mode="after")
     def _has_a_name(self) -> MessageToolChoice:
         if (self.type == "tool") != (self.name is not None):
-            raise WrongField("name", "is required with type tool, and not allowed with other types")
+            raise WrongField("name", "is required with type tool and not allowed with other types")
         return self
 
     def to_chat(self) -> Any:
@@ -304,8 +306,7 @@ class MessagesBody(CountBody):
     def _is_not_only_read(cls, value: object) -> object:
         if value == 0:
             raise ValueError(
-                "must be at least 1; a message without text, which only fills the prompt cache, is "
-                "not supported"
+                "must be at least 1; prompt-cache warmup (max_tokens 0) is not supported"
             )
         return value
 

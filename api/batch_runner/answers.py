@@ -141,7 +141,7 @@ class AnswerLog:
             logged = await self._store.read_logged_answers(key)
             of_log = [number for number in numbers if self._logged.get(number) == key]
             if not logged.keys() >= set(of_log):
-                raise Unavailable("logged answers of the batch are gone")
+                raise Unavailable("the batch's logged answers no longer exist")
             answers |= {number: logged[number] for number in of_log}
         return [answers[number] for number in numbers]
 

@@ -28,7 +28,7 @@ NOT_RUN: dict[End, tuple[str, str]] = {
     ),
     "cancelled": (
         "batch_cancelled",
-        "This request was not executed, because the batch was canceled.",
+        "This request was not executed because the batch was canceled.",
     ),
 }
 """Code and message for a line that was not run, keyed by the reason its batch ended."""

@@ -177,7 +177,7 @@ class LineExecutor:
         except PredictionIdTaken as error:  # no other request uses the line's ID
             deleted = await self.predictions.receipts_of_deleted(request.facts.request_id)
             limited.settle(request.price, deleted)
-            raise _RunCanceled("the run of the line was deleted") from error
+            raise _RunCanceled("the line's run was deleted") from error
         return await self._reply_of_run(attempt, run, request.price)
 
     async def _recall(
@@ -228,7 +228,7 @@ class LineExecutor:
         reply, line, endpoint = record.reply, attempt.line, attempt.endpoint
         attempt.outcomes = reply.outcomes if reply is not None else ()
         if record.state == "canceled":
-            raise _RunCanceled("the run of the line was canceled")
+            raise _RunCanceled("the line's run was canceled")
         if record.state != "succeeded" or reply is None or reply.output is None:
             with endpoint.words(line.request):
                 raise endpoint.failure(line.request, run)

@@ -134,12 +134,12 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
     """
     fields = _fields_of(line)
     if not 1 <= len(fields.custom_id) <= MAX_CUSTOM_ID_CHARS:
-        reason = f"custom_id must have 1 to {MAX_CUSTOM_ID_CHARS} characters"
+        reason = f"custom_id must be 1 to {MAX_CUSTOM_ID_CHARS} characters"
         raise LineRefused("invalid_custom_id", reason, line.number, "custom_id")
     if fields.method != "POST":
         raise LineRefused("invalid_method", "method must be POST", line.number, "method")
     if fields.url != batch.endpoint:
-        reason = f"url must be the endpoint of the batch, {batch.endpoint}"
+        reason = f"url must match the batch's endpoint, {batch.endpoint}"
         raise LineRefused("mismatched_endpoint", reason, line.number, "url")
     body = bytes(fields.body)
     try:
@@ -148,7 +148,9 @@ def read_line(line: Line, batch: BatchCreated, catalog: Catalog) -> BatchLine:
             body, catalog, default_seed(batch, line.number)
         )
         if batch.models is not None and request.model.name not in batch.models:
-            raise UnknownModel(f"the key may not use {request.model.name}", field="model")
+            raise UnknownModel(
+                f"this API key may not use the model {request.model.name}", field="model"
+            )
     except (ValidationError, BadInput) as error:
         wrong = error if isinstance(error, BadInput) else to_bad_input(error)
         code = "model_not_found" if isinstance(wrong, UnknownModel) else wrong.code
@@ -207,7 +209,7 @@ def _encode(
 
 def _fields_of(line: Line) -> _Fields:
     if line.data is None:
-        reason = f"the line is longer than the maximum of {MAX_LINE_BYTES} bytes"
+        reason = f"the line exceeds the maximum of {MAX_LINE_BYTES} bytes"
         raise LineRefused("line_too_long", reason, line.number)
     try:
         return _decoder.decode(line.data)

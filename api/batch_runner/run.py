@@ -97,7 +97,7 @@ class _Checks:
                 await asyncio.sleep(0)
             self.lines += 1
             if self.lines > MAX_LINES:
-                reason = f"the file has more than the maximum of {MAX_LINES} lines"
+                reason = f"the file exceeds the maximum of {MAX_LINES} lines"
                 raise FileRefused([LineError("too_many_tasks", reason)])
             try:
                 self._check(read_line(line, self.batch, self.catalog), line)
@@ -130,11 +130,11 @@ class _Checks:
         name = batch_line.request.model.name
         self.model = self.model or name
         if name != self.model:
-            reason = f"all lines of a batch must use the same model, here {self.model}"
+            reason = f"all lines in a batch must use the same model, here {self.model}"
             raise LineRefused("mismatched_model", reason, line.number, "body.model")
         self.inputs += len(batch_line.request.inputs)
         if self.inputs > MAX_INPUTS:
-            reason = f"the lines have more than the maximum of {MAX_INPUTS} inputs in total"
+            reason = f"the lines exceed the maximum of {MAX_INPUTS} inputs in total"
             raise FileRefused([LineError("too_many_inputs", reason, line.number)])
         self._plan_line(batch_line, line)
 
@@ -231,7 +231,7 @@ class BatchRun:
         written = await self._tools.store.segments(self._owner, batch.id)
         if len(written) < len(plan.segments):
             # Another runner has finished the batch. Don't overwrite its files with incomplete ones.
-            raise Unavailable("segments of the batch no longer exist")
+            raise Unavailable("some of the batch's segments no longer exist")
         _, counts = await self._tools.store.written(self._owner, batch.id)
         output, error = await self._tools.outputs.compose(batch, plan.model, written)
         return await self._end(

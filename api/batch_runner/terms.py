@@ -86,7 +86,7 @@ class CurrentTerms:
                 # For thousands of keys this takes tens of milliseconds, and lines continue to run.
                 document = await asyncio.to_thread(decode_document, stored.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
-                self._note_failure(str(error) or f"no answer in {READ_LIMIT_S:g} s")
+                self._note_failure(str(error) or f"no response within {READ_LIMIT_S:g} s")
                 return
             self._reason = ""
             self._document, self._version = document, stored.version

@@ -138,7 +138,7 @@ class BatchFiles:
         """
         file = await self._read_document(tenant, file_id) if is_file_id(file_id) else None
         if file is None or file.expires_at_s <= time.time():
-            raise NotFound(f"there is no file {file_id[:80]!r}", field="file_id")
+            raise NotFound(f"file {file_id[:80]!r} does not exist", field="file_id")
         return file
 
     async def page(
@@ -245,11 +245,12 @@ class BatchFiles:
         file = await self.find(tenant, file_id)
         if file.purpose in ("batch", "batch_output"):
             raise BadInput(
-                f"{file_id} has purpose {file.purpose}; upload inputs with purpose user_data or ocr"
+                f"the purpose of {file_id} is {file.purpose}; upload inputs with purpose "
+                "user_data or ocr"
             )
         if file.size_bytes > max_bytes:
             raise BadInput(
-                f"{file_id} has {file.size_bytes} bytes, which exceeds the maximum of {max_bytes}"
+                f"{file_id} is {file.size_bytes} bytes, which exceeds the maximum of {max_bytes}"
             )
         return await self._objects.get(file.data_key, max_bytes), file.filename
 
@@ -333,8 +334,8 @@ class Upload:
         text = self._head.removeprefix(_BOM).lstrip()
         if text and not text.startswith(b"{"):
             raise BadInput(
-                "file: the first line is not a JSON object; a file with purpose batch must "
-                "be JSONL",
+                "file: the first line is not a JSON object; a file with purpose batch must be "
+                "JSONL",
                 field="file",
             )
 

@@ -126,8 +126,8 @@ class Batches:
         )
         if not await self._store.create(created, MAX_OPEN):
             raise Overloaded(
-                f"you have {MAX_OPEN} open batches, which is the maximum; wait until one "
-                "ends, or cancel one",
+                f"you already have {MAX_OPEN} open batches, which is the maximum; wait for one "
+                "to finish or cancel one",
                 retry_after_s=FULL_RETRY_S,
             )
         return BatchState(created)
@@ -135,7 +135,7 @@ class Batches:
     async def _find_input(self, tenant: str, file_id: str) -> BatchFile:
         file = await self._files.find(tenant, file_id)
         if file.purpose != "batch":
-            reason = f"the file has purpose {file.purpose}; purpose batch is required"
+            reason = f"the file's purpose must be batch, got {file.purpose}"
             raise BadInput(f"input_file_id: {reason}", field="input_file_id")
         return file
 
@@ -225,8 +225,8 @@ def _too_many_checked(next_at_s: float) -> BadInput:
     moment = datetime.fromtimestamp(next_at_s + 0.001, UTC)
     # In a URL, the + of +00:00 is a space.
     following = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
-    reason = f"none of the {MAX_CHECKED} newest batches in this range matches"
+    reason = f"none of the {MAX_CHECKED} newest batches in this range match"
     return BadInput(
-        f"created_before: {reason}; to search older ones, set it to {following}",
+        f"created_before: {reason}; to search older batches, set it to {following}",
         field="created_before",
     )

@@ -179,7 +179,8 @@ class Admission:
         room = self._rooms_of(demand.model).room(demand.priority)
         if turns := room.turns_to_wait(demand):
             raise _full(
-                f"{_describe_held(room, demand)} of {demand.model}, and there is no room for more",
+                f"{_describe_held(room, demand)} to run {demand.model}, and there is no room for "
+                "more",
                 turns * self.rate_of(demand.model).item_s,
             )
 
@@ -193,7 +194,7 @@ class Admission:
             late_s = wait_s - left_s
             turns = _turns_until_earlier(rooms, demand, ahead, late_s / item_s)
             raise _full(
-                f"the answer would arrive {late_s:.3g} s after its deadline", turns * item_s
+                f"the response would arrive {late_s:.3g} s after the deadline", turns * item_s
             )
 
     def _rooms_of(self, model: str) -> _Rooms:

@@ -223,7 +223,7 @@ class JobSender:
                 raise request.too_late() from None
             limit_s = round(start_by_s - request.facts.received_at_s, 3)
             raise DeadlineExceeded(
-                f"the queue limit of {limit_s:.10g} s passed before a worker had room"
+                f"no worker became available within the queue limit of {limit_s:.10g} s"
             ) from None
 
     async def _wait(
@@ -361,8 +361,7 @@ def _outcomes(items: Sequence[Item], body: ReplyBody) -> list[ItemOutcome]:
     outcomes = body.outcomes
     if [outcome.index for outcome in outcomes] != [item.index for item in items]:
         raise PenstockError(
-            f"a worker returned {len(outcomes)} outcomes, which do not match the {len(items)} "
-            "items; this is a bug"
+            f"a worker returned {len(outcomes)} outcomes for {len(items)} items; this is a bug"
         )
     return outcomes
 

@@ -249,7 +249,7 @@ class ModelWindow:
         except TimeoutError:
             if waiting.left.cancelled():
                 self._withdraw(tenant, waiting)
-                raise DeadlineExceeded("the time passed before the job was published") from None
+                raise DeadlineExceeded("the deadline passed before the job was published") from None
         except asyncio.CancelledError:
             if waiting.left.cancelled():
                 self._withdraw(tenant, waiting)

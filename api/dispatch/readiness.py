@@ -74,7 +74,7 @@ class Readiness:
         self._keys_status = keys_status
         self._probing = asyncio.Lock()
         self._probed_s = -math.inf
-        self._last = ReadinessStatus(False, *["not asked yet"] * 3)
+        self._last = ReadinessStatus(False, *["not checked yet"] * 3)
 
     async def check(self) -> ReadinessStatus:
         """Returns the status, at most REUSED_S old."""
@@ -106,7 +106,7 @@ class Readiness:
                 if url == self._records_url:
                     return await find_eviction_fault(client) or "ok"
         except (RedisError, OSError, TimeoutError):
-            return "unreachable: requests continue without it"
+            return "unreachable; requests proceed without it"
         finally:
             await client.aclose()
         return "ok"
@@ -127,9 +127,9 @@ class Readiness:
                     )
                     await waiter.reply(PROBE_LIMIT_S)
         except TimeoutError:
-            return f"no round trip within {PROBE_LIMIT_S:g} s"
+            return f"round trip did not complete within {PROBE_LIMIT_S:g} s"
         except PenstockError as error:
             # Anyone may read this response, but the broker's message is for operators only.
             log.warning("no round trip through the broker", extra={"reason": error.message})
-            return "no round trip: unreachable, or rejects messages"
+            return "round trip failed: unreachable or rejecting messages"
         return "ok"

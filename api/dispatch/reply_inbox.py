@@ -178,7 +178,7 @@ class InboxPool:
         for number in random.sample(free, len(free)):
             if await redis.run("SET", _key(number), self._instance, "NX", "PX", self._lease_ms()):
                 return number
-        raise Unavailable(f"all {self._size} inboxes of the pool are in use")
+        raise Unavailable(f"all {self._size} inboxes in the pool are in use")
 
     async def _renew(self, redis: Commands, number: int) -> None:
         while True:
@@ -479,7 +479,7 @@ class ReplyInbox:
         """
         inbox = self._open
         if inbox is None:
-            raise Unavailable("this instance does not have a reply inbox right now")
+            raise Unavailable("this instance has no reply inbox right now")
         pending = inbox.register(request_id, job_index, replies)
         try:
             yield pending
@@ -525,7 +525,8 @@ class ReplyInbox:
             # In the cloud, the API is not allowed to create inboxes, but the pool may soon have a
             # free one.
             raise Unavailable(
-                f"no inbox from the pool, and creating one is not permitted: {error.message}"
+                "no inbox is available in the pool, and creating one is not permitted: "
+                f"{error.message}"
             ) from error
 
     async def _hold(self, lease: InboxLease, opened: asyncio.Future[None]) -> None:

@@ -133,7 +133,7 @@ class InferenceRequest:
     @property
     def new_record(self) -> NewRecord:
         """The record to create. Available only for requests that have one."""
-        assert self.record is not None, "only for requests with a record; this is a bug"
+        assert self.record is not None, "only valid for requests with a record; this is a bug"
         return self.record
 
     def as_first_asked(self, first: Prediction) -> InferenceRequest:
@@ -216,7 +216,7 @@ class InferenceRequest:
         received_at_s = self.facts.received_at_s
         waited_s, limit_s = time.time() - received_at_s, round(self.deadline_s - received_at_s, 3)
         return DeadlineExceeded(
-            f"no answer came within the deadline of {limit_s:.10g} s; waited {waited_s:.2f} s"
+            f"no response within the deadline of {limit_s:.10g} s; waited {waited_s:.2f} s"
         )
 
 

@@ -46,10 +46,10 @@ HOW_TO_SEND = "send it as 'Authorization: Bearer <key>' or as 'x-api-key: <key>'
 _SCHEMES = frozenset({b"bearer", b"token"})
 """Older Replicate clients use `Token`."""
 
-_NOT_VALID = "the API key is not valid"
+_NOT_VALID = "the API key is invalid"
 _REFUSED = {
     "unknown": _NOT_VALID,
-    "frozen": "the tenant of the API key is frozen; contact the operator of this API",
+    "frozen": "this API key's tenant is frozen; contact the operator of this API",
 }
 _REASONS = (
     f"an API key is required: {HOW_TO_SEND}",
@@ -166,8 +166,8 @@ class OpenOnLoopback:
     def __init__(self, host: str, cors_origins: str) -> None:
         if not is_loopback(host):
             raise ConfigurationError(
-                "PENSTOCK_KEYS_URL: is required, because other machines can reach "
-                f"PENSTOCK_HOST={host}; without keys the API must listen on 127.0.0.1",
+                "PENSTOCK_KEYS_URL: is required because other machines can reach "
+                f"PENSTOCK_HOST={host}; without keys, the API must listen on 127.0.0.1",
                 field="keys_url",
             )
         self._origins = {origin.strip().encode("latin-1") for origin in cors_origins.split(",")}
@@ -188,13 +188,14 @@ class OpenOnLoopback:
         for name, value in headers:
             if name == b"host" and not _is_loopback_host(value):
                 raise Forbidden(
-                    "host: must be 127.0.0.1, [::1] or localhost, because PENSTOCK_KEYS_URL is "
-                    "not set",
+                    "host: must be 127.0.0.1, [::1] or localhost because PENSTOCK_KEYS_URL is not "
+                    "set",
                     field="host",
                 )
             if name == b"origin" and not self._is_allowed(value):
                 raise Forbidden(
-                    "origin: pages of this origin may not call this API; see PENSTOCK_CORS_ORIGINS",
+                    "origin: pages from this origin may not call this API; see "
+                    "PENSTOCK_CORS_ORIGINS",
                     field="origin",
                 )
         return _ANYONE
@@ -329,7 +330,7 @@ class ApiKeys:
             raise _count_denial("malformed", _NOT_VALID)
         directory = self.directory.current()
         if directory is None:
-            raise Unavailable(public="API keys can't be checked right now; try again")
+            raise Unavailable(public="API keys can't be verified right now; try again")
         now_s = self._clock()
         state, caller = directory.find(key, now_s)
         if state == "valid":

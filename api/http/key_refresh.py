@@ -137,7 +137,7 @@ class LiveDirectory:
         """Returns `ok` if keys can be checked, or a public reason. Details are logged."""
         if self.current() is not None:
             return "ok"
-        return self._failure.public_message if self._failure else "not read yet"
+        return self._failure.public_message if self._failure else "not loaded yet"
 
     async def refresh(self) -> None:
         """Checks the directory once, and reads it if it has changed."""
@@ -183,7 +183,9 @@ class LiveDirectory:
                 self._looked_for.clear()
                 log.info("API keys read", extra={"source": self.store.source})
         except TimeoutError:
-            self._report_failure("unavailable", Unavailable(f"no answer in {READ_LIMIT_S:g} s"))
+            self._report_failure(
+                "unavailable", Unavailable(f"no response within {READ_LIMIT_S:g} s")
+            )
         except Unavailable as error:
             self._report_failure("unavailable", error)
         except ConfigurationError as error:
@@ -227,7 +229,7 @@ class LiveDirectory:
 
     def _stop_serving(self) -> None:
         """Stops this instance, because without refreshes it would no longer see changes."""
-        self._failure = Unavailable(public="the refresh of API keys ended")
+        self._failure = Unavailable(public="API keys are no longer being refreshed")
         self._directory = None
 
     def _decode(self, stored: StoredDocument) -> Directory:

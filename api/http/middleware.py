@@ -315,7 +315,7 @@ class _Exchange:
         except TimeoutError as error:
             if left_s < BODY_IDLE_S:
                 raise TooSlow(
-                    f"the body arrived more slowly than the minimum of {MIN_BYTES_PER_S} bytes/s"
+                    f"the body arrived at less than the minimum rate of {MIN_BYTES_PER_S} bytes/s"
                 ) from error
             raise TooSlow(
                 f"the rest of the body did not arrive within {BODY_IDLE_S:g} s"

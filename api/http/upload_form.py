@@ -190,7 +190,7 @@ class UploadForm:
             BadInput: the form is truncated, or the file is missing.
         """
         if not self._is_complete:
-            raise BadInput("the form ends before its last boundary")
+            raise BadInput("the form ends before its final boundary")
         if self.filename is None:
             raise BadInput(f"{self._file_field}: a file is required", field=self._file_field)
 

@@ -275,7 +275,7 @@ class IdempotencyService:
             body = await self._objects.get(stored.object_key, stored.body_bytes)
         except BadInput as error:
             raise Unavailable(
-                public="the answer stored for this Idempotency-Key no longer exists"
+                public="the response stored for this Idempotency-Key no longer exists"
             ) from error
         return msgspec.structs.replace(stored, body=body)
 

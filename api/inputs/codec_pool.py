@@ -116,7 +116,7 @@ class CodecClient:
                 )
             except OSError as error:
                 ours.close()
-                raise Unavailable(f"failed to start a process for images: {error}") from error
+                raise Unavailable(f"failed to start an image process: {error}") from error
             except BaseException:
                 ours.close()
                 raise
@@ -174,7 +174,7 @@ class CodecClient:
         frame_bytes, data_bytes = LENGTHS.unpack(await self._reader.readexactly(LENGTHS.size))
         reply = decode_reply(await self._reader.readexactly(frame_bytes))
         if data_bytes > MAX_REPLY_BYTES:
-            raise ConnectionError(f"a reply has {data_bytes} bytes")
+            raise ConnectionError(f"a reply claims to be {data_bytes} bytes long")
         return reply, await self._reader.readexactly(data_bytes)
 
     async def _death_error(self) -> PenstockError:
@@ -188,10 +188,10 @@ class CodecClient:
         status = self._process.returncode
         if status == -signal.SIGXCPU:
             return BadInput(
-                "the image takes too much CPU time to decode; send it in another format or with "
-                "fewer pixels"
+                "the image takes too much CPU time to decode; send it in a different format or "
+                "with fewer pixels"
             )
-        return Unavailable(f"the process that handled the image ended (status {status})")
+        return Unavailable(f"the process handling the image exited (status {status})")
 
     async def kill(self) -> None:
         """Kills the process and waits until it has exited."""

@@ -199,7 +199,7 @@ def run_command(
             options = {} if command.output_format == "png" else {"quality": command.quality}
             return ImageEncoded(), _save(drawn, command.output_format, **options)
     except (_TooLargeError, MemoryError) as error:
-        reason = str(error) or "the image takes more memory to decode than is available"
+        reason = str(error) or "not enough memory to decode the image"
         return CodecError("input_too_large", reason, getattr(error, "field", None)), b""
     except _NotDrawnError as error:
         return CodecError("invalid_input", str(error)), b""
@@ -225,7 +225,7 @@ def _check_scans(data: bytes) -> None:
         scans += kind == _START_OF_SCAN
         if scans > MAX_SCANS:
             raise _NotDrawnError(
-                f"a JPEG with more than {MAX_SCANS} scans is not supported; save it as a "
+                f"JPEGs with more than {MAX_SCANS} scans are not supported; save the image as a "
                 "baseline JPEG"
             )
         at += int.from_bytes(data[at : at + 2], "big")
@@ -236,7 +236,7 @@ def _why_not(data: bytes) -> str:
     for at, begins, name in _REFUSED:
         if data[at : at + len(begins)] == begins:
             return f"{name} is not supported; send {ACCEPTED}"
-    return f"not a {ACCEPTED} image, or damaged"
+    return f"not a valid {ACCEPTED} image"
 
 
 def _psnr_db(data: bytes, first_bytes: int, reserve: Callable[[int], None]) -> float:
@@ -310,8 +310,8 @@ def _check_padded(size: tuple[int, int], command: PrepareSource) -> None:
     width, height = size[0] + left + right, size[1] + above + below
     if command.padding != UNPADDED and width * height > command.limits.largest_pixels:
         raise _PaddedTooLargeError(
-            f"with padding, the image has {width}x{height} pixels, which exceeds the maximum of "
-            f"{command.limits.largest_pixels}"
+            f"with padding, the image is {width}x{height} pixels, which exceeds the maximum "
+            f"of {command.limits.largest_pixels}"
         )
 
 
@@ -353,7 +353,7 @@ def _mask(data: bytes, command: PrepareMask, reserve: Callable[[int], None]) -> 
         mask = Image.new("L", inner)
     mask = ImageOps.expand(mask, command.padding, fill=255)
     if mask.getbbox() is None:
-        raise _NotDrawnError(f"nothing in it is {command.redraws}, so there is nothing to draw")
+        raise _NotDrawnError(f"it has no {command.redraws} pixels, so there is nothing to redraw")
     return _blur_inward(mask, command.blur)
 
 
@@ -371,7 +371,7 @@ def _mask_in(
         have = _swap_if_sideways(image.size, image)
         if have != command.file_size:
             raise _NotDrawnError(
-                f"the mask has {have[0]}x{have[1]} pixels and the image has "
+                f"the mask is {have[0]}x{have[1]} pixels, but the image is "
                 f"{command.file_size[0]}x{command.file_size[1]}; send a mask of the same size"
             )
         levels = _levels(image, command.redraws)
@@ -395,7 +395,7 @@ def _transparent(strip: Image.Image) -> Image.Image:
     strip = _with_8_bits(strip) if strip.mode.startswith("I;16") else strip
     if not strip.has_transparency_data:
         raise _NotDrawnError(
-            "the mask has no alpha channel; transparent pixels mark the area to redraw"
+            "the mask has no alpha channel; the area to redraw must be transparent"
         )
     return ImageChops.invert(strip.convert("RGBA").getchannel("A"))
 
@@ -419,7 +419,7 @@ def _blur_inward(mask: Image.Image, radius: float) -> Image.Image:
     blurred = ImageChops.darker(mask, soft)
     if blurred.getbbox() is None:
         raise _NotDrawnError(
-            f"mask_blur {radius:g} leaves nothing of the mask; use a smaller value"
+            f"with mask_blur {radius:g}, nothing is left of the mask; use a smaller value"
         )
     return blurred
 
@@ -497,8 +497,8 @@ def _scale_transparent_color(image: Image.Image) -> None:
         return
     if tile.args == "RGB;16B":
         raise _NotDrawnError(
-            "a PNG with 16 bits per channel and a transparent color (tRNS) is not supported; "
-            "send it with an alpha channel or with 8 bits"
+            "PNGs with 16 bits per channel and a transparent color (tRNS) are not "
+            "supported; send the image with an alpha channel or with 8 bits per channel"
         )
     if highest := _DEPTHS.get(tile.args):
         image.info["transparency"] = image.info["transparency"] * 255 // highest
@@ -611,7 +611,7 @@ def _flat(image: Image.Image) -> Image.Image:
     """Returns the image on a white background, without transparency."""
     if image.mode in ("F", "I"):
         raise _NotDrawnError(
-            "samples of 32 bits are not supported; send it with 8 or 16 bits per channel"
+            "32 bits per channel are not supported; send the image with 8 or 16 bits per channel"
         )
     if image.mode.startswith("I;16"):
         image = _with_8_bits(image)

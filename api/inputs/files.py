@@ -202,7 +202,7 @@ def _encode_within_limit(file: File) -> bytes:
     encoded = msgspec.json.encode(file)
     if len(encoded) > _METADATA_LIMIT_BYTES:
         raise BadInput(
-            f"metadata: name and metadata together must be at most {_METADATA_LIMIT_BYTES} bytes"
+            f"metadata: name and metadata together must not exceed {_METADATA_LIMIT_BYTES} bytes"
         )
     return encoded
 

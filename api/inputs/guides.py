@@ -189,7 +189,7 @@ class ImageFields(ControlFields, IpAdapterFields):
     @model_validator(mode="after")
     def _has_a_first_control(self) -> ImageFields:
         if self.more_controls and self.control is None:
-            raise WrongField(MORE_CONTROLS, "come after control; name one there first")
+            raise WrongField(MORE_CONTROLS, "requires control; set control first")
         return self
 
 
@@ -219,7 +219,9 @@ def check_guides(body: ImageFields, model: Model, *, files: Collection[str] = ()
     for index, control in enumerate(body.more_controls or ()):
         place = f"{MORE_CONTROLS}[{index}]"
         if control.control is None:
-            raise BadInput(f"{place}.control: name a control of the model", field=MORE_CONTROLS)
+            raise BadInput(
+                f"{place}.control: must name one of the model's controls", field=MORE_CONTROLS
+            )
         try:
             _check_control(control, model, has_picture=False)
         except BadInput as error:

@@ -120,7 +120,7 @@ class ImageCodec:
             wrong = error.field or field
             raise type(error)(f"{wrong}: {error.message}", field=wrong) from error
         if not isinstance(reply, SourcePrepared):
-            raise PenstockError(f"a codec process answered {type(reply).__name__}; this is a bug")
+            raise PenstockError(f"a codec process returned {type(reply).__name__}; this is a bug")
         size = reply.width, reply.height
         return PreparedSource(Blob(MEDIA_TYPES["png"], data=png), size, reply.file_size)
 
@@ -162,7 +162,7 @@ class ImageCodec:
         except BadInput as error:
             raise type(error)(f"mask: {error.message}", field="mask") from error
         if not isinstance(reply, MaskPrepared):
-            raise PenstockError(f"a codec process answered {type(reply).__name__}; this is a bug")
+            raise PenstockError(f"a codec process returned {type(reply).__name__}; this is a bug")
         return Blob(MEDIA_TYPES["png"], data=png)
 
     async def encode(
@@ -236,7 +236,7 @@ class ImageCodec:
             command, both, tenant=COMPARER, deadline_s=deadline_s, is_new=True
         )
         if not isinstance(reply, ImagesCompared):
-            raise PenstockError(f"a codec process answered {type(reply).__name__}; this is a bug")
+            raise PenstockError(f"a codec process returned {type(reply).__name__}; this is a bug")
         return reply.psnr_db
 
 
@@ -254,7 +254,7 @@ async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
     chunks, rest, text = [], "", text.rstrip()
     try:
         if 0 <= text.find("=") < len(text) - 2:
-            raise ValueError("padding before the end")
+            raise ValueError("padding before the end of the data")
         for start in range(0, len(text), BASE64_CHUNK):
             rest += "".join(text[start : start + BASE64_CHUNK].split())
             whole = len(rest) // 4 * 4

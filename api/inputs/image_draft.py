@@ -224,8 +224,8 @@ class ImageDraft:
         )
         if expected and sha256 != expected:
             raise BadInput(
-                f"{ADAPTER_FIELD}: the file at this URL has the digest sha256={sha256}, which "
-                "differs from the one after the #",
+                f"{ADAPTER_FIELD}: the digest of the file at this URL is sha256={sha256}, which "
+                "doesn't match the one after the #",
                 field=ADAPTER_FIELD,
             )
         digest, owner = f"sha256:{sha256}", owner_of(self._owner.tenant)
@@ -333,7 +333,7 @@ def check_size(width: int, height: int, model: Model) -> tuple[int, int]:
         )
     if width * height > limits.largest_pixels:
         reason = (
-            f"{width}x{height} has {width * height} pixels, which exceeds the maximum of "
+            f"{width}x{height} is {width * height} pixels, which exceeds the maximum of "
             f"{limits.largest_pixels} for {model.name}"
         )
         raise BadInput(f"size: {reason}", field="size")
@@ -348,7 +348,7 @@ def _check_strength(steps: int, strength: float) -> None:
     """
     if int(steps * strength) < 1:
         reason = (
-            f"{strength:g} of {steps} steps is less than one step; increase strength or "
+            f"{strength:g} times {steps} steps is less than one step; increase strength or "
             "num_inference_steps"
         )
         raise BadInput(f"strength: {reason}", field="strength")
@@ -364,6 +364,6 @@ def _split(text: str) -> tuple[str, str]:
     if not fragment:
         return url, ""
     if (digest := _DIGEST.fullmatch(fragment)) is None:
-        reason = "the part after the # must be sha256= and 64 digits of 0-9, a-f"
+        reason = "the part after the # must be sha256= followed by 64 digits (0-9, a-f)"
         raise BadInput(f"{ADAPTER_FIELD}: {reason}", field=ADAPTER_FIELD)
     return url, digest[1]

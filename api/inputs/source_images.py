@@ -32,10 +32,12 @@ from shared.models.blob import Blob
 from shared.stores.objects import LinkInvalid, ObjectStore, UrlSigner, object_key, store_if_large
 
 ACCEPTED = (
-    "must be a data: URI, an https URL, or the ID or URL of a file of this API (POST /v1/files)"
+    "must be a data: URI, an https URL, or the ID or URL of a file uploaded to this "
+    "API (POST /v1/files)"
 )
 OFF = (
-    "must be a data: URI or a file of this API (POST /v1/files); this API does not fetch other URLs"
+    "must be a data: URI or a file uploaded to this API (POST /v1/files); this API "
+    "does not fetch other URLs"
 )
 IMAGE_TYPES = ("image/", "application/octet-stream", "binary/octet-stream")
 """Buckets report the last two types for files of unknown type."""

@@ -68,7 +68,7 @@ CHECKED_S = 10.0
 """How long a check is valid. A tenant can exceed its quota by as many results as arrive in this
 period.
 """
-_WHAT_TO_DO = "delete files that you no longer need, or wait until they expire"
+_WHAT_TO_DO = "delete files that you no longer need or wait for them to expire"
 ABANDONED_S = 3600.0
 """How long before data without a document, left by an interrupted upload, is removed."""
 LATEST_S = 9_999_999_999
@@ -205,7 +205,7 @@ class Storage:
         if checked.size_bytes > quota.max_bytes:
             raise StorageFull(
                 f"{quota.field}: you have {checked.size_bytes} bytes stored, which exceeds your "
-                f"maximum of {quota.max_bytes} bytes; {_WHAT_TO_DO}",
+                f"maximum of {quota.max_bytes}; {_WHAT_TO_DO}",
                 field=quota.field,
             )
 
@@ -429,14 +429,14 @@ class StorageReservation:
         if use.size_bytes > max_bytes:
             used_bytes = use.size_bytes - size_bytes
             raise StorageFull(
-                f"{field}: you have {used_bytes} bytes stored, and {size_bytes} more would exceed "
-                f"your maximum of {max_bytes} bytes; {_WHAT_TO_DO}",
+                f"{field}: you have {used_bytes} bytes stored, and {size_bytes} more would "
+                f"exceed your maximum of {max_bytes}; {_WHAT_TO_DO}",
                 field=field,
             )
         if use.files > MAX_FILES:
             raise StorageFull(
-                f"{field}: you have {use.files - 1} files stored, and the maximum is {MAX_FILES}; "
-                f"{_WHAT_TO_DO}",
+                f"{field}: you have {use.files - 1} files stored, which is the maximum "
+                f"({MAX_FILES}); {_WHAT_TO_DO}",
                 field=field,
             )
 

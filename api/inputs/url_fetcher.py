@@ -410,7 +410,7 @@ class _Fetch:
             )
         if self.rules.within and not is_within(parsed, self.rules.within):
             raise UrlForbidden(
-                f"{parsed.host}{parsed.path[:200]} is not below {', '.join(self.rules.within)}"
+                f"{parsed.host}{parsed.path[:200]} is not under {', '.join(self.rules.within)}"
             )
         return parsed
 
@@ -453,7 +453,7 @@ class _Fetch:
             raise BadInput(f"{answer.url.host} answered {answer.status}; expected 200")
         if (coding := answer.headers.get("content-encoding", "identity").lower()) != "identity":
             named = coding if _CODING.fullmatch(coding) else "unknown"
-            raise BadInput(f"its content-encoding is {named}; expected none")
+            raise BadInput(f"its content-encoding must not be set, got {named}")
         media_type = _media_type(answer)
         accepted = self.rules.media_types
         if accepted and not media_type.startswith(accepted):
@@ -482,13 +482,14 @@ def _reason_of(error: Exception) -> str:
         (ClientConnectorCertificateError, "its certificate is not valid for this name"),
         (ClientSSLError, "TLS failed"),
         (ClientConnectorError, "the connection failed"),
-        (TimeoutError, "the server did not answer in time"),
-        (ClientPayloadError, "the answer was cut off"),
+        (TimeoutError, "the server did not respond in time"),
+        (ClientPayloadError, "the response was cut off"),
         (ServerDisconnectedError, "the server closed the connection"),
         (ConnectionError, "the server closed the connection"),
     )
     return next(
-        (said for kind, said in reasons if isinstance(error, kind)), "the answer is not valid HTTP"
+        (said for kind, said in reasons if isinstance(error, kind)),
+        "the response is not valid HTTP",
     )
 
 
@@ -496,7 +497,7 @@ def _resolve_redirect(url: URL, answer: ClientResponse) -> str:
     try:
         return str(url.join(URL(answer.headers.get("location", ""))))
     except ValueError as error:
-        raise BadInput(f"{url.host} redirects to a location that is not a URL") from error
+        raise BadInput(f"{url.host} redirects to an invalid URL") from error
 
 
 async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRules) -> _Loaded:

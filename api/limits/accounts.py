@@ -414,7 +414,7 @@ class LimitStore(RedisStore):
         outcome = await self._commands.run_script(self._take, keys, *args, self.process)
         answers = _answers.decode(outcome)
         if len(answers) != len(asks):
-            raise PenstockError(f"{len(answers)} answers to {len(asks)} asks; this is a bug")
+            raise PenstockError(f"{len(answers)} answers for {len(asks)} requests; this is a bug")
         return answers
 
     async def end_group(self, group: str) -> None:

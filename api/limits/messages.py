@@ -107,9 +107,9 @@ def _over_budget(counter: Counter, amount: float, now_s: float) -> BudgetExceede
         )
     if _is_larger_than_budget(counter, amount):
         return LargerThanBudget(
-            f"Request too large for the budget in {counter.subject}: "
-            f"limit {plain(counter.limit)}, requested {plain(amount)}. "
-            "Send less per request, or ask for a larger budget.",
+            f"Request too large for the budget in {counter.subject}: limit "
+            f"{plain(counter.limit)}, requested {plain(amount)}. Send less per request or "
+            "ask for a larger budget.",
             unit=counter.unit,
             retry_after_s=MAX_RETRY_S,
             is_final=True,

@@ -117,7 +117,7 @@ async def restore_deployment(
     """
     if not settings.keys_url:
         raise ConfigurationError(
-            "PENSTOCK_KEYS_URL is not set, so tenants do not have budgets", field="keys_url"
+            "PENSTOCK_KEYS_URL is not set, so tenants have no budgets", field="keys_url"
         )
     async with key_store(settings.keys_url) as keys:
         stored = await keys.read()

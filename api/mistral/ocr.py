@@ -181,8 +181,8 @@ async def _read_images(document: CustomResult, objects: ObjectStore) -> list[Blo
         size += len(data)
         if size > MAX_IMAGES_BYTES:
             raise BadInput(
-                f"include_image_base64: the images exceed the maximum of {MAX_IMAGES_BYTES} bytes "
-                "in total; request fewer pages",
+                "include_image_base64: the images' total size exceeds the maximum of "
+                f"{MAX_IMAGES_BYTES} bytes; request fewer pages",
                 field="include_image_base64",
             )
         images.append(Blob(blob.media_type, data=data))
@@ -218,7 +218,7 @@ def _join_pages(apart: PagesApart) -> list[OcrPage]:
         ModelFailed: there are too many or too few pages.
     """
     if [len(pages) for pages in apart.pages] != [1] * len(apart.numbers):
-        raise ModelFailed("the flow did not return each page exactly once")
+        raise ModelFailed("the flow did not return every page exactly once")
     pages = [page for (page,) in apart.pages]
     for page, number in zip(pages, apart.numbers, strict=True):
         page.index = number

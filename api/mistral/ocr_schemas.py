@@ -90,7 +90,7 @@ _Document = Annotated[
         _kind_of,
         custom_error_type="document_type",
         custom_error_message=(
-            "type must be document_url, image_url or file, with the field of that name"
+            "type must be document_url, image_url or file, with the field of the same name"
         ),
     ),
 ]
@@ -99,8 +99,8 @@ _Document = Annotated[
 def _refuse_annotation(value: object) -> None:
     if value is not None:
         raise ValueError(
-            "annotations require a language model that reads images, which this API does not "
-            "serve; omit it or send null"
+            "annotations require a language model that accepts images, which this API does "
+            "not serve; omit this field or send null"
         )
 
 
@@ -163,7 +163,7 @@ class OcrBody(Body):
         if isinstance(value, str):
             plain = value.replace(" ", "")
             if plain.count(",") >= MAX_PAGE_RANGES or not _RANGES.fullmatch(plain):
-                raise ValueError("must be numbers from 0 and ranges, such as 0-3,5")
+                raise ValueError("must be page numbers starting at 0, or ranges, such as 0-3,5")
         return value
 
     @property

@@ -130,7 +130,7 @@ async def _read_form(call: ModelCall, kind: type[F]) -> tuple[F, _Upload | None]
             return fields, await _only_file(form)
         if FILE in form:
             raise BadInput(
-                f"url: can't be combined with {FILE}; leave one of them out", field="url"
+                f"url: can't be combined with {FILE}; send only one of them", field="url"
             )
         return fields, None
 
@@ -170,7 +170,7 @@ def _fields_of(form: FormData) -> dict[str, Any]:
 async def _only_file(form: FormData) -> _Upload:
     files = form.getlist(FILE)
     if len(files) != 1:
-        reason = f"exactly one file or a url is required, got {len(files)} files"
+        reason = f"exactly one file or url is required, got {len(files)} files"
         raise BadInput(f"{FILE}: {reason}", field=FILE)
     if not isinstance(files[0], UploadFile):
         raise BadInput(f"{FILE}: must be a file, not text", field=FILE)

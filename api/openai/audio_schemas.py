@@ -182,7 +182,9 @@ class TranscriptionForm(TranslationForm):
 def _recording_of(file: str | None, url: str | None) -> tuple[str, str]:
     """Returns the field that identifies a line's recording, and its value."""
     if (file is None) == (url is None):
-        raise WrongField("url", f"exactly one of url and {FILE} (the ID of an upload) is required")
+        raise WrongField(
+            "url", f"exactly one of url and {FILE} (the ID of an uploaded file) is required"
+        )
     return ("url", url) if url is not None else (FILE, file or "")
 
 

@@ -460,7 +460,9 @@ def stored_chat(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> C
     """
     prediction, record = snapshot
     if not record.is_over:
-        raise PredictionNotOver("the answer is still being written; stream it, or try again later")
+        raise PredictionNotOver(
+            "the completion is still being generated; stream it or try again later"
+        )
     if record.state != "succeeded" or record.reply is None:
         raise snapshot.failure
     body = ChatBody.model_validate(prediction.input)

@@ -101,8 +101,8 @@ class CallerConversations:
         conversation = await self.read(conversation_id)
         if conversation.pending:
             raise ConversationBusy(
-                "conversation: one of its responses is still being written; try again when it "
-                "has ended",
+                "conversation: one of its responses is still being generated; try again when it "
+                "has finished",
                 field="conversation",
             )
         return conversation

@@ -124,7 +124,7 @@ async def read_texts(
     if body.truncate is not None or body.tokenizer is not None:
         field = "truncate" if body.truncate is not None else "tokenizer"
         raise BadInput(
-            f"{field}: can't be combined with `chunk`, which needs whole texts", field=field
+            f"{field}: can't be combined with `chunk`, which requires whole texts", field=field
         )
     texts_or_file = body.input
     if isinstance(texts_or_file, FileOfText):
@@ -138,7 +138,7 @@ async def read_texts(
             [texts_or_file] if isinstance(texts_or_file, str) else cast(list[str], texts_or_file)
         )
     if not isinstance(texts[0], str):
-        raise BadInput("input: must be text, not token IDs, with `chunk`", field="input")
+        raise BadInput("input: must be text, not token IDs, when `chunk` is set", field="input")
     if sum(len(text.encode("utf-8", "surrogatepass")) for text in texts) > MAX_LONG_TEXT_BYTES:
         raise InputTooLarge(f"input: must be at most {MAX_LONG_TEXT_BYTES} bytes", field="input")
     for index, text in enumerate(texts):
@@ -207,8 +207,8 @@ async def cut_texts(
 def _check_number(windows: int, model: Model) -> None:
     if windows > model.text.max_items:
         raise BadInput(
-            f"input: exceeds the maximum of {model.text.max_items} windows per request; split it "
-            "into several requests, or use more tokens per window",
+            f"input: exceeds the maximum of {model.text.max_items} windows per request; "
+            "split it into several requests or use more tokens per window",
             field="input",
         )
 
@@ -218,7 +218,7 @@ def _window_tokens(chunk: Chunk, most: int, model: Model) -> int:
     tokens = chunk.tokens or most
     if tokens > most:
         raise BadInput(
-            f"chunk.tokens: must be at most {most} for {model.name}, without special tokens",
+            f"chunk.tokens: must be at most {most} for {model.name}, not counting special tokens",
             field="chunk.tokens",
         )
     if chunk.overlap > tokens // 2:

@@ -88,7 +88,7 @@ def inputs_of(body: EmbeddingsBody, model: Model) -> list[TextInput | TokensInpu
         BadInput: the model can't compute them.
     """
     if isinstance(body.input, FileOfText):
-        raise BadInput("input: a file requires `chunk`", field="input")
+        raise BadInput("input: a file is only allowed with `chunk`", field="input")
     return text_inputs(
         body.input, model, truncate=body.truncate or "none", tokenizer=body.tokenizer
     )

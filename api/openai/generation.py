@@ -118,7 +118,9 @@ def call_schema(tools: Sequence[tuple[str, dict[str, Any] | None]]) -> str:
         for schema, _ in _schemas_in(part):
             schema_id = schema.get("$id")
             if isinstance(schema_id, str) and named.setdefault(schema_id, schema) != schema:
-                raise BadInput(f"tools: two schemas have the $id {schema_id[:80]!r}", field="tools")
+                raise BadInput(
+                    f"tools: two schemas have the same $id, {schema_id[:80]!r}", field="tools"
+                )
         parts[name] = part
         forms.append(
             {

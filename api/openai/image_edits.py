@@ -62,7 +62,9 @@ MASK_URL = "mask.image_url"
 FILE_FIELDS = {IMAGE_URL: "images", MASK_URL: "mask"}
 """Field names used in errors, keyed by file slot."""
 NO_MASK = "requires a mask; leave it out"
-NO_MARKUP = "markup is not supported; send a mask whose transparent area marks the part to redraw"
+NO_MARKUP = (
+    "markup is not supported; send a mask that is transparent where the image should be redrawn"
+)
 
 
 class SourceImage(Body):
@@ -185,7 +187,9 @@ class VariationForm(ImageBody):
     @classmethod
     def _has_none(cls, value: str) -> str:
         if value:
-            raise ValueError("must be empty for a variation; send a prompt to /v1/images/edits")
+            raise ValueError(
+                "must be empty for a variation; to use a prompt, call /v1/images/edits"
+            )
         return value
 
 

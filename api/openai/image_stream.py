@@ -43,8 +43,8 @@ Encode: TypeAlias = Callable[[Drawn], Awaitable[bytes]]
 _EVENT_ID = re.compile(r"(|\d{1,15}-\d{1,9})~(\d{1,2})~(\d(?:\.\d){0,9})")
 
 _TOO_LONG = (
-    f"the images were not complete after {MAX_S:.0f} s, the maximum duration of a stream; request "
-    "fewer images, or send an Idempotency-Key and resume"
+    f"the images were not finished within {MAX_S:.0f} s, the maximum duration of a "
+    "stream; request fewer images, or send an Idempotency-Key and resume"
 )
 
 

@@ -150,7 +150,7 @@ class ImageBody(ImageFields):
     @model_validator(mode="after")
     def _is_streamed_as_base64(self) -> ImageBody:
         if self.stream and self.response_format == "url":
-            raise WrongField("response_format", "must be b64_json or left out with stream: true")
+            raise WrongField("response_format", "must be b64_json or omitted with stream: true")
         if self.partial_images and not self.stream:
             raise WrongField("partial_images", "requires stream: true; leave it out")
         return self
@@ -189,8 +189,8 @@ class GenerationsEndpoint(Endpoint):
         body = GenerationBody.model_validate_json(data, strict=True)
         if body.response_format == "url":
             raise BadInput(
-                "response_format: must be b64_json in a batch, because links would expire "
-                "before the batch is read",
+                "response_format: must be b64_json in a batch because links would expire before "
+                "the results are read",
                 field="response_format",
             )
         if body.stream:

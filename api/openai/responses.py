@@ -181,8 +181,8 @@ async def cancel_response(
     snapshot = await find_response(call, response_id, recording)
     if not snapshot.prediction.input.get("background"):
         raise BadInput(
-            "Cannot cancel a synchronous response. Only those with background: true can be "
-            "canceled; close the connection of another one",
+            "Cannot cancel a synchronous response. Only responses created with background: "
+            "true can be canceled; to stop any other response, close its connection",
             field="response_id",
         )
     canceled = await predictions.cancel(call.tenant, snapshot.prediction.id)
@@ -202,7 +202,7 @@ async def delete_response(
     try:
         await predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
-        raise PredictionNotOver("the response has not ended; cancel it first") from error
+        raise PredictionNotOver("the response has not finished; cancel it first") from error
     return encode_json(ResponseDeleted(response_id))
 
 
@@ -270,7 +270,7 @@ class PrecedingItems:
             raise NotFound(error.message, field="conversation") from error
         if contents.room <= new:
             raise InputTooLarge(
-                f"conversation: has room for only {contents.room} more items, which is too few for "
+                f"conversation: only {contents.room} more items fit, which is not enough for the "
                 "input and output; start a new conversation",
                 field="conversation",
             )
@@ -288,7 +288,7 @@ class PrecedingItems:
         reply = state_of(self._call, snapshot, self._catalog)
         if reply.status not in ("completed", "incomplete"):
             raise NotNow(
-                f"previous_response_id: that response has status {reply.status}, so it has no "
+                f"previous_response_id: that response's status is {reply.status}, so it has no "
                 "output",
                 field="previous_response_id",
             )

@@ -382,7 +382,7 @@ class TextFormat(Body):
     def _has_a_schema(self) -> TextFormat:
         if (self.type == "json_schema") != (self.schema_ is not None):
             raise WrongField(
-                "schema", "is required with type json_schema, and not allowed with other types"
+                "schema", "is required with type json_schema and not allowed with other types"
             )
         return self
 
@@ -489,7 +489,7 @@ class ResponseBody(Body):
         if self.background and self.store is False:
             raise WrongField(
                 "background",
-                "requires store: true, because a background response is retrieved later; omit "
+                "requires store: true because a background response is retrieved later; omit "
                 "store or set it to true",
             )
         if self.conversation is not None and self.previous_response_id is not None:
@@ -504,8 +504,8 @@ class ResponseBody(Body):
         if parts > MAX_PARTS:
             raise WrongField(
                 "input",
-                f"the input has {parts} parts including preceding items, which exceeds the "
-                f"maximum of {MAX_PARTS}; send longer texts in fewer parts",
+                f"the input has {parts} parts, including those from earlier items, which exceeds "
+                f"the maximum of {MAX_PARTS}; send longer texts in fewer parts",
             )
         return self
 

@@ -127,8 +127,8 @@ async def read_referenced_items(
 
 def _no_item(name: str) -> NotFound:
     return NotFound(
-        f"Item with id '{name[:80]}' not found. Items are not stored if `store` is false. Send "
-        "the item itself in place of its reference.",
+        f"Item with id '{name[:80]}' not found. Items are not stored when `store` is "
+        "false. Send the item itself instead of a reference to it.",
         field="input",
     )
 

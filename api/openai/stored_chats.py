@@ -150,7 +150,7 @@ async def delete_chat(
     try:
         await predictions.delete(call.tenant, snapshot.prediction.id)
     except PredictionNotOver as error:
-        raise PredictionNotOver("the chat has not ended") from error
+        raise PredictionNotOver("the chat completion has not finished") from error
     return encode_json(ChatDeleted(completion_id))
 
 

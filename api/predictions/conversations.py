@@ -153,7 +153,7 @@ class Conversations:
             ):
                 return conversation
         raise ConversationBusy(
-            "conversation: is being changed by other requests; try again", field="conversation"
+            "conversation: other requests are changing it; try again", field="conversation"
         )
 
     async def delete(self, tenant: str, conversation_id: str) -> None:
@@ -179,8 +179,8 @@ class Conversations:
 def _encode(conversation: Conversation) -> bytes:
     if len(conversation.entries) > MAX_ITEMS:
         raise InputTooLarge(
-            f"conversation: it would have {len(conversation.entries)} items, which exceeds the "
-            f"maximum of {MAX_ITEMS}",
+            f"conversation: it would have {len(conversation.entries)} items, which exceeds "
+            f"the maximum of {MAX_ITEMS}",
             field="conversation",
         )
     parts = count_parts(conversation.items)
@@ -193,7 +193,7 @@ def _encode(conversation: Conversation) -> bytes:
     document = msgspec.json.encode(conversation)
     if len(document) > DOCUMENT_MAX_BYTES:
         raise InputTooLarge(
-            f"conversation: it would take {len(document)} bytes, which exceeds the maximum of "
+            f"conversation: it would be {len(document)} bytes, which exceeds the maximum of "
             f"{DOCUMENT_MAX_BYTES}",
             field="conversation",
         )

@@ -153,8 +153,9 @@ class StreamTooLong(DeadlineExceeded):
 
     def __init__(self) -> None:
         message = (
-            f"the answer was not complete after {MAX_S:.0f} s, the maximum duration of a stream; "
-            "request fewer tokens, or send an Idempotency-Key and resume with Last-Event-ID"
+            f"the completion was not finished within {MAX_S:.0f} s, the maximum duration of "
+            "a stream; request fewer tokens, or send an Idempotency-Key and resume with "
+            "Last-Event-ID"
         )
         super().__init__(message, public=message)
 
@@ -241,7 +242,7 @@ class GenerationStreams:
         self._predictions = predictions
         self._streams = streams
         self._reader = TokenReader(streams)
-        self.room = StreamRoom(MAX_STREAMS, "streams", "read one to its end")
+        self.room = StreamRoom(MAX_STREAMS, "streams", "finish reading one")
         self._leaving: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
@@ -591,7 +592,7 @@ class _Stream:
             generation.text
         )
         if not is_same and not generation.seen.ended:
-            raise StreamLost("the completion changed since it was streamed; fetch it again")
+            raise StreamLost("the completion has changed since it was streamed; fetch it again")
         if self._has_elements or not generation.seen.ended:
             yield from self._rest_of(index, result)
         for event in self._shape.ending(index, result):

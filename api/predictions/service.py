@@ -379,7 +379,7 @@ class Predictions:
             Overloaded: the prediction store is full.
         """
         if not snapshot.record.is_over:
-            raise PredictionNotOver("the prediction has not ended, so it can't be changed yet")
+            raise PredictionNotOver("the prediction has not finished, so it can't be changed yet")
         changed = msgspec.structs.replace(snapshot.prediction, input=store_if_large)
         document = _encode_within_bounds(changed)
         if not await self._store.put_document(
@@ -457,7 +457,7 @@ class Predictions:
         """Returns a finished prediction whose cost is recorded."""
         snapshot = await self.read(tenant, prediction_id)
         if not snapshot.record.is_over:
-            raise PredictionNotOver("the prediction has not ended; cancel it first")
+            raise PredictionNotOver("the prediction has not finished; cancel it first")
         # Done before the steps are deleted, because only the steps have a run's cost.
         return await self._settle_canceled(snapshot)
 
@@ -592,8 +592,7 @@ class Predictions:
                     field="idempotency-key",
                 ) from error
             raise PredictionIdTaken(
-                f"{prediction.id} is the ID of a prediction that was deleted recently; use "
-                "another ID",
+                f"{prediction.id} is the ID of a recently deleted prediction; use a different ID",
                 field="id",
             ) from error
         if existing.prediction.digest == prediction.digest:
@@ -601,7 +600,7 @@ class Predictions:
         if _GENERATED_ID.fullmatch(prediction.id):
             raise KeyReused
         raise PredictionIdTaken(
-            f"{prediction.id} is the ID of a prediction with another input; use another ID",
+            f"{prediction.id} is the ID of a prediction with a different input; use a different ID",
             field="id",
         )
 
@@ -665,8 +664,8 @@ def _encode_within_bounds(prediction: Prediction) -> bytes:
     document = encode_document(prediction)
     if len(document) > DOCUMENT_MAX_BYTES:
         raise InputTooLarge(
-            f"the request takes {len(document)} bytes in storage until its answer is read, which "
-            f"exceeds the maximum of {DOCUMENT_MAX_BYTES}; send less per request"
+            f"the request needs {len(document)} bytes of storage until its response is read, "
+            f"which exceeds the maximum of {DOCUMENT_MAX_BYTES}; send less per request"
         )
     return document
 

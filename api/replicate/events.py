@@ -110,10 +110,10 @@ async def replay_webhook(
     prediction, record = await recording.find(call, prediction_id)
     if "completed" not in prediction.webhook_events:
         raise BadInput(
-            "webhook: the prediction does not have a webhook for its final event", field="webhook"
+            "webhook: the prediction has no webhook for its final event", field="webhook"
         )
     if not record.is_over:
-        raise PredictionNotOver("the prediction has not ended, so there is nothing to replay")
+        raise PredictionNotOver("the prediction has not finished, so there is nothing to replay")
     await webhook_log.start_replay(prediction.record)
     await webhooks.replay(prediction.record)
     return Response(status_code=202)

@@ -112,7 +112,9 @@ async def list_models(
     Under /v1, this is only for Replicate's clients (api/routes/models.py).
     """
     if cursor and not _CURSOR.fullmatch(cursor):
-        raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
+        raise BadInput(
+            "cursor: is invalid; use the cursor from the `next` URL of a page", field="cursor"
+        )
     base_url, first = call.base_url, int(cursor or 0)
     models, following = call.visible_models(catalog), first + PAGE
     page = models[first:following]
@@ -168,7 +170,7 @@ async def get_version(
     except BadInput:
         is_this = False
     if not is_this:
-        raise NotFound(f"{name} does not have version {version[:80]!r}")
+        raise NotFound(f"{name} has no version {version[:80]!r}")
     return encode_json(version_body(model, started_at_s))
 
 

@@ -56,7 +56,7 @@ class PredictionsEndpoint(Endpoint):
         model = find_version(catalog, body.version)
         if not model.definition.has_interface:
             raise BadInput(
-                f"version: {model.name} has a separate endpoint; use predictions in batches only "
+                f"version: {model.name} has its own endpoint; use predictions in batches only "
                 "for custom models and flows",
                 field="version",
             )
@@ -130,8 +130,9 @@ async def _load_blob(blob: Blob, left_bytes: int, tools: ReplyTools) -> Blob:
         data = None
     if data is None or len(data) > left_bytes:
         raise ModelFailed(
-            f"output: the files together exceed the maximum of {MAX_OUTPUT_FILES_BYTES} bytes for "
-            "a response in a batch; create a prediction instead, which returns links to its files"
+            f"output: total file size exceeds the maximum of {MAX_OUTPUT_FILES_BYTES} bytes "
+            "for a response in a batch; create a prediction instead, which returns links to "
+            "its files"
         )
     return Blob(blob.media_type, data=data)
 

@@ -421,7 +421,9 @@ async def list_all(
     match the filters, a page may be empty even though `next` points to another page.
     """
     if not _CURSOR.fullmatch(cursor):
-        raise BadInput("cursor: is invalid; use the one in `next` of a page", field="cursor")
+        raise BadInput(
+            "cursor: is invalid; use the cursor from the `next` URL of a page", field="cursor"
+        )
     wanted = PredictionFilter(
         model_name(model),
         status,

@@ -201,7 +201,7 @@ class KeyAdmin:
 
     def __init__(self, call: Call, access: Access, catalog: Catalog, settings: ApiSettings) -> None:
         if access.store is None:
-            raise Unavailable(public="this API does not have a key directory")
+            raise Unavailable(public="this API has no key directory")
         self.call = call
         self.store = access.store
         self._access = access
@@ -247,7 +247,7 @@ class KeyAdmin:
         http = self.call.http
         raw = http.scope.get("raw_path") or http.scope["path"].encode()
         if raw.partition(b"?")[0].count(b"/") != _SLASHES:
-            raise NotFound(f"{http.url.path} does not exist; send '/' in a name as %2F")
+            raise NotFound(f"{http.url.path} does not exist; encode '/' in a name as %2F")
 
 
 @router.get("/keys", summary="List keys", reply=KeysPage, errors=(400, 404))
@@ -261,7 +261,7 @@ async def list_keys(
     keys = [key for key in (await admin.acts.read()).keys if tenant in ("", key.tenant)]
     ids = [key.id for key in keys]
     if after and after not in ids:
-        raise NotThere("after: key ID does not exist", field="after")
+        raise NotThere("after: this key ID does not exist", field="after")
     start = ids.index(after) + 1 if after else 0
     uses = await admin.store.uses()
     data = [_key(key, uses.get(key.id)) for key in keys[start : start + limit]]

@@ -104,7 +104,7 @@ def validate_input(
     values = _without_files(present, files)
     if len(msgspec.json.encode(values)) > max_bytes:
         raise InputTooLarge(
-            f"input: must be at most {max_bytes} bytes without its files", field="input"
+            f"input: must be at most {max_bytes} bytes, not counting its files", field="input"
         )
     _check_integers(values)
     if len(files) > MAX_FILES:

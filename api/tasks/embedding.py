@@ -108,14 +108,13 @@ def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
     """Rejects IDs from other tokenizers, because their vocabularies would yield wrong vectors."""
     if tokenizer is None:
         raise BadInput(
-            "input: token ids mean nothing without their tokenizer. Send texts (LangChain: "
-            "OpenAIEmbeddings(check_embedding_ctx_length=False)); "
-            "or, if these are ids of this model's own tokenizer, "
-            f'send "tokenizer": "{model.name}" with them',
+            "input: token IDs are meaningless without their tokenizer. Send texts "
+            "(LangChain: OpenAIEmbeddings(check_embedding_ctx_length=False)). If these IDs "
+            f'are from this model\'s own tokenizer, also send "tokenizer": "{model.name}"',
             field="input",
         )
     if tokenizer not in (model.name, *model.aliases):
-        reason = f'{model.name} takes token ids of its own tokenizer only; send "{model.name}"'
+        reason = f'{model.name} only accepts token IDs from its own tokenizer; send "{model.name}"'
         raise BadInput(f"tokenizer: {reason}", field="tokenizer")
 
 
@@ -301,7 +300,7 @@ def check_texts(texts: list[str]) -> None:
     """
     if len(texts) > MAX_TEXTS:
         raise BadInput(
-            f"texts: must have at most {MAX_TEXTS} texts in a prediction, got {len(texts)}",
+            f"texts: must have at most {MAX_TEXTS} texts per prediction, got {len(texts)}",
             field="texts",
         )
     if sum(len(text.encode()) for text in texts) > MAX_TEXT_BYTES:
@@ -322,6 +321,6 @@ def normalize_rows(matrix: NDArray[Any]) -> NDArray[np.float32]:
     doubles = matrix.astype(np.float64)  # the squares of large floats overflow
     lengths = np.linalg.norm(doubles, axis=1, keepdims=True)
     if not lengths.all():
-        raise ModelFailed("the model computed a vector that is zero in all requested dimensions")
+        raise ModelFailed("the model returned a vector that is zero in all requested dimensions")
     scaled: NDArray[np.float32] = (doubles / lengths).astype("<f4")
     return scaled

@@ -98,7 +98,7 @@ class ImagePredictionInput(ImageFields):
     @model_validator(mode="after")
     def _masks_an_image(self) -> ImagePredictionInput:
         if self.mask is not None and self.image is None:
-            raise WrongField("mask", "requires image; send the image that it masks")
+            raise WrongField("mask", "requires image; send the image to be masked")
         if self.padding is not None and self.image is None:
             raise WrongField("padding", "requires image; send the image to extend")
         if self.mask_blur is not None and self.mask is None and self.padding is None:
@@ -115,7 +115,7 @@ class ImagePredictionInput(ImageFields):
     @classmethod
     def _pads(cls, value: list[int] | None) -> list[int] | None:
         if value is not None and not any(value):
-            raise ValueError("must have at least one pixel on a side; otherwise leave it out")
+            raise ValueError("must have at least one nonzero side; omit it for no padding")
         return value
 
     @property
@@ -219,12 +219,12 @@ def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -
         # The size is then computed as a multiple, without the padding.
         if across % model.image.multiple or down % model.image.multiple:
             reason = (
-                "left plus right, and top plus bottom, must be multiples of "
+                "left plus right and top plus bottom must be multiples of "
                 f"{model.image.multiple} for {model.name} unless size is set"
             )
             raise BadInput(f"padding: {reason}", field="padding")
     elif across >= size[0] or down >= size[1]:
-        reason = f"leaves nothing of the image in {size[0]}x{size[1]} pixels"
+        reason = f"leaves no room for the image in {size[0]}x{size[1]} pixels"
         raise BadInput(f"padding: {reason}", field="padding")
 
 

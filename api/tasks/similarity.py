@@ -64,7 +64,7 @@ class SimilarityApi(ApiTask):
         for index, pair in enumerate(pairs):
             if any(len(text.encode()) > limit for text in pair):
                 raise InputTooLarge(
-                    f"pair {index} has a text with more than the maximum of {limit} bytes",
+                    f"pair {index} has a text that exceeds the maximum of {limit} bytes",
                     field="texts",
                 )
         check_texts([text + query for text, query in pairs])

@@ -65,7 +65,7 @@ def read_question(
     if page := params.get("page"):
         match = _PAGE.fullmatch(page)
         if match is None or not start_s <= int(match[1]) < end_s or int(match[1]) % width_s:
-            raise BadInput("page: is not a page token for this query", field="page")
+            raise BadInput("page: not a page token for this query", field="page")
         start_s = int(match[1])
     page_ends_s = start_s + limit * width_s
     groups = _groups(params, COST_GROUPS if is_of_costs else GROUPS)
@@ -138,7 +138,7 @@ def _moment(params: QueryParams, name: str, now: int) -> int | None:
         )
     if not now - KEPT_S <= at_s <= now + KEPT_S:
         raise BadInput(
-            f"{name}: must be within the last {KEPT_S // 86_400} days, because older rows are "
+            f"{name}: must be within the last {KEPT_S // 86400} days because older rows are "
             "deleted",
             field=name,
         )
@@ -172,7 +172,7 @@ def _check_filters(params: QueryParams, is_of_costs: bool) -> None:
     for name in (*UNKNOWN_FILTERS, other):
         if any(_list(params, name)):
             raise BadInput(
-                f"{name}: is not supported as a filter; use project_ids, api_key_ids or {known}",
+                f"{name}: not supported as a filter; use project_ids, api_key_ids or {known}",
                 field=name,
             )
 
@@ -181,7 +181,8 @@ def _names(params: QueryParams, field: str) -> tuple[str, ...] | None:
     names = _list(params, field)
     if len(names) > MAX_NAMES or any(len(name) > 256 for name in names):
         raise BadInput(
-            f"{field}: must have at most {MAX_NAMES} names of up to 256 characters", field=field
+            f"{field}: must have at most {MAX_NAMES} names of up to 256 characters each",
+            field=field,
         )
     return tuple(sorted(set(names))) or None
 

@@ -102,8 +102,8 @@ class UsageRows:
         except (GoogleAPIError, GoogleAuthError, RequestException, TimeoutError) as error:
             reason = (str(error).splitlines() or [repr(error)])[0]
             raise Unavailable(
-                f"the usage can't be read right now: {reason}",
-                public=public_reason(reason, "the usage can't be read right now; try again"),
+                f"usage data can't be read right now: {reason}",
+                public=public_reason(reason, "usage data can't be read right now; try again"),
             ) from error
         if len(lines) > MAX_LINES:
             raise BadInput(

@@ -61,7 +61,7 @@ class QueryPermits:
             Overloaded: the queue is full, or the tenant has used up its share of it.
         """
         if self._claimed[tenant] >= MAX_OF_ONE_TENANT or self._claimed.total() >= MAX_CLAIMED:
-            raise Overloaded("too many queries about usage; try again", retry_after_s=1.0)
+            raise Overloaded("too many usage queries are running; try again", retry_after_s=1.0)
         self._claimed[tenant] += 1
 
     async def run(self, tenant: str, function: Callable[..., Answer], *args: object) -> Answer:

@@ -140,11 +140,11 @@ async def test_a_wrong_url_is_refused_by_the_field(api: ApiUnderTest, server: Fi
     server.redirect("/bucket/out.safetensors", f"{server.url}/elsewhere/ink.safetensors")
     server.add("/bucket/large.safetensors", bytes(MAX_BYTES + 1))
     wrong = {
-        f"{server.url}/elsewhere/ink.safetensors": "is not below",
-        f"{inside}/../elsewhere/ink.safetensors": "is not below",
-        f"{inside}/%2e%2e/elsewhere/ink.safetensors": "is not below",
-        f"{inside}/..%2felsewhere/ink.safetensors": "is not below",
-        f"{inside}/out.safetensors": "is not below",
+        f"{server.url}/elsewhere/ink.safetensors": "is not under",
+        f"{inside}/../elsewhere/ink.safetensors": "is not under",
+        f"{inside}/%2e%2e/elsewhere/ink.safetensors": "is not under",
+        f"{inside}/..%2felsewhere/ink.safetensors": "is not under",
+        f"{inside}/out.safetensors": "is not under",
         f"{inside}/large.safetensors": f"the file exceeds the maximum of {MAX_BYTES} bytes",
         f"{inside}/gone.safetensors": "answered 404",
         f"{inside}/ink.safetensors#sha256={'0' * 64}": f"has the digest sha256={SHA256}",
@@ -185,7 +185,7 @@ async def test_url_fetched_by_another_model_is_still_refused(
     sent = body(f"{url}#sha256={SHA256}")
     answer = await api.http.post("/v1/images/generations", json=sent)
     assert answer.status_code == 400, answer.text
-    assert "is not below" in answer.json()["error"]["message"]
+    assert "is not under" in answer.json()["error"]["message"]
 
 
 async def test_models_without_an_allowed_bucket_take_no_url(

@@ -337,9 +337,7 @@ async def test_a_recording_may_be_named_by_its_id_or_url(api: ApiUnderTest) -> N
     assert names == {"recording.wav"}, "equal recordings are equal inputs"
     downloaded = await api.openai().files.content(upload.id)
     assert downloaded.content == SAID
-    with pytest.raises(
-        openai.BadRequestError, match="purpose user_data; purpose batch is required"
-    ):
+    with pytest.raises(openai.BadRequestError, match="purpose must be batch, got user_data"):
         await api.openai().batches.create(
             input_file_id=upload.id, endpoint="/v1/audio/transcriptions", completion_window="24h"
         )
@@ -353,14 +351,14 @@ async def test_wrong_urls_are_named(api: ApiUnderTest) -> None:
     unknown = f"file-{'0' * 32}"
     known = {"model": (None, "ears")}
     param, message = await asked(files=known | {"url": (None, unknown)})
-    assert (param, message) == ("url", f"url: there is no file '{unknown}'")
+    assert (param, message) == ("url", f"url: file '{unknown}' does not exist")
     assert (await asked(files=known | {"url": (None, "a.wav")}))[1].startswith(
         "url: must be a data"
     )
     both = known | {"url": (None, unknown), "file": ("a.wav", SAID)}
     assert await asked(files=both) == (
         "url",
-        "url: can't be combined with file; leave one of them out",
+        "url: can't be combined with file; send only one of them",
     )
     assert not api.worker.jobs
 
@@ -384,7 +382,7 @@ async def test_wrong_files_are_named(api: ApiUnderTest) -> None:
     two = {"files": [("file", ("a", SAID)), ("file", ("b", SAID))], "data": form}
     assert (await asked(**two))[1:] == (
         "file",
-        "file: exactly one file or a url is required, got 2 files",
+        "file: exactly one file or url is required, got 2 files",
     )
     empty = {"files": {"file": ("a", b"")}, "data": form}
     assert (await asked(**empty))[1:] == ("file", "file: must not be empty")

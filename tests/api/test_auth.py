@@ -105,7 +105,7 @@ async def test_holder_of_a_key_is_told_why_it_is_refused(
 async def test_who_knows_only_the_id_is_told_nothing(keys: ApiKeys) -> None:
     for name in ("a", "revoked", "expired", "nobody"):
         guess = key_of(stored(name, "t").id, "0" * SECRET_LENGTH)
-        with pytest.raises(Unauthorized, match=r"^the API key is not valid$"):
+        with pytest.raises(Unauthorized, match=r"^the API key is invalid$"):
             ask(keys, ("x-api-key", guess.text))
 
 

@@ -244,7 +244,7 @@ async def test_many_scans_are_the_callers_error(api: ApiUnderTest) -> None:
     answer = await api.http.post("/v1/images/edits", files=files, data=fields)
     error = answer.json()["error"]
     assert (answer.status_code, error["param"]) == (400, "image")
-    assert "a JPEG with more than 100 scans" in error["message"]
+    assert "JPEGs with more than 100 scans" in error["message"]
     assert _processes(), "it lives on"
 
 

@@ -228,9 +228,9 @@ NAMED = {"control": "depth", "control_image": uri(PICTURE)}
 @pytest.mark.parametrize(
     ("wish", "reason"),
     [
-        ({"more_controls": [NAMED]}, "name one there first"),
+        ({"more_controls": [NAMED]}, "set control first"),
         (NAMED | {"more_controls": [NAMED] * 4}, "at most 3"),
-        (NAMED | {"more_controls": [{}]}, "more_controls[0].control: name a control"),
+        (NAMED | {"more_controls": [{}]}, "more_controls[0].control: must name one"),
         (NAMED | {"more_controls": [{"control": "pose"}]}, "more_controls[0].control: "),
         (
             NAMED | {"more_controls": [NAMED, {"control": "canny"}]},

@@ -164,7 +164,8 @@ async def test_parts_are_bounded_however_many_requests_gather_them(api: ApiUnder
         error = answer.json()["error"]
         assert (answer.status_code, [error["param"]]) == (400, list(before))
         assert (
-            "parts including preceding items, which exceeds the maximum of 8192" in error["message"]
+            "parts, including those from earlier items, which exceeds the maximum of 8192"
+            in error["message"]
         )
 
 

@@ -165,7 +165,7 @@ FLAT_TOOL = {"type": "function", "name": "f"}
             "chat/completions",
             chat(tools=[TOOL], tool_choice=TOOL | {"function": {"name": "g"}}),
             "tool_choice",
-            "does not contain 'g'",
+            "'g' not found in tools",
         ),
         ("chat/completions", chat(audio={}), "audio", "is not supported"),
         ("chat/completions", chat(tool_choice={"type": "function"}), "tool_choice", "required"),

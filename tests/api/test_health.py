@@ -59,8 +59,8 @@ async def test_not_ready_without_the_broker(api: ApiUnderTest) -> None:
     assert response.status_code == 503
     assert response.json() == {
         "status": "unavailable",
-        "pubsub": "no round trip: unreachable, or rejects messages",
-        "redis": "unreachable: requests continue without it",
+        "pubsub": "round trip failed: unreachable or rejecting messages",
+        "redis": "unreachable; requests proceed without it",
         "keys": "not required",
     }
     for path in ("/livez", "/healthz", "/health"):

@@ -138,7 +138,7 @@ def test_jpeg_with_many_scans_is_refused_before_it_is_decoded() -> None:
     assert (answer.code, png) == ("invalid_input", b"")
     assert (
         answer.reason
-        == "a JPEG with more than 100 scans is not supported; save it as a baseline JPEG"
+        == "JPEGs with more than 100 scans are not supported; save the image as a baseline JPEG"
     )
 
 
@@ -154,7 +154,7 @@ def test_jpeg_whose_scans_look_like_a_segment_is_refused() -> None:
     assert isinstance(answer, CodecError)
     assert (
         answer.reason
-        == "a JPEG with more than 100 scans is not supported; save it as a baseline JPEG"
+        == "JPEGs with more than 100 scans are not supported; save the image as a baseline JPEG"
     )
     few, _ = _prepared(hide_scans(64, 10), (64, 64))
     assert isinstance(few, SourcePrepared), few

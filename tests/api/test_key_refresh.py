@@ -227,7 +227,7 @@ async def test_keys_outlive_their_source_for_a_day(
         assert gets_in(keys, "a")
         assert REGISTRY.get_sample_value("penstock_keys_age_seconds") == STALE_LIMIT_S
         now_s += 1
-        with pytest.raises(Unavailable, match="can't be checked right now"):
+        with pytest.raises(Unavailable, match="can't be verified right now"):
             gets_in(keys, "a")
         assert "unreachable" in keys.keys_status()
         # A caller that requests the state must not learn where the keys are.
@@ -321,7 +321,7 @@ async def test_instance_that_would_see_no_revocation_lets_nobody_in(
     directory = LiveDirectory(Broken(tmp_path / "keys.json"), refresh_s=0.001)
     async with ApiKeys(directory) as keys:
         await until(lambda: directory.current() is None)
-        with pytest.raises(Unavailable, match="can't be checked right now"):
+        with pytest.raises(Unavailable, match="can't be verified right now"):
             gets_in(keys, "a")
         assert "refresh" in keys.keys_status()
         assert "ZeroDivisionError" in caplog.text

@@ -111,7 +111,7 @@ async def test_stream_of_a_text_ends_with_the_error(
 async def test_frozen_tenant_is_refused_and_its_streams_end(
     api: ApiUnderTest, tmp_path: Path
 ) -> None:
-    reason = "the tenant of the API key is frozen; contact the operator of this API"
+    reason = "this API key's tenant is frozen; contact the operator of this API"
     async with streaming(api, "POST", "/v1/chat/completions", CHAT | {"stream": True}) as answer:
         pieces = answer.aiter_text()
         text = await anext(pieces)

@@ -311,7 +311,7 @@ async def test_a_file_is_cut_as_its_text_is(api: ApiUnderTest, client: str) -> N
         ({"input": "a", "truncate": "end", "chunk": {}}, "can't be combined with `chunk`"),
         ({"input": [" \n "], "chunk": {}}, "must contain words"),
         ({"input": {"file": "file_000000000000000000000000"}, "chunk": {}}, "does not exist"),
-        ({"input": {"file": "file_000000000000000000000000"}}, "requires `chunk`"),
+        ({"input": {"file": "file_000000000000000000000000"}}, "only allowed with `chunk`"),
         ({"input": "a", "chunk": {"by": "page"}}, "chunk.by"),
     ],
 )

@@ -136,14 +136,14 @@ async def test_what_is_white_in_a_prediction_is_drawn_anew(api: ApiUnderTest, ki
 @pytest.mark.parametrize(
     ("wish", "field", "reason"),
     [
-        ({"mask": uri(white())}, "mask", "send the image that it masks"),
+        ({"mask": uri(white())}, "mask", "send the image to be masked"),
         ({"image": uri(SOURCE), "mask_blur": 2.0}, "mask_blur", "requires mask"),
-        ({"image": uri(SOURCE), "mask": uri(white((32, 32)))}, "mask", "the image has 64x64"),
+        ({"image": uri(SOURCE), "mask": uri(white((32, 32)))}, "mask", "the image is 64x64"),
         ({"image": uri(SOURCE), "mask": uri(hole(corners=(0, 0, 1, 1)))}, "", ""),
         (
             {"image": uri(SOURCE), "mask": uri(white(corners=(0, 0, 0, 0)))},
             "mask",
-            "nothing in it is white",
+            "it has no white pixels",
         ),
         ({"image": uri(SOURCE), "mask": "a.png"}, "mask", "must be a data: URI"),
         ({"image": uri(SOURCE), "mask": "https://10.0.0.1/a"}, "mask", "other URLs"),
@@ -271,12 +271,12 @@ async def test_padding_is_a_part_of_the_size_and_adds_to_a_mask(api: ApiUnderTes
     [
         ({"padding": 4}, ""),
         ({"padding": 3}, "multiples of 8"),
-        ({"padding": 0}, "at least one pixel on a side"),
+        ({"padding": 0}, "at least one nonzero side"),
         ({"padding": [8, 8]}, "at least 4 items"),
         ({"padding": "all"}, "should be a list"),
         ({"padding": 4097}, "less than or equal to 4096"),
         ({"padding": 4096}, "8256x8256 pixels"),
-        ({"padding": 32, "size": "64x64"}, "leaves nothing of the image in 64x64"),
+        ({"padding": 32, "size": "64x64"}, "leaves no room for the image in 64x64"),
         ({"padding": 8, "image": None}, "send the image"),
     ],
     ids=lambda value: str(value)[:40],

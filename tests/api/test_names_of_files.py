@@ -174,8 +174,8 @@ async def test_source_image_elsewhere_is_refused_in_words(api: ApiUnderTest, url
     error = (await api.http.post("/v1/images/edits", json=body)).json()["error"]
     assert error["param"] == "images"
     assert error["message"] == (
-        "images[0].image_url: must be a data: URI, an https URL, or the ID or URL of a file of "
-        "this API (POST /v1/files)"
+        "images[0].image_url: must be a data: URI, an https URL, or the ID or URL of a file "
+        "uploaded to this API (POST /v1/files)"
     )
 
 

@@ -117,10 +117,7 @@ async def test_a_document_is_uploaded_as_mistrals_client_does(api: ApiUnderTest)
     assert (theirs.status_code, theirs.json()["param"]) == (422, "document")
     lines = (await uploaded_as(api, "batch", b"{}")).json()
     refused = await asked(api, document={"type": "file", "file_id": lines["id"]})
-    assert (
-        "has purpose batch; upload inputs with purpose user_data or ocr"
-        in refused.json()["message"]
-    )
+    assert "is batch; upload inputs with purpose user_data or ocr" in refused.json()["message"]
     answer = await uploaded_as(api, "batch", TEXT)
     assert "must be JSONL" in answer.json()["error"]["message"]
 

@@ -122,7 +122,7 @@ async def test_deleted_id_is_not_that_of_another_at_once(api: ApiUnderTest) -> N
     await api.http.delete(path)
     again = await api.http.put(path, json=TEXT, headers=WAIT)
     assert again.status_code == 422
-    assert "deleted recently" in again.text
+    assert "recently deleted" in again.text
 
 
 async def test_predictions_are_kept_as_long_as_the_plan_says(

@@ -166,7 +166,7 @@ async def test_many_models_come_in_pages(
     ]
     assert (pages[0].previous, pages[-1].next) == (None, None)
     assert pages[-1].previous is not None
-    with pytest.raises(ReplicateError, match="is invalid; use the one"):
+    with pytest.raises(ReplicateError, match="is invalid; use the cursor"):
         await client.models.async_list("/v1/models?cursor=x")
 
 

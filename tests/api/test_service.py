@@ -66,7 +66,7 @@ async def test_late_answer_is_504_that_clients_do_not_repeat(api: ApiUnderTest) 
     assert caught.value.status_code == 504
     assert caught.value.code == "deadline_exceeded"
     said = re.search(
-        r"no answer came within the deadline of 0\.8 s; waited ([\d.]+) s", caught.value.message
+        r"no response within the deadline of 0\.8 s; waited ([\d.]+) s", caught.value.message
     )
     assert said is not None
     assert float(said[1]) >= 0.79

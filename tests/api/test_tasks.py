@@ -81,10 +81,10 @@ async def test_a_list_even_of_one_score(api: ApiUnderTest) -> None:
         ({"pairs": [["a", "b", "c"]]}, "at most 2 items"),
         ({"query": "a", "texts": []}, "at least 1 item"),
         ({"query": "a", "texts": [1]}, "valid string"),
-        ({"query": "a", "texts": ["b"] * 129}, "at most 128 texts in a prediction, got 129"),
+        ({"query": "a", "texts": ["b"] * 129}, "at most 128 texts per prediction, got 129"),
         (
             {"query": "a", "texts": ["b", "c" * 65537]},
-            "pair 1 has a text with more than the maximum of 65536 bytes",
+            "pair 1 has a text that exceeds the maximum of 65536 bytes",
         ),
         ({"query": "a" * 65536, "texts": ["b"] * 16}, "must be at most"),
         ({"text": "a"}, "input.text: unknown parameter"),

@@ -194,7 +194,7 @@ def test_a_forced_call_takes_what_the_tool_does_and_nothing_made_up(
 def test_schemas_of_one_name_are_told_apart_or_refused() -> None:
     one, other = ({"$id": "p", "properties": {"a": {"type": kind}}} for kind in ("string", "null"))
     assert takes(call_schema([("f", one), ("g", one)]), {"a": "x"})
-    with pytest.raises(BadInput, match="two schemas have the \\$id 'p'"):
+    with pytest.raises(BadInput, match="two schemas have the same \\$id, 'p'"):
         call_schema([("f", one), ("g", other)])
 
 

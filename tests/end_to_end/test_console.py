@@ -89,7 +89,7 @@ def fits(page: Page) -> bool:
 
 def test_a_wrong_key_is_told_in_the_words_of_the_api(page: Page) -> None:
     log_in(page, "pk_live_wrong")
-    expect(page.get_by_role("alert")).to_have_text("the API key is not valid")
+    expect(page.get_by_role("alert")).to_have_text("the API key is invalid")
     assert page.evaluate("sessionStorage.length") == 0
     assert page.get_by_role("link", name="Try").count() == 0
 

@@ -123,7 +123,7 @@ class CustomStream:
         return self.status == "failed" and CRASHED in self.ended
 
 
-CHANGED = "the completion changed since it was streamed; fetch it again"
+CHANGED = "the completion has changed since it was streamed; fetch it again"
 CRASHED = "died"
 
 

@@ -132,7 +132,7 @@ async def test_values_above_a_message_are_stored(both: tuple[ApiUnderTest, Runni
         (line("a", text="a", word=1), "body.input.word", "unknown parameter"),
         (line("a"), "body.input.text", "Field required"),
         (line("a", text="a", file="cat.png"), "body.input.file", "must be a data: URI"),
-        (line("a", TEXT_MODEL.name, text="a"), "body.version", "a separate endpoint"),
+        (line("a", TEXT_MODEL.name, text="a"), "body.version", "its own endpoint"),
         (line("a", "gpt-9", text="a"), "body.version", "gpt-9"),
     ],
 )

@@ -208,7 +208,7 @@ async def test_wrong_settings_are_named(
 ) -> None:
     monkeypatch.setenv("PENSTOCK_KEYS_URL", "")
     assert await asyncio.to_thread(penstock, "budgets", "restore") == 1
-    assert "PENSTOCK_KEYS_URL is not set, so tenants do not have budgets" in capsys.readouterr().err
+    assert "PENSTOCK_KEYS_URL is not set, so tenants have no budgets" in capsys.readouterr().err
     monkeypatch.setenv("PENSTOCK_KEYS_URL", books.world.settings.keys_url)
     monkeypatch.setenv("PENSTOCK_DATASET", "other")
     assert await asyncio.to_thread(penstock, "budgets", "restore") == 1
