@@ -402,7 +402,7 @@ class ReplyBatch(msgspec.Struct):
 def reason_of(outcome: ItemOutcome) -> str:
     """Returns the reason an item has no result, naming the input if it is the cause."""
     if outcome.error is None:
-        return f"item {outcome.index} has neither result nor error; this is a bug"
+        return f"item {outcome.index} has neither a result nor an error; this is a bug"
     prefix = f"input[{outcome.index}]: " if outcome.error.field == "input" else ""
     return prefix + outcome.error.message
 
@@ -426,7 +426,8 @@ def check_schema(attributes: Mapping[str, str]) -> None:
     """
     if attributes.get("schema") != SCHEMA_VERSION:
         raise UndecodableMessage(
-            f"schema is {attributes.get('schema', '')[:40]!r}, not {SCHEMA_VERSION!r}",
+            f"unsupported schema {attributes.get('schema', '')[:40]!r}; expected "
+            f"{SCHEMA_VERSION!r}",
             field="schema",
         )
 
@@ -453,8 +454,8 @@ def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
         raise UndecodableMessage(f"data: {error}", field="data") from error
     if len(data) > MAX_DATA_BYTES:
         raise InputTooLarge(
-            f"the request has {len(data)} bytes without its files, which exceeds the maximum of "
-            f"{MAX_DATA_BYTES}; send less or split it into several requests"
+            f"the request is {len(data)} bytes without its files, which exceeds the maximum "
+            f"of {MAX_DATA_BYTES}; send less or split it into several requests"
         )
     _check_carried(attributes)
     decode_job(data, attributes)
@@ -475,7 +476,7 @@ def decode_job(data: bytes, attributes: Mapping[str, str]) -> Job:
     if not body.items:
         raise UndecodableMessage("data: a job must have at least one item", field="data")
     if len({item.index for item in body.items}) != len(body.items):
-        raise UndecodableMessage("data: items must have different indexes", field="data")
+        raise UndecodableMessage("data: items must have unique indexes", field="data")
     return Job(envelope, body)
 
 

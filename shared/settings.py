@@ -94,7 +94,9 @@ class Settings(BaseSettings):
     @classmethod
     def _outlives_the_process(cls, url: str) -> str:
         if url.startswith("memory:"):
-            raise ValueError("must not be memory://, which is lost when the process ends")
+            raise ValueError(
+                "must not be memory:// because its contents are lost when the process exits"
+            )
         return url
 
     @field_validator("broker")

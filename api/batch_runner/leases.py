@@ -39,7 +39,7 @@ class BatchLeases(RedisStore):
 
     def __init__(self, redis_url: str, holder: str, *, lease_s: float = LEASE_S) -> None:
         super().__init__(RedisLink("batches", redis_url, up=UP, errors=ERRORS, field="records_url"))
-        self._commands = self._link.commands("the store of leases")
+        self._commands = self._link.commands("the lease store")
         self._holder = holder
         self._lease_s = lease_s
 

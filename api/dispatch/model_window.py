@@ -413,7 +413,7 @@ class WindowExchange:
         self._link = RedisLink(
             "publish windows", redis_url, up=UP, errors=ERRORS, field="records_url"
         )
-        self._redis = self._link.commands("the exchange of publish windows")
+        self._redis = self._link.commands("the publish window exchange")
         self._reported: set[Key] = set()
         self._heard_s: dict[Key, float] = {}
         self._instances = 0

@@ -162,7 +162,7 @@ class InboxPool:
             up=UP,
             errors=ERRORS,
         )
-        redis = link.commands("the pool of inboxes")
+        redis = link.commands("the inbox pool")
         async with link:
             number = await self._acquire(redis)
             try:

@@ -82,9 +82,7 @@ class IdempotencyStore(RedisStore):
                 field="records_url",
             )
         )
-        self._commands = self._link.commands(
-            "the store of answers, which an Idempotency-Key needs,"
-        )
+        self._commands = self._link.commands("the response store required for Idempotency-Key")
         self._prefix = prefix
         self._keep_s = keep_s
         self._max_bytes = max_bytes

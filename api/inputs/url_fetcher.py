@@ -448,9 +448,9 @@ class _Fetch:
             FetchFailed: the server has a problem.
         """
         if answer.status >= 500 or answer.status in (408, 425, 429):
-            raise FetchFailed(f"{answer.url.host} answered {answer.status}")
+            raise FetchFailed(f"{answer.url.host} returned {answer.status}")
         if answer.status != 200:
-            raise BadInput(f"{answer.url.host} answered {answer.status}; expected 200")
+            raise BadInput(f"{answer.url.host} returned {answer.status}; expected 200")
         if (coding := answer.headers.get("content-encoding", "identity").lower()) != "identity":
             named = coding if _CODING.fullmatch(coding) else "unknown"
             raise BadInput(f"its content-encoding must not be set, got {named}")

@@ -334,7 +334,7 @@ class LimitStore(RedisStore):
                 field="records_url",
             )
         )
-        self._commands = self._link.commands("the store of limits")
+        self._commands = self._link.commands("the limit store")
         self._take, self._register, self._totals, self._rows, self._age = scripts(clock)
         self._instance = instance
         self._prefix = f"{KEY_PREFIX}limits:"

@@ -263,6 +263,6 @@ def _call(url: str, asked: Mapping[str, str]) -> str:
             return str(answer.read().decode())
     except HTTPError as error:
         reason = error.read().decode(errors="replace")[:400]
-        raise Unavailable(f"the function answered {error.code}: {reason}") from error
+        raise Unavailable(f"the function returned {error.code}: {reason}") from error
     except (OSError, HTTPException) as error:
         raise Unavailable(f"the function can't be reached: {error}") from error

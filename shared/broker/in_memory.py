@@ -357,7 +357,9 @@ class InMemoryBroker:
         if queue is None:
             subscription.fail(Unavailable(f"{subscription_id}: the subscription does not exist"))
         elif not ACK_DEADLINE_S[0] <= ack_deadline_s <= ACK_DEADLINE_S[1]:
-            subscription.fail(ConfigurationError(f"ack_deadline_s: {ack_deadline_s} is not valid"))
+            subscription.fail(
+                ConfigurationError(f"ack_deadline_s: {ack_deadline_s} is not a valid ack deadline")
+            )
         else:
             queue.pullers.append(subscription)
             queue.deliver()
@@ -396,7 +398,7 @@ class InMemoryBroker:
             there, wanted = topic_queue.settings, settings
             if (there.topic_id, there.filter) != (wanted.topic_id, wanted.filter):
                 raise ConfigurationError(
-                    f"{subscription_id} exists with topic {there.topic_id!r} and filter "
+                    f"{subscription_id} already exists with topic {there.topic_id!r} and filter "
                     f"{there.filter!r}, not {wanted.topic_id!r} and {wanted.filter!r}"
                 )
             return False
@@ -485,11 +487,11 @@ def _check_message(
     size_bytes = len(data) + sum(len(name) + len(value) for name, value in attributes.items())
     if size_bytes > MAX_MESSAGE_BYTES:
         raise InputTooLarge(
-            f"{where}: the message has {size_bytes} bytes, which exceeds the broker's maximum "
+            f"{where}: the message is {size_bytes} bytes, which exceeds the broker's maximum "
             f"of {MAX_MESSAGE_BYTES}"
         )
     if len(ordering_key.encode()) > MAX_ORDERING_KEY_BYTES:
-        raise BadInput(f"{where}: an ordering key must be at most {MAX_ORDERING_KEY_BYTES} bytes")
+        raise BadInput(f"{where}: the ordering key must be at most {MAX_ORDERING_KEY_BYTES} bytes")
     if len(attributes) > MAX_ATTRIBUTES:
         raise BadInput(
             f"{where}: a message must have at most {MAX_ATTRIBUTES} attributes, got "
@@ -499,21 +501,26 @@ def _check_message(
         if not name or _RESERVED.match(name) or len(name.encode()) > MAX_NAME_BYTES:
             raise BadInput(f"{where}: {name[:64]!r} is not a valid attribute name")
         if len(value.encode()) > MAX_VALUE_BYTES:
-            raise BadInput(f"{where}: {name[:64]!r} must be at most {MAX_VALUE_BYTES} bytes")
+            raise BadInput(
+                f"{where}: attribute {name[:64]!r} must be at most {MAX_VALUE_BYTES} bytes"
+            )
 
 
 def _check_id(name: str) -> None:
     if not _ID.fullmatch(name):
         raise BadInput(
-            f"{name[:64]!r} is not a valid topic or subscription name: it must have 3 to 255 "
-            "letters, digits and -_.~+%, start with a letter, and not start with goog"
+            f"{name[:64]!r} is not a valid topic or subscription name: it must be 3 to 255 "
+            "characters (letters, digits and -_.~+%), start with a letter, and not start "
+            "with goog"
         )
 
 
 def _check_filter(settings: SubscriptionSettings) -> AttributeFilter | None:
     """Checks settings and returns the filter."""
     if settings.push_endpoint:
-        raise BadInput("the in-memory broker does not support push", field="push_endpoint")
+        raise BadInput(
+            "the in-memory broker does not support push subscriptions", field="push_endpoint"
+        )
     bounded = [
         ("ack_deadline_s", settings.ack_deadline_s, ACK_DEADLINE_S),
         ("retention_s", settings.retention_s, RETENTION_S),

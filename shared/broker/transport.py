@@ -332,8 +332,8 @@ def parse_filter(text: str) -> AttributeFilter | None:
     match = _FILTER.fullmatch(text)
     if match is None or (match["negated"] and text != INTERACTIVE_FILTER):
         raise BadInput(
-            f'the filter {text!r} is not known here; known are attributes.slot = "…", '
-            f'attributes.lane = "…" and {INTERACTIVE_FILTER}',
+            f'filter {text!r} is not supported; use attributes.slot = "…", attributes.lane = '
+            f'"…" or {INTERACTIVE_FILTER}',
             field="filter",
         )
     return AttributeFilter(match["name"], match["value"], match["negated"] is not None)

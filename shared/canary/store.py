@@ -67,7 +67,7 @@ class CanaryStore(RedisStore):
             "canaries", redis_url, retry_s=retry_s, up=UP, errors=ERRORS, field="records_url"
         )
         super().__init__(link)
-        self._commands = link.commands("the store of canaries")
+        self._commands = link.commands("the canary store")
 
     def _key(self, canary: Revision, kind: str) -> str:
         return f"{KEY_PREFIX}canary:{canary.public_name}:{canary.revision}:{kind}"

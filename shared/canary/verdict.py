@@ -92,9 +92,9 @@ def judge(counts: CanaryCounts, rules: Canary) -> CanaryJudgment:
     times = f"p95 {_show_seconds(canary.p95_s)} against {_show_seconds(stable.p95_s)}"
     return CanaryJudgment(
         True,
-        f"{canary.failed} of {canary.items} items failed against {stable.failed} of "
-        f"{stable.items}; {times}; {counts.outside} of {counts.compared} results outside the "
-        "tolerance",
+        f"{canary.failed} of {canary.items} items failed, compared with {stable.failed} "
+        f"of {stable.items}; {times}; {counts.outside} of {counts.compared} results "
+        "outside the tolerance",
     )
 
 
@@ -138,7 +138,8 @@ def _too_many_failed(counts: CanaryCounts, rules: Canary) -> str:
     if not _is_bad(canary.failed, canary.items, ratio):
         return ""
     return (
-        f"{canary.failed} of {canary.items} items failed, against {stable.failed} of {stable.items}"
+        f"{canary.failed} of {canary.items} items failed, compared with {stable.failed} "
+        f"of {stable.items}"
     )
 
 
@@ -154,7 +155,7 @@ def _too_slow(counts: CanaryCounts, rules: Canary) -> str:
         return ""
     return (
         f"{slow} of {bins.total()} items took more than {limit_s:.3g} s, which is "
-        f"{limit_s / usual_s:.3g} times the p95 of the other revision"
+        f"{limit_s / usual_s:.3g} times the other revision's p95"
     )
 
 

@@ -309,7 +309,9 @@ class FlowEngine:
         if planned != "stored":  # so this run does not pay for them
             self._mark_unpaid(items, done, model)
             if planned == "no_room":
-                reason = f"step {step.id!r}: unfinished predictions leave no room for it"
+                reason = (
+                    f"step {step.id!r}: unfinished predictions have used up the storage it needs"
+                )
                 raise RunFailed(ItemError(Overloaded.code, reason))
             return planned == "ended"
         own = _step_envelope(envelope, step, model, index_of(number, 0))
@@ -355,7 +357,7 @@ class FlowEngine:
                 item = Item(index, task_input, key)
                 if (size := _bytes_of(item)) > MAX_JOB_BYTES:
                     most = f"which exceeds the maximum of {MAX_JOB_BYTES}"
-                    raise InputTooLarge(f"the input has {size} bytes as JSON, {most}")
+                    raise InputTooLarge(f"the input is {size} bytes as JSON, {most}")
             except BadInput as error:
                 failed[index] = failure(index, error)
             else:
@@ -495,7 +497,7 @@ class FlowEngine:
             canceled = msgspec.structs.replace(reply, output=None, error=None)
             finish = await self._records.finish(run_id, "canceled", encode_reply_body(canceled))
         if finish is None:
-            raise Unavailable("the record of the run could not be ended")
+            raise Unavailable("the run's record could not be closed")
         return is_ours
 
 

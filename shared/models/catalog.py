@@ -73,7 +73,7 @@ class Model(CatalogEntry):
         # Model processes also read canaries, but a catalog can't contain their names.
         if info.context == OF_CATALOG and model_of_canary(value):
             raise ValueError(
-                f"a name must not end in {CANARY_SUFFIX}, because its topic would belong to "
+                f"a name must not end in {CANARY_SUFFIX} because its topic would belong to "
                 "another model's canary"
             )
         return value
@@ -113,12 +113,12 @@ class Model(CatalogEntry):
             self._refuse_resources()
         if self.replies == "slots" and not self.definition.stores_blobs:
             raise ValueError(
-                f"replies: must be direct, because results of {self.definition.noun} can't be put "
-                "into the object store"
+                f"replies: must be direct because results from {self.definition.noun} can't be "
+                "stored in the object store"
             )
         if self.name.endswith(".dead"):
             raise ValueError(
-                "a name must not end in .dead, because its topic would be another model's "
+                "a name must not end in .dead because its topic would be another model's "
                 "dead-letter topic"
             )
         if (
@@ -140,13 +140,13 @@ class Model(CatalogEntry):
 
     def _check_rerank(self) -> None:
         if self.rerank != "cosine" and not self.definition.compares_texts:
-            raise ValueError(f"rerank: {self.definition.noun} does not support it; leave it out")
+            raise ValueError(f"rerank: not supported by {self.definition.noun}; leave it out")
 
     def _refuse_resources(self) -> None:
         usual = ModelResources()
         for name, value in self.resources:
             if name != "gpu_memory_bytes" and value != getattr(usual, name):
-                raise ValueError(f"resources.{name}: only custom models support it; leave it out")
+                raise ValueError(f"resources.{name}: only supported by custom models; leave it out")
 
     def _refuse_custom_fields(self) -> None:
         fields = {
@@ -162,9 +162,7 @@ class Model(CatalogEntry):
         }
         for name, value in fields.items():
             if value is not None:
-                raise ValueError(
-                    f"{name}: {self.definition.noun} does not support it; leave it out"
-                )
+                raise ValueError(f"{name}: not supported by {self.definition.noun}; leave it out")
 
     @property
     def public_name(self) -> str:
@@ -372,7 +370,7 @@ class Catalog:
         if model is None:
             raise unknown_model(name)
         if task is not None and model.definition is not TASKS[task]:
-            raise UnknownModel(f"model {name!r} serves {model.task}, not {task}", field="model")
+            raise UnknownModel(f"model {name!r} is for {model.task}, not {task}", field="model")
         return model
 
     def step_schema(self, name: str) -> StepSchema | None:
@@ -440,7 +438,7 @@ class Catalog:
         """Returns the first model for `task` in the catalog, for callers who don't name a model."""
         for model in self.of_task(task):
             return model
-        raise UnknownModel(f"this API does not serve any {task} model", field="model")
+        raise UnknownModel(f"this API has no {task} models", field="model")
 
     def serving(self, api: ServedApi, name: str | None) -> Model:
         """Returns the custom model `name` (the first one if None) that serves an endpoint.
@@ -456,7 +454,7 @@ class Catalog:
         for model in self.served:
             if model.api == api:
                 return model
-        raise UnknownModel(f"this API does not serve any model for {api}", field="model")
+        raise UnknownModel(f"this API has no models that support {api}", field="model")
 
 
 def _with_interface(model: Model, interface: ModelInterface | None) -> Model:

@@ -77,7 +77,7 @@ def _check_names(path: Path, names: Sequence[tuple[str, ...]], nodes: Sequence[y
         for name in own:
             if name in seen:
                 raise ConfigurationError(
-                    f"{path}:{_line(node)}: the name {name!r} is already used in line {seen[name]}"
+                    f"{path}:{_line(node)}: the name {name!r} is already used on line {seen[name]}"
                 )
             seen[name] = _line(node)
 
@@ -122,22 +122,22 @@ def _unshareable(
     by_name = {model.name: model for model in models}
     name = entry.models[number]
     if name not in by_name:
-        return f"model {name!r} does not exist; the catalog has: {', '.join(by_name)}"
+        return f"model {name!r} does not exist; the catalog contains: {', '.join(by_name)}"
     if name in entry.models[:number]:
         return f"{name!r} appears twice in this list"
     for other in others:
         if name in other.models:
-            return f"{name!r} already belongs to the workers {other.name!r}"
+            return f"{name!r} is already assigned to workers {other.name!r}"
     model, first = by_name[name], by_name[entry.models[0]]
     if model.gpu != first.gpu:
         return (
-            f"{name!r} has the gpu {_gpu_words(model.gpu)}, but {first.name!r} has "
-            f"{_gpu_words(first.gpu)}; models that share workers must have the same"
+            f"{name!r} has GPU {_gpu_words(model.gpu)}, but {first.name!r} has "
+            f"{_gpu_words(first.gpu)}; models that share workers must have the same GPU"
         )
     if "replicas" in model.model_fields_set:
         return (
-            f"{name!r} must not set replicas, because its shared workers have replicas; leave "
-            "them out"
+            f"{name!r} must not set replicas because its shared workers set them; remove "
+            "replicas from the model"
         )
     return ""
 
@@ -204,7 +204,7 @@ def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
     if kind != "models":
         return []
     raise ConfigurationError(
-        f"{path}:1: a catalog must be a mapping with a list `models` of at least one entry"
+        f"{path}:1: the catalog must be a mapping with a non-empty list `models`"
     )
 
 
@@ -268,8 +268,9 @@ def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
         file = INTERFACE_FILE.find(Path(source.removeprefix(LOCAL)).expanduser())
     else:
         raise ConfigurationError(
-            f"interface: {source} is not on this machine; set it to the path of a copy of its "
-            f"{INTERFACE_FILE.name}, relative to the catalog's folder, or to the file's content",
+            f"interface: {source} is not on this machine; set interface to the path of a "
+            f"copy of its {INTERFACE_FILE.name}, relative to the catalog's folder, or to the "
+            "file's content",
             field="interface",
         )
     return {**entry, "interface": read_interface(file)}
@@ -315,7 +316,7 @@ def read_image_entry(path: Path, name: str) -> ImageEntry:
     """
     entry = _find_fields(path, name)
     if entry.get("task") != "image":
-        raise ConfigurationError(f"{name}: neither a folder nor an image or text model in {path}")
+        raise ConfigurationError(f"{name}: not a folder, and not an image or text model in {path}")
     image = dict(entry.get("image") or {})
     file = image.pop("interface", None)
     place = path.parent / file if isinstance(file, str) else None

@@ -73,8 +73,8 @@ def check_name(name: str) -> str:
     """
     if not _NAME.fullmatch(name):
         raise ValueError(
-            "the name of a variable must have 1 to 128 letters, digits and underscores, and must "
-            "not start with a digit"
+            "a variable name must be 1 to 128 letters, digits and underscores, and must not "
+            "start with a digit"
         )
     if name.startswith(OURS):
         raise ValueError(
@@ -85,7 +85,7 @@ def check_name(name: str) -> str:
 
 def _without_null(value: str) -> str:
     if "\0" in value:
-        raise ValueError("the value of a variable must not contain a null character")
+        raise ValueError("a variable's value must not contain null characters")
     return value
 
 

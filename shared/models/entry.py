@@ -133,8 +133,8 @@ class Gpu(EntryPart):
         most = MAX_SHARES.get(self.type, 48)
         if self.share > most:
             raise ValueError(
-                f"share: must be at most {most} for {self.type}, so that each worker gets at "
-                f"least 1 GiB of its memory, got {self.share}"
+                f"share: must be at most {most} for {self.type} to give each worker at least 1 "
+                f"GiB of GPU memory, got {self.share}"
             )
         return self
 
@@ -230,10 +230,10 @@ class Price(PriceTerms):
     def _changes_are_in_order(self) -> Self:
         starts = [change.starts_at_s for change in self.changes]
         if starts != sorted(set(starts)):
-            raise ValueError("changes: starts_at must increase from one change to the next")
+            raise ValueError("changes: each starts_at must be later than the previous one")
         names = [self.name, *(change.name for change in self.changes)]
         if len(set(names)) < len(names):
-            raise ValueError("changes: each must have a different version")
+            raise ValueError("changes: each change must have a different version")
         return self
 
     def terms_at(self, at_s: float) -> PriceTerms:
@@ -355,8 +355,8 @@ class Canary(EntryPart):
     def _has_a_worker(cls, value: Replicas) -> Replicas:
         if value.min < 1:
             raise ValueError(
-                "min must be at least 1, because a canary without workers receives no requests "
-                "to scale by"
+                "min must be at least 1 because a canary without workers receives no requests "
+                "to trigger scaling"
             )
         return value
 
@@ -470,7 +470,7 @@ class CatalogEntry(EntryPart):
     @model_validator(mode="after")
     def _names_each_variable_once(self) -> Self:
         if both := sorted(self.environment.keys() & self.secrets.keys()):
-            raise ValueError(f"secrets.{both[0]}: is also in environment; leave one of them out")
+            raise ValueError(f"secrets.{both[0]}: is also in environment; remove one of them")
         return self
 
     @property

@@ -100,7 +100,7 @@ class NoSuchField(BadInput):
     """The value does not have this field."""
 
     def __init__(self, reference: Reference, name: str) -> None:
-        super().__init__(f"{reference}: the value does not have the field {name!r}")
+        super().__init__(f"{reference}: the value has no field {name!r}")
         self.reference = reference
 
 
@@ -160,8 +160,8 @@ def parse_reference(text: str) -> Reference:
     match = _REFERENCE.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text[:80]!r} is not a reference, such as $input.x, $step.field or $item; write $$ "
-            "for a text that begins with $"
+            f"{text[:80]!r} is not a reference, such as $input.x, $step.field or $item; "
+            "write $$ for text that starts with $"
         )
     return Reference(match[1], tuple(match[2].split(".")[1:]))
 
@@ -177,7 +177,7 @@ def parse_condition(text: str) -> Condition:
     if match is None:
         raise ValueError(
             f"{text[:80]!r} is not a condition, such as $check.flagged == false; write two "
-            "operands with ==, !=, <, <=, > or >= between them"
+            "operands separated by ==, !=, <, <=, > or >="
         )
     return Condition(_operand(match["left"]), match["operator"], _operand(match["right"]))
 
@@ -192,7 +192,8 @@ def _operand(text: str) -> Any:
     if isinstance(literal, str | int | float | bool | None):
         return literal
     raise ValueError(
-        f'{text[:80]!r} is neither a reference nor a literal: 1.5, "text", true, false or null'
+        f'{text[:80]!r} is neither a reference nor a literal such as 1.5, "text", true, '
+        "false or null"
     )
 
 
@@ -286,7 +287,7 @@ class FlowStep(_Part):
     @classmethod
     def _is_no_word_of_ours(cls, value: str) -> str:
         if value in (INPUT, ITEM):
-            raise ValueError(f"{value!r} has another meaning in references; use another id")
+            raise ValueError(f"{value!r} has a special meaning in references; use a different id")
         return value
 
     @field_validator("when")
@@ -426,7 +427,7 @@ class FlowPlan(_Part):
             ]
         except graphlib.CycleError as error:
             circle = " -> ".join(reversed(error.args[1]))
-            raise ValueError(f"steps: form a circular dependency: {circle}") from error
+            raise ValueError(f"steps: circular dependency: {circle}") from error
 
     @property
     def input_schema(self) -> dict[str, Any]:
@@ -457,8 +458,8 @@ def _type_of(name: str, written: Any) -> dict[str, Any]:
     if isinstance(written, Mapping) and ("type" in written or not written):
         return dict(written)  # an empty one means `any`, in a plan that was read before
     raise ValueError(
-        f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list with one of "
-        "them for a list of values, or a JSON Schema with a type"
+        f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list "
+        "containing one of them (for a list of values), or a JSON Schema with a type"
     )
 
 
@@ -517,7 +518,7 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
             raise BadInput(f"for_each: {reference} has {most}")
         lists[name] = [MISSING if element is None else element for element in elements]
     if len({len(elements) for elements in lists.values()}) > 1:
-        raise BadInput("for_each: its lists must have equal lengths")
+        raise BadInput("for_each: its lists must all have the same length")
     if isinstance(step.for_each, str):
         return [{**scope, ITEM: element} for element in lists[""]]
     rows = zip(*lists.values(), strict=True)

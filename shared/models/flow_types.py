@@ -89,7 +89,9 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
     if step.default is not None:
         default = _type_of(step.default, (*place, "default"), own_scope)
         if reason := misfit(default, schema.output):
-            raise FlowError((*place, "default"), f"{reason}, which is the type of the step's value")
+            raise FlowError(
+                (*place, "default"), f"{reason}, which is required by the type of the step's value"
+            )
     is_nullable = step.default is None and (step.has_default or step.when is not None)
     output = _nullable(schema.output) if is_nullable else schema.output
     return output if step.for_each is None else {"type": "array", "items": output}
@@ -98,7 +100,7 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
 def _element(one: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
     elements = _plain(_of_reference(one, place, scope))
     if _kind(elements) not in ("array", "any"):
-        raise FlowError(place, f"{one} must be a list, but is {_noun(elements)}")
+        raise FlowError(place, f"{one} must be a list, got {_noun(elements)}")
     items: Schema = elements.get("items", {})
     return items
 
@@ -109,13 +111,14 @@ def _check_input(step: FlowStep, place: Place, scope: Mapping[str, Schema], inpu
         if name not in properties:
             raise FlowError(
                 (*place, name),
-                f"is not an input of {step.model}; it has {', '.join(properties) or 'none'}",
+                f"is not an input of {step.model}; its inputs are "
+                f"{', '.join(properties) or 'none'}",
             )
         if reason := misfit(_type_of(value, (*place, name), scope), properties[name]):
             raise FlowError((*place, name), f"{reason}, which is required by {step.model}")
     for name in inputs.get("required", ()):
         if name not in step.input:
-            raise FlowError(place, f"{name}: {step.model} needs it")
+            raise FlowError(place, f"{name}: is required by {step.model}")
 
 
 def _check_condition(condition: Condition, place: Place, scope: Mapping[str, Schema]) -> None:
@@ -154,7 +157,7 @@ def _field(schema: Schema, field: str, one: Reference, place: Place) -> Schema:
     if kind == "any":
         return {}
     if kind != "object":
-        raise FlowError(place, f"{one}: {_noun(schema)} does not have the field {field!r}")
+        raise FlowError(place, f"{one}: {_noun(schema)} has no field {field!r}")
     if "properties" not in schema:
         return {}
     if field not in schema["properties"]:

@@ -78,7 +78,9 @@ class AdapterUrls(EntryPart):
     @model_validator(mode="after")
     def _holds_a_file(self) -> Self:
         if self.disk_bytes < self.max_bytes:
-            raise ValueError("disk_bytes: must be at least max_bytes, so that a large file fits")
+            raise ValueError(
+                "disk_bytes: must be at least max_bytes so that the largest allowed file fits"
+            )
         return self
 
 
@@ -245,8 +247,8 @@ class ImageDefaults(EntryPart):
         needed = self.interface.defaults.multiple
         if self.multiple % needed:
             raise ValueError(
-                f"multiple must be a multiple of {needed}, as {self.interface.pipeline} needs, "
-                f"got {self.multiple}"
+                f"multiple must be a multiple of {needed}, which {self.interface.pipeline} "
+                f"requires, got {self.multiple}"
             )
         for name in ("width", "height"):
             if (side := getattr(self, name)) % self.multiple:

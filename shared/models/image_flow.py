@@ -87,8 +87,8 @@ def check_steps(entry: CatalogEntry, find: Callable[[str], StepSchema | None]) -
         _check_scales(entry.image.upscale.model, find)
     if entry.image.safety is not None and entry.canary is not None:
         reason = (
-            "a canary does not receive flow steps, so it would not receive requests for this "
-            "model; leave one out"
+            "a canary receives no flow steps, so it would receive no requests for this "
+            "model; remove one of the two"
         )
         raise FlowError(("image", SAFETY), reason)
 

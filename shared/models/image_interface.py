@@ -89,7 +89,7 @@ def refuse_mode(mode: ImageMode, known: Collection[ImageMode]) -> str:
     """Returns the reason a model with these tasks can't draw in this mode. Empty if it can."""
     if mode in known:
         return ""
-    return f"this model draws only {' or '.join(_NOUNS[name] for name in known)}"
+    return f"this model only draws {' or '.join(_NOUNS[name] for name in known)}"
 
 
 def _show(value: Any) -> str:
@@ -105,8 +105,8 @@ def read_image_interface(path: Path, model: str) -> ImageInterface:
         ConfigurationError: the file is missing or invalid.
     """
     hint = (
-        f"write it with: penstock models check {model}; if only the catalog is mounted here, "
-        "replace the path by the file's content"
+        f"create the file with: penstock models check {model}; if only the catalog is "
+        "mounted here, replace the path with the file's content"
     )
     try:
         data = path.read_bytes()

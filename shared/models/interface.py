@@ -106,7 +106,7 @@ class ModelInterface(BaseModel):
                         f"{_short(theirs.get(keyword))} in the code"
                     )
         if missing := sorted(other.required - self.required):
-            return f"inputs.required: {missing[0]} is missing in {_FILE}, but required in the code"
+            return f"inputs.required: {missing[0]} is required in the code but missing from {_FILE}"
         for field in _COMPARED:
             if (mine := getattr(self, field)) != (its := getattr(other, field)):
                 return f"{field}: {_short(mine)} in {_FILE}, {_short(its)} in the code"
@@ -146,8 +146,8 @@ def read_interface(path: Path) -> ModelInterface:
         ConfigurationError: the file is missing or invalid.
     """
     hint = (
-        f"write it with: penstock models check {path.parent}; if only the catalog is mounted here, "
-        "replace the path by the file's content"
+        f"create the file with: penstock models check {path.parent}; if only the catalog "
+        "is mounted here, replace the path with the file's content"
     )
     try:
         data = path.read_bytes()

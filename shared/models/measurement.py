@@ -69,7 +69,7 @@ def read_measurement(path: Path) -> ModelMeasurement:
     Raises:
         ConfigurationError: the file is missing or invalid.
     """
-    hint = f"write it with: penstock models measure {path.parent}"
+    hint = f"create the file with: penstock models measure {path.parent}"
     try:
         return ModelMeasurement.model_validate_json(path.read_bytes())
     except OSError as error:

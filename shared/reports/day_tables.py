@@ -77,7 +77,7 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
     """
     if unknown := set(asked) - {"from", "to"}:
         name = min(unknown)[:40]
-        raise BadInput(f"{name}: is not a field; use from and to", field=name)
+        raise BadInput(f"{name}: is not a valid field; use from and to", field=name)
     last_over = now.astimezone(find_zone(tz)).date() - timedelta(days=1)
     last = _day(asked, "to") or last_over
     first = _day(asked, "from") or (last if "to" in asked else last - timedelta(days=AGAIN_DAYS))
@@ -88,8 +88,8 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
     days = (last - first).days + 1
     if days > MAX_DAYS:
         raise BadInput(
-            f"from: a range must have at most {MAX_DAYS} days, got {days}; split it into several "
-            "calls",
+            f"from: the range must be at most {MAX_DAYS} days, got {days}; split it into "
+            "several calls",
             field="from",
         )
     return [BillingDay(first + timedelta(days=number), tz) for number in range(days)]
@@ -216,7 +216,7 @@ class DayTables:
     def _read(self, statement: str, day: date, limit_s: float) -> list[Any]:
         rows = self._ask(statement, self._config({"day": day}), limit_s, max_results=MAX_ROWS + 1)
         if len(rows) > MAX_ROWS:
-            raise BadInput(f"{statement} of {day}: more than {MAX_ROWS} rows", field="from")
+            raise BadInput(f"{statement} for {day}: more than {MAX_ROWS} rows", field="from")
         return rows
 
     def _ask(self, statement: str, config: Any, limit_s: float, max_results: int) -> list[Any]:

@@ -100,8 +100,9 @@ def ask(
         )
     if (end - start).days > max_days:
         raise BadInput(
-            f"from: {since or start} is {(end - start).days} days before the end, {until or end}; "
-            f"a range must be at most {max_days} days long, so set a later `from`",
+            f"from: {since or start} is {(end - start).days} days before the end, "
+            f"{until or end}; the range must be at most {max_days} days, so set a later "
+            "`from`",
             field="from",
         )
     return ReportQuestion(start, end, tz, _names(tenants, "tenant"), _names(models, "model"))
@@ -183,7 +184,7 @@ def _back(end: datetime, days: int) -> datetime:
     try:
         return end - timedelta(days=days)
     except OverflowError:
-        raise BadInput("to: is too early", field="to") from None
+        raise BadInput("to: the date is too early", field="to") from None
 
 
 def _moment(text: str, zone: ZoneInfo, field: str) -> datetime:
@@ -196,7 +197,7 @@ def _moment(text: str, zone: ZoneInfo, field: str) -> datetime:
         moment = None
     if moment is None or not 1970 <= moment.year <= 9998:
         raise BadInput(
-            f"{field}: must be a date such as 2026-10-01, or a time, got {text[:40]!r}", field=field
+            f"{field}: must be a date such as 2026-10-01 or a time, got {text[:40]!r}", field=field
         )
     return moment
 
@@ -218,7 +219,8 @@ def _names(names: tuple[str, ...] | None, field: str) -> tuple[str, ...] | None:
         return None
     if not 1 <= len(names) <= MAX_NAMES or any(len(name) > MAX_NAME_CHARS for name in names):
         raise BadInput(
-            f"{field}: must have 1 to {MAX_NAMES} names of at most {MAX_NAME_CHARS} characters",
+            f"{field}: must have 1 to {MAX_NAMES} names of at most {MAX_NAME_CHARS} "
+            "characters each",
             field=field,
         )
     return tuple(sorted(set(names)))
@@ -325,7 +327,9 @@ def parse_report(name: str, sql: str) -> Report:
             notes.append(line)
     owner, audience = facts.get("owner"), facts.get("audience")
     if owner not in get_args(Owner) or audience not in get_args(Audience) or not columns:
-        raise ValueError(f"{name}.sql: its header needs owner, audience and columns; this is a bug")
+        raise ValueError(
+            f"{name}.sql: its header must have owner, audience and columns; this is a bug"
+        )
     totals = frozenset(facts["totals"].split(", ")) if "totals" in facts else frozenset()
     if unknown := totals - columns.keys():
         raise ValueError(f"{name}.sql: totals: {min(unknown)!r} is not a column; this is a bug")

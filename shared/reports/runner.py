@@ -38,9 +38,9 @@ INVALID_ZONE = "Invalid time zone"
 WRONG_ZONE = "tz: must be a time zone such as Europe/Berlin"
 
 NO_CREDENTIALS = (
-    "no Google credentials on this machine: run gcloud auth application-default login, set "
-    "PENSTOCK_BIGQUERY_ENDPOINT for an embedded BigQuery, or use the folder in which penstock up "
-    "is running"
+    "no Google credentials on this machine: run gcloud auth application-default "
+    "login, set PENSTOCK_BIGQUERY_ENDPOINT to use an embedded BigQuery, or run this "
+    "in the folder where penstock up is running"
 )
 MAX_SERIES = 8
 """Number of distinguishable colors. The smallest series are drawn together."""
@@ -190,7 +190,7 @@ class ReportRunner:
         ]
         if unknown := set(values) - set(settable):
             raise BadInput(
-                f"set: the report {report.name} does not have the parameter {min(unknown)[:80]!r}",
+                f"set: the report {report.name} has no parameter {min(unknown)[:80]!r}",
                 field="set",
             )
         budgets = dict(sorted(self._budgets_usd.items()))

@@ -172,7 +172,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
         canonical = msgspec.msgpack.encode((*parts, purges) if purges else parts)
     except UnicodeEncodeError as error:
         raise BadInput(
-            "the text must be valid Unicode, without lone surrogates", field="input"
+            "the text must be valid Unicode without lone surrogates", field="input"
         ) from error
     return hashlib.blake2b(canonical, digest_size=32).hexdigest()
 

@@ -23,7 +23,7 @@ class FetchedUrls:
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._prefix = redis.prefix
-        self._commands = redis.commands("the store of fetched URLs")
+        self._commands = redis.commands("the fetched URL store")
 
     async def find(self, tenant: str, url: str) -> FetchedUrl | None:
         with contextlib.suppress(Unavailable, msgspec.MsgspecError):

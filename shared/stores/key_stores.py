@@ -81,7 +81,7 @@ class KeyRedis(RedisStore):
                 checks_policy=True,
             )
         )
-        self._commands = self._link.commands("the store of API keys")
+        self._commands = self._link.commands("the API key store")
         self._directory = f"{KEY_PREFIX}keys"
         self._audit = f"{KEY_PREFIX}keys:audit"
         self._used = f"{KEY_PREFIX}keys:used"
@@ -104,7 +104,7 @@ class KeyRedis(RedisStore):
                 return None
         new, data = await self._commands.run("HMGET", self._directory, "version", "document")
         if new is None or data is None:
-            reason = f"there are no keys in Redis; {HOW_TO_START}"
+            reason = f"Redis contains no API keys; {HOW_TO_START}"
             raise NoDirectory(reason, public=reason)
         return StoredDocument(new.decode("latin-1"), data)
 
@@ -148,7 +148,7 @@ class KeyCopy(RedisStore):
 
     def __init__(self, redis_url: str) -> None:
         super().__init__(RedisLink("keys copy", redis_url, up=COPY_UP, errors=ERRORS))
-        self._commands = self._link.commands("the copy of API keys")
+        self._commands = self._link.commands("the API key copy")
         self._key = f"{KEY_PREFIX}keys:copy"
 
     async def keep(self, document: StoredDocument, at_s: float, keep_s: float) -> None:
@@ -181,7 +181,7 @@ class KeyFile:
         self._audit = path.with_name(f"{path.name}.audit.jsonl")
         self._lock = path.with_name(f"{path.name}.lock")
         self.source = str(path)
-        self.read_only = "" if is_writable else f"keys are in the file {path}, which is read-only"
+        self.read_only = "" if is_writable else f"API keys are in {path}, which is read-only"
 
     async def __aenter__(self) -> Self:
         return self

@@ -408,7 +408,7 @@ def _read(source: Any, key: str, max_bytes: int) -> bytes:
 def _check_size(key: str, size_bytes: int, max_bytes: int) -> None:
     if size_bytes > max_bytes:
         raise InputTooLarge(
-            f"object {key!r} has {size_bytes} bytes, which exceeds the maximum of {max_bytes}"
+            f"object {key!r} is {size_bytes} bytes, which exceeds the maximum of {max_bytes}"
         )
 
 
@@ -451,7 +451,7 @@ def _translate_errors(operation: str, key: str) -> Iterator[None]:
         yield
     except TimeoutError as error:
         ERRORS.labels(operation).inc()
-        reason = f"the object store did not answer within {TIMEOUT_S:g} s"
+        reason = f"the object store did not respond within {TIMEOUT_S:g} s"
         raise Unavailable(reason, public=_OUT_OF_REACH) from error
     except (BaseError, OSError, ValueError) as error:
         # If a put returns "not found", the bucket does not exist, which is not the caller's fault.
@@ -510,7 +510,7 @@ class UrlSigner:
         """
         expected = self._signature(key, media_type, expires_s)
         if not hmac.compare_digest(expected.encode(), signature.encode("utf-8", "surrogateescape")):
-            raise LinkInvalid("the link's signature is not valid")
+            raise LinkInvalid("the link's signature is invalid")
         if expires_s <= self._clock():
             raise LinkInvalid("the link has expired")
 

@@ -111,7 +111,7 @@ class PredictionStore:
         )
         DROPPED.inc(dropped)
         if created < 0:
-            reason = "unfinished predictions leave no room for another one. Try again later."
+            reason = "unfinished predictions take up all the storage for new ones. Try again later."
             raise Overloaded(reason, retry_after_s=FULL_RETRY_S)
         return int(unfinished)
 
@@ -146,7 +146,9 @@ class PredictionStore:
         )
         DROPPED.inc(dropped)
         if outcome < 0:
-            raise Overloaded("unfinished predictions leave no room to store the answer.")
+            raise Overloaded(
+                "unfinished predictions leave no room to store the response. Try again later."
+            )
         return bool(outcome)
 
     async def put_document(

@@ -31,7 +31,7 @@ class PreviewStore:
     def __init__(self, redis: RecordsRedis) -> None:
         self._redis = redis
         # Uses separate round trips, because images are large and must not delay other calls.
-        self._commands = redis.commands("the store of previews")
+        self._commands = redis.commands("the preview store")
 
     async def watch(self, record: str) -> None:
         """Requests previews for the next few seconds."""

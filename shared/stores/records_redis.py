@@ -40,7 +40,7 @@ class RecordsRedis(RedisLink):
         self.predictions_key = f"{prefix}predictions"
         """Start of the keys for the prediction budget, holds and lists."""
         self.canceled_channel = f"{prefix}canceled"
-        self.small_commands = self.commands("the store of predictions")
+        self.small_commands = self.commands("the prediction store")
         """For stores with small entries. They share round trips."""
 
     def record_key(self, record: str) -> str:

@@ -64,7 +64,7 @@ class TokenStreams:
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._redis = redis
-        self._commands = redis.commands("the store of tokens")
+        self._commands = redis.commands("the token store")
 
     async def append(self, written: Sequence[Written]) -> list[int | None] | None:
         """Appends one chunk to each of several different streams.

@@ -79,7 +79,9 @@ class WebhookLog:
         """
         _, _, replayed = webhook_keys(self._redis.prefix, record)
         if not await self._commands.run("SET", replayed, 1, "NX", "EX", REPLAY_EVERY_S):
-            reason = f"a webhook can be replayed only once in {REPLAY_EVERY_S} s; try again later"
+            reason = (
+                f"a webhook can be replayed only once every {REPLAY_EVERY_S} s; try again later"
+            )
             raise Overloaded(reason, retry_after_s=REPLAY_EVERY_S)
 
 

@@ -77,7 +77,7 @@ class WithdrawalStore(RedisStore):
             )
         )
         self._key = f"{KEY_PREFIX}models:withdrawn"
-        self._commands = self._link.commands("the store of withdrawn models")
+        self._commands = self._link.commands("the withdrawal store")
 
     async def read(self) -> Withdrawals | None:
         """Returns all withdrawals. None: there were never any, or Redis has lost them.
@@ -172,7 +172,7 @@ class LiveWithdrawals:
             async with asyncio.timeout(READ_LIMIT_S):
                 read = await self._store.read()
         except (TimeoutError, Unavailable, UndecodableMessage) as error:
-            self._note(str(error) or f"no answer in {READ_LIMIT_S:g} s")
+            self._note(str(error) or f"no response within {READ_LIMIT_S:g} s")
             return
         if read is None:
             # Otherwise, withdrawn revisions would be served again.

@@ -233,7 +233,7 @@ class Administration:
 
         def check(document: Document) -> None:
             if self._actor == f"key {key_id}":
-                raise InUse("this key can't revoke itself; use another one", field="id")
+                raise InUse("this key can't revoke itself; use a different key", field="id")
             if self._actor.startswith("key ") and _is_last_admin(document, key_id, now_s):
                 raise InUse(
                     "this is the last key with the scope admin; create another one first",
@@ -255,8 +255,8 @@ class Administration:
         if plan is not None:
             if re.fullmatch(PLAN_NAME_PATTERN, name) is None:
                 raise BadInput(
-                    "plan: its name must have 1 to 64 letters, digits, '.', '_' or '-', and "
-                    "start with a letter or digit",
+                    "plan: its name must be 1 to 64 letters, digits, '.', '_' or '-', and start "
+                    "with a letter or digit",
                     field="plan",
                 )
             _refuse(plan_mistakes(plan, self._served))
@@ -317,7 +317,8 @@ class Administration:
                 raise NotThere(f"tenant {tenant!r} does not exist", field="tenant")
             if self._actor in keys:
                 raise InUse(
-                    "this key belongs to the tenant; use a key of another tenant", field="tenant"
+                    "this key belongs to that tenant; use a key from a different tenant",
+                    field="tenant",
                 )
             old = old or StoredTenant()
             since_s = (old.frozen_s or now_s) if is_frozen else None
@@ -369,7 +370,7 @@ class Administration:
                 log.info("keys changed", extra=msgspec.structs.asdict(act))
                 return
             await asyncio.sleep(next(pauses))
-        reason = "the key directory is being changed by others; try again"
+        reason = "other requests are changing the key directory; try again"
         raise Unavailable(reason, public=reason)
 
     def _act(
@@ -444,12 +445,13 @@ def _check_name(name: str, field: str) -> None:
 def _check_tenant(tenant: str) -> None:
     if _ESCAPE.search(tenant):
         raise BadInput(
-            "tenant: must not contain % before two hex digits, which proxies may decode in paths",
+            "tenant: must not contain % followed by two hex digits, which proxies may "
+            "decode in paths",
             field="tenant",
         )
     if tenant in (".", ".."):
         raise BadInput(
-            "tenant: must not be '.' or '..', which clients cut out of paths", field="tenant"
+            "tenant: must not be '.' or '..' because clients strip these from paths", field="tenant"
         )
 
 
@@ -462,8 +464,8 @@ def _check_unused(plan: str, document: Document) -> None:
     """Rejects the removal of a plan that tenants use, by name or as the default."""
     if plan == DEFAULT_PLAN_NAME:
         raise InUse(
-            f"the plan {plan!r} can't be removed, because tenants without an assigned plan would "
-            "have no limits; replace it instead (PUT, or penstock plans set)",
+            f"the plan {plan!r} can't be removed because tenants without an assigned plan "
+            "would have no limits; replace it instead (PUT, or penstock plans set)",
             field="plan",
         )
     tenants = sorted(name for name, stored in document.tenants.items() if stored.plan == plan)
@@ -473,7 +475,8 @@ def _check_unused(plan: str, document: Document) -> None:
         have = "1 tenant uses it" if len(tenants) == 1 else f"{len(tenants)} tenants use it"
         whom = "it" if len(tenants) == 1 else "them"
         raise InUse(
-            f"the plan {plan!r} is in use: {have} ({named}); assign another plan to {whom} first",
+            f"the plan {plan!r} is in use: {have} ({named}); assign a different plan to "
+            f"{whom} first",
             field="plan",
         )
 

@@ -340,7 +340,7 @@ def tenant_mistake(tenant: str) -> str:
     """Returns the reason this is not a valid tenant name. Empty if it is valid."""
     if tenant and tenant.isprintable() and len(tenant.encode()) <= MAX_TENANT_BYTES:
         return ""
-    return f"a tenant's name must be printable and have 1 to {MAX_TENANT_BYTES} bytes"
+    return f"a tenant's name must be printable and 1 to {MAX_TENANT_BYTES} bytes long"
 
 
 def _wrong(source: str, line: int, field_path: str, reason: str) -> ConfigurationError:

@@ -21,10 +21,9 @@ MAX_TIME_S = 253_402_300_799
 MAX_NAMED = 20
 """Maximum number of models named in an error."""
 _RATES_OF_WORK = tuple(name for name in Rates.__struct_fields__ if name != "requests_per_min")
-IS_A_KEY = "has the form of an API key, which must not be stored"
+IS_A_KEY = "looks like an API key, which must not be stored"
 NOT_AN_ID = (
-    f"must be only the ID of a key, the {ID_LENGTH} characters after {PREFIX!r}; this is a "
-    "whole key"
+    f"must be only the key's ID, the {ID_LENGTH} characters after {PREFIX!r}, not the whole key"
 )
 
 
@@ -52,7 +51,7 @@ def document_mistakes(document: Document, served: Served | None, now_s: float) -
         yield from (mistake.below("plans", name) for mistake in plan_mistakes(plan, served))
     for tenant in document.tenants:
         if holds_key(tenant):
-            yield Mistake(("tenants",), f"the name of a tenant {IS_A_KEY}")
+            yield Mistake(("tenants",), f"the tenant name {IS_A_KEY}")
     for number, key in enumerate(document.keys):
         if key.revoked_s is None and (key.expires_s is None or key.expires_s > now_s):
             yield from (mistake.below("keys", number) for mistake in key_mistakes(key, served))
@@ -70,7 +69,7 @@ def plan_mistakes(plan: Plan, served: Served | None) -> Iterator[Mistake]:
             yield Mistake(("budget_webhook",), error.message)
     for model, rates in plan.per_model.items():
         if holds_key(model):
-            yield Mistake(("per_model",), f"the name of a model {IS_A_KEY}")
+            yield Mistake(("per_model",), f"the model name {IS_A_KEY}")
             continue
         below = ("per_model", model)
         yield from (mistake.below(*below) for mistake in _count_mistakes(rates))
@@ -86,7 +85,7 @@ def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
     if not key.name.isprintable():
         yield Mistake(("name",), "must not contain unprintable characters")
     if not key.scopes:
-        yield Mistake(("scopes",), "must not be empty; name at least one, or leave it out for all")
+        yield Mistake(("scopes",), "must not be empty; list at least one, or leave it out for all")
     if key.expires_s is not None and key.expires_s > MAX_TIME_S:
         yield Mistake(("expires_s",), "must be before the year 10000; it is in seconds")
     if key.limits is not None:
@@ -97,7 +96,7 @@ def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
 
 def _models_mistakes(models: tuple[str, ...], served: Served | None) -> Iterator[Mistake]:
     if not models:
-        yield Mistake((), "must not be empty; name at least one, or leave it out for all")
+        yield Mistake((), "must not be empty; list at least one, or leave it out for all")
     for number, model in enumerate(models):
         if holds_key(model):
             yield Mistake((number,), IS_A_KEY)
@@ -108,15 +107,15 @@ def _models_mistakes(models: tuple[str, ...], served: Served | None) -> Iterator
 def _model_mistakes(name: str, served: Served, rates: Rates | None = None) -> Iterator[Mistake]:
     if name in served.aliases:
         right = served.aliases[name]
-        yield Mistake((), f"{name!r} is an alias; use the name of the model, {right!r}")
+        yield Mistake((), f"{name!r} is an alias; use the model's name, {right!r}")
     elif name not in served.units:
         known = ", ".join(sorted(served.units)[:MAX_NAMED])
-        yield Mistake((), f"model {name[:80]!r} is not in the catalog; it has {known}")
+        yield Mistake((), f"model {name[:80]!r} is not in the catalog, which contains {known}")
     elif rates is not None:
         unit = served.units[name]
         for field in _RATES_OF_WORK:
             if field != f"{unit}_per_min" and getattr(rates, field) is not None:
-                reason = f"{name} is counted in {unit}, so use {unit}_per_min"
+                reason = f"{name} is measured in {unit}, so use {unit}_per_min"
                 yield Mistake((field,), reason)
 
 

@@ -137,4 +137,4 @@ def _ratio(environment: Mapping[str, str]) -> float | None:
 
 def _check(name: str, value: str, known: tuple[str, ...]) -> None:
     if value not in known:
-        raise ConfigurationError(f"{name}: {value!r} is not {' or '.join(known)}", field=name)
+        raise ConfigurationError(f"{name}: must be {' or '.join(known)}, got {value!r}", field=name)

@@ -230,7 +230,7 @@ class Spool:
         """
         if self.unowned_bytes >= self._max_bytes:
             raise OSError(
-                errno.EDQUOT, f"rows on disk have reached their limit of {self._max_bytes} bytes"
+                errno.EDQUOT, f"rows on disk have reached the limit of {self._max_bytes} bytes"
             )
         for _ in range(CREATE_TRIES):
             path = self._folder / f"{time.time_ns()}-{os.getpid()}-{next(self._numbers)}.segment"
@@ -239,7 +239,7 @@ class Spool:
             if _lock(fd) and os.fstat(fd).st_nlink:
                 return Segment(path, fd)
             os.close(fd)
-        raise OSError(errno.EAGAIN, "new segments were taken by another process")
+        raise OSError(errno.EAGAIN, "another process took the new segments")
 
     def _open_new(self, path: Path) -> int:
         flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
@@ -553,7 +553,7 @@ def _cancel(job: Any) -> None:
 
 def _too_slow(limit_s: float, error: Exception) -> Unavailable:
     return Unavailable(
-        f"BigQuery: did not finish within {limit_s:g} s: {error}",
+        f"BigQuery: query did not finish within {limit_s:g} s: {error}",
         public=f"the query took longer than {limit_s:g} s; use a shorter range",
     )
 

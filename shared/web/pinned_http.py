@@ -104,7 +104,7 @@ async def _addresses(host: str, port: int, reach: Reach, resolve: Resolve) -> li
     for address in addresses:
         if not reach.allows(ip_address(address)):
             # Without the address, so that callers can't look up names in our network.
-            raise UrlForbidden(f"{host} has an address that is not public")
+            raise UrlForbidden(f"{host} resolves to a non-public address")
     return list(addresses)
 
 
@@ -142,7 +142,7 @@ def _sockets_for(addresses: Sequence[str]) -> Any:
     def make(info: Any) -> socket.socket:
         family, kind, proto, _, sockaddr = info
         if sockaddr[0] not in addresses:
-            raise OSError(errno.EACCES, f"{sockaddr[0]} is not a checked address")
+            raise OSError(errno.EACCES, f"{sockaddr[0]} is not one of the verified addresses")
         return socket.socket(family, kind, proto)
 
     return make

@@ -81,13 +81,13 @@ def parse_public_url(text: str, reach: Reach) -> URL:
     if url.scheme not in reach.schemes or not host or not port:
         raise UrlForbidden(f"{text!r} must be an {' or '.join(reach.schemes)} URL")
     if url.user is not None or url.password is not None:
-        raise UrlForbidden("the URL must not have credentials")
+        raise UrlForbidden("the URL must not contain credentials")
     address = _address_in(host)
     is_private = bool(reach.networks)
     if address is None and (reason := _impossible(url.raw_host or "", allow_private=is_private)):
         raise UrlForbidden(f"{host} {reason}")
     if address is not None and not reach.allows(address):
-        raise UrlForbidden(f"{host} is {address}, which is not public")
+        raise UrlForbidden(f"{host} is {address}, which is not a public address")
     return url
 
 
@@ -112,15 +112,15 @@ def _impossible(host: str, *, allow_private: bool) -> str:
     labels = host.removesuffix(".").split(".")
     if len(host) > MAX_HOST_CHARS or not all(map(_LABEL.fullmatch, labels)):
         return (
-            "is not a valid host: it must have parts of 1 to 63 letters, digits and hyphens, "
-            f"separated by dots, with at most {MAX_HOST_CHARS} characters in total"
+            "is not a valid host: its labels must be 1 to 63 letters, digits and hyphens, "
+            f"separated by dots, and at most {MAX_HOST_CHARS} characters in total"
         )
     if labels[-1].isdigit():
-        return "is neither a name nor an address of four numbers up to 255"
+        return "is neither a host name nor an IPv4 address with numbers up to 255"
     if not allow_private and len(labels) == 1:
-        return "does not have a domain, so it is not public"
+        return "has no domain, so it is not public"
     if not allow_private and (labels[-1] in _NEVER_PUBLIC or labels[-2:] == ["home", "arpa"]):
-        return f"is never public: .{labels[-1]} is not an internet domain"
+        return f"is never public because .{labels[-1]} is not an internet domain"
     return ""
 
 

@@ -162,7 +162,7 @@ def tenant_secrets(setting: str, tenant: str) -> list[str]:
     keys = [_key(secret.strip()) for secret in setting.split(",") if secret.strip()]
     if not keys:
         raise ConfigurationError(
-            "PENSTOCK_WEBHOOK_SECRETS: webhooks need a secret", field="webhook_secrets"
+            "PENSTOCK_WEBHOOK_SECRETS: is required to send webhooks", field="webhook_secrets"
         )
     own = [hmac.digest(key, f"webhooks of {tenant}".encode(), hashlib.sha256) for key in keys]
     return [PREFIX + base64.b64encode(key).decode() for key in own]
@@ -184,6 +184,6 @@ def _key(secret: str) -> bytes:
             f"PENSTOCK_WEBHOOK_SECRETS: {error}", field="webhook_secrets"
         ) from error
     if not secret.startswith(PREFIX) or len(key) < MIN_KEY_BYTES:
-        words = f"a secret must be {PREFIX} followed by base64 of at least {MIN_KEY_BYTES} bytes"
+        words = f"a secret must be {PREFIX} followed by at least {MIN_KEY_BYTES} bytes in base64"
         raise ConfigurationError(f"PENSTOCK_WEBHOOK_SECRETS: {words}", field="webhook_secrets")
     return key

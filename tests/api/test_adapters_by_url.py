@@ -146,13 +146,13 @@ async def test_a_wrong_url_is_refused_by_the_field(api: ApiUnderTest, server: Fi
         f"{inside}/..%2felsewhere/ink.safetensors": "is not under",
         f"{inside}/out.safetensors": "is not under",
         f"{inside}/large.safetensors": f"the file exceeds the maximum of {MAX_BYTES} bytes",
-        f"{inside}/gone.safetensors": "answered 404",
-        f"{inside}/ink.safetensors#sha256={'0' * 64}": f"has the digest sha256={SHA256}",
+        f"{inside}/gone.safetensors": "returned 404",
+        f"{inside}/ink.safetensors#sha256={'0' * 64}": f"is sha256={SHA256}",
         f"{inside}/ink.safetensors#md5=1": "must be sha256=",
         "https://127.0.0.1:1/bucket/ink.safetensors": "is not",
-        "https://user:secret@127.0.0.1/bucket/ink.safetensors": "must not have credentials",
+        "https://user:secret@127.0.0.1/bucket/ink.safetensors": "must not contain credentials",
         f"http://{server.url[8:]}/bucket/ink.safetensors": "is not an adapter of painter",
-        "gs://bucket/ink.safetensors": f"files by URL below {inside}/",
+        "gs://bucket/ink.safetensors": f"files by URL under {inside}/",
         "file:///etc/passwd": "is not an adapter of painter",
         "sha256:" + SHA256: "is not an adapter of painter",
     }
@@ -228,7 +228,7 @@ async def test_what_a_tenant_has_fetched_is_of_no_use_to_others(
             answer = await api.http.post("/v1/images/generations", json=sent, headers=bearer(key))
             statuses.append(answer.status_code)
             if key == "two":
-                assert "answered 404" in answer.json()["error"]["message"]
+                assert "returned 404" in answer.json()["error"]["message"]
         assert statuses == [200, 400, 200]
         assert len({one.adapter for one in drawn(api)}) == 1
 

@@ -116,7 +116,7 @@ async def test_tenants_get_plans(api: ApiUnderTest) -> None:
     tenants = (await ask(api, "GET", "/tenants"))["data"]
     assert [(one["name"], one["plan"]) for one in tenants] == [("acme", "team"), ("ops", None)]
     assert await refused(api, "DELETE", "/plans/team") == (
-        "the plan 'team' is in use: 1 tenant uses it (acme); assign another plan to it first"
+        "the plan 'team' is in use: 1 tenant uses it (acme); assign a different plan to it first"
     )
     await ask(api, "PUT", "/tenants/acme", {"plan": None})
     await ask(api, "DELETE", "/plans/team")

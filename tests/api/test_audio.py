@@ -506,7 +506,7 @@ async def test_wrong_fields_of_speech_are_named(
         (
             "speech",
             SPEAKS.model_copy(update={"output": {"type": "string"}}),
-            "must return a Path",
+            "must return Path",
         ),
         (
             "speech",

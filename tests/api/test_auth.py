@@ -92,7 +92,7 @@ async def test_two_keys_that_differ_are_refused(keys: ApiKeys) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "reason"), [("revoked", "is revoked"), ("expired", "is expired"), ("x", "not valid")]
+    ("name", "reason"), [("revoked", "is revoked"), ("expired", "is expired"), ("x", "invalid")]
 )
 async def test_holder_of_a_key_is_told_why_it_is_refused(
     keys: ApiKeys, name: str, reason: str

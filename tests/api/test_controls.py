@@ -155,7 +155,7 @@ WRONG = [
     (
         {"control": "canny", "control_image": uri(b"no image")},
         "control_image",
-        "not a PNG",
+        "not a valid PNG",
     ),
     ({"control": "canny", "control_image": "a.png"}, "control_image", "must be a data: URI"),
     (

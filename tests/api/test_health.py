@@ -83,7 +83,7 @@ async def test_not_ready_without_one_of_the_reply_topics(
     async with running_api(settings_for(tmp_path), transport=broker, admin=broker) as api:
         response = await api.http.get("/readyz")
         assert (response.status_code, response.json()["status"]) == (503, "unavailable")
-        assert response.json()["pubsub"].startswith("no round trip")
+        assert response.json()["pubsub"].startswith("round trip failed")
         assert "NOT_FOUND" not in response.text
 
 

@@ -165,7 +165,7 @@ async def test_an_image_is_fetched_for_openais_edits(api: ApiUnderTest, files: F
     body["images"] = [{"image_url": f"{files.url}/none"}]
     error = (await api.http.post("/v1/images/edits", json=body)).json()["error"]
     assert (error["param"], error["code"]) == ("images", "invalid_input")
-    assert error["message"] == "images[0].image_url: 127.0.0.1 answered 404; expected 200"
+    assert error["message"] == "images[0].image_url: 127.0.0.1 returned 404; expected 200"
 
 
 async def test_files_of_a_class_are_fetched_at_the_same_time_each_once(
@@ -282,7 +282,7 @@ async def test_a_repeated_request_loads_nothing_twice(api: ApiUnderTest, files: 
 
 FORBIDDEN = [
     ("http://receiver.example/a.png", "must be an https URL"),
-    ("https://user:secret@receiver.example/", "must not have credentials"),
+    ("https://user:secret@receiver.example/", "must not contain credentials"),
     ("https://receiver.example:8443/", "not an allowed host and port"),
     ("https://receiver.example:0/", "must be an https URL"),
     ("https://127.0.0.1/", "not public"),
@@ -299,8 +299,8 @@ FORBIDDEN = [
     ("https://[64:ff9b::7f00:1]/", "not public"),
     ("https://[fec0::1]/", "not public"),
     ("https://localhost/", "not public"),
-    ("https://receiver/", "does not have a domain"),
-    ("https://1.2.3.400/", "neither a name nor an address"),
+    ("https://receiver/", "has no domain"),
+    ("https://1.2.3.400/", "neither a host name nor an IPv4 address"),
     ("https://receiver.example/" + "a" * 2048, "must be at most 2048 characters"),
     ("file:///etc/passwd", "must be a data: URI, an https URL"),
     ("cat.png", "must be a data: URI, an https URL"),
@@ -324,14 +324,14 @@ async def test_nobody_is_connected_to_who_was_not_checked(
 @pytest.mark.parametrize(
     ("location", "reason"),
     [
-        ("https://127.0.0.2/", "127.0.0.2 is 127.0.0.2, which is not public"),
+        ("https://127.0.0.2/", "127.0.0.2 is 127.0.0.2, which is not a public address"),
         ("https://169.254.169.254/", "not public"),
         ("https://[::ffff:127.0.0.2]/", "not public"),
         ("http://127.0.0.1/", "must be an https URL"),
         ("https://a:b@127.0.0.1/", "credentials"),
         ("https://127.0.0.1:1/", "not an allowed host and port"),
         ("https://other.example/", "not an allowed host and port"),
-        ("https://[", "not a URL"),
+        ("https://[", "an invalid URL"),
         ("", "exceeds the maximum of 5 redirects"),
         ("/again", "exceeds the maximum of 5 redirects"),
     ],
@@ -352,13 +352,13 @@ async def test_what_is_no_such_file_is_refused(api: ApiUnderTest, files: FileSer
         headers={"content-type": "image/png", "content-length": str(url_fetcher.MAX_BYTES + 1)}
     )
     for url, reason in (
-        (f"{files.url}/none", "127.0.0.1 answered 404; expected 200"),
-        (f"{files.url}/broken", "127.0.0.1 answered 503"),
+        (f"{files.url}/none", "127.0.0.1 returned 404; expected 200"),
+        (f"{files.url}/broken", "127.0.0.1 returned 503"),
         (files.add("/page", b"<html>", "text/html"), "its content-type is text/html; expected one"),
         (packed, "its content-encoding must not be set, got br"),
         (long, "exceeds the maximum of 67108864 bytes"),
         (f"{files.url}/endless", "exceeds the maximum of 67108864 bytes"),
-        (f"https://127.0.0.1:{files.port}", "127.0.0.1 answered 404"),
+        (f"https://127.0.0.1:{files.port}", "127.0.0.1 returned 404"),
     ):
         assert reason in await refusal(api, url), url
 
@@ -438,7 +438,7 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
     one = fetcher(tmp_path, files.settings, stores.fetched_urls, resolve)
     assert await fetch(one, f"{url}/there") == b"a"
     assert asked == [(NAME, files.port)] * 2
-    with pytest.raises(BadInput, match=f"f: {NAME} has an address that is not public"):
+    with pytest.raises(BadInput, match=f"f: {NAME} resolves to a non-public address"):
         await fetch(one, f"{url}/a")
     assert files.asked["/a"] == 1
 
@@ -460,7 +460,10 @@ async def test_one_private_address_among_others_refuses_the_name(
     [
         (b"SECRET is not HTTP\r\n\r\n", "127.0.0.1: the response is not valid HTTP"),
         (b"HTTP/1.1 302 Found\r\nlocation: https://[SECRET\r\n\r\n", "an invalid URL"),
-        (b"HTTP/1.1 200 OK\r\ncontent-encoding: SECRET\xff\r\n\r\n", "is unknown; expected"),
+        (
+            b"HTTP/1.1 200 OK\r\ncontent-encoding: SECRET\xff\r\n\r\n",
+            "must not be set, got unknown",
+        ),
         (
             b"HTTP/1.1 200 OK\r\nbad header SECRET\r\n\r\n",
             "127.0.0.1: the response is not valid HTTP",

@@ -156,7 +156,7 @@ WRONG = [
     ({"ip_adapter": "style"}, "ip_adapter_image", "is required for ip_adapter"),
     ({"ip_adapter_image": uri(PICTURE)}, "ip_adapter_image", "requires ip_adapter"),
     ({"ip_adapter_scale": 0.5}, "ip_adapter_scale", "requires ip_adapter"),
-    (RIGHT | {"ip_adapter_image": uri(b"no image")}, "ip_adapter_image", "not a PNG"),
+    (RIGHT | {"ip_adapter_image": uri(b"no image")}, "ip_adapter_image", "not a valid PNG"),
     (RIGHT | {"ip_adapter_image": "a.png"}, "ip_adapter_image", "must be a data: URI"),
     (RIGHT | {"ip_adapter_scale": 2.1}, "ip_adapter_scale", "less than or equal to 2"),
     (RIGHT | {"ip_adapter_scale": -0.1}, "ip_adapter_scale", "greater than or equal to 0"),

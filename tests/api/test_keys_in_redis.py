@@ -85,7 +85,7 @@ async def test_starts_before_there_are_keys_and_is_ready_with_them(
 ) -> None:
     settings = settings_for(tmp_path, keys_url=redis_url)
     async with running_api(settings) as api:
-        assert await keys_of(api) == (503, "there are no keys in Redis; run `penstock keys "
+        assert await keys_of(api) == (503, "Redis contains no API keys; run `penstock keys "
                                       "init` to create a key directory")  # fmt: skip
         issued = await first_key(redis_url)
         refused = await api.http.get("/v1/models", headers={"x-api-key": issued.key.text})

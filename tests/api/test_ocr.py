@@ -198,7 +198,7 @@ async def test_as_a_prediction_each_page_is_an_event(api: ApiUnderTest) -> None:
             "annotations require a language model",
         ),
         ({"bbox_annotation_format": {}}, "bbox_annotation_format", "which this API does not serve"),
-        ({"document_annotation_prompt": "a"}, "document_annotation_prompt", "omit it"),
+        ({"document_annotation_prompt": "a"}, "document_annotation_prompt", "omit this field"),
         ({"language": "en"}, "language", "unknown parameter"),
         ({"model": "one-eye", "pages": "0"}, "pages", "pages: is not supported by one-eye"),
         ({"extract_header": True}, "extract_header", "extract_header: is not supported by eyes"),

@@ -215,7 +215,7 @@ async def test_a_whole_key_is_refused_and_not_repeated(api: ApiUnderTest, path: 
     key = key_for("a")
     answer = await api.http.get(path, params={"api_key_id": key}, headers=bearer("a"))
     assert answer.status_code in (400, 422)
-    assert "api_key_id: must be only the ID of a key" in answer.text
+    assert "api_key_id: must be only the key's ID" in answer.text
     assert key[-20:] not in answer.text
 
 

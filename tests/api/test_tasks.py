@@ -105,4 +105,4 @@ async def test_wrong_pairs_are_refused(
 async def test_a_model_of_pairs_gives_no_vectors(api: ApiUnderTest) -> None:
     response = await api.http.post("/v1/embeddings", json={"model": PAIRS_MODEL.name, "input": "a"})
     assert response.status_code == 404
-    assert "serves similarity, not embedding" in response.text
+    assert "is for similarity, not embedding" in response.text

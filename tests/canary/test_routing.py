@@ -158,7 +158,7 @@ async def test_bad_canary_is_taken_back_at_the_next_look() -> None:
     canary_store.seen.canary.add_failed(3)
     await router.refresh()
     assert not router.is_serving(CANARY)
-    assert canary_store.known.taken_back == "3 of 3 items failed, against 0 of 0"
+    assert canary_store.known.taken_back == "3 of 3 items failed, compared with 0 of 0"
 
 
 async def test_canary_without_a_topic_costs_no_request(redis_url: str, tmp_path: Path) -> None:

@@ -28,7 +28,7 @@ async def ask_until_taken_back(world: CanaryWorld) -> int:
     [
         ("errors", "items failed"),
         ("dies", "items failed"),
-        ("slow", "times the p95 of the other revision"),
+        ("slow", "times the other revision's p95"),
         ("wrong", "outside the tolerance"),
     ],
 )

@@ -104,7 +104,7 @@ def test_a_budget_reserves_as_many_items_of_each_step_as_images(tmp_path: Path) 
         (
             {"safety": {"model": "mute", "threshold": 0.5}},
             "image.safety",
-            "does not have the field 'is_safe'",
+            "has no field 'is_safe'",
         ),
         ({"safety": {"model": "vague", "threshold": 0.5}}, "image.safety", "is_safe"),
         ({"safety": {"model": "judge", "threshold": 2}}, "image.safety.threshold", "less than"),
@@ -127,9 +127,7 @@ def test_a_wrong_step_is_refused_by_its_place(
 
 def test_a_check_and_a_canary_do_not_go_together(tmp_path: Path) -> None:
     image = {"safety": {"model": "deaf"}}
-    with pytest.raises(
-        ConfigurationError, match=r"image\.safety: a canary does not receive flow steps"
-    ):
+    with pytest.raises(ConfigurationError, match=r"image\.safety: a canary receives no flow steps"):
         read_catalog(write_catalog(tmp_path, image, canary={"revision": "2"}))
 
 
@@ -148,7 +146,7 @@ def test_lists_side_by_side_have_their_elements_together() -> None:
 
 
 def test_lists_of_other_lengths_end_the_run() -> None:
-    with pytest.raises(BadInput, match="must have equal lengths"):
+    with pytest.raises(BadInput, match="must all have the same length"):
         plan_step(step(), {"words": ["a"], "check": []})
 
 

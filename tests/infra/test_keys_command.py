@@ -105,7 +105,7 @@ def test_options_of_a_key(operator: Operator) -> None:
         ("--scope", "foo"): "'foo' is not one of",
         ("--expires-in", "soon"): "must be a duration",
         ("--limit", "x"): "is not FIELD=VALUE",
-        ("--model", "gpt-9"): "models[0]: model 'gpt-9' is not in the catalog; it has ",
+        ("--model", "gpt-9"): "models[0]: model 'gpt-9' is not in the catalog, which contains ",
         ("--limit", "weight=2"): "unknown field weight; accepted fields: budget_usd_per_month, ",
         ("--limit", "requests_per_min=0"): "requests_per_min",
     }.items():

@@ -125,12 +125,12 @@ def test_unknown_model_names_no_other(models_file: Path) -> None:
 
 
 def test_model_of_other_task_is_unknown(models_file: Path) -> None:
-    with pytest.raises(UnknownModel, match="serves embedding, not image"):
+    with pytest.raises(UnknownModel, match="is for embedding, not image"):
         read_catalog(models_file).find("mini", "image")
 
 
 def test_no_model_of_a_task() -> None:
-    with pytest.raises(UnknownModel, match="does not serve any image model"):
+    with pytest.raises(UnknownModel, match="has no image models"):
         Catalog(()).default("image")
 
 
@@ -261,7 +261,7 @@ def test_no_model_of_a_task() -> None:
             "replies: Input should be 'direct' or 'slots'",
         ),
         ("source: hf:", "source: !!python/name:", 10, "could not determine a constructor"),
-        ("name: painter", "name: small", 10, "the name 'small' is already used in line 2"),
+        ("name: painter", "name: small", 10, "the name 'small' is already used on line 2"),
         ("name: painter", "name: Mini.", 10, "'mini' and 'Mini.' both become 'mini' in Kubernetes"),
     ],
     ids=lambda value: value if isinstance(value, str) and ":" in value and len(value) < 25 else "",
@@ -281,10 +281,10 @@ def test_wrong_entry_is_refused_with_line_and_reason(
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", ":1: a catalog must be a mapping"),
-        ("models: []", "at least one entry"),
-        ("- name: mini", "a catalog must be a mapping"),
-        ("models: {mini: 1}", "a catalog must be a mapping"),
+        ("", ":1: the catalog must be a mapping"),
+        ("models: []", "non-empty list `models`"),
+        ("- name: mini", "the catalog must be a mapping"),
+        ("models: {mini: 1}", "the catalog must be a mapping"),
         ("models: [mini]", ":1: entry: Input should be a valid dictionary"),
         ("models:\n  - name: [", "line 2"),
     ],
@@ -399,5 +399,7 @@ def test_memory_is_bounded_for_models_of_ones_own_only(tmp_path: Path) -> None:
     (tmp_path / "models.yaml").write_text(
         GOOD.replace("dimensions: 4", "dimensions: 4\n    resources: {memory_bytes: 1}")
     )
-    with pytest.raises(ConfigurationError, match=r"resources\.memory_bytes: only custom models"):
+    with pytest.raises(
+        ConfigurationError, match=r"resources\.memory_bytes: only supported by custom models"
+    ):
         read_catalog(tmp_path / "models.yaml")

@@ -74,23 +74,23 @@ def test_without_a_list_each_model_has_its_own(tmp_path: Path) -> None:
         (
             "- {name: reading, models: [texts, others]}",
             "models.1",
-            "'others' has the gpu {type: a100, share: 1, provisioning: standard}, but 'texts' has",
+            "'others' has GPU {type: a100, share: 1, provisioning: standard}, but 'texts' has",
         ),
         ("- {name: reading, models: [texts, bounded]}", "models.1", "must not set replicas"),
         (
             "- {name: reading, models: [texts, words]}\n  - {name: again, models: [words, texts]}",
             "models.0",
-            "'words' already belongs to the workers 'reading'",
+            "'words' is already assigned to workers 'reading'",
         ),
         (
             "- {name: both, models: [texts, words]}",
             "",
-            "the name 'both' is already used in line 11",
+            "the name 'both' is already used on line 11",
         ),
         (
             "- {name: split, models: [texts, words]}",
             "",
-            "the name 'split' is already used in line 4",
+            "the name 'split' is already used on line 4",
         ),
         ("- {name: Others, models: [texts, words]}", "", "both become 'others' in Kubernetes"),
         (

@@ -137,7 +137,7 @@ def test_the_catalog_reads_changes_in_their_zones(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("wrong", "right", "reason"),
     [
-        ("2026-12-01T00:00:00+01:00", "2026-11-01T00:00:00Z", "starts_at must increase"),
+        ("2026-12-01T00:00:00+01:00", "2026-11-01T00:00:00Z", "each starts_at must be later"),
         ("2026-12-01T00:00:00+01:00", "2026-12-01T00:00:00", "starts_at"),
         ("2026-12-01T00:00:00+01:00", "soon", "starts_at"),
         (

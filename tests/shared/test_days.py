@@ -49,7 +49,7 @@ def test_backfill_has_both_ends() -> None:
         ({"to": "2026-11-03"}, "to: 2026-11-03 is not over yet in UTC"),
         ({"from": "2026-11-03"}, "from: 2026-11-03 must not be after 2026-11-02"),
         ({"from": "2026-10-02", "to": "2026-10-01"}, "from: 2026-10-02 must not be after"),
-        ({"from": "2026-10-02"}, "from: a range must have at most 31 days, got 32"),
+        ({"from": "2026-10-02"}, "from: the range must be at most 31 days, got 32"),
         ({"from": "2026-10-1"}, "from: must be a date such as 2026-10-01, got '2026-10-1'"),
         ({"from": 20261001}, "from: must be a date such as 2026-10-01, got '20261001'"),
         ({"to": None}, "to: must be a date such as 2026-10-01, got 'None'"),

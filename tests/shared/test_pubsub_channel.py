@@ -91,7 +91,7 @@ async def test_google_without_credentials_is_told(
 ) -> None:
     monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "nothing.json"))
     with pytest.raises(
-        ConfigurationError, match=r"no Google credentials for pubsub\.googleapis\.com"
+        ConfigurationError, match=r"no Google credentials found for pubsub\.googleapis\.com"
     ):
         await PubSubTransport("p").__aenter__()
 

@@ -244,7 +244,10 @@ async def test_message_that_waits_too_long_is_a_dead_letter_that_says_so(rabbit:
     async with transport.subscribe("dead", max_messages=1) as letters:
         [letter] = await take(letters, 1)
     assert letter.data == b"late"
-    assert dict(letter.attributes) == {"slot": "1", "penstock_reason": "no worker took it in time"}
+    assert dict(letter.attributes) == {
+        "slot": "1",
+        "penstock_reason": "no worker picked it up in time",
+    }
 
 
 @pytest.mark.anyio

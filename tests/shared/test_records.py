@@ -296,9 +296,9 @@ async def test_redis_away_fails_promises_and_never_work(own_redis: RedisServer) 
         assert await stores.records.claim(["req_1"]) == [None]
         assert await stores.records.finish("req_1", "succeeded", encoded("w")) is None
         await stores.records.release([ReleasedClaim("req_1")])
-        with pytest.raises(Unavailable, match="store of predictions"):
+        with pytest.raises(Unavailable, match="prediction store"):
             await stores.records.read("req_1")
-        with pytest.raises(Unavailable, match="store of predictions"):
+        with pytest.raises(Unavailable, match="prediction store"):
             await stores.predictions.create(
                 "req_2", "acme", b"{}", deadline_s=time.time(), keep_s=60
             )

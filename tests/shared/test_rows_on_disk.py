@@ -314,7 +314,7 @@ def test_folder_takes_no_more_than_its_bound(tmp_path: Path) -> None:
         segment = spool.create()
         segment.append([{"row_id": "r" * 100}])
         spool.release(segment, rows=1)
-    with pytest.raises(OSError, match="reached their limit"):
+    with pytest.raises(OSError, match="reached the limit"):
         spool.create()
     adopted = spool.adopt()
     assert adopted is not None

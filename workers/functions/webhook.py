@@ -364,7 +364,7 @@ async def end_of(
         if now_s - first_s > REFUSED_LIMIT_S:
             return "refused"
     why = REDIRECTED if answer.is_redirect else answer.words[:WORDS_LOGGED]
-    raise Unavailable(f"the receiver answered {answer.status}: {why}")
+    raise Unavailable(f"the receiver returned {answer.status}: {why}")
 
 
 class _Notice(NamedTuple):

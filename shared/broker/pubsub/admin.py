@@ -78,8 +78,8 @@ class PubSubAdmin:
         )
         if topic is not None and (topic.topic, topic.filter) != (request.topic, request.filter):
             raise ConfigurationError(
-                f"{request.name} exists with topic {topic.topic!r} and filter {topic.filter!r}, "
-                f"not {request.topic!r} and {request.filter!r}"
+                f"{request.name} already exists with topic {topic.topic!r} and filter "
+                f"{topic.filter!r}, not {request.topic!r} and {request.filter!r}"
             )
         if topic is not None and topic.push_config.push_endpoint != settings.push_endpoint:
             await self._push_to(request)

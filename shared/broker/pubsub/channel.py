@@ -153,7 +153,7 @@ class Channels:
             credentials, _ = await asyncio.to_thread(google.auth.default, default_scopes=SCOPES)
         except DefaultCredentialsError as error:
             raise ConfigurationError(
-                f"no Google credentials for {host}: {error}", field="credentials"
+                f"no Google credentials found for {host}: {error}", field="credentials"
             ) from error
         plugin = AuthMetadataPlugin(credentials, Request(), default_host=host)
         self._credentials = grpc.composite_channel_credentials(

@@ -26,8 +26,8 @@ def broker_url(broker: str) -> URL:
         scheme, _ = SCHEMES[parts.scheme], parts.port
     except (KeyError, ValueError):
         raise ConfigurationError(
-            "the broker must be a URL rabbitmq://USER:PASSWORD@HOST:PORT/VHOST", field="broker"
+            "the broker URL must look like rabbitmq://USER:PASSWORD@HOST:PORT/VHOST", field="broker"
         ) from None
     if not parts.hostname:
-        raise ConfigurationError("the URL of the broker must have a host", field="broker")
+        raise ConfigurationError("the broker URL must have a host", field="broker")
     return URL(broker).with_scheme(scheme)

@@ -134,7 +134,7 @@ class ConfirmedPublisher:
     def _check_room(self, size_bytes: int) -> None:
         if size_bytes > MESSAGE_LIMIT_BYTES:
             raise InputTooLarge(
-                f"the message has {size_bytes} bytes, which exceeds the broker's maximum of "
+                f"the message is {size_bytes} bytes, which exceeds the broker's maximum of "
                 f"{MESSAGE_LIMIT_BYTES}"
             )
         if (

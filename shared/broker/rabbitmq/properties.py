@@ -25,7 +25,7 @@ _PUBLISHED_US, _ORDERING_KEY, _ATTEMPT = "x-published-us", "x-ordering-key", "x-
 _DELIVERY_COUNT = "x-delivery-count"
 _DEATHS = "x-death"
 _REASON = "penstock_reason"
-_EXPIRED = "no worker took it in time"
+_EXPIRED = "no worker picked it up in time"
 """That attribute's value for a message that waited longer than its queue keeps messages.
 
 Not set for a message that used up its attempts, because the broker does not report the number of
@@ -108,7 +108,7 @@ def _check(attributes: Mapping[str, str]) -> None:
         if not name or name.startswith(_OWN) or len(name.encode()) > NAME_LIMIT_BYTES:
             raise BadInput(f"{name[:64]!r} is not a valid attribute name")
         if len(value.encode()) > VALUE_LIMIT_BYTES:
-            raise BadInput(f"the attribute {name[:64]!r} must be at most {VALUE_LIMIT_BYTES} bytes")
+            raise BadInput(f"attribute {name[:64]!r} must be at most {VALUE_LIMIT_BYTES} bytes")
 
 
 def _number(headers: Mapping[str, Any], name: str) -> int:

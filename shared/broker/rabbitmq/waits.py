@@ -52,7 +52,7 @@ class ChannelWaits:
                         self._limits.discard(limit)
         except TimeoutError:
             if self.channel.is_closed:
-                raise ChannelInvalidStateError("the channel ended") from None
+                raise ChannelInvalidStateError("the channel closed") from None
             raise
 
     def _end(self, _: object) -> None:
@@ -87,4 +87,4 @@ def only_own_cancellation() -> Iterator[None]:
         task = asyncio.current_task()
         if task is None or task.cancelling():
             raise
-        raise ChannelInvalidStateError("the connection ended") from None
+        raise ChannelInvalidStateError("the connection closed") from None

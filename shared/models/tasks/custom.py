@@ -198,11 +198,11 @@ def find_unsendable(value: Any) -> str:
         elif isinstance(current, list | tuple):
             pending += current
         elif isinstance(current, float) and not math.isfinite(current):
-            return "NaN or an infinite number, which JSON does not support"
+            return "NaN or an infinite number, which JSON can't represent"
         elif isinstance(current, str) and not _is_unicode(current):
-            return "half of a surrogate pair, which JSON does not support"
+            return "a lone surrogate, which JSON can't represent"
         elif isinstance(current, int) and current.bit_length() > MAX_INTEGER_BITS - (current < 0):
-            return f"an integer of more than {MAX_INTEGER_BITS} bits"
+            return f"an integer with more than {MAX_INTEGER_BITS} bits"
     return ""
 
 
@@ -253,7 +253,7 @@ class CustomResult(TaskResult, tag="custom"):
             output = msgspec.json.decode(data)
             _with_files(output, [place.at for place in self.packed_places], self.packed_places)
         except (msgspec.MsgspecError, LookupError, TypeError, OverflowError) as error:
-            raise ModelFailed("output: must be the JSON that the class announced") from error
+            raise ModelFailed("output: must be the JSON that the class declared") from error
         return msgspec.structs.replace(
             self,
             output=output,
@@ -471,8 +471,8 @@ class CustomTask(Task):
         _check_work(entry, interface)
         if interface.batches and entry.work.max_s is not None:
             raise ValueError(
-                "work.max_s: can't be combined with predict_batch, whose batches end after 5 "
-                "minutes; remove it"
+                "work.max_s: can't be combined with predict_batch, whose batches are stopped "
+                "after 5 minutes; remove it"
             )
         if entry.api is not None:
             _check_api(entry.api, interface)
@@ -483,8 +483,9 @@ class CustomTask(Task):
             raise ValueError("batch.key: requires a class with predict_batch; leave it out")
         if entry.batch.max_items > interface.concurrency:
             raise ValueError(
-                f"batch.max_items: must be at most {interface.concurrency}, the number that the "
-                "class computes at a time (concurrency.max of its cog.yaml, or predict_batch)"
+                f"batch.max_items: must be at most {interface.concurrency}, the number of items "
+                "that the class processes at a time (concurrency.max in its cog.yaml, or "
+                "predict_batch)"
             )
 
     def budget(self, entry: CatalogEntry) -> int:
@@ -540,7 +541,7 @@ def interface_of(entry: CatalogEntry) -> ModelInterface:
         ValueError: the entry has no interface, because no catalog was read.
     """
     if entry.interface is None:
-        raise ValueError("the interface of the model is not known (run penstock models check)")
+        raise ValueError("the model's interface is unknown; run penstock models check")
     return entry.interface
 
 
@@ -566,8 +567,8 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
     most = entry.work.max
     if interface.weighs and most is None:
         raise ValueError(
-            "work.max: is required because the class has work(); set it to the maximum weight of "
-            "an input"
+            "work.max: is required because the class has work(); set it to the maximum work "
+            "of an input"
         )
     if not interface.weighs and (most is not None or entry.batch.max_work is not None):
         raise ValueError("work.max, batch.max_work: require a class with work(); leave them out")
@@ -595,7 +596,7 @@ def _check_api(api: ServedApi, interface: ModelInterface) -> None:
     said = element if interface.streams else interface.output
     if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
         raise ValueError(
-            f"api: {api}: the class must return a Path, the file with the speech, or Iterator[Path]"
+            f"api: {api}: the class must return Path (the speech file) or Iterator[Path]"
         )
 
 
@@ -606,7 +607,7 @@ def _check_inputs(api: ServedApi, interface: ModelInterface) -> None:
         raise ValueError(f"api: {api}: the class must have the input {first!r}")
     if more := [name for name in required if name != first]:
         raise ValueError(
-            f"api: {api}: the input {more[0]!r} must have a default, because the endpoint "
+            f"api: {api}: the input {more[0]!r} must have a default because the endpoint "
             "does not set it"
         )
     for name, kind in known.items():
@@ -646,7 +647,7 @@ def _check_key(key: str | None, interface: ModelInterface) -> None:
     ]
     if key not in plain:
         raise ValueError(
-            f"batch.key: {key!r} is not an input whose values can be compared; use one of "
+            f"batch.key: {key!r} is not an input with comparable values; use one of "
             f"{', '.join(plain) or 'none'}"
         )
 

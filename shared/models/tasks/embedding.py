@@ -201,14 +201,17 @@ class EmbeddingResult(TaskResult, tag="embedding"):
     def find_wrong_number(self) -> str:
         """Returns the reason a vector can't be compared with others."""
         if not self.vector or len(self.vector) % 4:
-            return f"a vector of {len(self.vector)} bytes, which is not a list of float32 values"
+            return (
+                f"a vector of {len(self.vector)} bytes, which is not a whole number of float32 "
+                "values"
+            )
         # loaded in model processes anyway, and not needed for anything else in other processes
         import numpy as np
 
         values = np.frombuffer(self.vector, "<f4")
         if not np.isfinite(values).all():
             return "a vector with NaN or an infinite number"
-        return "" if values.any() else "a vector of zeros, which has no direction"
+        return "" if values.any() else "an all-zero vector, which has no direction"
 
     def to_output(self, media_type: str, link_to: LinkTo) -> list[float]:
         return self.step_value()

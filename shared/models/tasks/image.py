@@ -318,7 +318,7 @@ def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
     if len(adapters) > _MAX_TOLD:
         told[0] += f" and {len(adapters) - _MAX_TOLD} more"
     if urls is not None:
-        told.append(f"files by URL below {', '.join(urls.allowed)}")
+        told.append(f"files by URL under {', '.join(urls.allowed)}")
     return f"{name[:80]!r} is not an adapter of {entry.name}; it has {', and '.join(told)}"
 
 
@@ -400,7 +400,7 @@ class ImageTask(Task):
             )
         if width * height > limits.largest_pixels:
             raise BadInput(
-                f"width, height: {width}x{height} has {width * height} pixels, which exceeds the "
+                f"width, height: {width}x{height} is {width * height} pixels, which exceeds the "
                 f"maximum of {limits.largest_pixels} for {entry.name}",
                 field="width",
             )

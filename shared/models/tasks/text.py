@@ -301,13 +301,13 @@ class GenerationTask(Task):
             raise ValueError(f"backend: is not supported by engine {entry.engine}; leave it out")
         if entry.engine == "vllm" and entry.precision == "int4":
             raise ValueError(
-                "precision: int4 is not supported by engine vllm; leave it out, or use a source "
-                "with quantized weights"
+                "precision: int4 is not supported by engine vllm; omit it or use a source with "
+                "quantized weights"
             )
         if entry.engine == "llama.cpp" and entry.precision != "auto":
             raise ValueError(
-                f"precision: is determined by the model file with engine {entry.engine}; leave it "
-                "out, and choose a file with a different quantization"
+                f"precision: is determined by the model file with engine {entry.engine}; omit it "
+                "and choose a file with a different quantization"
             )
         if entry.generation.lookup_tokens:
             raise ValueError(

@@ -71,7 +71,7 @@ async def test_lines_have_the_answers_of_the_route(
     assert len(found["url"]["words"]) == 5
     assert found["srt"].startswith("1\n00:00:00,000 --> 00:00:01,250\ngood day\n")
     failed = await bodies(client, done.error_file_id)
-    assert failed["gone"]["error"]["message"] == "url: 127.0.0.1 answered 404; expected 200"
+    assert failed["gone"]["error"]["message"] == "url: 127.0.0.1 returned 404; expected 200"
     assert {job.envelope.priority for job in api.worker.jobs} == {"batch"}
     assert {job.envelope.batch_id for job in api.worker.jobs} == {done.id}
 

@@ -102,8 +102,8 @@ async def test_lines_are_answered_and_their_jobs_are_of_the_batch(
         ["file.txt"],
     ]
     failed = await bodies(client, done.error_file_id)
-    assert failed["f"]["error"]["message"] == "input.file: 127.0.0.1 answered 404; expected 200"
-    assert "exceed the maximum of 4194304 bytes" in failed["g"]["error"]["message"]
+    assert failed["f"]["error"]["message"] == "input.file: 127.0.0.1 returned 404; expected 200"
+    assert "exceeds the maximum of 4194304 bytes" in failed["g"]["error"]["message"]
     inputs = [item.input for item in api.worker.items]
     assert all(isinstance(one, CustomInput) and not one.is_streamed for one in inputs)
     assert len(inputs) == 6

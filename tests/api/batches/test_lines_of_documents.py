@@ -70,7 +70,7 @@ async def test_lines_are_answered_as_the_route_answers(
     assert image["image_base64"] == f"data:image/jpeg;base64,{jpeg}"
     (failed,) = await answers(client, done.error_file_id)
     assert failed["custom_id"] == "d"
-    assert "answered 404" in failed["response"]["body"]["error"]["message"]
+    assert "returned 404" in failed["response"]["body"]["error"]["message"]
 
 
 @pytest.mark.parametrize(

@@ -74,4 +74,4 @@ def test_a_catalog_that_is_mounted_alone_is_refused_with_the_remedy(
     (models_file.parent / f"{name}.json").unlink()
     with pytest.raises(ConfigurationError, match=f"{name}.json: No such file") as caught:
         read_catalog(models_file)
-    assert "replace the path by the file's content" in caught.value.message
+    assert "replace the path with the file's content" in caught.value.message

@@ -288,7 +288,7 @@ def test_command_judges_hours(reported: Callable[..., Result]) -> None:
         (("--day", "tomorrow"), "got 'tomorrow'"),
         (
             ("--from", "2020-01-01", "--to", "2020-12-31"),
-            "from: a range must have at most 31 days, got 366",
+            "from: the range must be at most 31 days, got 366",
         ),
     ],
 )

@@ -83,7 +83,7 @@ async def test_errors_pass_through_and_are_told_in_closed_words() -> None:
     with pytest.raises(WebhookUrlForbidden):
         await fail(WebhookUrlForbidden("10.0.0.1 is not public", field="webhook"))
     with pytest.raises(Unavailable):
-        await fail(Unavailable("the receiver answered 500: its secret"), 500)
+        await fail(Unavailable("the receiver returned 500: its secret"), 500)
     with pytest.raises(Unavailable):
         await fail(Unavailable("receiver.example: connection refused"))
     assert [(row["outcome"], row.get("error")) for row in table.rows] == [

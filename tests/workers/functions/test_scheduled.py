@@ -63,7 +63,7 @@ def test_command_calls_the_function(url: str) -> None:
     assert json.loads(hours.stdout)["subject"] is None
     late = CliRunner().invoke(app, ["run-daily", "--day", "9998-01-01", "--function", url])
     assert (late.exit_code, late.stdout) == (1, "")
-    assert "the function answered 400: to: 9998-01-01 is not over yet" in late.stderr
+    assert "the function returned 400: to: 9998-01-01 is not over yet" in late.stderr
 
 
 @pytest.mark.parametrize(
@@ -84,7 +84,7 @@ def test_command_without_a_function_says_why(words: list[str], reason: str) -> N
     [
         (
             {"from": "2020-01-01", "to": "2020-12-31"},
-            "from: a range must have at most 31 days, got 366",
+            "from: the range must be at most 31 days, got 366",
         ),
         ({"to": "9998-01-01"}, "to: 9998-01-01 is not over yet"),
         ({"since": "2026-10-01"}, "since: is not a field"),

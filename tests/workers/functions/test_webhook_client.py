@@ -158,7 +158,7 @@ async def test_an_address_that_was_not_checked_is_not_reached(receiver: Receiver
     """A URL with an IP address skips the resolver, and approving a different address does not
     help.
     """
-    with pytest.raises(Unavailable, match="not a checked address"):
+    with pytest.raises(Unavailable, match="not one of the verified addresses"):
         await WebhookClient(receiver.url, allow_private=True, resolve=gives("127.0.0.2")).post(
             {}, b""
         )

@@ -242,7 +242,10 @@ def test_a_part_that_must_not_be_null_is_named(
 @pytest.mark.parametrize(
     ("field", "reason"),
     [
-        ("multiple: 7", "multiple must be a multiple of 16, as FluxKontextPipeline needs, got 7"),
+        (
+            "multiple: 7",
+            "multiple must be a multiple of 16, which FluxKontextPipeline requires, got 7",
+        ),
         ("multiple: 48", "width must be a multiple of 48, got 64"),
         ("join: sometimes", "image.join: Input should be 'auto' or 'never'"),
         ("join: [auto]", "image.join: Input should be 'auto' or 'never'"),
@@ -301,4 +304,4 @@ def test_a_name_that_no_entry_has_is_an_error(
     checked: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert penstock("models", "check", "other") == 1
-    assert "other: neither a folder nor an image or text model in" in capsys.readouterr().err
+    assert "other: not a folder, and not an image or text model in" in capsys.readouterr().err

@@ -40,7 +40,7 @@ class Predictor(BasePredictor):
 
 def test_packed_output_must_be_json() -> None:
     packed = CustomResult(None, files=[Blob("application/json", b"{")], is_packed=True)
-    with pytest.raises(ModelFailed, match=r"^output: must be the JSON that the class announced$"):
+    with pytest.raises(ModelFailed, match=r"^output: must be the JSON that the class declared$"):
         packed.unpacked()
 
 

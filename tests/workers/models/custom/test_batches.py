@@ -376,7 +376,7 @@ def entry_with(folder: Path, **batch: Any) -> Model:
     [
         (
             "language",
-            "'language' is not an input whose values can be compared; use one of text, times",
+            "'language' is not an input with comparable values; use one of text, times",
         )
     ],
 )
@@ -398,7 +398,7 @@ def test_a_key_needs_a_class_with_batches_and_a_task_with_inputs(tmp_path: Path)
     )
     with pytest.raises(ValueError, match="requires a class with predict_batch"):
         entry_of(folder, batch={"key": "a", "max_items": 1})
-    with pytest.raises(ValueError, match="an embedding model does not support it; leave it out"):
+    with pytest.raises(ValueError, match="not supported by an embedding model; leave it out"):
         Model.model_validate(
             {
                 "name": "letters",

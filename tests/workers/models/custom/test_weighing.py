@@ -210,7 +210,7 @@ def test_a_worker_compares_whether_the_class_weighs(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({}, "set it to the maximum weight of an input"),
+        ({}, "set it to the maximum work of an input"),
         ({"work": {"max": 0}}, "greater than or equal to 1"),
         ({"work": {"max": 10**30}}, "less than or equal to 1000000000"),
         ({"work": {"max": -5}}, "greater than or equal to 1"),

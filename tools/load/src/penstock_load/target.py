@@ -100,7 +100,7 @@ class Target:
         except urllib.error.HTTPError as error:
             with error:
                 raise Unavailable(
-                    f"{self.url}/v1/models answered {error.code}; check the key"
+                    f"{self.url}/v1/models returned {error.code}; check the key"
                 ) from error
         except (OSError, http.client.HTTPException, msgspec.DecodeError) as error:
             raise Unavailable(f"{self.url}/v1/models: {error}") from error
