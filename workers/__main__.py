@@ -76,7 +76,7 @@ def main() -> int:
         models = [catalog.find_deployed(name) for name in settings.model_names]
         if flows := [model.name for model in models if isinstance(model, Flow)]:
             raise ConfigurationError(
-                f"PENSTOCK_MODEL: {flows[0]} is a flow; its steps run on the workers of its models",
+                f"PENSTOCK_MODEL: {flows[0]} is a flow; its steps run on its models' workers",
                 field="model",
             )
         if any(model.definition.has_interface for model in models):

@@ -80,7 +80,8 @@ def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], lis
             revisions.setdefault(key, []).append(name)
         if names and not keys:
             raise ConfigurationError(
-                f"{model.name}: its source {model.source} is not a model of the hub", field="model"
+                f"{model.name}: its source {model.source} is not a model on the Hugging Face Hub",
+                field="model",
             )
     return revisions
 
@@ -90,7 +91,7 @@ def _open(to: str) -> ObjectStore:
         bucket, _, prefix = to.removeprefix("gs://").partition("/")
         return open_gcs_bucket(bucket, prefix.strip("/"))
     if "://" in to:
-        raise ConfigurationError(f"--to {to}: must be gs://BUCKET or a folder", field="to")
+        raise ConfigurationError(f"--to: must be gs://BUCKET or a folder, got {to}", field="to")
     return LocalStore(Path(to).expanduser().resolve(), mkdir=True)
 
 

@@ -125,7 +125,7 @@ async def test_what_fails_costs_nothing(redis_url: str, tmp_path: Path) -> None:
         failed = await predict(world, text="abc", mode="fail")
         assert (failed["status"], failed["error"]) == ("failed", "ValueError: no")
         lied = await predict(world, text="abc", mode="lie")
-        assert lied["error"] == "work: returned -5; must return a whole number of at least 1"
+        assert lied["error"] == "work: must return a whole number of at least 1, got -5"
         heavy = await predict(world, text="x" * (MOST + 1))
         assert heavy["error"] == (
             "input[0]: the work of this input is 101, which exceeds the maximum of 100"

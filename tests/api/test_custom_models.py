@@ -90,9 +90,7 @@ async def test_errors_of_a_class_end_its_predictions_alone(serve: Any) -> None:
     assert failed["logs"].startswith("asked for a\nTraceback")
     assert "ValueError: it does not want to" in failed["logs"]
     ended = await predict(api, text="a", mode="exit")
-    assert (
-        ended["error"] == "the process of the model ended with exit status 4 while it computed this"
-    )
+    assert ended["error"] == "the model process exited with status 4 while processing this item"
     assert (await predict(api, text="b", times=1))["output"] == ["b 0"]
     assert [row.cost_usd for row in api.rows] == [0.0, 0.0, 0.25]
 
@@ -149,7 +147,7 @@ async def test_a_caller_never_reads_what_a_process_printed_before_it_died(serve:
     api = await serve(KILLED)
     killed = await predict(api, text="a")
     assert (killed["status"], killed["logs"]) == ("failed", "")
-    assert "model processes died while computing this item" in killed["error"]
+    assert "model processes died while processing this item" in killed["error"]
     for secret in ("imported", "predict.py", "/"):
         assert secret not in killed["error"], killed["error"]
 

@@ -92,7 +92,7 @@ async def test_a_setup_that_fails_later_fails_what_waits_until_it_works(
     async with AsyncExitStack() as opened:
         api = await serve_class(opened, tmp_path, redis_url, body)
         assert (await predict(api, mode="a"))["output"] == "a"
-        assert "exit status 3" in (await predict(api, mode="break"))["error"]
+        assert "status 3" in (await predict(api, mode="break"))["error"]
         found = await predict(api, mode="b")
         assert "could not be set up again" in found["error"]
         assert "the weights are gone" in found["error"]
@@ -121,5 +121,5 @@ async def test_of_several_at_a_time_the_one_that_ends_the_process_fails_alone(
         found = await asyncio.gather(*(predict(api, mode=mode) for mode in modes))
     ends = {mode: one["output"] or one["error"] for mode, one in zip(modes, found, strict=True)}
     failed = ends.pop("leave")
-    assert failed == "the process of the model ended with exit status 5 while it computed this"
+    assert failed == "the model process exited with status 5 while processing this item"
     assert ends == {mode: mode for mode in ends}

@@ -132,8 +132,8 @@ async def test_token_ids_of_the_model_are_taken_where_the_caller_says_so(api: Ap
 async def test_token_id_that_the_tokenizer_lacks_is_named(api: ApiUnderTest) -> None:
     with pytest.raises(
         openai.BadRequestError,
-        match=r"input\[1\]: token ID 100256, at position 1, is not in the vocabulary,"
-        " which ends at 30521",
+        match=r"input\[1\]: token ID 100256 at position 1 is not in the vocabulary; "
+        "the highest token ID is 30521",
     ) as caught:
         await embed(api, [[CAT], [CAT, 100_256]], tokenizer=MODEL)
     assert (caught.value.code, caught.value.param) == ("invalid_input", "input")

@@ -202,7 +202,7 @@ async def test_a_poison_item_is_found_among_two_batches(redis_url: str, tmp_path
         error = outcomes[names.index("poison")].error
         assert error is not None
         assert re.match(
-            r"\d model processes died while computing this item, [23] of them", error.message
+            r"\d model processes died while processing this item, [23] of them", error.message
         )
 
 

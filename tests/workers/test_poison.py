@@ -60,7 +60,7 @@ async def test_neighbors_of_a_poison_job_finish_and_its_caller_gets_the_reason(
         ) - {"poison"}
         assert outcomes["poison"].error is not None
         assert re.match(
-            r"\d model processes died while computing this item, [23] of them",
+            r"\d model processes died while processing this item, [23] of them",
             outcomes["poison"].error.message,
         )
         assert await harness.ask("after", request_id="after") == [("succeeded", 4 * b"after")]

@@ -237,7 +237,11 @@ sys.exit(model_process.main())
 
 @pytest.mark.parametrize(
     ("kind", "reason"),
-    [("few", "0 results for 3 items"), ("turn", "out of turn"), ("noise", "invalid message")],
+    [
+        ("few", "0 results for 3 items"),
+        ("turn", "it sent an unexpected"),
+        ("noise", "invalid message"),
+    ],
 )
 async def test_an_answer_that_does_not_fit_ends_the_process(
     entry: Model, folder: Path, texts: list[PreparedText], kind: str, reason: str

@@ -193,7 +193,10 @@ def test_a_token_that_may_not_is_said_and_not_shown(hub: Hub, tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--model", "shipped"], "shipped: its source package:x is not a model of the hub"),
+        (
+            ["--model", "shipped"],
+            "shipped: its source package:x is not a model on the Hugging Face Hub",
+        ),
         (["--model", "other"], "model 'other' does not exist"),
         (["--to", "s3://bucket"], "--to s3://bucket: must be gs://BUCKET or a folder"),
     ],

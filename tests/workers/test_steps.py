@@ -363,7 +363,7 @@ async def test_an_item_that_kills_its_process_is_given_up_and_no_other(
         found = dict([await outcome(harness) for _ in range(2)])
         assert text_of(found["good"]) == "ab" * 100
         assert found["poison"].error is not None
-        assert "model processes died while computing this item" in found["poison"].error.message
+        assert "model processes died while processing this item" in found["poison"].error.message
 
 
 @pytest.mark.parametrize(("deaths", "company"), [(1, 2), (4, 2), (5, 1)])
@@ -406,7 +406,7 @@ async def test_only_a_text_that_workers_died_with_while_it_was_alone_is_given_up
             return
         assert found.error is not None
         assert found.error.message == (
-            "4 workers died while they held this job, 2 of them while it was their only job"
+            "4 workers died while holding this job, 2 of them while it was their only job"
         )
 
 

@@ -82,7 +82,7 @@ async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(
         }
         assert outcomes["b†"].error is not None
         assert (
-            "4 model processes died while computing this item, 2 of them while it was their "
+            "4 model processes died while processing this item, 2 of them while it was their "
             "only item" in outcomes["b†"].error.message
         )
         assert harness.process.batches[1:] == [
@@ -95,7 +95,7 @@ async def test_poison_is_given_up_with_its_reason_and_its_neighbors_finish(
         ]
         dead = await first_message(harness, dead_letter_subscription_id(MODEL.name))
         assert dead.attributes["request_id"] == "b†"
-        assert "died while computing this item" in dead.attributes["penstock_reason"]
+        assert "died while processing this item" in dead.attributes["penstock_reason"]
         await harness.until(lambda: len(harness.rows) == 4)
 
 
@@ -149,7 +149,7 @@ async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_
         assert error is not None
         assert (
             error.message
-            == "3 workers died while they held this job, 2 of them while it was their only job"
+            == "3 workers died while holding this job, 2 of them while it was their only job"
         )
         dead = await first_message(harness, dead_letter_subscription_id(MODEL.name))
         assert dead.attributes["penstock_reason"] == error.message

@@ -314,7 +314,7 @@ class BenchmarkPool:
             return [future.result(limit_s) for future in begun]
         except TimeoutError as error:
             self._end()
-            raise ModelFailed(f"took longer than {limit_s:g} s") from error
+            raise ModelFailed(f"timed out after {limit_s:g} s") from error
         except BrokenProcessPool as error:
             self._end()
             raise ModelFailed("its process died") from error

@@ -51,7 +51,7 @@ def _beyond(variant: Variant, tolerance: float) -> Finding:
         cosine_min=variant.cosine_min,
         cosine_mean=variant.cosine_mean,
         reason=(
-            f"minimum cosine found during optimization is {variant.cosine_min:.5f}, the "
+            f"minimum cosine found during optimization is {variant.cosine_min:.5f}, but the "
             f"tolerance is {tolerance:g}"
         ),
     )

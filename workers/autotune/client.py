@@ -129,7 +129,7 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
         async with asyncio.timeout(CHOOSE_LIMIT_S):
             output, _ = await process.communicate()
     except TimeoutError:
-        return _fallback(entry, tuning, f"the choice took longer than {CHOOSE_LIMIT_S:g} s")
+        return _fallback(entry, tuning, f"choosing a backend took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
         # Also kills its benchmark processes, which are in its session. All are gone if it exited
         # normally.
@@ -140,7 +140,9 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
         answer = msgspec.json.decode(output.splitlines()[-1], type=Choice | Refusal)
     except (IndexError, msgspec.MsgspecError):
         return _fallback(
-            entry, tuning, f"the choosing process ended with status {process.returncode}"
+            entry,
+            tuning,
+            f"the process choosing the backend exited with status {process.returncode}",
         )
     if isinstance(answer, Refusal):
         raise ConfigurationError(answer.message, field="backend")

@@ -348,7 +348,9 @@ def _decide(
 
 def _by_prior(option: Option, contest: Contest, findings: list[Finding]) -> Choice:
     rounds = contest.disturbed + contest.counted
-    counts = f"{contest.disturbed} of {rounds} rounds were disturbed, and no two others agree"
+    counts = (
+        f"{contest.disturbed} of {rounds} rounds were disturbed, and no two of the others agree"
+    )
     return Choice(
         backend=option.backend,
         layout=option.layout,
@@ -383,7 +385,8 @@ class _AccuracyCheck:
         finding.cosine_min, finding.cosine_mean = float(cosines.min()), float(cosines.mean())
         if not finding.cosine_min >= self._tolerance:
             finding.reason = (
-                f"minimum cosine {finding.cosine_min:.5f}, the tolerance is {self._tolerance:g}"
+                f"minimum cosine {finding.cosine_min:.5f} is below the tolerance of "
+                f"{self._tolerance:g}"
             )
         return not finding.reason
 
@@ -428,7 +431,7 @@ def _without_figures(entry: Model, layout: Layout, findings: list[Finding]) -> C
             findings=findings,
         )
     raise ConfigurationError(
-        f"{entry.name}: no {entry.backend} backend in {entry.precision} is within its tolerance "
-        f"({reasons})",
+        f"{entry.name}: no {entry.backend} backend with precision {entry.precision} is "
+        f"within its tolerance ({reasons})",
         field="backend",
     )

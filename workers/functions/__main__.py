@@ -30,7 +30,7 @@ def main() -> int:
         settings = read_settings(FunctionSettings)
         if not settings.broker:
             raise ConfigurationError(
-                "functions receive messages from RabbitMQ only; Pub/Sub pushes them", field="broker"
+                "functions only receive messages from RabbitMQ; Pub/Sub pushes them", field="broker"
             )
         configure_logs(settings.log_level, settings.project)
         deny_inspection()

@@ -110,7 +110,7 @@ class DeadLetters:
         envelope = decode_leniently(message.attributes)
         if envelope is None:
             raise UndecodableMessage(
-                "its attributes do not contain the owner of the job", field="attributes"
+                "its attributes do not include the job's owner", field="attributes"
             )
         facts: Attributes = {
             STAGE: "dead_letter",
@@ -254,8 +254,8 @@ def _reading(message: ReceivedMessage) -> tuple[list[int], PenstockError]:
     """Returns a dead letter's items (only the first if the body can't be read) and their error."""
     attributes = {name.lower(): value for name, value in message.attributes.items()}
     attempts = attributes.get(_ATTEMPTS, "its")
-    reason = (
-        attributes.get("penstock_reason") or f"no worker could finish it within {attempts} attempts"
+    reason = attributes.get("penstock_reason") or (
+        f"no worker was able to finish it in {attempts} attempts"
     )
     try:
         return [

@@ -61,7 +61,7 @@ class DeliveryState(RedisStore):
 
     def __init__(self, redis_url: str) -> None:
         super().__init__(RedisLink("webhooks", redis_url, timeout_s=0.25, up=UP, errors=ERRORS))
-        self._commands = self._link.commands("the delivery state of webhooks")
+        self._commands = self._link.commands("the webhook delivery state")
 
     async def admit(self, record: str, event: str) -> DeliveryDecision:
         """Returns whether an event is due, late, or too soon after the last one of its kind."""

@@ -109,11 +109,11 @@ def _read_message(body: bytes) -> dict[str, Any]:
     try:
         options = msgspec.json.decode(body or b"{}")
     except msgspec.DecodeError as error:
-        raise BadInput(f"the body is not JSON: {error}", field="body") from error
+        raise BadInput(f"the body is not valid JSON: {error}", field="body") from error
     if not isinstance(options, dict):
         raise BadInput("the body is not a JSON object", field="body")
     if "only" in options and options != {"only": "anomalies"}:
-        raise BadInput("only: must be anomalies, without any other field", field="only")
+        raise BadInput("only: must be anomalies, with no other fields", field="only")
     return options
 
 

@@ -89,7 +89,7 @@ class PushAuthenticator:
         except TransportError as error:
             raise Unavailable(f"certificates: {error}") from error
         except (GoogleAuthError, ValueError, RecursionError) as error:
-            raise PushRefused(f"the token is not valid: {error}") from error
+            raise PushRefused(f"the token is invalid: {error}") from error
         self._check_claims(claims)
 
     def _verify_claims(self, token: str) -> Mapping[str, Any]:
@@ -110,7 +110,7 @@ class PushAuthenticator:
         if not isinstance(expires_s, int | float) or expires_s + CLOCK_SKEW_S < time.time():
             wrong.append("exp")
         if wrong:
-            raise PushRefused(f"the token is not meant for this service: {', '.join(wrong)}")
+            raise PushRefused(f"the token is not for this service: {', '.join(wrong)}")
 
 
 def _read_unverified_claims(token: str) -> Mapping[str, Any]:

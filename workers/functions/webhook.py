@@ -72,8 +72,8 @@ REFUSED_LIMIT_S = 3600.0
 """How long a rejected event is retried: about a dozen attempts at growing intervals."""
 WORDS_LOGGED = 200
 REDIRECTED = (
-    "the receiver answered with a redirect, which webhooks do not follow; set the webhook to the "
-    "URL that it redirects to"
+    "the receiver responded with a redirect, which webhooks do not follow; set the "
+    "webhook to the URL that it redirects to"
 )
 T = TypeVar("T")
 
@@ -212,7 +212,7 @@ class Webhooks:
         if not prediction.webhook or event.event not in prediction.webhook_events:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
-            raise Unavailable("the prediction has not ended yet")
+            raise Unavailable("the prediction has not finished yet")
         async with self._turns.taken(prediction.tenant, prediction.webhook) as turn:
             return await self._deliver_now(event, message, prediction, record, turn)
 

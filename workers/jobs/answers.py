@@ -161,7 +161,9 @@ def outcomes_by_item(items: Sequence[Item], answered: ReplyBody) -> list[ItemOut
     """Returns each item's outcome. If the job failed as a whole, each item gets the job's error."""
     if answered.outcomes:
         return answered.outcomes
-    error = answered.error or ItemError(PenstockError.code, "ended without a reason; this is a bug")
+    error = answered.error or ItemError(
+        PenstockError.code, "failed without a reason; this is a bug"
+    )
     return [
         failure(item.index, error_for_code(error.code, error.message, error.field))
         for item in items

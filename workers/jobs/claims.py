@@ -96,7 +96,7 @@ class Claims:
             self._cancellation.on_unwanted()  # the model may have started before the claim returned
         elif claim.unfinished >= UNFINISHED_MAX and claim.alone >= ALONE_MAX:
             error = ModelFailed(
-                f"{claim.unfinished} workers died while they held this job, {claim.alone} of them "
+                f"{claim.unfinished} workers died while holding this job, {claim.alone} of them "
                 "while it was their only job"
             )
             pulled.dead_letter_reason = error.message

@@ -418,10 +418,10 @@ class BatchResults:
         """
         for queued in self._queue.batch_died(batch, was_shared=was_shared):
             deaths = (
-                f"{queued.deaths} model processes died while computing this item, "
+                f"{queued.deaths} model processes died while processing this item, "
                 f"{queued.deaths_alone} of them while it was their only item"
             )
-            error = ModelFailed(f"{deaths}; the last: {reason}")
+            error = ModelFailed(f"{deaths}; the last error: {reason}")
             for number, (pulled, item) in enumerate(queued.open_waiters()):
                 pulled.dead_letter_reason = error.message
                 spent = 0 if number else queued.deaths * queued.length

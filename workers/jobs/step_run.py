@@ -245,8 +245,8 @@ class StepRun:
         (result,) = done.results
         if isinstance(result, Failure) and result.code == Canceled.code:
             error = BadInput(
-                f"input: it took the model longer than the maximum of {self._max_s:g} s; "
-                "send less per request",
+                f"input: took the model longer than the maximum of {self._max_s:g} s; send less "
+                "per request",
                 field="input",
             )
             done.results = [Failure.from_error(error)]

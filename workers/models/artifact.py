@@ -136,11 +136,13 @@ def read_artifact(folder: Path) -> Artifact:
         raise ConfigurationError(f"{path}: {error}", field="artifact") from error
     if manifest.format_version != FORMAT_VERSION:
         raise ConfigurationError(
-            f"{path}: format {manifest.format_version}, not {FORMAT_VERSION}", field="artifact"
+            f"{path}: unsupported format {manifest.format_version}; expected {FORMAT_VERSION}",
+            field="artifact",
         )
     if (manifest.model, manifest.source_digest) != (folder.parent.name, folder.name):
         raise ConfigurationError(
-            f"{path}: belongs to {manifest.model}/{manifest.source_digest}, not to its folder",
+            f"{path}: belongs to {manifest.model}/{manifest.source_digest}, which does not "
+            "match its folder",
             field="artifact",
         )
     for variant in manifest.variants:
@@ -154,11 +156,11 @@ def _check_graph(folder: Path, variant: Variant) -> None:
     graph = folder / variant.file
     if not variant.file or folder.resolve() not in graph.resolve().parents:
         raise ConfigurationError(
-            f"{folder}: variant {variant.name} has no file in the folder", field="artifact"
+            f"{folder}: the folder has no file for variant {variant.name}", field="artifact"
         )
     if not graph.is_file() or graph.stat().st_size != variant.size_bytes:
         raise ConfigurationError(
-            f"{graph}: must have {variant.size_bytes} bytes, as its manifest specifies",
+            f"{graph}: must be {variant.size_bytes} bytes, as specified in its manifest",
             field="artifact",
         )
 
@@ -182,7 +184,7 @@ def read_calibration(artifact: Artifact) -> Calibration:
         raise ConfigurationError(f"{path}: {error}", field="artifact") from error
     flat = ids.size if types is None else types.size
     if vectors.ndim != 2 or len(vectors) != len(lengths) or not ids.size == flat == lengths.sum():
-        raise ConfigurationError(f"{path}: its arrays do not belong together", field="artifact")
+        raise ConfigurationError(f"{path}: its arrays have inconsistent shapes", field="artifact")
     ends = np.cumsum(lengths)
     texts = [
         PreparedText(

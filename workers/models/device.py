@@ -57,13 +57,13 @@ class Device:
         try:
             device = torch.device(kind)
         except RuntimeError as error:
-            raise ConfigurationError(f"device {kind!r} is unknown", field="device") from error
+            raise ConfigurationError(f"unknown device {kind!r}", field="device") from error
         if device.type == "cpu":
             torch.set_num_threads(self.threads)
             return device, "cpu"
         if device.type != "cuda" or (device.index or 0) >= torch.cuda.device_count():
             raise ConfigurationError(
-                f"device {kind!r}: this machine does not have this GPU", field="device"
+                f"device {kind!r}: this machine has no such GPU", field="device"
             )
         # torch requires the device number whenever a GPU setting is changed.
         device = torch.device("cuda", device.index or 0)

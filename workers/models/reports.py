@@ -269,5 +269,5 @@ def check_result(result: Result | Exception) -> Result | Failure:
     if not wrong:
         return result
     return Failure.from_error(
-        ModelFailed(f"the model computed {wrong}; its precision may be too low for this input")
+        ModelFailed(f"the model produced {wrong}; its precision may be too low for this input")
     )

@@ -179,7 +179,7 @@ def resolve_file(
 
 def _unknown_source(source: str) -> ConfigurationError:
     return ConfigurationError(
-        f"source {source!r} must start with package:, local:, hf: or gs://", field="source"
+        f"source: must start with package:, local:, hf: or gs://, got {source!r}", field="source"
     )
 
 
@@ -251,8 +251,8 @@ def download_from_hub(repository: str, revision: str, cache_dir: Path | None = N
     except GatedRepoError as error:
         raise _no_such(
             f"hf:{repository}",
-            "the repository is gated; accept its terms, and set a token (HF_TOKEN, "
-            "HF_TOKEN_PATH) that may read it",
+            "the repository is gated; accept its terms and set a token (HF_TOKEN, "
+            "HF_TOKEN_PATH) with access to it",
         ) from error
     except (HFValidationError, RepositoryNotFoundError, RevisionNotFoundError) as error:
         raise _no_such(f"hf:{repository}", str(error)) from error

@@ -268,7 +268,7 @@ def _measure(
     refusal = (
         ""
         if quality.psnr_db >= tolerance_db
-        else f"minimum PSNR {quality.psnr_db:.1f} dB is below {tolerance_db:g} dB"
+        else f"minimum PSNR of {quality.psnr_db:.1f} dB is below {tolerance_db:g} dB"
     )
     return Verdict(measured, figures, refusal)
 

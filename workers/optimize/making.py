@@ -145,7 +145,7 @@ def _make(
                 f"{verdict.variant.name}: {verdict.refusal}" for verdict in optimized.verdicts
             )
             raise ModelFailed(
-                f"{entry.name}: no variant was accepted, nothing was written ({refusals})"
+                f"{entry.name}: no variant was accepted, so nothing was written ({refusals})"
             )
         manifest = _manifest(entry, digest, reused + accepted)
         refused = _list_refused(there, optimized.verdicts, tolerance_of(entry, options))

@@ -45,7 +45,7 @@ def choose_variants(entry: Model, options: OptimizeOptions) -> tuple[str, ...]:
     unknown = [name for name in options.variants if name not in known]
     if unknown:
         raise ConfigurationError(
-            f"{entry.task} models do not have variant {', '.join(unknown)}; use {', '.join(known)}",
+            f"{entry.task} models have no variant {', '.join(unknown)}; use {', '.join(known)}",
             field="variants",
         )
     cuts = options.prune_neurons > 0 or options.prune_heads > 0

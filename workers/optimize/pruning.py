@@ -67,7 +67,7 @@ def _layers(model: Any) -> Any:
         or not hasattr(layers[0].attention, "self")
     ):
         raise ConfigurationError(
-            f"pruning does not support layers of the family {model.config.model_type}",
+            f"pruning does not support layers of the {model.config.model_type} family",
             field="prune",
         )
     return layers

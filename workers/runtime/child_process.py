@@ -115,7 +115,7 @@ class ForkedProcess:
 
     def kill(self) -> None:
         if self._has_ended.is_set():
-            raise ProcessLookupError(f"process {self.pid} has ended")
+            raise ProcessLookupError(f"process {self.pid} has exited")
         signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
     async def wait(self) -> int | None:

@@ -153,8 +153,8 @@ class ModelClient:
                 status = await self._process.wait()
                 await self._output.finish()
                 raise ModelFailed(
-                    f"the model process ended before it was ready (status {status})"
-                    f"{self._output.tail()}"
+                    "the model process exited before it was ready (status "
+                    f"{status}){self._output.tail()}"
                 )
 
     @property
@@ -189,7 +189,7 @@ class ModelClient:
         self._writer.write(encode_run(pending.number, list(batch), model, in_steps=True))
         done = await pending.done
         assert isinstance(done, StepsEnded), (
-            "the batch ended with another type of message; this is a bug"
+            "the batch ended with a different type of message; this is a bug"
         )
         return done
 
@@ -303,7 +303,7 @@ class ModelClient:
         finally:
             await self.close()
             fault = f": {self._fault}" if self._fault else ""
-            self._reason = f"the model process ended (status {self._process.returncode}){fault}"
+            self._reason = f"the model process exited (status {self._process.returncode}){fault}"
             on_end()
             for pending in list(self._pending.values()):
                 if (done := self._end(pending)) is not None:
@@ -328,9 +328,9 @@ class ModelClient:
             None if isinstance(message, Ready | Refused) else self._pending.get(message.number)
         )
         if isinstance(message, Ready | Refused) or pending is None:
-            self.kill(f"it sent {type(message).__name__} out of turn")
+            self.kill(f"it sent an unexpected {type(message).__name__}")
         elif isinstance(message, StepMessage) != (pending.on_steps is not None):
-            self.kill(f"it sent {type(message).__name__} for a batch of another kind")
+            self.kill(f"it sent {type(message).__name__} for a different kind of batch")
         elif isinstance(message, StepMessage):
             self._handle_steps(message, pending)
         elif isinstance(message, StepDone):

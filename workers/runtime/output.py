@@ -38,4 +38,4 @@ class ChildOutput:
     def tail(self) -> str:
         """Returns the last lines, formatted for an error message. Empty if there are none."""
         text = self._kept.decode(errors="replace").strip()
-        return f"; it printed last:\n{text}" if text else ""
+        return f"; its last output:\n{text}" if text else ""

@@ -196,7 +196,7 @@ class Template:
         if loaded is None:
             await running.close()
             reason = f"(status {running.status}){running.output.tail()}"
-            raise ModelFailed(f"the model process ended before it was ready {reason}")
+            raise ModelFailed(f"the model process exited before it was ready {reason}")
         facts = {
             "pid": process.pid,
             "load_s": round(loaded.load_s, 3),
@@ -275,7 +275,7 @@ class _TemplateProcess:
                 pipe.close()
                 raise
         except OSError as error:  # the control socket is closed
-            raise ModelFailed(f"the template of the model processes has ended: {error}") from error
+            raise ModelFailed(f"the model process template has exited: {error}") from error
         finally:
             os.close(their_output)
         child.stdout = protocol.reader
@@ -324,7 +324,7 @@ class _TemplateProcess:
             child.set_status(None)
         for future in self._forking.values():
             if not future.done():
-                future.set_exception(ModelFailed("the template of the model processes ended"))
+                future.set_exception(ModelFailed("the model process template exited"))
         if not self.loaded.done():
             self.loaded.set_result(None)
 

@@ -79,7 +79,7 @@ class WorkerTask(ABC):
             resources: the resources the process runs on.
             timeout_s: time limit for the process to become ready for the first time.
         """
-        raise NotImplementedError("a model process computes the models of this task")
+        raise NotImplementedError("models for this task run in a model process")
 
     def prepares_on_thread(self, entry: Model) -> bool:
         """Returns whether preparing an item takes milliseconds, which would block the event loop.

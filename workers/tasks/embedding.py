@@ -58,7 +58,8 @@ def check_window(entry: Model, max_length: int) -> None:
     declared = entry.text.max_input_tokens
     if declared is not None and max_length > declared:
         raise ConfigurationError(
-            f"must be at least {max_length} tokens, as many as the model reads, got {declared}",
+            f"must be at least {max_length} tokens, the maximum that the model reads, got "
+            f"{declared}",
             field="text.max_input_tokens",
         )
 

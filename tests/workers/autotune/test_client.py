@@ -243,7 +243,7 @@ async def test_an_artifact_outside_the_tolerance_is_refused(
 ) -> None:
     make_artifact(settings, folder)
     entry = ENTRY.model_copy(update={"dimensions": 3})
-    with pytest.raises(ConfigurationError, match="2 dimensions, expected 3"):
+    with pytest.raises(ConfigurationError, match="2 dimensions; expected 3"):
         await choose_backend(entry, folder, settings)
     assert kept(settings) == []
 

@@ -405,7 +405,8 @@ def test_nothing_within_the_tolerance_is_refused(spec: SearchSpec) -> None:
     entry = spec.entry.model_copy(update={"precision": "int8"})
     with pytest.raises(
         ConfigurationError,
-        match=r"no onnx backend in int8 .*coarse: minimum cosine found during optimization is 0\.9",
+        match=r"no onnx backend with precision int8 "
+        r".*coarse: minimum cosine found during optimization is 0\.9",
     ):
         choose(replace(spec, entry=entry))
 
@@ -495,4 +496,4 @@ def test_torch_as_it_is_where_nothing_can_be_measured(spec: SearchSpec) -> None:
     choice = choose(replace(spec, entry=wrong, processes=1, threads=1))
     assert choice.backend == Backend()
     assert choice.layout == Layout(1, 1)
-    assert f"vectors have {WIDTH} dimensions, expected {WIDTH + 1}" in choice.reason
+    assert f"vectors have {WIDTH} dimensions; expected {WIDTH + 1}" in choice.reason

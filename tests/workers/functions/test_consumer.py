@@ -141,5 +141,5 @@ def test_process_without_rabbitmq_says_why() -> None:
     )
     assert done.returncode == 1
     assert done.stderr == (
-        "penstock functions: functions receive messages from RabbitMQ only; Pub/Sub pushes them\n"
+        "penstock functions: functions only receive messages from RabbitMQ; Pub/Sub pushes them\n"
     )

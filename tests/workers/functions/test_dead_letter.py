@@ -37,7 +37,7 @@ async def test_job_that_pubsub_gave_up_is_answered(world: World) -> None:
     assert error is not None
     assert (error.code, error.message) == (
         "model_failed",
-        "no worker could finish it within 5 attempts",
+        "no worker was able to finish it in 5 attempts",
     )
     record = await world.record()
     assert (record.state, record.reply) == ("failed", reply.body)

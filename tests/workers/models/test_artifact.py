@@ -105,15 +105,15 @@ def test_other_source_files_have_no_artifact(artifacts_dir: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "reason"),
     [
-        (lambda folder: (folder / "fp32.onnx").unlink(), "must have 7 bytes"),
-        (lambda folder: (folder / "fp32.onnx").write_bytes(b"half"), "must have 7 bytes"),
+        (lambda folder: (folder / "fp32.onnx").unlink(), "must be 7 bytes"),
+        (lambda folder: (folder / "fp32.onnx").write_bytes(b"half"), "must be 7 bytes"),
         (lambda folder: (folder / MANIFEST).write_text("{"), MANIFEST),
         (lambda folder: (folder / MANIFEST).unlink(), MANIFEST),
         (lambda folder: write_manifest(folder, manifest_of(digest="d0")), "belongs to mini/d0"),
         (lambda folder: write_manifest(folder, manifest_with(format_version=0)), "format 0, not 3"),
         (
             lambda folder: write_manifest(folder, manifest_with(file="../out.onnx")),
-            "no file in the folder",
+            "the folder has no file",
         ),
     ],
     ids=[
@@ -161,7 +161,7 @@ def test_arrays_that_do_not_belong_together_are_told(artifacts_dir: Path) -> Non
     artifact = find_artifact(artifacts_dir, "mini", "d1")
     assert artifact is not None
     write_calibration(artifact.folder, Calibration([text_of(1)], np.eye(2, dtype=np.float32)))
-    with pytest.raises(ConfigurationError, match="belong together"):
+    with pytest.raises(ConfigurationError, match="inconsistent shapes"):
         read_calibration(artifact)
 
 

@@ -111,7 +111,7 @@ def test_preparer_fits_the_picture_to_the_image() -> None:
         (
             ControlInput("edges", "", Blob("image/png", b"x"), 1.0),
             "control_image",
-            "one of the formats",
+            "one of these formats",
         ),
         (ControlInput("edges", "", png(), 1.0, 0.5, 0.5), "control_guidance_start", "in order"),
     ],

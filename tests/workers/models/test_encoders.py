@@ -155,7 +155,7 @@ def test_an_id_beyond_the_vocabulary_fails_the_batch(tiny: Path) -> None:
 
 @pytest.mark.parametrize(
     ("precision", "reason"),
-    [("fp16", "fp16 requires a GPU"), ("int8", "does not compute embeddings in int8")],
+    [("fp16", "fp16 requires a GPU"), ("int8", "do not support int8")],
 )
 def test_torch_refuses_what_a_cpu_can_not(tiny: Path, precision: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
@@ -166,7 +166,7 @@ def test_onnx_refuses_what_it_can_not_load(tiny: Path, tmp_path: Path) -> None:
     (tmp_path / "noise.onnx").write_bytes(b"no graph")
     with pytest.raises(ConfigurationError, match=r"noise\.onnx"):
         OnnxEncoder(settings_of(tiny), tmp_path / "noise.onnx", device="cpu", threads=1).open()
-    with pytest.raises(ConfigurationError, match="does not have this provider"):
+    with pytest.raises(ConfigurationError, match="does not have the required provider"):
         OnnxEncoder(settings_of(tiny), tiny / "typed.onnx", device="tpu", threads=1).open()
 
 

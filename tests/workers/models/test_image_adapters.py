@@ -350,16 +350,16 @@ DEEP = "unet.mid_block.attentions.0.transformer_blocks.0.attn1.to_q"
 BROKEN: dict[str, tuple[Break, str]] = {
     "pickle": (pickled, "not safetensors"),
     "cut": (cut_short, "file not fully covered"),
-    "gone": (gone, "missing on this worker"),
+    "gone": (gone, "missing from this worker"),
     "rank": (lambda file: rewritten(file, max_rank=3), "rank 4, which exceeds max_rank (3)"),
     "digest": (lambda file: rewritten(file, digest=f"sha256:{'0' * 64}"), "the digest"),
     "dora": (with_tensor(f"{DEEP}.lora_magnitude_vector", 4), "DoRA"),
     "lokr": (with_tensor("lora_unet_mid_block.lokr_w1", 4), "LoKr"),
     "kohya": (with_tensor("lora_unet_what.lora_down.weight", 4, 4), "unknown layer names"),
-    "half": (with_tensor(f"{DEEP}.lora_A.weight", 4, 128), "does not have the two weights"),
+    "half": (with_tensor(f"{DEEP}.lora_A.weight", 4, 128), "must have both weights"),
     "elsewhere": (with_tensor("transformer.a.lora_A.weight", 4, 4), "this model does not have"),
     "no such layer": (with_tensor("unet.nowhere.lora_A.weight", 4, 4), "this model does not have"),
-    "bias": (with_tensor(f"{DEEP}.lora_B.bias", 4), "does not have the two weights"),
+    "bias": (with_tensor(f"{DEEP}.lora_B.bias", 4), "must have both weights"),
 }
 
 

@@ -223,20 +223,20 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
     "negative shape": (negative_shape, "not safetensors"),
     "large numbers": (shape_of_large_numbers, "not safetensors"),
     "dimensions": (many_dimensions, "has 100 dimensions, which exceeds the maximum of 8"),
-    "type": (unknown_type, "numbers of the type F6_E2M3; expected F64"),
+    "type": (unknown_type, "the unsupported data type F6_E2M3; use F64"),
     "beyond the end": (beyond_the_end, "not safetensors"),
     "deep settings": (deep_settings, "is not JSON"),
     "long settings": (
         long_settings,
         "has 2000000 characters, which exceeds the maximum of 1048576",
     ),
-    "alpha": (endless_alpha, "does not have a finite alpha"),
+    "alpha": (endless_alpha, "has no finite alpha"),
     "cut": (cut, "not safetensors"),
     "not a number": (not_a_number, "not finite"),
     "rank": (high_rank, "has rank 10000, which exceeds max_rank (8)"),
     "other base": (other_base, "but this model requires"),
     "settings": (wrong_settings, "alpha_pattern"),
-    "patterns": (many_patterns, "must be an object of at most 4096 patterns"),
+    "patterns": (many_patterns, "must be an object with at most 4096 patterns"),
     "blocks": (many_blocks, "it has 10000 tensors"),
 }
 

@@ -190,14 +190,14 @@ def test_only_pipelines_of_diffusers_are_loaded(
     index = json.loads((kontext / "model_index.json").read_text())
     (tmp_path / "model_index.json").write_text(json.dumps(index | {"_class_name": name}))
     entry = read_image_entry(kontext.parent / "models.yaml", "tiny").as_model()
-    with pytest.raises(ConfigurationError, match="is not a pipeline of diffusers"):
+    with pytest.raises(ConfigurationError, match="is not a diffusers pipeline"):
         loaded(entry, tmp_path)
 
 
 @pytest.mark.parametrize(
     ("part", "content", "reason"),
     [
-        ("tokenizer", None, "has the part tokenizer, which has no folder"),
+        ("tokenizer", None, "lists tokenizer, but there is no folder for it"),
         ("transformer/diffusion_pytorch_model.safetensors", None, "safetensors"),
         ("transformer/diffusion_pytorch_model.safetensors", b"x" * 100, "safetensors"),
         ("transformer/config.json", b"{", "config"),
@@ -235,7 +235,7 @@ def test_a_part_that_must_not_be_null_is_named(
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     change_json(folder / "model_index.json", **{part: [None, None] for part in parts})
     assert check_in(tmp_path, CATALOG.format(folder=folder)) == 1
-    reason = f"null for {' and '.join(parts)}, which StableDiffusionPipeline needs"
+    reason = f"null for {' and '.join(parts)}, but StableDiffusionPipeline requires a value"
     assert f"penstock: {folder}: model_index.json has {reason}\n" == capsys.readouterr().err
 
 

@@ -350,10 +350,10 @@ def wrong_file(name: str, tensors: dict[str, torch.Tensor]) -> dict[str, torch.T
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("FaceID", "FaceID is not supported, because it requires faces"),
+        ("FaceID", "FaceID is not supported because it requires detecting faces"),
         ("layers", "trained for a different model: 1.to_k_ip.weight"),
         ("encoder", "does not fit"),
-        ("projection", "must have image_proj"),
+        ("projection", "must have only image_proj"),
     ],
 )
 def test_files_that_do_not_fit_are_refused(
@@ -384,7 +384,7 @@ def test_other_models_digests_and_places_are_refused(
     digest = ip_adapter_files.digest_of(folder / WEIGHT_NAME)
     for given, reason in (
         (digest, ""),
-        ("sha256:" + "0" * 64, f"its digest is {digest}, expected"),
+        ("sha256:" + "0" * 64, f"its digest is {digest}; expected"),
     ):
         one = IpAdapter(source=f"local:{folder}", weight_name=WEIGHT_NAME, digest=given)
         image = usual.image.model_copy(update={"ip_adapters": {"style": one}})
@@ -397,7 +397,7 @@ def test_other_models_digests_and_places_are_refused(
     refuses(entry_with(usual, {"style": folder}), tiny_folder, "image_size must be from 1")
     (folder / WEIGHT_NAME).write_bytes(b"no tensors")
     ip_adapter_files.resized(folder, 32)
-    refuses(entry_with(usual, {"style": folder}), tiny_folder, "it is not safetensors")
+    refuses(entry_with(usual, {"style": folder}), tiny_folder, "it is not valid safetensors")
     (folder / "image_encoder" / "config.json").unlink()
     refuses(entry_with(usual, {"style": folder}), tiny_folder, "does not specify the image_size")
 

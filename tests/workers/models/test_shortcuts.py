@@ -176,7 +176,7 @@ def test_an_entry_that_the_unet_can_t_follow_is_refused(
     with pytest.raises(ConfigurationError, match="got 8") as caught:
         with_shortcuts(catalog, tiny_folder, deep_cache=DeepCacheSettings(cache_branch_id=8))
     assert caught.value.field == "image.deep_cache.cache_branch_id"
-    with pytest.raises(ConfigurationError, match="requires a UNet") as caught:
+    with pytest.raises(ConfigurationError, match="requires a Stable Diffusion") as caught:
         DeepCache(DeepCacheSettings(), diffusers.FluxPipeline)
     assert caught.value.field == "image.deep_cache"
 

@@ -118,8 +118,8 @@ def test_ids_that_the_tokenizer_lacks_are_refused(
     (refused,) = minilm_preparer.prepare([TokensInput(tokens)])
     assert isinstance(refused, BadInput)
     assert (
-        f"token ID {tokens[position]}, at position {position}, is not in the vocabulary,"
-        " which ends at 30521" in refused.message
+        f"token ID {tokens[position]} at position {position} is not in the vocabulary; "
+        "the highest token ID is 30521" in refused.message
     )
 
 
@@ -131,7 +131,7 @@ def test_nothing_to_prepare(minilm_preparer: Preparer) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "reason"),
     [
-        ("tokenizer.json", None, "no tokenizer.json"),
+        ("tokenizer.json", None, "tokenizer.json is missing"),
         ("tokenizer.json", "{", "tokenizer.json"),
         ("modules.json", "[", "modules.json"),
         (

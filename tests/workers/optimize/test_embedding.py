@@ -175,7 +175,7 @@ def weights(graph: Path) -> int:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (("--variants", "fp8"), "embedding models do not have variant fp8; use fp32, int8"),
+        (("--variants", "fp8"), "embedding models have no variant fp8; use fp32, int8"),
         (("--variants", "pruned"), "variant pruned requires --prune or --prune-heads"),
     ],
     ids=str,

@@ -59,7 +59,7 @@ class AsideClass:
         """
         work = int(self._ask("work", *message_of(0, item)))
         if work < 1:
-            raise ModelFailed(f"work: returned {work}; must return a whole number of at least 1")
+            raise ModelFailed(f"work: must return a whole number of at least 1, got {work}")
         if work > self._max_work:
             raise InputTooLarge(
                 f"the work of this input is {work}, which exceeds the maximum of {self._max_work}",
@@ -146,8 +146,8 @@ class AsideClass:
             runner.close()
             return f"no response within {limit_s:g} s"
         status = runner.close()
-        reason = f"was ended: {runner.killed_for}" if runner.killed_for else end_of(status)
-        return f"the process of the class {reason}"
+        reason = f"was killed: {runner.killed_for}" if runner.killed_for else end_of(status)
+        return f"the class's process {reason}"
 
     def close(self) -> None:
         with self._turn:

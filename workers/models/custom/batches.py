@@ -105,7 +105,7 @@ class ClassBatch:
             if number not in self._numbers or number in self._answers:
                 # Ensures that anything it sends later is never mistaken for another batch's
                 # response.
-                raise WrongAnswer("it sent an answer to another request")
+                raise WrongAnswer("it sent a response to a different request")
             self._answers[number] = frame
         self._changed.set()
 
@@ -175,7 +175,7 @@ class ClassBatch:
         process = self._process
         items = [self._items[slot] for slot in slots]
         if not all(isinstance(item, PreparedCustom) for item in items):
-            raise ModelFailed("a custom class can't compute these items")
+            raise ModelFailed("a custom class can't process these items")
         inputs = [item for item in items if isinstance(item, PreparedCustom)]
         pass_on(process.runner.printed.take())  # printed between two batches
         numbers = [process.next_number() for _ in inputs]
@@ -200,7 +200,7 @@ class ClassBatch:
             return self._outcomes(slots, inputs)
         except MALFORMED as error:
             await process.end(NO_ANSWER)
-            raise ModelFailed(f"the process of the model was killed: {NO_ANSWER}") from error
+            raise ModelFailed(f"the model process was killed: {NO_ANSWER}") from error
 
     def _outcomes(
         self, slots: Sequence[int], inputs: Sequence[PreparedCustom]
@@ -251,15 +251,15 @@ class ClassBatch:
         else:
             pass_on(PrintedLogs(str(frame.message.get("log", ""))))
         if frame.message["kind"] == "canceled":
-            return ModelFailed("the model canceled the batch by itself")
+            return ModelFailed("the model canceled the batch on its own")
         return ModelFailed(self._process.paths.remove(str(frame.message["batch_error"])))
 
     def _explain(self, slots: Sequence[int], ended: Ended) -> ModelFailed:
         """Returns the error for a process that exited in the middle of a call."""
         self._note_logs(slots, ended.printed.take())
         if ended.killed_for:
-            return ModelFailed(f"the process of the model was killed: {ended.killed_for}")
+            return ModelFailed(f"the model process was killed: {ended.killed_for}")
         how = end_of(ended.status)
         if ended.status < 0:
-            return ModelProcessDied(f"the process of the class {how}")
-        return ModelFailed(f"the process of the model {how} while it computed this")
+            return ModelProcessDied(f"the class's process {how}")
+        return ModelFailed(f"the model process {how} while processing this item")

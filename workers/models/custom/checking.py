@@ -97,9 +97,9 @@ def _read_inspection(
     message: dict[str, Any] = frames[0].message if frames else {}
     if "ready" in message:
         return message
-    reason = f"its module was not imported within {INSPECTION_LIMIT_S:g} s"
+    reason = f"importing its module took longer than {INSPECTION_LIMIT_S:g} s"
     if frames is None:
-        reason = f"its process {end_of(status)} before it was inspected"
+        reason = f"its process {end_of(status)} before it could be inspected"
     elif frames:
         reason = message.get("failed", "it did not start")
     output = f"\n{printed}" if printed else ""
@@ -112,13 +112,13 @@ def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
     if linked := runner.read_only_files():
         more = f" (and {len(linked) - 1} more)" if len(linked) > 1 else ""
         notes.append(
-            f"{linked[0]}{more}: the class can read it but can't write it on this system, which "
-            "copies only files of up to 8 MiB"
+            f"{linked[0]}{more}: the class can read it but can't write to it on this system, "
+            "which only copies files of up to 8 MiB"
         )
     if runner.view != SRC and (place := place_of(folder, f"{SRC}/")):
         notes.append(
-            f"{place}: {SRC} does not exist here, because this system does not support a mount "
-            "namespace for the class; use the folder of __file__, or relative paths"
+            f"{place}: {SRC} does not exist here because this system does not support a "
+            "mount namespace for the class; use the folder of __file__ or relative paths"
         )
     return notes
 
@@ -163,8 +163,8 @@ def _check_size(folder: Path, interface: ModelInterface) -> None:
         )
     if (size := len(interface.as_json.encode())) > MAX_BYTES:
         raise ConfigurationError(
-            f"{folder}: {INTERFACE_FILE.name} would have {size} bytes, which exceeds the maximum "
-            f"of {MAX_BYTES}",
+            f"{folder}: {INTERFACE_FILE.name} would be {size} bytes, which exceeds the "
+            f"maximum of {MAX_BYTES}",
             field="source",
         )
 

@@ -47,7 +47,7 @@ MAX_LAST_READS = 8
 
 Its own data fits in the socket buffer, but a surviving child may send data forever.
 """
-USED_UP = "memory or disk space left over from earlier predictions must not fail this one"
+USED_UP = "leftover memory or disk usage from earlier predictions must not make this one fail"
 
 log = logging.getLogger(__name__)
 
@@ -175,8 +175,8 @@ class ClassProcess:
         if difference := self._interface.difference(loaded):
             await self.end("its class has changed")
             raise ConfigurationError(
-                f"{self._folder}: {difference}; if the code is right: "
-                f"penstock models check {self._folder}",
+                f"{self._folder}: {difference}; if the code is right, run: penstock models check "
+                f"{self._folder}",
                 field="source",
             )
 
@@ -301,8 +301,8 @@ class ClassProcess:
         if not reason:
             how = end_of(status)
             if runner.killed_for:
-                how = f"was ended: {runner.killed_for};"
-            reason = f"its process {how} before it was set up"
+                how = f"was killed: {runner.killed_for};"
+            reason = f"its process {how} before setup finished"
         self._reason = reason
         whole = f"{self._folder}: {reason}" + (f"\n{printed}" if printed else "")
         return ConfigurationError(whole, field="source") if is_final else ModelFailed(whole)
@@ -431,7 +431,7 @@ class ClassProcess:
         """
         runner = self.runner
         limit_s = max(KILL_AFTER_S, self.setup_s)
-        reason = "it did not stop after it was canceled"
+        reason = "it did not stop after being canceled"
         loop = asyncio.get_running_loop()
         self._kills[number] = loop.call_later(limit_s, self._kill, runner, reason)
         runner.cancel(number)
@@ -473,7 +473,7 @@ class ClassProcess:
 
     async def give_up(self) -> ModelProcessDied:
         """Stops a process that has lost its GPU. Returns the error for its current predictions."""
-        reason = f"the process of the class lost its GPU (status {GPU_LOST_STATUS})"
+        reason = f"the class's process lost its GPU (status {GPU_LOST_STATUS})"
         await self.end(reason)
         return ModelProcessDied(reason)
 

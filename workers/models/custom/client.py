@@ -152,8 +152,8 @@ class ClassClient:
         crash the worker here.
         """
         log.error("a class could not be operated", exc_info=error)
-        await self._process.end("the worker failed to process its answers")
-        return ModelProcessDied(f"the class could not be operated: {type(error).__name__}")
+        await self._process.end("the worker failed to process its responses")
+        return ModelProcessDied(f"communication with the class failed: {type(error).__name__}")
 
     def admit(self, items: Sequence[Prepared]) -> int | None:
         return self._run.admit(items) if isinstance(self._run, ClassSteps) else None
@@ -171,7 +171,7 @@ class ClassClient:
     async def evict(self, models: Sequence[int]) -> None:
         """Stops the process between two batches. It is restarted on the next use."""
         async with self._turn:
-            await self._process.end("its memory is needed by another model")
+            await self._process.end("another model needs its memory")
             self._process.take_end()
             known = self.residency
             self.residency = ResidencyReport([], known.load_s, known.size_bytes, evictions=1)

@@ -116,7 +116,7 @@ def _find_other_python(asked: AskedPackages) -> list[str]:
     if not asked.python_version or _has_version(ours, asked.python_version):
         return []
     if not asked:
-        reason = f"a class without custom packages runs with the worker's {ours.version}"
+        reason = f"a class without custom packages runs with the worker's Python, {ours.version}"
     elif _has_version(_interpreter(asked.python_version), asked.python_version):
         return []
     else:
@@ -182,8 +182,8 @@ def _read_included(folder: Path, first: Path) -> dict[str, bytes]:
         for line in data.decode(errors="replace").splitlines():
             if _LOCAL.match(line):
                 raise ConfigurationError(
-                    f"{path}: {line.strip()[:200]}: paths can't be installed; import it from the "
-                    "folder of the class, or specify a version and an index (--find-links)",
+                    f"{path}: {line.strip()[:200]}: paths can't be installed; import the package "
+                    "from the class's folder, or specify a version and an index (--find-links)",
                     field="source",
                 )
             included = _INCLUDED.fullmatch(line.split(" #")[0].rstrip())
@@ -221,9 +221,9 @@ def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -
                 partial.rename(target)
     except OSError as error:
         raise ConfigurationError(
-            f"{folder}: its packages are not in {target.parent}, and can't be installed there: "
-            f"{error.strerror or error} (PENSTOCK_ENVIRONMENTS_DIR; the image of a worker gets "
-            "them during its build, with --build-context classes=DIR)",
+            f"{folder}: its packages are not in {target.parent} and can't be installed "
+            f"there: {error.strerror or error} (PENSTOCK_ENVIRONMENTS_DIR; for worker "
+            "images, install them during the build with --build-context classes=DIR)",
             field="source",
         ) from error
 
@@ -242,7 +242,7 @@ def _lock_environment(path: Path, until_s: float, folder: Path) -> Iterator[None
             except BlockingIOError:
                 if time.monotonic() > until_s:
                     raise ConfigurationError(
-                        f"{folder}: another process has been installing its packages for "
+                        f"{folder}: another process has been installing its packages for more than "
                         f"{INSTALL_LIMIT_S:g} s",
                         field="source",
                     ) from None
@@ -310,9 +310,9 @@ def _run(folder: Path, words: Sequence[str], variables: Mapping[str, str], until
             return
         output.seek(0)
         lines = output.read().decode(errors="replace").strip().splitlines()[-LAST_LINES:]
-    ended = f"took longer than {INSTALL_LIMIT_S:g} s" if status is None else "failed"
+    ended = f"timed out after {INSTALL_LIMIT_S:g} s" if status is None else "failed"
     raise ConfigurationError(
-        "\n  ".join([f"{folder}: the installation of its packages {ended}; output of uv:", *lines]),
+        "\n  ".join([f"{folder}: installing its packages {ended}; uv's output:", *lines]),
         field="source",
     )
 

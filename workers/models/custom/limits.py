@@ -272,7 +272,7 @@ class DiskUse:
             except (FileNotFoundError, NotADirectoryError):
                 continue  # it has been removed since
             except OSError as error:
-                return size_bytes, f"it has a folder that can't be read: {error.strerror}"
+                return size_bytes, f"it has an unreadable folder: {error.strerror}"
         return size_bytes, ""
 
     def _open_bytes(self, pid: int, counted: set[tuple[int, int]]) -> int:
@@ -388,7 +388,7 @@ class LimitWatch:
             used_bytes = sum(map(proportional_memory_of, family))
             if used_bytes > self._memory_bytes:
                 return (
-                    f"it takes {used_bytes >> 20} MiB of memory, which exceeds the maximum of "
+                    f"it uses {used_bytes >> 20} MiB of memory, which exceeds the maximum of "
                     f"{self._memory_bytes >> 20} MiB (resources.memory_bytes)"
                 )
         return self.disk.count(family) if self.disk.is_due() else ""

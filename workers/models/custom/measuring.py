@@ -229,7 +229,7 @@ def _check_outcome(
         printed = logs.after(0).strip() if logs is not None else ""
         raise type(outcome)(f"{reason}\n{printed}" if printed else reason)
     assert isinstance(outcome, CustomResult), (
-        "the class returned another type of result; this is a bug"
+        "the class returned a different type of result; this is a bug"
     )
     return outcome
 
@@ -280,7 +280,7 @@ def _lines(interface: ModelInterface, path: Path) -> Iterator[PreparedCustom]:
     except (OSError, ValueError) as error:
         raise BadInput(f"--inputs {path}: {error}") from error
     if not objects or not all(isinstance(values, dict) for values in objects):
-        raise BadInput(f"--inputs {path}: each line must be an object of inputs")
+        raise BadInput(f"--inputs {path}: each line must be a JSON object of inputs")
     for values in objects:
         files: list[PreparedFile] = []
         for name, value in values.items():

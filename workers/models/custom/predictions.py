@@ -37,7 +37,7 @@ MALFORMED = (
     msgspec.MsgspecError,
 )
 """Errors from reading an invalid response. A class may write to its own socket."""
-NO_ANSWER = "it sent an invalid answer"
+NO_ANSWER = "it sent an invalid response"
 MAX_PIECES = 1_000_000
 """Maximum number of pieces in one prediction.
 
@@ -198,7 +198,7 @@ def _pack_result(frame: Frame, work: int) -> CustomResult:
     """
     written, *blobs = frame.blobs
     if len(written) > MAX_OUTPUT_BYTES:
-        raise ValueError(f"an output of {len(written)} bytes")
+        raise ValueError(f"invalid output length: {len(written)} bytes")
     msgspec.json.decode(written, type=msgspec.Raw)
     packed_files, packed_places = [], []
     for where, data in zip(frame.message["files"], blobs, strict=True):
@@ -231,7 +231,7 @@ def _check_place(output: Any, where: dict[str, Any]) -> None:
     for part in where["at"]:
         place = place[part]
     if place is not None:
-        raise ValueError("a file in place of another value")
+        raise ValueError("a file where another value was expected")
 
 
 def _check_file(where: dict[str, Any]) -> None:
@@ -240,4 +240,4 @@ def _check_file(where: dict[str, Any]) -> None:
     )
     is_named = isinstance(where["name"], str) and _MEDIA_TYPE.fullmatch(where["media_type"])
     if not (is_place and is_named):
-        raise ValueError("a file without a place, a media type or a name")
+        raise ValueError("a file without a place, media type or name")

@@ -39,7 +39,7 @@ class CustomPreparer:
 
     def _prepare_input(self, value: Input) -> PreparedCustom | BadInput | ModelFailed:
         if not isinstance(value, CustomInput):
-            return BadInput("inputs must match the schema of this model", field="input")
+            return BadInput("inputs must match the model's schema", field="input")
         values, files = dict(value.values), []
         for place, file in zip(value.places, value.files, strict=True):
             # Large JSON is parsed by the class's process, because parsing it is slow.

@@ -303,7 +303,7 @@ class RunnerProcess:
             self._outgoing += encode_frame(message, blobs)
         self.flush()
         if len(self._outgoing) > MAX_WAITING_BYTES and not self.killed_for:
-            self.killed_for, self.is_at_fault = "it does not read its input", True
+            self.killed_for, self.is_at_fault = "it is not reading its input", True
             with contextlib.suppress(ProcessLookupError):
                 os.kill(
                     self._process.pid, signal.SIGKILL
@@ -411,4 +411,4 @@ def end_of(status: int) -> str:
         with contextlib.suppress(ValueError):  # most real-time signals do not have a name
             name = f" ({signal.Signals(-status).name})"
         return f"was killed by signal {-status}{name}"
-    return f"ended with exit status {status}"
+    return f"exited with status {status}"

@@ -105,8 +105,9 @@ def find_fixed_ports(folder: Path) -> list[str]:
         for match in _PORT.finditer(line):
             places.setdefault(int(match[match.lastgroup or 0]), place)
     return [
-        f"{place}: port {port}: a worker has several processes of the class, but only one of them "
-        "can listen there; if the class does, set `processes: 1` in its catalog entry"
+        f"{place}: port {port}: a worker runs several processes of the class, but only "
+        "one of them can listen on it; if the class does, set `processes: 1` in its "
+        "catalog entry"
         for port, place in list(places.items())[:MAX_PORT_NOTES]
     ]
 

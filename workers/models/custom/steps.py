@@ -94,7 +94,7 @@ class ClassSteps:
         self._charge()
         for slot, item in enumerate(items, first):
             if not isinstance(item, PreparedCustom):
-                error = ModelFailed(f"a custom class can't compute {type(item).__name__}")
+                error = ModelFailed(f"a custom class can't process {type(item).__name__}")
                 self._report_end(slot, error)
                 continue
             number, is_text = self._process.next_number(), self._interface.streams == "text"
@@ -215,16 +215,16 @@ class ClassSteps:
         if ended.killed_for and not ended.is_at_fault:  # because of a dropped prediction
             return
         if ended.status == -signal.SIGKILL and inside and not ended.killed_for:
-            raise ModelProcessDied(f"the process of the class {end_of(ended.status)}")
+            raise ModelProcessDied(f"the class's process {end_of(ended.status)}")
         if ended.computing > 1:  # one of them, or a dropped one, is the cause; the others continue
             for prediction in inside:
                 prediction.is_suspect = True
             return
-        how = f"{end_of(ended.status)} while it computed this"
+        how = f"{end_of(ended.status)} while processing this item"
         if ended.killed_for:
-            how = f"was ended while it computed this: {ended.killed_for}"
+            how = f"was killed while processing this item: {ended.killed_for}"
         for prediction in inside:
-            error = ModelFailed(f"the process of the model {how}")
+            error = ModelFailed(f"the model process {how}")
             self._end(prediction.slot, error, prediction.logs.printed)
 
     def _charge(self) -> None:

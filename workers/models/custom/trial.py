@@ -88,7 +88,7 @@ def _run(
         runner.kill("it is no longer needed")
         status = runner.close()
     if frame is None:
-        raise ModelFailed(f"the process of the model {end_of(status)}")
+        raise ModelFailed(f"the model process {end_of(status)}")
     if frame.message.get("is_packed"):
         written, *blobs = frame.blobs
         frame = Frame(frame.message | {"output": json.loads(written)}, blobs)
@@ -166,7 +166,9 @@ def read_assignments(
         shape = interface.properties.get(name)
         if not equals or shape is None:
             known = ", ".join(interface.properties) or "none"
-            raise BadInput(f"-i {assignment}: must be NAME=VALUE with one of the inputs: {known}")
+            raise BadInput(
+                f"-i {assignment}: must be NAME=VALUE, where NAME is one of the inputs: {known}"
+            )
         is_list = shape.get("type") == "array"
         element = shape.get("items", {}) if is_list else shape
         if element.get("format") == FILE_FORMAT:

@@ -69,7 +69,7 @@ def variables_of(
         except PenstockError as error:
             if left_out is None:
                 raise
-            left_out.append(f"{error.message}; the class ran without it")
+            left_out.append(f"{error.message}; the class ran without this variable")
     environment = {
         **passed_on,
         **read_sources(folder).environment,
@@ -135,7 +135,7 @@ def _read(name: str, text: str) -> str:
         value = os.environ.get(reference.variable)
         if value is None:
             raise ConfigurationError(
-                f"{where}: this worker does not have it; render its manifests again",
+                f"{where}: not available on this worker; render its manifests again",
                 field="secrets",
             )
         data = value.encode(errors="surrogateescape")
@@ -152,11 +152,11 @@ def _read(name: str, text: str) -> str:
 
 def _text(where: str, data: bytes) -> str:
     if len(data) > MAX_SECRET_BYTES:
-        raise ConfigurationError(f"{where}: above {MAX_SECRET_BYTES} bytes", field="secrets")
+        raise ConfigurationError(f"{where}: exceeds {MAX_SECRET_BYTES} bytes", field="secrets")
     try:
         text = data.decode()
     except UnicodeDecodeError:
-        raise ConfigurationError(f"{where}: not UTF-8", field="secrets") from None
+        raise ConfigurationError(f"{where}: not valid UTF-8", field="secrets") from None
     text = text.removesuffix("\n").removesuffix("\r")
     if not text or "\0" in text:
         reason = "must not contain a null character" if text else "is empty"
@@ -196,13 +196,13 @@ def read_google_secret(
                 return base64.b64decode(answer.json()["payload"]["data"])
     except google.auth.exceptions.DefaultCredentialsError as error:
         raise ConfigurationError(
-            f"{where}: this worker does not have Google credentials", field="secrets"
+            f"{where}: no Google credentials found on this worker", field="secrets"
         ) from error
     except (google.auth.exceptions.GoogleAuthError, requests.RequestException) as error:
         reason = type(error).__name__
         raise ModelFailed(f"{where}: Secret Manager is unreachable: {reason}") from error
     except (ValueError, LookupError, TypeError):
-        raise ModelFailed(f"{where}: Secret Manager returned an invalid answer") from None
+        raise ModelFailed(f"{where}: Secret Manager returned an invalid response") from None
     if status in (requests.codes.forbidden, requests.codes.not_found, requests.codes.bad_request):
         raise ConfigurationError(
             f"{where}: Secret Manager returned {status}: the version does not exist, or the "

@@ -90,7 +90,8 @@ class OnnxEncoder:
             return ("CPUExecutionProvider", {}), "cpu"
         if kind != "cuda" or not has_cuda:
             raise ConfigurationError(
-                f"device {wanted!r}: this ONNX Runtime does not have this provider", field="device"
+                f"device {wanted!r}: this ONNX Runtime does not have the required provider",
+                field="device",
             )
         name, memory_bytes = _ask_gpu(number or "0")
         limit = str(int(memory_bytes * self._memory_fraction))
@@ -182,7 +183,7 @@ def _ask_gpu(number: str) -> tuple[str, int]:
         ).stdout
     except (OSError, subprocess.SubprocessError) as error:
         raise ConfigurationError(
-            f"device cuda:{number}: unknown to nvidia-smi ({error})", field="device"
+            f"device cuda:{number}: not found by nvidia-smi ({error})", field="device"
         ) from error
     name, _, memory_mib = output.strip().rpartition(",")
     return name.strip(), int(memory_mib) * 1024 * 1024

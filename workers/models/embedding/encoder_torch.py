@@ -193,7 +193,8 @@ def _attend(
         or any(option is not None for option in narrowing)
     ):
         raise ValueError(
-            "only plain attention to all tokens of a text can be computed text by text"
+            "only models in which every token attends to the whole text can be run one text "
+            "at a time"
         )
     return attend_text_by_text(query, key, value, lengths, scaling).transpose(1, 2), None
 
@@ -443,7 +444,7 @@ class TorchEncoder:
     def _check_precision(self) -> None:
         if self._precision not in DTYPES:
             raise ConfigurationError(
-                f"torch does not compute embeddings in {self._precision}", field="precision"
+                f"torch embedding models do not support {self._precision}", field="precision"
             )
         if self._precision == "fp16" and self._device.type == "cpu":
             raise ConfigurationError(

@@ -122,7 +122,7 @@ class EmbeddingModel:
         self.overlaps = self._encoder.overlaps
         if dimensions != self._entry.dimensions:
             raise ConfigurationError(
-                f"{self._entry.name}: vectors have {dimensions} dimensions, expected "
+                f"{self._entry.name}: vectors have {dimensions} dimensions; expected "
                 f"{self._entry.dimensions}",
                 field="dimensions",
             )

@@ -60,11 +60,11 @@ def read_sentence_folder(folder: Path) -> SentenceFolder:
         ["Transformer", "Pooling", "Normalize"],
     ):
         raise ConfigurationError(
-            f"{folder}: can't run the modules {', '.join(kinds)}", field="source"
+            f"{folder}: unsupported modules {', '.join(kinds)}", field="source"
         )
     transformer = paths["Transformer"]
     if not (transformer / "tokenizer.json").is_file():
-        raise ConfigurationError(f"{transformer}: has no tokenizer.json", field="source")
+        raise ConfigurationError(f"{transformer}: tokenizer.json is missing", field="source")
     limits: dict[str, Any] = {}
     for family in _FAMILIES:
         limits = limits or _read_json(transformer / f"sentence_{family}_config.json", {})
@@ -106,7 +106,7 @@ def _pooling(folder: Path, config: dict[str, Any]) -> tuple[str, ...]:
     unknown = [mode for mode in modes if mode not in POOLING_MODES]
     if unknown or not config.get("include_prompt", True):
         wrong = f"pooling {', '.join(unknown)}" if unknown else "pooling without the prompt"
-        raise ConfigurationError(f"{folder}: can't run {wrong}", field="source")
+        raise ConfigurationError(f"{folder}: unsupported: {wrong}", field="source")
     return modes
 
 

@@ -50,7 +50,7 @@ class PairPreparer:
         self, value: Input, prepared: dict[_CutText, PreparedOutcome]
     ) -> PreparedPair | BadInput:
         if not isinstance(value, SimilarityInput):
-            return BadInput("the input of a similarity model must be pairs of texts", field="input")
+            return BadInput("the input to a similarity model must be pairs of texts", field="input")
         text, query = (prepared[cut_text] for cut_text in _texts_of(value))
         for part in (text, query):
             if isinstance(part, BadInput):
@@ -83,7 +83,7 @@ class CrossPreparer:
         return [
             self._join_pair(value)
             if isinstance(value, SimilarityInput)
-            else BadInput("the input of a similarity model must be pairs of texts", field="input")
+            else BadInput("the input to a similarity model must be pairs of texts", field="input")
             for value in inputs
         ]
 

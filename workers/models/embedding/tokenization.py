@@ -70,7 +70,7 @@ class TextPreparer:
                 outcomes[index] = self._locate(value.text)
             elif index not in outcomes:
                 outcomes[index] = BadInput(
-                    "the input of an embedding model must be texts or token IDs", field="input"
+                    "the input to an embedding model must be texts or token IDs", field="input"
                 )
         return [outcomes[index] for index in range(len(inputs))]
 
@@ -112,9 +112,9 @@ class TextPreparer:
     def _frame(self, value: TokensInput) -> PreparedText | BadInput:
         for position, token in enumerate(value.tokens):
             if not 0 <= token < self._vocabulary:
-                reason = f"token ID {token}, at position {position}, is not in the vocabulary"
+                reason = f"token ID {token} at position {position} is not in the vocabulary"
                 last = self._vocabulary - 1
-                return BadInput(f"{reason}, which ends at {last}", field="input")
+                return BadInput(f"{reason}; the highest token ID is {last}", field="input")
         ids = [*self._prefix, *self._prompt_ids, *value.tokens, *self._suffix]
         return self._prepare_ids(ids, (), value.truncate)
 

@@ -107,7 +107,7 @@ class EngineClient:
         most, wanted = await process.context_tokens(), self._entry.generation.context_tokens
         if most < wanted:
             raise ConfigurationError(
-                f"generation.context_tokens: {wanted}, but the model reads at most {most} tokens",
+                f"generation.context_tokens: {wanted} exceeds the model's maximum of {most} tokens",
                 field="generation.context_tokens",
             )
         await self._warm_up(self._engine)
@@ -152,7 +152,7 @@ class EngineClient:
         on_previews: OnPreviews | None = None,
     ) -> RunningBatch:
         """Raises an error, because texts are generated step by step."""
-        raise ModelFailed("a text model computes in steps; this is a bug")
+        raise ModelFailed("a text model runs in steps; this is a bug")
 
     async def run_steps(
         self,
@@ -222,9 +222,9 @@ class EngineClient:
             on_end()
             self._ended.set()
             if self._run is not None:
-                self._run.fail(f"the engine ended (status {status})")
+                self._run.fail(f"the engine exited (status {status})")
             await self.close()
-        return f"the engine ended (status {status}){lines}"
+        return f"the engine exited (status {status}){lines}"
 
     async def close(self) -> None:
         engine, self._engine = self._engine, None

@@ -18,7 +18,7 @@ from workers.models.base import PreparedPrompt
 from workers.models.engines.engine_http import EngineResponse
 from workers.models.generation.vocabulary import Vocabulary
 
-CUT = "the stream ended before the text"
+CUT = "the stream ended before the text was complete"
 Post = Callable[[str, Mapping[str, Any]], AbstractAsyncContextManager[EngineResponse]]
 """Called as post(path, body). Leaving the context stops the computation."""
 Chances = Mapping[int, float]

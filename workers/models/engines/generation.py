@@ -158,7 +158,7 @@ class EngineGeneration:
                         break
             has_progressed = self._has_lost or len(self.writing.ids) > known
             if self.writing.finish is None and not has_progressed:
-                raise ModelFailed("the engine returned an answer without tokens")
+                raise ModelFailed("the engine returned a response without tokens")
             asked = replace(asked, keeps=True)
 
     def _must_go_in_pieces(self) -> bool:
@@ -217,7 +217,7 @@ class EngineGeneration:
                 return
             if not self.writing.allows(token):
                 if self._has_lost:
-                    raise ModelFailed("the engine chose a token that was not allowed")
+                    raise ModelFailed("the engine chose a token that is not allowed")
                 # Its grammar supports fewer schemas than ours. The rest is written in pieces.
                 self._has_lost = True
                 return

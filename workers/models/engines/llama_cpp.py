@@ -216,12 +216,12 @@ def weights_in(folder: Path) -> Path:
     if firsts:
         names = ", ".join(file.name for file in firsts)
         raise ConfigurationError(
-            f"{folder}: has {len(firsts)} GGUF files ({names}); set one of them as the source",
+            f"{folder}: contains {len(firsts)} GGUF files ({names}); set one of them as the source",
             field="source",
         )
     raise ConfigurationError(
-        f"{folder}: engine llama.cpp requires a GGUF file, but the folder has none; set a GGUF "
-        "file of this model as the source, or leave out engine",
+        f"{folder}: engine llama.cpp requires a GGUF file, but the folder has none; set "
+        "one of this model's GGUF files as the source, or omit engine",
         field="source",
     )
 
@@ -354,7 +354,7 @@ def decode_answer(body: bytes | bytearray) -> Answer:
     except msgspec.ValidationError as error:  # its JSON uses null for NaN
         raise ModelFailed(NO_NUMBERS) from error
     except msgspec.MsgspecError as error:
-        raise ModelFailed("the engine returned an answer that is not JSON") from error
+        raise ModelFailed("the engine returned a response that is not valid JSON") from error
     if answer.error is not None:
         raise _error_of(answer.error.message)
     return answer
@@ -364,4 +364,4 @@ def _error_of(message: str) -> PenstockError:
     if _FULL in message:
         return OutOfMemory("the engine does not have enough memory for all texts")
     # Its message may contain words from the request.
-    return ModelFailed("the engine rejected the text, or failed on it")
+    return ModelFailed("the engine rejected the text or failed to process it")

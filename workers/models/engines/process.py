@@ -129,7 +129,7 @@ class EngineProcess:
             raise ModelFailed(reason) from error
         if not is_ready:
             raise ConfigurationError(
-                f"the engine can't compute this model{self.last_lines()}", field="source"
+                f"the engine can't run this model{self.last_lines()}", field="source"
             )
         self._lines.clear()
         self._reading = asyncio.create_task(self._read_lines())
@@ -173,7 +173,7 @@ class EngineProcess:
                 part = part[key]
             return int(part)
         except (OSError, msgspec.DecodeError, ValueError, LookupError, TypeError) as error:
-            raise ModelFailed(f"the engine does not report its context size: {error!r}") from error
+            raise ModelFailed(f"the engine did not report its context size: {error!r}") from error
 
     async def wait(self) -> int:
         """Waits for the process to exit. Returns its exit status."""

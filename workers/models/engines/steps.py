@@ -155,7 +155,7 @@ class EngineSteps:
 
     def _open(self, slot: int, item: Prepared) -> EngineGeneration:
         if not isinstance(item, PreparedPrompt):
-            raise ModelFailed(f"a text model can't compute {type(item).__name__}")
+            raise ModelFailed(f"a text model can't process {type(item).__name__}")
         if self._engine.shares_with_all:
             item.owner = "*"
         # A request's other choices cost what they would if they shared the prompt's slot.

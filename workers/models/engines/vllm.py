@@ -83,8 +83,8 @@ class Vllm(EngineDialect):
         command = shutil.which(COMMAND)
         if command is None:
             raise ConfigurationError(
-                f"engine vllm requires the command `{COMMAND}` on the PATH of the worker; install "
-                "vLLM in a separate environment, and link its command into a folder on the PATH",
+                f"engine vllm requires the command `{COMMAND}` on the worker's PATH; install "
+                "vLLM in a separate environment and link its command into a folder on the PATH",
                 field="engine",
             )
         is_cpu = hardware.device == "cpu"
@@ -289,7 +289,7 @@ async def _answer_of(response: EngineResponse, schema_field: str = "") -> _Answe
     """Reads and decodes a whole response, like `_decode`."""
     answer = _decode(await response.read(), schema_field)
     if response.status != 200:  # an error in an unknown format
-        raise ModelFailed(f"the engine answered with status {response.status}")
+        raise ModelFailed(f"the engine returned status {response.status}")
     return answer
 
 
@@ -306,10 +306,10 @@ def _decode(body: bytes | bytearray, schema_field: str = "") -> _Answer:
     try:
         answer = _decoder.decode(body)
     except msgspec.MsgspecError as error:
-        raise ModelFailed("the engine returned an answer that is not JSON") from error
+        raise ModelFailed("the engine returned a response that is not valid JSON") from error
     if answer.error is not None:
         if answer.error.message.startswith(_DEAD):
-            raise ConnectionError("the core of the engine has ended")
+            raise ConnectionError("the engine's core has exited")
         raise _error_of(answer.error, schema_field)
     return answer
 
@@ -317,11 +317,11 @@ def _decode(body: bytes | bytearray, schema_field: str = "") -> _Answer:
 def _error_of(fault: _Fault, schema_field: str) -> PenstockError:
     if schema_field and fault.code == 400:
         return BadInput(
-            "the JSON schema can't be used: it is too complex for the engine of this model",
+            "the JSON schema can't be used: it is too complex for this model's engine",
             field=schema_field,
         )
     # Its message may contain words from the request.
-    return ModelFailed("the engine rejected the text, or failed on it")
+    return ModelFailed("the engine rejected the text or failed to process it")
 
 
 def _reply_of(answer: _Answer, item: PreparedPrompt) -> Reply:
@@ -331,7 +331,7 @@ def _reply_of(answer: _Answer, item: PreparedPrompt) -> Reply:
         if choice.finish_reason == _ENDING:
             raise ConnectionError("the engine is shutting down")
         if choice.finish_reason not in (None, "stop", "length"):
-            raise ModelFailed(f"the engine ended the text: {choice.finish_reason}")
+            raise ModelFailed(f"the engine stopped generating the text: {choice.finish_reason}")
         reply.tokens = choice.token_ids or []
         reply.has_ended = choice.finish_reason == "stop"
         if choice.logprobs is not None:

@@ -229,8 +229,7 @@ def round_linear_layers(model: torch.nn.Module) -> None:
                 replaced += 1
     if not replaced:
         raise ConfigurationError(
-            f"precision int4: {type(model).__name__} does not have layers with groups of "
-            f"{GROUP} weights",
+            f"precision int4: {type(model).__name__} has no layers with groups of {GROUP} weights",
             field="precision",
         )
 
@@ -300,7 +299,7 @@ def choose_dtype(precision: str, device_type: str) -> torch.dtype:
         ConfigurationError: the device does not support this precision.
     """
     if precision == _INT4 and device_type != "cpu":
-        raise ConfigurationError("text models support int4 only on CPUs", field="precision")
+        raise ConfigurationError("text models only support int4 on CPUs", field="precision")
     if precision not in ("auto", _INT4):
         return DTYPES[precision]
     if device_type == "cuda":
@@ -347,7 +346,8 @@ class Decoder:
         positions = getattr(self._model.config, "max_position_embeddings", None)
         if positions is not None and positions < self._capacity:
             raise ConfigurationError(
-                f"generation.context_tokens: {self._folder} has {positions} positions",
+                f"generation.context_tokens: must be at most {positions}, the number of "
+                f"positions in {self._folder}",
                 field="generation",
             )
         self._check()
@@ -392,16 +392,15 @@ class Decoder:
             logits = self.decode(last, np.full(2, len(part), np.int64))[0]
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise ConfigurationError(
-                f"{self._folder}: {type(self._model).__name__} can't be computed step by step: "
-                f"{error}",
+                f"{self._folder}: {type(self._model).__name__} can't be run step by step: {error}",
                 field="source",
             ) from error
         off = np.abs(logits - right.cpu().numpy()).max() / right.abs().max().item()
         computed_in = torch.bfloat16 if self._precision == _INT4 else self._dtype
         if not off < _TRIAL_TOLERANCE[computed_in]:
             raise ConfigurationError(
-                f"{self._folder}: {type(self._model).__name__} computes different logits step "
-                "by step",
+                f"{self._folder}: {type(self._model).__name__} produces different logits when "
+                "run step by step",
                 field="source",
             )
 

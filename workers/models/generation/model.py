@@ -205,13 +205,13 @@ class GenerationModel:
             PenstockError: the item can't be computed.
         """
         if not isinstance(item, PreparedPrompt):
-            raise ModelFailed(f"a text model can't compute {type(item).__name__}")
+            raise ModelFailed(f"a text model can't process {type(item).__name__}")
         used_tokens = sum(generation.item.length for generation in self._generations.values())
         if (
             len(self._generations) >= len(self._rows.all)
             or used_tokens + item.length > self._budget
         ):
-            raise OutOfMemory(f"{used_tokens} of {self._budget} tokens are taken")
+            raise OutOfMemory(f"{used_tokens} of {self._budget} tokens are in use")
         generation = _Generation(slot, item, Writing(item, self._vocabulary), self._lookup_tokens)
         if generation.writing.finish is None:
             self._give_row(generation)

@@ -62,7 +62,7 @@ class ChatTemplate:
         try:
             self._template: Template = self._environment.from_string(source)
         except TemplateError as error:
-            raise ValueError(f"the chat template is broken: {error}") from error
+            raise ValueError(f"the chat template is invalid: {error}") from error
         self._tokens = tokens
         self.takes_tools = "tools" in find_undeclared_variables(self._environment.parse(source))
         """False if the template omits tools, so that the model would not see them."""
@@ -261,7 +261,7 @@ class PromptPreparer:
     def _prepare(self, value: Input) -> PreparedPrompt:
         if not isinstance(value, GenerationInput):
             raise BadInput(
-                "the input of a text model must be messages or a prompt", field="messages"
+                "the input to a text model must be messages or a prompt", field="messages"
             )
         ids = self._read_messages(value) if value.messages else self._read_prompt(value.prompt)
         if not ids:
@@ -296,14 +296,14 @@ class PromptPreparer:
         if value.json_schema and value.messages and value.messages[-1].get("role") == "assistant":
             raise BadInput(
                 f"{value.schema_field}: a prefilled assistant message can't be continued as JSON "
-                "that follows a schema; end with a user message",
+                "that matches a schema; end with a user message",
                 field=value.schema_field,
             )
         self._check_vocabulary(value.logit_bias, "logit_bias")
         if value.is_echoed and value.logprobs >= 0 and self._engine == "llama.cpp":
             raise BadInput(
-                f"echo: engine {self._engine} of this model does not return log probabilities of "
-                "prompts; leave out echo or logprobs",
+                f"echo: this model's engine, {self._engine}, does not return log probabilities "
+                "for prompts; omit echo or logprobs",
                 field="echo",
             )
 
@@ -321,17 +321,15 @@ class PromptPreparer:
         last = self._vocabulary.size - 1
         for position, token in enumerate(ids):
             if not 0 <= token <= last:
-                reason = f"token ID {token}, at position {position}, is not in the vocabulary"
-                raise BadInput(f"{field}: {reason}, which ends at {last}", field=field)
+                reason = f"token ID {token} at position {position} is not in the vocabulary"
+                raise BadInput(f"{field}: {reason}; the highest token ID is {last}", field=field)
 
     def _read_messages(self, value: GenerationInput | PromptToCount) -> list[int]:
         if self._template is None:
-            raise BadInput(
-                "this model does not have a chat template; send a prompt", field="messages"
-            )
+            raise BadInput("this model has no chat template; send a prompt", field="messages")
         if value.tools and not self._template.takes_tools:
             raise BadInput(
-                "tools: this model's chat template does not support tools; leave them out, or "
+                "tools: this model's chat template does not support tools; leave them out or "
                 "use a model that was trained to use tools",
                 field="tools",
             )
@@ -372,7 +370,7 @@ class PromptPreparer:
             return template.render(messages, tools, options)
         if last.get("tool_calls"):
             raise ValueError(
-                "messages: the last message calls tools; send the results of its calls after it"
+                "messages: the last message calls tools; add the results of its calls after it"
             )
         opened = last | {"content": f"{last.get('content') or ''}{marks.end}"}
         text = template.render([*before, opened], tools, options, is_open=True)

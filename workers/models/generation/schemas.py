@@ -60,8 +60,8 @@ _JOINS = frozenset({"allOf", "anyOf", "oneOf", "$ref", "$dynamicRef", "$recursiv
 """With one of these keywords, several numbers may apply to one value."""
 
 _TOO_MANY = (
-    f"comparing text with it takes more than the maximum of {MAX_EVALUATIONS} evaluations of its "
-    "parts"
+    "checking text against it takes more than the maximum of "
+    f"{MAX_EVALUATIONS} evaluations of its parts"
 )
 
 _SAME_LISTS, _SAME_NAMED = ("allOf", "anyOf", "oneOf"), ("dependentSchemas", "dependencies")
@@ -78,8 +78,8 @@ _WORDS = (
         "$ref: {0} is not in the schema; only references within the schema are supported, "
         "such as #/$defs/name",
     ),
-    (r"Anchor '(.*?)' does not exist", "$ref: the schema does not have the $anchor {0}"),
-    (r"Pointer '(.*?)' does not exist", "$ref: the schema does not have {0}"),
+    (r"Anchor '(.*?)' does not exist", "$ref: the schema has no $anchor {0}"),
+    (r"Pointer '(.*?)' does not exist", "$ref: the schema has no {0}"),
     (r"Unsatisfiable schema", "no JSON matches it"),
     (
         r"patternProperty regexes (.*?) are not disjoint",
@@ -114,8 +114,8 @@ def check_size(json_schema: str) -> None:
     longest = max(map(_json_length, _find_matched_texts(schema)), default=0)
     if longest > MAX_CHARACTERS:
         raise ValueError(
-            f"a constant, pattern or name in it has {longest} characters as JSON, which exceeds "
-            f"the maximum of {MAX_CHARACTERS}"
+            f"it contains a constant, pattern or name of {longest} characters as JSON, which "
+            f"exceeds the maximum of {MAX_CHARACTERS}"
         )
 
 
@@ -214,8 +214,9 @@ def _check_multiples(schema: Any) -> None:
         total = max(total, math.lcm(*whole))
     if total > MAX_MULTIPLES:
         raise ValueError(
-            "multipleOf: the numbers have too many digits; without decimal points they amount to "
-            f"{min(total, 10**30):.3g}, which exceeds the maximum of {MAX_MULTIPLES}"
+            "multipleOf: the numbers have too many digits; without decimal points they "
+            f"amount to {min(total, 10**30):.3g}, which exceeds the maximum of "
+            f"{MAX_MULTIPLES}"
         )
 
 

@@ -34,7 +34,7 @@ MIN_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON doesn't have. OpenAI's API shows the same number:
 https://platform.openai.com/docs/api-reference/chat/object
 """
-NO_NUMBERS = "the model did not compute valid numbers for this text"
+NO_NUMBERS = "the model produced invalid numbers for this text"
 MAX_DIGITS = 20
 """A double has 17 digits. A repetitive model would write digits until its tokens run out."""
 _IN_NUMBERS = frozenset("+-.eE")
@@ -401,8 +401,8 @@ class Writing:
         reason = why_not_matched(self._text, self._item.checked_schema)
         if reason:
             raise SchemaNotMatched(
-                f"the model wrote text that does not match the JSON schema: {reason}. Try again, "
-                "or use another seed"
+                f"the model generated text that does not match the JSON schema: {reason}. Try "
+                "again or use a different seed"
             )
 
     def take_chunk(self) -> TokenChunk | None:

@@ -166,14 +166,14 @@ def read_adapter(
     except WrongAdapter as error:
         raise adapter.refused(str(error)) from error
     except OSError as error:
-        raise adapter.failed(f"its file can't be read: {error.strerror}") from error
+        raise adapter.failed(f"failed to read its file: {error.strerror}") from error
 
 
 def _find_file(adapter: AdapterFile) -> Path:
     try:
         return adapter.find()
     except (ConfigurationError, BadInput) as error:
-        reason = "its weights are missing on this worker"
+        reason = "its weights are missing from this worker"
         raise adapter.failed(reason, error.message) from error
     except Unavailable as error:
         raise adapter.failed("its weights are unreachable; try again", error.message) from error
@@ -208,8 +208,8 @@ def _read_header(
             layers = sum(len(module.layers) for module in modules.values())
             if len(names) > MAX_TENSORS * layers:
                 raise WrongAdapter(
-                    f"it has {len(names)} tensors, and at most {MAX_TENSORS * layers} are read for "
-                    f"the {layers} layers of this model"
+                    f"it has {len(names)} tensors, which exceeds the maximum of "
+                    f"{MAX_TENSORS * layers} for this model's {layers} layers"
                 )
             numbers = sum(_count_numbers(name, opened.get_slice(name)) for name in names)
             return numbers, opened.metadata() or {}
@@ -225,7 +225,7 @@ def _count_numbers(name: str, tensor: Any) -> int:
             f"{name} has {len(shape)} dimensions, which exceeds the maximum of {MAX_DIMENSIONS}"
         )
     if kind not in _TYPES:
-        raise WrongAdapter(f"{name} has numbers of the type {kind}; expected {', '.join(_TYPES)}")
+        raise WrongAdapter(f"{name} has the unsupported data type {kind}; use {', '.join(_TYPES)}")
     return math.prod(shape)
 
 
@@ -236,7 +236,7 @@ def _tensors(file: BinaryIO, adapter: AdapterFile) -> dict[str, torch.Tensor]:
     if adapter.digest is not None:
         digest = f"sha256:{hashlib.sha256(data).hexdigest()}"
         if digest != adapter.digest:
-            raise WrongAdapter(f"the digest of its file is {digest}, expected {adapter.digest}")
+            raise WrongAdapter(f"its file has the digest {digest}; expected {adapter.digest}")
     return load(data)
 
 
@@ -245,13 +245,13 @@ def _read_settings(metadata: Mapping[str, str]) -> dict[str, Any]:
     text = metadata.get(_METADATA, "{}")
     if len(text) > MAX_SETTINGS_CHARS:
         raise WrongAdapter(
-            f"{_METADATA} of its file has {len(text)} characters, which exceeds the maximum of "
-            f"{MAX_SETTINGS_CHARS}"
+            f"its file's {_METADATA} has {len(text)} characters, which exceeds the maximum "
+            f"of {MAX_SETTINGS_CHARS}"
         )
     try:
         known = json.loads(text)
     except (ValueError, RecursionError) as error:
-        raise WrongAdapter(f"{_METADATA} of its file is not JSON") from error
+        raise WrongAdapter(f"its file's {_METADATA} is not valid JSON") from error
     return known if isinstance(known, dict) else {}
 
 
@@ -293,7 +293,7 @@ def _layers(
             factor = _Scaling(part, alphas, settings)
             layers[part] = dict(_layers_of(part, own, module, factor, max_rank))
     if not layers:
-        raise WrongAdapter("it does not have any layers")
+        raise WrongAdapter("it has no layers")
     return layers
 
 
@@ -307,7 +307,7 @@ def _layers_of(
         if layer is None:
             raise WrongAdapter(f"it changes {part}.{name}, which this model does not have")
         if down is None or up is None:
-            raise WrongAdapter(f"{part}.{name} does not have the two weights of a low-rank layer")
+            raise WrongAdapter(f"{part}.{name} must have both weights of a low-rank layer")
         _check_shapes(f"{part}.{name}", layer, down, up, max_rank)
         rank = len(down)
         yield name, LowRankPair(down, up.reshape(len(up), rank).float() * factor.of(name, rank))
@@ -329,7 +329,7 @@ def _as_peft(part: str, own: State, module: LowRankModule) -> State:
         own = formats.convert_state_dict_to_peft(own)
     except Exception as error:
         # Same as above.
-        raise WrongAdapter(f"the layer names of its {part} are unknown: {error}") from error
+        raise WrongAdapter(f"its {part} has unknown layer names: {error}") from error
     # transformers 5 dropped this level from CLIPTextModel but kept it in the class with a
     # projection.
     if not any(name.startswith("text_model.") for name in module.layers):
@@ -388,14 +388,14 @@ class _Scaling:
             patterns = self._settings.get("alpha_pattern") or {}
             if not isinstance(patterns, Mapping) or len(patterns) > MAX_PATTERNS:
                 raise WrongAdapter(
-                    "alpha_pattern of its settings must be an object of at most "
-                    f"{MAX_PATTERNS} patterns"
+                    f"its settings' alpha_pattern must be an object with at most {MAX_PATTERNS} "
+                    "patterns"
                 )
             for pattern, other in patterns.items():
                 if f".{name}".endswith(f".{pattern.removeprefix('^')}"):
                     alpha = other
         if not isinstance(alpha, int | float) or not abs(alpha) <= MAX_ALPHA:
-            raise WrongAdapter(f"{name} does not have a finite alpha")
+            raise WrongAdapter(f"{name} has no finite alpha")
         root = math.sqrt(rank) if self._settings.get("use_rslora") else rank
         return float(alpha) / root
 

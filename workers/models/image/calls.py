@@ -310,7 +310,7 @@ def _cut_tensor(value: torch.Tensor, of: _Rows) -> torch.Tensor:
     if length == of.rows:
         return value[of.begin : of.end]
     if length and length % of.rows == 0:  # possibly several entries per row
-        raise UnsplittableError(f"a tensor of {length} for {of.rows} rows")
+        raise UnsplittableError(f"tensor of length {length} for {of.rows} rows")
     return value
 
 

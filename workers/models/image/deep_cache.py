@@ -36,7 +36,7 @@ class DeepCache:
         unet = getattr(pipeline, "unet", None)
         if not isinstance(unet, UNet2DConditionModel) or len(unet.up_blocks) < 2:
             raise ConfigurationError(
-                f"{FIELD}: requires a UNet of Stable Diffusion or Stable Diffusion XL", field=FIELD
+                f"{FIELD}: requires a Stable Diffusion or Stable Diffusion XL UNet", field=FIELD
             )
         parts: Any = unet
         self._first, self._last = parts.down_blocks[0], parts.up_blocks[-1]

@@ -132,8 +132,7 @@ class Controls:
     ) -> None:
         if folders and getattr(pipeline, "unet", None) is None:
             raise ConfigurationError(
-                "image.controls: only models of Stable Diffusion and Stable Diffusion XL "
-                "support it",
+                "image.controls: only supported by Stable Diffusion and Stable Diffusion XL models",
                 field="image.controls",
             )
         self._nets = {
@@ -175,7 +174,8 @@ def _load(folder: Path, name: str, pipeline: Any, plan: ImagePlan) -> diffusers.
         )
     if net.config.global_pool_conditions:
         raise ConfigurationError(
-            f"{field}: {folder}: ControlNets that pool their image are not supported", field=field
+            f"{field}: {folder}: ControlNets that pool their input image are not supported",
+            field=field,
         )
     if plan.is_tuned:
         net.to(memory_format=torch.channels_last)
@@ -251,8 +251,8 @@ class IpAdapters:
             return
         if getattr(pipeline, "unet", None) is None:
             raise ConfigurationError(
-                "image.ip_adapters: only models of Stable Diffusion and Stable Diffusion XL "
-                "support it",
+                "image.ip_adapters: only supported by Stable Diffusion and Stable Diffusion XL "
+                "models",
                 field="image.ip_adapters",
             )
         loader = _Loader(pipeline.unet, device, plan.dtype)
@@ -400,7 +400,7 @@ class _Loader:
                 tokens = adapter.tokens(pixels.to(self._device, self._dtype))
             width, wanted = tokens.shape[-1], adapter.keys[0].shape[1]
             if width != wanted:
-                raise _WrongFileError(f"its tokens have {width} numbers, expected {wanted}")
+                raise _WrongFileError(f"its tokens have width {width}; expected {wanted}")
         except _WrongFileError as error:
             raise ConfigurationError(f"{reason}: {error}", field=field) from error
         except (OSError, ValueError, KeyError, TypeError, RuntimeError) as error:
@@ -433,11 +433,11 @@ def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
     with files.weights.open("rb") as opened:
         digest = f"sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
     if files.digest not in (None, digest):
-        raise _WrongFileError(f"its digest is {digest}, expected {files.digest}")
+        raise _WrongFileError(f"its digest is {digest}; expected {files.digest}")
     try:
         tensors = load_file(files.weights)
     except SafetensorError as error:
-        raise _WrongFileError(f"it is not safetensors: {error}") from error
+        raise _WrongFileError(f"it is not valid safetensors: {error}") from error
     parts: list[Tensors] = [
         {
             name.removeprefix(start): tensor
@@ -448,15 +448,13 @@ def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
     ]
     projection, own = parts
     if not projection or not own or len(projection) + len(own) < len(tensors):
-        raise _WrongFileError(
-            f"an IP-Adapter must have {_PROJECTION}… and {_LAYERS}…, and nothing else"
-        )
+        raise _WrongFileError(f"an IP-Adapter must have only {_PROJECTION}… and {_LAYERS}…")
     is_of_images = "proj.weight" in projection or "proj.3.weight" in projection
     if "perceiver_resampler.proj_in.weight" in projection or (
         "norm.weight" in projection and not is_of_images
     ):
         raise _WrongFileError(
-            "FaceID is not supported, because it requires faces found in the image"
+            "FaceID is not supported because it requires detecting faces in the image"
         )
     return projection, own
 
@@ -468,15 +466,15 @@ def _by_layer(own: Tensors, layers: Sequence[Any]) -> tuple[list[torch.Tensor], 
     known = {name + kind for name in names for kind in (_KEY, _VALUE)}
     if other := sorted(own.keys() ^ known):
         raise _WrongFileError(
-            f"it was trained for a different model: {other[0]} is not in both, of {len(layers)} "
-            "layers"
+            f"it was trained for a different model: {other[0]} is missing from one of the "
+            f"two; this model has {len(layers)} layers"
         )
     for name, layer in zip(names, layers, strict=True):
         wanted = (layer.inner_dim, layer.cross_attention_dim)
         for kind in (_KEY, _VALUE):
             if (shape := tuple(own[name + kind].shape)) != wanted:
                 raise _WrongFileError(
-                    f"it was trained for a different model: {name}{kind} is {shape}, expected "
+                    f"it was trained for a different model: {name}{kind} is {shape}; expected "
                     f"{wanted}"
                 )
     return [own[name + _KEY] for name in names], [own[name + _VALUE] for name in names]

@@ -275,7 +275,7 @@ class Hub:
             else:
                 outcome = run.greenlet.switch(*([] if run.call is None else [value]))
         except SystemExit:
-            outcome = ModelFailed("the pipeline ended the process")
+            outcome = ModelFailed("the pipeline exited the process")
         except Exception as raised:
             outcome = raised
         finally:

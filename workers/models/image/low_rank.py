@@ -89,7 +89,9 @@ class _Batch:
     ) -> torch.Tensor:
         """Returns a layer's output plus the contribution of the rows' adapters, [rows, …]."""
         rows = self.rows if len(self.rows) > 1 else [*self.rows] * len(inputs)
-        assert len(rows) == len(inputs), "a module received a batch of another size; this is a bug"
+        assert len(rows) == len(inputs), (
+            "a module received a batch of a different size; this is a bug"
+        )
         slots = tuple(slot for slot, row in enumerate(rows) if row is not None and row[0].get(name))
         if not slots:
             return output

@@ -57,7 +57,7 @@ from workers.models.image.row_batching import CompiledSizes, RowBatching
 from workers.models.image.vae import HostCopy, copy_to_host, draw_preview, encode
 from workers.models.kernel_store import KernelStore
 
-_NEEDS_UNET = "adapters require a pipeline of Stable Diffusion or Stable Diffusion XL"
+_NEEDS_UNET = "adapters require a Stable Diffusion or Stable Diffusion XL pipeline"
 WARMUP_LIMIT_S = 100.0
 """Time after which no further size is started.
 
@@ -177,7 +177,7 @@ class ImageModel:
         pipelines = self._pipelines.without_edits()
         if not pipelines.by_mode:
             kind = type(self._main).__name__
-            reason = f"{kind} does not support strength, and the API must know this; {hint}"
+            reason = f"{kind} does not support strength, and the API needs to know this; {hint}"
             raise ConfigurationError(f"{field}: {reason}", field=field)
         return pipelines
 
@@ -351,7 +351,7 @@ class ImageModel:
                 outcomes |= end.results
                 if end.preempted:
                     raise OutOfMemory(
-                        "the device does not have enough memory for all images of a batch"
+                        "the device does not have enough memory for all the images in a batch"
                     )
                 done = min((drawing.done for drawing in drawings), default=0)
                 if done not in (0, reported):

@@ -95,7 +95,7 @@ def load_pipelines(folder: Path, device: torch.device, plan: ImagePlan) -> Loade
     by_mode = _pipelines_of(pipeline, refines=bool(config.get("requires_aesthetics_score")))
     if not by_mode:
         name = type(pipeline).__name__
-        reason = f"{folder}: {name} draws neither from a prompt nor from an image"
+        reason = f"{folder}: {name} can't draw from a prompt or from an image"
         raise ConfigurationError(reason, field="source")
     for loaded in (pipeline, *by_mode.values()):
         loaded.set_progress_bar_config(disable=True)
@@ -138,9 +138,7 @@ def _class_of(folder: Path, config: Mapping[str, Any]) -> Any:
     name = config.get("_class_name") if isinstance(config, Mapping) else None
     kind = getattr(diffusers, name, None) if isinstance(name, str) else None
     if not isinstance(kind, type) or not issubclass(kind, diffusers.DiffusionPipeline):
-        raise ConfigurationError(
-            f"{folder}: {name!r} is not a pipeline of diffusers", field="source"
-        )
+        raise ConfigurationError(f"{folder}: {name!r} is not a diffusers pipeline", field="source")
     texts = auto_pipeline.AUTO_TEXT2IMAGE_PIPELINES_MAPPING
     return auto_pipeline._get_task_class(texts, name, throw_error_if_not_exist=False) or kind
 
@@ -150,7 +148,7 @@ def _check_parts(folder: Path, config: Mapping[str, Any]) -> None:
     for name, place in config.items():
         is_part = isinstance(place, list | tuple) and len(place) == 2 and isinstance(place[0], str)
         if is_part and name != "safety_checker" and not (folder / name).is_dir():
-            reason = f"{folder}: model_index.json has the part {name}, which has no folder"
+            reason = f"{folder}: model_index.json lists {name}, but there is no folder for it"
             raise ConfigurationError(reason, field="source")
 
 
@@ -171,7 +169,7 @@ def _null_parts(folder: Path, config: Mapping[str, Any], kind: Any) -> list[str]
             optional |= of_text
     if missing := [name for name in nulls if name not in optional]:
         names = " and ".join(missing)
-        reason = f"model_index.json has null for {names}, which {kind.__name__} needs"
+        reason = f"model_index.json has null for {names}, but {kind.__name__} requires a value"
         raise ConfigurationError(f"{folder}: {reason}", field="source")
     return nulls
 

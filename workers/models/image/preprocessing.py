@@ -105,11 +105,11 @@ def prepare_control(
     entry = known.get(control.name)
     if entry is None:
         names = ", ".join(known) or "none"
-        raise BadInput(f"control {control.name!r} is unknown; use one of {names}", field="control")
+        raise BadInput(f"unknown control {control.name!r}; use one of {names}", field="control")
     if not 0 <= control.start < control.end <= 1:
         raise BadInput(
-            f"control_guidance_start ({control.start}) and control_guidance_end ({control.end}) "
-            "must be in order and from 0 to 1",
+            f"control_guidance_start ({control.start}) must be less than "
+            f"control_guidance_end ({control.end}), and both must be from 0 to 1",
             field="control_guidance_start",
         )
     pixels = _read_source(control.image, width, height, "control_image")
@@ -159,7 +159,7 @@ class ImagePreparer:
         try:
             if not isinstance(value, ImageInput):
                 raise BadInput(
-                    "the input of an image model must be an image request", field="input"
+                    "the input to an image model must be an image request", field="input"
                 )
             self._check(value)
             item = self._prepare_checked(value)
@@ -236,7 +236,7 @@ class ImagePreparer:
         if value.scheduler not in SCHEDULER_NAMES:
             known = ", ".join(SCHEDULER_NAMES)
             raise BadInput(
-                f"scheduler {value.scheduler!r} is unknown; use one of {known}", field="scheduler"
+                f"unknown scheduler {value.scheduler!r}; use one of {known}", field="scheduler"
             )
         choice = SCHEDULERS.get(value.scheduler)
         if choice is not None and choice.steps_max is not None and value.steps > choice.steps_max:
@@ -338,10 +338,12 @@ def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False
         BadInput: strength is not above 0 and at most 1, or is so low that no step is left.
     """
     if not 0 < strength <= 1:
-        raise BadInput(f"strength must be above 0 and at most 1, got {strength}", field="strength")
+        raise BadInput(
+            f"strength must be greater than 0 and at most 1, got {strength}", field="strength"
+        )
     run = steps - int(max(steps - steps * strength, 0)) if rounds_up else int(steps * strength)
     if run < 1:
-        raise BadInput(f"strength {strength} leaves none of {steps} steps", field="strength")
+        raise BadInput(f"strength {strength} leaves none of the {steps} steps", field="strength")
     return run
 
 
@@ -361,7 +363,7 @@ def _read_mask(value: ImageInput) -> bytes:
     if mask.size != (value.width, value.height):
         raise BadInput("the mask and the image must have the same size", field="mask")
     if mask.getbbox() is None:
-        raise BadInput("the mask leaves nothing to draw", field="mask")
+        raise BadInput("the mask leaves nothing to redraw", field="mask")
     return mask.tobytes()
 
 
@@ -379,11 +381,11 @@ def _decode_image(blob: Blob, mode: str, field: str) -> Image.Image:
             return ImageOps.exif_transpose(image).convert(mode)
     except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
         raise InputTooLarge(
-            f"the {field} has more than the maximum of {SOURCE_MAX_PIXELS} pixels", field=field
+            f"the {field} exceeds the maximum of {SOURCE_MAX_PIXELS} pixels", field=field
         ) from error
     except UnidentifiedImageError as error:
         raise BadInput(
-            f"the {field} must have one of the formats {', '.join(SOURCE_FORMATS)}", field=field
+            f"the {field} must be in one of these formats: {', '.join(SOURCE_FORMATS)}", field=field
         ) from error
     except (OSError, SyntaxError, ValueError, EOFError) as error:
         # Pillow's decoders raise these for damaged files, depending on where the damage is.

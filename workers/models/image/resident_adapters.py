@@ -90,9 +90,7 @@ class FetchedAdapters:
             self._make_room(partial.stat().st_size)
             partial.rename(file)
         except OSError as error:
-            raise Unavailable(
-                f"{file}: {error}", public="the disk of the worker is full"
-            ) from error
+            raise Unavailable(f"{file}: {error}", public="the worker's disk is full") from error
         finally:
             partial.unlink(missing_ok=True)
         return file

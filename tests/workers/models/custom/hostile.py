@@ -245,14 +245,14 @@ class Predictor(BasePredictor):
         time.sleep(60)
 '''
 
-ENDED = "the process of the model was ended while it computed this: "
+ENDED = "the model process was killed while processing this item: "
 DISK_BYTES = 310 * 1024 * 1024
 FILLED = f"{ENDED}it wrote more than the maximum of {DISK_BYTES} bytes to disk"
 ENDINGS: dict[str, tuple[str, object]] = {
     "leak": ("failed", f"{ENDED}it takes "),
     "leak_in_a_child": ("failed", f"{ENDED}it takes "),
-    "leave": ("failed", "the process of the model ended with exit status 4 while"),
-    "crash": ("failed", "the process of the model was killed by signal 11 (SIGSEGV) while"),
+    "leave": ("failed", "the model process exited with status 4 while"),
+    "crash": ("failed", "the model process was killed by signal 11 (SIGSEGV) while"),
     "fork": ("succeeded", 4),
     "print_much": ("succeeded", "printed"),
     "fill_disk": ("failed", FILLED),
@@ -263,9 +263,9 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "fill_one_file": ("failed", f"it wrote more than the maximum of {DISK_BYTES} bytes to a file"),
     "large_file": (
         "failed",
-        "output: the file large.bin is too large; the maximum is 67108864 bytes",
+        "output: the file large.bin exceeds the maximum of 67108864 bytes",
     ),
-    "large_files": ("failed", "output: the files together exceed the maximum of"),
+    "large_files": ("failed", "output: total file size exceeds the maximum of"),
     "wrong_type": ("failed", "output: a value of type object can't be sent as JSON"),
     "look_around": ("succeeded", []),
     "secrets": ("succeeded", []),
@@ -273,7 +273,7 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "write_inside": ("succeeded", "\nread"),
     "kill_parent": ("failed", "PermissionError: [Errno 1] Operation not permitted"),
     "close_socket": ("failed", f"{ENDED}it closed its connection to the worker"),
-    "close_socket_and_go_on": ("failed", "the process of the model ended with exit status 1"),
+    "close_socket_and_go_on": ("failed", "the model process exited with status 1"),
     "write_garbage": ("failed", f"{ENDED}it sent an invalid answer"),
     "write_frames": ("failed", f"{ENDED}it sent an invalid answer"),
     "place_files": ("failed", f"{ENDED}it sent an invalid answer"),

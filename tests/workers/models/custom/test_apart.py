@@ -96,7 +96,7 @@ def test_a_death_is_noticed_though_a_child_has_its_connection(
     model = start_class(write_class(tmp_path, LEAVES_A_CHILD))
     failed = compute(model, {"how": "leave"}).results[0]
     assert isinstance(failed, ModelFailed)
-    assert "ended with exit status 4 while it computed this" in failed.message
+    assert "exited with status 4 while processing this item" in failed.message
     assert output_of(compute(model, {"how": "go on"})) == "go on"
 
 
@@ -111,7 +111,7 @@ def test_a_death_in_a_batch_is_noticed_though_a_child_has_its_connection(
     model = start_class(write_class(tmp_path, given + body))
     (failed,) = model.run(prepared({"how": "leave"})).outcomes
     assert isinstance(failed, ModelFailed)
-    assert "ended with exit status 4 while it computed this" in failed.message
+    assert "exited with status 4 while processing this item" in failed.message
     done: list[Any] = model.run(prepared({"how": "a"}), prepared({"how": "b"})).outcomes
     assert [one.output for one in done] == ["a", "b"]
 

@@ -167,7 +167,7 @@ def test_an_exception_in_the_list_fails_its_item_alone_with_its_own_log(
 
 @pytest.mark.parametrize("body", [PYDANTIC, ASYNC], ids=KINDS)
 @pytest.mark.parametrize(
-    ("mode", "reason"), [("raise", "not with these"), ("exit", "ended with exit status 4")]
+    ("mode", "reason"), [("raise", "not with these"), ("exit", "exited with status 4")]
 )
 def test_what_breaks_a_batch_fails_alone(started: Start, mode: str, reason: str, body: str) -> None:
     model = started(body)
@@ -309,11 +309,11 @@ def test_what_one_alone_printed_and_recorded_is_its_own(started: Start, kind: st
 WRONG_FORMS = [
     (
         "def predict_batch(self, inputs: list[Given]) -> list[int]: yield",
-        "yields; it must return a list with",
+        "must return a list with",
     ),
     (
         "async def predict_batch(self, inputs: list[Given]) -> list[int]: yield",
-        "yields; it must return a list",
+        "must return a list",
     ),
     (
         "def predict_batch(self, inputs) -> list[int]: ...",
@@ -458,5 +458,5 @@ def test_an_answer_that_the_class_makes_up_is_not_given_to_others(
     model = started(body)
     assert compute(model, {"a": 5}) == [5]
     (wrong,) = compute(model, {"a": 1})
-    assert "it sent an answer to another request" in wrong.message
+    assert "it sent a response to a different request" in wrong.message
     assert compute(model, {"a": 6}, {"a": 9}) == [6, 9]

@@ -184,7 +184,7 @@ async def test_what_a_worker_raises_ends_the_run(client: ClassClient) -> None:
 @pytest.mark.parametrize(
     ("how", "reason"),
     [
-        ("leave a child that sends without end", "ended with exit status 3"),
+        ("leave a child that sends without end", "exited with status 3"),
         ("die of a signal without a name", "was killed by signal 40"),
         ("send wrong metrics", "it sent an invalid answer"),
     ],

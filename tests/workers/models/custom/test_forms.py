@@ -198,7 +198,7 @@ def test_files_of_an_output_have_a_bound_together(tmp_path: Path, start_class: S
     model = start_class(write_class(tmp_path, body))
     failed = compute(model, {"a": 4}).results[0]
     assert isinstance(failed, ModelFailed)
-    assert failed.message.startswith("output: the files together exceed the maximum of")
+    assert failed.message.startswith("output: total file size exceeds the maximum of")
 
 
 def test_metrics_and_what_was_printed(tmp_path: Path, start_class: StartClass) -> None:
@@ -228,14 +228,14 @@ def test_metrics_and_what_was_printed(tmp_path: Path, start_class: StartClass) -
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("_a", "must start with a letter"),
+        ("_a", "must start each segment with a letter"),
         ("a__b", "must not contain consecutive underscores"),
-        ("a.b_", "must end with a letter or digit"),
+        ("a.b_", "must end each segment with a letter or digit"),
         (".a", "must not start with a dot"),
         ("a.", "must not end with a dot"),
         ("a..b", "must not have empty segments"),
         ("", "must not have empty segments"),
-        ("a-b", "may contain only letters, digits and underscores"),
+        ("a-b", "may contain only letters, digits, underscores"),
         ("a.b.c.d.e", "at most 4 dot-separated segments"),
         ("a" * 129, "at most 128 characters"),
         ("predict_time", "is reserved"),
@@ -255,15 +255,15 @@ def test_wrong_names_of_metrics_are_refused_with_their_reason(name: str, reason:
     ("method", "reason"),
     [
         ("def predict(self, a: int) -> list[str]: return ['\\ud800']", "output[0]: half of a"),
-        ("def predict(self, a: int) -> int: return 2**65", "output: an integer of more than 64"),
+        ("def predict(self, a: int) -> int: return 2**65", "output: integers must be at most 64"),
         ("def predict(self, a: int) -> Path: return Path('/none')", "file none does not exist"),
         ("def predict(self, a: int) -> dict: return {'a': object()}", "can't be sent as JSON"),
-        ("def predict(self, a: int) -> float: return float('nan')", "JSON does not support NaN"),
+        ("def predict(self, a: int) -> float: return float('nan')", "NaN and infinite numbers"),
         ("def predict(self, a: int) -> str: return 'x' * 2**24", "at most 16777216 bytes"),
         ("def predict(self, a: int) -> str: raise KeyError('secret')", "KeyError: 'secret'"),
         ("def predict(self, a: int) -> str: raise Silent", "Silent"),
         ("def predict(self, a: int) -> str: sys.exit(3)", "the model called sys.exit(3)"),
-        ("def predict(self, a: int) -> str: os._exit(3)", "ended with exit status 3 while it"),
+        ("def predict(self, a: int) -> str: os._exit(3)", "exited with status 3 while"),
     ],
 )
 def test_an_error_ends_its_prediction_and_not_the_model(
@@ -516,7 +516,7 @@ def test_what_is_printed_is_there_while_it_computes(
             "class Predictor(BasePredictor):\n    def predict(self, a: object) -> str: return ''",
             "invalid input field a: unsupported Cog type object",
         ),
-        ("import os; os._exit(7)", "ended with exit status 7"),
+        ("import os; os._exit(7)", "exited with status 7"),
     ],
 )
 def test_a_folder_that_cant_be_served_says_why(tmp_path: Path, body: str, reason: str) -> None:

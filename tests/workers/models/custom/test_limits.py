@@ -138,7 +138,7 @@ def test_a_folder_that_cant_be_read_is_named(
         os.close(place)
         place = below
     os.close(place)
-    assert disk.count(set()) == "it has a folder that can't be read: File name too long"
+    assert disk.count(set()) == "it has an unreadable folder: File name too long"
 
 
 def test_many_new_files_are_counted_at_once(scratch: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -156,12 +156,12 @@ def test_a_failure_names_the_input_and_shows_the_traceback(tmp_path: Path) -> No
     [
         ((), None, "image: must be a file; set it with -i image=@PATH"),
         (("text=a",), None, "image: is required; set it with -i image=VALUE"),
-        (("size=1",), None, "must be NAME=VALUE with one of the inputs: image, text"),
+        (("size=1",), None, "must be NAME=VALUE, where NAME is one of the inputs: image, text"),
         (("image=@none.png",), None, "none.png: No such file"),
         ((), {"image": "none.png"}, "image: a file must be written as @PATH"),
         ((), {"image": "@none.png"}, "none.png: No such file"),
         ((), {"size": 1}, "size is not an input; use one of image, text"),
-        ((), [1], "each line must be an object of inputs"),
+        ((), [1], "each line must be a JSON object of inputs"),
     ],
 )
 def test_inputs_that_are_wrong_are_refused(

@@ -38,5 +38,5 @@ def test_process_that_ends_is_named_with_its_status(tmp_path: Path) -> None:
         def predict(self) -> str:
             os._exit(3)
     """
-    with pytest.raises(ModelFailed, match="the process of the model ended with exit status 3"):
+    with pytest.raises(ModelFailed, match="the model process exited with status 3"):
         predict(write_class(tmp_path, body), [], tmp_path)

@@ -80,13 +80,13 @@ def test_an_item_weighs_what_the_class_says(tmp_path: Path, preparing: Any, body
 
 
 WRONG_WEIGHTS: list[tuple[str, type[PenstockError], str]] = [
-    ("minus", ModelFailed, "work: returned -5; must return a whole number of at least 1"),
-    ("none", ModelFailed, "work: returned None; must return a whole number"),
-    ("text", ModelFailed, "work: returned 'x'; must return a whole number"),
-    ("float", ModelFailed, "work: returned 1.5; must return a whole number"),
+    ("minus", ModelFailed, "work: must return a whole number of at least 1, got -5"),
+    ("none", ModelFailed, "work: must return a whole number, got None"),
+    ("text", ModelFailed, "work: must return a whole number, got 'x'"),
+    ("float", ModelFailed, "work: must return a whole number, got 1.5"),
     ("huge", InputTooLarge, "which exceeds the maximum of 4194304"),
     ("raise", ModelFailed, "work: KeyError: 'gone'"),
-    ("exit", ModelFailed, "work: the process of the class ended with exit status 3"),
+    ("exit", ModelFailed, "work: the class's process exited with status 3"),
 ]
 
 
@@ -193,7 +193,7 @@ def test_another_method_of_the_name_is_noted_and_not_called(tmp_path: Path, meth
     inspected = inspect_folder(write_class(tmp_path, body))
     assert not inspected.interface.weighs
     assert inspected.notes == [
-        "work is not called: it does not have the form work(self, input) -> int, so each input "
+        "work is not called because its signature is not work(self, input) -> int, so each input "
         "weighs 1"
     ]
 

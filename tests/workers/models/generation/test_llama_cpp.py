@@ -376,7 +376,7 @@ async def test_a_context_that_the_model_has_not_is_refused(tmp_path: Path) -> No
     tiny.write_folder(tmp_path)
     write_gguf(tmp_path, context_tokens=100)
     with pytest.raises(
-        ConfigurationError, match=r"context_tokens: 160, but the model reads at most 100"
+        ConfigurationError, match=r"context_tokens: 160 exceeds the model's maximum of 100"
     ):
         async with opened(tmp_path):
             pass
@@ -384,7 +384,7 @@ async def test_a_context_that_the_model_has_not_is_refused(tmp_path: Path) -> No
 
 async def test_a_folder_without_a_gguf_file_is_refused_with_what_to_give(tmp_path: Path) -> None:
     tiny.write_folder(tmp_path)
-    with pytest.raises(ConfigurationError, match="set a GGUF file of this model"):
+    with pytest.raises(ConfigurationError, match="set one of this model's GGUF files"):
         async with opened(tmp_path):
             pass
 

@@ -110,12 +110,12 @@ LARGE_SCHEMAS = {
     json.dumps({"const": "a" * 33_000}): "must be at most 32768 bytes, got 33013",
     json.dumps(
         {"const": "a" * 4097}
-    ): "in it has 4097 characters as JSON, which exceeds the maximum of 4096",
-    json.dumps({"const": "\0" * 1000}): "in it has 6000 characters as JSON",
-    json.dumps({"enum": ["a", "b" * 5000]}): "in it has 5000 characters",
-    json.dumps({"type": "string", "pattern": "c" * 5000}): "in it has 5000 characters",
-    json.dumps({"type": "object", "properties": {"d" * 5000: {}}}): "in it has 5000 characters",
-    json.dumps({"properties": {"description": {"const": "e" * 5000}}}): "has 5000 characters",
+    ): "of 4097 characters as JSON, which exceeds the maximum of 4096",
+    json.dumps({"const": "\0" * 1000}): "of 6000 characters as JSON",
+    json.dumps({"enum": ["a", "b" * 5000]}): "of 5000 characters",
+    json.dumps({"type": "string", "pattern": "c" * 5000}): "of 5000 characters",
+    json.dumps({"type": "object", "properties": {"d" * 5000: {}}}): "of 5000 characters",
+    json.dumps({"properties": {"description": {"const": "e" * 5000}}}): "of 5000 characters",
     '{"items":' * 3000 + "{}" + "}" * 3000: "must be nested at most 100 levels deep, got 3001",
     '{"items":' * 110 + "{}" + "}" * 110: "must be nested at most 100 levels deep, got 111",
     '{"anyOf":[' * 50 + "{}" + "]}" * 50: "levels deep, got 101",
@@ -126,9 +126,9 @@ LARGE_SCHEMAS = {
 @pytest.mark.parametrize(
     ("fields", "field", "reason"),
     [
-        ({"prompt": [5, 100_000]}, "prompt", "token ID 100000, at position 1"),
-        ({"prompt": [-1]}, "prompt", "token ID -1, at position 0"),
-        ({"prompt": "a", "logit_bias": {400: 1.0}}, "logit_bias", "token ID 400, at position 0"),
+        ({"prompt": [5, 100_000]}, "prompt", "token ID 100000 at position 1"),
+        ({"prompt": [-1]}, "prompt", "token ID -1 at position 0"),
+        ({"prompt": "a", "logit_bias": {400: 1.0}}, "logit_bias", "token ID 400 at position 0"),
         ({"prompt": ""}, "prompt", "must have at least one token"),
         ({"prompt": "a\ud800"}, "prompt", "can't be tokenized"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "messages", "can't be tokenized"),
@@ -249,7 +249,7 @@ def test_a_model_without_a_template_takes_prompts_only(folder: Path, tmp_path: P
     (tmp_path / "chat_template.jinja").unlink()
     preparer = PromptPreparer(tiny.entry(), tmp_path)
     prepare(preparer, prompt="a")
-    with pytest.raises(BadInput, match="does not have a chat template"):
+    with pytest.raises(BadInput, match="has no chat template"):
         prepare(preparer, messages=[USER])
 
 
@@ -402,7 +402,7 @@ USERS_ONLY = tiny.TEMPLATE.replace("in messages", "in messages if message.role =
             {"json_schema": '{"type": "object"}'},
             "can't be continued as JSON",
         ),
-        (tiny.TEMPLATE, BEGUN | {"tool_calls": [{"id": "1"}]}, {}, "send the results"),
+        (tiny.TEMPLATE, BEGUN | {"tool_calls": [{"id": "1"}]}, {}, "add the results"),
     ],
     ids=["left out", "schema", "call"],
 )

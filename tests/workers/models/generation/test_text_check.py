@@ -146,5 +146,5 @@ def test_a_damaged_file_for_llama_cpp_is_an_error_without_a_traceback(
     (copy / "model.gguf").write_bytes(b"GGUF" + bytes(100))
     assert check(copy, engine="llama.cpp", precision="auto") == 1
     errors = capsys.readouterr().err
-    assert "the engine can't compute this model" in errors
+    assert "the engine can't run this model" in errors
     assert "Traceback" not in errors

@@ -405,14 +405,14 @@ NO_NUMBER = {
 @pytest.mark.parametrize(
     ("answer", "error", "reason"),
     [
-        (Answer(DEAD, 500), ConnectionError, "core of the engine has ended"),
-        (Answer({"detail": "Not Found"}, 404), ModelFailed, "answered with status 404"),
+        (Answer(DEAD, 500), ConnectionError, "engine's core has exited"),
+        (Answer({"detail": "Not Found"}, 404), ModelFailed, "returned status 404"),
         (Answer({"error": {"message": "a prompt"}}, 400), ModelFailed, "rejected the text"),
         (Answer(BAD_SCHEMA, 400), ModelFailed, "rejected the text"),
-        (Answer("text"), ModelFailed, "an answer that is not JSON"),
+        (Answer("text"), ModelFailed, "a response that is not valid JSON"),
         (Answer(NO_NUMBER), ModelFailed, NO_NUMBERS),
         (Answer(ended_by("abort")), ConnectionError, "is shutting down"),
-        (Answer(ended_by("error")), ModelFailed, "ended the text: error"),
+        (Answer(ended_by("error")), ModelFailed, "stopped generating the text: error"),
     ],
 )
 async def test_bad_answers_are_told_apart(
@@ -462,7 +462,7 @@ async def test_a_prompt_is_echoed_once_though_its_text_is_written_in_pieces(fold
 
 
 async def test_an_answer_without_tokens_is_not_asked_for_again(folder: Path) -> None:
-    with pytest.raises(ModelFailed, match="an answer without tokens"):
+    with pytest.raises(ModelFailed, match="a response without tokens"):
         await compute(folder, tiny.prompt(IDS[:3], 4), Server(*[Answer(ended_by("length"))] * 2))
 
 

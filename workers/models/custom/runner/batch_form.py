@@ -52,10 +52,10 @@ def read_batch_form(target: Any) -> BatchForm:
     """
     method = getattr(target, METHOD)
     if inspect.isgeneratorfunction(method) or inspect.isasyncgenfunction(method):
-        raise ValueError(f"{METHOD} yields; it must return a list with one output per input")
+        raise ValueError(f"{METHOD} must return a list with one output per input, not yield")
     spec = inspect.getfullargspec(method)
     if len(spec.args) != 2 or spec.varargs or spec.varkw or spec.kwonlyargs:
-        raise ValueError(f"{METHOD} must take self and one list of inputs, and nothing else")
+        raise ValueError(f"{METHOD} must take only self and one list of inputs")
     hints = typing.get_type_hints(method, include_extras=True)
     element = _element_of(hints.get(spec.args[1]), f"the argument {spec.args[1]}")
     output = _without_errors(_element_of(hints.get("return"), "the return value"))
@@ -100,8 +100,8 @@ def _fields_of(element: Any) -> dict[str, tuple[Any, FieldInfo]]:
                 for field in dataclasses.fields(element)
             }
     raise ValueError(
-        f"{METHOD}: the elements of its argument must be a pydantic model, a cog.BaseModel or a "
-        "dataclass, whose fields are the inputs"
+        f"{METHOD}: the elements of its argument must be a pydantic model, a "
+        "cog.BaseModel or a dataclass whose fields are the inputs"
     )
 
 

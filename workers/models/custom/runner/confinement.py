@@ -161,7 +161,7 @@ def confine(
     view = str(Path(scratch, VIEW))
     places = find_places([scratch, *read_only], followed)
     if not take_private_tmp(Path(scratch, "tmp"), places):
-        missing.append("no mount namespace: it shares /tmp with others, and has no /src")
+        missing.append("no mount namespace: it shares /tmp with other processes and has no /src")
     elif folder:
         lay_below(Path(view), Path(folder), Path(scratch, "work"))
         view = SRC if show_at_src(Path(view), Path(scratch, "root")) else view
@@ -187,11 +187,11 @@ def _give_up(writable: Sequence[str]) -> list[str]:
     abi = restrict_writes(writable, files_of=[DEVICES, OWN_THREADS])
     if not abi:
         return [
-            "no Landlock: it can write everything that its user may write, and can see other "
-            "processes of its user"
+            "no Landlock: it can write to anything its user may write to, and can see its "
+            "user's other processes"
         ]
     if not scopes_signals(abi):
-        return [f"Landlock {abi} (Linux before 6.12): it can kill processes of its user"]
+        return [f"Landlock {abi} (Linux before 6.12): it can kill its user's processes"]
     return []
 
 

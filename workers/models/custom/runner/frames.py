@@ -47,9 +47,7 @@ def encode_frame(message: dict[str, Any], blobs: Sequence[bytes] = ()) -> bytes:
     whole = message | {"blobs": [len(blob) for blob in blobs]}
     encoded = encode_json(whole)
     if len(encoded) > MAX_JSON_BYTES:
-        raise ValueError(
-            f"a message of {len(encoded)} bytes, which exceeds the maximum of {MAX_JSON_BYTES}"
-        )
+        raise ValueError(f"message of {len(encoded)} bytes exceeds the maximum of {MAX_JSON_BYTES}")
     return b"".join((HEADER.pack(len(encoded)), encoded, *blobs))
 
 
@@ -101,7 +99,7 @@ class FrameReader:
             return None
         (length,) = HEADER.unpack_from(self._data)
         if length > self._max_json_bytes:
-            raise ValueError(f"a message of {length} bytes")
+            raise ValueError(f"invalid message length: {length} bytes")
         begin = HEADER.size + length
         if len(self._data) < begin:
             return None
@@ -112,9 +110,11 @@ class FrameReader:
             json.dumps(message, ensure_ascii=False).encode()
         lengths = message.pop("blobs") if isinstance(message, dict) else None
         if not isinstance(lengths, list) or not all(_is_length(length) for length in lengths):
-            raise ValueError("a message without the lengths of its blobs")
+            raise ValueError("the message does not specify the lengths of its blobs")
         if len(lengths) > MAX_BLOBS or sum(lengths) > MAX_BLOBS_BYTES:
-            raise ValueError(f"{len(lengths)} blobs of {sum(lengths)} bytes")
+            raise ValueError(
+                f"invalid blobs: {len(lengths)} blobs of {sum(lengths)} bytes in total"
+            )
         return message, lengths
 
 

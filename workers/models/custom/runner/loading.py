@@ -69,7 +69,9 @@ def load(folder: Path) -> Loaded:
     settings = _settings(folder)
     reference = settings.get("run") or settings.get("predict") or _usual_file(folder)
     if not isinstance(reference, str):
-        raise NotLoadable(f"cog.yaml: predict: {reference!r} must have the form predict.py:Name")
+        raise NotLoadable(
+            f"cog.yaml: predict: must have the form predict.py:Name, got {reference!r}"
+        )
     name, _, wanted = reference.partition(":")
     module = _module(folder, name)
     wanted = wanted or next(
@@ -99,12 +101,12 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
     concurrency = _concurrency(settings, compute)
     if form is not None and concurrency > 1:
         raise NotLoadable(
-            f"cog.yaml: concurrency.max: {METHOD} computes one batch at a time; leave it out"
+            f"cog.yaml: concurrency.max: {METHOD} processes one batch at a time; leave it out"
         )
     if callable(getattr(target, "healthcheck", None)):
         notes.append(
-            "healthcheck is not called: nothing reads its answer; a class that exits is "
-            "set up again"
+            "healthcheck is not called because nothing reads its result; a class that exits "
+            "is set up again"
         )
     weigh = _method(predictor, "work", 1, int, notes)
     is_close = _method(predictor, "is_close", 2, bool, notes)
@@ -177,7 +179,7 @@ def _method(
         is_typed = spec.annotations.get("return") in (returns, returns.__name__)
         if len(spec.args) == count + (not is_static) and is_typed and not has_more:
             return cast("Callable[..., Any]", getattr(predictor, name))
-    notes.append(f"{name} is not called: it does not have the form {_FORMS[name]}")
+    notes.append(f"{name} is not called because its signature is not {_FORMS[name]}")
     return None
 
 

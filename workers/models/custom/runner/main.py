@@ -294,7 +294,7 @@ class _Prediction:
         self._size_bytes += len(repr(encoded))
         if self._size_bytes > MAX_STREAMED_BYTES:
             raise WrongOutput(
-                f"output: a stream may have at most {MAX_STREAMED_BYTES} bytes of JSON"
+                f"output: a stream may contain at most {MAX_STREAMED_BYTES} bytes of JSON"
             )
         self.pieces.append(encoded)
         files, blobs = self.encoder.take_files()
@@ -509,7 +509,7 @@ class AsideRunner(SyncRunner):
         try:
             work = operator.index(value)
         except TypeError as error:
-            reason = f"returned {repr(value)[:MAX_SHOWN_CHARS]}; must return a whole number"
+            reason = f"must return a whole number, got {repr(value)[:MAX_SHOWN_CHARS]}"
             raise WrongOutput(reason) from error
         return encode_frame({"id": prediction.id, "work": max(-MAX_WORK, min(work, MAX_WORK))})
 

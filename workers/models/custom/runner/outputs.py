@@ -96,7 +96,7 @@ class OutputEncoder:
     def _plain(self, value: Any, at: Place) -> Any:
         if len(at) > MAX_DEPTH:
             raise WrongOutput(
-                f"{_name_place(at)}: must not be nested deeper than {MAX_DEPTH} levels"
+                f"{_name_place(at)}: must not be nested more than {MAX_DEPTH} levels deep"
             )
         if isinstance(value, enum.Enum):
             return self._plain(value.value, at)
@@ -131,14 +131,14 @@ class OutputEncoder:
             name, data = os.fspath(value), _read(Path(value), at)
         if len(data) > MAX_FILE_BYTES:
             raise WrongOutput(
-                f"{_name_place(at)}: the file {Path(name).name} is too large; the maximum is "
+                f"{_name_place(at)}: the file {Path(name).name} exceeds the maximum of "
                 f"{MAX_FILE_BYTES} bytes"
             )
         self._count += 1
         self._size_bytes += len(data)
         if self._size_bytes > MAX_FILES_BYTES:
             raise WrongOutput(
-                f"output: the files together exceed the maximum of {MAX_FILES_BYTES} bytes"
+                f"output: total file size exceeds the maximum of {MAX_FILES_BYTES} bytes"
             )
         media_type = mimetypes.guess_type(name)[0] or ANY_BYTES
         shown_name = Path(name).name.encode(errors="replace").decode()  # it may not be UTF-8
@@ -186,8 +186,8 @@ def _check_text(text: str, at: Place) -> str:
         text.encode()
     except UnicodeEncodeError as error:
         raise WrongOutput(
-            f"{_name_place(at)}: half of a surrogate pair at character {error.start}, which JSON "
-            "does not support"
+            f"{_name_place(at)}: lone surrogate at character {error.start}, which JSON can't "
+            "represent"
         ) from None
     return text
 
@@ -196,11 +196,13 @@ def _check_number(value: Any, at: Place) -> Any:
     """Returns a number that JSON can represent."""
     if isinstance(value, float):
         if not math.isfinite(value):
-            raise WrongOutput(f"{_name_place(at)}: JSON does not support NaN or infinite numbers")
+            raise WrongOutput(
+                f"{_name_place(at)}: NaN and infinite numbers can't be represented in JSON"
+            )
         return float(value)
     is_large = type(value) is not bool and isinstance(value, int)
     if is_large and value.bit_length() > MAX_INTEGER_BITS - (value < 0):
-        raise WrongOutput(f"{_name_place(at)}: an integer of more than {MAX_INTEGER_BITS} bits")
+        raise WrongOutput(f"{_name_place(at)}: integers must be at most {MAX_INTEGER_BITS} bits")
     return value
 
 

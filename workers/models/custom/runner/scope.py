@@ -47,7 +47,7 @@ class RecordedMetrics:
         try:
             written = json.dumps(self._values | {key: new}, ensure_ascii=False).encode()
         except UnicodeEncodeError:
-            raise ValueError(f"metric {key}: it has half of a surrogate pair") from None
+            raise ValueError(f"metric {key}: contains a lone surrogate") from None
         if len(written) > MAX_BYTES:
             raise ValueError(
                 f"metric {key}: all metrics together must be at most {MAX_BYTES} bytes"
@@ -59,7 +59,9 @@ class RecordedMetrics:
         if mode == "append":
             return [*(before if isinstance(before, list) else []), value]
         if before is not None and type(before) is not type(value):
-            raise TypeError(f"metric {key}: was {type(before).__name__}; delete it first")
+            raise TypeError(
+                f"metric {key}: already has type {type(before).__name__}; delete it first"
+            )
         if mode == "incr":
             return value if before is None else before + value
         if mode != "replace":
@@ -128,7 +130,7 @@ def _mistake(key: str) -> str:
         (len(segments) > MAX_SEGMENTS, f"must have at most {MAX_SEGMENTS} dot-separated segments"),
         ("__" in key, "must not contain consecutive underscores"),
         (key == "predict_time", "is reserved"),
-        (segments[0] == "cog", "is reserved: it begins with cog."),
+        (segments[0] == "cog", "is reserved because it starts with cog."),
     )
     first = next((reason for is_wrong, reason in checks if is_wrong), "")
     return first or next(filter(None, map(_mistake_of_segment, segments)), "")
@@ -136,7 +138,7 @@ def _mistake(key: str) -> str:
 
 def _mistake_of_segment(segment: str) -> str:
     if not re.fullmatch("[A-Za-z0-9_]*", segment):
-        return "may contain only letters, digits and underscores, and dots between segments"
+        return "may contain only letters, digits, underscores, and dots between segments"
     if not segment[0].isalpha():
-        return "must start with a letter, in each segment"
-    return "must end with a letter or digit, in each segment" if segment.endswith("_") else ""
+        return "must start each segment with a letter"
+    return "must end each segment with a letter or digit" if segment.endswith("_") else ""
