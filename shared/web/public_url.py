@@ -87,7 +87,7 @@ def parse_public_url(text: str, reach: Reach) -> URL:
     if address is None and (reason := _impossible(url.raw_host or "", allow_private=is_private)):
         raise UrlForbidden(f"{host} {reason}")
     if address is not None and not reach.allows(address):
-        raise UrlForbidden(f"{host} is {address}, which is not a public address")
+        raise UrlForbidden(f"{host} is {address}, which is not public")
     return url
 
 

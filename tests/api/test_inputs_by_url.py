@@ -324,7 +324,7 @@ async def test_nobody_is_connected_to_who_was_not_checked(
 @pytest.mark.parametrize(
     ("location", "reason"),
     [
-        ("https://127.0.0.2/", "127.0.0.2 is 127.0.0.2, which is not a public address"),
+        ("https://127.0.0.2/", "127.0.0.2 is 127.0.0.2, which is not public"),
         ("https://169.254.169.254/", "not public"),
         ("https://[::ffff:127.0.0.2]/", "not public"),
         ("http://127.0.0.1/", "must be an https URL"),
@@ -438,7 +438,7 @@ async def test_the_address_that_was_checked_is_the_one_that_is_connected_to(
     one = fetcher(tmp_path, files.settings, stores.fetched_urls, resolve)
     assert await fetch(one, f"{url}/there") == b"a"
     assert asked == [(NAME, files.port)] * 2
-    with pytest.raises(BadInput, match=f"f: {NAME} resolves to a non-public address"):
+    with pytest.raises(BadInput, match=f"f: {NAME} resolves to an address that is not public"):
         await fetch(one, f"{url}/a")
     assert files.asked["/a"] == 1
 

@@ -100,7 +100,7 @@ def test_a_budget_reserves_as_many_items_of_each_step_as_images(tmp_path: Path) 
             "model 'nobody' is not in the catalog",
         ),
         ({"safety": {"model": "deaf", "threshold": 0.5}}, "image.safety", "is not an input of"),
-        ({"safety": {"model": "judge"}}, "image.safety", "threshold: judge needs it"),
+        ({"safety": {"model": "judge"}}, "image.safety", "threshold: is required by judge"),
         (
             {"safety": {"model": "mute", "threshold": 0.5}},
             "image.safety",

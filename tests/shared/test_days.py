@@ -54,7 +54,7 @@ def test_backfill_has_both_ends() -> None:
         ({"from": 20261001}, "from: must be a date such as 2026-10-01, got '20261001'"),
         ({"to": None}, "to: must be a date such as 2026-10-01, got 'None'"),
         ({"from": "9999-12-31"}, "from: must be a date such as 2026-10-01, got '9999-12-31'"),
-        ({"day": "2026-10-01"}, "day: is not a field"),
+        ({"day": "2026-10-01"}, "day: is not a valid field"),
     ],
 )
 def test_wrong_words_are_refused_by_name(asked: dict[str, object], reason: str) -> None:

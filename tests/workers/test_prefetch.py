@@ -198,7 +198,7 @@ def test_a_token_that_may_not_is_said_and_not_shown(hub: Hub, tmp_path: Path) ->
             "shipped: its source package:x is not a model on the Hugging Face Hub",
         ),
         (["--model", "other"], "model 'other' does not exist"),
-        (["--to", "s3://bucket"], "--to s3://bucket: must be gs://BUCKET or a folder"),
+        (["--to", "s3://bucket"], "--to: must be gs://BUCKET or a folder, got s3://bucket"),
     ],
 )
 def test_what_can_not_be_copied_is_refused(

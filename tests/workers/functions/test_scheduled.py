@@ -87,7 +87,7 @@ def test_command_without_a_function_says_why(words: list[str], reason: str) -> N
             "from: the range must be at most 31 days, got 366",
         ),
         ({"to": "9998-01-01"}, "to: 9998-01-01 is not over yet"),
-        ({"since": "2026-10-01"}, "since: is not a field"),
+        ({"since": "2026-10-01"}, "since: is not a valid field"),
         ({"only": "invoices"}, "only: must be anomalies"),
         ({"only": "anomalies", "from": "2026-10-01"}, "only: must be anomalies"),
         ([], "the body is not a JSON object"),

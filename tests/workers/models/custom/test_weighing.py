@@ -237,7 +237,7 @@ def test_bounds_of_work_need_a_class_that_weighs(tmp_path: Path) -> None:
         ("price.per_work_usd", {"price": {"per_work_usd": 1}}),
     ):
         entry = {**letters, "batch": {"max_tokens": 9}, **given}
-        with pytest.raises(ValueError, match=f"{field}: an embedding model does not support it"):
+        with pytest.raises(ValueError, match=f"{field}: not supported by an embedding model"):
             Model.model_validate(entry)
 
 

@@ -365,7 +365,7 @@ async def test_a_model_of_no_numbers_is_refused(folder: Path, tmp_path: Path) ->
     tensors["model.norm.weight"][:] = float("nan")
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     write_gguf(tmp_path)
-    with pytest.raises(ConfigurationError, match="valid numbers"):
+    with pytest.raises(ConfigurationError, match="invalid numbers"):
         async with opened(tmp_path):
             pass
 
