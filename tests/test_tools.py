@@ -47,5 +47,6 @@ def test_command_of_a_tool_that_is_not_installed_names_its_package() -> None:
     error = CliRunner().invoke(commands, ["absent", "--x", "y"]).exception
     assert isinstance(error, ConfigurationError)
     assert (
-        error.message == "penstock absent needs the package penstock-absent, which is not installed"
+        error.message
+        == "penstock absent requires the package penstock-absent, which is not installed"
     )

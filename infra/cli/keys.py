@@ -106,7 +106,7 @@ def create_key(
     from shared.tenants.plan import Limits
 
     if unknown := set(scope or ()) - set(SCOPES):
-        raise BadInput(f"scope: {unknown.pop()!r} is not one of {', '.join(SCOPES)}")
+        raise BadInput(f"scope: must be one of {', '.join(SCOPES)}, got {unknown.pop()!r}")
     request = KeyRequest(
         tenant,
         name,
@@ -274,9 +274,9 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
     url, served = settings.keys_url, _read_served(settings)
     if not url:
         raise ConfigurationError(
-            "PENSTOCK_KEYS_URL is not set: set it to the directory of keys, such as "
-            "file:///srv/penstock/keys.json or redis://HOST, or run this in the folder where "
-            "penstock up runs",
+            "PENSTOCK_KEYS_URL is not set: set it to the key directory, such as "
+            "file:///srv/penstock/keys.json or redis://HOST, or run this in the folder "
+            "where penstock up is running",
             field="keys_url",
         )
 
@@ -315,7 +315,7 @@ def _struct(kind: type[Made], assignments: Sequence[str]) -> Made:
     for assignment in assignments:
         name, sign, value = assignment.partition("=")
         if not sign:
-            raise BadInput(f"{assignment!r} is not FIELD=VALUE", field=name)
+            raise BadInput(f"{assignment!r} must have the form FIELD=VALUE", field=name)
         try:
             fields[name] = json.loads(value)
         except ValueError:

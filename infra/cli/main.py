@@ -69,7 +69,7 @@ class _Commands(TyperGroup):
             if package not in SERVING:
                 raise
             typer.echo(
-                f"penstock {ctx.invoked_subcommand} needs the package {package}, which is not "
+                f"penstock {ctx.invoked_subcommand} requires the package {package}, which is not "
                 "installed",
                 err=True,
             )
@@ -105,7 +105,7 @@ def add_tool(commands: typer.Typer, name: str, package: str) -> None:
     @commands.command(name, hidden=True, context_settings=_FORWARDED)
     def report_missing(context: typer.Context) -> None:
         raise ConfigurationError(
-            f"penstock {name} needs the package {package}, which is not installed"
+            f"penstock {name} requires the package {package}, which is not installed"
         )
 
 
@@ -269,7 +269,7 @@ def kill(
     ]
     if not names:
         raise BadInput(
-            f"name: no process is named {name!r}; processes: {', '.join(stack.processes)}"
+            f"name: there is no process {name!r}; choose one of {', '.join(stack.processes)}"
         )
     pid = stack.processes[names[0]]
     os.kill(pid, signal.SIGKILL)
@@ -345,7 +345,7 @@ def bench(context: typer.Context) -> None:
     """Run benchmarks of the pipeline in a checkout (--check, --quick)."""
     if not Path("bench/__main__.py").is_file():
         raise ConfigurationError(
-            "this folder has no benchmarks: run this command at the top of a checkout"
+            "this folder has no benchmarks; run this command from the root of a checkout"
         )
     sys.path.insert(0, str(Path.cwd()))
     raise typer.Exit(importlib.import_module("bench.__main__").main(context.args))
@@ -368,7 +368,9 @@ def _run_program(name: str, words: Sequence[str]) -> NoReturn:
     """
     for point in importlib.metadata.entry_points(group="console_scripts", name=name):
         raise typer.Exit(point.load()(words))
-    raise ConfigurationError(f"{name} is in the package penstock-{name}, which is not installed")
+    raise ConfigurationError(
+        f"{name} is part of the package penstock-{name}, which is not installed"
+    )
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

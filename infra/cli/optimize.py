@@ -19,7 +19,7 @@ VARIANTS = (
 def _part(word: str) -> float:
     part = float(word)
     if not 0 <= part < 1:
-        raise ValueError(f"{word} is not between 0 and 1")
+        raise ValueError(f"must be between 0 and 1, got {word}")
     return part
 
 

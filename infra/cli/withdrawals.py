@@ -42,7 +42,9 @@ def withdraw(
             by = current_user()
             return await store.withdraw(Withdrawal(name, revision, time.time(), by))
 
-        then = "withdrawn; processes stop it within 3 s" if _run(act) else "it is withdrawn already"
+        then = (
+            "withdrawn; processes stop it within 3 s" if _run(act) else ("it is already withdrawn")
+        )
     typer.echo(f"{name}, revision {revision}: {then}")
 
 
@@ -85,7 +87,7 @@ def _check_served(catalog: Catalog, name: str, revision: str) -> None:
     revisions = [model.revision] + ([model.canary.revision] if model.canary else [])
     if revision not in revisions:
         raise ConfigurationError(
-            f"{name} has no revision {revision!r}; the catalog has {', '.join(revisions)}",
+            f"{name} has no revision {revision!r}; the catalog contains {', '.join(revisions)}",
             field="revision",
         )
 

@@ -51,8 +51,8 @@ def model_packages(
             continue
         if name not in lock:
             raise ConfigurationError(
-                f"{source}: no package {name} is in constraints.txt; "
-                f"name it with its version, as {name}==1.0",
+                f"{source}: constraints.txt has no package {name}; pin its version, for example "
+                f"{name}==1.0",
                 field="source",
             )
         pinned[name] = f"{name}=={lock[name].version}"

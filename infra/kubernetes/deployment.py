@@ -159,7 +159,9 @@ def read_deployment(path: Path, region: str, **options: object) -> Deployment:
         raise ConfigurationError(f"{path}: {error}") from error
     if not isinstance(regions, dict) or region not in regions:
         known = ", ".join(regions) if isinstance(regions, dict) else "none"
-        raise ConfigurationError(f"{path}: no region {region!r}; it has: {known}", field="region")
+        raise ConfigurationError(
+            f"{path}: no region {region!r}; available: {known}", field="region"
+        )
     try:
         return Deployment.model_validate(regions[region] | options)
     except ValidationError as error:

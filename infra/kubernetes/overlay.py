@@ -337,7 +337,7 @@ def _chosen(catalog: Catalog, deployment: Deployment) -> list[WorkerGroup]:
     requested = set(deployment.models)
     if missing := requested - {model.name for model in catalog.deployed}:
         raise ConfigurationError(
-            f"models of {deployment.region} are not in the catalog: {', '.join(sorted(missing))}"
+            f"models for {deployment.region} are not in the catalog: {', '.join(sorted(missing))}"
         )
     chosen = []
     for group in catalog.worker_groups:
@@ -346,8 +346,8 @@ def _chosen(catalog: Catalog, deployment: Deployment) -> list[WorkerGroup]:
             chosen.append(group)
         elif names & requested:
             raise ConfigurationError(
-                f"models of {deployment.region}: the workers {group.name!r} need "
-                f"{', '.join(sorted(names - requested))} too"
+                f"models for {deployment.region}: workers {group.name!r} also require "
+                f"{', '.join(sorted(names - requested))}"
             )
     return chosen
 

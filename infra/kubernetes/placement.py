@@ -184,8 +184,9 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
         if model.resources.gpu_memory_bytes is None:
             field = f"{model.name}.resources.gpu_memory_bytes"
             raise ConfigurationError(
-                f"{field}: is required: the GPU memory used by its weights and its largest batch; "
-                f"the workers {group.name!r} load all their models at the same time",
+                f"{field}: is required; set it to the GPU memory used by its weights and its "
+                f"largest batch, because workers {group.name!r} load all their models at the "
+                "same time",
                 field=field,
             )
     taken = {model.name: model.resources.gpu_memory_bytes or 0 for model in group.models}

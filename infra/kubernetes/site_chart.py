@@ -184,7 +184,7 @@ def _render_objects(catalog: Catalog, models_file: Path, fields: dict[str, Any])
             )
         except FileNotFoundError as error:
             raise ConfigurationError(
-                "kubectl is not installed; it is needed to render the overlay"
+                "kubectl is not installed; it is required to render the overlay"
             ) from error
         except subprocess.SubprocessError as error:
             said = getattr(error, "stderr", None) or error

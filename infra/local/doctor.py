@@ -88,8 +88,8 @@ async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
     if missing:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise Unavailable(
-            f"of {len(wanted)} subscriptions, {missing[0]}{others} are missing; "
-            "penstock up and terraform apply create them"
+            f"{missing[0]}{others} of {len(wanted)} subscriptions are missing; create them "
+            "with penstock up or terraform apply"
         )
 
 
@@ -149,8 +149,8 @@ def _python() -> Diagnosis:
     if not is_optimized():
         # Only a note, because it also works.
         facts += (
-            ", built without --enable-optimizations: the API and workers take about 15 % more CPU "
-            "time than with the Python of Docker, Debian or uv"
+            ", built without --enable-optimizations: the API and workers use about 15 % "
+            "more CPU time than with Python from Docker, Debian or uv"
         )
     return Diagnosis(
         "Python", facts, "" if sys.version_info >= OLDEST else "install Python 3.11 or later"
@@ -172,7 +172,7 @@ def _packages() -> Diagnosis:
     )
     if wrong:
         return Diagnosis(
-            "packages", f"missing, or at a different version: {', '.join(wrong)}", INSTALL
+            "packages", f"missing or at a different version: {', '.join(wrong)}", INSTALL
         )
     return Diagnosis("packages", f"{len(pins)} at their pinned versions")
 
@@ -215,7 +215,7 @@ def _ports() -> Diagnosis:
     if ports.api in taken and answers(ports.api, "/readyz"):
         return Diagnosis("ports", f"a Penstock API is ready on port {ports.api}")
     if taken:
-        fix = "stop the program that listens there, or choose other ports: penstock up --help"
+        fix = "stop the program that is listening there or choose other ports: penstock up --help"
         return Diagnosis("ports", f"taken: {', '.join(map(str, taken))}", fix)
     return Diagnosis("ports", f"{', '.join(map(str, wanted))} are free")
 
@@ -238,7 +238,9 @@ def _memory() -> Diagnosis:
     except OSError:
         pass
     fix = (
-        "" if free_bytes >= FREE_MEMORY_BYTES else "stop other programs: the stack takes about 2 GB"
+        ""
+        if free_bytes >= FREE_MEMORY_BYTES
+        else ("stop other programs: the stack uses about 2 GB")
     )
     return Diagnosis("memory", f"{free_bytes / 1e9:.1f} GB available", fix)
 
@@ -301,12 +303,12 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
         try:
             asyncio.run(_within_limit(reach()))
         except ConfigurationError as error:
-            yield Diagnosis(service, f"{place}: {error.message}", f"configure it, or {variable}")
+            yield Diagnosis(service, f"{place}: {error.message}", f"configure it or set {variable}")
         except PenstockError as error:
             yield Diagnosis(
                 service,
                 f"{place}: {error.message}",
-                f"start it (penstock up), or correct {variable}",
+                f"start it (penstock up) or correct {variable}",
             )
         else:
             yield Diagnosis(service, f"{place} answers")

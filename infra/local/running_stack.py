@@ -70,8 +70,8 @@ def announced(state_dir: Path) -> Iterator[Announcement]:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ConfigurationError(
-                f"another penstock up is running on {state_dir}: stop it, or run this command in "
-                "another folder"
+                f"another penstock up is already running in {state_dir}; stop it or run this "
+                "command in a different folder"
             ) from None
         path.unlink(missing_ok=True)
         try:

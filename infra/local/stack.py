@@ -304,8 +304,8 @@ class Stack:
         if taken:
             ports = ", ".join(f"port {port} ({part})" for part, port in taken.items())
             raise ConfigurationError(
-                f"{ports} {'is' if len(taken) == 1 else 'are'} taken: stop the programs that use "
-                "them, or choose other ports, see penstock up --help"
+                f"{ports} {('is' if len(taken) == 1 else 'are')} already in use; stop the "
+                "programs using them or choose other ports (see penstock up --help)"
             )
 
     def _free_health_ports(self, workers: int) -> list[int]:
@@ -316,9 +316,9 @@ class Stack:
         free = list(islice((port for port in self.ports.health if not listens(port)), workers))
         if len(free) < workers:
             raise ConfigurationError(
-                f"{workers} workers need {workers} health ports, but only {len(free)} of "
-                f"{len(self.ports.health)} from {self.ports.health[0]} are free: choose other "
-                "ports, see penstock up --help"
+                f"{workers} workers need {workers} health ports, but only {len(free)} of the "
+                f"{len(self.ports.health)} starting at {self.ports.health[0]} are free; choose "
+                "other ports (see penstock up --help)"
             )
         return free
 

@@ -46,7 +46,7 @@ def find_rabbitmq_server() -> Path:
     """
     chosen = os.environ.get(_SERVER)
     if chosen and not os.access(chosen, os.X_OK):
-        raise ConfigurationError(f"{_SERVER}: no program {chosen}", field="broker")
+        raise ConfigurationError(f"{_SERVER}: program {chosen} not found", field="broker")
     executable = chosen or shutil.which(
         "rabbitmq-server", path=f"{_LIBRARY}:{os.environ.get('PATH', '')}"
     )

@@ -222,7 +222,7 @@ class _Watched:
         process.stop()
         was_ready, self._ready_by_s = self._ready_by_s is None, None
         if self._is_changed:
-            self._stay_down(f"{death}\n  starts again when its sources change")
+            self._stay_down(f"{death}\n  restarts when its sources change")
             return None
         self._since_s = now_s
         self._deaths_s.append(now_s)
@@ -230,10 +230,12 @@ class _Watched:
         if not was_ready and self._part.is_optional and not is_hopeless:
             self._failed_starts += 1
             pause_s = min(FIRST_START_PAUSE_S * 2.0 ** (self._failed_starts - 1), MAX_START_PAUSE_S)
-            self._start_again(pause_s, death, "the other models are served meanwhile")
+            self._start_again(pause_s, death, "the other models are still being served")
             return None
         if is_hopeless or (deaths > MAX_DEATHS and self._part.is_optional):
-            self._stay_down(f"{death}\n  is not started again; the other models are served")
+            self._stay_down(
+                f"{death}\n  will not be restarted; the other models are still being served"
+            )
             return None
         if deaths > MAX_DEATHS:
             return f"{death}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
@@ -244,7 +246,7 @@ class _Watched:
 
     def _start_again(self, pause_s: float, death: str, note: str) -> None:
         self._start_s = self._clock() + pause_s
-        self._report("died", f"{death}\n  starts again in {pause_s:g} s ({note})")
+        self._report("died", f"{death}\n  restarts in {pause_s:g} s ({note})")
 
     def _stay_down(self, facts: str) -> None:
         self._is_down = True

@@ -104,7 +104,7 @@ def invoice(
     from shared.settings import InvoiceSettings, read_settings
 
     if format_ not in ("html", "csv"):
-        raise BadInput(f"format: {format_!r} must be html or csv", field="format")
+        raise BadInput(f"format: must be html or csv, got {format_!r}", field="format")
     formatted = invoice_page if format_ == "html" else invoices_csv
     question = ask_month(month, tz, tenants=tuple(tenant) if tenant else None)
     with _waiting(), open_configured_runner(int(max_gib * GIB)) as runner:
@@ -140,9 +140,11 @@ def _check_format(format_: str, *, is_one: bool) -> None:
 
     known = [*FORMATS, "html"]
     if format_ not in known:
-        raise BadInput(f"format: {format_!r} must be one of {', '.join(known)}", field="format")
+        raise BadInput(
+            f"format: must be one of {', '.join(known)}, got {format_!r}", field="format"
+        )
     if format_ in ("csv", "parquet") and not is_one:
-        raise BadInput(f"format: {format_} needs a single report, or --output", field="format")
+        raise BadInput(f"format: {format_} requires a single report or --output", field="format")
 
 
 def _numbers(changes: Sequence[str]) -> dict[str, float]:
@@ -255,7 +257,9 @@ def _call(url: str, asked: Mapping[str, str]) -> str:
     from urllib.request import Request, urlopen
 
     if not url.startswith(("http://", "https://")):
-        raise BadInput(f"function: {url[:80]!r} is not an http or https URL", field="function")
+        raise BadInput(
+            f"function: must be an http or https URL, got {url[:80]!r}", field="function"
+        )
     headers = {"content-type": "application/json"}
     request = Request(url, json.dumps(dict(asked)).encode(), headers)
     try:
@@ -265,4 +269,4 @@ def _call(url: str, asked: Mapping[str, str]) -> str:
         reason = error.read().decode(errors="replace")[:400]
         raise Unavailable(f"the function returned {error.code}: {reason}") from error
     except (OSError, HTTPException) as error:
-        raise Unavailable(f"the function can't be reached: {error}") from error
+        raise Unavailable(f"the function is unreachable: {error}") from error

@@ -111,7 +111,9 @@ def as_parquet(results: Sequence[ReportResult]) -> bytes:
 
 def _only(results: Sequence[ReportResult], format_: str) -> ReportResult:
     if len(results) != 1:
-        raise BadInput(f"format: {format_} needs a single report; name it", field="format")
+        raise BadInput(
+            f"format: {format_} requires a single report; specify its name", field="format"
+        )
     return results[0]
 
 

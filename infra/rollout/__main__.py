@@ -84,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _rollout(options: argparse.Namespace) -> Rollout:
     if options.command == "back" and not options.revision:
-        raise ConfigurationError("back needs --revision", field="revision")
+        raise ConfigurationError("back requires --revision", field="revision")
     google = GoogleClient(default_credentials())
     catalog = read_catalog(options.models_file)
     where = f"projects/{options.project}/locations"

@@ -45,7 +45,7 @@ def _describe_vector(model: Model, answer: Any) -> str:
     vector = answer["data"][0]["embedding"]
     is_unit = math.isclose(math.hypot(*vector), 1.0, abs_tol=0.01)
     if len(vector) != model.dimensions or not is_unit:
-        raise ValueError(f"{len(vector)} numbers, which are not a unit vector")
+        raise ValueError(f"not a unit vector: {len(vector)} numbers")
     return f"a unit vector of {len(vector)}"
 
 
@@ -56,7 +56,7 @@ def _request_image(model: Model, text: str) -> ExampleRequest:
 
 def _describe_image(model: Model, answer: Any) -> str:
     if not answer["data"][0]["b64_json"]:
-        raise ValueError("no image")
+        raise ValueError("not an image")
     return "an image"
 
 
@@ -68,7 +68,7 @@ def _request_scores(model: Model, text: str) -> ExampleRequest:
 def _describe_scores(model: Model, answer: Any) -> str:
     scores = answer["output"]
     if not scores or len(scores) != 2 or not 0.99 < scores[0] <= 1:
-        raise ValueError(f"the output {scores} must be two scores, the first of which is 1")
+        raise ValueError(f"the output {scores} must be two scores, the first of them 1")
     return "two scores"
 
 
@@ -86,7 +86,7 @@ def _request_text(model: Model, text: str) -> ExampleRequest:
 def _describe_text(model: Model, answer: Any) -> str:
     written = answer["usage"]["completion_tokens"]
     if not 1 <= written <= 8 or answer["choices"][0]["message"]["content"] is None:
-        raise ValueError(f"{written} tokens, expected 1 to 8")
+        raise ValueError(f"expected 1 to 8 tokens, got {written}")
     return f"a text of {written} tokens"
 
 
@@ -96,7 +96,7 @@ def _request_output(model: Model, text: str) -> ExampleRequest:
 
 def _describe_output(model: Model, answer: Any) -> str:
     if answer["status"] != "succeeded":
-        raise ValueError(f"the prediction {answer['status']}: {answer['error']}")
+        raise ValueError(f"prediction {answer['status']}: {answer['error']}")
     return "an output"
 
 

@@ -31,7 +31,7 @@ def default_credentials() -> Credentials:
     try:
         credentials, _ = google.auth.default(scopes=SCOPES)
     except GoogleAuthError as error:
-        raise ConfigurationError(f"no Google credentials: {error}") from error
+        raise ConfigurationError(f"no Google credentials found: {error}") from error
     return credentials
 
 
@@ -82,7 +82,7 @@ class GoogleClient:
         if "error" in state:
             raise Unavailable(f"{operation['name']}: {state['error'].get('message', 'failed')}")
         if not state.get("done"):
-            raise Unavailable(f"{operation['name']} has not finished after {limit_s:g} s")
+            raise Unavailable(f"{operation['name']} did not finish within {limit_s:g} s")
 
     def secret(self, project: str, name: str) -> str:
         """Returns the latest version of a secret. Raises the same errors as `get`."""

@@ -53,7 +53,7 @@ def _ask(url: str, key: str, model: Model) -> str:
         return _ask_with(text, url, key, model)
     except (KeyError, IndexError, TypeError) as error:
         raise Unavailable(
-            f"{url}: {model.name} returned an answer of an unexpected shape: {error!r}"
+            f"{url}: {model.name} returned a response of an unexpected shape: {error!r}"
         ) from error
 
 
@@ -158,8 +158,8 @@ class Rollout:
             traffic = service.traffic()
             if traffic is not None and traffic.follows_latest:
                 raise ConfigurationError(
-                    f"{region}: the traffic follows the newest revision; run python -m "
-                    "infra.rollout hold first"
+                    f"{region}: traffic follows the newest revision; run python -m infra.rollout "
+                    "hold first"
                 )
 
     def try_candidate(self) -> None:
@@ -177,8 +177,8 @@ class Rollout:
             url = _present(region, service).candidate_url
             if not url:
                 self._say(
-                    f"{region}: {traffic.newest} has no separate URL behind the load balancer; its "
-                    "share of traffic is watched"
+                    f"{region}: {traffic.newest} has no separate URL behind the load balancer, so "
+                    "its share of traffic is monitored"
                 )
                 continue
             self._report(region, self._check(url))
@@ -249,7 +249,9 @@ class Rollout:
             self._services[region].give(shares)
             self._say(f"{region}: back to {_shares(shares)}")
         except PenstockError as error:  # the other regions are rolled back anyway
-            self._say(f"{region}: NOT back to {_shares(shares)}, do it manually: {error.message}")
+            self._say(
+                f"{region}: NOT rolled back to {_shares(shares)}; do it manually: {error.message}"
+            )
 
     def _report(self, region: str, lines: Sequence[str]) -> None:
         for line in lines:

@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = read_settings(RowArchiveSettings)
         if not settings.rows_url:
             raise ConfigurationError(
-                ("PENSTOCK_ROWS_URL must be set; while it is empty, rows go straight to BigQuery"),
+                ("PENSTOCK_ROWS_URL must be set; when it is empty, rows go directly to BigQuery"),
                 field="rows_url",
             )
         configure_logs(settings.log_level, settings.project)

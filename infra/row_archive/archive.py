@@ -147,7 +147,7 @@ def unpacked(data: bytes) -> list[bytes]:
     except zlib.error as error:
         raise ValueError(str(error)) from error
     if not unpacking.eof:
-        raise ValueError("truncated, or too large")
+        raise ValueError("truncated or too large")
     return lines.splitlines()
 
 

@@ -56,7 +56,7 @@ class BigQueryLoader:
                 with suppress(GoogleAPICallError):  # an earlier process started it, and it failed
                     job.result(retry=None, timeout=LOAD_LIMIT_S)
                     return
-        raise Unavailable(f"BigQuery: {TRIES} loads of {name} have failed")
+        raise Unavailable(f"BigQuery: loading {name} failed {TRIES} times")
 
     def days(self, table: str) -> dict[str, int]:
         """Returns how many distinct rows a table has, by day (`2026-11-23`, UTC).

@@ -159,7 +159,7 @@ async def test_commands_say_what_they_did(operator: Operator) -> None:
         assert operator.types("withdrawn") == "no model is withdrawn"
         operator.withdraws()
         again = operator.withdraws()
-        assert again == f"{NAME}, revision {REVISION}: it is withdrawn already"
+        assert again == f"{NAME}, revision {REVISION}: it is already withdrawn"
         (listed,) = json.loads(operator.types("withdrawn", "--json"))
         assert (listed["model"], listed["revision"]) == (NAME, REVISION)
         assert listed["by"].startswith("user ")

@@ -50,11 +50,11 @@ def test_items_of_steps_are_requests_of_their_models(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"flows": {"other": FLOW}}, "flows.other: not in the catalog; it has: spell"),
-        ({"flows": {"spell": FLOW | {"items": {}}}}, "items.check: missing"),
+        ({"flows": {"other": FLOW}}, "flows.other: not in the catalog, which contains: spell"),
+        ({"flows": {"spell": FLOW | {"items": {}}}}, "items.check: is required"),
         ({"flows": {"spell": FLOW | {"items": {"no": 1, "check": 2}}}}, "no step 'no'"),
-        ({"models": {CHECK.name: RATE}}, f"models.{SPLIT.name} is missing"),
-        ({"models": MODELS | {JOIN.name: {"mean_per_s": 0}}}, "seconds_per_item is missing"),
+        ({"models": {CHECK.name: RATE}}, f"models.{SPLIT.name} is required"),
+        ({"models": MODELS | {JOIN.name: {"mean_per_s": 0}}}, "seconds_per_item is required"),
     ],
 )
 def test_rates_that_say_too_little_are_refused(

@@ -112,7 +112,7 @@ def test_command_of_a_package_that_is_not_installed_names_it(
     package: str, words: tuple[str, ...]
 ) -> None:
     reported = without(package, *words)
-    error = f"penstock {words[0]} needs the package {package}, which is not installed\n"
+    error = f"penstock {words[0]} requires the package {package}, which is not installed\n"
     assert (reported.returncode, reported.stderr) == (1, error)
 
 

@@ -194,7 +194,7 @@ def test_nobody_gets_a_second_answer(site: Site) -> None:
     site.die("late", prediction="", inbox="inbox.1")
     letters = listed()
     said = types("replay", "texts", letters["answered"]["id"], status=1)
-    assert "its caller was answered: failed" in said
+    assert "its caller already got a response: failed" in said
     said = types("replay", "texts", letters["late"]["id"], status=1)
     assert "deadline has passed" in said
     assert listed().keys() == {"answered", "late"}
@@ -213,6 +213,6 @@ def test_what_is_awaited_is_not_discarded_by_chance(site: Site) -> None:
 @pytest.mark.parametrize("verb", ["replay", "discard"])
 def test_letters_are_named_or_all_are_meant(site: Site, verb: str) -> None:
     site.die("waits")
-    assert "or --all" in types(verb, "texts", status=1)
-    assert "or --all" in types(verb, "texts", "1", "--all", status=1)
+    assert "or use --all" in types(verb, "texts", status=1)
+    assert "or use --all" in types(verb, "texts", "1", "--all", status=1)
     assert "nowhere" in types(verb, "nowhere", "--all", status=1)

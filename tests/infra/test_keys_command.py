@@ -102,9 +102,9 @@ def test_options_of_a_key(operator: Operator) -> None:
     assert made["expires_s"] == made["created_s"] + 90 * 86_400
     assert made["limits"]["requests_per_min"] == 5
     for wrong, reason in {
-        ("--scope", "foo"): "'foo' is not one of",
+        ("--scope", "foo"): "must be one of",
         ("--expires-in", "soon"): "must be a duration",
-        ("--limit", "x"): "is not FIELD=VALUE",
+        ("--limit", "x"): "must have the form FIELD=VALUE",
         ("--model", "gpt-9"): "models[0]: model 'gpt-9' is not in the catalog, which contains ",
         ("--limit", "weight=2"): "unknown field weight; accepted fields: budget_usd_per_month, ",
         ("--limit", "requests_per_min=0"): "requests_per_min",

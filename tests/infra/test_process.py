@@ -57,7 +57,7 @@ def test_early_end_is_told_with_the_end_of_the_log(tmp_path: Path) -> None:
         python("broken", code, tmp_path) as broken,
         pytest.raises(
             Unavailable,
-            match=r"broken ended with code 3 before it was ready; the end of .*broken\.log:\n  80",
+            match=r"broken exited with code 3 before it was ready; the end of .*broken\.log:\n  80",
         ),
     ):
         broken.wait_ready(lambda: False, WAIT_LIMIT_S)
@@ -67,7 +67,8 @@ def test_killed_process_is_told_by_its_signal(tmp_path: Path) -> None:
     with (
         python("killed", "import os; os.kill(os.getpid(), 9)", tmp_path) as killed,
         pytest.raises(
-            Unavailable, match="killed was ended by SIGKILL before it was ready; its log is empty: "
+            Unavailable,
+            match="killed was killed by SIGKILL before it was ready; its log is empty: ",
         ),
     ):
         killed.wait_ready(lambda: False, WAIT_LIMIT_S)
@@ -134,13 +135,13 @@ def test_id_is_not_free_before_the_group_was_killed(tmp_path: Path) -> None:
     wait_until(lambda: not server.is_running)
     first = server.pid
     assert is_kept(first)
-    assert server.ending == "ended with code 3"
+    assert server.ending == "exited with code 3"
     server.start()
     assert not is_kept(first)
     server.kill()
     second = server.pid
     assert is_kept(second)
-    assert server.ending in ("was ended by SIGKILL", "ended with code 3")
+    assert server.ending in ("was killed by SIGKILL", "exited with code 3")
     server.send_signal(signal.SIGTERM)
     server.stop()
     assert not is_kept(second)
@@ -173,7 +174,7 @@ def test_ended_redis_says_so_to_the_next_test(tmp_path: Path) -> None:
         server.ask_to_stop()
         wait_until(lambda: not server.is_running)
         with pytest.raises(
-            pytest.fail.Exception, match=r"redis ended with code 0; the end of .*redis\.log:\n"
+            pytest.fail.Exception, match=r"redis exited with code 0; the end of .*redis\.log:\n"
         ):
             emptied(server)
 

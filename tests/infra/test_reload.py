@@ -141,7 +141,7 @@ def test_a_changed_class_is_reloaded_and_its_callers_wait(up: Up) -> None:
 def test_a_class_that_can_t_be_set_up_waits_for_the_next_change(up: Up) -> None:
     url = f"http://127.0.0.1:{up.ports.api}"
     change(up.log_path.parent, source("two", setup="raise ValueError('no weights')"))
-    wait_until(lambda: "starts again when its sources change" in up.said, START_LIMIT_S)
+    wait_until(lambda: "restarts when its sources change" in up.said, START_LIMIT_S)
     assert "no weights" in up.said
     asked: list[tuple[int, Any]] = []
     asking = threading.Thread(target=lambda: asked.append(predict(url, text="a")))

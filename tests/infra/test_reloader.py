@@ -95,7 +95,7 @@ def test_sources_that_can_t_be_served_restart_nothing(world: World) -> None:
     first = world.worker.pid
     world.file.write_text("def predict(:\n")
     wait_until(lambda: world.look() == ["kept"], WAIT_LIMIT_S)
-    assert "mine unchanged; its new sources can't be served" in world.reported[0][1]
+    assert "mine is unchanged because its new sources can't be served" in world.reported[0][1]
     assert "invalid syntax" in world.reported[0][1]
     assert world.worker.pid == first
 

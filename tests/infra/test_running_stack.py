@@ -61,7 +61,7 @@ def test_stack_is_found_while_it_runs_only(tmp_path: Path) -> None:
 def test_second_stack_in_a_folder_is_refused(tmp_path: Path) -> None:
     with (
         announced(tmp_path),
-        pytest.raises(ConfigurationError, match="another penstock up is running on"),
+        pytest.raises(ConfigurationError, match="another penstock up is already running in"),
         announced(tmp_path),
     ):
         pass
@@ -86,7 +86,7 @@ def test_keys_are_made_in_the_directory_of_the_stack(
 
 def test_missing_settings_are_named(tmp_path: Path) -> None:
     refused = penstock(tmp_path, "keys", "create", "--tenant", "acme", "--name", "production")
-    assert "PENSTOCK_KEYS_URL is not set: set it to the directory of keys" in refused.stderr
+    assert "PENSTOCK_KEYS_URL is not set: set it to the key directory" in refused.stderr
     refused = penstock(tmp_path, "kill", "worker")
     assert f"penstock up is not running in {tmp_path / 'var'}" in refused.stderr
 
@@ -98,8 +98,8 @@ def test_worker_is_killed_by_name(tmp_path: Path, announcement: Announcement) ->
         running = {"api": 2**30, "worker-mini": victim.pid}
         announcement.update(RunningStack({}, running, needs_keys=False))
         refused = penstock(tmp_path, "kill", "work")
-        assert "no process is named 'work'; processes: api, worker-mini" in refused.stderr
+        assert "there is no process 'work'; choose one of api, worker-mini" in refused.stderr
         killed = penstock(tmp_path, "kill", "worker")
         assert killed.stdout == f"killed worker-mini, process {victim.pid}\n"
         victim.wait_ready(lambda: not victim.is_running, WAIT_LIMIT_S)
-        assert victim.ending == "was ended by SIGKILL"
+        assert victim.ending == "was killed by SIGKILL"

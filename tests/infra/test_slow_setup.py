@@ -113,7 +113,7 @@ def test_slow_endless_and_failing_setups_hold_up_nobody(up: Up) -> None:
         ("broken", "the bucket is not there yet"),
     ):
         deaths = up.said.split(f"died    worker-{name} ")[1:]
-        pauses = [one.partition("starts again in ")[2].partition(" s")[0] for one in deaths]
+        pauses = [one.partition("restarts in ")[2].partition(" s")[0] for one in deaths]
         assert pauses[:3] == ["2", "4", "8"], up.said
         assert all(reason in one for one in deaths[:3])
     assert predict(up, "quick") == "quick a 5"

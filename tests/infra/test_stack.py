@@ -45,7 +45,7 @@ def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
         stack = Stack(tmp_path, ports=ports, say=said.append)
         with pytest.raises(
             ConfigurationError,
-            match=rf"port {ports.bigquery} \(bigquery\) is taken: stop the programs",
+            match=rf"port {ports.bigquery} \(bigquery\) is already in use; stop the programs",
         ):
             stack.__enter__()
     assert stack.processes == {}
@@ -78,7 +78,7 @@ def test_part_that_fails_is_told_and_nothing_stays(tmp_path: Path, servers: dict
         say=lambda line: None,
     )
     with pytest.raises(
-        Unavailable, match=r"(?s)worker-mini ended with code .*no_such_package"
+        Unavailable, match=r"(?s)worker-mini exited with code .*no_such_package"
     ) as caught:
         stack.__enter__()
     assert str(stack.log_dir / "worker-mini.log") in caught.value.message
@@ -176,7 +176,7 @@ def test_up_serves_the_others_if_a_model_cannot_start_or_a_port_is_taken(
         ) as up,
     ):
         assert "Penstock is up, without broken." in up.said
-        assert "down    worker-broken ended with code 2; the end of" in up.said
+        assert "down    worker-broken exited with code 2; the end of" in up.said
         assert "no_such_package" in up.said
         assert "ready   worker-mini" in up.said
         assert "it said nothing" not in up.said

@@ -81,8 +81,8 @@ def test_part_that_dies_comes_back(run: Callable[..., World]) -> None:
     assert world.process.pid != first
     assert world.supervisor.look() is None
     assert [word for word, _ in world.reported] == ["died", "back"]
-    assert world.reported[0][1].startswith("part was ended by SIGKILL; ")
-    assert "starts again in 0.5 s (1 of 5)" in world.reported[0][1]
+    assert world.reported[0][1].startswith("part was killed by SIGKILL; ")
+    assert "restarts in 0.5 s (1 of 5)" in world.reported[0][1]
 
 
 def test_worker_that_starts_is_reported_until_it_is_ready(run: Callable[..., World]) -> None:
@@ -125,7 +125,7 @@ def test_worker_with_a_wrong_configuration_stays_down(tmp_path: Path) -> None:
         assert supervisor.look() is None
         word, facts = world.reported[-1]
         assert word == "down"
-        assert "part ended with code 2; the end of " in facts
+        assert "part exited with code 2; the end of " in facts
         assert "no such package" in facts
         world.now_s += WINDOW_S
         assert supervisor.look() is None
@@ -145,7 +145,7 @@ def test_worker_that_never_gets_ready_is_tried_after_longer_and_longer_pauses(
         assert supervisor.look() is None
         word, facts = world.reported[-1]
         assert word == "died"
-        assert "the other models are served meanwhile" in facts
+        assert "the other models are still being served" in facts
         while not world.process.is_running:
             world.now_s += FIRST_START_PAUSE_S / 2
             assert supervisor.look() is None
@@ -171,7 +171,7 @@ def test_worker_that_dies_too_often_while_it_serves_does_not_end_the_others(
         world.now_s += MAX_PAUSE_S
         assert supervisor.look() is None
     assert world.reported[-1][0] == "down"
-    assert "is not started again; the other models are served" in world.reported[-1][1]
+    assert "will not be restarted; the other models are still being served" in world.reported[-1][1]
 
 
 def test_what_a_slow_worker_said_last_is_shown(tmp_path: Path) -> None:
@@ -204,7 +204,7 @@ def test_pauses_grow_and_it_ends_when_a_part_dies_too_often(run: Callable[..., W
     world.process.kill()
     failure = world.supervisor.look()
     assert failure is not None
-    assert failure.startswith("part was ended by SIGKILL; ")
+    assert failure.startswith("part was killed by SIGKILL; ")
     assert failure.endswith(f"part died {MAX_DEATHS + 1} times within 600 s")
     assert not world.process.is_running
 

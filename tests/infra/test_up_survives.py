@@ -154,7 +154,7 @@ def test_every_part_comes_back_while_requests_go_on_and_ends_with_the_stack(
         assert callers.unclear == []
         assert callers.outcomes[200] > 0
         for part in PARTS:
-            assert f"died    {part} was ended by SIGKILL; " in up.said
+            assert f"died    {part} was killed by SIGKILL; " in up.said
         assert up.process.poll() is None
         # If it is killed itself, all of them die with it.
         parts = psutil.Process(up.process.pid).children(recursive=True)
@@ -173,7 +173,7 @@ def test_part_that_dies_too_often_ends_everything(tmp_path: Path, servers: dict[
         worker, batches = pid_of(up, "worker-mini"), pid_of(up, "batches")
         os.kill(batches, signal.SIGKILL)
         assert up.process.wait(START_LIMIT_S) == 1
-        assert "penstock: batches was ended by SIGKILL; " in up.said
+        assert "penstock: batches was killed by SIGKILL; " in up.said
         assert "batches died 1 times within 600 s" in up.said
         with pytest.raises(ProcessLookupError):
             os.kill(worker, 0)

@@ -58,7 +58,8 @@ def _entry(path: Path, text: str, name: str) -> yaml.MappingNode:
             continue
         if entry.flow_style:
             raise ConfigurationError(
-                f"{path}:{entry.start_mark.line + 1}: the entry is on one line; edit it manually"
+                f"{path}:{entry.start_mark.line + 1}: the entry is on a single line; edit it by "
+                "hand"
             )
         return entry  # type: ignore[no-any-return]
     raise ConfigurationError(f"{path}: model {name!r} not found", field="model")
@@ -134,7 +135,7 @@ def take_back(name: Name) -> None:
     async def act(canary_store: CanaryStore, catalog: Catalog) -> bool:
         return await canary_store.take_back(_find(catalog, name), f"by {current_user()}")
 
-    typer.echo(f"{name}: taken back" if _run(act) else f"{name}: it was taken back before")
+    typer.echo(f"{name}: taken back" if _run(act) else f"{name}: it had already been taken back")
 
 
 @canary.command("resume")
@@ -167,7 +168,9 @@ def promote_canary(
         if not force and status["taken_back"]:
             raise ConfigurationError(f"{name}: it was taken back: {status['taken_back']}")
         if not force and not status["items"]:
-            raise ConfigurationError(f"{name}: no results yet: it has had no items recently")
+            raise ConfigurationError(
+                f"{name}: no results yet because it has received no items recently"
+            )
         promote(path, name)
         await canary_store.take_back(canary, "promoted")
 

@@ -123,7 +123,7 @@ def discard(
     """
 
     async def act(held: HeldLetters) -> tuple[int, int]:
-        waiting = "its caller is still waiting; replay it, or add --force"
+        waiting = "its caller is still waiting; replay it or add --force"
         chosen = _choose(
             held,
             ids,
@@ -155,7 +155,7 @@ def _choose(
             `every` is given.
     """
     if bool(ids) == every:
-        raise BadInput("specify the IDs of dead letters, or --all", field="id")
+        raise BadInput("specify the IDs of dead letters or use --all", field="id")
     if every:
         return [letter for letter in held.letters if not refusal(letter)]
     chosen = [held.find(letter_id) for letter_id in ids or ()]

@@ -102,7 +102,8 @@ class HeldLetters:
             if letter.id == letter_id:
                 return letter
         raise BadInput(
-            f"{self.model} has no dead letter {letter_id!r} (of the {len(self.letters)} looked at)",
+            f"{self.model} has no dead letter {letter_id!r} among the {len(self.letters)} "
+            "that were read",
             field="id",
         )
 
@@ -169,12 +170,12 @@ async def held_letters(
 async def _letter(message: ReceivedMessage, records: Records) -> Letter:
     envelope = decode_leniently(message.attributes)
     if envelope is None:
-        return Letter(message, None, "its attributes do not name the job's owner")
+        return Letter(message, None, "its attributes do not include the job's owner")
     part = 0 if envelope.flow else envelope.part  # a caller waits for the whole run
     record = await records.read(record_id(envelope.request_id, part))
     if record is not None and record.is_over:
-        return Letter(message, envelope, f"its caller was answered: {record.state}")
+        return Letter(message, envelope, f"its caller already got a response: {record.state}")
     if envelope.has_record or envelope.flow:
-        return Letter(message, envelope, "" if record else "its prediction is gone")
+        return Letter(message, envelope, "" if record else "its prediction no longer exists")
     is_late = envelope.deadline_s <= time.time()
     return Letter(message, envelope, "its caller's deadline has passed" if is_late else "")

@@ -284,7 +284,7 @@ def test_memory_of_a_worker_leaves_room_for_contexts(models_file: Path) -> None:
 
 
 def test_a_cluster_outside_has_all_of_them_or_none(tmp_path: Path, models_file: Path) -> None:
-    with pytest.raises(ConfigurationError, match="the workers 'Docs' need pages, texts too"):
+    with pytest.raises(ConfigurationError, match="workers 'Docs' also require pages, texts"):
         render(tmp_path / "out", models_file, models=("words", "others"))
     objects = render(tmp_path / "out", models_file, models=("others",))
     assert set(workers(objects)) == {"worker-others"}

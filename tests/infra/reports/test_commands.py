@@ -107,7 +107,7 @@ def test_query_that_would_read_too_much_is_refused(printed: Told) -> None:
         (("slo", "--set", "weather=1"), "the report slo has no parameter 'weather'"),
         (("budgets", "--set", "budgets_usd=1"), "has no parameter 'budgets_usd'"),
         (("usage", "--set", "x"), "set must be NAME=NUMBER, got 'x'"),
-        (("all", "--format", "csv"), "format: csv needs a single report"),
+        (("all", "--format", "csv"), "format: csv requires a single report"),
         (("usage", "--tenant", "x" * 300), "tenant: must have 1 to 1000 names"),
     ],
 )

@@ -69,8 +69,8 @@ def test_command_calls_the_function(url: str) -> None:
 @pytest.mark.parametrize(
     ("words", "reason"),
     [
-        (["--function", "file:///etc/passwd"], "is not an http or https URL"),
-        (["--function", "http://127.0.0.1:1/"], "the function can't be reached"),
+        (["--function", "file:///etc/passwd"], "must be an http or https URL"),
+        (["--function", "http://127.0.0.1:1/"], "the function is unreachable"),
     ],
 )
 def test_command_without_a_function_says_why(words: list[str], reason: str) -> None:

@@ -45,12 +45,12 @@ async def test_day_has_the_models_shares_and_tenants_that_are_named() -> None:
     ("changed", "reason"),
     [
         ({"models": ("huge",)}, "model: 'huge' is not served there; available: mini, "),
-        ({"models": ("pairs",)}, "model: pairs has the task similarity, which can't be replayed"),
+        ({"models": ("pairs",)}, "model: pairs has task similarity, which can't be replayed"),
         ({"models": ("spell",)}, "model: spell requires custom inputs"),
         ({"models": ("mini=x",)}, "model must be NAME or NAME=SHARE, got 'mini=x'"),
         ({"models": ("mini=-1",)}, "model must be NAME or NAME=SHARE, got 'mini=-1'"),
-        ({"tenants": 5}, "tenants: 5 tenants, but only 1 keys"),
-        ({"numbers": {"speed": 1.0}}, "set: a day does not have 'speed'; available: zipf, "),
+        ({"tenants": 5}, "tenants: 5 tenants need as many keys, but there are only 1"),
+        ({"numbers": {"speed": 1.0}}, "set: a day has no 'speed'; available: zipf, "),
         ({"numbers": {"repeat_share": 2.0}}, "repeat_share must be from 0 to 1, got 2.0"),
         ({"numbers": {"swing": 1.5}}, "swing must be from 0 to 1, got 1.5"),
         ({"numbers": {"zipf": -1.0}}, "zipf must be from 0 to 10"),
@@ -77,9 +77,9 @@ async def test_trace_gets_names_for_aliases_and_a_usual_model(tmp_path: Path) ->
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("at_s,tenant\n0,nobody\n", "no key for the tenant 'nobody'"),
+        ("at_s,tenant\n0,nobody\n", "no key for tenant 'nobody'"),
         ("at_s,tenant,model\n0,acme,huge\n", "model: 'huge' is not served there"),
-        ("at_s,tenant,model\n0,acme,pairs\n", "model: pairs has the task similarity"),
+        ("at_s,tenant,model\n0,acme,pairs\n", "model: pairs has task similarity"),
         ("at_s,tenant,model,input\n0,acme,spell,a b\n", "input: spell requires a JSON object"),
         ("at_s,tenant,model\n0,acme,spell\n", "input: spell requires a JSON object"),
     ],

@@ -103,7 +103,7 @@ def load(
         raise BadInput("key and keys are mutually exclusive", field="key")
     target = Target(url, key, read_keys(keys) if keys else None)
     if trace is not None and (tenants or model or changes):
-        raise BadInput("trace: it already contains tenants and models", field="trace")
+        raise BadInput("trace: already contains tenants and models", field="trace")
     options = DayOptions(
         requests or REQUESTS_OF_A_DAY,
         tenants or len(target.keys) or TENANTS_WITHOUT_KEYS,

@@ -99,11 +99,13 @@ class Day:
                 raise BadInput(f"{name} must be from 0 to {most}, got {value}", field=name)
         if self.rush_share + self.burst_share > 1:
             raise BadInput(
-                "burst_share must leave room for rush_share: their total is at most 1",
+                "burst_share must leave room for rush_share: their sum must be at most 1",
                 field="burst_share",
             )
         if self.requests < 1 or not self.tenants or not self.models:
-            raise BadInput("requests: a day needs requests, tenants and models", field="requests")
+            raise BadInput(
+                "requests: a day requires requests, tenants and models", field="requests"
+            )
 
     def slots(self) -> Ints:
         """The number of requests in each slot, without bursts."""

@@ -155,12 +155,12 @@ def form_of(model: str, tasks: Mapping[str, str]) -> RequestForm:
     if name is None:
         known = ", ".join(tasks) or "none"
         raise BadInput(
-            f"model: {model[:80]!r} is not served there; available: {known}", field="model"
+            f"model: {model[:80]!r} is not served there; available models: {known}", field="model"
         )
     if not can_be_replayed(name):
         known = ", ".join(REQUEST_FORMS)
         raise BadInput(
-            f"model: {model} has the task {name}, which can't be replayed; known: {known}",
+            f"model: {model} has task {name}, which can't be replayed; supported tasks: {known}",
             field="model",
         )
     return REQUEST_FORMS[name]

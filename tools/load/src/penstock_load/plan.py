@@ -54,12 +54,14 @@ def plan_day(target: Target, options: DayOptions) -> LoadPlan:
     forms = {name: form_of(name, _tasks(served)) for name in shares}
     if runs := [name for name, form in forms.items() if form.is_run]:
         raise BadInput(
-            f"model: {runs[0]} requires custom inputs, which a day does not have; use a trace",
+            f"model: {runs[0]} requires custom inputs, which a day does not contain; use a trace",
             field="model",
         )
     if target.keys and options.tenants > len(target.keys):
         raise BadInput(
-            f"tenants: {options.tenants} tenants, but only {len(target.keys)} keys", field="tenants"
+            f"tenants: {options.tenants} tenants need as many keys, but there are only "
+            f"{len(target.keys)}",
+            field="tenants",
         )
     known = list(target.keys) or [f"tenant-{place + 1}" for place in range(options.tenants)]
     day = Day(
@@ -96,7 +98,7 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
     served = target.models()
     usual = next((model.id for model in served.values() if can_be_made_up(model.task)), "")
     if target.keys and (unknown := {arrival.tenant for arrival in arrivals} - target.keys.keys()):
-        raise ConfigurationError(f"{path}: no key for the tenant {min(unknown)!r}", field="keys")
+        raise ConfigurationError(f"{path}: no key for tenant {min(unknown)!r}", field="keys")
     names = {arrival.model for arrival in arrivals}
     # Rows contain model names, so the ledger has no aliases.
     named = {name: served[name or usual].id for name in names if (name or usual) in served}
@@ -121,7 +123,7 @@ def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[st
     if not models:
         replayed = {model.id: None for model in served.values() if can_be_made_up(model.task)}
         if not replayed:
-            raise BadInput("model: no served model can be replayed", field="model")
+            raise BadInput("model: none of the served models can be replayed", field="model")
         return dict(replayed)
     shares: dict[str, float | None] = {}
     for pair in models:
@@ -139,7 +141,7 @@ def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[st
 def _numbers(numbers: Mapping[str, float]) -> dict[str, Any]:
     if unknown := numbers.keys() - NUMBERS.keys():
         raise BadInput(
-            f"set: a day does not have {min(unknown)[:80]!r}; available: {', '.join(NUMBERS)}",
+            f"set: a day has no {min(unknown)[:80]!r}; available: {', '.join(NUMBERS)}",
             field="set",
         )
     return {

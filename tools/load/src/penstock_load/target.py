@@ -124,7 +124,7 @@ def read_keys(path: Path) -> dict[str, str]:
         ) from error
     if not keys or not all(tenant and key for tenant, key in keys.items()):
         raise ConfigurationError(
-            f"keys: {path}: every line needs a tenant and its key", field="keys"
+            f"keys: {path}: every line must have a tenant and its key", field="keys"
         )
     return keys
 

@@ -63,7 +63,7 @@ def read_trace(path: Path) -> list[Arrival]:
         except msgspec.ValidationError as error:
             raise _wrong(path, number, str(error).replace(" - at `$.", " in `")) from error
         if not math.isfinite(arrival.at_s):
-            raise _wrong(path, number, "at_s is not a number of seconds")
+            raise _wrong(path, number, "at_s must be a number of seconds")
         arrivals.append(arrival)
     return sorted(arrivals, key=lambda arrival: arrival.at_s)
 
@@ -78,7 +78,7 @@ def read_times(path: Path) -> list[float]:
         return sorted(float(line["at_s"]) for _, line in _read_numbered(path))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigurationError(
-            f"{path}: every line needs a number at_s ({error})", field=FIELD
+            f"{path}: every line must have a number at_s ({error})", field=FIELD
         ) from error
 
 

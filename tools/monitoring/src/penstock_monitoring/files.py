@@ -348,14 +348,14 @@ def _check(targets: Mapping[str, float], least_bad_events: int, worker_hour_usd:
     for name, target in targets.items():
         if not (FAST[0].rate * (1 - target) < 1 and target < 1):
             raise ConfigurationError(
-                f"{name}: {target:g} must be between 0.931, below which a total outage would not"
-                " fire the alert, and 1, which leaves no budget",
+                f"{name}: must be between 0.931, below which a total outage would not trigger "
+                f"the alert, and 1, which leaves no error budget, got {target:g}",
                 field=name,
             )
     if least_bad_events < 1:
-        raise ConfigurationError("least-bad-events: at least 1", field="least_bad_events")
+        raise ConfigurationError("least-bad-events: must be at least 1", field="least_bad_events")
     if not 0 <= worker_hour_usd < float("inf"):
-        raise ConfigurationError("worker-hour-usd must be a price", field="worker_hour_usd")
+        raise ConfigurationError("worker-hour-usd: must be a price", field="worker_hour_usd")
 
 
 def _yaml(value: object) -> str:

@@ -77,7 +77,7 @@ def plan(
     if more_regions and not region:
         raise typer.BadParameter(f"unexpected: {' '.join(more_regions)}")
     if buffer < 0:
-        raise ConfigurationError("--buffer: 0 or more", field="buffer")
+        raise ConfigurationError("--buffer: must be at least 0", field="buffer")
     from infra.kubernetes.deployment import read_gpu_types
     from penstock_planning.deploy.plan import make_plan
     from penstock_planning.deploy.platform_variables import read_platform
@@ -107,7 +107,7 @@ def _rates(
         return rates_of_words(rate, seconds, catalog)
     if seconds:
         raise ConfigurationError(
-            "--seconds requires --rate; a rates file has seconds_per_item", field="seconds"
+            "--seconds: requires --rate, because a rates file has seconds_per_item", field="seconds"
         )
     return read_rates(rates_file, catalog)
 

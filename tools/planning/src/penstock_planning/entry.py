@@ -30,7 +30,9 @@ class Entry(BaseModel):
         for key in entry if isinstance(entry, dict) else ():
             if key not in accepted:
                 context = {"key": str(key), "accepted": ", ".join(accepted)}
-                raise PydanticCustomError(_UNKNOWN, "unknown; accepted here: {accepted}", context)
+                raise PydanticCustomError(
+                    _UNKNOWN, "unknown field; accepted here: {accepted}", context
+                )
         return entry
 
 

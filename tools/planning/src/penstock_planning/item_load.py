@@ -41,7 +41,7 @@ class ItemLoad(Entry):
         if self.seconds_per_item is not None:
             raise ValueError("seconds_per_work and seconds_per_item are mutually exclusive")
         if self.work_per_item is None:
-            raise ValueError("work_per_item is missing; it is required with seconds_per_work")
+            raise ValueError("work_per_item is required with seconds_per_work")
         return self
 
     @property
@@ -64,13 +64,13 @@ def check_work(model: Model, load: ItemLoad, where: str) -> None:
     if work is None:
         if model.batch.max_work is not None and load.item_s is not None:
             raise ConfigurationError(
-                f"{field} is missing: the result of the class's `work` for a typical input; "
-                "batch.max_work limits the batch by it",
+                f"{field} is required: the result of the class's `work` for a typical input, by "
+                "which batch.max_work limits a batch",
                 field=field,
             )
     elif most is None:
         raise ConfigurationError(
-            f"{field}: must not be set, because the model has no `work`", field=field
+            f"{field}: must not be set because the model has no `work`", field=field
         )
     elif work > most:
         raise ConfigurationError(f"{field} exceeds the catalog's work.max ({most})", field=field)

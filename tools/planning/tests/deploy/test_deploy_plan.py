@@ -222,35 +222,35 @@ def test_flex_start_and_reservations_are_planned() -> None:
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 1}}}}",
-            f"models.{MINILM}: seconds_per_item is missing: worker seconds",
+            f"models.{MINILM}: seconds_per_item is required: worker seconds",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 1, seconds_per_item: 1}}}}",
-            f"models.{MINILM}: measured is missing",
+            f"models.{MINILM}: measured is required",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 2, peak_per_s: 1}}}}",
-            f"models.{MINILM}: peak_per_s is below mean_per_s",
+            f"models.{MINILM}: peak_per_s must be at least mean_per_s",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 1, hits: 1}}}}",
-            f"models.{MINILM}.hits: unknown; accepted here: hit_share, input_bytes, items_per",
+            f"models.{MINILM}.hits: unknown field; accepted here: hit_share, input_bytes, items",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 0}}}}\nregions: {{a: 0.5}}",
-            "the shares of the regions",
+            "the regions' shares",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 0}}}}\ntarget_utilization: 0.8",
-            "target_utilization: unknown; accepted here: api_requests_per_s, broker_round_trip_s",
+            "target_utilization: unknown field; accepted here: api_requests_per_s, broker",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 1, seconds_per_work: 2, measured: x}}}}",
-            f"models.{MINILM}: work_per_item is missing",
+            f"models.{MINILM}: work_per_item is required",
         ),
         (
             f"models: {{{MINILM}: {{mean_per_s: 0, work_per_item: 2}}}}",
-            f"models.{MINILM}.work_per_item: must not be set, because the model has no `work`",
+            f"models.{MINILM}.work_per_item: must not be set because the model has no `work`",
         ),
         ("models: {}", "models: Dictionary should have at least 1 item"),
         ("", "file: Input should be"),
@@ -269,19 +269,19 @@ def test_wrong_rates_are_refused_with_field_and_reason(
     [
         (["--rate", MINILM], f"'{MINILM}' must have the form --rate MODEL=MEAN[:PEAK]"),
         (["--rate", f"{MINILM}=1:2:3"], "must have the form --rate"),
-        (["--rate", f"{MINILM}=1"], "seconds_per_item is missing: worker seconds"),
+        (["--rate", f"{MINILM}=1"], "seconds_per_item is required: worker seconds"),
         (["--rate", f"{MINILM}=1", "--rate", f"{MINILM}=2"], "already has a rate"),
         (["--rate", f"{MINILM}=1", "--seconds", "other=1"], "no --rate for 'other'"),
-        (["--rates", EXAMPLE, "--seconds", f"{MINILM}=1"], "--seconds requires --rate"),
-        (["--rates", EXAMPLE, "--buffer", "-1"], "--buffer: 0 or more"),
+        (["--rates", EXAMPLE, "--seconds", f"{MINILM}=1"], "--seconds: requires --rate"),
+        (["--rates", EXAMPLE, "--buffer", "-1"], "--buffer: must be at least 0"),
         (["--rates", EXAMPLE, "--broker-round-trip", "9"], "must be from 0 to 5 seconds, got 9"),
         (["--rates", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--rates", EXAMPLE, "--prices", "nowhere.yaml"], "nowhere.yaml: No such file"),
         (["--rates", EXAMPLE, "--tfvars", "nowhere.json"], "nowhere.json: No such file"),
-        (["--rates", EXAMPLE, "--tfvars", "models.yaml"], "models.yaml: not JSON"),
+        (["--rates", EXAMPLE, "--tfvars", "models.yaml"], "models.yaml: not valid JSON"),
         (
             ["--rates", EXAMPLE, "--region", *(f"r{n}" for n in range(17))],
-            "17 regions; the maximum is 16",
+            "must be at most 16 regions, got 17",
         ),
     ],
 )
@@ -299,7 +299,7 @@ def test_wrong_words_are_refused_with_the_reason(
         ({"nodes": {"overflow": "h100"}}, "nodes.overflow: h100 is not sold on demand"),
         (
             {"nodes": {"overflow": "a100"}, "regions": {"europe-west1": {}}},
-            "regions.europe-west1: no zone has a100, the overflow type",
+            "regions.europe-west1: no zone has the overflow type a100",
         ),
         (
             {
@@ -318,22 +318,25 @@ def test_wrong_words_are_refused_with_the_reason(
         ),
         (
             {"nodes": {"general": {"machine_type": "custom"}}},
-            "nodes.general.machine_type: 'custom' must end in",
+            "nodes.general.machine_type: must end in its number of vCPUs",
         ),
         ({"regions": {"a": {}, "b": {}}}, "every region must have a different index"),
         (
             {"node": {"max_gpus": 9}},
-            "node: unknown; accepted here: alert_tokens, alerts, analysts, api, ",
+            "node: unknown field; accepted here: alert_tokens, alerts, analysts, api, ",
         ),
-        ({"nodes": {"max_gpu": 9}}, "nodes.max_gpu: unknown; accepted here: binary_authorization"),
-        ({"api": {"cpus": 4}}, "api.cpus: unknown; accepted here: concurrency, cpu, "),
+        (
+            {"nodes": {"max_gpu": 9}},
+            "nodes.max_gpu: unknown field; accepted here: binary_authorization",
+        ),
+        ({"api": {"cpus": 4}}, "api.cpus: unknown field; accepted here: concurrency, cpu, "),
         (
             {"nodes": {"general": {"type": "e2"}}},
-            "nodes.general.type: unknown; accepted here: machine_type, max, min",
+            "nodes.general.type: unknown field; accepted here: machine_type, max, min",
         ),
         (
             {"regions": {"europe-west4": {"maxgpus": 1}}},
-            "regions.europe-west4.maxgpus: unknown; accepted here: drained, index, max_gpus",
+            "regions.europe-west4.maxgpus: unknown field; accepted here: drained, index, max_gpus",
         ),
         ({"batches": {"memory": "much"}}, "batches.memory: String should match"),
     ],

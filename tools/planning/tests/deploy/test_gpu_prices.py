@@ -42,7 +42,7 @@ def test_a_price_that_changed_is_known_on_both_sides() -> None:
 @pytest.mark.parametrize("since", [None, MONTH, dt.date(2026, 9, 1)])
 def test_prices_without_an_order_are_refused(since: dt.date | None) -> None:
     earlier = (EarlierPrice(since=MONTH, usd={"here": 0.4}),)
-    with pytest.raises(ValidationError, match="increasing days"):
+    with pytest.raises(ValidationError, match="dates must increase"):
         ListPrice(unit="hour", source="s", usd={"here": 0.5}, since=since, earlier=earlier)
 
 

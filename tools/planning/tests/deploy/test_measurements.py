@@ -100,7 +100,7 @@ def test_without_figures_the_command_is_named(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     message = refusal(capsys, "--models", str(catalog(folder)), "--rate", "mine=2")
-    assert "models.mine: seconds_per_item is missing" in message
+    assert "models.mine: seconds_per_item is required" in message
     assert "penstock models measure FOLDER" in message
 
 
@@ -108,8 +108,8 @@ def test_without_figures_the_command_is_named(
     ("gpu", "measured", "reason"),
     [
         ("none", {"sources_sha256": "b" * 64}, "the sources have changed since"),
-        ("l4", {}, "measured on cpu, and gpu.type is l4"),
-        ("none", {"device": "NVIDIA L4"}, "measured on NVIDIA L4, and gpu.type is none"),
+        ("l4", {}, "measured on cpu, but gpu.type is l4"),
+        ("none", {"device": "NVIDIA L4"}, "measured on NVIDIA L4, but gpu.type is none"),
         ("a100-80gb", {"device": "NVIDIA A100-SXM4-40GB"}, "gpu.type is a100-80gb"),
     ],
 )
@@ -198,7 +198,7 @@ def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture
         (
             "{mean_per_s: 1, seconds_per_item: 1, measured: x}",
             {},
-            "models.mine.work_per_item is missing: the result of the class's `work`",
+            "models.mine.work_per_item is required: the result of the class's `work`",
         ),
         (
             "{mean_per_s: 1, work_per_item: 2000}",
@@ -208,7 +208,7 @@ def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture
         (
             "{mean_per_s: 1, seconds_per_work: 1, measured: x}",
             {},
-            "models.mine: work_per_item is missing; it is required with seconds_per_work",
+            "models.mine: work_per_item is required with seconds_per_work",
         ),
         (
             "{mean_per_s: 1, seconds_per_work: 1, seconds_per_item: 1, work_per_item: 1}",
@@ -248,5 +248,5 @@ def test_a_simulation_counts_the_same_work(weighing: Path) -> None:
     assert summary.served == pytest.approx(2400, rel=0.1)
     assert result.recorder.worker_busy_s == pytest.approx(summary.served * 0.3 / 2, rel=0.02)
     del load["work_per_item"]
-    with pytest.raises(ConfigurationError, match="work_per_item is missing"):
+    with pytest.raises(ConfigurationError, match="work_per_item is required"):
         scenario_of(document)

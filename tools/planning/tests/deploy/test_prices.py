@@ -221,7 +221,7 @@ def test_a_row_is_no_larger_in_the_archive_than_is_priced(tmp_path: Path) -> Non
         (
             "sources: {s: {url: 'https://a.b', seen: 2026-01-01}}\n"
             "prices: {a: {unit: h, source: s, usd: {any: [{up_to: 5, usd: 1}]}}}",
-            "prices.a: steps must increase, and only the last has no up_to",
+            "prices.a: steps must increase, and only the last one may omit up_to",
         ),
         ("prices: [", "while parsing"),
     ],

@@ -98,7 +98,7 @@ def test_node_without_a_gpu_does_not_lose_one() -> None:
 
 def test_failure_of_another_class_or_region_is_not_this_ones() -> None:
     assert run(events=[FAILURE | {"gpu": "a100"}]).summary.workers_lost == {}
-    with pytest.raises(ConfigurationError, match="no region 'europe-west9'"):
+    with pytest.raises(ConfigurationError, match="region 'europe-west9' does not exist"):
         run(events=[FAILURE | {"region": "europe-west9"}])
     with pytest.raises(ConfigurationError, match="count"):
         run(events=[FAILURE | {"count": 0}])

@@ -36,14 +36,20 @@ def written(folder: Path, text: str = GIVEN) -> str:
         ("duration_s=0", "duration_s"),
         ("models.all-MiniLM-L6-v2.seconds_per_item=-1", "all-MiniLM-L6-v2.seconds_per_item"),
         ("models.all-MiniLM-L6-v2.arrivals.0.per_s=often", "arrivals.0.constant.per_s"),
-        ("cluster.nodes=3", "cluster.nodes: unknown; accepted here: buffer, node_idle_s"),
-        ("duration=3", "duration: unknown; accepted here: about, api, broker, catalog, cluster"),
-        ("models.all-MiniLM-L6-v2.work_per_items=3", "work_per_items: unknown; accepted here: "),
+        ("cluster.nodes=3", "cluster.nodes: unknown field; accepted here: buffer, node_idle_s"),
+        (
+            "duration=3",
+            "duration: unknown field; accepted here: about, api, broker, catalog, cluster",
+        ),
+        (
+            "models.all-MiniLM-L6-v2.work_per_items=3",
+            "work_per_items: unknown field; accepted here: ",
+        ),
         (
             "models.all-MiniLM-L6-v2.seconds_per_work=3",
             "seconds_per_work and seconds_per_item are mutually",
         ),
-        ("regions.us-east4.share=0.5", "shares of the regions"),
+        ("regions.us-east4.share=0.5", "regions' shares"),
         ("events=[{kind: region_loss, at_s: 1, for_s: 1, region: mars}]", "mars"),
         ("events=[{kind: rollout, at_s: 1, model: other}]", "other"),
         ("events=[{kind: flood, at_s: 1}]", "events.0"),
@@ -146,5 +152,5 @@ def test_a_trace_is_replayed(tmp_path: Path, name: str, text: str) -> None:
 def test_a_broken_trace_is_named(tmp_path: Path) -> None:
     (tmp_path / "trace.csv").write_text("time\n3\n")
     document = GIVEN.replace("kind: constant, per_s: 1", "kind: trace, file: trace.csv")
-    with pytest.raises(ConfigurationError, match=r"trace\.csv: every line needs a number at_s"):
+    with pytest.raises(ConfigurationError, match=r"trace\.csv: every line must have a number at_s"):
         simulate(read_scenario(written(tmp_path, document)))

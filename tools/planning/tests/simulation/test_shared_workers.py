@@ -131,11 +131,11 @@ def test_continuous_batches_of_shared_workers_are_not_simulated() -> None:
         ({"flows": {"f": {"steps": ["none"], "arrivals": []}}}, "flows.f.arrivals"),
         (
             {"flows": {"f": {"steps": ["no"], "arrivals": [{"kind": "constant", "per_s": 1}]}}},
-            "flows.f.steps: no model 'no'",
+            "flows.f.steps: model 'no' does not exist",
         ),
         (
             {"models": {NAMES[0]: {"seconds_per_item": 1, "measured": "made up"}}},
-            "a-model.arrivals: missing, and no flow uses the model",
+            "a-model.arrivals: is required because no flow uses the model",
         ),
     ],
 )

@@ -278,8 +278,8 @@ def _shares(rates: DemandRates, platform: Platform) -> dict[str, float]:
     if set(rates.regions) != set(platform.regions):
         planned = ", ".join(sorted(platform.regions))
         raise ConfigurationError(
-            f"rates: regions: {', '.join(sorted(rates.regions))} differ from the plan's regions: "
-            f"{planned}",
+            f"rates: regions {', '.join(sorted(rates.regions))} differ from the plan's "
+            f"regions: {planned}",
             field="regions",
         )
     return {name: rates.regions[name] for name in platform.regions}
@@ -385,8 +385,8 @@ def _inboxes_of_region(instances: int, platform: Platform) -> int:
     needed = inboxes_for(instances, platform.batches.instances)
     if needed > INBOX_STRIDE:
         raise ConfigurationError(
-            f"api.max_instances: {instances} instances per region need {needed} inboxes,"
-            f" and a region has at most {INBOX_STRIDE}; split the load among more regions",
+            f"api.max_instances: {instances} instances per region need {needed} inboxes, but "
+            f"a region has at most {INBOX_STRIDE}; split the load across more regions",
             field="api.max_instances",
         )
     return needed

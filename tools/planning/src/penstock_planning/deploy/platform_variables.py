@@ -252,7 +252,8 @@ class Platform(_Variable):
         """
         if len(names) > MAX_REGIONS:
             raise ConfigurationError(
-                f"--region: {len(names)} regions; the maximum is {MAX_REGIONS}", field="regions"
+                f"--region: must be at most {MAX_REGIONS} regions, got {len(names)}",
+                field="regions",
             )
         free = iter(
             sorted(
@@ -283,5 +284,5 @@ def read_platform(path: Path | None) -> Platform:
         raise explained(error, str(path)) from error
     except ValueError as error:
         raise ConfigurationError(
-            f"{path}: not JSON ({error}); variables must be in a .tfvars.json file"
+            f"{path}: not valid JSON ({error}); variables must be in a .tfvars.json file"
         ) from error

@@ -63,7 +63,7 @@ class ListPrice(Entry):
     def _earlier_prices_are_in_order(self) -> Self:
         days = [price.since for price in self.earlier]
         if days and (self.since is None or [*days, self.since] != sorted({*days, self.since})):
-            raise ValueError("since: the price and its earlier ones must have increasing days")
+            raise ValueError("since: dates must increase from the earlier prices to this one")
         return self
 
     @model_validator(mode="after")
@@ -78,7 +78,7 @@ class ListPrice(Entry):
                     or len(bounds) < len(ends) - 1
                     or bounds != sorted(set(bounds))
                 ):
-                    raise ValueError("steps must increase, and only the last has no up_to")
+                    raise ValueError("steps must increase, and only the last one may omit up_to")
         return self
 
     def history(self) -> list[tuple[datetime.date, Usd]]:

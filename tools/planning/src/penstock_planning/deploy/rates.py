@@ -105,12 +105,13 @@ def _check_measurement(model: Model, measurement: ModelMeasurement, path: Path) 
     again = f"measure again: penstock models measure {path.parent}"
     if model.interface and model.interface.sources_sha256 != measurement.sources_sha256:
         raise ConfigurationError(
-            f"models.{model.name}: {path}: the sources have changed since; {again}",
+            f"models.{model.name}: {path}: the sources have changed since this measurement; "
+            f"{again}",
             field=f"models.{model.name}",
         )
     if not measurement.is_of(model.gpu.type):
         raise ConfigurationError(
-            f"models.{model.name}: {path}: measured on {measurement.device}, and gpu.type is "
+            f"models.{model.name}: {path}: measured on {measurement.device}, but gpu.type is "
             f"{model.gpu.type}; {again}",
             field=f"models.{model.name}",
         )
@@ -141,16 +142,16 @@ class ModelRate(ItemLoad):
     @model_validator(mode="after")
     def _peak_is_above_the_mean(self) -> Self:
         if self.peak_per_s is not None and self.peak_per_s < self.mean_per_s:
-            raise ValueError("peak_per_s is below mean_per_s")
+            raise ValueError("peak_per_s must be at least mean_per_s")
         return self
 
     @model_validator(mode="after")
     def _seconds_are_measured(self) -> Self:
         if self.peak > 0 and self.item_s is None:
-            raise ValueError(f"seconds_per_item is missing: {HOW_TO_MEASURE}")
+            raise ValueError(f"seconds_per_item is required: {HOW_TO_MEASURE}")
         if self.peak > 0 and not self.measured:
             raise ValueError(
-                "measured is missing: the source of seconds_per_item, such as `penstock report "
+                "measured is required: the source of seconds_per_item, such as `penstock report "
                 "batches, L4`"
             )
         return self
@@ -201,7 +202,7 @@ class DemandRates(Entry):
         if self.regions and (
             min(self.regions.values()) < 0 or abs(sum(self.regions.values()) - 1) > 1e-6
         ):
-            raise ValueError("the shares of the regions must be 0 or more and add up to 1")
+            raise ValueError("the regions' shares must be at least 0 and add up to 1")
         return self
 
 
@@ -278,7 +279,7 @@ def _checked(document: object, catalog: Catalog, where: str, folder: Path = Path
         if name not in known:
             served = ", ".join(sorted(known))
             raise ConfigurationError(
-                f"{where}: models.{name}: not in the catalog; it has: {served}", field=name
+                f"{where}: models.{name}: not in the catalog, which contains: {served}", field=name
             )
         check_work(known[name], rate, f"{where}: models.{name}")
     return _with_flows(rates, catalog, where)
@@ -296,19 +297,21 @@ def _with_flows(rates: DemandRates, catalog: Catalog, where: str) -> DemandRates
         flow = next((candidate for candidate in catalog.flows if candidate.name == name), None)
         if flow is None:
             served = ", ".join(sorted(known.name for known in catalog.flows)) or "none"
-            raise ConfigurationError(f"{place}: not in the catalog; it has: {served}", field=name)
+            raise ConfigurationError(
+                f"{place}: not in the catalog, which contains: {served}", field=name
+            )
         if unknown := rate.items.keys() - {step.id for step, _ in flow.steps}:
             raise ConfigurationError(f"{place}.items: no step {min(unknown)!r}", field=name)
         for step, model in flow.steps:
             if step.for_each is not None and step.id not in rate.items:
                 raise ConfigurationError(
-                    f"{place}.items.{step.id}: missing: the number of items in its for_each",
+                    f"{place}.items.{step.id}: is required: the number of items in its for_each",
                     field=name,
                 )
             if model.name not in models:
                 raise ConfigurationError(
-                    f"{place}: models.{model.name} is missing: the time per item "
-                    "(with mean_per_s: 0 if only flows use it)",
+                    f"{place}: models.{model.name} is required: the time per item (with "
+                    "mean_per_s: 0 if only flows use it)",
                     field=name,
                 )
             items = rate.items.get(step.id, 1.0)

@@ -321,7 +321,7 @@ def _spare_s(model: Model, batch: int, batch_s: float, trips_s: float) -> float:
         raise ConfigurationError(
             f"models.{model.name}: seconds_per_item: a full batch of {batch} takes "
             f"{batch_s:.3g} s on its share of the GPU, but the deadline (deadline.default_s) "
-            f"is {model.deadline.default_s:g} s: no number of workers is enough; reduce "
+            f"is {model.deadline.default_s:g} s, so no number of workers is enough; reduce "
             "batch.max_items or gpu.share",
             field=f"models.{model.name}.seconds_per_item",
         )
@@ -386,7 +386,7 @@ def _check_gpus(
         if reservation.zone not in gpus[type_].zones_in(region):
             raise ConfigurationError(
                 f"regions.{region}.reservations.{type_}: {reservation.zone} is not a zone in "
-                f"{region} that has the GPU (infra/kubernetes/gpus.yaml)",
+                f"{region} with this GPU (infra/kubernetes/gpus.yaml)",
                 field=f"regions.{region}.reservations",
             )
     overflow = platform.overflow_in(region)
@@ -397,8 +397,8 @@ def _check_gpus(
             )
         if not gpus[overflow].zones_in(region, among):
             raise ConfigurationError(
-                f"regions.{region}: no zone has {overflow}, the overflow type (nodes.overflow); "
-                f"set regions.{region}.overflow to another type, or to none",
+                f"regions.{region}: no zone has the overflow type {overflow} (nodes.overflow); "
+                f"set regions.{region}.overflow to a different type or to none",
                 field=f"regions.{region}.overflow",
             )
 
@@ -420,8 +420,8 @@ def _cpu_workers_per_node(machine_type: str) -> int:
     tail = machine_type.rpartition("-")[2]
     if not tail.isdigit():
         raise ConfigurationError(
-            f"nodes.general.machine_type: {machine_type!r} must end in its vCPUs, such as "
-            "e2-standard-4",
+            "nodes.general.machine_type: must end in its number of vCPUs, such as "
+            f"e2-standard-4, got {machine_type!r}",
             field="nodes.general.machine_type",
         )
     return max(1, (int(tail) - 1) // CPUS_OF_A_WORKER)

@@ -262,8 +262,9 @@ class Autoscaler:
         for trigger, query in self._triggers:
             if unknown := query.metrics - KNOWN:
                 raise ConfigurationError(
-                    f"trigger {trigger.name}: no metric {', '.join(sorted(unknown))} in the "
-                    "simulation; penstock_planning/simulation/metrics_table.py needs a row for it",
+                    f"trigger {trigger.name}: the simulation has no metric "
+                    f"{', '.join(sorted(unknown))}; add a row for it to "
+                    "penstock_planning/simulation/metrics_table.py",
                     field=trigger.name,
                 )
         self._failures = dict.fromkeys(range(len(self._triggers)), 0)

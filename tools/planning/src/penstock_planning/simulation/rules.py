@@ -209,7 +209,8 @@ def autoscaler_rules(scaled_object: Document) -> AutoscalerRules:
             "AverageValue"
         ):
             raise ConfigurationError(
-                f"trigger {trigger.get('name')}: only prometheus with AverageValue can be simulated"
+                f"trigger {trigger.get('name')}: only prometheus triggers with AverageValue can "
+                "be simulated"
             )
     config = advanced.get("horizontalPodAutoscalerConfig") or {}
     policy = config.get("behavior") or {}
@@ -244,7 +245,7 @@ def _one(objects: list[Document], kind: str) -> Document:
     matching = [candidate for candidate in objects if candidate["kind"] == kind]
     if len(matching) != 1:
         raise ConfigurationError(
-            f"the overlay of a worker has {len(matching)} objects of kind {kind}"
+            f"a worker's overlay must have one object of kind {kind}, got {len(matching)}"
         )
     return matching[0]
 

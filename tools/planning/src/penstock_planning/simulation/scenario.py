@@ -228,21 +228,23 @@ class Scenario(Entry):
     @model_validator(mode="after")
     def _names_fit(self) -> Self:
         if abs(sum(region.share for region in self.regions.values()) - 1) > 1e-6:
-            raise ValueError("the shares of the regions must add up to 1")
+            raise ValueError("the regions' shares must add up to 1")
         for name, flow in self.flows.items():
             if unknown := [step for step in flow.steps if step not in self.models]:
-                raise ValueError(f"flows.{name}.steps: no model {unknown[0]!r}")
+                raise ValueError(f"flows.{name}.steps: model {unknown[0]!r} does not exist")
         of_flows = {step for flow in self.flows.values() for step in flow.steps}
         for name, load in self.models.items():
             if not load.arrivals and name not in of_flows:
-                raise ValueError(f"models.{name}.arrivals: missing, and no flow uses the model")
+                raise ValueError(
+                    f"models.{name}.arrivals: is required because no flow uses the model"
+                )
         for event in self.events:
             region = getattr(event, "region", None)
             if region is not None and region not in self.regions:
-                raise ValueError(f"events: {event.kind}: no region {region!r}")
+                raise ValueError(f"events: {event.kind}: region {region!r} does not exist")
             model = getattr(event, "model", None)
             if model is not None and model not in self.models:
-                raise ValueError(f"events: {event.kind}: no model {model!r}")
+                raise ValueError(f"events: {event.kind}: model {model!r} does not exist")
         return self
 
 
@@ -271,7 +273,9 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
 def _read(path: Path, nested: int = 0) -> Any:
     """Returns the contents of a file, including what it inherits from its `base`."""
     if nested > MAX_BASES:
-        raise ConfigurationError(f"{path}: base: more than {MAX_BASES} levels", field="base")
+        raise ConfigurationError(
+            f"{path}: base: exceeds the maximum of {MAX_BASES} levels", field="base"
+        )
     try:
         document = yaml.safe_load(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -312,7 +316,7 @@ def _changed(document: Any, change: str) -> Any:
     try:
         return _with(document, key.split("."), yaml.safe_load(value))
     except (KeyError, IndexError, ValueError, TypeError, yaml.YAMLError) as error:
-        raise ConfigurationError(f"--set {change}: no such field", field=key) from error
+        raise ConfigurationError(f"--set {change}: the field does not exist", field=key) from error
 
 
 def _with(document: Any, keys: list[str], value: Any) -> Any:
