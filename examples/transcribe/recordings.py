@@ -88,7 +88,7 @@ def find_parts(path: Path) -> list[Part]:
         raise InvalidInput("file", f"it contains more than {MAX_PARTS} recordings")
     parts = [part for part in parts if part.seconds > 0]
     if not parts:
-        raise InvalidInput("file", "it has no sound")
+        raise InvalidInput("file", "it contains no sound")
     if len(parts) == 1 and parts[0].data == whole:
         return [Part(whole, parts[0].seconds, is_file=True)]
     return parts
@@ -165,7 +165,7 @@ def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
     else:
         raise InvalidInput("file", "the wav has too many chunks")
     if len(form) < 16:
-        raise InvalidInput("file", "the wav has no format")
+        raise InvalidInput("file", "the WAV file has no format")
     seconds, block = _wav_seconds(form, len(sound))
     sound = sound[: len(sound) // block * block]  # a truncated sample is dropped
     body = b"WAVE" + head + struct.pack("<4sI", b"data", len(sound)) + sound + bytes(len(sound) % 2)
@@ -354,7 +354,7 @@ def _flac_samples(data: bytes) -> tuple[int, int, int]:
         if head is None:
             stray += 1
             if stray > MAX_STRAY_FRAMES:
-                raise InvalidInput("file", "it is damaged: most of it has no sound")
+                raise InvalidInput("file", "it is damaged: most of it contains no sound")
             continue
         number, block, is_variable = head
         size = size or block
@@ -535,7 +535,7 @@ def _frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator[tupl
         following = mark.start() if mark else len(data)
         stray += len(data[at:following].strip(b"\0"))
         if stray > MAX_STRAY_BYTES:
-            raise InvalidInput("file", "it is damaged: most of it has no sound")
+            raise InvalidInput("file", "it is damaged: most of it contains no sound")
         at = following
 
 

@@ -221,14 +221,14 @@ def test_files_that_are_no_recordings_are_refused(client: Any, tmp_path: Path) -
     with wave.open(empty_wav, "wb") as file:
         file.setparams((1, 2, 16_000, 0, "NONE", ""))
     cases = {
-        "empty.wav": (empty_wav.getvalue(), "it has no sound"),
+        "empty.wav": (empty_wav.getvalue(), "it contains no sound"),
         "wavs.wav": (empty_wav.getvalue() * 1001, "more than 1000 recordings"),
         "rate.wav": (empty_wav.getvalue()[:24] + bytes(8) + empty_wav.getvalue()[32:], "rate of 0"),
         "list.m4a": (b"#EXTM3U\nhttp://127.0.0.1/a.mp3\n" * 20, "m4a, webm or aac"),
         "box.m4a": (b"\0\0\0\x10ftypM4A \0\0\0\0" + bytes(200), "not a complete recording"),
         "page.ogg": (b"OggS" + bytes(200), "it is damaged at 0.0 s"),
         "head.webm": (b"\x1a\x45\xdf\xa3\x80" + bytes(200), "not a complete recording"),
-        "head.flac": (b"fLaC" + bytes(200), "rate of 0|it has no sound"),
+        "head.flac": (b"fLaC" + bytes(200), "rate of 0|it contains no sound"),
     }
     for name, (data, reason) in cases.items():
         path = tmp_path / name

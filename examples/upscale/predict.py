@@ -78,14 +78,14 @@ def read_image(path: Path) -> Image.Image:
         with Image.open(path, formats=FORMATS) as opened:
             size = f"{opened.width} x {opened.height}"
             if opened.width * opened.height > MAX_PIXELS:
-                raise InvalidInput("image", f"must have at most {MAX_PIXELS} pixels, got {size}")
+                raise InvalidInput("image", f"must be at most {MAX_PIXELS} pixels, got {size}")
             return ImageOps.exif_transpose(opened).convert(
                 "RGBA" if opened.has_transparency_data else "RGB"
             )
     except InvalidInput:
         raise
     except UNREADABLE as error:
-        raise InvalidInput("image", "must be a PNG, JPEG or WebP file that can be read") from error
+        raise InvalidInput("image", "must be a readable PNG, JPEG or WebP file") from error
 
 
 def read_layers(text: str) -> list[Layer]:
@@ -96,7 +96,7 @@ def read_layers(text: str) -> list[Layer]:
     """
     magic, _, *lines = text.splitlines()
     if int(magic) != _MAGIC:
-        raise ValueError("not a .param file of ncnn")
+        raise ValueError("not an ncnn .param file")
     return [_read_layer(line.split()) for line in lines]
 
 
@@ -126,7 +126,7 @@ def read_weights(layers: list[Layer], data: bytes) -> Iterator[tuple[Tensor, Ten
             continue
         channels, size, count = (int(layer.options[key]) for key in (0, 1, 6))
         if int.from_bytes(data[at : at + 4], "little") != _FLOAT16:
-            raise ValueError("the weights are not in half precision")
+            raise ValueError("the weights are not half precision")
         at += 4
         weight = np.frombuffer(data, "<f2", count, at).astype(np.float32)
         at += math.ceil(2 * count / 4) * 4

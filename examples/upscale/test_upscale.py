@@ -154,5 +154,5 @@ def test_files_that_are_not_the_weights_are_refused(module: ModuleType) -> None:
         list(module.read_weights(layers, data + b"more"))
     with pytest.raises(ValueError, match="half precision"):
         list(module.read_weights(layers, b"\0" * 8))
-    with pytest.raises(ValueError, match=r"not a \.param file"):
+    with pytest.raises(ValueError, match=r"not an ncnn \.param file"):
         module.read_layers("1\n2 3\n")

@@ -79,7 +79,7 @@ def test_a_column_becomes_wider_optional_and_described(client: bigquery.Client) 
         ("DROP COLUMN id, DROP COLUMN name, DROP COLUMN n", "Cannot drop the only column"),
         ("DROP COLUMN name, DROP COLUMN name", "Column not found: name"),
         ("SET OPTIONS (description='a', description='b')", "Duplicate option"),
-        ("RENAME TO e.u", "without its dataset"),
+        ("RENAME TO e.u", "without a dataset"),
         ("DROP COLUMN name,", "Unexpected comma"),
     ],
 )
@@ -126,7 +126,7 @@ def test_options_of_tables_views_and_datasets_change(client: bigquery.Client) ->
     rows_of(client, "ALTER VIEW d.v SET OPTIONS (description='y')")
     view = client.get_table("d.v")
     assert (view.description, view.schema[0].description) == ("y", "who")
-    with pytest.raises(BadRequest, match="not of the kind"):
+    with pytest.raises(BadRequest, match="not the kind"):
         rows_of(client, "ALTER TABLE d.v SET OPTIONS (description='y')")
     rows_of(client, "CREATE SCHEMA e OPTIONS (location='EU', default_table_expiration_days=1.5)")
     rows_of(client, f"ALTER SCHEMA `{client.project}`.e SET OPTIONS (description='z')")

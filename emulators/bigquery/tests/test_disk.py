@@ -81,7 +81,7 @@ def test_session_that_is_open_while_the_database_is_opened_again_is_worth_a_retr
                 pytest.fail("it can't be opened")
             held.execute(read)
 
-    with pytest.raises(duckdb.IOException, match="opened again meanwhile"):
+    with pytest.raises(duckdb.IOException, match="reopened in the meantime"):
         read_while_it_is_away()
     aside.rename(path)
     with store.reading() as cursor:

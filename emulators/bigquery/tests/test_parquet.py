@@ -89,7 +89,7 @@ def test_a_file_is_fitted_to_a_schema_by_name(client: bigquery.Client, tmp_path:
         ("SELECT 'x' AS name", "Field id is missing"),
         ("SELECT NULL::BIGINT AS id", "Required field id cannot be null"),
         ("SELECT 1 AS id, 'abcd' AS name", "outside the limits"),
-        ("SELECT 1 AS id, ['a', NULL] AS tags", "an array has NULL"),
+        ("SELECT 1 AS id, ['a', NULL] AS tags", "an array contains NULL"),
         ("SELECT 1 AS id, 18446744073709551615::UBIGINT AS n", "Error while reading data"),
     ],
 )

@@ -127,7 +127,7 @@ def test_a_table_without_partitions_takes_no_decorator(client: bigquery.Client) 
         write(client, "plain$20260101", "SELECT 1 AS n", "WRITE_TRUNCATE")
     with pytest.raises(BadRequest, match="not partitioned"):
         client.delete_table(f"{client.project}.d.plain$20260101")
-    with pytest.raises(BadRequest, match="only tables partitioned by the time of ingestion"):
+    with pytest.raises(BadRequest, match="only tables partitioned by ingestion time"):
         client.insert_rows_json(f"{client.project}.d.t$20260101", [{"n": 2}])
 
 

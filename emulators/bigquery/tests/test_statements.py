@@ -116,7 +116,7 @@ def test_views_and_datasets_come_and_go(client: bigquery.Client) -> None:
     rows_of(client, "CREATE VIEW other.v AS SELECT id FROM d.t")
     rows_of(client, "CREATE OR REPLACE VIEW other.v AS SELECT id + 1 AS next FROM d.t")
     assert rows_of(client, "SELECT next FROM other.v ORDER BY next") == [(2,), (3,)]
-    with pytest.raises(BadRequest, match="not of the kind"):
+    with pytest.raises(BadRequest, match="not the kind"):
         rows_of(client, "DROP TABLE other.v")
     rows_of(client, "DROP VIEW other.v")
     with pytest.raises(NotFound):

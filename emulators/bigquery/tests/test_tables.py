@@ -142,7 +142,7 @@ def test_settings_change_alone(client: bigquery.Client) -> None:
             "cannot be found in the schema",
         ),
         ({"clustering_fields": ["part"]}, "clustering cannot be found"),
-        ({"clustering_fields": ["id"] * 5}, "between one and four"),
+        ({"clustering_fields": ["id"] * 5}, "requires one to four"),
         ({"schema": [SchemaField("a b", "STRING")]}, "Invalid field name"),
         (
             {"schema": [SchemaField("a", "STRING"), SchemaField("A", "STRING")]},

@@ -86,15 +86,15 @@ def test_a_length_counts_characters_and_may_grow(client: bigquery.Client) -> Non
     assert rows_of(client, "SELECT s FROM d.t") == [("äöü",), ("abcde",)]
     table = client.get_table("d.t")
     table.schema = [SchemaField("s", "STRING", max_length=4), *table.schema[1:]]
-    with pytest.raises(BadRequest, match="allows less"):
+    with pytest.raises(BadRequest, match="is narrower"):
         client.update_table(table, ["schema"])
 
 
 @pytest.mark.parametrize(
     ("field", "message"),
     [
-        ({"type": "INT64", "maxLength": "3"}, "maxLength is only for STRING and BYTES"),
-        ({"type": "STRING", "precision": "3"}, "only for NUMERIC"),
+        ({"type": "INT64", "maxLength": "3"}, "maxLength is only allowed for STRING and BYTES"),
+        ({"type": "STRING", "precision": "3"}, "only allowed for NUMERIC"),
         ({"type": "STRING", "maxLength": "x"}, "maxLength: Expected `int`"),
         ({"type": "STRING", "maxLength": "-1"}, "invalid type parameter"),
         ({"type": "NUMERIC", "precision": "40"}, "precision must be from 1 to 29"),

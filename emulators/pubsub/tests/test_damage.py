@@ -105,7 +105,7 @@ def test_damaged_resource_is_refused_by_name(tmp_path: Path) -> None:
     filled(tmp_path)
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection, connection:
         connection.execute("UPDATE resource SET proto = x'00' WHERE path LIKE '%/subscriptions/%'")
-    with pytest.raises(OSError, match=f"{subscription_path('workers')} is damaged"):
+    with pytest.raises(OSError, match=f"{subscription_path('workers')} in it is corrupt"):
         left_in(tmp_path)
 
 

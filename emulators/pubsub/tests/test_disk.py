@@ -57,7 +57,7 @@ async def test_full_disk_refuses_and_loses_nothing_and_goes_on_when_there_is_roo
             with pytest.raises(grpc.aio.AioRpcError) as refused:
                 await publish_for_ever(wire, answered)
             assert refused.value.code() is grpc.StatusCode.UNAVAILABLE
-            assert "can't keep anything new in its data directory" in str(refused.value.details())
+            assert "can't store anything new in its data directory" in str(refused.value.details())
             assert len(answered) > 10
             # Messages acked while nothing can be written must not be redelivered either.
             leased = (await wire.pull(SUBSCRIPTION, 3)).received_messages
@@ -253,7 +253,7 @@ class FullWithReserve(FullDatabase):
 
     def take_reserve(self) -> None:
         if self.is_out_of_room:
-            raise WriteFailed("there is no room for 8 MiB")
+            raise WriteFailed("no space is left for 8 MiB")
 
 
 @pytest.mark.anyio
@@ -325,7 +325,9 @@ async def test_disk_that_does_not_answer_refuses_in_time_and_what_waits_is_writt
             journal.save(
                 Topic(message_class("Topic")(name=TOPIC), Timers(time.time), journal, holder=1)
             )
-            with pytest.raises(ServerUnavailable, match=r"the disk took longer than 0\.05 s"):
+            with pytest.raises(
+                ServerUnavailable, match=r"writing to disk took longer than 0\.05 s"
+            ):
                 await journal.committed()
             with pytest.raises(ServerUnavailable):
                 journal.admit()
@@ -414,7 +416,7 @@ async def test_file_of_another_version_is_refused(tmp_path: Path) -> None:
         pass
     with closing(sqlite3.connect(tmp_path / FILE_NAME)) as connection:
         connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(OSError, match="its version is 99, and this server reads version 2"):
+    with pytest.raises(OSError, match="its version is 99, but this server requires version 2"):
         async with serve(data_dir=tmp_path):
             pass
 
@@ -444,7 +446,9 @@ def test_more_than_the_disk_keeps_up_with_is_refused(kept: KeptWorld) -> None:
     for _ in range(7):
         kept.broker.journal.admit()
         kept.publish("x" * 10_000_000)
-    with pytest.raises(ServerUnavailable, match=r"70001\d+ bytes wait for the disk"):
+    with pytest.raises(
+        ServerUnavailable, match=r"70001\d+ bytes are waiting to be written to disk"
+    ):
         kept.broker.journal.admit()
     kept.flush()
     kept.broker.journal.admit()

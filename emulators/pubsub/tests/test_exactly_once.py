@@ -79,7 +79,7 @@ def test_malformed_id_is_refused_like_an_expired_one(once: World) -> None:
 
 
 def test_push_and_exactly_once_exclude_each_other(once: World) -> None:
-    with pytest.raises(InvalidArgument, match="pull subscriptions only"):
+    with pytest.raises(InvalidArgument, match="only supported for pull subscriptions"):
         once.subscription(
             "pushed",
             enable_exactly_once_delivery=True,

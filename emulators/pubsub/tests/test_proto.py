@@ -120,7 +120,7 @@ def test_definition_of_one_message_is_one(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "one message and no other type at its top level, and defines none"),
+        ("", "one message and no other type at its top level, but defines none"),
         (f"{PROTO3} message A {{}} message B {{}}", "defines A, B"),
         (f"{PROTO3} message A {{}} enum E {{ X = 0; }}", "defines A, E"),
         (f"{PROTO3} enum E {{ X = 0; }}", "defines E"),
@@ -132,9 +132,12 @@ def test_definition_of_one_message_is_one(text: str) -> None:
         (f"{PROTO3} message A {{ reserved 1; string s = 1; }}", "uses reserved number 1"),
         (f"{PROTO3} message A {{ extensions 1; }}", "proto3"),
         (f"{PROTO3} message A {{ option no_such = 1; }}", 'Option "no_such" unknown'),
-        (f'{PROTO3} import "google/protobuf/any.proto"; message A {{}}', "can't import others"),
-        (f'{PROTO3} import "/etc/passwd"; message A {{}}', "can't import others"),
-        (f'{PROTO3} import "../stdin"; message A {{}}', "can't import others"),
+        (
+            f'{PROTO3} import "google/protobuf/any.proto"; message A {{}}',
+            "can't import other files",
+        ),
+        (f'{PROTO3} import "/etc/passwd"; message A {{}}', "can't import other files"),
+        (f'{PROTO3} import "../stdin"; message A {{}}', "can't import other files"),
         (f'{PROTO3} import "definition.proto"; message A {{}}', "imports itself"),
         ('edition = "2023"; message A {}', "must be proto2 or proto3"),
         ("message é {}", "non ascii"),
@@ -166,7 +169,7 @@ def test_compiler_that_does_not_run_is_no_fault_of_the_definition(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(protoc, "_LIBRARIES", tmp_path)
-    with pytest.raises(ServerUnavailable, match="does not run here: ModuleNotFoundError"):
+    with pytest.raises(ServerUnavailable, match="can't run here: ModuleNotFoundError"):
         definition(f"{PROTO3} message InNoPlace {{}}")
 
 
@@ -203,7 +206,7 @@ def test_json_that_fits(text: str, message: str) -> None:
             "inner.named.k.text: it is a number",
         ),
         (ALL, '{"numbers": [1, 2147483648]}', "numbers[1]: it is out of range for int32"),
-        (ALL, '{"numbers": [null]}', "numbers[0]: a list or a map has null"),
+        (ALL, '{"numbers": [null]}', "numbers[0]: a list or map contains null"),
         (ALL, '{"numbers": 1}', "numbers: it is a number, but the schema has a list"),
         (ALL, '{"big": -1}', "big: it is out of range for uint64"),
         (ALL, '{"big": 1.5}', "big: it is a number, but the schema has uint64"),
@@ -215,17 +218,17 @@ def test_json_that_fits(text: str, message: str) -> None:
         (ALL, '{"smallReal": 1e39}', "out of range for float"),
         (ALL, '{"real": 1e999}', "out of range for double"),
         (ALL, '{"real": NaN}', "NaN must be in quotes"),
-        (ALL, '{"raw": "a"}', "raw: it is not base64"),
-        (ALL, '{"raw": "é"}', "raw: it is not base64"),
+        (ALL, '{"raw": "a"}', "raw: it is not valid base64"),
+        (ALL, '{"raw": "é"}', "raw: it is not valid base64"),
         (ALL, '{"text": "\\ud800"}', "an unpaired surrogate"),
-        (ALL, '{"text": "", "text": ""}', "a name twice"),
+        (ALL, '{"text": "", "text": ""}', "a duplicate name"),
         (ALL, '{"flags": {"1": 1}}', "flags: a key is neither true nor false"),
         (ALL, '{"numbered": {"a": "x"}}', "numbered.a: it is a string, but the schema has int64"),
         (ALL, '{"named": []}', "named: it is a list, but the schema has a map"),
         (ALL, "[]", "it is a list, but the schema has the message shop.All"),
         (ALL, "", "not valid JSON"),
         (ALL, "\udcff", "not valid JSON"),
-        (ALL, '{"inner":' * 20_000, "nested too deep"),
+        (ALL, '{"inner":' * 20_000, "nested too deeply"),
         (ALL, '{"inner":' * 200 + "{}" + "}" * 200, f"deeper than {MAX_DEPTH}"),
         (REQUIRED, '{"items": [{"x": 1}]}', "items[0]: the required field y is missing"),
         (REQUIRED, '{"one": {"x": 1, "y": null}}', "one: the required field y is missing"),
@@ -269,14 +272,14 @@ def test_binary_that_fits(text: str, data: bytes) -> None:
         (ALL, b"{}", "truncated"),
         (ALL, b"\x0a\x05ab", "it is truncated"),
         (ALL, b"\x59\x00", "it is truncated"),
-        (ALL, b"\x10" + b"\xff" * 11, "a number has more than 10 bytes"),
-        (ALL, b"\x00\x00", "a field has no valid number"),
-        (ALL, b"\x0f", "the wire type 7"),
-        (ALL, b"\x0c", "a group ends without having begun"),
-        (ALL, b"\x0b\x14", "a group ends without having begun"),
+        (ALL, b"\x10" + b"\xff" * 11, "a number is longer than 10 bytes"),
+        (ALL, b"\x00\x00", "a field has an invalid number"),
+        (ALL, b"\x0f", "the unknown wire type 7"),
+        (ALL, b"\x0c", "a group ends that was never started"),
+        (ALL, b"\x0b\x14", "a group ends that was never started"),
         (ALL, b"\x0b", "a group is not closed"),
-        (ALL, field(3, field(1, b"\xff")), "inner.text: a string is not UTF-8"),
-        (ALL, field(4, field(1, b"\xff")), "named.key: a string is not UTF-8"),
+        (ALL, field(3, field(1, b"\xff")), "inner.text: a string is not valid UTF-8"),
+        (ALL, field(4, field(1, b"\xff")), "named.key: a string is not valid UTF-8"),
         (ALL, field(2, b"\x80"), "numbers: it is truncated"),
         (ALL, field(14, b"123"), "fixed: it is truncated"),
         (ALL, nested(20_000), f"deeper than {MAX_DEPTH}"),

@@ -234,7 +234,7 @@ def test_update_of_an_unknown_field_is_refused(world: World) -> None:
     "path", ["labels.a", "ack_deadline_seconds.x", "push_config.x", "expiration_policy.ttl.x"]
 )
 def test_update_of_a_path_that_leads_nowhere_is_refused(world: World, path: str) -> None:
-    with pytest.raises(InvalidArgument, match=f"{path} is not a path to a field"):
+    with pytest.raises(InvalidArgument, match=f"{path} is not a path to a"):
         update(world, path)
 
 

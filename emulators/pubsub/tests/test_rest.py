@@ -189,7 +189,7 @@ async def test_nested_field_comes_by_query(http: httpx.AsyncClient) -> None:
         ('{"messageRetentionDuration": NaN}', "NaN is not valid JSON"),
         ('{"kmsKeyName": 1}', "kmsKeyName"),
         ('{"labels": {"a": ' + "9" * 5000 + "}}", "digits"),
-        ("[" * 100_000, "nested too deep"),
+        ("[" * 100_000, "nested too deeply"),
         ('{"ingestionDataSourceSettings": {}}', "ingestion_data_source_settings"),
         ("\xff", "JSON"),
     ],

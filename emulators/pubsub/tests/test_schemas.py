@@ -307,7 +307,7 @@ def test_message_fits_the_newest_revision_of_the_range_that_it_can() -> None:
     )
     with pytest.raises(MessageRefused):
         world.publish(user(name="a"))
-    with pytest.raises(FailedPrecondition, match="/topics/jobs names this revision"):
+    with pytest.raises(FailedPrecondition, match="/topics/jobs uses this revision"):
         world.call("DeleteSchemaRevision", "DeleteSchemaRevisionRequest", name=f"{NAME}@{second}")
 
 
@@ -319,7 +319,7 @@ def test_topic_of_a_deleted_schema_takes_no_messages_until_it_has_none() -> None
     create(world)
     jobs_topic = world.call("GetTopic", "GetTopicRequest", topic=topic_path("jobs"))
     assert jobs_topic.schema_settings.schema == "_deleted-schema_"
-    with pytest.raises(ResourceNotFound, match="schema of the topic was deleted"):
+    with pytest.raises(ResourceNotFound, match="topic's schema was deleted"):
         world.publish(user(name="a"))
     for paths in (["labels"], ["schema_settings"]):
         topic = {"name": topic_path("jobs"), "labels": {"a": "b"}}

@@ -154,7 +154,7 @@ async def test_stream_closed_before_its_first_request_ends_ok(wire: Wire) -> Non
 @pytest.mark.parametrize(
     ("later", "reason"),
     [
-        ({"subscription": SUBSCRIPTION}, "subscription must be set on the initial"),
+        ({"subscription": SUBSCRIPTION}, "subscription must be set only on the initial"),
         ({"max_outstanding_messages": 5}, "max_outstanding_messages"),
         ({"max_outstanding_bytes": 5}, "max_outstanding_bytes"),
         ({"protocol_version": 1}, "protocol_version"),

@@ -179,13 +179,13 @@ def as_service_error(error: Exception) -> ServiceError:
         return error
     text = str(error).split("\n")[0]
     if isinstance(error, RecursionError):
-        return InvalidError("The request is nested too deep")
+        return InvalidError("The request is nested too deeply")
     if isinstance(error, duckdb.OutOfMemoryException):
-        return ResourcesError("Resources exceeded: the memory of this server for queries is full")
+        return ResourcesError("Resources exceeded: this server has used up its memory for queries")
     if is_unavailable(error):
         log.warning("the data can't be written or read: %s", text)
-        reason = "no space left on the disk" if _NO_SPACE in text else "see the server's log"
-        return UnavailableError(f"The data can't be written or read: {reason}")
+        reason = "no space left on disk" if _NO_SPACE in text else "see the server's log"
+        return UnavailableError(f"The data can't be read or written: {reason}")
     if isinstance(error, duckdb.DataError | duckdb.IntegrityError | UnicodeDecodeError):
         return InvalidError(f"A value does not fit: {message_of(error)}")
     return BugError(f"This is a bug in the embedded BigQuery: {error!r}")

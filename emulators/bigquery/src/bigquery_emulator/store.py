@@ -136,7 +136,7 @@ class Store:
             if is_told or reopened == self._reopened:
                 raise
             # Without the database, every table seems to be missing, but the statement may be valid.
-            raise duckdb.IOException("the database was opened again meanwhile") from error
+            raise duckdb.IOException("the database was reopened in the meantime") from error
         finally:
             cursor.close()
 
@@ -155,7 +155,7 @@ class Store:
                 self._attach()
             except (duckdb.Error, RuntimeError, ValueError) as error:
                 reason = str(error).split("\n")[0]
-                raise duckdb.IOException(f"the database is opened again: {reason}") from error
+                raise duckdb.IOException(f"the database is being reopened: {reason}") from error
             self._is_lost = False
             self.changes += 1
             log.warning("%s was opened again after its disk was full", self._place)

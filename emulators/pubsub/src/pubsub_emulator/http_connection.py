@@ -111,7 +111,7 @@ class HttpConnection:
             if event is h11.NEED_DATA:
                 data = await reader.read(_READ_BYTES)
                 if not data and not status:
-                    raise EOFError("the endpoint closed the connection without an answer")
+                    raise EOFError("the endpoint closed the connection without a response")
                 http.receive_data(data)
             elif isinstance(event, h11.InformationalResponse):
                 if event.status_code == 102:

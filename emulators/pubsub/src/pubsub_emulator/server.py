@@ -139,7 +139,9 @@ async def _listening(
             yield bound_port
         finally:
             for subscription in broker.registry.subscriptions.values():
-                subscription.backlog.consumers.end(ServerUnavailable("The server is stopping."))
+                subscription.backlog.consumers.end(
+                    ServerUnavailable("The server is shutting down.")
+                )
             await server.stop(_STOP_GRACE_S)
             alarm.close()
 

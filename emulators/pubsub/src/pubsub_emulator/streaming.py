@@ -155,7 +155,7 @@ class _Stream:
     def _apply(self, request: StreamingPullRequest) -> None:
         if request.subscription:
             raise InvalidArgument(
-                "The subscription must be set on the initial request of a stream only."
+                "The subscription must be set only on the initial request of a stream."
             )
         if (
             request.max_outstanding_messages
@@ -163,8 +163,8 @@ class _Stream:
             or request.protocol_version
         ):
             raise InvalidArgument(
-                "max_outstanding_messages, max_outstanding_bytes and protocol_version can be set "
-                "on the initial request of a stream only."
+                "max_outstanding_messages, max_outstanding_bytes and protocol_version can be "
+                "set only on the initial request of a stream."
             )
         if request.stream_ack_deadline_seconds:
             check_range("stream_ack_deadline_seconds", request.stream_ack_deadline_seconds, 10, 600)
@@ -188,8 +188,8 @@ class _Stream:
         ack_ids, deadlines_s = request.modify_deadline_ack_ids, request.modify_deadline_seconds
         if len(ack_ids) != len(deadlines_s):
             raise InvalidArgument(
-                "modify_deadline_ack_ids and modify_deadline_seconds must have the same size, not "
-                f"{len(ack_ids)} and {len(deadlines_s)}."
+                "modify_deadline_ack_ids and modify_deadline_seconds must have the same size, "
+                f"got {len(ack_ids)} and {len(deadlines_s)}."
             )
         if ack_ids:
             for deadline_s in deadlines_s:

@@ -254,7 +254,7 @@ def test_wrong_names_of_metrics_are_refused_with_their_reason(name: str, reason:
 @pytest.mark.parametrize(
     ("method", "reason"),
     [
-        ("def predict(self, a: int) -> list[str]: return ['\\ud800']", "output[0]: half of a"),
+        ("def predict(self, a: int) -> list[str]: return ['\\ud800']", "output[0]: lone surrogate"),
         ("def predict(self, a: int) -> int: return 2**65", "output: integers must be at most 64"),
         ("def predict(self, a: int) -> Path: return Path('/none')", "file none does not exist"),
         ("def predict(self, a: int) -> dict: return {'a': object()}", "can't be sent as JSON"),

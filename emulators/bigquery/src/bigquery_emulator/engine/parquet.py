@@ -101,7 +101,8 @@ class ParquetFile:
         query = f"SELECT count(*) FROM {physical} WHERE len({name}) <> list_count({name})"
         if cursor.execute(query).fetchone()[0]:
             raise InvalidError(
-                f"Error while reading data, error message: Field {field.name}: an array has NULL"
+                f"Error while reading data, error message: Field {field.name}: an array contains "
+                "NULL"
             )
 
     @contextmanager

@@ -97,8 +97,8 @@ class BigQueryService:
             if table.has_partition_time and destination.partition_id is None:
                 # The rows would move to the current partition.
                 raise UnsupportedError(
-                    f"Copying {key}, which is partitioned by the time of ingestion, other than"
-                    " partition by partition: not supported by the embedded BigQuery"
+                    f"Copying {key}, which is partitioned by ingestion time, other than partition "
+                    "by partition: not supported by the embedded BigQuery"
                 )
             names = ("timePartitioning", "rangePartitioning", "clustering")
             layout = {name: table.settings[name] for name in names if name in table.settings}

@@ -184,7 +184,7 @@ class Translator:
     ) -> tuple[Node, dict[str, NamedSource], Scope, str]:
         if depth > _DEEPEST_VIEW:
             raise InvalidQueryError(
-                f"Resources exceeded: views are nested more than {_DEEPEST_VIEW} deep"
+                f"Resources exceeded: views are nested more than {_DEEPEST_VIEW} levels deep"
             )
 
         def translate_view(table: TableResource) -> TranslatedView:

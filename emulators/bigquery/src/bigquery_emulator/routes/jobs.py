@@ -103,7 +103,7 @@ def new_job(project: str, body: Json) -> BigQueryJob:
             "Job configuration must contain exactly one job-specific configuration object"
         )
     if configuration.get("dryRun") and kinds != ["query"]:
-        raise InvalidError("Invalid value for configuration.dryRun: only a query has a dry run")
+        raise InvalidError("Invalid value for configuration.dryRun: only queries support dry runs")
     copy = configuration.get("copy")
     if copy is not None and not copy.get("sourceTables") and "sourceTable" not in copy:
         raise InvalidError("Required parameter is missing: configuration.copy.sourceTable")

@@ -56,7 +56,7 @@ def json_object(raw: bytes) -> Json:
     except ValueError as error:
         raise InvalidError(f"Parse Error: {error}") from error
     except RecursionError as error:
-        raise InvalidError("Parse Error: nested too deep") from error
+        raise InvalidError("Parse Error: nested too deeply") from error
     if not isinstance(decoded, dict):
         raise InvalidError("Invalid JSON payload received: the root must be an object.")
     return decoded

@@ -135,8 +135,8 @@ def _find_ingestion_time(table: TableResource, partition_id: str) -> str:
     # determine the partition.
     if not table.has_partition_time:
         raise InvalidError(
-            f"Streaming to the partition {table.key}${partition_id}: only tables partitioned by"
-            " the time of ingestion take a decorator here"
+            f"Streaming to the partition {table.key}${partition_id}: only tables partitioned "
+            "by ingestion time accept a decorator here"
         )
     return partition_start(table, partition_id)
 
@@ -144,16 +144,16 @@ def _find_ingestion_time(table: TableResource, partition_id: str) -> str:
 def _canonical(reader: RowReader, row: Any) -> Json:
     values = row.get("json") if isinstance(row, dict) else None
     if not isinstance(values, dict):
-        raise BadValueError("", "Row has no JSON object.")
+        raise BadValueError("", "Row must have a JSON object.")
     return reader.canonical(values)
 
 
 def _insert_id(row: Json) -> str | None:
     insert_id = row.get("insertId")
     if insert_id is not None and not isinstance(insert_id, str | int | float):
-        raise BadValueError("", "insertId must be text.")
+        raise BadValueError("", "insertId must be a string.")
     if len(str(insert_id or "")) > _LONGEST_INSERT_ID:
-        raise BadValueError("", f"insertId is longer than {_LONGEST_INSERT_ID} characters.")
+        raise BadValueError("", f"insertId must be at most {_LONGEST_INSERT_ID} characters.")
     return None if insert_id is None else str(insert_id)
 
 

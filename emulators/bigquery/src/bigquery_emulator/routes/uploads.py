@@ -81,7 +81,7 @@ class Sessions:
                 self.close(name)
         if len(self._sessions) >= _MOST_SESSIONS:
             raise BusyError(
-                f"Exceeded rate limits: more than {_MOST_SESSIONS} uploads are under way"
+                f"Exceeded rate limits: more than {_MOST_SESSIONS} uploads are in progress"
             )
         name = secrets.token_urlsafe(18)
         self._sessions[name] = session
@@ -99,7 +99,7 @@ class Sessions:
         if session is None:
             raise NotFoundError("Not found: upload session")
         if session.is_held:
-            raise InvalidError("Another request sends a part of this upload")
+            raise InvalidError("Another request is already sending part of this upload")
         session.is_held, session.touched_s = True, time.monotonic()
         try:
             yield session
@@ -137,7 +137,7 @@ async def _takes_part(session: Session, request: Request) -> bool:
     """Appends a request's part. Returns whether the file is complete."""
     match = _RANGE.fullmatch(request.headers.get("content-range", "bytes 0-0/*"))
     if match is None:
-        raise InvalidError("Invalid value for Content-Range: not bytes FIRST-LAST/TOTAL")
+        raise InvalidError("Invalid value for Content-Range: must be bytes FIRST-LAST/TOTAL")
     first, total = match.group(1), match.group(3)
     if "content-range" not in request.headers:
         # A request with the whole file has no range.
@@ -154,7 +154,7 @@ async def _append(session: Session, request: Request) -> None:
     async for part in body_parts(request):
         session.size_bytes += len(part)
         if session.size_bytes > _MOST_FILE_BYTES:
-            raise TooLargeError(f"The file is over {_MOST_FILE_BYTES} bytes")
+            raise TooLargeError(f"The file exceeds the maximum of {_MOST_FILE_BYTES} bytes")
         session.file.write(part)
 
 
@@ -194,7 +194,7 @@ def _parts(body: bytes, content_type: str) -> tuple[Json, bytes]:
     newline = b"\r\n" if mark + b"\r\n" in body else b"\n"
     parts = (newline + body).split(newline + mark)[1:-1]
     if len(parts) != 2:
-        raise InvalidError("A load needs two parts: its description and its file")
+        raise InvalidError("A load must have two parts: its description and its file")
     contents = [part.partition(newline * 2)[2] for part in parts]
     return json_object(contents[0]), contents[1]
 
@@ -204,7 +204,7 @@ async def _start(request: Request, session: Session) -> Response:
     try:
         job = new_job(session.project, session.body)
         if job.kind != "LOAD":
-            raise InvalidError("Only a load job takes a file")
+            raise InvalidError("Only a load job accepts a file")
         job.location = _location(service, job, session.body)
     except ServiceError:
         session.file.close()

@@ -61,7 +61,7 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
         raise InvalidError(f"Invalid value for schemaUpdateOptions: {sorted(unknown)[0]}")
     if updates and write == "WRITE_EMPTY":
         raise InvalidError(
-            "schemaUpdateOptions need WRITE_APPEND, or WRITE_TRUNCATE of a partition"
+            "schemaUpdateOptions requires WRITE_APPEND, or WRITE_TRUNCATE of a partition"
         )
     return TableDestination(
         key,

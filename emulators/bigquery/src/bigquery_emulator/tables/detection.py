@@ -25,7 +25,7 @@ def detect_schema(rows: Iterable[Json]) -> Schema:
     """
     fields = _fields(rows)
     if not fields:
-        raise InvalidError("Schema has no fields: the file to detect them from is empty.")
+        raise InvalidError("Schema has no fields: the file used to detect them is empty.")
     return parse_schema([field.resource() for field in fields])
 
 

@@ -70,7 +70,7 @@ def _encodable(text: str, where: str) -> str:
         text.encode()
     except UnicodeEncodeError:
         name = where.removeprefix(".") or "a name"
-        raise InvalidError(f"Invalid value for {name}: half of a surrogate pair") from None
+        raise InvalidError(f"Invalid value for {name}: contains a lone surrogate") from None
     return text
 
 

@@ -131,7 +131,7 @@ def parse_limits(field: dict[str, Any], name: str, kind: str, is_repeated: bool)
         raise InvalidError(f"Field {name}: invalid type parameter: {error}") from None
     limits = TypeLimits(keys.max_length, keys.precision, keys.scale)
     if keys.max_length is not None and kind not in ("STRING", "BYTES"):
-        raise InvalidError(f"Field {name}: maxLength is only for STRING and BYTES")
+        raise InvalidError(f"Field {name}: maxLength is only allowed for STRING and BYTES")
     if (keys.precision, keys.scale) != (None, None):
         _check_digits(limits, name, kind)
     if is_repeated:
@@ -144,10 +144,12 @@ def parse_limits(field: dict[str, Any], name: str, kind: str, is_repeated: bool)
 
 def _check_digits(found: TypeLimits, name: str, kind: str) -> None:
     if kind != "NUMERIC":
-        raise InvalidError(f"Field {name}: precision and scale are only for NUMERIC")
+        raise InvalidError(f"Field {name}: precision and scale are only allowed for NUMERIC")
     scale = found.scale or 0
     if found.precision is None or scale > _MOST_SCALE:
-        raise InvalidError(f"Field {name}: scale must be from 0 to {_MOST_SCALE}, with a precision")
+        raise InvalidError(
+            f"Field {name}: scale must be from 0 to {_MOST_SCALE}, and requires a precision"
+        )
     if not max(1, scale) <= found.precision <= scale + _MOST_DIGITS:
         raise InvalidError(
             f"Field {name}: precision must be from {max(1, scale)} to {scale + _MOST_DIGITS}"

@@ -64,8 +64,7 @@ def partition_start(table: TableResource, partition_id: str) -> str:
     unit = partitioning.unit
     if unit not in _FORMATS or len(partition_id) != _DIGITS[unit]:
         raise InvalidError(
-            f"Invalid partition decorator ${partition_id}: the partitions of {table.key} are by"
-            f" {unit}"
+            f"Invalid partition decorator ${partition_id}: {table.key} is partitioned by {unit}"
         )
     try:
         start = datetime.strptime(partition_id, _FORMATS[unit])
@@ -108,5 +107,7 @@ def _range_condition(table: TableResource, column: str, partition_id: str) -> st
 
 def _partitioning(table: TableResource) -> Partitioning:
     if table.partitioning is None:
-        raise InvalidError(f"Table {table.key} is not partitioned: it takes no decorator")
+        raise InvalidError(
+            f"Table {table.key} is not partitioned, so it does not accept a partition decorator"
+        )
     return table.partitioning

@@ -144,7 +144,7 @@ def _single(field: Field, value: Any, is_micros: bool) -> Any:
         return None
     if isinstance(value, str) and field.type in ("TIMESTAMP", "DATETIME", "DATE"):
         # DuckDB supports times that neither Python nor BigQuery does, and returns them as strings.
-        raise InvalidQueryError(f"Field {field.name}: {value} is out of the range of {field.type}")
+        raise InvalidQueryError(f"Field {field.name}: {value} is out of range for {field.type}")
     if field.type == "RECORD":
         parts = value.values() if isinstance(value, dict) else value
         return {

@@ -156,7 +156,7 @@ def _parse_field(field: Json) -> Field:
         raise InvalidError(
             f"Field {name} is type RECORD but has no schema"
             if not nested
-            else f"Field {name}: only a RECORD has fields"
+            else f"Field {name}: only a RECORD can have fields"
         )
     parsed = Field(name, _TYPE_NAMES[kind], mode, nested, field.get("description"), limits)
     if mode == "REPEATED" and parsed.checks():
@@ -262,8 +262,8 @@ def widened(old: Schema, new: Schema, path: str = "") -> list[Field]:
 def _check_limits(old: Field, new: Field, path: str) -> None:
     if not new.limits.holds(old.limits):
         raise InvalidError(
-            f"Provided Schema does not match. Field {path}{old.name} has changed type from"
-            f" {old.type}{old.limits.sql} to {new.type}{new.limits.sql}, which allows less"
+            f"Provided Schema does not match. Field {path}{old.name} has changed type from "
+            f"{old.type}{old.limits.sql} to {new.type}{new.limits.sql}, which is narrower"
         )
 
 

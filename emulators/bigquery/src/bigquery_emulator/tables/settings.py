@@ -125,8 +125,8 @@ def check_same_kind(old: TableResource, settings: Json) -> None:
     has_time = partitioning is not None and not partitioning.get("field")
     if has_time != old.has_partition_time:
         raise InvalidError(
-            "Invalid value for timePartitioning: a table can't change between partitioning by the"
-            " time of ingestion and another"
+            "Invalid value for timePartitioning: a table's partitioning can't be changed to "
+            "or from ingestion time"
         )
 
 
@@ -172,7 +172,7 @@ def _check_field(schema: Schema, name: Any, kinds: tuple[str, ...], purpose: str
 def _check_clustering(schema: Schema, clustering: Json) -> None:
     names = [str(name).lower() for name in clustering.get("fields", ())]
     if not 1 <= len(names) <= 4:
-        raise InvalidError("Clustering needs between one and four fields.")
+        raise InvalidError("Clustering requires one to four fields.")
     plain = {
         field.name.lower()
         for field in schema

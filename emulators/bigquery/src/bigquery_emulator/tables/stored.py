@@ -60,7 +60,7 @@ def load(
         table_key = TableKey(*name)
         with _left_out(table_key):
             if table_key.dataset not in datasets:
-                raise ValueError("its data set is missing")
+                raise ValueError("its dataset is missing")
             table = TableResource(
                 table_key,
                 number,

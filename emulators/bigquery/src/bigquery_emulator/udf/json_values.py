@@ -27,7 +27,7 @@ def read_json(text: str) -> Any:
     try:
         return json.loads(text, object_pairs_hook=_firsts, parse_constant=_no_constant)
     except RecursionError:
-        raise ValueError("JSON is nested too deep") from None
+        raise ValueError("JSON is nested too deeply") from None
 
 
 def _firsts(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:

@@ -38,7 +38,7 @@ def format_numeric(form: str, value: Decimal) -> str:
     flags, width, digits = match.groups()
     places = 6 if digits is None else int(digits)
     if places > _MOST_DIGITS or len(width) > 4:
-        raise ValueError(f"bq: FORMAT element {form} asks for too many digits")
+        raise ValueError(f"bq: FORMAT element {form} requests too many digits")
     rounded = abs(value).quantize(Decimal(1).scaleb(-places), ROUND_HALF_UP, _WIDE)
     number = f"{rounded:,f}" if "'" in flags else f"{rounded:f}"
     if "#" in flags and not places:

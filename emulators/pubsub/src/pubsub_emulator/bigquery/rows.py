@@ -68,7 +68,7 @@ def _fields_of(data: bytes, columns: Columns) -> Row:
     try:
         fields = json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise RowRefused(f"the message is not JSON: {error}") from error
+        raise RowRefused(f"the message is not valid JSON: {error}") from error
     if not isinstance(fields, dict):
         raise RowRefused("the message is not a JSON object")
     return _as_inserted(fields, columns)
@@ -98,12 +98,13 @@ def _timestamp(value: float, name: str) -> str:
     """Return microseconds as text, because insertAll would interpret a number as seconds."""
     if not isinstance(value, int) or isinstance(value, bool):
         raise RowRefused(
-            f"{name}: a number for a TIMESTAMP must be whole microseconds since 1970, got {value}"
+            f"{name}: a number for a TIMESTAMP must be a whole number of microseconds since "
+            f"1970, got {value}"
         )
     try:
         return (_EPOCH + timedelta(microseconds=value)).isoformat()
     except OverflowError as error:
-        raise RowRefused(f"{name}: {value} microseconds are out of range") from error
+        raise RowRefused(f"{name}: {value} microseconds is out of range") from error
 
 
 def _data_of(data: bytes, column: Column) -> str:
@@ -112,4 +113,4 @@ def _data_of(data: bytes, column: Column) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise RowRefused(f"data: not valid UTF-8, which {column['type']} must be") from error
+        raise RowRefused(f"data: must be valid UTF-8 for type {column['type']}") from error

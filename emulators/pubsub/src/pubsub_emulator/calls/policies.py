@@ -62,8 +62,8 @@ class PolicyCalls:
         for permission in request.permissions:
             if not permission or "*" in permission:
                 raise InvalidArgument(
-                    f"Invalid permission given (permission={permission}). It must have a name and "
-                    "no wildcards."
+                    f"Invalid permission given (permission={permission}). It must be the name of a "
+                    "permission, without wildcards."
                 )
         try:
             self._registry.resource(request.resource)

@@ -104,12 +104,12 @@ class SchemaCalls:
         schema = self._registry.schema(name)
         if not revision_id:
             raise InvalidArgument(
-                f"A revision must be named, as in {name}@revision (name={request.name})."
+                f"A revision must be specified, as in {name}@revision (name={request.name})."
             )
         schema.revision(revision_id)
         if len(schema.revisions) == 1:
             raise FailedPrecondition(
-                "The only revision of a schema can't be deleted. Delete the schema "
+                "The only revision of a schema can't be deleted. Delete the schema instead "
                 f"(name={request.name})."
             )
         for topic in self._registry.topics.values():
@@ -117,7 +117,7 @@ class SchemaCalls:
             bounds = settings.first_revision_id, settings.last_revision_id
             if settings.schema == name and revision_id in bounds:
                 raise FailedPrecondition(
-                    f"The topic {topic.path} names this revision as its first or last "
+                    f"The topic {topic.path} uses this revision as its first or last revision "
                     f"(name={request.name})."
                 )
         schema.remove(revision_id)
@@ -165,7 +165,7 @@ class SchemaCalls:
     def _add_revision(self, schema: StoredSchema, source: Schema) -> Schema:
         if len(schema.revisions) >= MAX_REVISIONS:
             raise ResourceExhausted(
-                f"A schema can have {MAX_REVISIONS} revisions. Delete some "
+                f"A schema can have at most {MAX_REVISIONS} revisions. Delete some "
                 f"(resource={schema.path.rpartition('/')[2]})."
             )
         revision = Schema(name=schema.path, type_=source.type_, definition=source.definition)

@@ -97,7 +97,7 @@ class SnapshotCalls:
         elif target == "snapshot":
             self._seek_to_snapshot(subscription, self._registry.snapshot(request.snapshot))
         else:
-            raise InvalidArgument("A seek needs a target: either time or snapshot.")
+            raise InvalidArgument("A seek requires a target: either time or snapshot.")
         return _SeekResponse()
 
     def _seek_to_time(self, subscription: SubscriptionState, time_s: float) -> None:

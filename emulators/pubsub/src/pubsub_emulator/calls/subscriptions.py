@@ -150,8 +150,8 @@ class SubscriptionCalls:
     def _check_surroundings(self, proto: SubscriptionProto) -> None:
         if proto.HasField("bigquery_config") and not self._has_bigquery:
             raise Unimplemented(
-                "The embedded Pub/Sub has no BigQuery to write to, which bigquery_config needs. "
-                "Start it with --bigquery-endpoint."
+                "The embedded Pub/Sub has no BigQuery to write to, which bigquery_config "
+                "requires. Start it with --bigquery-endpoint."
             )
         if proto.HasField("dead_letter_policy"):
             self._registry.topic(proto.dead_letter_policy.dead_letter_topic)

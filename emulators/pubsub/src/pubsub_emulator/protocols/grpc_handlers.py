@@ -48,8 +48,8 @@ def _parsed(request: Any, data: bytes) -> Any:
         return request.FromString(data)
     except DecodeError as error:
         raise InvalidArgument(
-            f"The request is not a valid {request.DESCRIPTOR.full_name}: it is truncated "
-            "or damaged, or contains a string that is not UTF-8."
+            f"The request is not a valid {request.DESCRIPTOR.full_name}: it is truncated or "
+            "corrupt, or contains a string that is not valid UTF-8."
         ) from error
 
 

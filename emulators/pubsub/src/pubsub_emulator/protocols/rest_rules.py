@@ -61,7 +61,7 @@ class Rule:
     def _variable(self) -> re.Match[str]:
         variable = _VARIABLE.search(self.template)
         if variable is None:
-            raise ValueError(f"the template {self.template} has no variable, this is a bug")
+            raise ValueError(f"the template {self.template} has no variable; this is a bug")
         return variable
 
 

@@ -60,7 +60,7 @@ def to_request(
     except (json_format.Error, ValueError, TypeError, AttributeError, KeyError) as error:
         raise InvalidArgument(f"Invalid JSON payload received. {_first_sentence(error)}") from None
     except RecursionError:
-        raise InvalidArgument("Invalid JSON payload received. It is nested too deep.") from None
+        raise InvalidArgument("Invalid JSON payload received. It is nested too deeply.") from None
     return request
 
 
@@ -78,7 +78,7 @@ def _decoded(body: bytes) -> dict[str, Any]:
             # An unpaired surrogate breaks the protobuf library and sometimes ends the process.
             json.dumps(decoded, ensure_ascii=False).encode()
     except RecursionError:
-        raise InvalidArgument("Invalid JSON payload received. It is nested too deep.") from None
+        raise InvalidArgument("Invalid JSON payload received. It is nested too deeply.") from None
     except ValueError as error:
         raise InvalidArgument(f"Invalid JSON payload received. {error}") from None
     if not isinstance(decoded, dict):
@@ -108,7 +108,7 @@ def _put(fields: dict[str, Any], descriptor: Any, name: str, value: str) -> None
     if field.is_repeated:
         fields.setdefault(last, []).append(value)
     elif last in fields:
-        raise InvalidArgument(f'The query parameter "{name}" is given twice.')
+        raise InvalidArgument(f'The query parameter "{name}" is specified twice.')
     else:
         is_bool = field.cpp_type == _CPP_BOOL
         fields[last] = _BOOLEANS.get(value, value) if is_bool else value

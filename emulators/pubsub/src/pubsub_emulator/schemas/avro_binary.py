@@ -55,7 +55,7 @@ class _Reader:
             if byte < 0x80:
                 break
         if value >> bits or byte >= 0x80:
-            raise Mismatch(f"a number has more than {bits} bits")
+            raise Mismatch(f"a number exceeds {bits} bits")
         return (value >> 1) ^ -(value & 1)
 
     def text(self) -> bytes:
@@ -79,7 +79,7 @@ def _string(schema: Any, reader: _Reader, depth: int) -> None:
     try:
         reader.text().decode()
     except UnicodeDecodeError:
-        raise Mismatch("a string is not UTF-8") from None
+        raise Mismatch("a string is not valid UTF-8") from None
 
 
 def _enum(schema: Any, reader: _Reader, depth: int) -> None:

@@ -34,8 +34,8 @@ def check_changes(latest: Schema, revised: Schema) -> None:
     Raises:
         Malformed: names the part that can't be read.
     """
-    _Reading("the revision can't read what the one before it wrote").check(revised, latest)
-    _Reading("the one before it can't read what the revision writes").check(latest, revised)
+    _Reading("the revision can't read data written by the previous one").check(revised, latest)
+    _Reading("the previous one can't read data written by the revision").check(latest, revised)
 
 
 class _Reading:
@@ -68,7 +68,7 @@ class _Reading:
         elif reader.type == "union":
             yield self._branch(reader, writer), writer, path
         elif not _is_alike(reader, writer):
-            raise Malformed(f"is {_shown(writer)}, and must be read as {_shown(reader)}")
+            raise Malformed(f"is {_shown(writer)} but must be read as {_shown(reader)}")
         elif reader.type == "array":
             yield reader.items, writer.items, f"{path}[]"
         elif reader.type == "map":
@@ -78,7 +78,7 @@ class _Reading:
         elif reader.type == "enum":
             _check_symbols(reader, writer)
         elif reader.type == "fixed" and reader.size != writer.size:
-            raise Malformed(f"has {writer.size} bytes, and {reader.size} must be read")
+            raise Malformed(f"is {writer.size} bytes but must be read as {reader.size}")
 
     def _branch(self, union: Schema, writer: Schema) -> Schema:
         """Return the branch that reads a writer."""
@@ -91,7 +91,7 @@ class _Reading:
             keys = [(kind, "") for kind in (writer.type, *_READ_BY.get(writer.type, ()))]
         branch = next((branches[key] for key in keys if key in branches), None)
         if branch is None:
-            raise Malformed(f"may be {_shown(writer)}, which no type of the union reads")
+            raise Malformed(f"may be {_shown(writer)}, which no type in the union can read")
         return branch
 
 
@@ -114,7 +114,7 @@ def _fields(reader: Schema, writer: Schema, path: str) -> Iterator[Pair]:
         if writer_field is not None:
             yield field.type, writer_field.type, f"{path}.{field.name}"
         elif not field.has_default:
-            raise Malformed(f"has no {field.name}, for which there is no default")
+            raise Malformed(f"has no {field.name}, which has no default")
 
 
 def _check_symbols(reader: Schema, writer: Schema) -> None:

@@ -50,12 +50,12 @@ def _parsed(definition: str) -> avro.schema.Schema:
         _check_nesting(decoded)
         parsed = avro.schema.make_avsc_object(_without_logical_types(decoded))
     except RecursionError:
-        raise Malformed(f"it is nested deeper than {MAX_NESTING} levels") from None
+        raise Malformed(f"it is nested more than {MAX_NESTING} levels deep") from None
     # The library raises its own errors, and various others caused by values of the wrong type.
     except (avro.errors.AvroException, ValueError, TypeError, AttributeError, KeyError) as error:
         raise Malformed(str(error)) from None
     if parsed.type in ("error", "error_union", "request"):
-        raise Malformed(f"the type {parsed.type} is of protocols only")
+        raise Malformed(f"the type {parsed.type} is only allowed in protocols")
     return parsed
 
 

@@ -36,7 +36,7 @@ def check_json(schema: avro.schema.Schema, message: bytes, budget: Budget) -> No
     try:
         value = json.loads(message.decode(), parse_constant=_refuse_constant)
     except RecursionError:
-        raise Mismatch("the message is nested too deep") from None
+        raise Mismatch("the message is nested too deeply") from None
     except ValueError as error:
         raise Mismatch(f"the message is not valid JSON: {error}") from None
     _check(schema, value, budget, 0)
@@ -96,13 +96,13 @@ def _bytes(schema: Any, value: Any, budget: Budget, depth: int) -> None:
     if not isinstance(value, str):
         _refuse(schema, value)
     if not value.isascii() and max(value) > "\xff":
-        raise Mismatch("it has characters above U+00FF, which are not bytes")
+        raise Mismatch("it has characters above U+00FF, which can't represent bytes")
 
 
 def _fixed(schema: Any, value: Any, budget: Budget, depth: int) -> None:
     _bytes(schema, value, budget, depth)
     if len(value) != schema.size:
-        raise Mismatch(f"it has {len(value)} bytes, but the schema has {schema.size}")
+        raise Mismatch(f"it is {len(value)} bytes, but the schema requires {schema.size}")
 
 
 def _enum(schema: Any, value: Any, budget: Budget, depth: int) -> None:

@@ -66,7 +66,7 @@ def check_revision(definition: Definition, latest: Definition) -> None:
             field.
     """
     if definition.kind != latest.kind:
-        raise InvalidArgument("The type of a schema can't be changed by a revision.")
+        raise InvalidArgument("A revision can't change the type of a schema.")
     try:
         if isinstance(definition, AvroDefinition) and isinstance(latest, AvroDefinition):
             definition.check_revises(latest)

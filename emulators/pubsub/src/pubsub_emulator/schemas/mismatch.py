@@ -53,7 +53,7 @@ class Budget:
             Mismatch: the value is nested too deeply, or there are too many values.
         """
         if depth > MAX_DEPTH:
-            raise Mismatch(f"it is nested deeper than {MAX_DEPTH} levels")
+            raise Mismatch(f"it is nested more than {MAX_DEPTH} levels deep")
         self._values -= values
         if self._values < 0:
-            raise Mismatch("the messages have more values than the embedded server checks")
+            raise Mismatch("the messages contain more values than the embedded server checks")

@@ -27,7 +27,7 @@ _PIECE_BYTES = 64 * 1024
 _PACKED_BYTES_A_VALUE = 64
 """Bytes of packed numbers that can be checked in the time it takes to check one value."""
 _LONGEST_VARINT_BYTES = 10
-_NO_VARINT = "it is truncated, or a number has more than 10 bytes"
+_NO_VARINT = "it is truncated, or a number is longer than 10 bytes"
 _MAX_TAG = 2**32 - 1
 _SIZES = {I64: 8, I32: 4}
 
@@ -117,7 +117,7 @@ class _Reader:
                 try:
                     self._data[begin:end].decode()
                 except UnicodeDecodeError:
-                    raise Mismatch("a string is not UTF-8") from None
+                    raise Mismatch("a string is not valid UTF-8") from None
         elif wire_type == LEN and field.may_be_packed:
             self._check_packed(field.wire_type, span, depth)
 
@@ -144,7 +144,7 @@ class _Reader:
             if wire_type == START_GROUP:
                 begin, stop, position = position, *self._group_end(number, position, end, depth)
             elif wire_type == END_GROUP:
-                raise Mismatch("a group ends without having begun")
+                raise Mismatch("a group ends that was never started")
             else:
                 begin, position = self._value(wire_type, position, end)
                 stop = position
@@ -154,7 +154,7 @@ class _Reader:
         """Return a field's number and wire type as one integer, and the position of its value."""
         tag, position = self._varint(position, end)
         if tag > _MAX_TAG or tag < 8:
-            raise Mismatch("a field has no valid number")
+            raise Mismatch("a field has an invalid number")
         return tag, position
 
     def _value(self, wire_type: int, position: int, end: int) -> _Span:
@@ -168,7 +168,7 @@ class _Reader:
         elif wire_type in _SIZES:
             position += _SIZES[wire_type]
         else:
-            raise Mismatch(f"a field has the wire type {wire_type}, which does not exist")
+            raise Mismatch(f"a field has the unknown wire type {wire_type}")
         if position > end:
             raise Mismatch("it is truncated")
         return begin, position
@@ -186,7 +186,7 @@ class _Reader:
                 open_groups.append(tag >> 3)
             elif tag & 7 == END_GROUP:
                 if tag >> 3 != open_groups.pop():
-                    raise Mismatch("a group ends without having begun")
+                    raise Mismatch("a group ends that was never started")
             else:
                 _, position = self._value(tag & 7, position, end)
         return stop, position
@@ -208,4 +208,4 @@ def _add_part(parts: list[_Span], span: _Span) -> None:
     if span[0] < span[1]:
         parts.append(span)
     if len(parts) > _MAX_PARTS:
-        raise Mismatch(f"it comes in more than {_MAX_PARTS} parts")
+        raise Mismatch(f"it consists of more than {_MAX_PARTS} parts")

@@ -25,7 +25,7 @@ def check_changes(latest: MessageType, revised: MessageType) -> None:
             before, after = old.by_number[number], new.by_number[number]
             if _signature(before, latest) != _signature(after, revised):
                 raise Malformed(
-                    f"a revision can't change a field, and {before.name} of {new.name} differs"
+                    f"a revision can't change a field, but {before.name} of {new.name} differs"
                 )
             if before.message is not None and after.message is not None:
                 pairs.append((before.message, after.message))
@@ -35,8 +35,8 @@ def _check_optional(field: Field, message: MessageType) -> None:
     if field.is_required or field.is_repeated:
         label = "required" if field.is_required else "repeated"
         raise Malformed(
-            "a revision can add and remove optional fields only, and "
-            f"{field.name} of {message.name} is {label}"
+            f"a revision can only add and remove optional fields, but {field.name} of "
+            f"{message.name} is {label}"
         )
 
 

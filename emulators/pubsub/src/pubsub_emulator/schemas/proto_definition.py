@@ -46,13 +46,13 @@ def _check_file(file: FileDescriptorProto) -> None:
     Source: https://cloud.google.com/pubsub/docs/schemas.
     """
     if file.dependency:
-        raise Malformed("a definition can't import others")
+        raise Malformed("a definition can't import other files")
     if file.syntax == "editions":
-        raise Malformed("its syntax is an edition, and must be proto2 or proto3")
+        raise Malformed("it uses an edition, but its syntax must be proto2 or proto3")
     names = [message.name for message in file.message_type]
     names += [enum.name for enum in file.enum_type]
     if len(names) != 1 or not file.message_type:
         raise Malformed(
-            "it must define one message and no other type at its top level, and defines "
+            "it must define one message and no other type at its top level, but defines "
             f"{', '.join(names) or 'none'}"
         )

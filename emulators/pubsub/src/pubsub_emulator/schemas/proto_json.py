@@ -47,7 +47,7 @@ def check_json(root: MessageType, message: bytes, budget: Budget) -> None:
             message.decode(), parse_constant=_refuse_constant, object_pairs_hook=_without_twins
         )
     except RecursionError:
-        raise Mismatch("the message is nested too deep") from None
+        raise Mismatch("the message is nested too deeply") from None
     except ValueError as error:
         raise Mismatch(f"the message is not valid JSON: {error}") from None
     _message(root, value, budget, 0)
@@ -60,7 +60,7 @@ def _refuse_constant(name: str) -> NoReturn:
 def _without_twins(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     members = dict(pairs)
     if len(members) != len(pairs):
-        raise ValueError("an object has a name twice")
+        raise ValueError("an object has a duplicate name")
     return members
 
 
@@ -132,7 +132,7 @@ def _value(field: Field, value: Any, budget: Budget, depth: int) -> None:
         return
     budget.enter(depth)
     if value is None:
-        raise Mismatch("a list or a map has null")
+        raise Mismatch("a list or map contains null")
     _CHECKS.get(field.type, _integer)(field, value)
 
 
@@ -182,7 +182,7 @@ def _bytes(field: Field, value: Any) -> None:
     if not isinstance(value, str):
         _refuse("bytes", value)
     if not _BASE64.fullmatch(value) or len(value.rstrip("=")) % 4 == 1:
-        raise Mismatch("it is not base64")
+        raise Mismatch("it is not valid base64")
 
 
 def _enum(field: Field, value: Any) -> None:

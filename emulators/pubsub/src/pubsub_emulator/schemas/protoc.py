@@ -42,14 +42,16 @@ def compile_definition(definition: str) -> FileDescriptorProto:
             command, input=definition.encode(), capture_output=True, timeout=LIMIT_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        raise ServerUnavailable("The machine has no room to compile the definition.") from error
+        raise ServerUnavailable(
+            "The machine does not have enough resources to compile the definition."
+        ) from error
     if done.returncode < 0:
         raise Malformed(
-            f"it takes the compiler more than {MAX_CPU_S} s or {MAX_MEMORY_MIB} MiB of memory"
+            f"compiling it takes more than {MAX_CPU_S} s or {MAX_MEMORY_MIB} MiB of memory"
         )
     if done.returncode == FAILED:
         reason = done.stderr.decode(errors="replace").strip()
-        raise ServerUnavailable(f"The compiler of definitions does not run here: {reason}")
+        raise ServerUnavailable(f"The schema compiler can't run here: {reason}")
     if done.returncode:
         raise Malformed(_first_error(done.stderr.decode(errors="replace")))
     (compiled,) = FileDescriptorSet.FromString(done.stdout).file
@@ -64,7 +66,7 @@ def _first_error(report: str) -> str:
         error for error in errors if error[2].startswith("Import ")
     ] + errors:
         if reason.startswith("Import "):
-            reason = "a definition can't import others"
+            reason = "a definition can't import other files"
         return f"line {line}, column {column}: {reason}"
     in_the_file = _IN_THE_FILE.search(report)
-    return in_the_file[1] if in_the_file else "the compiler does not report a reason"
+    return in_the_file[1] if in_the_file else "the compiler did not report a reason"

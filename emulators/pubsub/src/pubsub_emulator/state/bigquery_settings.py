@@ -30,12 +30,12 @@ def complete_bigquery_config(subscription: Subscription) -> None:
         raise InvalidArgument("Only one of use_topic_schema and use_table_schema may be set.")
     if config.use_topic_schema:
         raise Unimplemented(
-            "The embedded Pub/Sub has no bigquery_config.use_topic_schema. Use use_table_schema, "
-            "or the service."
+            "The embedded Pub/Sub does not support bigquery_config.use_topic_schema. Use "
+            "use_table_schema, or Google's Pub/Sub."
         )
     if subscription.enable_exactly_once_delivery:
         raise InvalidArgument(
-            "Exactly-once delivery is supported for pull subscriptions only, not with "
+            "Exactly-once delivery is only supported for pull subscriptions, not with "
             "bigquery_config."
         )
     config.state = BigQueryConfig.State.Value("ACTIVE")

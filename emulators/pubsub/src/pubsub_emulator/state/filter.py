@@ -211,7 +211,7 @@ def _unescape(literal: str) -> str:
     try:
         return _ESCAPE.sub(_unescape_one, literal.encode()).decode()
     except UnicodeDecodeError:
-        raise _BadLiteral(f'the escapes in "{literal}" are not UTF-8') from None
+        raise _BadLiteral(f'the escapes in "{literal}" are not valid UTF-8') from None
 
 
 def _unescape_one(match: re.Match[bytes]) -> bytes:
@@ -225,11 +225,11 @@ def _unescape_one(match: re.Match[bytes]) -> bytes:
     if octal is not None or hexadecimal is not None:
         code = int(octal, 8) if octal is not None else int(hexadecimal, 16)
         if code > 0xFF:
-            raise _BadLiteral(f"escape {match[0].decode()} is not a byte")
+            raise _BadLiteral(f"escape {match[0].decode()} is not a valid byte")
         return bytes([code])
     code = int(short or long, 16)
     if code > 0x10FFFF or 0xD800 <= code <= 0xDFFF:
-        raise _BadLiteral(f"escape {match[0].decode()} is not a character")
+        raise _BadLiteral(f"escape {match[0].decode()} is not a valid character")
     return chr(code).encode()
 
 
@@ -244,18 +244,18 @@ def _refusal(text: str, error: UnexpectedInput) -> str:
 
 def _reason(rest: str, word: str) -> str:
     if not rest:
-        return "the expression ends too early"
+        return "unexpected end of expression"
     if word in ("AND", "OR"):
         return (
             "AND and OR can't be mixed without parentheses, and each needs an expression on both "
             "sides"
         )
     if word.upper() in ("AND", "OR", "NOT") and not word.isupper():
-        return f"operators are upper-case, not {word!r}"
+        return f"operators must be uppercase, got {word!r}"
     if word and rest[len(word) :].lstrip().startswith("("):
         return (
             f'unknown function {word!r}; the only function is hasPrefix(attributes.KEY, "PREFIX")'
         )
     if rest.startswith("\\"):
-        return "escapes stand only inside string literals"
+        return "escapes are only allowed in string literals"
     return f"unexpected {word or rest[0]!r}"

@@ -40,9 +40,9 @@ class Storage:
         """
         if self.held_bytes + cost_bytes > self.limit_bytes:
             raise ResourceExhausted(
-                f"The messages of the embedded server take {self.held_bytes} bytes of memory, of "
-                f"at most {self.limit_bytes}. Acknowledge or delete some, or start it with a "
-                "higher limit."
+                f"Messages take up {self.held_bytes} bytes of the embedded server's memory, and "
+                f"the maximum is {self.limit_bytes}. Acknowledge or delete some, or start it "
+                "with a higher limit."
             )
 
 

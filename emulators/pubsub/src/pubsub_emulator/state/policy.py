@@ -35,8 +35,8 @@ def check_version(field: str, version: int) -> None:
     """
     if version not in VERSIONS:
         raise InvalidArgument(
-            f"The value for {field} is invalid. You passed {version} in the request, but a policy "
-            "has version 0, 1 or 3."
+            f"The value for {field} is invalid. You passed {version} in the request, but a "
+            "policy's version must be 0, 1 or 3."
         )
 
 
@@ -62,6 +62,6 @@ def check_policy(policy: Policy) -> None:
         if not binding.role:
             raise InvalidArgument(f"{field}.role must be set.")
         if not all(binding.members):
-            raise InvalidArgument(f"{field}.members must not be empty strings.")
+            raise InvalidArgument(f"{field}.members must not contain empty strings.")
         if binding.HasField("condition") and policy.version != 3:
-            raise InvalidArgument(f"{field}.condition needs a policy of version 3.")
+            raise InvalidArgument(f"{field}.condition requires a policy of version 3.")

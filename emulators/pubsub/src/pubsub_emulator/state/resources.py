@@ -149,7 +149,7 @@ def checked_push_config(push_config: PushConfig, subscription: Subscription) -> 
         raise InvalidArgument("Only one of push_config and bigquery_config may be set.")
     if subscription.enable_exactly_once_delivery:
         raise InvalidArgument(
-            "Exactly-once delivery is supported for pull subscriptions only, not with push_config."
+            "Exactly-once delivery is only supported for pull subscriptions, not with push_config."
         )
     return push_config
 
@@ -209,8 +209,8 @@ def _check_update_path(path: str, current: Any, updatable: Collection[str]) -> N
         )
     if not _is_path(path, current.DESCRIPTOR):
         raise InvalidArgument(
-            f"Invalid update_mask provided in the Update{kind}Request: {path} is not a path to a "
-            f"field of the {kind}. Maps and lists are replaced as a whole."
+            f"Invalid update_mask provided in the Update{kind}Request: {path} is not a path "
+            f"to a {kind} field. Maps and lists are replaced as a whole."
         )
 
 
@@ -228,7 +228,9 @@ def _refuse_fields(resource: Any, fields: Collection[str]) -> None:
     used = {descriptor.name for descriptor, _ in resource.ListFields()}
     for field in fields:
         if field in used:
-            raise Unimplemented(f"The embedded Pub/Sub has no {field}. Use the service for it.")
+            raise Unimplemented(
+                f"The embedded Pub/Sub does not support {field}. Use Google's Pub/Sub for it."
+            )
 
 
 def _check_labels(labels: Any) -> None:

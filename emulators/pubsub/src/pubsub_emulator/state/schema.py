@@ -110,7 +110,7 @@ class MessageCheck:
         message.attributes["googclient_schemarevisionid"] = revision_id
 
     def _fitting(self, message: bytes, budget: Budget) -> str:
-        why = "there are no revisions from the first to the last that the topic names"
+        why = "there are no revisions between the topic's first and last revision"
         for revision_id, definition in self.definitions:
             try:
                 definition().check(message, self.encoding, budget)

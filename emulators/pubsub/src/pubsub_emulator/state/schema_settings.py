@@ -66,7 +66,7 @@ def message_check(topic: Topic, find_schema: FindSchema) -> MessageCheck:
     settings = topic.schema_settings
     if settings.schema == DELETED_SCHEMA:
         raise ResourceNotFound(
-            f"The schema of the topic was deleted (resource={topic.name.rpartition('/')[2]})."
+            f"The topic's schema was deleted (resource={topic.name.rpartition('/')[2]})."
         )
     schema = find_schema(settings.schema)
     revisions = schema.range(settings.first_revision_id, settings.last_revision_id)

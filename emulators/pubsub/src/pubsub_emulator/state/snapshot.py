@@ -98,6 +98,6 @@ def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None
         )
     if expire_s > snapshot.latest_expire_s:
         raise InvalidArgument(
-            "The value for expire_time is later than the messages of the snapshot can be kept "
-            f"(snapshot={snapshot.path})."
+            "The value for expire_time is too late: the snapshot's messages can't be "
+            f"retained that long (snapshot={snapshot.path})."
         )

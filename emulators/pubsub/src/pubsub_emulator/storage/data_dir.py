@@ -64,7 +64,7 @@ async def durable_broker(
         try:
             journal.flush()
         except WriteFailed as error:
-            raise OSError(f"Pub/Sub can't write into {data_dir}: {error}") from error
+            raise OSError(f"Pub/Sub can't write to {data_dir}: {error}") from error
         async with journal.running(broker.registry.withdraw):
             yield broker
 
@@ -84,7 +84,7 @@ def restore(registry: Registry, database: Database) -> None:
     # snapshots.
     for path, holder, moment_s, data in database.resources():
         if data is None:
-            raise OSError(f"Pub/Sub can't use its data directory: {path} is damaged in it")
+            raise OSError(f"Pub/Sub can't use its data directory: {path} in it is corrupt")
         holders[holder] = _RESTORE[path.split("/")[2]](registry, holder, moment_s, data)
     messages = {
         sequence: _stored(PubsubMessage.FromString(data), sequence, registry)

@@ -124,7 +124,9 @@ def _prepare(connection: sqlite3.Connection, *, fsync: bool) -> None:
     (state,) = connection.execute("PRAGMA quick_check(1)").fetchone()
     if state != "ok":
         what = " ".join(state.split())
-        raise sqlite3.DatabaseError(f"it is damaged ({what}). Move it away to start without it")
+        raise sqlite3.DatabaseError(
+            f"it is corrupt ({what}). Move it elsewhere to start without it"
+        )
     if not tables:
         connection.executescript(_SCHEMA)
     elif version == 1:
@@ -132,7 +134,7 @@ def _prepare(connection: sqlite3.Connection, *, fsync: bool) -> None:
         connection.executescript(_FROM_VERSION_1)
     elif version != VERSION:
         raise sqlite3.DatabaseError(
-            f"its version is {version}, and this server reads version {VERSION}"
+            f"its version is {version}, but this server requires version {VERSION}"
         )
     for statement in _ORPHANS:
         connection.execute(statement)
@@ -216,7 +218,7 @@ class Database:
             WriteFailed: the disk is full.
         """
         if not self._reserve.take():
-            raise WriteFailed(f"there is no room for {RESERVE_BYTES // 1024**2} MiB")
+            raise WriteFailed(f"no space is left for {RESERVE_BYTES // 1024**2} MiB")
 
     def make_room(self) -> None:
         """Return the reserve and the log's space to a full disk. Nothing is lost if this fails."""

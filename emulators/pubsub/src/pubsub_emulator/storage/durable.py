@@ -88,7 +88,7 @@ class DurableJournal(ChangeJournal):
             raise _unavailable(self._failure)
         unwritten_bytes = self._pending.size_bytes + self._writing.size_bytes
         if unwritten_bytes > MAX_UNWRITTEN_BYTES:
-            raise _unavailable(f"{unwritten_bytes} bytes wait for the disk")
+            raise _unavailable(f"{unwritten_bytes} bytes are waiting to be written to disk")
 
     async def committed(self) -> None:
         """Wait until everything recorded so far is in the file.
@@ -228,7 +228,7 @@ class DurableJournal(ChangeJournal):
             _log.warning("the data directory can be written again")
 
     def _hung(self) -> None:
-        self._failure = f"the disk took longer than {self._commit_limit_s:g} s"
+        self._failure = f"writing to disk took longer than {self._commit_limit_s:g} s"
         _log.error("the data directory does not answer, so publishes are refused")
         for changes in (self._writing, self._pending):
             changes.settle(self._failure)
@@ -254,7 +254,7 @@ class DurableJournal(ChangeJournal):
 
     def _ended(self, task: "asyncio.Task[None]") -> None:
         if not task.cancelled() and task.exception() is not None:
-            self._failure = "the commits ended, this is a bug"
+            self._failure = "the commits ended; this is a bug"
             _log.error("commits failed, this is a bug", exc_info=task.exception())
             self._writing.settle(self._failure)
             self._pending.settle(self._failure)
@@ -262,5 +262,5 @@ class DurableJournal(ChangeJournal):
 
 def _unavailable(reason: str) -> ServerUnavailable:
     return ServerUnavailable(
-        f"The embedded server can't keep anything new in its data directory now: {reason}."
+        f"The embedded server can't store anything new in its data directory right now: {reason}."
     )

@@ -119,7 +119,7 @@ class Definitions:
         if model is not None:
             schema, settings, filled_by = _like(tree, model, settings)
         if schema is None:
-            raise InvalidQueryError("CREATE TABLE needs columns or a query")
+            raise InvalidQueryError("CREATE TABLE requires columns or a query")
         self._catalog.create_table(key, schema, settings, filled_by, replaces=exists)
         return Defined("REPLACE" if exists else "CREATE", key)
 
@@ -135,7 +135,7 @@ class Definitions:
                 raise unsupported(f"{item.sql('bigquery')} in CREATE")
         options = table_options(option_texts(sql), self._evaluate)
         if "timePartitioning" in options and "timePartitioning" not in settings:
-            raise InvalidQueryError("partition_expiration_days needs PARTITION BY a time")
+            raise InvalidQueryError("partition_expiration_days requires PARTITION BY a time")
         return merged(settings, options)
 
     def _model(self, tree: exp.Expr) -> TableResource | None:
@@ -168,7 +168,7 @@ class Definitions:
             return Defined("SKIP", key)
         is_view = self._catalog.table(key).view_query is not None
         if is_view != (str(tree.args["kind"]).upper() == "VIEW"):
-            raise InvalidQueryError(f"{key} is not of the kind that the statement drops")
+            raise InvalidQueryError(f"{key} is not the kind of object that the statement drops")
         self._catalog.delete_table(key)
         return Defined("DROP", key)
 
@@ -192,7 +192,7 @@ class Definitions:
             return Defined("SKIP", key)
         table = self._catalog.table(key)
         if (table.view_query is not None) != (kind == "ALTER_VIEW"):
-            raise InvalidQueryError(f"{key} is not of the kind that the statement alters")
+            raise InvalidQueryError(f"{key} is not the kind of object that the statement alters")
         if words(texts[0])[:2] == ["RENAME", "TO"]:
             return self._rename(table, texts)
         shape = altered(table, texts, self._evaluate)
@@ -206,11 +206,11 @@ class Definitions:
 
     def _rename(self, table: TableResource, texts: list[str]) -> Defined:
         if len(texts) > 1 or table.view_query is not None:
-            raise InvalidQueryError("RENAME TO stands alone, and is for tables")
+            raise InvalidQueryError("RENAME TO must be the only action, and only works on tables")
         name = texts[0].split()[2:]
         new = exp.to_table(" ".join(name), dialect="bigquery")
         if new.db:
-            raise InvalidQueryError("RENAME TO takes the name of a table without its dataset")
+            raise InvalidQueryError("RENAME TO takes a table name without a dataset")
         key = TableKey(table.key.project, table.key.dataset_id, new.name)
         self._catalog.rename_table(table.key, key)
         return Defined("ALTER", table.key)
@@ -249,7 +249,8 @@ def _rename_columns(result: Result, schema: Schema) -> str:
     for source, target in zip(result.schema, schema, strict=True):
         if source.type != target.type and (source.type, target.type) not in _COERCIONS:
             raise InvalidQueryError(
-                f"Column {target.name} of type {target.type} can't be made from type {source.type}"
+                f"Column {target.name} of type {target.type} can't be created from type "
+                f"{source.type}"
             )
         columns.append(f"{quoted(source.name)} AS {quoted(target.name)}")
     return f"(SELECT {', '.join(columns)} FROM {result.physical})"
@@ -261,7 +262,7 @@ def _view_columns(tree: exp.Expr, found: Schema) -> Schema:
         return found
     parts = tree.this.expressions
     if [part.name.lower() for part in parts] != [field.name.lower() for field in found]:
-        raise unsupported("CREATE VIEW with other names than those of its query")
+        raise unsupported("CREATE VIEW with column names that differ from its query's")
     named = []
     for part, field in zip(parts, found, strict=True):
         changes: Json = {}
@@ -276,7 +277,7 @@ def _view_columns(tree: exp.Expr, found: Schema) -> Schema:
 def _like(tree: exp.Expr, model: TableResource, settings: Json) -> tuple[Schema, Json, str | None]:
     is_copy = tree.args.get("clone") is not None
     if is_copy and model.has_partition_time:
-        raise unsupported("CREATE TABLE COPY of a table partitioned by the time of ingestion")
+        raise unsupported("CREATE TABLE COPY of a table partitioned by ingestion time")
     inherited = {
         name: value
         for name, value in model.settings.items()

@@ -173,8 +173,8 @@ class Analyzer:
             raise _as_service_says(str(error)) from error
         except AnalyzerTrappedError as error:
             raise UnsupportedError(
-                "The statement is too deep, or has a part that the analyzer does not know: not"
-                " supported by the embedded BigQuery",
+                "The statement is nested too deeply or contains something that the analyzer "
+                "can't handle: not supported by the embedded BigQuery",
                 "query",
             ) from error
 

@@ -92,7 +92,10 @@ def limited(value: str, kind: int, parameters: TypeParametersProto) -> str:
         whole = digits.precision - digits.scale
         if whole >= _MOST_WHOLE_DIGITS:
             return rounded
-        failed = f"NUMERIC({digits.precision}, {digits.scale}) has {whole} digits before its point"
+        failed = (
+            f"NUMERIC({digits.precision}, {digits.scale}) allows only {whole} digits before "
+            "the decimal point"
+        )
         return (
             f"(CASE WHEN abs({rounded}) >= 1{'0' * whole}"
             f" THEN CAST(bq.fail('{failed}') AS DECIMAL(38,9)) ELSE {rounded} END)"

@@ -158,7 +158,7 @@ def parsed(kind: str) -> Translate:
             dated = _read(f"'1970-01-01 ' || {value}", f"%Y-%m-%d {pattern}")
             return f"CAST({dated} AS TIME)"
         if not re.search("%[yY]", pattern):
-            raise unsupported("PARSE_* with a format that has no year")
+            raise unsupported("PARSE_* with a format that contains no year")
         offset = _OFFSET_AT_END.search(pattern)
         if offset is not None:
             local = pattern[: offset.start()]
