@@ -26,8 +26,8 @@ from shared.usage.writer import RowWriter
 def main() -> int:
     """Serves until a signal arrives. Returns 0, or 1 if it could not start."""
     exempt_loopback_from_proxies()
-    # uvicorn raises the signal again after draining. Without these handlers a clean stop looks like
-    # a kill.
+    # uvicorn raises the signal again after draining. Without these handlers, a clean shutdown would
+    # look like a kill.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
@@ -40,7 +40,7 @@ def main() -> int:
 
 def _serve(settings: ApiSettings) -> int:
     configure_logs(settings.log_level, settings.project)
-    deny_inspection()  # a custom class may run on this machine as the same user
+    deny_inspection()  # a custom class may run as the same user on this machine
     catalog = read_catalog(settings.models_file)
     signal.signal(
         signal.SIGHUP, lambda number, frame: reread_interfaces(catalog, settings.models_file)

@@ -81,7 +81,7 @@ SURELY_FEW = 1000
 """Bodies with no more than this many commas need no further check."""
 MAX_NESTED = 100
 """Maximum nesting depth. Pydantic has a limit of 200."""
-# Possessive and with an optional end, so the expression reads each byte only once.
+# Possessive quantifiers and an optional end make the expression read each byte only once.
 _STRING = re.compile(rb'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
 
 

@@ -176,5 +176,5 @@ class FairRoom:
         self.total -= asked.items
         if not holding.items:
             del self._holdings[asked.tenant]
-            # Rounding errors end with the last tenant.
+            # Rounding errors disappear with the last tenant.
             self.weights = self.weights - holding.weight if self._holdings else 0.0

@@ -221,7 +221,7 @@ class BoundedHttp(HttpToolsProtocol):
                 self.parser.feed_data(head + data)
             except httptools.HttpParserUpgrade as offer:
                 data, head = (head + data)[offer.args[0] :], self._head_without_offer()
-                # Without leniency, a parser stops after a head that closes the connection.
+                # Without leniency, a parser stops after headers that close the connection.
                 self.parser, self._offers_protocol = httptools.HttpRequestParser(self), False
                 self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
             except httptools.HttpParserError:
@@ -373,7 +373,7 @@ def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(TLS_CIPHERS)
     try:
-        # An empty password: otherwise, an encrypted key would prompt for it on the terminal.
+        # An empty password: otherwise, an encrypted key would prompt for one on the terminal.
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except OSError as error:
         raise ConfigurationError(

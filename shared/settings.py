@@ -302,7 +302,7 @@ class ApiSettings(InvoiceSettings):
     @classmethod
     def _are_networks(cls, value: str) -> str:
         for proxy in [] if value.strip() in ("", "*") else value.split(","):
-            # uvicorn treats a word that is not an address as a name, and then trusts no proxy.
+            # uvicorn treats a value that is not an address as a name, and then trusts no proxy.
             ip_network(proxy.strip())
         return value
 

@@ -32,19 +32,19 @@ from tests.rabbitmq import needs_rabbitmq
 from tests.tiers import QUICK_EXAMPLES, QuickTests, has_none_of
 
 if TYPE_CHECKING:
-    # OpenTelemetry, which each process of a run would import, although few tests need it.
+    # OpenTelemetry, which every process in a run would import although few tests need it.
     from tests.kept_spans import KeptSpans
     from tests.otlp import Collector
 
-# Threads of torch wait for one another. By default they spin, and block a core that another thread
+# Torch threads wait for one another. By default they spin, which blocks a core that another thread
 # needs. At a load of 20, that takes 8 s of CPU time rather than 0.7 s. A model process spins less
 # (GOMP_SPINS).
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-# The same threshold as in a process that serves. Python's own threshold of 700 takes a fifth of the
-# CPU time while collecting tests, and a twentieth while running small tests.
+# The same threshold as in a serving process. Python's default threshold of 700 takes a fifth of the
+# CPU time when collecting tests, and a twentieth when running small tests.
 gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
-# The same examples each time, so that any failure comes from the change. A quick run uses few,
+# The same examples each time, so that any failure comes from the change. A quick run uses few, and
 # `make test-slow` uses many for these tests too; `--hypothesis-profile=explore` tries others.
 settings.register_profile(
     "few", derandomize=True, deadline=None, print_blob=True, max_examples=QUICK_EXAMPLES
@@ -60,7 +60,7 @@ def pytest_configure(config: pytest.Config) -> None:
         config.option.timeout = TEST_LIMIT_S
     config.pluginmanager.register(QuickTests(is_enforced="CI" in os.environ), "quick-tests")
     exempt_loopback_from_proxies()
-    # Everything that tests start ends with this process, even if it is killed.
+    # Everything that tests start exits along with this process, even if it is killed.
     os.environ.update(child_marks())
 
 

@@ -103,7 +103,7 @@ class QuickTests:
     def pytest_fixture_setup(self, fixturedef: pytest.FixtureDef[Any]) -> Timed:
         shared_s, start_s = self._shared_s, used_cpu_s()
         value = yield
-        # Fixtures that it requested ran in between, and are counted once.
+        # Fixtures that it requested ran in between and are counted only once.
         if fixturedef.scope != "function":
             self._shared_s = shared_s + used_cpu_s() - start_s
         return value

@@ -2,6 +2,6 @@
 
 import os
 
-# Without this, ONNX Runtime starts a telemetry thread on import, and a process with threads can't
+# Without this, importing ONNX Runtime starts a telemetry thread, and a process with threads can't
 # be forked (workers/runtime/template.py).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -156,7 +156,7 @@ class BatchMetrics:
         items = len(done.results)
         self._items.observe(items)
         ITEMS_AT_A_TIME.observe(done.batch_items)
-        # inference_ms covers all items computed together. Each item reports it when it finishes.
+        # inference_ms covers all items processed together. Each item reports it when it finishes.
         inference_s = done.inference_ms / 1000 * items / done.batch_items
         self._inference_seconds.observe(inference_s, exemplar)
         self._spare_seconds.inc(done.spare_s)

@@ -112,7 +112,7 @@ class AnswerLog:
             new = {number: self._kept[number] for number in numbers}
             number, holder = next(self._numbers), self._holder
             key = await self._store.log_answers(*self._batch, number, holder, self.counts, new)
-            # Some may have been forgotten since then because their segment was written.
+            # Some may have been dropped since then because their segment was written.
             remaining = [number for number in numbers if number in self._new]
             self._new.difference_update(remaining)
             self._new_bytes -= sum(len(new[number].data) for number in remaining)

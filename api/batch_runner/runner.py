@@ -340,7 +340,7 @@ async def open_runner(
     Raises:
         ConfigurationError: the object store's or the key store's URL is invalid.
     """
-    # Lines seldom repeat, and Redis caches the ones that do. So a runner's memory use stays flat.
+    # Lines seldom repeat, and Redis caches the ones that do, so a runner's memory use stays flat.
     settings = settings.model_copy(update={"memory_cache_bytes": 0})
     instance, objects = f"batches-{secrets.token_hex(4)}", ObjectStore(settings.objects_url)
     store = BatchStore(objects)

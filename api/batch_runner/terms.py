@@ -83,7 +83,8 @@ class CurrentTerms:
                 if stored is None:
                     return
                 source = self._store.source
-                # For thousands of keys this takes tens of milliseconds, and lines continue to run.
+                # For thousands of keys this takes tens of milliseconds, during which lines continue
+                # to run.
                 document = await asyncio.to_thread(decode_document, stored.data, source)
             except (TimeoutError, Unavailable, ConfigurationError) as error:
                 self._note_failure(str(error) or f"no response within {READ_LIMIT_S:g} s")

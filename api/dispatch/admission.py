@@ -69,7 +69,7 @@ class Admission:
     ) -> None:
         self._models = {model.name: model for model in models}
         for name in self._models:
-            # The autoscaler takes a missing sample as lost metrics, not as zero demand.
+            # The autoscaler treats a missing sample as lost metrics, not as zero demand.
             for priority in PRIORITIES:
                 metrics.of_admission(name, priority)
         slo.show(self._models)

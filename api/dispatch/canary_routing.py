@@ -130,7 +130,7 @@ class CanaryRouter:
         key: tuple[object, ...] = (facts.tenant,)
         if canary.canary.by == "input":
             key = (facts.request_id,)
-            # results must be the same every time, so one revision serves them all
+            # results must be the same every time, so a single revision serves all of them
             if request.is_repeatable:
                 key = (facts.tenant, *(task_input.cache_form() for task_input in request.inputs))
         return canary if _part_of(canary, key) < canary.canary.share else model

@@ -45,7 +45,7 @@ def is_close(ours: Result, theirs: Result, tolerance: Tolerance) -> bool | None:
             is_as_long = len(ours.vector) == len(theirs.vector)
             return is_as_long and _cosine(ours.vector, theirs.vector) >= tolerance.cosine
         case SimilarityResult(), SimilarityResult():
-            # The maximum change in the score if both vectors rotate by the tolerance.
+            # The maximum change in the score if both vectors are rotated by the tolerance.
             turn = math.sqrt(2 * (1 - tolerance.cosine))
             return abs(ours.score - theirs.score) <= 2 * turn
         case GenerationResult(), GenerationResult() if tolerance.rouge_l is not None:

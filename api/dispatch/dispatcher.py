@@ -130,7 +130,7 @@ class Dispatcher:
         try:
             response = await self._compute(routed)
         except Overloaded:
-            # A canary has few workers, so callers are not rejected when they are full.
+            # A canary has few workers, so callers are not rejected when those workers are full.
             return await self._compute(self.canaries.to_revision(request, request.model))
         self._comparisons.consider(request, routed.model, response)
         return response
@@ -226,7 +226,7 @@ class Dispatcher:
                 state.settle(index, in_flight, is_leader=is_leader)
         finally:
             for in_flight in led:
-                if in_flight.job is None:  # not started, so the coalesced requests must start it
+                if in_flight.job is None:  # not started, so the coalesced requests have to start it
                     self._single_flight.complete(in_flight, None)
             for index, in_flight, is_leader in coalesced:
                 if is_leader and not state.has_result(index):
@@ -463,7 +463,7 @@ class Dispatcher:
             if outcome.receipt.inference_ms is not None:
                 row.device_share = device_share_of(request.model)
             if outcome.result is None:
-                row.attempt = None  # makes the worker's row count if both lack a result
+                row.attempt = None  # makes the worker's row count if neither has a result
             self._rows.write(row)
 
 

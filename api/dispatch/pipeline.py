@@ -76,8 +76,8 @@ async def open_pipeline(
     flow_runs = FlowRuns(redis, max_bytes=settings.predictions_max_bytes)
     broker = await enter(transport)
     inbox = await enter(ReplyInbox(settings, broker, await enter(admin), instance))
-    # Closed right after the dispatcher, because rows must be on disk before the process is killed,
-    # whereas an inbox that is not removed in time merely expires.
+    # Closed right after the dispatcher: rows must be on disk before the process is killed, whereas
+    # an inbox that is not removed in time just expires.
     row_sink = await enter(rows)
     admission = Admission(settings.max_in_flight, (*catalog.deployed, *catalog.flows))
     window = await _open_window(opened, settings, catalog, admission, broker, instance)

@@ -553,8 +553,8 @@ class ReplyInbox:
         try:
             yield
         finally:
-            # Done before the streams are closed, which takes a while, so that new jobs do not use
-            # this inbox.
+            # Done before the streams are closed, which takes a while, so that no new jobs use this
+            # inbox.
             self._open = None
             inbox.fail(InboxLost("the reply inbox was lost"))
 

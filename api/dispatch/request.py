@@ -483,7 +483,7 @@ class RequestState:
         index = len(self._jobs)
         if self.request.facts.batch_id and len(items) < len(self.items):
             # A batch line may be repeated after more of its items have been cached. The job for the
-            # remaining items must not find the record of a job with other items.
+            # remaining items must not find a record of a job with different items.
             index = zlib.crc32(repr([in_flight.item.index for in_flight in items]).encode())
         job = InFlightJob(list(items), index, self.request.deadline_s, demand)
         for in_flight in items:

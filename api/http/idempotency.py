@@ -85,7 +85,7 @@ async def run_idempotent(
     wait_s = call.options.limit_s(dependencies.catalog.deadline)
     running = dependencies.idempotency.run(keyed, compute, wait_s)
     stored, is_replayed = await while_connected(request.receive, running, call.check_key)
-    if stored.model:  # the first request may have used a different key of the same tenant
+    if stored.model:  # the first request may have used a different key from the same tenant
         check_model(call.caller, stored.model)
     return _response(stored, call.context, is_replayed=is_replayed)
 

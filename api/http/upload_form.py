@@ -65,7 +65,7 @@ def plain_disposition(header: bytes) -> bytes:
     field = options.get(b"name", b"")
     return b'form-data; name="%s"; filename="%s"' % (
         _escape(field),
-        _escape(name.encode(errors="replace")),  # decoding may produce half of a surrogate pair
+        _escape(name.encode(errors="replace")),  # decoding may produce a lone surrogate
     )
 
 

@@ -179,8 +179,8 @@ class CodecClient:
 
     async def _death_error(self) -> PenstockError:
         self._writer.transport.abort()
-        # The process exits on its own. Killing it would poll it first, which can take its exit
-        # status from the thread waiting for it; asyncio would then report 255.
+        # The process exits on its own. Killing it would poll it first, which could steal its exit
+        # status from the thread that is waiting for it, and asyncio would then report 255.
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(EXIT_LIMIT_S):
                 await self._process.wait()

@@ -375,7 +375,7 @@ def _mask_in(
                 f"{command.file_size[0]}x{command.file_size[1]}; send a mask of the same size"
             )
         levels = _levels(image, command.redraws)
-        # Resize the share of each pixel, so that full pixels stay full.
+        # Resize each pixel's share, so that full pixels stay full.
         mask = levels.resize(_swap_if_sideways(size, image), Image.Resampling.BOX)
         turn = _TURNS.get(_orientation(image))
         return mask if turn is None else mask.transpose(turn)
@@ -542,8 +542,8 @@ def _cost_bytes(
     if image.format in ("WEBP", "AVIF"):
         loading = 16 * pixels
     elif image.info.get("progressive"):
-        # A progressive JPEG is held as two-byte coefficients at full size, whatever its decoded
-        # size.
+        # A progressive JPEG is stored as two-byte coefficients at full size, no matter what size it
+        # is decoded to.
         loading += 8 * shape[0] * shape[1]
     # The orientation may come after the pixels, so both are possible.
     targets = [target, target[::-1]] if target else []

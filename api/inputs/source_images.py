@@ -244,7 +244,7 @@ class SourceImages:
             raise BadInput(f"{field}: {ACCEPTED}", field=field)
         if len(url) > MAX_URL_CHARS:  # it becomes part of the record
             raise BadInput(f"{field}: must be at most {MAX_URL_CHARS} characters", field=field)
-        # The rest is a path and a query. It is split manually, because urlsplit raises on `//[`.
+        # The rest is a path and a query. It is split manually because urlsplit raises on `//[`.
         path, _, query_text = url.removeprefix(caller.base_url).partition("#")[0].partition("?")
         folder, _, name = unquote(path.removeprefix("/").removeprefix("v1/")).partition("/")
         if folder == "files" and self._uploads.has_id(name):

@@ -275,7 +275,7 @@ class UrlFetcher:
         try:
             outcome, end = await self._fetch_once(download, until_s, keep_until_s)
         except (_OutOfTime, Overloaded):
-            raise  # others may have more time
+            raise  # others may have more time left
         except PenstockError as error:
             outcome = error
             raise
@@ -577,7 +577,7 @@ def _name_of(answer: ClientResponse, asked: str) -> str:
             filename = collapse_rfc2231_value(sent).strip()
     path = filename or unquote(URL(asked).raw_path)
     name = PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
-    return name.encode(errors="replace").decode()  # decoding may produce half of a surrogate pair
+    return name.encode(errors="replace").decode()  # decoding may produce a lone surrogate
 
 
 def _too_large(rules: FileRules) -> InputTooLarge:
@@ -601,5 +601,5 @@ def _of_field(error: PenstockError, field: str) -> PenstockError:
         return Overloaded(f"{field}: {error.message}", retry_after_s=error.retry_after_s)
     if isinstance(error, Unavailable):
         return error
-    # A download's storage quota does not name a field.
+    # The storage quota for a download does not name a field.
     return type(error)(f"{field}: {error.message.removeprefix(': ')}", field=field)

@@ -94,7 +94,7 @@ class BudgetMarks:
                 try:
                     if await self.check():
                         passed_s = now_s
-                except Unavailable:  # Redis is unreachable. The next pass comes soon.
+                except Unavailable:  # Redis is unreachable; the next pass is coming soon
                     pass
                 except Exception:  # a bug must not leave budgets unmarked until a restart
                     log.exception("budgets not checked")
@@ -111,7 +111,7 @@ class BudgetMarks:
         """
         if await self._store.read_age_s() < SETTLE_S:
             return False
-        # assumed until Redis denies it, because the answer may be lost or this task canceled
+        # assumed until Redis denies it, because the response may be lost or this task canceled
         is_locked = True
         try:
             is_locked = await self._store.lock_marks()

@@ -213,7 +213,7 @@ class LimitedRequest:
             self.hand_over()
             if self._used is not None:
                 self.end()
-                # Other instances settle it if Redis does not respond now.
+                # Another instance settles it if Redis does not respond now.
                 with suppress(Unavailable):
                     await self._limiter.settle_hold(hold.record_id, hold.kept.takings, self._used)
                 return
@@ -296,7 +296,7 @@ def used_by(
         priced = [(step_prices[step_of(outcome.index)], outcome) for outcome in delivered]
         if unit == "work":  # a flow's models have different units, so each item counts as one
             work = float(sum(_is_computed(outcome) for outcome in outcomes))
-        else:  # for image requests, only work for items that draw is counted
+        else:  # for image requests, count only the work of items to draw
             own = [(step_prices[0], outcome) for outcome in outcomes if step_of(outcome.index) == 0]
             work = sum(counted_work(terms, outcome) for terms, outcome in own)
     else:

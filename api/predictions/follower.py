@@ -142,7 +142,7 @@ class PredictionFollower:
         held = await self._holds.are_held([hold.record_id for _, hold in looked_at])
         for (limited, hold), is_held in zip(looked_at, held, strict=True):
             if hold.is_stored is None:
-                # An identical request may have created the prediction with a separate hold.
+                # An identical request may have created the prediction under a separate hold.
                 hold.is_stored = await self._holds.was_created(hold.record_id, hold.data)
                 if not hold.is_stored:
                     limited.cancel()

@@ -586,7 +586,7 @@ class _Stream:
         generation.ended = 1
         if isinstance(result, CustomResult) and isinstance(self._shape, ClassShape):
             self._shape.know(result)
-        # The last tokens may arrive without the end of their text (shared/models/tasks/text.py), so
+        # The last tokens may arrive before the last of their text (shared/models/tasks/text.py), so
         # a reader that has all tokens may still lack a piece: the first of the final pieces.
         is_same = generation.tokens >= generation.seen.tokens and result.text.startswith(
             generation.text

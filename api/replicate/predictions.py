@@ -223,7 +223,7 @@ class PredictionCreator:
         wait_s = max(0.0, call.options.wait_s - EARLY_S)
         async with self._recording.create(call, new, waits=wait_s > 0) as creation:
             if wait_s:
-                # A caller that hangs up leaves here, and the prediction continues.
+                # If the caller hangs up, the function exits here and the prediction continues.
                 waiting = creation.wait(wait_s - call.context.total_ms / 1000)
                 await while_connected(call.http.receive, waiting, call.check_key)
         return await self._replies.answer_creation(creation.snapshot, is_new=creation.is_new)
@@ -263,7 +263,7 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 
 async def _digest(body: PredictionBody, model: Model) -> str:
     """Returns a digest of the body and the model, equal for equal requests."""
-    # Without a context, it is the same digest as in release 0.1.0, which does not have this field.
+    # Without a context, the digest is the same as in release 0.1.0, which does not have this field.
     left_out = {"version"} if body.context is not None else {"version", "context"}
     fields = body.model_dump(exclude=left_out)
     for name, value in fields["input"].items():

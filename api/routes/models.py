@@ -98,7 +98,7 @@ async def _for_replicate(
     request: Request, catalog: Catalog, started_at_s: StartedAt, cursor: str
 ) -> Response:
     try:
-        # Authenticated here, because to these clients a wrong key is also answered with a problem.
+        # Authenticated here because these clients expect a problem response even for a wrong key.
         call = authenticate(request)
         response = await prediction_models.list_models(call, catalog, started_at_s, cursor)
     except EXPECTED_ERRORS as error:

@@ -216,7 +216,7 @@ def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -
     """
     across, down = sides[0] + sides[2], sides[1] + sides[3]
     if size is None:
-        # The size is then computed as a multiple, without the padding.
+        # The size is then computed as a multiple, not counting the padding.
         if across % model.image.multiple or down % model.image.multiple:
             reason = (
                 "left plus right and top plus bottom must be multiples of "

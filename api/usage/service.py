@@ -51,7 +51,7 @@ class QueryPermits:
     def __init__(self) -> None:
         self._claimed: Counter[str] = Counter()
         self._turns = FairPermits(MAX_RUNNING)
-        # A separate thread pool, so that slow queries don't block other work of the process.
+        # A separate thread pool, so that slow queries don't block the rest of the process.
         self._threads = ThreadPoolExecutor(MAX_RUNNING, "usage")
 
     def claim(self, tenant: str) -> None:
@@ -123,7 +123,8 @@ class UsageService:
             self._kept[query] = task
             if len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-        # The answer is shared with other callers, so a caller who hangs up does not stop it.
+        # The result is shared with other callers, so the query continues even if one caller hangs
+        # up.
         return await asyncio.shield(task)
 
     def _is_fresh(self, kept: asyncio.Task[UsageRead]) -> bool:

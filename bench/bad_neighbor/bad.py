@@ -126,7 +126,7 @@ class Bad:
             acts = [act for name in self._order.surfaces for act in self._worst(name)]
             tasks = [asyncio.create_task(self._again(act)) for act in acts]
             await asyncio.sleep(self._order.seconds)
-            # A timeout of aiohttp that fires at the same time swallows the cancellation.
+            # An aiohttp timeout that fires at the same time swallows the cancellation.
             self._is_over = True
             for task in tasks:
                 task.cancel()

@@ -175,7 +175,7 @@ def main() -> int:
     order = msgspec.json.decode(sys.stdin.buffer.read(), type=BurnOrder)
     if order.steps_back:
         step_back()
-    context = multiprocessing.get_context("fork")  # one session, like a part's processes
+    context = multiprocessing.get_context("fork")  # one session, just like a part's processes
     # A pipe for each, because a queue needs semaphores in /dev/shm, which a machine may lack.
     pipes = [context.Pipe(duplex=False) for _ in order.bursts]
     for burst, (_, sender) in zip(order.bursts, pipes, strict=True):

@@ -255,7 +255,7 @@ def draw_batches(batch_tokens: int, pass_tokens: int) -> list[list[np.ndarray]]:
         batch, tokens = list[np.ndarray](), 0
         while tokens < batch_tokens:
             _, low, high = MIX[random.choice(len(MIX), p=shares)]
-            # A word is one token. Each text also has two special tokens.
+            # Each word is one token, and each text also has two special tokens.
             length = min(int(random.integers(low, high + 1)) + 2, max(2, batch_tokens - tokens))
             batch.append(random.integers(1000, VOCABULARY, length, dtype=np.uint32))
             tokens += length

@@ -31,8 +31,8 @@ def programs_of(requirements: Path) -> Path:
 
 def _make(environment: Path, requirements: Path) -> None:
     shutil.rmtree(environment, ignore_errors=True)
-    # The list is complete, so pip need not resolve it: some peers request more than an index has.
-    # have.
+    # The list is complete, so pip doesn't need to resolve it; some peers request more than any
+    # index has.
     install = [
         str(environment / "bin" / "pip"),
         "install",

@@ -129,7 +129,7 @@ def stack_of(contender: Contender, state_dir: Path) -> Stack:
     settings = {}
     if contender.entry:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
-        # Not shared, because an artifact created for one way of serving has fewer variants to
-        # choose from.
+        # Not shared, because an artifact created for one serving mode has fewer variants to choose
+        # from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
     return build_stack(state_dir, Ports.free(), settings, say_nothing, contender.broker)

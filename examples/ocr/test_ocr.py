@@ -189,7 +189,7 @@ def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
     with httpx.Client(base_url=stack.api_url, **options) as http:
         while time.monotonic() < until_s:
             listed = http.get("/v1/predictions")
-            if listed.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # Redis was slow: ask again
+            if listed.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # Redis was slow, so ask again
                 time.sleep(1.0)
                 continue
             ours = [

@@ -359,8 +359,8 @@ def _flac_samples(data: bytes) -> tuple[int, int, int]:
         number, block, is_variable = head
         size = size or block
         first = number if is_variable else number * size
-        # Bytes that look like a frame by chance have a random number. A few frames may be missing
-        # before a real one.
+        # Bytes that look like a frame by chance have a random number, and a few frames may be
+        # missing before a real one.
         if counted <= first <= counted + 100 * max(block, size):
             before, counted, last = first, first + block, frame.start()
     return counted, last, before
@@ -500,7 +500,7 @@ def _find_frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator
         if last is None:
             start = at
         else:
-            # If these bytes are sound, the decoder will find less than is counted here.
+            # If these bytes are audio, the decoder will find less than is counted here.
             samples += stray / frame.size * frame.samples
         if is_first:
             trimmed = _xing_trim(data, marks[0], at + frame.size)

@@ -232,7 +232,7 @@ class Cutter:
         """Ends the recording. Yields its last windows."""
         count = self._samples.end
         rest = self._samples.part(Part(self._finder.at, count))
-        # Padded like faster-whisper: by a whole frame if nothing is missing.
+        # Padded like in faster-whisper: by a whole frame if nothing is missing.
         rest = np.pad(rest, (0, FRAME - len(rest) % FRAME))
         rest[-CONTEXT:] = 0
         yield from self._look(rest)

@@ -11,7 +11,7 @@ from typing import Any
 
 import yaml
 
-# Installed only in the environment with the checkers.
+# Installed only in the checkers' environment.
 from cloudcoil.models.keda.v1alpha1 import ScaledObject, TriggerAuthentication  # type: ignore[import-not-found]
 
 NEWER = {"ScaledObject.spec.fallback": {"behavior"}}

@@ -223,7 +223,7 @@ def write_gpu_class(
     if deployment.compute_classes:
         folders.append(f"compute-class-{name}")
         patch = compute_class(gpu, deployment, gpu_types)
-        # No namespace: a ComputeClass is cluster-wide, which Kustomize can't know.
+        # No namespace: a ComputeClass is cluster-wide, which Kustomize doesn't know.
         write_parts(out / folders[-1], "compute-class", nameSuffix=f"-{name}", patches=[patch])
     if deployment.buffer:
         kind = "capacity-buffer" if deployment.capacity_buffers else "balloon"

@@ -238,8 +238,8 @@ def _mib(memory: str) -> int:
 
 
 def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str, dict[str, str]]:
-    # CPU is not limited, and disk is limited by the node: workers may use resources that their
-    # neighbors leave idle. On a shared node, a GPU is requested once.
+    # CPU is not limited, and disk is limited only by the node, so workers may use resources that
+    # their neighbors leave idle. On a shared node, the GPU is requested once.
     if gpu is None:
         return {"requests": share, "limits": {"memory": share["memory"]}}
     one_gpu = {"nvidia.com/gpu": "1"}

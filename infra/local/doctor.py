@@ -147,7 +147,7 @@ def examine() -> Iterator[Diagnosis]:
 def _python() -> Diagnosis:
     facts = ".".join(map(str, sys.version_info[:3]))
     if not is_optimized():
-        # Only a note, because it also works.
+        # Only a note, because Python works either way.
         facts += (
             ", built without --enable-optimizations: the API and workers use about 15 % "
             "more CPU time than with Python from Docker, Debian or uv"

@@ -178,7 +178,7 @@ class Process:
         """Sends SIGTERM and returns immediately, so that processes can stop concurrently."""
         if self.is_running:
             self.send_signal(signal.SIGTERM)
-            # A paused process handles SIGTERM only once it is resumed.
+            # A paused process handles SIGTERM only after it is resumed.
             self.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
@@ -232,7 +232,7 @@ class Process:
         try:
             ended = os.waitid(os.P_PID, popen.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         except ChildProcessError:
-            return popen.poll()  # this process ignores SIGCHLD: the system keeps no zombies
+            return popen.poll()  # this process ignores SIGCHLD, so the system keeps no zombies
         if ended is None:
             return None
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status

@@ -71,7 +71,7 @@ def _is_supported() -> bool:
 
 def _start(mark: str) -> int:
     """Starts the program. Returns the descriptor to write the ids of children to."""
-    # It has no mark because it exits by itself, after the process that it waits for.
+    # It has no mark because it exits on its own, after the process that it waits for.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     theirs, ours = os.pipe()
     os.set_blocking(ours, False)
@@ -107,7 +107,7 @@ def main(pid: int, mark: str) -> None:
                 _send(pidfd, signal.SIGKILL)
             elif marked_pid not in signaled:
                 _send(pidfd, signal.SIGTERM)
-                # A paused process handles SIGTERM only once it is resumed.
+                # A paused process handles SIGTERM only after it is resumed.
                 _send(pidfd, signal.SIGCONT)
             signaled.add(marked_pid)
             if marked_pid not in children:
@@ -123,7 +123,7 @@ def _wait_for_parent(pid: int) -> dict[int, int]:
     waited_for = [0]
     with contextlib.suppress(ProcessLookupError):
         waited_for.append(os.pidfd_open(pid))
-    # By then the id may belong to another process.
+    # By then, the ID may belong to another process.
     has_ended = os.getppid() != pid
     while True:
         ready, _, _ = select.select(waited_for, [], [], 0 if has_ended else None)

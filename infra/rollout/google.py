@@ -98,7 +98,7 @@ class GoogleClient:
             # A new connection for each call, because they are minutes apart.
             with AuthorizedSession(self._credentials) as session:
                 answer = session.request(verb, url, timeout=CALL_LIMIT_S, **options)
-        except (OSError, GoogleAuthError) as error:  # errors of requests are OSErrors
+        except (OSError, GoogleAuthError) as error:  # request errors are OSErrors
             raise Unavailable(f"{verb} {url}: {error}") from error
         if answer.status_code == 404 and missing_ok:
             return None

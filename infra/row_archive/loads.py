@@ -77,7 +77,7 @@ class BigQueryLoader:
         from google.api_core.exceptions import Conflict
         from google.cloud.bigquery import LoadJobConfig
 
-        # A permission to create tables would also permit loading into any table.
+        # Permission to create tables would also permit loading into any table.
         config = LoadJobConfig(
             source_format="PARQUET",
             write_disposition="WRITE_APPEND",
@@ -95,7 +95,7 @@ class BigQueryLoader:
                     timeout=LOAD_LIMIT_S,
                 )
         except Conflict:
-            # Without its location, a job is found only in the US and the EU.
+            # Without its location, a job can be found only in the US and the EU.
             location = client.get_table(into, retry=None, timeout=LOAD_LIMIT_S).location
             job = client.get_job(job_id, location=location, retry=None, timeout=LOAD_LIMIT_S)
             return job, False

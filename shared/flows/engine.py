@@ -483,7 +483,7 @@ class FlowEngine:
             return
         attributes = reply_attributes(envelope.request_id, 0, envelope.slot)
         data = encode_reply_body(ReplyBody([], replied_at_s=time.time()))
-        with suppress(BadInput):  # the instance is gone, and so is its caller
+        with suppress(BadInput):  # the instance no longer exists, and neither does its caller
             await self._publisher.publish(envelope.inbox, data, attributes)
 
     async def _finish(self, run_id: str, state: EndState, reply: ReplyBody) -> bool:

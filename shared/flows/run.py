@@ -143,7 +143,7 @@ async def list_own_objects(runs: FlowRuns, run_id: str) -> list[str]:
         if index in state.outcomes
     ]
     blobs = [blob for result in results if result is not None for blob in result.blobs]
-    # A class may return a file it was given.
+    # A class may return a file that it was given.
     own = f"{RESULTS}/{run_id}/"
     return [key for blob in blobs if (key := blob.object_key) and key.startswith(own)]
 

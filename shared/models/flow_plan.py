@@ -456,7 +456,7 @@ def _type_of(name: str, written: Any) -> dict[str, Any]:
     if isinstance(written, list) and len(written) == 1 and written[0] in TYPES:
         return {"type": "array", "items": dict(TYPES[written[0]])}
     if isinstance(written, Mapping) and ("type" in written or not written):
-        return dict(written)  # an empty one means `any`, in a plan that was read before
+        return dict(written)  # an empty type means `any`, in a plan that was read before
     raise ValueError(
         f"{name}: {written!r} is not a type; use one of {', '.join(TYPES)}, a list "
         "containing one of them (for a list of values), or a JSON Schema with a type"

@@ -119,7 +119,8 @@ class ServiceRate:
         """Records that `items` out of `in_flight` items completed together, in `took_s`."""
         if took_s is not None:
             self.service_s += NEWEST_WEIGHT * (took_s - self.service_s)
-        # Items complete one batch at a time, and the first of a batch carries the time of all.
+        # Items complete one batch at a time, and the first item in a batch is charged the time of
+        # all.
         if now_s - self._updated_s >= self.service_s / 2:
             self._update(in_flight)
             self._updated_s = now_s
@@ -235,7 +236,7 @@ class StepTime:
             for usual in known
             if usual.work >= MIN_WORK_RATIO * least.work
         ]
-        # The steepest line, because a prompt token takes less time than a generated one.
+        # The steepest line, because a prompt token takes less time than a generated token.
         fixed_s = least.seconds - max(slopes) * least.work if slopes else self._guess_fixed_s(least)
         return min([max(0.0, fixed_s), *(usual.seconds for usual in known)])
 

@@ -91,7 +91,7 @@ class FairPermits:
         try:
             await turn
         except asyncio.CancelledError:
-            if turn.done() and not turn.cancelled():  # it got its turn at the same moment
+            if turn.done() and not turn.cancelled():  # its turn came at the same moment
                 self.give(owner)
             else:
                 self._leave(owner, turn)

@@ -160,7 +160,7 @@ def invoices(result: ReportResult, terms: InvoiceTerms) -> list[Invoice]:
         # Rows without a tenant belong to no customer. The report data_quality counts them.
         if record["tenant"]:
             lines.setdefault((record["tenant"], record["month"]), []).append(record)
-    # A question about a month that has not ended is cut at the current time.
+    # A query for a month that has not ended is cut off at the current time.
     until = result.question.until.astimezone(find_zone(result.question.tz)).date()
     return [
         Invoice(

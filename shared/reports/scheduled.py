@@ -130,7 +130,7 @@ class ScheduledReports:
         new = [
             anomaly for anomaly in await self._anomalies(day, steps) if _key(anomaly) not in known
         ]
-        # A backfill of last month is not news.
+        # A backfill of last month's days is not news.
         if day.until > self._clock() - timedelta(days=AGAIN_DAYS + 2):
             for anomaly in new:
                 ANOMALIES.labels(anomaly.measure).inc()

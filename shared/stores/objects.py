@@ -175,7 +175,7 @@ async def store_if_large(blob: Blob, objects: ObjectStore) -> Blob:
     """Returns the blob for a message. A large blob is moved to the object store."""
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob
-    # Hashing 64 MiB takes 0.1 s, which would stall all of an instance's requests.
+    # Hashing 64 MiB takes 0.1 s, which would stall every request in the instance.
     key = await asyncio.to_thread(object_key, "inputs", blob.data, blob.media_type)
     await objects.put(key, blob.data, blob.media_type)
     return Blob(blob.media_type, object_key=key)

@@ -136,7 +136,7 @@ class Records:
         if not fields:
             return None
         held = record_from_fields(fields)
-        if values[-1] is not None:  # a deleted record's remains have no keep_s
+        if values[-1] is not None:  # the remains of a deleted record have no keep_s
             held.document = document
         return held
 

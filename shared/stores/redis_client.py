@@ -125,7 +125,7 @@ class Batcher(Generic[Sent, Got]):
         self._waiting.append((entries, answers))
         self._waiting_entries += len(entries)
         if self._trips is None:
-            # It starts in the next event loop iteration, with all the calls from this iteration.
+            # It starts in the next event loop iteration, with all the calls from this one.
             self._trips = loop.create_task(self._make_trips())
         # Covers the current round trip, the one with this call, and two for earlier calls. A timer
         # costs half as much as asyncio.wait, and every worker job waits here.

@@ -198,7 +198,7 @@ class Administration:
             nonlocal key
             if (state := state_of(old, now_s)) != "valid":
                 raise BadInput(f"key {key_id} is {state}", field="id")
-            # Only for an existing ID, because others may not be part of a key at all.
+            # Only for an existing ID, because anything else may not be part of a key at all.
             key = new_key(old.id)
             return msgspec.structs.replace(
                 old,

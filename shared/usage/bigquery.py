@@ -382,7 +382,7 @@ class Spool:
             segment.path.unlink(missing_ok=True)
         except (
             OSError
-        ) as error:  # the disk became read-only: skip it, or it would be resent forever
+        ) as error:  # the disk became read-only; skip it, or it would be resent forever
             self._stuck.add(segment.path)
             log.warning(
                 "segment not removed", extra={"path": str(segment.path), "reason": str(error)}
@@ -480,7 +480,7 @@ class BigQuerySender:
                 raise Unavailable(f"BigQuery: {error}") from error
             if len(rows) == 1:
                 return [(rows[0], str(error))]
-            # one invalid row fails the request, so separate it from the others
+            # one invalid row fails the request, so separate it from the other rows
             half = len(rows) // 2
             return self._insert(rows[:half], **options) + self._insert(rows[half:], **options)
         except (GoogleAPIError, GoogleAuthError, RequestException) as error:

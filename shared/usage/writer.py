@@ -557,7 +557,7 @@ class RowWriter:
                 log.warning(
                     "rows not sent", extra={"reason": error.message, "pending": self.pending}
                 )
-            except Exception as error:  # a bug may cost a pause, but not all later rows
+            except Exception as error:  # a bug may cause a pause, but must not cost all later rows
                 log.error("sending rows failed; this is a bug", exc_info=error)
             else:
                 pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), not is_sent

@@ -140,7 +140,7 @@ async def running_api(
             httpx.AsyncClient(
                 base_url=url,
                 timeout=WAIT_LIMIT_S,
-                verify=False,  # plain HTTP, because loading this machine's certificates takes long
+                verify=False,  # plain HTTP, because loading this machine's certificates is slow
                 event_hooks={"response": [declared.check]},
             )
         )

@@ -299,8 +299,8 @@ def test_overload_leaves_the_workers_busy_and_answers_in_time(
     admission = Admission(1_000_000, [bounded(TEXT, 1_000_000)], clock)
     deadline_s, capacity = deadline_turns * batch_s, servers * batch / batch_s
     gap_s, until_s = 1 / (load * capacity), clock.now_s + 16 * deadline_s
-    waiting: list[float] = []  # when each item that waits is due
-    ends: list[tuple[float, list[float]]] = []  # batches in progress
+    waiting: list[float] = []  # when each waiting item is due
+    ends: list[tuple[float, list[float]]] = []  # the batches in progress
     next_s, in_time, late = clock.now_s, 0, 0
     warm_s = clock.now_s + 8 * deadline_s
     while clock.now_s < until_s:

@@ -80,8 +80,8 @@ async def test_tenant_that_fills_redis_takes_nothing_from_another(tmp_path: Path
             assert (answered.status_code, answered.json().get("status")) == (201, "succeeded")
         assert all(_dropped(what) > before[what] for what in before)
 
-        # Stored answers still exist, and new ones are stored, including the noisy tenant's newest
-        # answer.
+        # Stored responses still exist, and new ones are stored, including the noisy tenant's newest
+        # response.
         again = await _keyed(api, QUIET, "mine", "a cat")
         assert (again.content, again.headers.get("idempotent-replayed")) == (kept.content, "true")
         found = await api.http.get(f"/v1/predictions/{mine['id']}", headers=QUIET)

@@ -116,7 +116,7 @@ async def test_a_stream_that_is_canceled_costs_what_went_out(
         [row] = harness.rows
         assert row.status == "canceled"
         assert row.input_tokens == 3
-        # May be slightly more, because the instance had read ahead when the caller hung up.
+        # This may be slightly more, because the instance had read ahead when the caller hung up.
         assert row.output_tokens is not None
         assert row.output_tokens >= len(text)
         assert row.cost_usd == pytest.approx((3 * 2 + row.output_tokens * 6) / 1e6)
@@ -176,7 +176,7 @@ async def test_a_text_that_its_own_schema_fails_costs_what_was_read(
             assert text, "it was read before it failed"
             row = [one for one in harness.rows if one.status == "failed"][before]
             assert row.cost_usd == pytest.approx((3 * 2 + len(text) * 6) / 1e6 if code else 0)
-            counted += 3 + len(text) if code else 1  # our fault, so it costs nothing but counts
+            counted += 3 + len(text) if code else 1  # our fault, so it is free but counts
             used = await used_tokens(api)
             assert counted + 2 * before <= used <= 1003 * (before + 1) + 2 * before
 

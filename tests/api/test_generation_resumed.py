@@ -116,7 +116,7 @@ async def test_streams_of_one_tenant_leave_room_for_another(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("api.predictions.generation_stream.MAX_STREAMS", 4)
-    # Their answers begin without tokens.
+    # Their responses begin without tokens.
     monkeypatch.setattr("api.predictions.generation_stream.FIRST_EVENT_S", 0.0)
     monkeypatch.setattr("api.predictions.generation_stream.HEARTBEAT_S", 0.05)
     keys = keys_url(tmp_path, ours="a", theirs="b")

@@ -66,7 +66,7 @@ async def test_a_page_of_chats_reads_no_more_than_it_shows(
     before = reads()
     page = (await api.http.get(f"{CHATS}?limit=1")).json()
     assert ([one["id"] for one in page["data"]], page["has_more"]) == (made[:1], True)
-    # The API's services may read in the meantime, but all nine must not.
+    # The API's services may read in the meantime, but not all nine of them.
     assert 2 <= reads() - before < len(made)
 
 

@@ -221,7 +221,7 @@ def _blown_up() -> bytes:
         (lambda: _png_with((8, 8), _chunk(b"iCCP", b"a\0\0" + _blown_up())), True),
         (lambda: _png_with((8, 8), _chunk(b"zTXt", b"a\0\0" + _blown_up())), True),
         (lambda: _png_with((8, 8), *[_chunk(b"tEXt", b"a\0" + bytes(1000))] * 5000), True),
-        # It claims more pixels than it has.
+        # It claims to have more pixels than it does.
         (lambda: _png_with((4000, 4000)), False),
         (lambda: _png_with((0, 8)), False),
         (lambda: b"GIF89a" + bytes(100), False),

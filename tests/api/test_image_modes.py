@@ -388,7 +388,7 @@ def test_colors_are_those_of_the_profile(container: str) -> None:
 def test_a_gray_picture_with_a_profile_is_gray() -> None:
     image = Image.new("L", (WIDTH, HEIGHT), 100)
     buffer = io.BytesIO()
-    image.save(buffer, "PNG", icc_profile=wide_gamut().tobytes())  # of the wrong kind: ignored
+    image.save(buffer, "PNG", icc_profile=wide_gamut().tobytes())  # wrong kind, so ignored
     assert (drawn(buffer.getvalue()) == 100).all()
 
 

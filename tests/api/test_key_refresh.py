@@ -230,7 +230,7 @@ async def test_keys_outlive_their_source_for_a_day(
         with pytest.raises(Unavailable, match="can't be verified right now"):
             gets_in(keys, "a")
         assert "unreachable" in keys.keys_status()
-        # A caller that requests the state must not learn where the keys are.
+        # A caller that requests the state must not learn where the keys are stored.
         assert str(tmp_path) not in keys.keys_status()
         assert "No such file" in caplog.records[-1].__dict__["reason"]
 

@@ -233,7 +233,7 @@ async def answer_is_replayed(world: LedgerWorld) -> dict[str, float]:
     world.harness.process.gate.set()
     answer = await world.ledger.embed("one", texts, idempotency_key="b")
     assert answer.headers["idempotent-replayed"] == "true"
-    world.ledger.tell("one", 5 * WORD_USD)  # the cost in the answer that was not received
+    world.ledger.tell("one", 5 * WORD_USD)  # the cost in the response that never arrived
     return {"one": 8 * WORD_USD}
 
 
@@ -582,7 +582,7 @@ async def batch_process_ends(world: LedgerWorld) -> dict[str, float]:
         await world.harness.until(replies(world, 16))
     world.harness.process.holds = ""
     world.harness.process.gate.set()
-    # The first process's lease would keep the next one waiting longer.
+    # The first process's lease would make the next one wait longer.
     await world.ledger.until_idle()
     async with running_batches(world):
         batch = await until(client, batch)

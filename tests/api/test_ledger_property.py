@@ -107,7 +107,7 @@ REVISED = LETTERS.model_copy(
     update={
         "name": "revised",
         "revision": "1",
-        # The canary keeps its share, however it performs here.
+        # The canary keeps its share, no matter how it performs here.
         "canary": Canary(
             revision="2", share=0.5, compare_share=0.5, error_ratio=0.99, p95_ratio=1e6
         ),
@@ -502,7 +502,8 @@ class Mix:
             drawn: dict[str, Any] = {"prompt": "a circle", "seed": seed, "width": 64, "height": 64}
             return "/v1/predictions", {"version": PAINTER.name, "input": drawn}
         tokens = ENDLESS if own else 3
-        # A text whose step fails is then computed alone, and would wait for the endless ones.
+        # A text whose step fails is then generated on its own, and would wait for the endless
+        # texts.
         prompt = texts[-1].replace("!", "?") + "a"
         text = {"model": SPELLER.name, "prompt": prompt, "max_tokens": tokens}
         return "/v1/completions", {**text, "temperature": 0, "stream": one.kind == "stream"}
@@ -653,7 +654,7 @@ class Mix:
         for row in self.ledger.rows():
             key = keys.get(row.key_id or "")
             if key is None or row.status == "refused":
-                continue  # it created nothing, though the id that it asked for may exist
+                continue  # it created nothing, even though the ID that it requested may exist
             is_untold = row.client_request_id in self.silent or row.batch_id
             made = self.own_ids.get(row.client_request_id or "", row.request_id)
             if is_untold or made in self.untold:

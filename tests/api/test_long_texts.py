@@ -204,7 +204,7 @@ async def test_windows_are_those_of_their_texts_alone(api: ApiUnderTest, by: str
     ]
     assert all(one["tokens"] <= 62 for one in windows)
     assert reply["usage"]["total_tokens"] == sum(one["tokens"] for one in windows)
-    # Only whitespace is left out, and each window repeats the end of the previous one.
+    # Only whitespace is omitted, and each window repeats the end of the previous one.
     end = 0
     for one in windows[1:]:
         assert not text[end : one["start"]].strip()

@@ -200,7 +200,7 @@ def test_every_kind_of_image_masks_by_its_white(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", ["LA", "P", "RGBA", "L"])
 def test_every_kind_of_transparency_masks(mode: str) -> None:
-    if mode == "L":  # one of its grays is transparent
+    if mode == "L":  # one of its gray levels is transparent
         data = encoded(Image.open(io.BytesIO(white())), transparency=255)
     else:
         mask: Image.Image = Image.open(io.BytesIO(hole()))

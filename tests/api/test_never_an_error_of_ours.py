@@ -58,7 +58,7 @@ def _request(
     method: str, path: str, body: bytes = b"", host: bytes = b"", headers: bytes = b""
 ) -> bytes:
     length = b"content-length: %d\r\n" % len(body)
-    # With a key, any host is served, and malformed requests get further than without one.
+    # With a key, every host is accepted, and malformed requests get further than without one.
     known = b"\r\nx-api-key: " + key_for("a").encode() + b"\r\nconnection: close\r\n"
     lines = b"host: " + (host or b"a") + known + length + headers
     return f"{method} {path} HTTP/1.1\r\n".encode("latin-1") + lines + b"\r\n" + body
@@ -68,7 +68,7 @@ def _check(status: int, body: bytes) -> None:
     assert 200 <= status < 500, (status, body[:500])
 
 
-# JSON values, including unpaired surrogates and numbers beyond all bounds.
+# JSON values, including unpaired surrogates and numbers that exceed every limit.
 odd_texts = st.one_of(
     st.text(max_size=40),
     st.sampled_from(

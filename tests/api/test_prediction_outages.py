@@ -69,7 +69,7 @@ async def test_cancel_that_nobody_heard_of_is_found_when_redis_is_back(
         api.worker.go.clear()
         waiting = asyncio.create_task(api.http.post("/v1/predictions", json=TEXT, headers=WAIT))
         await api.worker.claimed.wait()
-        link.cut()  # so a message on the channel is lost now
+        link.cut()  # so any message on the channel is lost now
         await stores.records.cancel(api.worker.jobs[0].envelope.request_id)
         assert (await waiting).json()["status"] == "canceled"
         api.worker.go.set()
@@ -138,7 +138,7 @@ async def test_hanging_redis_does_not_hold_an_answer_back(tmp_path: Path) -> Non
             finally:
                 server.resume()
             assert created["status"] == "starting"
-            # Its own wait, rather than Redis's limit per call.
+            # Its own wait time, rather than Redis's limit per call.
             assert time.monotonic() - began_s < REDIS_LIMIT_S
             api.worker.go.set()
             assert (await until_over(api, created))["status"] == "succeeded"

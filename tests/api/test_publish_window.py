@@ -338,7 +338,8 @@ async def test_job_that_is_late_or_unwanted_in_the_window_is_not_published(tmp_p
         harness.worker.go.clear()
         first = harness.ask("first")
         await harness.worker.until_taken(1)
-        # Longer than a busy machine may pause: admission refuses requests that would be late.
+        # Longer than a busy machine may pause, because admission rejects requests that would be
+        # late.
         late = harness.ask("late", deadline_in_s=LATE_S)
         unstarted = harness.ask("unstarted", queue_limit_s=LATE_S)
         gone = harness.ask("gone")

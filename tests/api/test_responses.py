@@ -281,7 +281,7 @@ async def test_numbers_are_the_same_if_no_tokens_could_be_read(
         {one["event"]: json.loads(one["data"])["sequence_number"] for one in events}
         for events in (plain, late)
     ]
-    # The text itself came in one piece at the end.
+    # The text itself arrived in one piece at the end.
     assert numbers[0].pop("response.output_text.delta") < numbers[1].pop(
         "response.output_text.delta"
     )

@@ -39,7 +39,7 @@ async def test_bigquery_takes_the_rows_of_the_longest_ids(
     texts = {"model": TEXT_MODEL.name, "input": [str(number) for number in range(MAX_ITEMS)]}
     for given in (LONGEST, LONGEST * 40):
         headers = {"x-request-id": given}
-        for _ in range(2):  # computed, then from the cache
+        for _ in range(2):  # computed first, then served from the cache
             answer = await api.http.post("/v1/embeddings", json=texts, headers=headers)
             assert answer.status_code == 200
         await api.http.post("/v1/predictions", json=TEXT, headers=headers)
@@ -90,7 +90,7 @@ async def test_id_of_the_caller_stands_in_its_rows_and_names_none(
     shown = {answer.headers["x-request-id"] for answer in answers}
     if kept is not None and kept is not HASHED:
         assert shown == {given}
-    else:  # answers' ids are found in the rows
+    else:  # the responses' IDs are found in the rows
         assert shown <= {row.request_id for row in rows}
 
 

@@ -95,7 +95,7 @@ async def test_full_instance_says_when_to_come_back(tmp_path: Path) -> None:
             await client.embeddings.create(model=MODEL, input="a")
         assert caught.value.code == "overloaded"
         assert int(caught.value.response.headers["retry-after"]) >= 1
-        # The client itself returns in time, because it follows the header.
+        # The client itself returns in time because it follows the header.
         patient = asyncio.create_task(
             api.openai(max_retries=2).embeddings.create(model=MODEL, input="a")
         )

@@ -111,7 +111,7 @@ async def test_head_that_is_too_large_is_told(tmp_path: Path, head: bytes) -> No
     async with _api(tmp_path) as api, peer_of(api) as peer:
         await peer.send(head)
         said = await peer.said()
-        # Unread bytes may have cost us its answer, but never the hang-up.
+        # Unread bytes may have cost us its response, but never the hang-up.
         assert not said or said.startswith(b"HTTP/1.1 431")
 
 
@@ -456,7 +456,7 @@ async def test_bodies_are_bounded_together(tmp_path: Path) -> None:
         peer_of(api) as second,
     ):
         await first.send(head + b" " * (length - 1))
-        # The refusals show how much of it has been read.
+        # The rejections show how much of it has been read.
         statuses = []
         while 429 not in statuses:
             await second.send(head + b" " * length)

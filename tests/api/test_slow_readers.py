@@ -228,7 +228,7 @@ async def test_readers_that_leave_leave_nothing_behind(
         return False
 
     monkeypatch.setattr("api.predictions.generation_stream.LEFT_S", 0.0)
-    # Tokens are generated only once the answer has started.
+    # Tokens are generated only after the response has started.
     monkeypatch.setattr("api.predictions.generation_stream.FIRST_EVENT_S", 0.05)
     monkeypatch.setattr(TokenStreams, "is_read", nobody)
     monkeypatch.setattr("shared.stores.token_streams.READER_S", KEY_S)
@@ -244,8 +244,8 @@ async def test_readers_that_leave_leave_nothing_behind(
             async for text in answer.aiter_text():
                 if not is_patient or "data:" in text:
                     return
-                # It goes to the text that has waited longest. With each heartbeat another text gets
-                # one, until this text's turn comes.
+                # It goes to the text that has waited longest. With each heartbeat, another text
+                # gets one, until it is this text's turn.
                 api.worker.written.release()
 
     all_at_once = httpx.Limits(max_connections=LEAVING)
@@ -266,7 +266,7 @@ async def test_readers_that_leave_leave_nothing_behind(
     with redis.Redis.from_url(redis_url) as client:
         keys = {kind: [*client.scan_iter(match=f"*{kind}:*")] for kind in ("tokens", "reader")}
         # Of the clients that left at a heartbeat, some had tokens and were marked as readers, and
-        # some did not.
+        # some weren't.
         assert all(PATIENT <= len(found) <= LEAVING for found in keys.values()), keys
         assert [key for found in keys.values() for key in found if client.ttl(key) == -1] == []
 

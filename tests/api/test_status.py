@@ -59,12 +59,12 @@ async def test_a_tenant_sees_its_own_items_and_only_that_others_have_some(
     assert own["your_items_in_flight"] == 6
     assert own["is_busy"]
     assert own["expected_wait_s"] >= foreign["expected_wait_s"] > 0
-    # An exact wait would reveal how much others sent.
+    # An exact wait time would reveal how much others sent.
     assert {own["expected_wait_s"], foreign["expected_wait_s"]} <= set(STEPS_S)
     assert foreign["is_busy"]
     assert foreign["your_items_in_flight"] == 0
     api.dependencies.admission.admit(Demand(name, 9, "acme"))
-    # One fair turn later it is the same, no matter how much the other tenant sends.
+    # One fair turn later, it is the same, no matter how much the other tenant sends.
     assert (await status_for(api, "globex"))[name] == foreign
     assert not (await status_for(api, "globex"))[TEXT_MODEL.name]["is_busy"]
 

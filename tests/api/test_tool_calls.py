@@ -300,7 +300,7 @@ async def test_a_call_that_was_cut_is_a_call(
 ) -> None:
     """As with OpenAI, `finish_reason` shows that the call's arguments are incomplete."""
     if name is None and choice == "auto":
-        return  # a text that is not a call stays a text
+        return  # text that is not a call stays text
     given = asked(said, tool_choice=choice)
     client = api.openai()
     (whole,) = (await client.chat.completions.create(**given)).choices

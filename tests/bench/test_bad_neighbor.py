@@ -61,7 +61,8 @@ def has_asked_too_much(found: Beside, surface: Surface) -> bool:
 async def test_quiet_tenant_is_served_beside_one_that_does_its_worst(
     stack: Stack, surface: Surface
 ) -> None:
-    # This test does not judge the drive under equal CPU load. One surface shows that it runs.
+    # This test does not evaluate the driver under equal CPU load. One surface is enough to show
+    # that it runs.
     burns = surface is SURFACES[-1]
     for round_number in range(1, MAX_ROUNDS + 1):
         (found,) = await measure(stack, [[surface]], SECONDS, 1, receivers=RECEIVERS, burns=burns)

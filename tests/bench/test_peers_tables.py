@@ -73,8 +73,7 @@ def medians(*found: Measured, missing: str = "") -> Medians:
 
 
 def test_ratio_is_that_of_the_same_round() -> None:
-    # A machine twice as slow in the second round changes no quotient, though it changes every
-    # median.
+    # A machine that is twice as slow in the second round changes every median, but no ratio.
     found = [measured("fastapi", rate, number) for number, rate in enumerate((60, 30, 60))]
     found += [measured("penstock", rate, number) for number, rate in enumerate((240, 120, 240))]
     head, row = ratio_rows(medians(*found))

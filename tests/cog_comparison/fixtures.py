@@ -214,7 +214,7 @@ def _is_optional(default: ast.expr | None) -> bool:
 def _read_requests(script: str, folder: Path, signature: Signature) -> Iterator[Request]:
     """Yields the inputs from the commands that are understood."""
     for line in script.replace("\\\n", " ").splitlines():
-        # If a header is refused, the input may still be valid.
+        # Even if a header is rejected, the input may be valid.
         must_fail = line.startswith("! ") and " -H " not in line
         try:
             words = shlex.split(line.removeprefix("! ").strip().removeprefix("$ "))

@@ -157,7 +157,7 @@ class PenstockRunner:
                 status="succeeded", output=output, pieces=pieces, metrics=result.metrics
             )
         assert isinstance(result, PenstockError), f"a class has no {type(result).__name__}"
-        if isinstance(result, Canceled):  # what its caller has read is known to a worker only
+        if isinstance(result, Canceled):  # only a worker knows what its caller has read
             return shown._replace(status="canceled")
         status = "died" if result.message.startswith(DIED) else "failed"
         status = "refused" if isinstance(result, BadInput) else status

@@ -98,7 +98,7 @@ class Predictor(BasePredictor):
     (tmp_path / "same.txtar").write_text(same)
     assert main([str(tmp_path)]) == 0
     assert "1 fixtures: 1 right" in capsys.readouterr().out
-    # The fixture expects Cog to refuse this input, but nothing refuses it.
+    # The fixture expects Cog to reject this input, but nothing rejects it.
     (tmp_path / "other.txtar").write_text(same.replace("\ncurl", "\n! curl"))
     assert main([str(tmp_path)]) == 1
     assert "its test says that it fails / succeeded" in capsys.readouterr().out

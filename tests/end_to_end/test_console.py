@@ -63,7 +63,7 @@ def page(browser: Browser, stack: Stack, seen: Told) -> Iterator[Page]:
     yield page
     foreign = [url for url in seen.urls if not url.startswith(("data:", "blob:", stack.api_url))]
     assert not foreign, {urlsplit(url).netloc for url in foreign}
-    # Chromium logs each refused API call. A missing key or scope may cause refusals.
+    # Chromium logs each rejected API call. A missing key or scope may cause rejections.
     assert [text for text in seen.errors if not REFUSED.search(text)] == []
     context.close()
 

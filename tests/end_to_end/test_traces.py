@@ -90,7 +90,7 @@ def check_times(spans: dict[str, ReceivedSpan]) -> None:
     assert all(span.start_ns <= span.end_ns for span in spans.values())
     for stage in ("cache", "publish", "queue", "batch", "infer"):
         assert receive.start_ns <= spans[stage].start_ns <= spans[stage].end_ns <= receive.end_ns
-    # The caller may have the answer before the worker knows that the broker has its reply.
+    # The caller may have the response before the worker knows that the broker has its reply.
     assert receive.start_ns <= spans["reply"].start_ns <= receive.end_ns
     assert spans["cache"].end_ns <= spans["publish"].start_ns == spans["queue"].start_ns
     in_worker = [spans[stage] for stage in ("queue", "batch", "infer", "reply")]

@@ -48,7 +48,7 @@ def test_each_stream_is_whole_while_an_instance_and_a_worker_die(
                 turns=turns,
             )
         )
-    # After a takeover, an engine may round differently. Text that was delivered stays.
+    # After a takeover, an engine may round differently. Text that was already delivered stays.
     rounded = [] if engine == "auto" else found.differing
     assert [flaw for flaw in found.flaws() if flaw not in rounded] == []
     assert len(found.kills) == len(turns)

@@ -140,7 +140,7 @@ async def withdrawn_and_served_again(world: World) -> Callers:
             world.processes[name].resume()
         ends = [await over(callers, name) for name in waiting]
         refused = [read for read in ends if read["status"] == "failed"]
-        assert refused  # a worker has 3 s to learn of it, and may start others until then
+        assert refused  # a worker has 3 s to learn of it, and may start other batches until then
         assert all(WORDS in read["error"] for read in refused), refused
         assert {read["status"] for read in ends} <= {"failed", "succeeded"}
         assert callers.wrong == []

@@ -174,7 +174,7 @@ class Traffic:
         self.tally.answered["hung up or not"] += 1
 
     async def _embed(self, number: int, key: str) -> None:
-        # Most are computed each time; the others may be found in the cache or joined.
+        # Most are computed each time; the others may be served from the cache or joined.
         headers = {} if self._random.random() < 0.2 else {"Cache-Control": "no-store"}
         headers |= _key_of(number)
         found = await self._insist("POST", "/v1/embeddings", _body(number), key, headers)

@@ -52,7 +52,7 @@ async def test_three_steps_give_the_output(redis_url: str) -> None:
         ("spell", "joined", JOIN.name),
     }
     assert len({row.row_id for row in rows}) == len(rows) == 7
-    # Equal words are checked once.
+    # Identical words are checked only once.
     assert flows.compute.count(CHECK.name) == 4
     assert run["metrics"]["cost_usd"] == charged_usd(rows) == 1.5
     assert [step["items"] for step in run["metrics"]["steps"]] == [1, 5, 1]
@@ -135,7 +135,7 @@ async def test_failed_item_ends_the_run_and_is_named(redis_url: str) -> None:
 @pytest.mark.parametrize(
     ("given", "error"),
     [
-        # With the caller's name for it, not the step model's name.
+        # Uses the caller's name for it, not the step model's name.
         ("$input.sentence", "sentence: it has no word"),
         # The previous step returned it.
         ("$first", "step 'words': text: it has no word"),

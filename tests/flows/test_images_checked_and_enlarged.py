@@ -185,7 +185,7 @@ async def test_a_flagged_image_is_withheld_by_name_charged_and_counted(images: W
         "code": "moderation_blocked",
     }
     rows = of_request(await images.until_rows(2), answer)
-    # Drawing and checking are charged because they were computed. No image was enlarged.
+    # Drawing and checking are charged because they were done. No image was enlarged.
     assert [(row.step, row.status) for row in rows] == [
         ("image", "succeeded"),
         ("safety", "succeeded"),

@@ -92,7 +92,7 @@ async def flows(settings: ApiSettings) -> AsyncIterator[World]:
 
 
 def client_of(flows: World) -> Any:
-    http: Any = flows.http  # its types refer to another httpx
+    http: Any = flows.http  # its types refer to a different httpx
     return openai.AsyncOpenAI(
         base_url="http://localhost/v1", api_key="any", max_retries=0, http_client=http
     )
@@ -125,7 +125,7 @@ async def test_lines_are_runs_with_the_price_of_batches(
         done = await until(client, await created(client, jsonl(given), endpoint=URL))
         answered = {one["custom_id"]: one for one in await answers(client, done.output_file_id)}
         (failed,) = await answers(client, done.error_file_id)
-        # Equal items in other runs are hits or computed, and each has a row.
+        # Equal items in other runs are either hits or computed, and each has a row.
         rows = await flows.until_rows(4 + 5 + 3)
     assert (done.request_counts.completed, done.request_counts.failed) == (2, 1)
     for name, one in answered.items():

@@ -223,7 +223,7 @@ async def test_the_recordings_of_a_batch(flows: World, settings: ApiSettings) ->
         ),
         ({"texts": [], "pairs": [{"words": "a", "of": "b"}, {}]}, "pairs.1.words: is missing"),
         ({"texts": ["a"], "about": {}}, "about.topic: is missing"),
-        # The model's error about all its inputs together.
+        # The model's error about all of its inputs together.
         ({"texts": ["mills"]}, "input: it weighs 12, and at most 9 is allowed"),
         ({"texts": list("abcde")}, "texts: 5 elements, which exceeds the maximum of 4"),
     ],

@@ -67,7 +67,7 @@ def test_an_entry_with_both_steps_is_read(tmp_path: Path) -> None:
         assert flow is not None
         assert (flow.name, flow.limited_unit) == ("draw", "pixel_steps")
         assert [step.id for step, _ in flow.steps] == steps
-        # As much time as all steps together.
+        # As much time as all steps take together.
         assert flow.deadline.default_s == 30.0 * len(steps)
     assert catalog.image_run(catalog.find("draw"), upscales=False) is not None
 

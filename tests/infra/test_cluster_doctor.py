@@ -458,7 +458,7 @@ def test_subscriptions_are_those_of_this_release(own_project: str, pubsub_endpoi
             workers_subscription_id(second),
         ):
             await admin.delete_subscription(name)
-        # As an older release created it, or as changed by hand.
+        # As created by an older release, or as changed by hand.
         old = SubscriptionSettings(jobs, dead_letter_topic_id=dead_letter_topic_id(first))
         await admin.ensure_subscription(workers_subscription_id(first), old)
         slow = SubscriptionSettings(

@@ -211,7 +211,7 @@ def test_compromised_key(stack: Stack, tmp_path: Path) -> None:
         becomes(401, lambda: status(stack, "acme"))
 
     reader.follows("compromised-key", {"penstock keys revoke": frozen})
-    # After unfreezing, the tenant's other key works again, but this one does not.
+    # After unfreezing, the tenant's other key works again, but this one doesn't.
     becomes(200, lambda: status(stack, "acme"))
     assert status(stack, "leaked") == 401
     assert leaked.split("_")[2] in reader.printed_by("penstock keys audit")
@@ -340,7 +340,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
         reader = Reader(stack, tmp_path, {"KEY": key_for("default")} | region.has(home))
 
         def is_away() -> None:
-            # Requests that need the records wait for them. All other requests continue.
+            # Requests that need the records wait for them. All other requests proceed.
             assert region.ask(stack, "acme", "once", idempotency_key="once") == 503
             for number in range(20):
                 assert region.ask(stack, "acme", f"meanwhile {number}") == 200
@@ -365,7 +365,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
                 "penstock budgets restore --dry-run": is_replaced,
             },
         )
-        # Previous keys work, and no others. The stored answer for the key is computed again.
+        # Previous keys work, and no others. The stored response for the key is computed again.
         assert region.ask(stack, "acme", "once", idempotency_key="once") == 200
         assert region.ask(stack, "stranger", "hello") == 401
         assert "acme" in reader.printed_by("penstock budgets restore --dry-run")
@@ -376,7 +376,7 @@ def test_lost_region(tmp_path: Path, pubsub_endpoint: str, bigquery_endpoint: st
         )
         found = rows_of_requests(bigquery_endpoint, project)
         assert set(found.values()) == {1}
-        # The page itself sends one request, to check that it worked.
+        # The page itself sends one request to check that everything works.
         assert len(found) == len(region.answered) + 1
         # Once more, following the page. After that, the counters match the rows to the cent.
         command(region.has(next_home), "budgets", "restore")

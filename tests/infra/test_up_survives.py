@@ -156,7 +156,7 @@ def test_every_part_comes_back_while_requests_go_on_and_ends_with_the_stack(
         for part in PARTS:
             assert f"died    {part} was killed by SIGKILL; " in up.said
         assert up.process.poll() is None
-        # If it is killed itself, all of them die with it.
+        # If it is killed, all of them die with it.
         parts = psutil.Process(up.process.pid).children(recursive=True)
         assert {REDIS, "penstock-model"} <= {one.name() for one in parts}, up.said
         up.process.kill()

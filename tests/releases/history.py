@@ -50,7 +50,7 @@ def tree_at(commit: str, folder: Path) -> Path:
         archive, cwd=ROOT, capture_output=True, timeout=WAIT_LIMIT_S, check=True
     ).stdout
     tree.mkdir(parents=True, exist_ok=True)
-    # tarfile takes no filter before Python 3.11.4, and wants one from 3.12 on.
+    # tarfile has no filter before Python 3.11.4 and requires one from 3.12 on.
     subprocess.run(["tar", "-x", "-C", tree], input=packed, timeout=WAIT_LIMIT_S, check=True)
     where = subprocess.run(
         [sys.executable, "-c", "import api, shared, workers; print(api.__file__)"],

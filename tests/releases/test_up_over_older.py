@@ -110,7 +110,8 @@ class Owner:
 @contextmanager
 def powered(folder: Path, tree: Path, ports: Ports) -> Iterator[tuple[Up, Owner]]:
     """A running `penstock up`. The power fails when the block ends."""
-    # As docs/how-to/upgrade.md asks: the Redis that 0.1.0 brings can't read what a newer one wrote.
+    # As docs/how-to/upgrade.md requires: the Redis that ships with 0.1.0 can't read what a newer
+    # one wrote.
     server = folder / "bin" / "redis-server"
     server.parent.mkdir(exist_ok=True)
     server.unlink(missing_ok=True)
@@ -167,7 +168,7 @@ def test_state_of_the_last_release_and_back(tmp_path: Path) -> None:
         newer = owner.waits_for([owner.asks("of the newer one")])
         hold_worker(up)
         queued_newer = [owner.asks(f"queued later {number}") for number in range(QUEUED)]
-    # 0.1.0 refuses tables with more columns than it knows. Later releases leave them as they are.
+    # 0.1.0 rejects tables with more columns than it knows. Later releases leave them as they are.
     (folder / "var/bigquery").rename(folder / "var/bigquery.newer")
     with powered(folder, older, ports) as (_, owner):
         assert len(owner.waits_for(queued_newer)) == QUEUED

@@ -77,7 +77,7 @@ def catalog(folder: Path, tree: Path) -> dict[str, Any]:
     """A model for every task in a tree."""
     texts = folder / WRITER
     texts.mkdir()
-    from tests.workers.models.generation import tiny  # loads transformers, which only this needs
+    from tests.workers.models.generation import tiny  # loads transformers, which nothing else needs
 
     tiny.write_folder(texts)
     encoder = _ENCODER | {"batch": {"max_tokens": 2048}, "deadline": _DEADLINE}
@@ -201,7 +201,7 @@ class Site:
             "PENSTOCK_PROJECT": PROJECT,
             "PENSTOCK_MODELS_FILE": str(self._folder / "catalog.yaml"),
             "PENSTOCK_PUBSUB_ENDPOINT": self.pubsub,
-            "PENSTOCK_BIGQUERY_ENDPOINT": "http://127.0.0.1:1",  # so rows stay on the disk
+            "PENSTOCK_BIGQUERY_ENDPOINT": "http://127.0.0.1:1",  # so rows stay on disk
             "PENSTOCK_REDIS_URL": self.redis.url,
             "PENSTOCK_KEYS_URL": self.redis.url,
             "PENSTOCK_OBJECTS_URL": f"file://{self._folder / 'objects'}",

@@ -58,7 +58,7 @@ def _check_plan(block: Block, *_: object) -> None:
 
 
 def _check_port(block: Block, *_: object) -> None:
-    # tests/workers/models/custom/test_port_page.py runs the command and compares.
+    # tests/workers/models/custom/test_port_page.py runs the command and compares the output.
     outputs = {port.output for port in PORTS.values()}
     assert block.text in outputs | {text for port in PORTS.values() for text in port.files.values()}
 
@@ -106,7 +106,7 @@ def _check_headers(block: Block, *_: object) -> None:
 
 
 def _check_tutorial(block: Block, *_: object) -> None:
-    # test_running.py compares it with the output of the tutorial.
+    # test_running.py compares it with the tutorial's output.
     assert block.text.strip()
 
 

@@ -82,7 +82,7 @@ def test_sample_runs(block: Block, stack: Stack, tmp_path: Path) -> None:
     text = LOCAL.sub(stack.api_url, block.text).replace(".venv/bin/", "")
     environment = stack.environment | {"PYTHONPATH": str(ROOT)}
     if block.language == "python":
-        # A batch takes longer than its creation.
+        # Running a batch takes longer than creating it.
         text = text.partition("# Later")[0]
         run([sys.executable, "-c", text], tmp_path, environment)
         return

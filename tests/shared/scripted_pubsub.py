@@ -70,8 +70,8 @@ class ScriptedPubSub:
         self.peers.add(context.peer())
         reading = asyncio.create_task(self._read(requests))
         try:
-            # The error must be raised here: gRPC answers INTERNAL if this task ends before another
-            # one has sent it.
+            # The error must be raised here: gRPC returns INTERNAL if this task ends before another
+            # task has sent the error.
             while (what := await self._next_delivery(reading)) is not None:
                 await self._deliver(what, context)
         finally:

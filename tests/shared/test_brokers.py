@@ -351,7 +351,7 @@ async def test_attribute_too_long_is_refused(broker: Broker, attributes: dict[st
     topic = await broker.topic()
     with pytest.raises(BadInput):
         await broker.transport.publish(topic, b"1", attributes)
-    # The in-memory broker accepts only input that both others accept.
+    # The in-memory broker accepts only input that both other brokers accept.
     longest = 256 if broker.kind == "embedded" else 128
     assert await broker.transport.publish(topic, b"1", {"a" * longest: "\u2588" * 341})
 

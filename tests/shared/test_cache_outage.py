@@ -176,8 +176,8 @@ async def test_answer_that_came_while_the_process_was_held_up_counts(
             for _ in range(20):
                 await anyio.lowlevel.checkpoint()
             own_redis.resume()
-            # No task runs from here on: both the answer and the timer become due while this process
-            # is blocked.
+            # No task runs from here on: both the response and the timer become due while this
+            # process is blocked.
             while "cmdstat_mget" not in client.info("commandstats"):
                 pass
             time.sleep(1.2 * timeout_s)  # noqa: ASYNC251

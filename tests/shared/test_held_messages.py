@@ -106,7 +106,7 @@ async def test_nothing_is_lost_or_double_while_it_changes(broker: Broker) -> Non
 async def test_round_trips_are_measured(broker: Broker) -> None:
     topic, jobs = await jobs_of(broker)
     async with broker.transport.subscribe(jobs, max_messages=10) as subscription:
-        for _ in range(3):  # each ack is answered before the next is sent
+        for _ in range(3):  # each ack gets its response before the next is sent
             await publish(broker, topic, 1)
             [message] = await take(subscription, 1)
             subscription.ack(message)

@@ -13,7 +13,7 @@ from api.routes.pages import CONSOLE
 from shared.money.amounts import amount, dollars, plain
 
 SHOWN = [
-    # amount, in headers and errors, on pages
+    # amount, as shown in headers and errors, as shown on pages
     (0.0, "0", "$0.00"),
     (-0.0, "0", "$0.00"),
     (0.0012000000000000001, "0.0012", "$0.0012"),

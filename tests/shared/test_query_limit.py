@@ -32,8 +32,8 @@ def test_query_that_takes_too_long_is_ended_where_it_runs(client: Client) -> Non
         run_query(client, ENDLESS, QueryJobConfig(), 0.3)
     assert raised.value.public_message == ("the query took longer than 0.3 s; use a shorter range")
     (job,) = client.list_jobs()
-    # It was stopped either by its own limit or by our cancel: nothing keeps running for a caller
-    # who is gone.
+    # It was stopped either by its own limit or by our cancellation, so nothing keeps running for a
+    # caller who has left.
     job.reload()
     if job.state != "DONE":
         with pytest.raises(Exception, match="cancel"):

@@ -216,7 +216,7 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
     spool_dir = tmp_path / "spool"
     spool_dir.write_text("no folder")
     before = metric("penstock_rows_lost_total")
-    with socket.create_server(("127.0.0.1", 0)) as hung:  # accepts connections and never answers
+    with socket.create_server(("127.0.0.1", 0)) as hung:  # accepts connections but never responds
         nowhere = f"http://127.0.0.1:{hung.getsockname()[1]}"
         async with writer_to(nowhere, spool_dir) as rows:
             for _ in range(60):
@@ -228,7 +228,7 @@ async def test_rows_beyond_the_bound_of_memory_are_given_up_and_counted_unless_a
             assert rows.pending == 65 - (metric("penstock_rows_lost_total") - before)
             assert metric("penstock_rows_lost_total") > before
             spool_dir.unlink()
-    # On close the disk worked again, so the rows in memory were written to it.
+    # By the time it closed, the disk worked again, so the rows in memory were written to it.
     kept = sum(len(path.read_text().splitlines()) for path in spool_dir.glob("*.segment"))
     assert kept == 65 - (metric("penstock_rows_lost_total") - before)
 

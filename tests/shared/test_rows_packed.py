@@ -64,7 +64,7 @@ def test_segment_of_a_living_process_is_left_alone(tmp_path: Path) -> None:
     spool.pack(10)
     assert list((tmp_path / "spool").glob("*.gz")) == []
     other.remove(adopted[0])
-    spool.pack(10)  # it is gone
+    spool.pack(10)  # it no longer exists
     assert list((tmp_path / "spool").iterdir()) == []
 
 

@@ -112,7 +112,7 @@ async def test_close_during_an_outage_leaves_rows_to_the_next(
 
 
 async def test_close_while_bigquery_hangs_keeps_the_rows(server: Server, tmp_path: Path) -> None:
-    with socket.create_server(("127.0.0.1", server.port)):  # accepts connections and never answers
+    with socket.create_server(("127.0.0.1", server.port)):  # accepts connections but never responds
         async with writer(server, tmp_path / "spool") as rows:
             rows.write(row(1))
             assert not await rows.flush(0.3)
@@ -275,6 +275,6 @@ def test_rows_of_one_item_that_differ_are_no_repeats(tmp_path: Path) -> None:
     second = msgspec.structs.replace(first, status="canceled", attempt=None)
     with server.running():
         sender = BigQuerySender(PROJECT, f"{DATASET}.rows", server.endpoint)
-        for one in (first, second) * 2:  # one answer was lost
+        for one in (first, second) * 2:  # one response was lost
             assert sender.send([fields_of(one)]) == []
         assert server.row_ids() == ["req:00001"] * 2

@@ -75,7 +75,7 @@ class _Generation:
     @property
     def result(self) -> GenerationResult:
         text, read = "".join(self.letters), len(self.prompt)
-        # The letters computed by this process show a test whether the text was restarted.
+        # The letters computed by this process let a test see whether the text was restarted.
         return GenerationResult(text, "length", read + len(text), read, len(text), self.computed)
 
 

@@ -100,7 +100,7 @@ async def test_a_batch_comes_back_in_order_with_its_figures(
 
 async def test_the_pool_tells_what_it_runs_on(pool: ModelPool, process: PooledProcess) -> None:
     assert pool.device_name == "cpu"
-    # How much that is depends on the torch build.
+    # The amount depends on the torch build.
     resident_bytes = sum(psutil.Process(one.pid).memory_info().rss for one in pool.processes)
     assert pool.memory_bytes > 50e6
     assert pool.memory_bytes == pytest.approx(resident_bytes, rel=0.3)

@@ -31,7 +31,7 @@ async def compute_together(harness: WorkerHarness, **of_each: dict[str, str]) ->
         await harness.send(name, request_id=name, **of_each.get(name, {}))  # type: ignore[arg-type]
     await until_all_wait(harness)
     harness.process.gate.set()
-    harness.process.gate.clear()  # for the first job alone, so that its reply shares no message
+    harness.process.gate.clear()  # only for the first job, so that its reply shares no message
     assert (await harness.reply()).request_id == "first"
     harness.process.gate.set()
     came = [(await harness.reply()).request_id for _ in NAMES]

@@ -148,6 +148,6 @@ def test_all_that_is_spare_is_told_while_it_runs_and_with_the_ends(process: Proc
 
 def test_full_workers_have_nothing_to_spare(process: Process) -> None:
     assert told(process.run(*[text(50)] * SLOTS)) == []
-    # Slots are free, but nothing can join: the room is reserved.
+    # Slots are free, but nothing can join because the room is reserved.
     assert told(process.run(text(50, room=BUDGET))) == []
     assert told(process.run(*[text(50, room=BUDGET // 2)] * 2)) == []

@@ -195,7 +195,7 @@ async def test_a_lone_text_leaves_most_of_its_worker_to_others(
         await harness.until(lambda: running(harness) == ["alone"])
 
         def is_told() -> bool:
-            # The speller's step takes as long for one text as for four, which fill it.
+            # The speller's step takes as long for one text as for four, which fill the step.
             of_whole = 1 - math.exp((began_s - time.monotonic()) / FADE_S)
             return of_whole > 0.03 and 0.0 < busy() < 0.7 * of_whole
 
@@ -296,10 +296,10 @@ async def test_a_text_that_gave_its_place_away_goes_on_from_its_tokens(
         for name in names:
             await ask(harness, name, name, tokens, left_s=300, is_streamed=is_streamed)
         await harness.until(lambda: len(running(harness)) == 4)
-        # None of them continues until this one is done, so one must be preempted.
+        # None of them continues until this one has finished, so one must be preempted.
         await ask(harness, "e", "e", 3, tenant="other")
         found = dict([await outcome(harness) for _ in range(5)])
-        if is_streamed:  # in that case the reply only refers to the record
+        if is_streamed:  # in that case, the reply only refers to the record
             found |= {name: await _recorded(harness, name) for name in names}
         assert text_of(found.pop("e")) == "eee"
         for name, done in found.items():

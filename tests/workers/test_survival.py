@@ -227,7 +227,7 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
 
         harness.stores.records.note_alone = noting  # type: ignore[method-assign]
         await harness.send("waits", request_id="waits", age_s=10)
-        # It is by itself only while it is being prepared.
+        # It is on its own only while it is being prepared.
         await asyncio.wait_for(prepared.wait(), WAIT_LIMIT_S)
         assert await deaths_if_killed_now(harness, "runs") == (3, 1)
         assert (await deaths_if_killed_now(harness, "waits"))[1] == 0

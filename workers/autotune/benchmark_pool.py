@@ -300,7 +300,7 @@ class BenchmarkPool:
                 1.0, cores / layout.processes
             )
         elif self._target.backend.backend == "onnx":
-            wanted_cores = layout.processes  # its other threads sleep if they have no work
+            wanted_cores = layout.processes  # its other threads sleep when they have no work
         wanted_s = max(throughput.wall_s for throughput in throughputs) * min(cores, wanted_cores)
         return Timing(rate, max(0.0, 1 - cpu_s / wanted_s))
 

@@ -144,7 +144,7 @@ class DeadLetters:
         job = decode_job(message.data, message.attributes)
         end = await self._flows.mark(job, [failure(item, error) for item in items])
         planned = await self._flows.advance(job, end)
-        # Workers know when they pulled an item, so they write the rows for the items they ended.
+        # Workers know when they pulled an item, so they write the rows for the items they finish.
         ours = [outcome for outcome in end.outcomes if outcome.receipt.pulled_at_s is None]
         rows = [self._row_of(envelope, outcome, time.time()) for outcome in ours]
         rows += [self._row_of(other, outcome, time.time()) for _, other, outcome in planned]

@@ -109,7 +109,7 @@ class Turn:
         try:
             yield
         except Unavailable:
-            # A receiver that refuses the connection immediately delays nobody.
+            # A receiver that refuses connections immediately delays nobody.
             self._judge(self._clock() - began_s, is_answered=self._clock() - began_s < QUICK_S)
             raise
         self._judge(self._clock() - began_s, is_answered=True)

@@ -126,7 +126,7 @@ def answer_after_reply(ours: ReplyBody, finish: Finish | None, *, is_sent: bool)
     not show whether a reply arrived in time.
     """
     answered = answer_of(ours, finish)
-    if finish is None or finish.is_ours:  # otherwise the caller accepted another attempt's reply
+    if finish is None or finish.is_ours:  # otherwise the caller accepted a different reply
         return answered if is_sent else without_results(answered)
     return answered
 

@@ -41,7 +41,7 @@ class Claims:
         """
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
-            # A batch line may be requested again, under the id of a finished job.
+            # A batch line may be requested again, under a finished job's ID.
             envelope = pulled.envelope
             is_known = envelope.has_record or envelope.batch_id or envelope.flow
             is_first = pulled.is_fresh and not is_known

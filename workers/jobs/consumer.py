@@ -207,7 +207,7 @@ class JobConsumer:
                     self._completion.settle(pulled, pulled.hit(item, hit))
                 elif not self.queue.coalesce(pulled, item):
                     missing.append((pulled, item))
-        # Cache hits are useless for jobs that have ended by now.
+        # Cache hits are useless for jobs that have already ended.
         unused = {key: hit.owed for key, hit in cached.items() if hit.owed is not None}
         self._cache.mark_unpaid(unused, self.model.cache.ttl_s)
         if missing:

@@ -508,7 +508,7 @@ class TokenOutput:
 
     async def _send(self) -> None:
         readers = {queued: _readers(queued) for queued in self._open}
-        # A preempted item may lose its readers while it waits.
+        # A preempted item may lose its readers while it is waiting.
         self._open = {queued: sent for queued, sent in self._open.items() if readers[queued]}
         due = [
             (sent, reader, chunk)
@@ -526,7 +526,8 @@ class TokenOutput:
         if ends is None:  # no Redis, so everything is sent with the next tokens
             return
         for (sent, reader, chunk), end in zip(due, ends, strict=True):
-            # A reader whose record is now claimed by another worker gets nothing more from here.
+            # A reader whose record is now claimed by another worker gets nothing more from this
+            # one.
             sent[reader] = end if end is not None else _NEVER
             self._has_more |= end is not None and end < chunk.end
             if end and isinstance(chunk, PieceChunk):

@@ -102,7 +102,7 @@ class LargeResults:
                 blob = Blob(blob.media_type, object_key=own_key, digest=digest)
                 stored_bytes += len(data)
             blobs.append(blob)
-        is_kept = envelope.has_record or envelope.flow  # otherwise a caller is waiting
+        is_kept = envelope.has_record or envelope.flow  # otherwise, a caller is waiting
         if stored_bytes and is_kept and isinstance(result, CustomResult):
             until_s = envelope.deadline_s + RESULTS_COUNT_S
             with contextlib.suppress(Unavailable):  # a result isn't lost if it can't be counted

@@ -74,8 +74,8 @@ class Preprocessor:
         try:
             return self._preparer.prepare(inputs)
         except Exception:
-            # The boundary to tokenizers and templates. An input that crashes one of them fails on
-            # its own. Otherwise it would kill this worker and the next one to get the job.
+            # The boundary with tokenizers and templates. An input that crashes one of them fails on
+            # its own. Otherwise, it would kill this worker and the next one to get the job.
             if len(inputs) > 1:
                 return [ready for value in inputs for ready in self._prepare_inputs([value])]
             log.warning("input not prepared", exc_info=True)

@@ -129,7 +129,7 @@ class StepRun:
     def _preempt_for_others(self) -> None:
         """Interrupts items from a tenant with too many slots in favor of a waiting tenant."""
         if self._preempted or self._dropped & self._inside.keys():
-            return  # a slot is about to be free
+            return  # a slot is about to become free
         chosen = self._queue.to_preempt(self._inside.values())
         if chosen:
             self._preempted = {at for at, item in self._inside.items() if item in chosen}

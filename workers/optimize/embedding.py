@@ -309,8 +309,8 @@ def make_variants(
         verdicts.append(verdict)
         original_rate = max(original_rate, rate)
     builder.clear()
-    # The texts used to evaluate variants, not to fit them, because a worker checks against them
-    # again.
+    # The texts used to evaluate variants, not those used to fit them, because a worker checks
+    # against them again.
     write_calibration(target, Calibration(baseline.texts, baseline.vectors))
     size_mb = sum(path.stat().st_size for path in settings.transformer.glob("*.safetensors")) / 1e6
     original = {

@@ -241,7 +241,7 @@ def _measure(
 ) -> Verdict:
     """Evaluates a working variant by its images and its speed."""
     quality = _compare(studio.images, original.images, features)
-    # Alternates, so that other load on the machine disturbs both alike.
+    # Alternates, so that other load on the machine affects both equally.
     times_s = [(original.time_s(), studio.time_s()) for _ in range(2)]
     original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
     measured = msgspec.structs.replace(

@@ -61,7 +61,7 @@ def child_environment(threads: int) -> dict[str, str]:
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),
         # By default, oneDNN caches 1,024 compiled primitives. Texts have many lengths, so memory
-        # grew for minutes. With 256 it soon levels off, and few primitives are recompiled
+        # used to grow for minutes. With 256 it soon levels off, and few primitives are recompiled
         # (workers/models/embedding/encoder_torch.py).
         "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "256",
         "PYTHONPATH": os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH", "")])),

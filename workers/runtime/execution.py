@@ -86,7 +86,7 @@ def run_batch(
     try:
         model = cast(InferenceModel, resident_models.use(batch.model))
     except Exception as error:
-        # The boundary to the model libraries, as below.
+        # The boundary with the model libraries, as below.
         log.warning("model could not be loaded", exc_info=True, extra={"model": batch.model})
         failures: list[Result | Failure] = [Failure.from_error(error)] * len(batch.items)
         return _result(resident_models, batch, time.time(), 0.0, failures)
@@ -220,7 +220,7 @@ class StepReporter(BatchSteps):
         try:
             drawn = self._previewer.preview(inside)
         except Exception:
-            # The boundary to the model libraries: an optional preview never fails a batch.
+            # The boundary with the model libraries: an optional preview never fails a batch.
             log.warning("no preview could be drawn", exc_info=True)
             self._preview_from_s = float("inf")
             return
@@ -276,7 +276,7 @@ class BatchExecution:
         except Canceled:
             raise
         except Exception as error:
-            # The boundary to the model libraries: their errors fail items, never the process.
+            # The boundary with the model libraries: their errors fail items, never the process.
             self._has_failed = True
             self.out_of_memory |= isinstance(error, OutOfMemory)
             log.warning("batch failed", exc_info=True, extra={"items": len(group)})
@@ -350,7 +350,7 @@ class StepPreviews:
         try:
             return self._model.image(slot)
         except Exception:
-            # The boundary to the model libraries: an optional preview never fails an item.
+            # The boundary with the model libraries: an optional preview never fails an item.
             log.warning("no preview could be drawn", exc_info=True)
             self._preview_from_s = float("inf")
             return None
@@ -384,7 +384,7 @@ class StepExecution:
         try:
             model = cast(SteppedModel, self._resident_models.use(self._batch.model))
         except Exception as error:
-            # The boundary to the model libraries, as below. It fails only these items.
+            # The boundary with the model libraries, as below. It fails only these items.
             log.warning("model not loaded", exc_info=True, extra={"model": self._batch.model})
             for slot in range(len(self._batch.items)):
                 self._end(slot, error)
@@ -403,7 +403,7 @@ class StepExecution:
         except ConnectionError:
             raise  # the I/O process has hung up
         except Exception as error:
-            # The boundary to the model libraries: their errors fail items, never the process.
+            # The boundary with the model libraries: their errors fail items, never the process.
             slots = self._shares.slots
             log.warning("step failed", exc_info=True, extra={"items": len(slots)})
             failure = Failure.from_error(error)

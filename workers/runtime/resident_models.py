@@ -304,7 +304,7 @@ class ResidentModels:
         except ConfigurationError:
             raise
         except Exception as error:
-            # The boundary to the model libraries, which report a full device in many ways.
+            # The boundary with the model libraries, which report a full device in many ways.
             if not self._resident:
                 raise
             log.warning(
@@ -346,7 +346,7 @@ class ResidentModels:
             self.setup_s += time.monotonic() - began_s
         self.device_name = self.device_name or model.device_name
         if is_first or model.device_name != "cpu":
-            # On a CPU, libraries stay warm. On a GPU, graphs and kernels are gone with the model.
+            # On a CPU, libraries stay warm. On a GPU, graphs and kernels disappear with the model.
             began_s = time.monotonic()
             model.warmup()
             self.warmup_s += time.monotonic() - began_s

@@ -153,7 +153,7 @@ def _load_ahead(arguments: argparse.Namespace) -> dict[int, LoadedModel]:
                 model.setup()
                 loaded[number] = model
         except Exception:
-            # The boundary to the model libraries. The forked process tries again and reports the
+            # The boundary with the model libraries. The forked process tries again and reports the
             # error.
             log.debug(
                 "model could not be loaded in advance", exc_info=True, extra={"model": number}

@@ -303,7 +303,7 @@ class _TemplateProcess:
         future = self._forking.pop(forked.number, None)
         if (
             future is None or future.done()
-        ):  # the caller is gone; the process exits because its socket is closed
+        ):  # the caller no longer exists; the process exits because its socket is closed
             os.close(pidfd)
             return
         self._children[forked.pid] = ForkedProcess(forked.pid, pidfd)

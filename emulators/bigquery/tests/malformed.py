@@ -362,12 +362,12 @@ def send(address: str, seed: int, count: int) -> Found:
             status, reason = _send(address, verb, path, body, headers)
         except (TimeoutError, http.client.HTTPException, OSError, ValueError) as error:
             if isinstance(error, ValueError):
-                # Python's own client refuses to send such a request.
+                # Python's own client won't send such a request.
                 continue
             findings.wrong.append(f"{number}: {verb} {path[:200]} {body[:2000]!r}: {error!r}")
             continue
         findings.statuses[status] += 1
-        # With 501 this server refuses features that the service supports.
+        # This server returns 501 for features that only the service supports.
         if status >= 500 and (status, reason) != (501, "notImplemented"):
             text = f"{number}: {verb} {path[:200]} {body[:2000]!r} {headers}: {status} {reason}"
             findings.wrong.append(text)
@@ -395,7 +395,7 @@ def _send_raw(address: str, sent: bytes, found: Found) -> None:
     host, _, port = address.partition(":")
     first = b""
     reached = socket.create_connection((host, int(port)), timeout=WAIT_LIMIT_S)
-    # The server may close before everything is sent, but it must not stay silent.
+    # The server may close the connection before everything is sent, but it must not stay silent.
     with reached as connection, contextlib.suppress(ConnectionError):
         connection.sendall(sent)
         connection.shutdown(socket.SHUT_WR)

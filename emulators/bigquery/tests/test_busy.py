@@ -45,7 +45,7 @@ def bigquery_endpoint(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]
 
 def test_long_queries_keep_nobody_from_tables_and_rows(client: bigquery.Client) -> None:
     _make_table(client)
-    # One more than there are threads: the last one waits.
+    # One more than the number of threads, so the last one waits.
     running = [client.query(LONG) for _ in range(MAX_QUERIES + 1)]
     try:
         # A job whose byte count is known is reading rows, or waiting for a thread to do so.

@@ -57,7 +57,8 @@ def test_a_full_disk_is_told_of_and_left_behind(tmp_path: Path) -> None:
         assert insert(endpoint, 100) == 200
         assert rows_of(client, "SELECT DISTINCT LENGTH(text) FROM d.t") == [(MIB,)]
         stored = {row[0] for row in rows_of(client, "SELECT id FROM d.t")}
-        # Refused rows must not exist: a client that resends them would have them twice.
+        # Rejected rows must not exist, because a client that resends them would then have them
+        # twice.
         assert stored == {number for number, status in answered.items() if status == 200} | {100}
 
 
@@ -99,7 +100,7 @@ def test_kills_on_a_disk_that_gets_full_lose_nothing_that_was_answered(tmp_path:
     # The disk is full for the third kill.
     story = "tests.full_disk_kills"
     command = [*unshare, sys.executable, "-m", story, str(disk), "3"]
-    # Four starts, each within its own time limit.
+    # Four starts, each with its own time limit.
     done = subprocess.run(
         command,
         capture_output=True,

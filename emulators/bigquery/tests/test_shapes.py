@@ -112,7 +112,7 @@ def test_a_change_waits_for_the_rows_that_came_first_and_keeps_later_ones_out() 
     with ThreadPoolExecutor(1) as pool:
         with shapes.adding(ONE):
             changing = pool.submit(change)
-            # The change has begun once rows are refused.
+            # The change has begun once rows are rejected.
             with pytest.raises(UnavailableError):
                 add_until_done(shapes, changing)
             assert not changing.done()

@@ -108,7 +108,7 @@ async def kill_in_traffic(
                 traffic.create_task(consume_until_killed(wire, ledger, path))
         try:
             async with asyncio.timeout(WAIT_LIMIT_S / 3):
-                # Polls, because four publishers count the messages that it waits for.
+                # Polls, because four publishers increment the message count that it waits for.
                 while (  # noqa: ASYNC110
                     len(ledger.answered) < enough or (is_full and ledger.refused == refused)
                 ):
@@ -134,7 +134,7 @@ async def main(folder: Path, seed: int) -> str:
         await wire.subscription(ONCE, TOPIC, enable_exactly_once_delivery=True)
     for kill in range(KILLS):
         await kill_in_traffic(server, ledger, kill, draw)
-        # However much space the disk has, the server starts, and everything can be acked.
+        # No matter how little disk space is left, the server starts and everything can be acked.
         server.start()
         async with connect(server.endpoint) as wire, asyncio.timeout(WAIT_LIMIT_S):
             await asyncio.gather(

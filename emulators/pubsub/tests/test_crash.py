@@ -92,7 +92,7 @@ def test_every_answered_publish_is_delivered_though_the_server_is_killed_in_traf
             futures[-1200].result(timeout=WAIT_LIMIT_S)
             kept_server.kill()
             kept_server.start()
-            # The client republishes unanswered messages.
+            # The client republishes messages that got no response.
             answered |= {future.result(timeout=WAIT_LIMIT_S) for future in futures}
     for subscription, received in ((SUBSCRIPTION, first), (SECOND, second)):
         with received_by(subscription, received.take):

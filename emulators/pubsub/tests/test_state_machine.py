@@ -111,7 +111,7 @@ class Deliveries(RuleBasedStateMachine):
     def wait(self, seconds: float) -> None:
         until_s = self.world.now_s + seconds
         while ends := [end_s for _, end_s in self.lease_ends_s.values() if end_s <= until_s]:
-            # One lease at a time, because its end also ends the leases of later messages with its
+            # One lease at a time, because when it ends, so do the leases of later messages with its
             # key.
             first_s = min(ends)
             self.world.advance(first_s - self.world.now_s)

@@ -126,7 +126,7 @@ async def until(condition: Callable[[], bool]) -> None:
     """
     turns_until_s = time.perf_counter() + TURNS_S
     async with asyncio.timeout(WAIT_LIMIT_S):
-        # A waiting call shows nothing on the wire, so there is no event to wait for.
+        # A waiting call sends nothing over the wire, so there is no event to wait for.
         while not condition():  # noqa: ASYNC110
             await asyncio.sleep(0 if time.perf_counter() < turns_until_s else PAUSE_S)
 

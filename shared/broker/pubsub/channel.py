@@ -177,7 +177,7 @@ class Channels:
 
 def _channel_options(is_secure: bool) -> list[tuple[str, int]]:
     # A plain gRPC server disconnects clients that ping an idle connection more often than every 5
-    # minutes. Google's front end allows 30 s, which an idle pull behind a NAT needs.
+    # minutes. Google's front end allows pings every 30 s, which an idle pull behind a NAT needs.
     keepalive_ms = 30_000 if is_secure else 310_000
     return [
         ("grpc.use_local_subchannel_pool", 1),
@@ -283,7 +283,7 @@ class AckQueue:
         self._linger_messages = linger_messages
         self._acks: deque[str] = deque()
         self._nacks: deque[str] = deque()
-        # Lingering acks are numerous, and later messages wait until the broker has received the
+        # Lingering acks are numerous, and later messages wait until the broker has received those
         # acks.
         self._requests_in_flight = REQUESTS_IN_FLIGHT if linger_s else 1
         self._sending: set[asyncio.Task[None]] = set()

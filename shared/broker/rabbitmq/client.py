@@ -191,7 +191,7 @@ class ConfirmedPublisher:
                     routing_key=routing_key,
                     properties=properties,
                     mandatory=True,
-                    # The confirmation is awaited, so the socket need not be.
+                    # The confirmation is awaited, so there is no need to wait for the socket.
                     wait=False,
                 ),
             )

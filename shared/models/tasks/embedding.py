@@ -205,7 +205,7 @@ class EmbeddingResult(TaskResult, tag="embedding"):
                 f"a vector of {len(self.vector)} bytes, which is not a whole number of float32 "
                 "values"
             )
-        # loaded in model processes anyway, and not needed for anything else in other processes
+        # loaded in model processes anyway, and not otherwise needed in other processes
         import numpy as np
 
         values = np.frombuffer(self.vector, "<f4")

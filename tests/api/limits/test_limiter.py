@@ -457,7 +457,7 @@ async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clo
         for limiter in three:
             with pytest.raises(BudgetExceeded):
                 await ask(limiter, caller, demand(usd=0.1))
-        # None of this budget has been spent, which is also known.
+        # None of this budget has been spent, which is known as well.
         other = Caller(tenant="other", plan=Plan(budget_usd_per_month=0.9))
         assert await let_in(three, other, demand(usd=0.1), 30) == 9
         assert await is_let_in(three[1], caller, demand(usd=0.0)), "what is free"

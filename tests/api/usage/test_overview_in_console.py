@@ -34,7 +34,7 @@ REFUSED = re.compile("status of 40[03]")
 async def page(world: World) -> AsyncIterator[Page]:
     told: list[str] = []
     async with async_playwright() as playwright:
-        # The sandbox needs rights that containers lack. Only our own pages are opened.
+        # The sandbox needs permissions that containers lack. Only our own pages are opened.
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(viewport={"width": 390, "height": 900}, timezone_id="UTC")
         page.on("pageerror", lambda error: told.append(str(error)))
@@ -43,7 +43,7 @@ async def page(world: World) -> AsyncIterator[Page]:
         await page.goto(f"{world.apis[0].url}/console#overview")
         yield page
         await browser.close()
-    # A key without the scope `usage` is refused, and so are reports with too many rows.
+    # A key without the scope `usage` is rejected, and so are reports with too many rows.
     assert [text for text in told if not REFUSED.search(text)] == []
 
 

@@ -40,8 +40,8 @@ async def _traffic(world: World) -> int:
         sent.charged_tokens += tokens + 0.25 * len(text)
         sent.by_header_usd += sum(float(one.headers["x-penstock-cost-usd"]) for one in answers)
         rows += 3
-    # The same text three times at once: one is computed, and the others join it, here or in the
-    # worker.
+    # The same text three times at once: one is computed, and the others join it, either here or in
+    # the worker.
     world.harness.process.gate.clear()
     waiting = [asyncio.create_task(world.embed("a", "together", api=api)) for api in (0, 0, 1)]
     await world.harness.until(lambda: bool(world.harness.process.batches[-1:] == [["together"]]))
@@ -57,7 +57,7 @@ async def _traffic(world: World) -> int:
     failed = await world.embed("o", "fine", "!")
     assert failed.status_code == 500
     other.requests += 1
-    other.items += 2  # nothing of it was delivered
+    other.items += 2  # none of it was delivered
     other.by_header_usd += float(failed.headers["x-penstock-cost-usd"])
     rows += 2
     world.harness.process.gate.clear()

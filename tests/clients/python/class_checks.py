@@ -161,7 +161,7 @@ def canceled(form: Form) -> None:
     running = client.predictions.create(
         version=form["model"], input=given(form) | {"forever": True}
     )
-    # Output printed by a batch is shown with its results.
+    # Output printed by a batch is shown with the batch's results.
     logs = "" if "batches" in form["model"] else "begins\n"
     until_s = time.monotonic() + LIMIT_S
     while (running.status, running.logs or "") != ("processing", logs):

@@ -21,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from tests.clients.python.checks import KEY, LIMIT_S, URL, check, main, needs_text
 
-warnings.simplefilter("ignore")  # about older mode names, and modes that ask for JSON in prose
+warnings.simplefilter("ignore")  # about older mode names, and modes that request JSON in prose
 Mode = instructor.Mode
 ASKED = [{"role": "user", "content": "A city in Spain?"}]
 

@@ -87,7 +87,7 @@ async def streamed_agent_chains_responses() -> None:
 
 @check
 async def agent_hands_off_to_another() -> None:
-    # A small model keeps writing, and this client treats a truncated answer as an error.
+    # A small model keeps writing, and this client treats a truncated response as an error.
     other = agent("plain", instructions="Be brief.", output_type=Greeting)
     first = agent("first", handoffs=[handoff(other)], choice="required")
     result = await Runner.run(first, "Say hello.", max_turns=4)

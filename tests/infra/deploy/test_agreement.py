@@ -206,7 +206,7 @@ def test_api_is_scraped_where_it_answers(plan: Plan) -> None:
     ]
     (endpoint,) = config["spec"]["endpoints"]
     assert str(endpoint["port"]) == api_settings(plan, "europe-west4")["PENSTOCK_METRICS_PORT"]
-    # Callers can reach the one port that the container declares, and no other.
+    # Callers can reach the one port that the container declares, and no others.
     assert endpoint["port"] not in {
         port["container_port"] for port in api_container(plan, "europe-west4")["ports"]
     }

@@ -332,7 +332,7 @@ def test_lists_of_parts_go_where_the_account_may_add_them(checkout: Path) -> Non
     assert done.returncode == 0, done.stderr
     loaded = calls(checkout, "gcloud")
     assert len(loaded) == 3
-    # A separate folder, because an object of the same name could not be overwritten.
+    # A separate folder, because an object with the same name could not be overwritten.
     assert all(
         call.endswith("--destination gs://example-project-penstock-sboms/b1") for call in loaded
     )
@@ -454,7 +454,7 @@ def test_root_with_a_backend_keeps_it(checkout: Path) -> None:
 
 
 def test_workers_of_every_region_are_applied(checkout: Path) -> None:
-    # Reads its input, as a program may: it must not swallow the list of regions.
+    # Reads its input, as any program may, but must not swallow the list of regions.
     put(checkout, "terraform", "cat > /dev/null")
     (checkout / "release/clusters").write_text("r1 penstock-r1\nr2 penstock-r2\n")
     (checkout / "infra/terraform/workloads").mkdir(parents=True)

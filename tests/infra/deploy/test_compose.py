@@ -224,7 +224,7 @@ def test_only_the_proxy_is_reached_from_outside(
     for name in SERVERS:
         assert services[name]["networks"] == ["servers"]
     assert "servers" not in services["proxy"]["networks"]
-    # The API trusts the proxy's headers about the caller, so nothing else may be in that network.
+    # The API trusts the proxy's headers about the caller, so nothing else may be on that network.
     assert {name for name, one in services.items() if "front" in one.get("networks", [])} == {
         "proxy",
         "api",

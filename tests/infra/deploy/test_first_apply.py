@@ -68,7 +68,7 @@ def everything(tmp_path_factory: pytest.TempPathFactory) -> Plan:
     """A plan that includes all of the stage's resources."""
     image = {"image": "registry.example.com/functions@sha256:0"}
     folder = tmp_path_factory.mktemp("everything")
-    # Its models come from the hub, so it needs a token, and its class needs a secret.
+    # Its models come from the Hub, so it needs a token, and its class needs a secret.
     tests = Path("infra/terraform/platform/tests")
     catalog = yaml.safe_load((tests / "hub.models.yaml").read_text())
     catalog["models"][0]["canary"] = {"revision": "next"}
@@ -125,7 +125,7 @@ def needs(kind: str) -> tuple[str, str | None]:
 def test_everything_is_everything(everything: Plan, before: dict[str, set[str]]) -> None:
     planned = {address(resource) for resource in everything.resources}
     known = {name for name in before if not re.search(r"(^|[.])(data|ephemeral)[.]", name)}
-    # A region's records are in its own Redis; ComputeClasses are the other way to get nodes.
+    # A region's records are in its own Redis, and ComputeClasses are the other way to get nodes.
     assert known - planned == set()
 
 

@@ -108,7 +108,7 @@ def test_without_a_registry_nothing_is_pinned_and_nothing_built(tmp_path: Path) 
     assert done.returncode != 0
     assert "no such host" in done.stderr
     assert not out.exists()
-    # A release build's base is then missing or has no digest: both are refused.
+    # A release build's base is then missing or has no digest, and both are rejected.
     missing = run(FOLDER / "build.sh", "api", "api:1", BUILDER="echo", BASES=str(out))
     assert missing.returncode != 0
     assert "PYTHON_BASE" not in missing.stdout

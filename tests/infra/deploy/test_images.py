@@ -138,7 +138,7 @@ def test_what_is_installed_has_its_hash_in_the_lock(name: str) -> None:
     assert len(installs) >= 2
     for install in installs:
         if "--no-index" in install:
-            continue  # our own wheel, from packages that are already installed
+            continue  # our own wheel, built from packages that are already installed
         checked = "--require-hashes" in install or "--verify-hashes" in install
         # The base chooses its options: other torch builds are in no lock.
         assert checked or (name == "cuda" and '"$@"' in install), install
@@ -173,7 +173,7 @@ def test_programs_of_ours_run_in_the_python_that_has_the_packages(
     venv.create(tmp_path / "venv", with_pip=False)
     tree = tmp_path / "tree"
     for file in map(Path, copied_files(name)):
-        # Modules would only be compiled.
+        # Modules would merely be compiled.
         if file.suffix != ".py" or file.name == "__init__.py":
             (tree / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(file, tree / file)

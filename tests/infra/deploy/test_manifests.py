@@ -298,7 +298,7 @@ def test_compute_classes_and_capacity_buffers(tmp_path: Path) -> None:
     assert first["gpu"] == {
         "type": "nvidia-l4",
         "count": 1,
-        # PyTorch's wheels need the newest driver, which is not the default.
+        # PyTorch's wheels require the newest driver, which is not the default.
         "driverVersion": "latest",
         "gpuSharing": {"sharingStrategy": "TIME_SHARING", "maxSharedClientsPerGPU": 4},
     }
@@ -351,7 +351,7 @@ def test_who_waits_for_capacity_has_nodes_of_flex_start_alone(tmp_path: Path) ->
     (deployment,) = workers(on_pools).values()
     assert pod(deployment)["nodeSelector"]["penstock.dev/gpu"] == "h100-x1-flex"
     assert "nvidia-tesla-a100" not in json.dumps(pod(deployment)["affinity"])
-    # This is not a spot node, so there is time to finish.
+    # This is not a spot node, so there is enough time to finish.
     assert settings_of(on_pools, deployment)["PENSTOCK_DRAIN_S"] == "60"
 
 

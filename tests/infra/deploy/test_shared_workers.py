@@ -219,8 +219,8 @@ def test_plan_adds_up_the_loads_and_counts_the_pods_once(tmp_path: Path) -> None
     (site,), (other,) = planned(together, rates).sites, planned(apart, rates).sites
     rows = {one.model.name: one for one in site.workers}
     single = {one.model.name: one for one in other.workers}
-    # 30 items/s at 0.01 s each keep 0.3 workers busy: one shared worker is enough; separate workers
-    # would be three.
+    # 30 items/s at 0.01 s each keep 0.3 workers busy: one shared worker is enough, compared with
+    # three separate ones.
     assert {rows[name].processes_peak for name in SHARED} == {1}
     assert [one.nodes_peak for one in site.pools] == [1]
     assert sum(single[name].pods_peak for name in SHARED) == len(SHARED)

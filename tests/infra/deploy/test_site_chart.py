@@ -62,7 +62,7 @@ def test_chart_makes_what_the_overlay_makes(
 def test_helm_refuses_wrong_values_by_name(answers: dict[str, Answer], field: str) -> None:
     refusal = answers[field].refusal
     assert answers[field].objects == []
-    # Missing and unknown fields are named separately from their location.
+    # For missing and unknown fields, the name is separate from the location.
     where, _, name = field.rpartition(".")
     places = (f"'/{field.replace('.', '/')}'", f"/{field.replace('.', '/')}")
     assert any(place in refusal for place in places) or f"'{name}'" in refusal, refusal

@@ -66,7 +66,7 @@ def test_a_copy_is_mounted_where_the_worker_looks_for_it(tmp_path: Path) -> None
         assert PurePosixPath(options["only-dir"]) / below == path
     annotations = deployment["spec"]["template"]["metadata"]["annotations"]
     assert annotations["gke-gcsfuse/volumes"] == "true"
-    # Annotations that existed before are still there.
+    # Annotations that existed before are still present.
     assert annotations["cluster-autoscaler.kubernetes.io/safe-to-evict"] == "false"
     assert {"models", "cache", "spool", "tmp", "shm"} <= set(mounts(deployment))
 
@@ -280,5 +280,5 @@ def test_terraform_gives_the_token_to_workers_of_hub_models_alone(tmp_path: Path
         f"ns/penstock/sa/worker-{slug('of-the-hub')}"
     ]
     assert len(readers) == 1
-    # The value is added by hand: Terraform manages no version.
+    # The value is added by hand, because Terraform manages no version.
     assert secret["secret_id"] not in json.dumps(made.of("google_secret_manager_secret_version"))

@@ -108,7 +108,7 @@ class Replay:
         script = f"set -euo pipefail\n{block}\nexport -p > {kept}\n"
         with metadata_server(PROJECT, OWNER, f"token-of-{OWNER}") as metadata:
             environment = self.environment(OWNER, metadata)
-            # Settings made by the page apply to its later blocks, and nothing else does.
+            # Settings made by the page apply to its later blocks, and to nothing else.
             begin = f"source {kept}\n" if kept.exists() else ""
             given = "".join(f"export {name}='{value}'\n" for name, value in environment.items())
             done = subprocess.run(

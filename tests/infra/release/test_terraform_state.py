@@ -209,7 +209,7 @@ def test_home_is_moved_in_the_order_of_the_page(operator: Operator) -> None:
                 for one in operator.changes()
                 if "delete" in one["change"]["actions"]
             }
-            # Nothing that will be deleted is in the lost region or holds data.
+            # Nothing to be deleted is in the lost region or holds data.
             assert [name for name, one in deleted.items() if LOST in places(one)] == []
             assert {before[name]["type"] for name in deleted} & KEPT == set()
 
@@ -252,7 +252,7 @@ def test_an_apply_without_the_image_would_delete_the_api(operator: Operator) -> 
     """This is why the page asks for the image first."""
     operator.applies()
     operator.environment["TF_VAR_api_image"] = ""
-    # An empty environment variable means an empty image, which is refused and deletes nothing.
+    # An empty environment variable means an empty image, which is rejected and deletes nothing.
     with pytest.raises(AssertionError, match=r"api\.image"):
         operator.changes()
     del operator.environment["TF_VAR_api_image"]

@@ -253,7 +253,7 @@ def invoice(rows: list[Fields], question: ReportQuestion) -> Lines:
             "list_usd": None if price is None else quantity * price / per,
             "amount_usd": exact(members, "cost_usd"),
         }
-        # The amount that an invoice reader computes from the line is the sum of its rows.
+        # The amount that someone reading an invoice computes from the line is the sum of its rows.
         assert lines[where]["amount_usd"] == (
             approximately((price or 0) * quantity / per * where[-1])
         )

@@ -110,7 +110,7 @@ def _item(drawn: random.Random, known: Fields, item: int) -> Fields:
     price, paid = model["prices"][received >= PRICE_CHANGE], units
     written = _written(drawn, status, units) if model["task"] == "text" else {}
     paid += (WRITTEN - 1) * written.get("output_tokens", 0)
-    if written and status in ("expired", "canceled"):  # after its reader received these tokens
+    if written and status in ("expired", "canceled"):  # after its reader had received these tokens
         share = 1.0
     total_ms = drawn.uniform(1, 900) if drawn.random() < 0.97 else drawn.uniform(4e6, 9e7)
     fields = known | {

@@ -33,7 +33,7 @@ STANDARD = {
 }
 
 
-pytestmark = pytest.mark.slow  # an outside oracle
+pytestmark = pytest.mark.slow  # an external oracle
 
 
 @pytest.fixture(scope="module")

@@ -143,7 +143,7 @@ def hourly(day: BillingDay, seed: int) -> list[Fields]:
                 costs["acme"] *= 9
             if week == 0 and number == 11:
                 costs["globex"] = 0.25
-            if week == 3 and number == 12:  # an outlier in the past moves no band
+            if week == 3 and number == 12:  # a past outlier doesn't move any band
                 costs["acme"] = 900.0
             for tenant, cost in costs.items():
                 found.append(_row(tenant, hour + HOUR / 3, cost, "succeeded", drawn))

@@ -317,7 +317,7 @@ def test_report_equals_the_same_sums_in_exact_arithmetic(empty: bigquery.Client)
         if status == "succeeded":
             charged[tenant] += (count or 0) * (1 if cache in ("miss", "none") else shared)
         if cache in ("miss", "none") or status != "succeeded":
-            # As an older release's writer leaves it: charged items were charged in full.
+            # As left by an older release's writer: charged items were charged in full.
             one.charged_share = drawn.choice([one.charged_share, None])
         sent.append(fields_of(one))
     insert(empty, *sent)

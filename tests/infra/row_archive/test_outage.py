@@ -156,8 +156,8 @@ async def test_no_row_is_lost_in_a_day_without_bigquery(
     traffic = await day_without(bigquery, settings, tmp_path)
     assert traffic.written == len(PODS) * GENERATIONS * ROWS
 
-    # The archive keeps trying and is replaced too. Its rows wait for BigQuery, although they are in
-    # files.
+    # The archive keeps trying and is replaced too. Its rows wait for BigQuery, although they are
+    # already in files.
     waiting, files = tmp_path / "rows" / incoming("rows"), tmp_path / "rows/archive/rows"
     with archive(settings, tmp_path):
         await asyncio.to_thread(wait_until, lambda: any(files.glob("*/*")), WAIT_LIMIT_S)

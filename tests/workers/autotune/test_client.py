@@ -145,7 +145,7 @@ async def test_a_choice_is_measured_kept_and_told(
         "processes": "1",
     }
     assert REGISTRY.get_sample_value("penstock_worker_backend_info", labels) == 1
-    # A later start reads the file: its contents come back.
+    # A later start reads the file, so its contents come back.
     (path,) = kept(settings)
     choice.reason = "as it was found"
     write_choice(path, choice)
@@ -210,7 +210,7 @@ async def test_a_choice_is_not_taken_for_another_case(
     choice.reason = "of another case"
     write_choice(path, choice)
     entry, other = change(ENTRY, settings)
-    if entry.revision != ENTRY.revision:  # the artifact was made from different files
+    if entry.revision != ENTRY.revision:  # the artifact was created from different files
         with pytest.raises(ConfigurationError, match="requires an artifact"):
             await choose_backend(entry, folder, other)
     else:

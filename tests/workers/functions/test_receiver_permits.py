@@ -174,7 +174,7 @@ def test_no_tenant_holds_more_than_its_places(
                     pass
                 assert held[tenant] <= MAX_OF_TENANT
         stage.now_s += 10 * MAX_PAUSE_S
-        for tenant in held:  # nothing was left over
+        for tenant in held:  # nothing is left over
             for number in range(10):
                 await stage.deliver(tenant, HUNG[number])
 

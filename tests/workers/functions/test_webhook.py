@@ -183,7 +183,8 @@ async def test_nothing_comes_after_the_end(
     await finish(world)
     await world.tell("completed")
     await receiver.wait(1)
-    # The counters also include deliveries from earlier tests that end now, so check the end itself.
+    # The counters also include deliveries from earlier tests that finish now, so check the outcome
+    # itself.
     async with DeliveryState(functions_settings["PENSTOCK_REDIS_URL"]) as notes:
         async with asyncio.timeout(WAIT_LIMIT_S):
             while await notes.admit(world.request_id, "completed") != "late":  # noqa: ASYNC110
@@ -263,7 +264,8 @@ async def test_refusals_are_repeated_for_an_hour(
 ) -> None:
     receiver.statuses = [404, status]
     await world.create(receiver.url)
-    # No matter how long the event waited its turn, the hour starts at the first rejection.
+    # No matter how long the event has already waited its turn, the hour starts at the first
+    # rejection.
     assert await world.push_event("start", 2 * age_s) == 503
     before = await world.count(METRIC, end, 0)
     redis = Redis.from_url(functions_settings["PENSTOCK_REDIS_URL"])

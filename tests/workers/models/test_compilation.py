@@ -81,7 +81,7 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
             kept = run(unet, vae, count, timestep)
             # The VAE works image by image, so it sees no new shape.
             assert calls == (["unet"] if eager else []), (count, timestep)
-            run(unet, vae, count, 400.0)  # what was returned is a copy
+            run(unet, vae, count, 400.0)  # the returned result is a copy
             for ours, other in zip(kept, run(*plain, count, timestep), strict=True):
                 torch.testing.assert_close(ours, other, rtol=1e-4, atol=1e-4)
 

@@ -19,7 +19,7 @@ def shares(monkeypatch: pytest.MonkeyPatch) -> dict[int, float]:
     kept: dict[int, float] = {}
 
     def set_fraction(fraction: float, device: torch.device) -> None:
-        if device.index is None:  # like torch._utils._get_device_index
+        if device.index is None:  # same as torch._utils._get_device_index
             raise ValueError(
                 f"Expected a torch.device with a specified index or an integer, but got:{device}"
             )

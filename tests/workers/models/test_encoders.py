@@ -232,7 +232,7 @@ def test_minilm_in_bf16_keeps_to_the_default_tolerance(
     ours = encoder.encode(joined(texts)[0], None, joined(texts)[1])
     cosines = (ours * reference).sum(axis=1)
     assert cosines.min() > catalog.default("embedding").tolerance.cosine
-    assert np.abs(ours - reference).max() > 1e-5  # otherwise it was not bf16
+    assert np.abs(ours - reference).max() > 1e-5  # otherwise, it was not bf16
 
 
 def test_minilm_in_int8_is_near(

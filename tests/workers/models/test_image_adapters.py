@@ -242,7 +242,7 @@ def test_masked_images_have_adapters(drawer: Drawer) -> None:
     assert np.abs(images[0] - images[1])[inside].mean() > 2
 
 
-# The tests below are about memory, files and threads. One family is enough for them.
+# The tests below are about memory, files and threads, so one family is enough for them.
 
 
 @pytest.fixture(scope="session")
@@ -311,7 +311,7 @@ def test_a_read_delays_no_step_of_others(
     assert (end.waiting, end.work) == ([99], 0)
     small.model.drop(99)
     assert adapters.waiting == []
-    # The thread gets an end of file and drops what it has read.
+    # The thread gets an end-of-file and drops what it has read.
     pipe.open("wb").close()
     small.alone(small.with_adapter(ASKED, "a0"))
 

@@ -129,7 +129,7 @@ def test_a_photograph_is_turned_upright() -> None:
     lying = Image.new("RGB", (64, 32))
     lying.paste((255, 255, 255), (0, 0, 32, 32))
     exif = Image.Exif()
-    exif[0x0112] = 6  # the camera was turned: the left of the file is the top of the image
+    exif[0x0112] = 6  # the camera was turned, so the left side of the file is the top of the image
     item = prepared(changed(image=encoded(lying, "PNG", exif=exif), width=32, height=64))
     pixels = np.frombuffer(item.source or b"", np.uint8).reshape(64, 32, 3)
     assert pixels[:30].min() == 255

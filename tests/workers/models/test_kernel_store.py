@@ -16,7 +16,7 @@ import torch
 from tests.limits import START_LIMIT_S
 from workers.models.kernel_store import KernelStore, kernel_key
 
-# Otherwise, each process in a quick run would import torch for this file.
+# Otherwise, every process in a quick run would import torch for this file.
 pytestmark = pytest.mark.slow(about_s=30)
 
 CPU = torch.device("cpu")

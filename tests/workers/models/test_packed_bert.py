@@ -77,7 +77,7 @@ def model_of(config: Any) -> Any:
         torch.manual_seed(3)
         model = transformers.AutoModel.from_config(config).eval().requires_grad_(False)
         for name, weight in model.named_parameters():
-            if name.endswith("bias"):  # they are 0 at first, which would hide that they are moved
+            if name.endswith("bias"):  # they start at 0, which would hide that they are moved
                 weight.normal_(std=0.5)
     return model
 

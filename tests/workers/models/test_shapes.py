@@ -189,7 +189,7 @@ def test_caption_outside_its_world_gets_an_image(draw_with: Draw, with_sources: 
 
 def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:
     caption = "a large red circle on a white background"
-    # 28 tokens, two of which are the start and the end: 18 more words are read, and the rest is
+    # 28 tokens, two of which are the start and the end: 18 more words are read, and the rest are
     # not.
     full = f"{caption} {'on white ' * 9}".strip()
     alone, cut, longer = (

@@ -158,7 +158,7 @@ def sd3_parts() -> dict[str, Any]:
             pooled_projection_dim=64,
             out_channels=16,
         ),
-        # Our stand-in adds the shift that the pipeline for masks leaves out.
+        # Our stand-in adds the shift that the pipeline for masks omits.
         "vae": kl_vae(16, shift_factor=0.0),
         "scheduler": flow(),
     } | {f"{name}{number}": None for name in names for number in ("", "_2", "_3")}

@@ -89,7 +89,7 @@ def tiny_vae() -> AutoencoderKL:
         shift_factor=0.0609,
         scaling_factor=1.5305,
     )
-    # Otherwise, all pixels would be nearly the same gray.
+    # Otherwise, all pixels would be nearly the same shade of gray.
     vae.decoder.conv_out.weight.data *= 20
     return vae
 

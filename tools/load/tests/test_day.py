@@ -73,7 +73,7 @@ def test_repeats_ask_for_the_same(day: Day) -> None:
         whose = (arrival.tenant, arrival.model, arrival.size, arrival.items)
         repeats += arrival.group in first
         assert first.setdefault(arrival.group, whose) == whose
-    # Requests without an earlier one of their tenant and model can't repeat it.
+    # A request can't repeat anything if its tenant and model have no earlier request.
     assert repeats <= round(day.repeat_share * day.requests)
     assert repeats >= round(day.repeat_share * day.requests) - 2 * len(day.tenants) * len(
         day.models

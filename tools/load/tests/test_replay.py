@@ -282,8 +282,8 @@ async def test_interrupted_command_keeps_a_whole_ledger(tmp_path: Path) -> None:
             api.seen.clear()
         process.send_signal(signal.SIGINT)
         await process.communicate()
-    # A shell reports 130 for both. CPython exits by the signal if KeyboardInterrupt passed through
-    # an `exec`, which a dataclass in a module being imported uses.
+    # A shell reports 130 for both. CPython exits with the signal if KeyboardInterrupt passed
+    # through an `exec`, for example while an imported module defines a dataclass.
     assert process.returncode in (130, -signal.SIGINT)
     ledger = read_ledger(tmp_path / "ledger")
     assert [line.status for line in ledger.lines] == [200] * 5

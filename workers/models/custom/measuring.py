@@ -74,7 +74,7 @@ def measure(
     entry = _entry(folder, interface)
     device = _gpu() if conditions.uses_gpu else CPU
     if device == CPU:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runner gets it
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the runner receives it
     load = os.getloadavg()[0]
     figures = asyncio.run(_measure_process(entry, folder, device, inputs, conditions))
     work_per_item = _work_per_item(entry, folder, inputs) if interface.weighs else None

@@ -42,7 +42,7 @@ class CustomPreparer:
             return BadInput("inputs must match the model's schema", field="input")
         values, files = dict(value.values), []
         for place, file in zip(value.places, value.files, strict=True):
-            # Large JSON is parsed by the class's process, because parsing it is slow.
+            # Large JSON is parsed in the class's process, because parsing it is slow.
             is_json = file.media_type == JSON_TYPE and self._is_value(place)
             data = file.data or (b"null" if is_json else b"")
             files.append(PreparedFile(place.at, place.name, data, is_json))

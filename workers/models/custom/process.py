@@ -408,7 +408,7 @@ def end_of(status: int) -> str:
     """Describes how a process with this exit status ended."""
     if status < 0:
         name = ""
-        with contextlib.suppress(ValueError):  # most real-time signals do not have a name
+        with contextlib.suppress(ValueError):  # most real-time signals have no name
             name = f" ({signal.Signals(-status).name})"
         return f"was killed by signal {-status}{name}"
     return f"exited with status {status}"

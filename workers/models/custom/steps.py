@@ -185,7 +185,7 @@ class ClassSteps:
             (candidate for candidate in self._items.values() if candidate.number == number), None
         )
         if prediction is None or not prediction.is_sent:
-            self._changed.set()  # a dropped prediction has finished
+            self._changed.set()  # a dropped prediction has just finished
         elif "piece" in frame.message:
             prediction.add_piece(frame)
             self._report_pieces()

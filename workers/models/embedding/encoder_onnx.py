@@ -68,7 +68,7 @@ class OnnxEncoder:
                 providers=[provider],
                 disabled_optimizers=_SLOW_ON_CPU if self.device_name == "cpu" else [],
             )
-        except Exception as error:  # the library's errors have no other common class
+        except Exception as error:  # the library's errors share no more specific base class
             raise ConfigurationError(f"{self._graph}: {error}", field="backend") from error
         self._inputs = {
             tensor.name: _TYPES.get(tensor.type, np.int64) for tensor in self._session.get_inputs()
@@ -135,7 +135,7 @@ class OnnxEncoder:
                 states = self._session.run([self._output], feeds)[0]
             else:
                 states = self._run_bound(feeds)
-        except Exception as error:  # the library's errors have no other common class
+        except Exception as error:  # the library's errors share no more specific base class
             if "Failed to allocate memory" in str(error) or "BFCArena" in str(error):
                 raise OutOfMemory(str(error)) from error
             raise ModelFailed(f"ONNX Runtime: {error}") from error
@@ -158,7 +158,7 @@ def session_options(threads: int) -> onnxruntime.SessionOptions:
     options.inter_op_num_threads = 1
     # A memory plan is kept for each shape, and padded batches have hundreds of shapes.
     options.enable_mem_pattern = False
-    # Spinning threads take cores from the I/O process and from other model processes.
+    # Spinning threads take cores away from the I/O process and from other model processes.
     options.add_session_config_entry("session.intra_op.allow_spinning", "0")
     if not has_vnni():
         # Products of unsigned activations and signed weights would saturate at 16 bits, which

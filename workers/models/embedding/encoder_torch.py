@@ -132,7 +132,7 @@ def runs_unpadded(model: Any) -> int | None:
             try:
                 states = run_unpadded(model, trial.ids, None, trial.lengths, first)
             except (TypeError, ValueError, RuntimeError, IndexError):
-                continue  # it doesn't support positions, or keyword arguments for its attention
+                continue  # it doesn't support positions, or keyword arguments to its attention
             if trial.is_right(states):
                 return first
     model.set_attn_implementation("sdpa")
@@ -438,7 +438,7 @@ class TorchEncoder:
         elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)
-        # On a GPU, a padded batch takes few kernels; separate texts take many.
+        # On a GPU, a padded batch takes few kernels, but separate texts take many.
         self._first_position = runs_unpadded(self._model) if self._device.type == "cpu" else None
 
     def _check_precision(self) -> None:

@@ -278,6 +278,6 @@ def _pool(mode: str, rows: torch.Tensor, borders: torch.Tensor) -> torch.Tensor:
         return rows.index_select(0, borders.narrow(0, 0, len(borders) - 1))
     lengths = borders.diff()
     reduce = mode if mode in ("mean", "max") else "sum"
-    # With `unsafe` it does not check the lengths, which would wait for the device.
+    # With `unsafe`, it skips checking the lengths, which would wait for the device.
     pooled = torch.segment_reduce(rows, reduce, lengths=lengths, axis=0, unsafe=True)
     return pooled / lengths.unsqueeze(1).sqrt() if reduce == "sum" else pooled

@@ -175,7 +175,7 @@ class EngineClient:
             try:
                 await self._run.run(batch, timeout_s)
             except ModelProcessDied:
-                # It must be restarted before it is used again.
+                # It must be restarted before it can be used again.
                 engine.process.kill()
                 await self._ended.wait()
                 raise

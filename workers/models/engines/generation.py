@@ -218,7 +218,7 @@ class EngineGeneration:
             if not self.writing.allows(token):
                 if self._has_lost:
                     raise ModelFailed("the engine chose a token that is not allowed")
-                # Its grammar supports fewer schemas than ours. The rest is written in pieces.
+                # Its grammar supports fewer schemas than ours, so the rest is written in pieces.
                 self._has_lost = True
                 return
             self.writing.add_chosen(token, reply.chances[at] if reply.chances else None)

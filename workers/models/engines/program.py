@@ -36,8 +36,8 @@ _system = ctypes.CDLL(None)
 
 
 def main() -> None:
-    # Other processes of the same user, such as custom classes, can't read its memory. A command's
-    # process can't keep this protection.
+    # Other processes run by the same user, such as custom classes, can't read its memory. A
+    # command's process can't keep this protection.
     _system.prctl(_PR_SET_DUMPABLE, 0, 0, 0, 0)
     _system.prctl(_PR_SET_NAME, NAME.encode(), 0, 0, 0)
     settings = json.loads(sys.stdin.buffer.readline())

@@ -50,7 +50,7 @@ _ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
     "VLLM_LOGGING_COLOR": "0",
-    # The worker assigns cores.
+    # The worker assigns the cores.
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
 }
 _WITHOUT_COMPILER = {"TORCHDYNAMO_DISABLE": "1"}

@@ -136,7 +136,7 @@ class LlamaPass:
         hidden = self._embed(ids)
         cos, sin = self._positions(hidden, reading.positions)
         half = cos.shape[-1] // 2
-        # The sines include the signs, so that only a rotation by half a head is left to do.
+        # The sines include the signs, so all that remains is a rotation by half a head.
         sin = torch.cat([-sin[..., :half], sin[..., half:]], dim=-1)
         turns = cos[:, :, None], sin[:, :, None], half
         for layer in self._layers:
@@ -264,7 +264,7 @@ class _Linear4(_RoundedLinear):
         self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(
             numbers.to(torch.int32).view(weight.shape), 1
         )
-        # [groups, out, 2]: the scale, and the value of the middle.
+        # [groups, out, 2]: the scale, and the middle value.
         scales = torch.cat([scale, low + _MIDDLE * scale], dim=-1)
         self._scales = scales.transpose(0, 1).contiguous().to(torch.bfloat16)
 

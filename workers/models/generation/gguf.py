@@ -112,7 +112,7 @@ def _remove_abandoned(parent: Path) -> None:
         try:
             is_abandoned = leftover.stat().st_mtime < time.time() - 2 * MAX_S
         except OSError:
-            continue  # it has just been renamed, or another worker removed it
+            continue  # it has just been renamed, or another worker has removed it
         if is_abandoned:
             shutil.rmtree(leftover, ignore_errors=True)
 

@@ -187,7 +187,7 @@ def read_schema(source: str, vocabulary: Vocabulary, *, is_call: bool) -> Gramma
         vocabulary.matcher(lenient)
     except ValueError as error:
         raise ValueError(_in_words(str(error))) from error
-    # For any text, each part is evaluated at least once. Its own parts may multiply that.
+    # For any text, each part is evaluated at least once. Its own parts may multiply that number.
     evaluations = _Evaluations(json.loads(plain))
     if any(evaluations.of(part, None) > MAX_EVALUATIONS for part in evaluations.schemas):
         raise ValueError(f"{_TOO_MANY}; use fewer parts that refer to the same part")

@@ -132,7 +132,7 @@ class ForwardPass:
         self.tokens = tokens
         longest = int(starts.max()) + tokens
         self.single = rows[1] - rows[0] == 1
-        # A single row needs no padding, and several rows get only a few different lengths.
+        # A single row needs no padding, and several rows use only a few different lengths.
         self.length = longest if self.single else -(-longest // _STEP_TOKENS) * _STEP_TOKENS
         self.length = min(self.length, capacity)
         self._masks: dict[int | None, torch.Tensor | None] = {}

@@ -90,8 +90,8 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     """
     if item.temperature == 0 or item.top_k == 1:
         return int(np.argmax(logits))
-    # Smaller temperatures overflow. At this one, a difference of 1e-3 in logits already decides, as
-    # with 0.
+    # Smaller temperatures overflow. At this temperature, a difference of 1e-3 in logits is already
+    # decisive, as with 0.
     temperature = max(item.temperature, 1e-5)
     scaled = (logits.astype(np.float64) - float(logits.max())) / temperature
     tokens = _top_k(scaled, item.top_k)
@@ -243,7 +243,7 @@ class Writing:
                 self.add(token)
         except BadInput as error:
             raise ModelFailed(error.message) from error
-        # Tokens that readers have already seen from another worker.
+        # Tokens that readers have already received from another worker.
         self._reported_ids = len(self.ids)
         self._reported_text = len(item.written_text)
         self._reported_logprobs = len(self._logprobs)

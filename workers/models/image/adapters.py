@@ -267,7 +267,7 @@ def _convert(tensors: State, pipeline: Any) -> tuple[State, Mapping[str, float]]
     try:
         state, alphas = pipeline.lora_state_dict(tensors, unet_config=pipeline.unet.config)
     except Exception as error:
-        # The boundary to diffusers, which raises all kinds of errors for unknown names.
+        # The boundary with diffusers, which raises all kinds of errors for unknown names.
         raise WrongAdapter(f"it has unknown layer names: {str(error)[:200]}") from error
     return state, alphas or {}
 

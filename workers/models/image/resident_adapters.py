@@ -315,7 +315,8 @@ class ResidentAdapters:
                 loading.set_exception(error)
                 return
             except Exception as error:
-                # The boundary to the libraries that read adapters. All waiting images get a result.
+                # The boundary with the libraries that read adapters. All waiting images get a
+                # result.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
                 loading.set_exception(file.failed("it could not be read", str(error)))
                 return

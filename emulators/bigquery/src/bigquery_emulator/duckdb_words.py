@@ -91,7 +91,7 @@ def in_googlesql(text: str) -> str:
     for pattern, words in _RULES:
         if match := pattern.match(text):
             return match.expand(words)
-    # Python 3.11.2 has no text for a message that DuckDB cut in the middle of a character.
+    # Python 3.11.2 has no text for a message that DuckDB cut off in the middle of a character.
     if not text or is_of_the_database(text):
         _log.warning("a database error has no translation to GoogleSQL: %s", text)
         return _FALLBACK

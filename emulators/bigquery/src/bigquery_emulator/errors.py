@@ -38,7 +38,7 @@ class ServiceError(Exception):
     grpc_status = "INTERNAL"
 
     def __init__(self, message: str, location: str | None = None) -> None:
-        # A name in it may contain an unpaired surrogate, which no response can carry.
+        # A name in it may contain an unpaired surrogate, which no response can contain.
         self.message = message.encode("utf-8", "replace").decode()
         super().__init__(self.message)
         self.location = location
@@ -161,8 +161,8 @@ class BugError(ServiceError):
 
 def is_unavailable(error: Exception) -> bool:
     """True if DuckDB can't read or write its file, for example because the disk is full."""
-    # For a full disk, DuckDB raises either error, depending on whether it notices at a commit or
-    # elsewhere.
+    # When the disk is full, DuckDB raises either error, depending on whether it notices during a
+    # commit or elsewhere.
     is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in str(
         error
     )

@@ -107,7 +107,7 @@ class Store:
             try:
                 self._root.execute("CHECKPOINT data")
             except duckdb.Error as error:
-                # For example because the disk is full. The log has everything and is read at the
+                # For example, because the disk is full. The log has everything and is read at the
                 # next start.
                 log.warning("the log stays beside the data: %s", str(error).split("\n")[0])
             unregister(self._root)
@@ -129,7 +129,7 @@ class Store:
         try:
             yield cursor
         except duckdb.Error as error:
-            # DuckDB gives up a database whose log it could not write back, for example on a full
+            # DuckDB gives up on a database whose log it could not write back, for example on a full
             # disk.
             self._is_lost = self._is_lost or _LOST in str(error)
             is_told = isinstance(error, duckdb.IOException | duckdb.InterruptException)

@@ -121,5 +121,5 @@ class HttpConnection:
             elif isinstance(event, h11.Data):
                 body += event.data[: MOST_BODY_BYTES - len(body)]
             else:
-                # The answer or the connection has ended: the status is valid.
+                # The response or the connection has ended, so the status is valid.
                 return HttpAnswer(status, bytes(body))

@@ -21,8 +21,8 @@ _REST_BACKLOG = 1024
 _CHANNEL_OPTIONS = (
     # A second server on the same port must fail to start rather than share connections.
     ("grpc.so_reuseport", 0),
-    # More than any valid call contains, so that calls that are slightly too large are refused with
-    # a reason. Even larger calls are refused before they are read.
+    # More than any valid call contains, so that calls that are slightly too large are rejected with
+    # a reason. Even larger calls are rejected before they are read.
     ("grpc.max_receive_message_length", 16 * 1024**2),
     ("grpc.max_send_message_length", -1),
     # Beyond this, all further calls on the connection wait silently. The service allows about 100,
@@ -88,7 +88,7 @@ async def serve(
     """
     async with (
         _open_broker(data_dir, storage_bytes, bigquery_endpoint, fsync=fsync) as broker,
-        # Outside the gRPC block, whose end also ends the pulls that wait here.
+        # Outside the gRPC block, because exiting that block also ends the pulls that wait here.
         _answering_rest(broker, host, rest_port) as bound_rest_port,
         _listening(broker, host, port, socket_path) as bound_port,
     ):

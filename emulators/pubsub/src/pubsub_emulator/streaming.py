@@ -61,7 +61,7 @@ async def pull(broker: Broker, request: Any, time_left_s: float | None) -> bytes
                         woken.clear()
                         deliveries = subscription.backlog.take(consumer)
     finally:
-        # Also when the caller hangs up, because the next waiting consumer must be woken instead.
+        # Also when the caller hangs up, because the next waiting consumer must be awakened instead.
         subscription.leave(consumer)
     if consumer.ended is not None:
         raise consumer.ended
@@ -143,7 +143,7 @@ class _Stream:
             response = self._next_response()
             if response is not None:
                 if confirms_acks:
-                    # A confirmed message must never be redelivered, whatever happens to this
+                    # A confirmed message must never be redelivered, no matter what happens to this
                     # process.
                     await self._journal.acks_committed()
                 await context.write(response)
@@ -171,7 +171,7 @@ class _Stream:
             self.consumer.ack_deadline_s = request.stream_ack_deadline_seconds
         self._subscription.touch()
         self._apply_outcomes(request)
-        # Clients of protocol version 1 consider a stream dead if their empty pings go unanswered
+        # Clients of protocol version 1 consider a stream dead if their empty pings get no response
         # for 15 s.
         if self._wants_pongs and not request.ack_ids and not request.modify_deadline_ack_ids:
             self._owes_pong = True
@@ -203,7 +203,8 @@ class _Stream:
     def _confirm(
         self, confirmed: tuple[list[str], list[str]], ack_ids: Any, refused: dict[str, str]
     ) -> None:
-        # Only exactly-once delivery confirms acks; otherwise they are best effort and unanswered.
+        # Only exactly-once delivery confirms acks; otherwise they are best effort and get no
+        # response.
         if self._subscription.settings.exactly_once:
             for ack_id in ack_ids:
                 confirmed[ack_id in refused].append(ack_id)

@@ -15,7 +15,7 @@ Make = Callable[..., str]
 
 
 def avro(**fields: object) -> Schema:
-    # The service refuses a revision with a field that older messages lack and that has no default.
+    # The service rejects a revision with a field that older messages lack and that has no default.
     default = {"int": {"default": 0}}
     listed = [
         {"name": name, "type": kind, **default.get(str(kind), {})} for name, kind in fields.items()

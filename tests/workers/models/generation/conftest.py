@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 if TYPE_CHECKING:
-    # torch and transformers, which otherwise each process in a quick run would import for one file.
+    # torch and transformers, which every process in a quick run would otherwise import for a single
+    # file.
     import torch
 
     from tests.workers.models.generation import tiny

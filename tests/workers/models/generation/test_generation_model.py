@@ -119,7 +119,7 @@ def test_a_step_tells_the_tokens_that_it_computed(model: GenerationModel) -> Non
     assert [model.step().work for _ in range(3)] == [1, 1, 1]
     model.admit(1, tiny.prompt(PROMPTS[1], 20))
     # Its 40 tokens are read 16 at a time, along with one token of the first text. The first text
-    # waits during the step that yields the second text's first token.
+    # has to wait out the step that yields the second text's first token.
     assert [model.step().work for _ in range(5)] == [17, 17, 8, 2, 2]
     model.drop(0)
     model.drop(1)
@@ -207,7 +207,7 @@ def test_equal_beginnings_are_read_once(folder: Path, scope: str) -> None:
     (theirs,) = tiny.run(model, tiny.prompt(second, owner="b"))
     assert theirs.cached_tokens == (22 if scope == "global" else 0)
     assert mine.text == theirs.text
-    # While the first is still in the batch.
+    # While the first one is still in the batch.
     model.admit(0, tiny.prompt(first, 30, owner="a"))
     model.step(), model.step(), model.step()
     model.admit(1, tiny.prompt(second, 30, owner="a"))
@@ -253,8 +253,8 @@ def test_a_text_that_is_interrupted_goes_on_later(
     tiny.run(model, tiny.prompt([*prefix, 50], 2, owner="a"))
     found = tiny.interrupted(model, item, after_steps=6)
     assert found.text == whole.text
-    # The reported count of cached tokens stays, although the row is still there when the item
-    # resumes.
+    # The reported number of cached tokens stays the same, although the row is still there when the
+    # item resumes.
     assert 0 < found.cached_tokens < len(prefix) + 1
 
 
@@ -315,7 +315,7 @@ def test_other_precisions_write_the_same_alone_and_again(folder: Path, precision
 def test_bf16_is_computed_on_a_cpu_whose_onednn_has_none(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(decoder, "computes_bf16", lambda: False)  # as with AVX2 only
+    monkeypatch.setattr(decoder, "computes_bf16", lambda: False)  # as it would be with AVX2 only
     model = tiny.open_model(folder, precision="bf16")
     first, again = (tiny.run(model, tiny.prompt(PROMPTS[1], 20))[0] for _ in range(2))
     assert first == again

@@ -56,7 +56,7 @@ def test_llamas_compute_as_generate_does(changes: dict[str, Any], tmp_path: Path
     plain.save_pretrained(tmp_path)
     wanted = plain.generate(torch.tensor([IDS]), max_new_tokens=20, do_sample=False)
     model = tiny.open_model(tmp_path)
-    # First the text on its own, whose steps have one row, then in a batch.
+    # First the text is run on its own, with one row per step, and then in a batch.
     alone = tiny.run(model, tiny.prompt(IDS, 20))[0]
     company, _ = tiny.run(model, tiny.prompt(IDS, 20), tiny.prompt(IDS[3:], 20))
     text = Vocabulary(tmp_path).tokenizer.decode(wanted[0, len(IDS) :].tolist())

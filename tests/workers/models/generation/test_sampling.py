@@ -36,7 +36,7 @@ def allowed(logits: np.ndarray, temperature: float, top_k: int, top_p: float) ->
     weight_of = {token: float(np.exp(scaled[token] - scaled.max())) for token in order}
     order.sort(key=lambda token: (-weight_of[token], token))
     weights = np.array([weight_of[token] for token in order])
-    # If a sum equals top_p up to rounding, either token count is correct.
+    # If a sum equals top_p within rounding error, either token count is correct.
     sums = np.cumsum(weights) / weights.sum()
     assume(top_p == 1 or not np.isclose(sums, top_p, rtol=1e-9, atol=1e-12).any())
     kept, total = 0, 0.0
@@ -135,7 +135,7 @@ def test_the_choice_is_that_of_transformers(
         scores = processor(ids, scores)
     chances = scores[0].double().softmax(-1).numpy()
     adjusted = adjust(logits, [1], np.array([0, 1]), item)
-    # If equal weights or sums fall on a limit, either token is correct.
+    # If equal weights or sums fall exactly on a limit, either token is correct.
     assume(_is_clear(adjusted, top_k, top_p, min_p))
     token = choose(adjusted, item, 4)
     sums = np.cumsum(chances)

@@ -169,7 +169,7 @@ def test_stops_are_found_as_by_looking_at_the_whole_text(text: str, stops: list[
         if found is not None:
             at, stop = found
             assert shown <= at
-            # The first stop text that is complete, which may not be the first to start.
+            # The stop text that is complete first, which may not be the one that starts first.
             assert stop in stops
             assert part[at:] == stop
             return

@@ -168,7 +168,7 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
             yield "wrong tenant", f"{row.row_id} has {row.tenant}, not {line.tenant}"
         if line.key_id and row.key_id is not None and row.key_id != line.key_id:
             yield "wrong key", f"{row.row_id} has {row.key_id}, not {line.key_id}"
-        # A request may be refused before it names a model.
+        # A request may be rejected before it names a model.
         model = row.flow or row.model
         if model != line.model and (model or row.status != REFUSED):
             yield "wrong model", f"{row.row_id} has {model}, not {line.model}"
@@ -184,7 +184,7 @@ def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
     if line.status == 200 or line.cost_usd is not None:
         items = {row.item for row in rows if row.status != REFUSED}
         if missing := sorted(set(range(line.items)) - items):
-            # Tokens and cost differ by the same items, so they are not reported again.
+            # Tokens and cost differ by the same items, so the difference is not reported again.
             yield from (("row missing", f"of item {item}; {answer.rstrip()}") for item in missing)
             return
         if set(statuses) - {"succeeded"} and line.status == 200:
@@ -259,9 +259,9 @@ def _add(
     sums.items += line.items
     sums.succeeded += line.items
     sums.tokens += line.tokens if line.tokens is not None else sum(row.tokens or 0 for row in rows)
-    # Answers report an image's cost, but not its pixel-steps.
+    # Responses report an image's cost, but not its pixel-steps.
     sums.pixel_steps += sum(row.pixel_steps or 0 for row in rows)
-    # Rows have all digits. They have already been checked against the answer.
+    # Rows have all digits. They have already been checked against the response.
     costs_usd = [row.cost_usd or 0.0 for row in rows] or [line.cost_usd or 0.0]
     sums.costs_usd.append(sum(costs_usd))
 

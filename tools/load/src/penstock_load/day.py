@@ -115,7 +115,8 @@ class Day:
         rushed = np.clip((edges_s - RUSH_FROM_S) / RUSH_FOR_S, 0.0, 1.0)
         steady = self.requests - self.in_bursts
         rush = round(self.rush_share * self.requests)
-        # Cumulative sums are rounded instead of slots, so no hour is off by more than one.
+        # Cumulative sums are rounded rather than individual slots, so no hour is off by more than
+        # one.
         due = np.round((steady - rush) * waved + rush * rushed).astype(np.int64)
         return np.diff(due)
 
@@ -178,7 +179,7 @@ class _Groups:
     ) -> tuple[str, tuple[int, int]]:
         """Returns the next request's group, and the size and items of the group's first request."""
         known = self._known.setdefault(owner, [])
-        # One-pass sampling (Knuth, volume 2, algorithm S). A request that has nothing to repeat yet
+        # One-pass sampling (Knuth, volume 2, algorithm S). A request with nothing to repeat yet
         # leaves its turn to a later request.
         is_repeat = self._random.random() * self._to_come < self._left
         self._to_come -= 1

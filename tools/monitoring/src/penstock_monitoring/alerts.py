@@ -81,7 +81,7 @@ def alerts(bounds: Bounds) -> list[Alert]:
     return sorted([*of_objectives, *_OTHERS, *_CLUSTER], key=lambda alert: alert.key)
 
 
-# Conditions that objectives do not show, or show too late: lost rows, unread keys, causes of
+# Conditions that the objectives do not show, or show too late: lost rows, unread keys, causes of
 # slowness.
 _OTHERS = (
     Alert(
@@ -100,7 +100,7 @@ _OTHERS = (
     ),
     Alert("keys-unread", "Keys: can't be read", "CRITICAL", "min(penstock_keys_up) < 1", for_s=120),
     Alert(
-        # Without metrics, objectives are silent, and an API that is down exports none.
+        # Without metrics, objectives stay silent, and an API that is down exports none.
         "metrics-missing",
         "Metrics: none arrive from the API",
         "CRITICAL",
@@ -208,7 +208,7 @@ ON_GOOGLE = (
     Alert(
         *_OUTSIDE,
         "CRITICAL",
-        # From at least two locations, because a location may itself be cut off.
+        # From at least two locations, because one location may itself be cut off.
         "count by (check_id) (monitoring_googleapis_com:uptime_check_check_passed"
         '{monitored_resource="uptime_url"} == 0) > 1',
         for_s=120,

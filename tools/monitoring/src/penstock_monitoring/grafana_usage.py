@@ -212,7 +212,7 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
         "uid": UID,
         "title": "Penstock usage",
         "tags": ["penstock"],
-        # The views use UTC hours, and so do steps of days.
+        # The views use UTC hours, and so do daily steps.
         "timezone": "utc",
         "editable": True,
         "schemaVersion": SCHEMA_VERSION,
@@ -242,7 +242,7 @@ def _panel(panel: UsagePanel, place: int, top: int, panel_id: int) -> dict[str, 
         "title": panel.title,
         "description": panel.about,
         "datasource": _SOURCE,
-        # The views are hourly, so a finer step would draw gaps.
+        # The views are hourly, so a finer step would leave gaps in the plot.
         "interval": "1h",
         "gridPos": {
             "x": WIDTH * (place % COLUMNS),

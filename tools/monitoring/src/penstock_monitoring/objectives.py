@@ -106,7 +106,8 @@ def bad_events(objective: Objective, window: str, scope: Scope) -> str:
 
 def _increase(metric: str, matchers: str, window: str, scope: Scope) -> str:
     if scope == "model":
-        # Some requests fail before their model is known. They count only for all models together.
+        # Some requests fail before their model is known. They count only toward all models
+        # together.
         matchers = ",".join(filter(None, [matchers, 'model!=""']))
         return f"sum by (model) (increase({metric}{{{matchers}}}[{window}]))"
     return f"sum(increase({metric}{f'{{{matchers}}}' if matchers else ''}[{window}]))"

@@ -189,8 +189,8 @@ def test_a_text_model_without_a_gpu_is_one_process_with_all_cores() -> None:
 
 
 def test_instances_of_the_api_hold_what_is_in_flight() -> None:
-    # An answer takes about 0.1 s of travel and 0.16 s of batch: at 1,000 per second, some 270 are
-    # open.
+    # A response takes about 0.1 s of network time and 0.16 s of batch time: at 1,000 per second,
+    # some 270 are open.
     plan = plan_of(entry(), rates={"texts": rate(1000)})
     assert plan.sites[0].api_peak == 4
     assert plan_of(entry(), rates={"texts": rate(1000, hit_share=1)}).sites[0].api_peak == 1

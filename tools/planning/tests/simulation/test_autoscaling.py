@@ -51,7 +51,7 @@ def test_constant_load_has_constant_workers(
     assert model.replicas.most <= 1.1 * model.replicas.mean
     assert model.p95_s is not None
     assert model.p95_s < most_p95_s
-    # GPUs kept warm for one more worker are a tenth of such a small number.
+    # GPUs kept warm for one more worker make up a tenth of such a small number.
     assert summary.worker_busy_share >= 0.6
     assert model.served == model.arrived - model.open
 
@@ -70,7 +70,7 @@ def test_lost_metrics_take_no_worker(outage: dict[str, Any]) -> None:
     away = {"kind": "metrics_outage", "at_s": 300, "for_s": 1200} | outage
     result = run("sd-constant", "duration_s=1800", *SMALL, events=[away])
     assert result.summary.workers_lost == {}
-    # Nor are GPUs paid for without being used.
+    # No GPUs are paid for without being used, either.
     (model,) = result.summary.models
     assert model.replicas.most <= 1.2 * model.replicas.mean
 
@@ -156,8 +156,9 @@ def test_nobody_asking_leaves_no_worker() -> None:
 
 
 def test_region_without_gpus_gets_the_workers_of_the_other() -> None:
-    # Callers in the first region send work for eight workers, but it gets only two GPUs. Arrivals
-    # request three workers in the other region, which does the rest of the ten workers' work.
+    # Callers in the first region send enough work for eight workers, but it gets only two GPUs.
+    # Arrivals request three workers in the other region, which does the rest of the ten workers'
+    # work.
     result = run(
         "sd-constant",
         "duration_s=3000",

@@ -50,8 +50,8 @@ def test_bounds_hold() -> None:
 
 
 def test_scaling_down_by_four_pods_or_a_tenth_takes_the_larger_change() -> None:
-    # kubernetes.io: of 80 replicas, 8 go in the first minute; 10 % of 72 is 7.2, so 8 more go; at
-    # 40 it is four pods at a time.
+    # kubernetes.io: of 80 replicas, 8 are removed in the first minute; 10 % of 72 is 7.2, so 8 more
+    # are removed; at 40, four pods are removed at a time.
     policies = [
         {"type": "Pods", "value": 4, "periodSeconds": 60},
         {"type": "Percent", "value": 10, "periodSeconds": 60},
@@ -63,7 +63,7 @@ def test_scaling_down_by_four_pods_or_a_tenth_takes_the_larger_change() -> None:
         seen.append(replicas)
     assert seen[:3] == [80, 72, 64]
     assert [before - after for before, after in pairwise(seen[5:])] == [5, 4, 4, 4]
-    # No more go within the same minute.
+    # No more are removed within the same minute.
     assert autoscaler.desired(8 * 60 + 15.0, replicas, [(10.0, 1.0)]) == replicas
 
 

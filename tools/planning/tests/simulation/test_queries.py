@@ -123,8 +123,8 @@ def test_worker_with_two_processes_does_twice_as_much() -> None:
     assert world.ask(OF_TWO.arrivals()) == pytest.approx(0.5 * 3.0 / 2)
     waiting = 90 * 3.0 / MODEL.deadline.default_s
     assert world.ask(QUERIES.work()) == pytest.approx(1.0 + waiting)
-    # The busy fraction is per worker, however many processes it has. Only the seconds are
-    # per process.
+    # The busy fraction is per worker, no matter how many processes it has. Only the seconds are per
+    # process.
     assert world.ask(OF_TWO.work()) == pytest.approx(1.0 + waiting / 2)
     of_one, of_two = QUERIES.messages(), OF_TWO.messages()
     assert of_one is not None

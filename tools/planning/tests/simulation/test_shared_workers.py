@@ -52,7 +52,7 @@ def test_idle_gpus_are_those_that_were_measured() -> None:
     busy = (1 - shared.gpu_busy_share, 1 - apart.gpu_busy_share)
     shares = measured("share of GPU time that is idle")
     assert busy == pytest.approx([share / 100 for share in shares], abs=0.03)
-    # On three workers, half of the runs wait for nothing; on one, they wait for other runs.
+    # On three workers, half of the runs don't wait at all; on one, they wait for other runs.
     assert 0.6 < (on_three.p50_s or 0.0) < 0.7 < (on_one.p50_s or 0.0) < 1.0
 
 

@@ -469,7 +469,7 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
         for link in targets:
             link.unlink()  # first, because removing a link later would hide the file below it
         _mount("overlay", str(view), 0, kind="overlay", options=options)
-        # The system owns its contents. Counting the disk use reads all folders.
+        # The system owns its contents. Measuring disk usage reads all folders.
         (work / "work").chmod(0o700)
     except OSError:
         for link, target in targets.items():

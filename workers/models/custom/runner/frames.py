@@ -106,7 +106,7 @@ class FrameReader:
         written = bytes(self._data[HEADER.size : begin])
         del self._data[:begin]
         message = json.loads(written)
-        if b"\\u" in written:  # `encode_frame` never writes half of a surrogate pair; others may
+        if b"\\u" in written:  # `encode_frame` never writes lone surrogates, but other writers may
             json.dumps(message, ensure_ascii=False).encode()
         lengths = message.pop("blobs") if isinstance(message, dict) else None
         if not isinstance(lengths, list) or not all(_is_length(length) for length in lengths):

@@ -200,7 +200,7 @@ def _settings(folder: Path) -> dict[str, Any]:
     file = folder / "cog.yaml"
     if not file.is_file():
         return {}
-    import yaml  # takes a tenth of the start time, so classes without cog.yaml skip it
+    import yaml  # takes a tenth of the startup time, so classes without cog.yaml skip it
 
     try:
         settings = yaml.safe_load(file.read_text(encoding="utf-8"))

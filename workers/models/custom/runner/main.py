@@ -141,7 +141,7 @@ def _load(connection: socket.socket, view: Path, *, sets_up: bool) -> loading.Lo
             if inspect.isawaitable(done):
                 _event_loop().run_until_complete(_await_value(done))
     except BaseException as error:
-        # The boundary to the class's code: all exceptions are reported to the other end.
+        # The boundary with the class's code: all exceptions are reported to the other end.
         is_final = isinstance(error, loading.NotLoadable)
         if not is_final:
             traceback.print_exc()
@@ -205,7 +205,7 @@ def text_of(error: BaseException) -> str:
     try:
         text = str(error)
     except Exception:
-        # The boundary to the class's code.
+        # The boundary with the class's code.
         return ""
     return encodable(text[:MAX_ERROR_CHARS])
 
@@ -461,7 +461,7 @@ class SyncRunner:
             if os.getpid() == self._pid:
                 sent = failure(error)
         if os.getpid() != self._pid:
-            os._exit(0)  # a fork made by the class has returned here
+            os._exit(0)  # a fork created by the class has returned here
         for prediction in predictions:
             prediction.close()
         _flush()
@@ -609,7 +609,7 @@ def _answer_alone(prediction: _Prediction, output: Any) -> bytes:
     try:
         return prediction.result(prediction.encoder.encode(output))
     except Exception as error:
-        # The boundary to the class's code, as everywhere here.
+        # The boundary with the class's code, as everywhere here.
         return prediction.failure(error)
 
 
@@ -685,7 +685,7 @@ class AsyncRunner:
         try:
             answer = await self._answer(prediction)
         except BaseException as error:
-            # The boundary to the class's code, as above.
+            # The boundary with the class's code, as above.
             answer = prediction.failure(error)
         prediction.close()
         _flush()
@@ -752,7 +752,7 @@ class AsyncListRunner(AsyncRunner):
             outputs = await self._loaded.compute(batch.inputs) if batch.inputs else []
             answer = batch.answered(outputs)
         except BaseException as error:
-            # The boundary to the class's code, as above.
+            # The boundary with the class's code, as above.
             answer = _batch_failure(predictions, error)
         for prediction in predictions:
             prediction.close()

@@ -62,7 +62,7 @@ def read_signature(function: Callable[..., Any], name: str) -> Signature:
     yields = inspect.isgeneratorfunction(plain) or inspect.isasyncgenfunction(plain)
     inputs = read_inputs(fields, _find_optional_inputs(plain))
     returned = hints.get("return", types.NoneType)
-    # Cog's server passes on whatever such a function returns.
+    # Cog's server passes on whatever a function like this returns.
     output = read_output(Any if returned is types.NoneType else returned, yields=yields)
     return Signature(inputs, output, _read_plain_defaults(fields, inputs))
 

@@ -50,7 +50,7 @@ def _expire_table(store: Store, catalog: TableCatalog, table: TableResource, now
 def _expire_partitions(store: Store, table: TableResource, now_ms: int) -> None:
     partitioning = table.partitioning
     assert partitioning is not None
-    # A partition expires relative to its start, whatever times its rows have.
+    # A partition expires relative to its start, no matter what times its rows have.
     column = quoted(partitioning.column)
     start = f"date_trunc('{partitioning.unit.lower()}', CAST({column} AS TIMESTAMP))"
     with store.transaction() as cursor:

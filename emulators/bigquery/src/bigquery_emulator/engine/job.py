@@ -26,7 +26,7 @@ from bigquery_emulator.tables.schema import Json
 
 log = logging.getLogger(__name__)
 
-# BigQuery's own time limit for a query.
+# BigQuery's time limit for a query.
 _LONGEST_JOB_S = 6 * 3600.0
 _CANCELED = "Job execution was cancelled: User requested cancellation"
 

@@ -250,7 +250,7 @@ def _translated(statement: Statement) -> Iterator[None]:
             f"Not supported by the embedded BigQuery: {_clean_message(error, statement)}"
         ) from error
     except UnicodeDecodeError as error:
-        # DuckDB cut its message in the middle of a character.
+        # DuckDB cut its message off in the middle of a character.
         message = duckdb.Error(error.object.decode("utf-8", "replace"))
         raise InvalidQueryError(_clean_message(message, statement)) from error
     except duckdb.Error as error:

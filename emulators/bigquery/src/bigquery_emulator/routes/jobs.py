@@ -75,7 +75,7 @@ async def insert(request: Request) -> Response:
     job = new_job(request.path_params["project"], body)
     if job.kind in _REFUSED:
         # It becomes a failed job, so clients see the error once. They would retry a request that
-        # was answered with 501.
+        # got a 501.
         service.jobs.start(job, _refuse)
         return JSONResponse(job.resource())
     if job.configuration.get("dryRun"):
@@ -210,7 +210,8 @@ async def _results(
         **{name: details[name] for name in _STATEMENT_RESULTS if name in details},
     }
     if job.result is None:
-        # Without `totalRows`, because clients recognize a query by it, even a query without rows.
+        # Without `totalRows`, because clients identify a query by that field, even if the query has
+        # no rows.
         return results
     result = job.result
     count = min(count, _DEFAULT_PAGE_ROWS)

@@ -39,7 +39,7 @@ class BadValueError(Exception):
     """A value does not match its field. The message is worded like the service's."""
 
     def __init__(self, location: str, message: str) -> None:
-        # It may quote an unpaired surrogate, which no response can carry.
+        # It may quote an unpaired surrogate, which no response can contain.
         self.location, self.message = (
             text.encode("utf-8", "replace").decode() for text in (location, message)
         )
@@ -168,9 +168,9 @@ def _json(value: Any, path: str) -> msgspec.Raw:
 
 def canonical_json(value: Any) -> msgspec.Raw:
     """Returns a JSON column's value in GoogleSQL's format."""
-    # Encoded here, because JSON integers may have any size but the row encoder refuses large ones.
+    # Encoded here, because JSON integers may have any size but the row encoder rejects large ones.
     text = write_json(value)
-    # An unpaired surrogate is written as its escape, which DuckDB refuses.
+    # An unpaired surrogate is written as its escape, which DuckDB rejects.
     return msgspec.Raw(text.encode("utf-8", "backslashreplace"))
 
 

@@ -43,7 +43,7 @@ def service_handlers(broker: Broker) -> "list[grpc.GenericRpcHandler[Any, Any]]"
 
 
 def _parsed(request: Any, data: bytes) -> Any:
-    # Parsed here because gRPC answers invalid requests with UNKNOWN and a Python class name.
+    # Parsed here because gRPC responds to invalid requests with UNKNOWN and a Python class name.
     try:
         return request.FromString(data)
     except DecodeError as error:

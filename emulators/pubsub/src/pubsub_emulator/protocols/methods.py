@@ -81,8 +81,8 @@ _CALLS = {
         "TestIamPermissions": ("TestIamPermissionsRequest", "TestIamPermissionsResponse"),
     },
 }
-# Changes by these calls must be durable before they are answered; the other calls only read, or
-# change leases.
+# Changes made by these calls must be durable before the response is sent; the other calls only
+# read, or change leases.
 _LASTING_CALLS = frozenset(
     {
         "CreateTopic",
@@ -170,7 +170,7 @@ def _publish(broker: Broker) -> Answer:
             await _take_in_the_rest(steps, journal)
         pause_s = pause_before_delivery_s(call.invocation_metadata())
         if pause_s is None:
-            # while the publish is being written, because the answer confirms the write
+            # while the publish is being written, because the response confirms the write
             run_on(publishing.let_out())
         else:
             # Waits in the journal, because a caller that gives up must not leave a publish half
@@ -179,8 +179,8 @@ def _publish(broker: Broker) -> Answer:
             journal.after_commit(partial(run_later, pause_s, let_out) if pause_s else let_out)
         await journal.committed()
         if pause_s is None and len(publishing.message_ids) == 1:
-            # Let the stream that was woken write first, because its reader is waiting. Free under
-            # load, when publishers send many messages at a time.
+            # Let the awakened stream write first, because its reader is waiting. This costs nothing
+            # under load, when publishers send many messages at a time.
             await asyncio.sleep(0)
         return _serialize(publishing.response)
 
@@ -188,7 +188,7 @@ def _publish(broker: Broker) -> Answer:
 
 
 async def _begin_checked_publish(broker: Broker, request: Any, check: MessageCheck) -> Publishing:
-    # Other calls are answered in the meantime, because validating a few bytes can take a second.
+    # Other calls are served in the meantime, because validating a few bytes can take a second.
     messages = [message.data for message in request.messages]
     revision_ids = await asyncio.to_thread(check.run, messages)
     return broker.topics.begin_checked_publish(request, check, revision_ids)

@@ -75,7 +75,7 @@ def _decoded(body: bytes) -> dict[str, Any]:
         # Otherwise `json` would guess the encoding of bytes that are not UTF-8.
         decoded = json.loads(body.decode() or "{}", parse_constant=_refuse_constant)
         if _ESCAPED_SURROGATE.search(body):
-            # An unpaired surrogate breaks the protobuf library and sometimes ends the process.
+            # An unpaired surrogate breaks the protobuf library and sometimes crashes the process.
             json.dumps(decoded, ensure_ascii=False).encode()
     except RecursionError:
         raise InvalidArgument("Invalid JSON payload received. It is nested too deeply.") from None
@@ -120,7 +120,7 @@ def _field(descriptor: Any, name: str) -> Any:
 
 
 def _with_camel_masks(fields: dict[str, Any]) -> dict[str, Any]:
-    # The service accepts `ack_deadline_seconds` in masks, but the parser refuses it.
+    # The service accepts `ack_deadline_seconds` in masks, but the parser rejects it.
     return {
         name: re.sub(r"_([a-z])", lambda letter: letter[1].upper(), value)
         if name in _MASKS and isinstance(value, str)

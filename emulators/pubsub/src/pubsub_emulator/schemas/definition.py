@@ -24,7 +24,7 @@ _READERS: dict[int, type[AvroDefinition] | type[ProtoDefinition]] = {
 }
 
 # A definition is parsed only once while it is in use and for a while afterward, because callers who
-# validate messages send the definition each time.
+# validate messages send the definition every time.
 _in_use: "WeakValueDictionary[tuple[int, str], Definition]" = WeakValueDictionary()
 _read_last: "deque[Definition]" = deque(maxlen=8)
 

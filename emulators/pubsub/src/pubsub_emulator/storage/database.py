@@ -105,8 +105,8 @@ def opened_database(data_dir: Path, *, fsync: bool) -> Iterator["Database"]:
         yield database
     finally:
         last_commit.close()
-        # A full disk may refuse the last checkpoint; in that case the log stays and is read at the
-        # next start.
+        # A full disk may prevent the last checkpoint; in that case, the log stays and is read at
+        # the next start.
         with suppress(sqlite3.Error):
             connection.close()
 

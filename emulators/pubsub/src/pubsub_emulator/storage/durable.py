@@ -204,7 +204,7 @@ class DurableJournal(ChangeJournal):
                 await thread.do(partial(self._database.write, self._writing))
             finally:
                 hung.cancel()
-        # Not called directly, so that commits continue whatever an action does.
+        # Not called directly, so that commits continue no matter what an action does.
         call_soon = asyncio.get_running_loop().call_soon
         self._writing.settle()
         for act in self._writing.afterwards:

@@ -35,8 +35,8 @@ OPTIONS_FILE = _TERRAFORM / "modules" / "options" / "variables.tf"
 
 
 class _Variable(Entry):
-    # Variables that do not affect the size are kept, so that the plan's variables can be applied
-    # directly.
+    # Variables that do not affect the size are kept, so that the plan's variables can be applied as
+    # they are.
     model_config = ConfigDict(extra="allow", frozen=True)
     VARIABLE: ClassVar[str] = ""
     """Its name in Terraform, whose options it accepts. Empty: it accepts only its fields."""

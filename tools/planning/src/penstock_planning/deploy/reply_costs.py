@@ -44,7 +44,7 @@ def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -
         direct, slots = (replies_tib(volume, kind, platform) for kind in ("direct", "slots"))
         if price is None or not direct or not slots:
             continue
-        # Other traffic uses up the free amount, or it is small.
+        # Either other traffic uses up the free amount, or the free amount is small.
         direct_usd = price.cost_usd("", direct, before=price.free)
         slots_usd = price.cost_usd("", slots, before=price.free)
         if direct_usd is not None and slots_usd is not None:

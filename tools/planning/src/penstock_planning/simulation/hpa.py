@@ -59,7 +59,7 @@ class HorizontalPodAutoscaler:
         if not wanted:
             return None
         highest = max(wanted)
-        # A missing metric might have requested more.
+        # The missing metric might have requested more.
         return None if len(wanted) < len(readings) and highest < replicas else highest
 
     def _wanted(self, replicas: int, value: float, target: float) -> int:

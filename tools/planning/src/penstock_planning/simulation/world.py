@@ -380,7 +380,7 @@ class World:
             self.env.process(self._watch(alert, query))
         self.series.kept_s = looks_back_s + scenario.metrics.pubsub_age_s + MARGIN_S
         self._start_workers()
-        # As in api/dispatch/model_window.py.
+        # Same as in api/dispatch/model_window.py.
         stay_s = BROKER_WAIT_S + ROUND_TRIPS * scenario.broker.round_trip_s
         scraper = Scraper(
             self.env,
@@ -490,7 +490,7 @@ class World:
         env, load, chance = self.env, self.scenario.models[name], self._chance
         service, record = self.parts.services[name], self.recorder.models[name]
         limit_s = load.deadline_s or self.models[name].deadline.default_s
-        # The reply also takes time.
+        # The reply takes time as well.
         limit_s -= self.scenario.api.trip_s
         generator = np.random.default_rng([self.scenario.seed, number])
         for times in arrival_times(stream, self.scenario.duration_s, generator):

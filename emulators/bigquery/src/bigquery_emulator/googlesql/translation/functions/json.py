@@ -88,7 +88,7 @@ def _of_json(macro: str) -> Translate:
     def write(call: Call) -> str:
         if call.kind() != types.TYPE_JSON:
             raise call.refused()
-        # The mode for numbers that FLOAT64 can't represent. Such numbers are refused.
+        # The mode for numbers that FLOAT64 can't represent. Such numbers are rejected.
         if len(call.sql) > 1 and call.text(1) != "round":
             raise call.refused()
         return f"bq.{macro}({call.sql[0]})"
@@ -97,7 +97,7 @@ def _of_json(macro: str) -> Translate:
 
 
 def _to_text(call: Call) -> str:
-    # A second argument asks for line breaks.
+    # A second argument requests line breaks.
     if len(call.sql) > 1 and call.sql[1] != "false":
         if call.sql[1] != "true" or call.kind() != types.TYPE_JSON:
             raise call.refused()
@@ -106,7 +106,7 @@ def _to_text(call: Call) -> str:
 
 
 def _to_json(call: Call) -> str:
-    # A second argument asks for wide numbers as strings.
+    # A second argument requests wide numbers as strings.
     if len(call.sql) > 1 and call.sql[1] != "false":
         raise call.refused()
     return f"CAST({json_text(call.sql[0], call.nodes[0].type, is_json=True)} AS JSON)"
