@@ -133,7 +133,7 @@ class Gpu(EntryPart):
         most = MAX_SHARES.get(self.type, 48)
         if self.share > most:
             raise ValueError(
-                f"share: must be at most {most} for {self.type} to give each worker at least 1 "
+                f"share: must be at most {most} for {self.type} so that each worker has at least 1 "
                 f"GiB of GPU memory, got {self.share}"
             )
         return self

@@ -274,9 +274,9 @@ ENDINGS: dict[str, tuple[str, object]] = {
     "kill_parent": ("failed", "PermissionError: [Errno 1] Operation not permitted"),
     "close_socket": ("failed", f"{ENDED}it closed its connection to the worker"),
     "close_socket_and_go_on": ("failed", "the model process exited with status 1"),
-    "write_garbage": ("failed", f"{ENDED}it sent an invalid answer"),
-    "write_frames": ("failed", f"{ENDED}it sent an invalid answer"),
-    "place_files": ("failed", f"{ENDED}it sent an invalid answer"),
+    "write_garbage": ("failed", f"{ENDED}it sent an invalid response"),
+    "write_frames": ("failed", f"{ENDED}it sent an invalid response"),
+    "place_files": ("failed", f"{ENDED}it sent an invalid response"),
 }
 """By action: the prediction's status, and its output or the start of its error."""
 ENDLESS = ("loop", "stop_itself", "print_on")

@@ -186,7 +186,7 @@ async def test_what_a_worker_raises_ends_the_run(client: ClassClient) -> None:
     [
         ("leave a child that sends without end", "exited with status 3"),
         ("die of a signal without a name", "was killed by signal 40"),
-        ("send wrong metrics", "it sent an invalid answer"),
+        ("send wrong metrics", "it sent an invalid response"),
     ],
 )
 async def test_what_a_class_does_fails_its_prediction_alone(
@@ -231,7 +231,7 @@ async def cancel_first(client: ClassClient, first: str) -> dict[int, ItemEnded]:
     running = asyncio.create_task(client.run_steps(batch, WAIT_LIMIT_S, on_message))
     await asyncio.wait_for(has_begun.wait(), WAIT_LIMIT_S)
     client.admit([prepared({"how": "well"})])
-    await asyncio.sleep(0)  # a class that computes several at a time has both
+    await asyncio.sleep(0)  # a class that processes several at a time has both
     client.drop([0])
     await asyncio.wait_for(running, WAIT_LIMIT_S)
     return ended

@@ -173,7 +173,7 @@ def test_other_models_have_none(tmp_path: Path) -> None:
     }
     (tmp_path / "models.yaml").write_text(yaml.safe_dump({"models": [entry]}))
     with pytest.raises(
-        ConfigurationError, match="environment: an embedding model does not support it"
+        ConfigurationError, match="environment: not supported by an embedding model"
     ):
         read_catalog(tmp_path / "models.yaml")
 

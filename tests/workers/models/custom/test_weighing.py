@@ -164,7 +164,7 @@ def test_weighing_sees_no_key_of_ours(
 ) -> None:
     monkeypatch.setenv("KEY", "do-not-tell")
     (found,) = preparing(write_class(tmp_path, ONE), CustomInput({"mode": "environment"}))
-    assert "returned 0" in found.message
+    assert "got 0" in found.message
 
 
 def test_a_class_that_cant_be_imported_says_so(tmp_path: Path, preparing: Any) -> None:
