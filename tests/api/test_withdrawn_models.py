@@ -175,7 +175,7 @@ async def test_commands_say_what_they_did(operator: Operator) -> None:
     ("words", "said"),
     [
         (["nobody", "--revision", "1"], "model 'nobody' does not exist"),
-        ([NAME, "--revision", "7"], f"{NAME} has no revision '7'; the catalog has {REVISION}"),
+        ([NAME, "--revision", "7"], f"{NAME} has no revision '7'; the catalog contains {REVISION}"),
     ],
 )
 async def test_misspelt_names_are_refused(operator: Operator, words: list[str], said: str) -> None:

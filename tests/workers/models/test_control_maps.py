@@ -113,7 +113,11 @@ def test_preparer_fits_the_picture_to_the_image() -> None:
             "control_image",
             "one of these formats",
         ),
-        (ControlInput("edges", "", png(), 1.0, 0.5, 0.5), "control_guidance_start", "must be less than"),
+        (
+            ControlInput("edges", "", png(), 1.0, 0.5, 0.5),
+            "control_guidance_start",
+            "must be less than",
+        ),
     ],
     ids=["name", "image", "part"],
 )
