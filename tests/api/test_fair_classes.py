@@ -81,7 +81,7 @@ async def test_an_item_ends_at_the_longest_time_of_its_entry(
     async with serving as api, asyncio.timeout(WAIT_LIMIT_S):
         failed = await create(api, "busy", waits=True, is_long=True)
         assert failed["status"] == "failed"
-        assert "it took the model longer than the maximum of 8 s" in failed["error"]
+        assert "took the model longer than the maximum of 8 s" in failed["error"]
         assert failed["metrics"]["cost_usd"] == 0
         await until_settled(api)
         body = {"version": "mine", "input": {}}

@@ -24,8 +24,8 @@ from workers.models.reports import ItemEnded, Pieces, StepMessage
 
 START_LIMIT_S = 60.0
 PREDICT_LIMIT_S = 30.0
-DIED = "the process of the "
-"""The start of the error message if a prediction's process died."""
+DIED = ("the model process ", "the class's process ")
+"""How the error message starts if a prediction's process died."""
 
 
 class _Running:

@@ -314,7 +314,7 @@ async def test_dead_letter_ends_its_item_and_a_run_without_default(
     assert record.reply is not None
     if step == "words":
         assert record.state == "failed"
-        assert error_of(record) == "step 'words': no worker could finish it within its attempts"
+        assert error_of(record) == "step 'words': no worker was able to finish it in its attempts"
         return
     assert record.state == "succeeded"
     assert isinstance(record.reply.output, CustomResult)

@@ -55,7 +55,7 @@ def test_taken_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
 def test_every_model_needs_a_health_port(tmp_path: Path) -> None:
     stack = Stack(tmp_path, ports=Ports.free(workers=1), say=lambda line: None)
     with pytest.raises(
-        ConfigurationError, match="2 workers need 2 health ports, but only 1 of 1 from"
+        ConfigurationError, match="2 workers need 2 health ports, but only 1 of the 1 starting at"
     ):
         stack.__enter__()
 
