@@ -79,7 +79,7 @@ def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
     )
     report = drive(order)
     if report.failures:
-        raise RuntimeError(f"only answers were expected, not {report.failures}")
+        raise RuntimeError(f"expected only successful responses, got {report.failures}")
     return report.round_trip_ms
 
 
@@ -120,7 +120,7 @@ def _with_deadline(port: int, png: bytes) -> list[float]:
             began_s = time.monotonic()
             status = _edit(client, png, **{"x-penstock-deadline-ms": f"{1000 * DEADLINE_S:.0f}"})
             if status not in (400, 429, 504):
-                raise RuntimeError(f"an edit was answered {status}")
+                raise RuntimeError(f"an edit returned {status}")
             return time.monotonic() - began_s
 
     with ThreadPoolExecutor(CALLERS) as threads:

@@ -124,7 +124,7 @@ class Pipeline(Parts):
         report = drive(LoadOrder(self.api.port, embedding_bodies(MODEL, texts), in_flight))
         if report.statuses() != {200: len(texts)} or report.hits() != {"miss": len(texts)}:
             statuses = f"{report.statuses()} {report.hits()}"
-            raise RuntimeError(f"{len(texts)} computed answers were expected, not {statuses}")
+            raise RuntimeError(f"expected {len(texts)} computed responses, got {statuses}")
         return report
 
     def usage_rows(

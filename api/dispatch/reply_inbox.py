@@ -193,7 +193,7 @@ class InboxPool:
                 )
                 continue
             if not is_ours:
-                raise InboxLost(f"inbox {number} is now held by another instance")
+                raise InboxLost(f"inbox {number} now belongs to another instance")
 
     async def _release(self, redis: Commands, number: int) -> None:
         try:

@@ -274,7 +274,7 @@ def _check_control(body: ControlFields, model: Model, *, has_picture: bool) -> N
         return
     if body.control not in controls:
         accepted = f"; it has {', '.join(controls)}" if controls else "; leave it out"
-        reason = f"{model.name} does not have the control {body.control!r}{accepted}"
+        reason = f"{model.name} has no control {body.control!r}{accepted}"
         raise BadInput(f"control: {reason}", field="control")
     if body.control_image is None and not has_picture:
         raise BadInput(
@@ -299,7 +299,7 @@ def _check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool)
         return
     if body.ip_adapter not in known:
         accepted = f"; it has {', '.join(known)}" if known else "; leave it out"
-        reason = f"{model.name} does not have the IP-Adapter {body.ip_adapter!r}{accepted}"
+        reason = f"{model.name} has no IP-Adapter {body.ip_adapter!r}{accepted}"
         raise BadInput(f"{IP_ADAPTER}: {reason}", field=IP_ADAPTER)
     if body.ip_adapter_image is None and not has_picture:
         reason = f"is required for ip_adapter {body.ip_adapter}"

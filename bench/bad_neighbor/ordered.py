@@ -64,7 +64,7 @@ async def ordered(
         process.stdin.write(msgspec.json.encode(order) + b"\n")
         async with asyncio.timeout(limit_s):
             if await process.stdout.readline() != READY:
-                raise RuntimeError(f"the process of {words[0]} ended before it was ready")
+                raise RuntimeError(f"{words[0]} exited before it was ready")
         yield OrderedProcess(process)
     finally:
         if process.returncode is None:

@@ -91,7 +91,7 @@ class Quiet:
             await asyncio.sleep(POLL_S)
             batch = await self._get(f"/v1/batches/{batch['id']}")
         if batch["request_counts"]["failed"]:
-            raise RefusedError("lines of a batch failed")
+            raise RefusedError("some of a batch's lines failed")
 
     async def uploads(self) -> None:
         """Uploads a file of about 30 KB, which is deleted afterwards."""
@@ -122,7 +122,7 @@ class Quiet:
         async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as answer:
             await _check(answer)
             if not (await answer.read()).rstrip().endswith(b"data: [DONE]"):
-                raise RefusedError("a stream broke off")
+                raise RefusedError("a stream was cut off")
 
     async def tidy(self) -> None:
         for file in (await self._get("/v1/files"))["data"]:

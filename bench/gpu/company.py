@@ -42,7 +42,7 @@ def drawn(
         results |= model.step().results
         steps += 1
         if steps > MAX_STEPS:
-            raise RuntimeError("the images never ended")
+            raise RuntimeError("the images never finished")
     return [_pixels(results[slot]) for slot in range(len(items))]
 
 

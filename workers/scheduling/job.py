@@ -41,7 +41,7 @@ TOLERATED_CRASHES, GENERATION_TOLERATED_CRASHES = 1, 4
 run one by one.
 """
 NOT_STARTED, NOT_DONE = "the model could start", "the model was done"
-NOT_SENT = "the answer was on its way"
+NOT_SENT = "the response was on its way"
 """The event that did not happen before an item's time ran out."""
 
 

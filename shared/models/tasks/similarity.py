@@ -101,7 +101,7 @@ class SimilarityTask(EmbeddingTask):
                 "a cross-encoder requires backend torch and precision fp32, bf16, fp16 or auto"
             )
         elif entry.dimensions is not None:
-            raise ValueError("a cross-encoder does not compute vectors; leave dimensions out")
+            raise ValueError("a cross-encoder does not compute vectors; omit dimensions")
 
     def result_bytes(self, entry: CatalogEntry) -> int:
         return RESULT_BYTES

@@ -159,7 +159,7 @@ def test_an_encoder_is_no_cross_encoder(folder: Path, tmp_path: Path) -> None:
     ("fields", "reason"),
     [
         ({"backend": "auto"}, "backend torch"),
-        ({"dimensions": 384}, "leave dimensions out"),
+        ({"dimensions": 384}, "omit dimensions"),
         ({"precision": "int8"}, "backend torch"),
         ({"task": "embedding", "dimensions": 384}, "rerank"),
     ],

@@ -148,13 +148,13 @@ def test_a_run_of_a_flow_has_the_rows_of_its_steps() -> None:
 @pytest.mark.parametrize(
     ("ended", "spoil", "kind", "facts"),
     [
-        (200, lambda rows: rows[:2], "row missing", "of step 'check': 1 rows, but the answer has"),
+        (200, lambda rows: rows[:2], "row missing", "of step 'check': 1 rows, but the response"),
         (200, lambda rows: [*rows, rows[2]._replace(item=1002, row_id="req_0:1002")],
-         "row too many", "of step 'check': 3 rows, but the answer has 2 items"),
+         "row too many", "of step 'check': 3 rows, but the response has 2 items"),
         (200, lambda rows: [*rows[:2], rows[2]._replace(status="succeeded")],
-         "wrong status", "0 rows of step 'check' failed, but the answer has 1"),
+         "wrong status", "0 rows of step 'check' failed, but the response has 1"),
         (200, lambda rows: [rows[0]._replace(cost_usd=0.2), *rows[1:]],
-         "wrong cost", "rows have 0.4 dollars, the answer has 0.30000000000000004"),
+         "wrong cost", "rows have 0.4 dollars, but the response has 0.30000000000000004"),
         (500, lambda rows: rows[1:], "row missing", "of step 'words': 0 rows"),
         (200, lambda rows: [rows[0]._replace(flow="other"), *rows[1:]],
          "wrong model", "req_0:0 has other, not spell"),
@@ -177,23 +177,27 @@ def test_a_run_that_ended_badly_may_have_rows_of_what_it_left() -> None:
 @pytest.mark.parametrize(
     ("spoil", "kind", "facts"),
     [
-        (lambda rows: rows[1:], "row missing", "of item 0; the answer was 200"),
+        (lambda rows: rows[1:], "row missing", "of item 0; the response was 200"),
         (lambda rows: [*rows, row(0, received_at=HOUR)], "row double", "req_0:0 exists 2 times"),
         (
             lambda rows: [*rows, row(0, request_id="req_9", row_id="req_9:0")],
             "row double",
             "rows of 2 requests: req_0, req_9",
         ),
-        (lambda rows: [*rows, row(0, 1)], "row too many", "2 rows for 1 items; the answer was 200"),
+        (
+            lambda rows: [*rows, row(0, 1)],
+            "row too many",
+            "2 rows for 1 items; the response was 200",
+        ),
         (
             lambda rows: [row(0, cost_usd=0.11), *rows[1:]],
             "wrong cost",
-            "rows have 0.11 dollars, the answer has 0.1; the answer was 200 ",
+            "rows have 0.11 dollars, but the response has 0.1; the response was 200 ",
         ),
         (
             lambda rows: [row(0, tokens=11), *rows[1:]],
             "wrong tokens",
-            "rows have 11, the answer has 10",
+            "rows have 11, but the response has 10",
         ),
         (lambda rows: [row(0, tenant="b"), *rows[1:]], "wrong tenant", "req_0:0 has b, not acme"),
         (lambda rows: [row(0, model="b"), *rows[1:]], "wrong model", "req_0:0 has b, not mini"),
@@ -201,7 +205,7 @@ def test_a_run_that_ended_badly_may_have_rows_of_what_it_left() -> None:
         (
             lambda rows: [row(0, status="failed"), *rows[1:]],
             "wrong status",
-            "rows have failed; the answer was 200",
+            "rows have failed; the response was 200",
         ),
         (
             lambda rows: [row(0, received_at=datetime(2026, 1, 1, tzinfo=UTC)), *rows[1:]],

@@ -132,7 +132,7 @@ class AsideClass:
         try:
             return runner.receive(limit_s)
         except ValueError as error:
-            runner.kill(f"it sent an invalid answer: {error}")
+            runner.kill(f"it sent an invalid response: {error}")
             return None
 
     def _reason(self, runner: RunnerProcess, frames: list[Frame] | None, limit_s: float) -> str:

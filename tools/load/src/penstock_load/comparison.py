@@ -180,7 +180,7 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
 
 def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
     """Yields the differences between an answer and the rows of its request."""
-    statuses, answer = [row.status for row in rows], f"the answer was {line.status} {line.code}"
+    statuses, answer = [row.status for row in rows], (f"the response was {line.status} {line.code}")
     if line.status == 200 or line.cost_usd is not None:
         items = {row.item for row in rows if row.status != REFUSED}
         if missing := sorted(set(range(line.items)) - items):
@@ -191,22 +191,24 @@ def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
             yield "wrong status", f"rows have {', '.join(statuses)}; {answer.rstrip()}"
     elif 400 <= line.status < 500 and line.status not in NO_TENANT:
         if not rows:
-            yield "row missing", f"of a refused request; {answer}"
+            yield "row missing", f"of a rejected request; {answer}"
         elif statuses != [REFUSED]:
             yield "wrong status", f"rows have {', '.join(statuses)}; {answer}"
     if len({row.row_id for row in rows}) > line.items:
         yield "row too many", f"{len(rows)} rows for {line.items} items; {answer.rstrip()}"
     tokens = sum(row.tokens or 0 for row in rows)
     if line.tokens is not None and tokens != line.tokens:
-        yield "wrong tokens", f"rows have {tokens}, the answer has {line.tokens}"
+        yield "wrong tokens", f"rows have {tokens}, but the response has {line.tokens}"
     yield from _cost_differences(line, rows)
 
 
 def _cost_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
     cost_usd = sum(row.cost_usd or 0.0 for row in rows)
     if abs(cost_usd - (line.cost_usd or 0.0)) > ABSOLUTE_USD:
-        answer = f"the answer was {line.status} {line.code}"
-        facts = f"rows have {plain(cost_usd)} dollars, the answer has {line.cost_usd!r}; {answer}"
+        answer = f"the response was {line.status} {line.code}"
+        facts = (
+            f"rows have {plain(cost_usd)} dollars, but the response has {line.cost_usd!r}; {answer}"
+        )
         yield "wrong cost", facts
 
 
@@ -221,14 +223,15 @@ def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[t
         failed[row.step or ""] += row.status != "succeeded"
     for step in sorted(items.keys() | line.steps.keys()):
         answered, answered_failed = line.steps.get(step, (0, 0))
-        facts = f"of step {step!r}: {items[step]} rows, but the answer has {answered} items"
+        facts = f"of step {step!r}: {items[step]} rows, but the response has {answered} items"
         if items[step] < answered:
             yield "row missing", facts
         elif line.status == 200 and items[step] > answered:
             yield "row too many", facts
         elif line.status == 200 and failed[step] != answered_failed:
             facts = (
-                f"{failed[step]} rows of step {step!r} failed, but the answer has {answered_failed}"
+                f"{failed[step]} rows of step {step!r} failed, but the response has "
+                f"{answered_failed}"
             )
             yield "wrong status", facts
     yield from _cost_differences(line, rows)
