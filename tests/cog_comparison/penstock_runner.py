@@ -25,7 +25,7 @@ from workers.models.reports import ItemEnded, Pieces, StepMessage
 START_LIMIT_S = 60.0
 PREDICT_LIMIT_S = 30.0
 DIED = ("the model process ", "the class's process ")
-"""How the error message starts if a prediction's process died."""
+"""Prefixes of the error message for a prediction whose process died."""
 
 
 class _Running:

@@ -44,7 +44,7 @@ async def test_day_has_the_models_shares_and_tenants_that_are_named() -> None:
 @pytest.mark.parametrize(
     ("changed", "reason"),
     [
-        ({"models": ("huge",)}, "model: 'huge' is not served there; available: mini, "),
+        ({"models": ("huge",)}, "model: 'huge' is not served there; available models: mini, "),
         ({"models": ("pairs",)}, "model: pairs has task similarity, which can't be replayed"),
         ({"models": ("spell",)}, "model: spell requires custom inputs"),
         ({"models": ("mini=x",)}, "model must be NAME or NAME=SHARE, got 'mini=x'"),

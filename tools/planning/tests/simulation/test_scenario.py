@@ -53,7 +53,7 @@ def written(folder: Path, text: str = GIVEN) -> str:
         ("events=[{kind: region_loss, at_s: 1, for_s: 1, region: mars}]", "mars"),
         ("events=[{kind: rollout, at_s: 1, model: other}]", "other"),
         ("events=[{kind: flood, at_s: 1}]", "events.0"),
-        ("models.all-MiniLM-L6-v2.arrivals.7.per_s=1", "no such field"),
+        ("models.all-MiniLM-L6-v2.arrivals.7.per_s=1", "the field does not exist"),
         ("duration_s", "KEY=VALUE"),
     ],
 )
