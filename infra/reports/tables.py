@@ -41,8 +41,8 @@ def check_bigquery(settings: Settings, timeout_s: float) -> None:
             missing = [field["name"] for field in usage.schema(name) if field["name"] not in known]
             if missing:
                 raise Unavailable(
-                    f"table {name} has no {', '.join(missing)}; apply Terraform or run penstock "
-                    "provision"
+                    f"table {name} is missing {', '.join(missing)}; apply Terraform or run "
+                    "penstock provision"
                 )
 
 

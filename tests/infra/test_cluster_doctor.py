@@ -495,7 +495,7 @@ def test_tables_have_the_columns_of_this_release(own_project: str, bigquery_endp
     client.close()
     (finding,) = doctor()
     names = ", ".join(one["name"] for one in schema()[-2:])
-    assert f"{own_project}.penstock: table rows does not have {names}" in finding["facts"]
+    assert f"{own_project}.penstock: table rows is missing {names}" in finding["facts"]
     assert "terraform apply" in finding["fix"]
 
 

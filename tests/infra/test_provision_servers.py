@@ -72,7 +72,7 @@ def _check_of_an_older_dataset(settings: Settings) -> None:
         with pytest.raises(Unavailable, match="worker_hours"):
             check_bigquery(settings, WAIT_LIMIT_S)
         client.create_table(Table(f"{settings.project}.{table}", schema))
-    with pytest.raises(Unavailable, match=r"worker_hours has no batches; apply Terraform"):
+    with pytest.raises(Unavailable, match=r"worker_hours is missing batches; apply Terraform"):
         check_bigquery(settings, WAIT_LIMIT_S)
 
 
