@@ -16,6 +16,7 @@ from api.composition import Configuration, open_dependencies
 from api.endpoints import LINE_ENDPOINTS, REPLICATE_ROUTERS, ROUTERS
 from api.errors import ErrorReply, add_handlers
 from api.fair_room import FairRoom
+from api.http.examples import add_examples
 from api.http.fast_route import FastRouteApp
 from api.http.middleware import BodyBudget
 from api.http.openapi import Described, describe_components, ref_to
@@ -170,6 +171,7 @@ def _document(app: FastAPI, catalog: Catalog) -> Described:
             # The server sends this before it knows the route, like 400, 408 and 429 for request
             # headers (api/server.py).
             operation["responses"]["431"] = {"$ref": "#/components/responses/HeadTooLarge"}
+    add_examples(page)
     return page
 
 

@@ -163,7 +163,7 @@ router = Router(scope="audio", route_class=SpeechRoute)
 
 @router.post(
     SPEECH,
-    summary="Say a text",
+    summary="Create speech",
     response_class=Response,
     body=SpeechBody,
     answers={200: binary("The sound.", *sorted({*SPEECH_TYPES.values(), _ANY_BYTES}))},
