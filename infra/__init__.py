@@ -1,1 +1,1 @@
-"""Deployment: the local stack here, Terraform and Kubernetes for the cloud."""
+"""Deployment: the local stack, and Terraform and Kubernetes for the cloud."""

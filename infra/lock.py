@@ -28,14 +28,14 @@ _HASH = re.compile(r"--hash=(sha256:[0-9a-f]{64})")
 
 @dataclass
 class Locked:
-    """One package of the lock."""
+    """One package in the lock."""
 
     version: str
     hashes: list[str] = field(default_factory=list)
 
 
 def read_lock(path: Path = LOCK) -> dict[str, Locked]:
-    """Returns the packages in the lock, by normalized name."""
+    """Returns the packages in the lock, keyed by normalized name."""
     locked: dict[str, Locked] = {}
     name = ""
     for line in path.read_text(encoding="utf-8").splitlines():
@@ -48,7 +48,7 @@ def read_lock(path: Path = LOCK) -> dict[str, Locked]:
 
 
 def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
-    """Returns requirements of the project and its workspace members that are not met.
+    """Returns the project's and its workspace members' requirements that are not met.
 
     A requirement is met by a package in the lock or by a workspace member.
     """

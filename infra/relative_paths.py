@@ -13,7 +13,7 @@ from pathlib import Path
 
 
 def main(venv: str) -> None:
-    """Rewrites the files of this repository's packages."""
+    """Rewrites the `.pth` files for this repository's packages."""
     for file in Path(venv).glob("lib/python3*/site-packages/_editable_impl_penstock*.pth"):
         here = file.parent.absolute()
         paths = dict.fromkeys(file.read_text(encoding="utf-8").split("\n"))

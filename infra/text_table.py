@@ -13,9 +13,9 @@ from rich.text import Text
 
 INDENT = "  "
 SIGNIFICANT = 10
-"""Significant digits to show. A sum of doubles is exact to this many."""
+"""Significant digits to show. A sum of doubles is exact to this many digits."""
 UNBOUNDED = 10_000
-"""Columns of a table. Long lines are not wrapped, because programs read them too."""
+"""Maximum width of a table. Long lines are not wrapped, because programs read them too."""
 
 
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:

@@ -1,4 +1,4 @@
-"""The only definition of the tables in BigQuery: their schemas, options and views.
+"""The only definition of the tables in BigQuery: their schemas, options, and views.
 
 `rows` is the usage table. `worker_hours` records how workers spend their time, and
 `webhook_deliveries` the outcome of each delivery. `daily_usage` and `anomalies` are computed from
@@ -45,7 +45,7 @@ def table_options(table: str = TABLE) -> dict[str, Any]:
 
 
 def views(project: str, dataset: str) -> dict[str, str]:
-    """Returns the GoogleSQL of each view by its name, for the tables of a project and dataset."""
+    """Returns each view's GoogleSQL, keyed by name, for a project's and dataset's tables."""
     return {
         name: Template(sql).substitute(project=project, dataset=dataset, only="TRUE")
         for name, sql in _files("views").items()
@@ -53,11 +53,11 @@ def views(project: str, dataset: str) -> dict[str, str]:
 
 
 def tenant_views(project: str, dataset: str, tenant: str) -> dict[str, str]:
-    """Returns the GoogleSQL of the views for a tenant's analysts: usage rows and `${only}` views.
+    """Returns the GoogleSQL for a tenant's analysts' views: usage rows and `${only}` views.
 
     Args:
-        dataset: dataset that holds the tables. The views go into a separate dataset, the only one
-            analysts can read.
+        dataset: the dataset that contains the tables. The views go into a separate dataset, which
+            is the only one analysts can read.
         tenant: only this tenant's rows are visible. Terraform rejects names with quotes or
             backslashes.
     """
@@ -90,7 +90,7 @@ def _files(folder: str) -> dict[str, str]:
 
 
 def create(client: bigquery.Client, dataset: str) -> None:
-    """Creates the data set, the tables and the views, or updates existing ones.
+    """Creates the dataset, the tables, and the views, or updates existing ones.
 
     Unknown columns are kept, because a later release may have added them before it was rolled back.
 

@@ -1,7 +1,7 @@
 """`python -m infra.bigquery.generate` writes the files derived from the columns of `Row`.
 
-They are the schema of the table `rows` and the tenants' view of it. The files are committed because
-Terraform reads them. A test checks that they are up to date.
+These files are the schema of the `rows` table and the tenants' view of it. The files are committed
+because Terraform reads them. A test checks that they are up to date.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def tenant_columns() -> dict[str, str]:
 
 
 def tenant_view_sql() -> str:
-    """Returns the query of the usage table's tenant view."""
+    """Returns the query for the usage table's tenant view."""
     visible = tenant_columns()
     about = "\n".join(f"-- column {name}: {text}" for name, text in visible.items())
     selected = ",\n".join(f"  {name}" for name in visible)
@@ -73,7 +73,7 @@ def _column(field: msgspec.structs.FieldInfo, about: str) -> dict[str, str]:
 
 
 def _texts_below_fields(kind: type) -> dict[str, str]:
-    """Returns the text below each field of a class in its source, joined into one line."""
+    """Returns the text below each of a class's fields in its source, joined into one line."""
     (definition,) = ast.parse(inspect.getsource(kind)).body
     assert isinstance(definition, ast.ClassDef), "the source of a class is a class; this is a bug"
     texts = {}

@@ -1,1 +1,1 @@
-"""The `penstock` command, and the code behind its keys, canaries, reports and load subcommands."""
+"""The `penstock` command, and the code behind its keys, canaries, reports, and load subcommands."""

@@ -27,9 +27,9 @@ def restore(
         float, typer.Option(metavar="GIB", help="maximum GiB that the query may read")
     ] = MAX_GIB,
 ) -> None:
-    """Restore the spent amounts from the rows in BigQuery, after Redis lost its counts.
+    """Restore the spent amounts from the rows in BigQuery after Redis has lost its counts.
 
-    Run it once more when the rows of the last few minutes have arrived.
+    Run it once more when the rows from the last few minutes have arrived.
     """
     from api.limits.restore import describe, restore_deployment
     from shared.settings import ApiSettings, read_settings

@@ -1,6 +1,6 @@
 """`penstock doctor --cluster`: checks a deployed cluster from an operator's machine.
 
-It queries the cluster with kubectl, and Google with the operator's own credentials, and changes
+It queries the cluster with kubectl, and Google with the operator's credentials, and changes
 nothing. The expected state is read from the deployment itself (its Deployments and ConfigMaps) and
 from this release (its topics and tables). If the operator lacks access, the finding reports it.
 """
@@ -28,7 +28,7 @@ from shared.models.catalog import Catalog
 from shared.settings import Settings
 
 CALL_LIMIT_S = 30.0
-"""Time limit for one command. kubectl has a shorter one for each of its requests."""
+"""Time limit for one command. kubectl has a shorter limit for each of its requests."""
 REQUEST_LIMIT_S = 10
 GPU = "nvidia.com/gpu"
 GPU_LABELS = (
@@ -36,7 +36,7 @@ GPU_LABELS = (
     "nvidia.com/gpu.present",
     "nvidia.com/device-plugin.config",
 )
-"""Labels of nodes that have GPUs, whether or not a driver and the plugin expose them."""
+"""Labels on nodes that have GPUs, whether or not a driver and the plugin expose them."""
 KEDA_CRDS = ("scaledobjects.keda.sh", "triggerauthentications.keda.sh")
 METRICS_API = "v1beta1.external.metrics.k8s.io"
 MODEL_LABEL = "penstock.dev/model"
@@ -50,9 +50,9 @@ for name in "PENSTOCK_REDIS_URL", "PENSTOCK_RECORDS_URL":
     except Exception as error:
         sys.exit(f"{name}: {error}")
 """
-"""Every image contains Python with this library."""
+"""Python code that pings Redis. Every image contains Python with this library."""
 TAKES_FUNCTIONS = ["python", "-m", "workers.functions"]
-"""Command line of functions that pull jobs from RabbitMQ."""
+"""Command line for functions that pull jobs from RabbitMQ."""
 WRONG_FILTER = "docs/how-to/troubleshoot.md#a-subscription-with-the-wrong-filter"
 
 Manifest = Mapping[str, Any]
@@ -60,7 +60,7 @@ KINDS = ("secret", "configmap")
 
 
 class CommandFailed(Exception):
-    """A program failed or could not be run. The text is its last line of output."""
+    """A program failed or could not be run. The text is the last line of its output."""
 
 
 @dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Kubectl:
 
     namespace: str
     context: str = ""
-    """A context of the kubeconfig. Empty: the current one."""
+    """A context from the kubeconfig. Empty means the current context."""
 
     @property
     def words(self) -> list[str]:
@@ -80,14 +80,14 @@ class Kubectl:
         return " ".join([*self.words, command])
 
     def shown_outside(self, command: str) -> str:
-        """Returns an operator's command for something outside our namespace."""
+        """Returns a command that an operator can run for something outside our namespace."""
         return " ".join([*self.words[:-2], command])
 
     def run(self, *words: str) -> str:
         """Returns kubectl's output.
 
         Raises:
-            CommandFailed: it failed, or did not finish in time.
+            CommandFailed: kubectl failed, or did not finish in time.
         """
         return run([*self.words, f"--request-timeout={REQUEST_LIMIT_S}s", *words])
 
@@ -106,7 +106,7 @@ def run(command: Sequence[str]) -> str:
     """Runs a program and returns its output.
 
     Raises:
-        CommandFailed: it could not be run, failed, or did not finish in time.
+        CommandFailed: the program could not be run, failed, or did not finish in time.
     """
     try:
         done = subprocess.run(
@@ -132,7 +132,7 @@ def run(command: Sequence[str]) -> str:
 
 @dataclass(frozen=True)
 class ClusterDoctor:
-    """The checks of one deployment."""
+    """The checks for one deployment."""
 
     kubectl: Kubectl
     catalog: Catalog
@@ -142,7 +142,10 @@ class ClusterDoctor:
     """Ack deadline of workers' subscriptions, as in Terraform's `delivery.ack_deadline_s`."""
 
     def findings(self) -> Iterator[Diagnosis]:
-        """Yields every finding. The cluster comes first: its settings locate everything else."""
+        """Yields every finding.
+
+        The cluster comes first, because its settings locate everything else.
+        """
         access = self._access()
         yield access
         checks: dict[str, Callable[[], Iterator[Diagnosis]]] = {}
@@ -210,7 +213,7 @@ class ClusterDoctor:
 
     @cached_property
     def _settings(self) -> dict[str, str]:
-        """The settings of the deployed processes, from the ConfigMaps of a Deployment's pods."""
+        """Returns the deployed processes' settings, from the ConfigMaps used by pods."""
         for deployment in self._deployments:
             settings: dict[str, str] = {}
             names = _references(_pod_spec(deployment))["configmap"] & self._configmaps
@@ -515,7 +518,7 @@ class ClusterDoctor:
         )
 
     def _place_inside(self, variable: str, own: str) -> str:
-        """Returns an embedded server's address in the cluster, unless the operator sets another."""
+        """Returns an embedded server's address in the cluster, unless the operator overrides it."""
         return "" if own else self._settings.get(variable, "")
 
     def _not_checked(self, service: str, variable: str, place: str) -> Diagnosis:

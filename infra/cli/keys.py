@@ -1,4 +1,4 @@
-"""`penstock keys`, `penstock tenants` and `penstock plans`: changes to the directory of keys."""
+"""`penstock keys`, `penstock tenants`, and `penstock plans`: changes to the key directory."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start_directory(
         Path | None, typer.Option("--from", metavar="FILE", help="start from an exported directory")
     ] = None,
 ) -> None:
-    """Create the directory of keys. Fails if it exists."""
+    """Create the key directory. Fails if it already exists."""
     from shared.tenants.directory import Document, decode_document
 
     document = Document() if source is None else decode_document(source.read_bytes(), str(source))
@@ -63,7 +63,7 @@ def export_directory(
         ),
     ] = "",
 ) -> None:
-    """Print the directory: hashes, tenants and plans."""
+    """Print the directory: hashes, tenants, and plans."""
     from shared.tenants.directory import encode_document
 
     document = _administer(lambda admin, store: admin.read())
@@ -176,7 +176,7 @@ def revoke_key(key_id: KeyId) -> None:
 def list_acts(
     limit: Annotated[int, typer.Option(min=1, max=10_000)] = 50, as_json: AsJson = False
 ) -> None:
-    """List audit events of administration, newest first."""
+    """List administrative audit events, newest first."""
     import msgspec
 
     events = _administer(lambda admin, store: store.audit_events(limit))
@@ -195,7 +195,7 @@ def list_acts(
 
 @tenants.command("list")
 def list_tenants(as_json: AsJson = False) -> None:
-    """List tenants that have keys or their own plan."""
+    """List tenants that have keys or an assigned plan."""
     from shared.tenants.directory import StoredTenant
 
     document = _administer(lambda admin, store: admin.read())
@@ -224,14 +224,14 @@ def set_tenant(
 
 @tenants.command("freeze")
 def freeze_tenant(tenant: str) -> None:
-    """Reject all keys of a tenant, and hold its batches, until it is thawed."""
+    """Reject all of a tenant's keys, and hold its batches, until it is thawed."""
     _administer(lambda admin, store: admin.freeze_tenant(tenant, is_frozen=True))
     typer.echo(f"{tenant} is frozen; instances reject its keys within 5 s")
 
 
 @tenants.command("thaw")
 def thaw_tenant(tenant: str) -> None:
-    """Accept the keys of a frozen tenant again, and continue its batches."""
+    """Accept a frozen tenant's keys again, and continue its batches."""
     _administer(lambda admin, store: admin.freeze_tenant(tenant, is_frozen=False))
     typer.echo(f"{tenant} is not frozen; instances accept its keys within 5 s")
 
@@ -332,7 +332,7 @@ def _unknown_field(kind: type[Any], name: str, place: str) -> str:
     """Returns an error about a field that `kind` doesn't have, with the closest existing ones.
 
     Args:
-        place: location of the field, such as `per_model[...]`. Empty: the struct itself.
+        place: location of the field, such as `per_model[...]`. Empty means the struct itself.
     """
     from difflib import get_close_matches
 

@@ -1,7 +1,7 @@
 """The `penstock` command: the local stack, its servers, the product's processes, and reports.
 
-Each command imports what it runs when it is called: `penstock --help` is quick, and an image
-without `workers` can run `penstock api`. Only this package may import `api` and `workers`.
+Each command imports the code it runs only when it is called, so `penstock --help` is quick, and an
+image without `workers` can run `penstock api`. Only this package may import `api` and `workers`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ OF_OPERATORS = OF_KEYS | {
     *("report", "invoice", "run-daily", "budgets", "canary", "dead-letters", "models", "load"),
     *("doctor", "provision"),
 }
-"""Commands that use the stack running in this folder, unless a setting names another one."""
+"""Commands that use the stack running in this folder, unless a setting names a different one."""
 SERVING = ("api", "workers")
 """Penstock packages that an image may lack."""
 TOOLS = "penstock.commands"
@@ -56,7 +56,7 @@ _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_op
 
 
 class _Commands(TyperGroup):
-    """Turns the exception that ends a command into a message and an exit status."""
+    """Converts an exception that a command raises to a message and an exit status."""
 
     def invoke(self, ctx: Any) -> Any:
         try:
@@ -131,7 +131,7 @@ def _options(
 
 
 def _join_running_stack(*, has_keys_command: bool) -> None:
-    """Uses the settings of the stack running in this folder, unless others are set."""
+    """Uses the settings of the stack running in this folder, unless other settings are made."""
     from infra.local.running_stack import PLACES, find_running_stack
     from shared.settings import given_settings
 
@@ -258,7 +258,7 @@ def kill(
         str, typer.Argument(metavar="NAME", help="worker, worker-MODEL, api, redis, …")
     ],
 ) -> None:
-    """Kill a process of the stack that runs here, like a crash would. It is restarted."""
+    """Kill a process in the stack that runs here, as a crash would. It is restarted."""
     from infra.local.running_stack import find_running_stack
 
     stack = find_running_stack(STATE_DIR)
@@ -281,13 +281,13 @@ add_tool(app, "monitoring", "penstock-monitoring")
 
 @app.command(context_settings=_FORWARDED)
 def pubsub(context: typer.Context) -> None:
-    """Serve the embedded Pub/Sub alone (--host --port --rest-port --data-dir)."""
+    """Serve only the embedded Pub/Sub (--host --port --rest-port --data-dir)."""
     _run_program("pubsub-emulator", context.args)
 
 
 @app.command(context_settings=_FORWARDED)
 def bigquery(context: typer.Context) -> None:
-    """Serve the embedded BigQuery alone (--host --port --data-dir)."""
+    """Serve only the embedded BigQuery (--host --port --data-dir)."""
     _run_program("bigquery-emulator", context.args)
 
 
@@ -298,7 +298,7 @@ def provision(
     ] = "",
     wait_s: Annotated[float, typer.Option(min=0, help="seconds to wait for the servers")] = 120,
 ) -> None:
-    """Create topics, subscriptions and tables on embedded servers."""
+    """Create topics, subscriptions, and tables on embedded servers."""
     from infra.local.provision_servers import provision_servers
     from shared.settings import ApiSettings, read_settings
 
@@ -307,7 +307,7 @@ def provision(
 
 @app.command()
 def api() -> None:
-    """Serve the API alone, with the PENSTOCK_* settings."""
+    """Serve only the API, with the PENSTOCK_* settings."""
     from api.__main__ import main as serve
 
     raise typer.Exit(serve())
@@ -315,7 +315,7 @@ def api() -> None:
 
 @app.command()
 def batches() -> None:
-    """Run the batch runner alone, with the API's PENSTOCK_* settings."""
+    """Run only the batch runner, with the API's PENSTOCK_* settings."""
     from api.batch_runner.__main__ import main as serve
 
     raise typer.Exit(serve())
@@ -325,7 +325,7 @@ def batches() -> None:
 def worker(
     model: Annotated[str, typer.Option(metavar="MODEL", help="the catalog entry to serve")],
 ) -> None:
-    """Run one worker alone, with the PENSTOCK_* settings."""
+    """Run only one worker, with the PENSTOCK_* settings."""
     os.environ["PENSTOCK_MODEL"] = model
     from workers.__main__ import main as serve
 

@@ -1,4 +1,4 @@
-"""`penstock models`, `init` and `predict`: custom classes, image models and text models."""
+"""`penstock models`, `init`, and `predict`: custom classes, image models, and text models."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ models.command("withdrawn")(list_withdrawn)
 
 @models.command("install")
 def install(folder: Folder) -> None:
-    """Install the packages of a class, like `check` and workers do."""
+    """Install a class's packages, as `check` and workers do."""
     from workers.models.custom.environments import python_for
 
     print(f"{folder}: runs with {python_for(folder)}")
@@ -56,7 +56,8 @@ def check(
 ) -> None:
     """Try a model (FOLDER of a class, or NAME of an image or text model).
 
-    Writes what a class or an image model accepts, and shows how much memory a text model takes.
+    Writes the inputs that a class or an image model accepts, and shows how much memory a text model
+    takes.
     """
     folder = Path(model)
     if folder.is_dir():
@@ -107,7 +108,7 @@ def measure(
     threads: Annotated[int, typer.Option(min=1, metavar="N", help="threads on a CPU")] = 1,
     cpu: Annotated[bool, typer.Option("--cpu", help="hide the GPUs from the class")] = False,
 ) -> None:
-    """Time the class of a folder, for `penstock deploy plan` (FOLDER -i NAME=VALUE)."""
+    """Time a folder's class, for `penstock deploy plan` (FOLDER -i NAME=VALUE)."""
     if assignments and inputs_file is not None:
         raise typer.BadParameter("-i and --inputs are mutually exclusive")
     from workers.models.custom.checking import show_inspection
@@ -128,7 +129,7 @@ def measure(
 
 
 def init(name: Annotated[str, typer.Argument(metavar="NAME", help="model name")]) -> None:
-    """Write a working custom model: a class, its test and its entry (NAME)."""
+    """Write a working custom model: a class, its test, and its entry (NAME)."""
     from workers.models.custom.checking import inspect_folder, write_interface
     from workers.models.custom.sample import write_sample
 

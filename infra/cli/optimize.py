@@ -13,7 +13,7 @@ VARIANTS = (
     "embedding: fp32, int8, int8-static, fp16, pruned; image: tuned, bf16, int8, compiled; "
     "similarity: fp32, int8, int8-static, fp16, pruned"
 )
-"""Variants by task, for the help. A test compares them with the tasks."""
+"""Variants by task, for the help text. A test compares them to the tasks."""
 
 
 def _part(word: str) -> float:
@@ -54,7 +54,7 @@ def optimize(
         bool, typer.Option("--json", help="print the verdicts as JSON; progress goes to stderr")
     ] = False,
 ) -> None:
-    """Create an optimized artifact of a model, and evaluate it first."""
+    """Create an optimized artifact for a model, after evaluating it."""
     from shared.settings import WorkerSettings, read_settings
     from workers.optimize.making import Output, make_artifact
     from workers.optimize.options import OptimizeOptions

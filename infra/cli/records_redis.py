@@ -23,7 +23,7 @@ def run_on(
     """Opens a store and returns the result of `act`.
 
     Raises:
-        Unavailable: Redis did not answer. The message names the setting.
+        Unavailable: Redis did not respond. The message names the setting.
     """
     from shared.models.catalog_file import read_catalog
     from shared.settings import Settings, read_settings

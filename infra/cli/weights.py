@@ -24,9 +24,9 @@ def prefetch(
     ] = None,
     again: Annotated[bool, typer.Option(help="replace existing files")] = False,
 ) -> None:
-    """Copy the weights of hub models into a bucket.
+    """Copy Hub models' weights into a bucket.
 
-    A gated model needs a token, in HF_TOKEN or in the file that HF_TOKEN_PATH names.
+    A gated model needs a token, either in HF_TOKEN or in the file specified by HF_TOKEN_PATH.
     """
     from shared.models.catalog_file import read_catalog
     from workers.prefetch import prefetch

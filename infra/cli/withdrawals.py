@@ -1,4 +1,4 @@
-"""`penstock models withdraw` and `withdrawn`: stops a revision from answering requests."""
+"""`penstock models withdraw` and `withdrawn`: stops a revision from serving requests."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def withdraw(
 ) -> None:
     """Stop a revision: reject new requests, fail waiting ones, and never use its cached results.
 
-    Whoever waits gets the error `model_withdrawn`, and is not charged.
+    Waiting callers get the error `model_withdrawn`, and are not charged.
     """
     from shared.stores.withdrawals import Withdrawal
 
@@ -51,7 +51,7 @@ def withdraw(
 def list_withdrawn(
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
 ) -> None:
-    """List the withdrawn revisions of all models."""
+    """List the revisions that have been withdrawn."""
     import msgspec
 
     from infra.text_table import table

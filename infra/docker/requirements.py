@@ -1,4 +1,4 @@
-"""Prints the requirements from pyproject.toml for the named extras or for the build.
+"""Prints the requirements from pyproject.toml, for the named extras or for the build.
 
 pip installs a project's dependencies only together with the project itself, whose image layer
 changes with every commit. For a workspace member, this prints the member's requirements.

@@ -1,4 +1,4 @@
-"""PromQL queries for the autoscaler: seconds of work in progress, arriving and waiting.
+"""PromQL queries for the autoscaler: seconds of work in progress, arriving, and waiting.
 
 There are three triggers; the highest one counts (decision 43):
 
@@ -8,12 +8,12 @@ a step before workers are busy with it, and starts the first worker.
 covers work that arrivals don't show: jobs from another region, and items that take longer than
 usual.
 - `messages`: unacknowledged messages in Pub/Sub, one to three minutes late (its metric is sampled
-  every 60 s and may stay invisible for 120 s more), or messages in the queues of a RabbitMQ, for
-  predictions that no API waits for. If no metric counts them, this trigger is omitted.
+  every 60 s and may stay invisible for 120 s more), or messages in RabbitMQ's queues, for
+  predictions that no API is waiting for. If no metric counts them, this trigger is omitted.
 
 Lost metrics never remove workers. A trigger without samples fails, so the HPA does not scale down.
-If a trigger loses some of its samples, another trigger keeps the count up. Worker metrics may be
-missing only for a model without recent requests.
+If a trigger loses some of its samples, another trigger keeps the worker count up. Worker metrics
+may be missing only for a model without recent requests.
 """
 
 from __future__ import annotations
@@ -33,7 +33,9 @@ PATIENT_SHARE = 0.5
 connection.
 """
 FRESH = "1m"
-"""Workers whose last sample is older are gone. Managed Prometheus has no staleness markers."""
+"""Workers whose last sample is older than this are considered gone. Managed Prometheus has no
+staleness markers.
+"""
 ARRIVED = "90s"
 """Arrivals are averaged over this period. A shorter period makes the count jump at random."""
 MEASURED = "30m"
@@ -46,9 +48,8 @@ QUIET = "10m"
 """A model that receives no requests for this long may have no workers."""
 
 UTILIZATION = 0.7
-"""Share of worker time used by arrivals.
-
-The rest absorbs random peaks, and growth while nodes are starting.
+"""Share of worker time to be used by arrivals. The rest absorbs random peaks, and growth while
+nodes are starting.
 """
 HPA_WAIT_SHARE = 0.3
 """Work waiting per worker, as a share of the default deadline, if no worker can be added."""
@@ -61,18 +62,18 @@ Until then the HPA keeps the count.
 
 @dataclass(frozen=True)
 class MetricSource:
-    """Labels that select a deployment's series for one region in a Prometheus."""
+    """Labels that select a deployment's series for one region in Prometheus."""
 
     deployment: Mapping[str, str]
     """Labels on all series of the deployment."""
     region: Mapping[str, str]
-    """Additional labels on series of the region."""
+    """Additional labels on the region's series."""
     messages: Callable[[str], str] | None
-    """Query for the number of messages waiting in a subscription. None: no metric counts them."""
+    """Query for the number of messages waiting in a subscription. None if no metric counts them."""
 
 
 def managed_prometheus(region: str) -> MetricSource:
-    """Google's Managed Prometheus, which adds the `location` label and has Pub/Sub's metrics."""
+    """Returns Google's Managed Prometheus, which has a `location` label and Pub/Sub's metrics."""
 
     def messages(subscription_id: str) -> str:
         name = "pubsub_googleapis_com:subscription_num_undelivered_messages"
@@ -84,7 +85,7 @@ def managed_prometheus(region: str) -> MetricSource:
 
 
 def own_prometheus(labels: Mapping[str, str], *, has_rabbitmq: bool) -> MetricSource:
-    """A Prometheus in which all series of the deployment have these labels.
+    """Returns a Prometheus in which all of the deployment's series have these labels.
 
     Args:
         labels: labels that the scrape adds. The whole deployment counts as one region there.
@@ -112,9 +113,9 @@ def patient_s(model: Model) -> float:
 class TriggerQueries:
     """PromQL queries for the workers of one or several models in one region.
 
-    Only requests from callers of this region count. Workers in all regions pull from one
-    subscription, and each region's autoscaler is responsible for its own callers and workers. So if
-    one region runs out of GPUs, workers elsewhere get busier and their number grows.
+    Only requests from callers in this region count. Workers in all regions pull from one
+    subscription, and each region's autoscaler is responsible for its own callers and workers. If
+    one region runs out of GPUs, workers elsewhere therefore get busier and their number grows.
 
     Requests for several models are added up, weighted by each model's seconds per item.
 
@@ -183,7 +184,7 @@ class TriggerQueries:
     def messages(self) -> str | None:
         """Returns seconds of work in waiting messages of both priorities.
 
-        None: no metric counts them.
+        None if no metric counts them.
         """
         count = self._source.messages
         if count is None:
@@ -227,7 +228,7 @@ def _add_up(parts: Iterable[str]) -> str:
 def keda_patch(
     group: WorkerGroup, worker: str, deployment: Deployment, processes: int
 ) -> dict[str, Any]:
-    """Returns the fields of a worker's ScaledObject beyond components/keda."""
+    """Returns the fields of a worker's ScaledObject that are not in components/keda."""
     queries = TriggerQueries(group.models, worker, _source(deployment), processes)
     triggers = [
         _trigger("arrivals", queries.arrivals(), UTILIZATION, deployment),

@@ -1,4 +1,4 @@
-"""Checks KEDA objects in a rendered file against KEDA's own models.
+"""Checks the KEDA objects in a rendered file against KEDA's models.
 
 check.sh runs this in the environment with the checkers.
 """
@@ -22,7 +22,7 @@ KINDS = {"ScaledObject": ScaledObject, "TriggerAuthentication": TriggerAuthentic
 def main() -> int:
     """Prints how many objects were checked.
 
-    An invalid one raises an error with the field and reason.
+    An invalid object raises an error with the field and reason.
     """
     checked = 0
     for document in yaml.safe_load_all(Path(sys.argv[1]).read_text(encoding="utf-8")):

@@ -18,7 +18,7 @@ GPU_TYPES_FILE = Path(__file__).parent / "gpus.yaml"
 
 
 class GpuType(BaseModel):
-    """A GPU type: its node label, machine type and zones, and the node resources per worker."""
+    """A GPU type: its node label, machine type, and zones, and the node resources per worker."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -32,10 +32,10 @@ class GpuType(BaseModel):
     disk_gb: int = Field(gt=0)
     ephemeral_gib: int = Field(gt=0)
     on_demand: bool = True
-    """True if it is available without spot, flex-start or a reservation."""
+    """True if it is available without spot, flex-start, or a reservation."""
     quota: str
     zones: dict[str, tuple[str, ...]]
-    """Letters of the zones that have this GPU, by region."""
+    """Letters of the zones that have this GPU, keyed by region."""
 
     def zones_in(self, region: str, among: Sequence[str] | None = None) -> tuple[str, ...]:
         """Returns the zones of `region` that have this GPU, limited to `among` if set."""
@@ -82,13 +82,13 @@ class Deployment(BaseModel):
     redis_url: str
     records_url: str
     rows_url: str = ""
-    """The bucket that workers write rows to. Empty: they write directly to BigQuery."""
+    """The bucket to which workers write rows. If empty, they write directly to BigQuery."""
     redis_cidrs: tuple[str, ...] = Field(min_length=1)
-    """IP addresses of both, for the network policy, in which an empty list would allow
-    everything.
+    """IP addresses of both Redis servers, for the network policy, in which an empty list would
+    allow everything.
     """
     audience: str = Field("", pattern=r"^(//iam\.googleapis\.com/\S+)?$")
-    """The audience of the workers' tokens. Empty on GKE, which needs no such tokens."""
+    """The workers' token audience. Empty on GKE, which needs no such tokens."""
     is_self_hosted: bool = False
     """True if the whole deployment is in a cluster outside Google (self_hosted.py)."""
     time_slicing: bool = False
@@ -96,27 +96,31 @@ class Deployment(BaseModel):
     settings: dict[str, str] = {}
     """Additional environment variables for the workers."""
     models: tuple[str, ...] | None = None
-    """Catalog models to run there. None: all."""
+    """Catalog models to run there. None means all of them."""
     spot: bool
     overflow: GpuTypeName | None
     """GPU type to use where the requested one is out of stock."""
     reservations: dict[GpuTypeName, GpuReservation] = {}
-    """Reservations by GPU type. They are used up first."""
+    """Reservations, keyed by GPU type. They are used up first."""
     weights_bucket: str | None = None
-    """The bucket filled by `penstock weights prefetch`. None: workers download from the hub."""
+    """The bucket filled by `penstock weights prefetch`. None means that workers download from the
+    Hub.
+    """
     hub_token: str | None = None
-    """The secret that holds a token for gated models on the hub."""
+    """The secret that contains a token for gated models on the Hub."""
     zones: tuple[str, ...] | None = None
-    """Zones for GPU nodes. None: all zones of the region that have the GPU."""
+    """Zones for GPU nodes. None means all zones in the region that have the GPU."""
     compute_classes: bool
     """True if nodes come from ComputeClasses instead of the node pools created by Terraform."""
     traces: dict[str, str] = {}
-    """OpenTelemetry variables for the workers. Empty: no spans are recorded."""
+    """OpenTelemetry variables for the workers. If empty, no spans are recorded."""
     image: str = Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")
     """The worker image, by digest or tag."""
     autoscaler: Literal["keda", "hpa"] = "keda"
     prometheus: OwnPrometheus | None = None
-    """The autoscaler's metrics. None: Managed Prometheus on GKE, and no autoscaler elsewhere."""
+    """The autoscaler's source of metrics. None means Managed Prometheus on GKE, and no autoscaler
+    elsewhere.
+    """
     buffer: int = Field(1, ge=0)
     """Number of warm places to keep for each GPU node class."""
     capacity_buffers: bool = False
@@ -126,7 +130,7 @@ class Deployment(BaseModel):
 
     @property
     def is_outside(self) -> bool:
-        """True if the cluster is outside Google, without GKE's nodes, metrics and identities."""
+        """True if the cluster is outside Google, without GKE's nodes, metrics, and identities."""
         return bool(self.audience) or self.is_self_hosted
 
     @property
@@ -172,7 +176,7 @@ def read_deployment(path: Path, region: str, **options: object) -> Deployment:
 
 @cache
 def read_gpu_types() -> dict[str, GpuType]:
-    """Returns the GPU types by the names used in models.yaml."""
+    """Returns the GPU types, keyed by the names used in models.yaml."""
     return TypeAdapter(dict[str, GpuType]).validate_python(
         yaml.safe_load(GPU_TYPES_FILE.read_text(encoding="utf-8"))
     )
@@ -184,7 +188,7 @@ def zones_with(
     """Returns the zones of a region whose nodes can have this GPU.
 
     Raises:
-        ConfigurationError: there are none. Terraform rejects the same configurations.
+        ConfigurationError: there are no such zones. Terraform rejects the same configurations.
     """
     if zones := gpu_types[type_].zones_in(region, among):
         return zones

@@ -68,13 +68,16 @@ def add_value(path: str, value: object) -> dict[str, Any]:
 
 
 def json_patch(kind: str, operations: list[dict[str, Any]], name: str = "") -> dict[str, Any]:
-    """Returns a patch for the object with this name. Without a name, for all of this kind."""
+    """Returns a patch for the object with this name.
+
+    Without a name, it is for all objects of this kind.
+    """
     target = {"kind": kind} | ({"name": name} if name else {})
     return {"target": target, "patch": dump_yaml(operations)}
 
 
 def label_of_pods(name: str, value: str) -> list[dict[str, Any]]:
-    """Returns the `labels` that add a label to objects, their pods and the selectors of pods."""
+    """Returns the `labels` that add a label to objects, their pods, and pod selectors."""
     return [{"pairs": {name: value}, "includeSelectors": True, "includeTemplates": True}]
 
 
@@ -85,7 +88,7 @@ def write_parts(
     components: Sequence[str] | None = None,
     **fields: Any,
 ) -> None:
-    """Writes the kustomization.yaml of a folder that changes parts of the tree, in order."""
+    """Writes the kustomization.yaml for a folder that changes parts of the tree, in order."""
     folder.mkdir(exist_ok=True)
     if components is not None:
         fields = {

@@ -1,4 +1,4 @@
-"""Writes the Kustomize overlay of a region: one folder per worker and per GPU node class.
+"""Writes a region's Kustomize overlay: one folder per worker and per GPU node class.
 
 Kustomize does the rest: `kubectl kustomize OUT` renders it, `kubectl apply -k OUT` applies it to a
 cluster, and the Terraform stage `workloads` reads the rendered file.
@@ -6,9 +6,9 @@ cluster, and the Terraform stage `workloads` reads the rendered file.
 Each GPU node class gets a ComputeClass and warm places. Workers outside Google have a Kubernetes
 token that is exchanged for a Google token (RFC 8693). The cluster's API server signs the Kubernetes
 token, the kubelet renews it, and Google checks it against the issuer in
-infra/terraform/platform/outside.tf. No key is created, copied or stored anywhere.
+infra/terraform/platform/outside.tf. No key is created, copied, or stored anywhere.
 
-A worker gets a hub model's weights from a mounted bucket, or from the hub itself. The bucket
+A worker gets a Hub model's weights from a mounted bucket, or from the Hub itself. The bucket
 contains copies made by `penstock weights prefetch`, in the layout of workers/models/source.py.
 Cloud Storage FUSE mounts one model's part of it into the pod, through a sidecar that GKE adds. Its
 file cache is on the node's disk and is filled by several downloads at once. Kernels that a worker
@@ -50,11 +50,11 @@ from shared.models.kubernetes_names import slug
 
 HUB = "hf:"
 BUCKETS = "gcsfuse.csi.storage.gke.io"
-"""Driver for volumes that are buckets."""
+"""Driver for volumes backed by buckets."""
 WEIGHTS_DIR = "/var/cache/penstock-weights"
 KERNELS_DIR, KERNELS_FOLDER = "/var/cache/penstock-kernels", "kernels"
 WORKER_ID = 10001
-"""User and group of the worker (infra/kubernetes/worker/deployment.yaml)."""
+"""The worker's user and group ID (infra/kubernetes/worker/deployment.yaml)."""
 TOKEN_DIR, TOKEN_FILE = "/var/run/penstock", "token"
 CACHE_VOLUME = "gke-gcsfuse-cache"
 """The sidecar uses a volume with this name for its file cache."""
@@ -83,7 +83,7 @@ HEALTH_PORT = 8081
 
 @dataclass(frozen=True)
 class Weights:
-    """The parts of a pod that provide its worker with weights."""
+    """The parts of a pod that make weights available to its worker."""
 
     annotations: dict[str, str]
     settings: dict[str, str]
@@ -98,7 +98,7 @@ NOTHING = Weights({}, {}, (), ())
 def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -> Weights:
     """Returns the source of the weights for one worker's models.
 
-    Only models and adapters from the Hub need any.
+    Only models and adapters from the Hub need one.
     """
     of_hub = [model for model in models if _repositories(model)]
     if not of_hub or deployment.is_outside:
@@ -115,7 +115,7 @@ def weights_of(models: Sequence[Model], deployment: Deployment, disk_mib: int) -
 
 
 def _repositories(model: Model) -> list[str]:
-    """Returns the hub repositories with its weights, controls, adapters and IP-Adapters."""
+    """Returns Hub repositories with the model's weights, controls, adapters, and IP-Adapters."""
     adapters = [adapter.source.split("/") for adapter in model.image.adapters.values()]
     sources = [source for source, _ in model.sources.values()]
     sources += ["/".join(parts[:2]) for parts in adapters]
@@ -167,7 +167,7 @@ def _compiles(model: Model) -> bool:
 
 
 def _with_kernels(weights: Weights, bucket: str) -> Weights:
-    """Adds a folder of the same bucket for compiled kernels.
+    """Adds a folder in the same bucket for compiled kernels.
 
     The worker may write only the part for its model (infra/terraform/platform/storage.tf).
     """
@@ -218,7 +218,7 @@ def hub_token_patch(deployment: Deployment) -> dict[str, Any]:
 def write_gpu_class(
     out: Path, gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> list[str]:
-    """Writes a class of GPU nodes: its ComputeClass, and the warm places on it."""
+    """Writes a GPU node class: its ComputeClass, and the warm places on it."""
     name, folders = gpu_class(gpu), []
     if deployment.compute_classes:
         folders.append(f"compute-class-{name}")
@@ -306,8 +306,8 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
             change does not restart other workers.
 
     Raises:
-        ConfigurationError: a model to run there is not in the catalog or is missing models that
-            share its workers, a worker's models do not fit on its GPU, or `out` is a folder that
+        ConfigurationError: a model to run there is not in the catalog, or models that share its
+            workers are missing; a worker's models do not fit on its GPU; or `out` is a folder that
             does not contain an overlay.
     """
     groups = _chosen(catalog, deployment)
@@ -355,7 +355,8 @@ def _chosen(catalog: Catalog, deployment: Deployment) -> list[WorkerGroup]:
 def _entries_of(group: WorkerGroup, catalog: Catalog, document: dict[str, Any]) -> dict[str, Any]:
     """Returns the entries that a worker needs: its models, and the flows it continues.
 
-    The worker that finishes a flow step publishes the next one, so it has the models for all steps.
+    The worker that finishes a flow step publishes the next one, so it needs the models for all
+    steps.
     """
     names = {model.public_name for model in group.models}
     flows = [flow for flow in catalog.flows if names & {model.name for model in flow.step_models}]
@@ -464,7 +465,7 @@ def _write_worker(
 
 
 def worker_settings(group: WorkerGroup, deployment: Deployment) -> dict[str, str]:
-    """Returns the environment of a worker, except for settings that depend on its node."""
+    """Returns a worker's environment, except for settings that depend on its node."""
     settings = {
         "HF_HOME": f"{CACHE_DIR}/hub",
         "HOME": "/tmp",
@@ -503,7 +504,7 @@ def _size_volumes(group: WorkerGroup, placement: Placement) -> Iterator[dict[str
 
 
 def _additional_startup_s(group: WorkerGroup, deployment: Deployment) -> int:
-    """Returns how many seconds models may take to start beyond the limit in the tree's probe."""
+    """Returns how many more seconds models may take to start than the limit in the tree's probe."""
     startup_s = float(deployment.settings.get("PENSTOCK_STARTUP_S", 0)) or group.startup_s
     return max(0, math.ceil(startup_s - DEFAULT_STARTUP_S))
 
@@ -511,7 +512,7 @@ def _additional_startup_s(group: WorkerGroup, deployment: Deployment) -> int:
 def _secret_variables(group: WorkerGroup) -> dict[str, Any]:
     """Returns container variables with the Kubernetes secrets that the worker's classes receive.
 
-    Not as files, because every class in the worker could read those.
+    They are not passed as files, because every class in the worker could read those.
     """
     texts = {text for model in group.models for text in model.secrets.values()}
     references = [SecretReference.parse(text) for text in sorted(texts)]

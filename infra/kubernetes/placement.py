@@ -64,7 +64,7 @@ class Placement:
 
     @property
     def cache_gib(self) -> int | None:
-        """The part of the node's disk for downloads. None: same as in the base."""
+        """The part of the node's disk for downloads. None means the same as in the base."""
         most = self.resources["limits"].get("ephemeral-storage")
         return None if most is None else int(most.removesuffix("Gi")) * 3 // 4
 
@@ -176,7 +176,7 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
     """Checks that all models that share a worker fit in its GPU's memory at the same time.
 
     Raises:
-        ConfigurationError: they don't fit, or one's memory need is not specified.
+        ConfigurationError: they don't fit, or a model's memory requirement is not specified.
     """
     if not group.is_shared or group.gpu.type == "none":
         return
@@ -203,7 +203,7 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
 
 
 def share_of(gpu: Gpu, gpu_types: dict[str, GpuType]) -> dict[str, str]:
-    """Returns one worker's CPU, memory and disk on a shared node."""
+    """Returns one worker's CPU, memory, and disk on a shared node."""
     node = gpu_types[gpu.type]
     return {
         "cpu": f"{node.cpu * 1000 // gpu.share}m",
@@ -219,7 +219,7 @@ def memory_mib(gpu: Gpu, gpu_types: dict[str, GpuType]) -> int:
 def leave_room(
     resources: dict[str, dict[str, str]], cpu_m: int, memory_mib: int
 ) -> dict[str, dict[str, str]]:
-    """Subtracts a sidecar's requests from the worker's, so no fewer pods fit on a node."""
+    """Subtracts a sidecar's requests from the worker's, so that just as many pods fit on a node."""
     requests = resources["requests"]
     cpu = f"{_milli(requests['cpu']) - cpu_m}m"
     memory = f"{_mib(requests['memory']) - memory_mib}Mi"
@@ -250,7 +250,7 @@ def _resources(share: dict[str, str], *, gpu: GpuType | None = None) -> dict[str
 def compute_class(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> dict[str, Any]:
-    """Returns a ComputeClass: reserved, spot, on demand, then the larger GPU. Or flex-start."""
+    """Returns a ComputeClass: reserved, spot, on demand, then the larger GPU; or flex-start."""
     # The CRD's word, which differs from the node label (`time-sharing`).
     sharing = {
         "gpuSharing": {"sharingStrategy": "TIME_SHARING", "maxSharedClientsPerGPU": gpu.share}

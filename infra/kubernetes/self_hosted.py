@@ -3,7 +3,8 @@
 Workers are the same as in every other cluster (overlay.py). The rest consists of the API, the batch
 runner, the functions, the row archive, any servers that the site does not provide itself, and the
 scrape configuration that lets the autoscaler's queries find our metrics in the site's Prometheus.
-Processes get addresses and the secrets that they read. Policies, ingress and volumes are also here.
+This module also provides processes with addresses and the secrets they read, and creates policies,
+ingress, and volumes.
 """
 
 from __future__ import annotations
@@ -61,20 +62,20 @@ OBJECTS_DIR = "/var/lib/penstock/objects"
 CREDENTIALS_DIR = "/etc/penstock-google"
 KEYS_URL = "file:///etc/penstock-keys/keys.json"
 NO_NETWORK = ("127.0.0.1/32",)
-"""Addresses for a Redis in the cluster. Its pods are selected by label instead."""
+"""Addresses used for a Redis in the cluster, whose pods are selected by label instead."""
 
 CLIENTS = ("api", "batches", "functions", "row-archive")
 
 SCRAPE_FILE = "scrape.yaml"
 TIME_SLICING_FILE = "time-slicing.yaml"
 INTERVAL = "10s"
-"""Scrape interval, the same as in Managed Prometheus. The queries look at a minute of samples."""
+"""Scrape interval, the same as in Managed Prometheus. The queries cover a minute of samples."""
 _LABEL = "__meta_kubernetes_pod_label_"
 _PORT = "__meta_kubernetes_pod_container_port_name"
 
 
 def server_patches(site: SelfHostedSite) -> dict[str, list[dict[str, Any]]]:
-    """Returns the servers that run there by name, with JSON patches (RFC 6902) of StatefulSets."""
+    """Returns the servers that run there, by name, with JSON patches for StatefulSets."""
     patches: dict[str, list[dict[str, Any]]] = {}
     if isinstance(site.broker, EmbeddedBroker):
         patches["pubsub"] = _volume_patch(site.broker.volume)
@@ -116,7 +117,7 @@ def write_server(
 
 
 def write_network(folder: Path, site: SelfHostedSite) -> None:
-    """Writes the folder of network policies, with the private addresses named by the site."""
+    """Writes the folder with network policies, including the site's private addresses."""
     rules = []
     if isinstance(site.broker, RabbitBroker):
         rules.append(_egress(site.broker.networks, site.broker.port))
@@ -232,7 +233,7 @@ def _endpoints(site: SelfHostedSite) -> dict[str, str]:
 
 
 def client_settings(site: SelfHostedSite) -> dict[str, str]:
-    """Returns the environment of the API, batch runner and functions.
+    """Returns the environment for the API, batch runner, and functions.
 
     Other variables are in their images.
     """
@@ -262,9 +263,9 @@ def client_settings(site: SelfHostedSite) -> dict[str, str]:
 
 
 def secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
-    """Returns the source of the variable that names a RabbitMQ.
+    """Returns the source of the variable with RabbitMQ's URL.
 
-    Empty: the broker is a different one.
+    Empty if the broker is a different one.
     """
     if not isinstance(site.broker, RabbitBroker):
         return []
@@ -272,7 +273,7 @@ def secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
 
 
 def write_clients(folder: Path, site: SelfHostedSite, models_file: Path) -> None:
-    """Writes the folder of the clients that run there, all with the same settings."""
+    """Writes the folder with the clients that run there, all with the same settings."""
     names = _running(site)
     folder.mkdir()
     text = yaml.safe_dump(inline_interfaces(models_file), sort_keys=False)
@@ -350,7 +351,7 @@ def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
 
 
 def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
-    """Returns a container that creates topics, subscriptions and tables before the API starts."""
+    """Returns a container that creates topics, subscriptions, and tables before the API starts."""
     pushed = isinstance(site.broker, EmbeddedBroker)
     return {
         "name": "provision",

@@ -33,7 +33,7 @@ _OCTET = "(25[0-5]|2[0-4][0-9]|1?[0-9]?[0-9])"
 _IPV4 = rf"({_OCTET}\.){{3}}{_OCTET}(/(3[0-2]|[12]?[0-9]))?"
 _IPV6 = "[0-9A-Fa-f:.]*:[0-9A-Fa-f:.]*(/[0-9]{1,3})?"
 _NETWORK = f"^({_IPV4}|{_IPV6})$"
-"""A regular expression can't check that all host bits are 0.
+"""A network in CIDR notation. A regular expression can't check that all host bits are 0.
 
 Kubernetes accepts such addresses too.
 """
@@ -72,7 +72,7 @@ class _Part(BaseModel):
 
 
 class Images(_Part):
-    """Our images, which infra/docker builds. Redis comes from elsewhere."""
+    """Our images, which infra/docker builds. The Redis image comes from elsewhere."""
 
     api: Image
     functions: Image
@@ -86,7 +86,7 @@ class SiteVolume(_Part):
 
     size: Size
     storage_class: Name | None = None
-    """None: the cluster's default."""
+    """None means the cluster's default."""
 
 
 class EmbeddedBroker(_Part):
@@ -110,11 +110,11 @@ class GoogleBroker(_Part):
     )
     kind: Literal["google"]
     inbox_pool: int = Field(0, ge=0, le=1000)
-    """Number of reply inboxes that Terraform created for this cluster. 0: each API creates its own,
-    which requires a permission for its account.
+    """Number of reply inboxes that Terraform created for this cluster. If 0, each API creates its
+    own inbox, which requires a permission for its account.
     """
     inbox_first: int = Field(0, ge=0)
-    """Number of the first inbox."""
+    """The first inbox's number."""
     inbox_slots: int = Field(8, ge=1, le=200)
     """Reply slots that the API uses in each inbox.
 
@@ -138,7 +138,7 @@ class RabbitBroker(_Part):
     It is a secret because the URL contains a password.
     """
     networks: tuple[Network, ...] = Field(min_length=1)
-    """Its addresses, for the network policies."""
+    """The server's addresses, for the network policies."""
     port: int = Field(5672, ge=1, le=65535)
 
 
@@ -150,7 +150,7 @@ class EmbeddedRows(_Part):
     archive: bool = False
     """True if rows go to the object store first, as Parquet files below `usage/`.
 
-    Then losing the volume loses no rows.
+    In that case, no rows are lost if the volume is lost.
     """
 
 
@@ -179,7 +179,7 @@ class GivenRedis(_Part):
     url: str = Field(pattern=r"^rediss?://[^\s@/]+(/[0-9]+)?$")
     """URL without a password, because it is stored in a ConfigMap."""
     networks: tuple[Network, ...] = Field(min_length=1)
-    """Its addresses, for the network policies."""
+    """The server's addresses, for the network policies."""
 
     @property
     def port(self) -> int:
@@ -206,7 +206,7 @@ class BucketObjects(_Part):
     not Amazon's.
     """
     networks: tuple[Network, ...] = ()
-    """Private addresses of the store, for the network policies."""
+    """The store's private addresses, for the network policies."""
     port: int = Field(443, ge=1, le=65535)
 
 
@@ -222,10 +222,10 @@ class Invoices(_Part):
     """Invoice terms, for the API and the functions."""
 
     seller: str = ""
-    """Name and address, in lines. Empty: none is shown."""
+    """Name and address, one per line. Not shown if empty."""
     tax_name: str = "Tax"
     tax_percent: float = Field(0, ge=0, le=100)
-    """Tax added to the total. 0: invoices have no tax line."""
+    """Tax added to the total. If 0, invoices have no tax line."""
 
 
 class Ingress(_Part):
@@ -234,8 +234,8 @@ class Ingress(_Part):
     host: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}$")]
     class_name: Name
     tls_secret: Name
-    """A Secret with the certificate of `host`. cert-manager writes it if `annotations` ask for
-    that.
+    """A Secret with the certificate of `host`. cert-manager writes the Secret if `annotations` ask
+    for that.
     """
     namespace: Name
     """Namespace of the controller, whose pods may reach the API."""
@@ -245,12 +245,12 @@ class Ingress(_Part):
 
 
 class Autoscaling(_Part):
-    """Autoscaling of workers by load. Requires KEDA 2.17 or later in the cluster."""
+    """Load-based worker autoscaling. Requires KEDA 2.17 or later in the cluster."""
 
     prometheus: str = Field(pattern=r"^https?://[^\s@/?#]+(/[^\s/?#]+)*$")
     """URL for its queries, which need no credentials."""
     labels: dict[LabelName, LabelValue] | None = None
-    """Labels that select the deployment's series. None: its `namespace`."""
+    """Labels that select the deployment's series. None means its `namespace`."""
 
 
 class Google(_Part):
@@ -297,14 +297,14 @@ class SelfHostedSite(_Part):
     batches: bool = True
     """True to run a batch runner."""
     ingress: Ingress | None = None
-    """None: no Ingress is created, and the Service `api` is reached in another way."""
+    """If None, no Ingress is created, and the Service `api` is reached in some other way."""
     google: Google | None = None
     time_slicing: bool = False
     """True if GPU nodes have the label `nvidia.com/device-plugin.config`, which sets how many
     workers share a GPU. Otherwise workers may run on any node with a GPU.
     """
     autoscaling: Autoscaling | None = None
-    """None: each model has `replicas.min` workers, but at least one."""
+    """If None, each model has `replicas.min` workers, but at least one."""
 
     @model_validator(mode="after")
     def _can_reach_google(self) -> SelfHostedSite:
@@ -333,10 +333,10 @@ KINDS: dict[str, dict[str, type[BaseModel]]] = {
 
 
 def site_schema() -> dict[str, Any]:
-    """Returns the JSON schema (2020-12) of a site file. It accepts the same files as `read_site`.
+    """Returns the JSON schema (2020-12) for a site file. It accepts the same files as `read_site`.
 
-    Alternatives are conditions on `kind`, so that a validator names the invalid field of the
-    selected one instead of reporting that none of them matches.
+    Alternatives are conditions on `kind`, so that a validator names the invalid field in the
+    selected alternative instead of reporting that none of them matches.
     """
     schema: dict[str, Any] = _conditional(SelfHostedSite.model_json_schema())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema

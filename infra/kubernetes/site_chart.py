@@ -1,12 +1,13 @@
-"""`python -m infra.kubernetes.site_chart`: a Helm chart of a whole deployment outside Google.
+"""`python -m infra.kubernetes.site_chart`: a Helm chart for a whole deployment outside Google.
 
-Its values are the fields of a site file, and its schema comes from the site's models (site.py). So
-`helm install --values site.yaml` accepts the same file as self_hosted.py and creates the same
-objects. The chart contains the models' objects, so like the images, it is for one catalog.
+Its values are the fields of a site file, and its schema comes from the site's models (site.py). As
+a result, `helm install --values site.yaml` accepts the same file as self_hosted.py and creates the
+same objects. The chart contains the models' objects so, like the images, it is specific to one
+catalog.
 
 The templates are not written by hand. Kustomize renders the overlays of a site in which every value
 is a placeholder mark. Each mark is replaced by its value's template expression, and objects that
-only some sites have get a condition. So any change to the tree also reaches the chart.
+only some sites have get a condition. Any change to the tree therefore also reaches the chart.
 """
 
 from __future__ import annotations
@@ -113,7 +114,8 @@ _CONDITIONS = {
     "redis": 'eq .Values.redis.kind "embedded"',
     "row-archive": "$site.rows.archive",
 }
-"""Conditions for the objects with this name, except its policy. Other objects are in every site."""
+"""Conditions for the objects with this name, except policies. All other objects are in every site.
+"""
 _SERVERS = f'not (and ({OF_GOOGLE}) (eq .Values.rows.kind "google"))'
 """The condition in SelfHostedSite.has_servers."""
 
@@ -193,7 +195,7 @@ def _render_objects(catalog: Catalog, models_file: Path, fields: dict[str, Any])
 
 
 def default_values() -> dict[str, Any]:
-    """Returns the fields of a site that have a default, except for parts with a `kind`."""
+    """Returns the site fields that have a default, except for parts with a `kind`."""
     site = SelfHostedSite.model_fields
     values = {
         name: field.get_default(call_default_factory=True)
@@ -223,7 +225,7 @@ def _defaults_of_kinds() -> dict[str, dict[str, dict[str, Any]]]:
 
 
 def _parts(own: Objects, scaled: Objects) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Yields the file name, the condition ("" for none) and the object of each template."""
+    """Yields each template's file name, condition ("" for none), and object."""
     over_rabbitmq = {_key(manifest): manifest for manifest in scaled}
     for manifest in own:
         kind, name = manifest["kind"], manifest["metadata"]["name"]

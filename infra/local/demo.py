@@ -1,7 +1,7 @@
 """`penstock demo`: starts the stack, sends requests with the `openai` client, prints the results.
 
-Every printed figure is measured. The demo ends with an error if a result is wrong. It generates
-text if the `text` extra and its model are installed.
+Every printed figure is measured. The demo fails with an error if a result is wrong. It also
+generates text if the `text` extra and its model are installed.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ SENTENCES = (
 )
 """The sentences in each pair have about the same meaning."""
 SHAPES = "package:models/shapes/pipeline"
-"""Source of the shipped image model, whose images can be checked."""
+"""Source of the bundled image model, whose images can be checked."""
 SEED = 7
 PROMPT = "a large red circle on a white background"
 EDIT_PROMPT = "a large blue circle on a white background"
@@ -83,7 +83,7 @@ PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
 
 
 class StreamedAnswer(NamedTuple):
-    """A streamed chat answer."""
+    """A streamed chat response."""
 
     text: str
     pieces: int
@@ -112,10 +112,10 @@ def with_text_model(models_file: Path, catalog_file: Path) -> Path:
 
 
 def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
-    """Asks QUESTION and reads the answer as a stream.
+    """Asks QUESTION and reads the response as a stream.
 
     Raises:
-        OpenAIError: there was no answer.
+        OpenAIError: there was no response.
     """
     began_s = time.perf_counter()
     pieces: list[tuple[float, str]] = []
@@ -159,10 +159,10 @@ def run_demo(
     edit_prompt: str = EDIT_PROMPT,
     broker: Broker = "pubsub",
 ) -> int:
-    """Runs the demo. Images, logs and rows are left in `demo_dir`.
+    """Runs the demo. Images, logs, and rows are left in `demo_dir`.
 
     Args:
-        demo_dir: its contents are deleted first.
+        demo_dir: folder whose contents are deleted first.
 
     Raises:
         PenstockError: a process did not start, or a result was missing or wrong.
@@ -195,7 +195,7 @@ def _settings(state_dir: Path) -> dict[str, str]:
 
 
 class Visitor:
-    """A client of the stack, which calls the API and measures how long each call takes."""
+    """A client for the stack, which calls the API and measures how long each call takes."""
 
     def __init__(self, stack: Stack, catalog: Catalog) -> None:
         self._stack = stack

@@ -39,7 +39,7 @@ from shared.stores.redis_client import find_eviction_fault
 
 FREE_DISK_BYTES = 2 * 1024**3
 FREE_MEMORY_BYTES = 2 * 1024**3
-"""The stack with the shipped models takes about 1.5 GB."""
+"""Minimum free memory. The stack with the bundled models takes about 1.5 GB."""
 REACH_LIMIT_S = 5.0
 _PLACES = {
     "project",
@@ -71,7 +71,8 @@ async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
     """Checks the subscriptions of every inbox that an instance may lease.
 
     Raises:
-        Unavailable: some are missing. An instance that leases such an inbox never becomes ready.
+        Unavailable: some subscriptions are missing. An instance that leases such an inbox never
+            becomes ready.
         PenstockError: see the admin's calls.
     """
     pool = range(settings.inbox_first, settings.inbox_first + settings.inbox_pool)
@@ -95,7 +96,7 @@ async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of one check. It passed if there is no `fix`."""
+    """The result of one check, which passed if there is no `fix`."""
 
     what: str
     facts: str
@@ -103,7 +104,7 @@ class Diagnosis:
 
 
 def report(diagnoses: Iterable[Diagnosis], *, as_json: bool = False) -> int:
-    """Prints every finding. Returns 1 if any of them needs a fix."""
+    """Prints every finding. Returns 1 if any finding needs a fix."""
     missing, findings = 0, list[dict[str, str]]()
     for finding in diagnoses:
         missing += bool(finding.fix)

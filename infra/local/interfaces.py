@@ -56,7 +56,7 @@ class Inspection:
         self._process.wait()
 
     def end(self) -> list[str]:
-        """Stops the inspection if it is running. Returns lines to show to the user.
+        """Stops the inspection if it is running, and returns lines to show to the user.
 
         Raises:
             ConfigurationError: the class can't be served. The message contains the reason.
@@ -104,7 +104,7 @@ def refresh_interfaces(models_file: Path, say: Callable[[str], None]) -> None:
 def local_classes(models_file: Path) -> Iterator[LocalClass]:
     """Yields the local classes.
 
-    Yields nothing if the catalog can't be read; its reader reports that.
+    Yields nothing if the catalog can't be read, because its reader reports that.
     """
     try:
         document: Any = yaml.safe_load(models_file.read_text(encoding="utf-8"))

@@ -1,4 +1,4 @@
-"""A process of the local stack in its own process group, with a log file and a stop limit.
+"""A process in the local stack, in its own process group, with a log file and a stop limit.
 
 It is killed when the process that started it exits, for whatever reason (infra/local/reaper.py).
 """
@@ -39,17 +39,17 @@ _ANY_CERTIFICATE.verify_mode = ssl.CERT_NONE
 
 
 class Process:
-    """A running program. Entering the context starts it, leaving it stops it.
+    """A running program. Entering the context starts the program, and leaving it stops the program.
 
     Once it has exited, it remains a zombie until it is stopped or started again, so that no other
-    process gets its id, which is also its group's id (except on macOS before Python 3.13, see
+    process gets its ID, which is also its group's ID (except on macOS before Python 3.13, see
     `exit_code`).
 
     Args:
         log_dir: folder of `<name>.log`, which contains both output streams and is overwritten at
             the first start. Later starts append to the file, so it still contains the reason for
             the last exit.
-        environment: the process's complete environment. None: this process's variables.
+        environment: the process's complete environment. None means this process's variables.
         stop_limit_s: seconds from SIGTERM until its whole group is killed.
     """
 
@@ -121,8 +121,8 @@ class Process:
         """Waits until `is_ready` returns true.
 
         Raises:
-            Unavailable: it exited first, or was stopped after `limit_s` seconds. The message
-                contains the end of its log.
+            Unavailable: the process exited first, or was stopped after `limit_s` seconds. The
+                message contains the end of its log.
         """
         deadline_s = time.monotonic() + limit_s
         while not is_ready():
@@ -138,7 +138,7 @@ class Process:
             time.sleep(POLL_S)
 
     def wait_ready_or_stop(self, is_ready: Callable[[], bool], limit_s: float) -> None:
-        """Waits as `wait_ready` does. Also stops it if the wait is interrupted."""
+        """Waits as `wait_ready` does. Also stops the process if the wait is interrupted."""
         try:
             self.wait_ready(is_ready, limit_s)
         except BaseException:
@@ -146,10 +146,11 @@ class Process:
             raise
 
     def wait_done(self, limit_s: float) -> None:
-        """Waits until it exits with code 0.
+        """Waits until the process exits with code 0.
 
         Raises:
-            Unavailable: it exited with another code, or not within `limit_s` seconds. The message
+            Unavailable: it exited with a different code, or not within `limit_s` seconds. The
+                message
             contains the end of its log.
         """
         deadline_s = time.monotonic() + limit_s
@@ -164,7 +165,7 @@ class Process:
 
     @property
     def ending(self) -> str:
-        """Returns how it exited, for messages."""
+        """Describes how the process exited, for messages."""
         code = self.exit_code
         if code is None:
             return "is running" if self._popen else "was not started"
@@ -182,7 +183,10 @@ class Process:
             self.send_signal(signal.SIGCONT)
 
     def stop(self) -> None:
-        """Sends SIGTERM, then kills its group. Does nothing if it was not started."""
+        """Sends SIGTERM, then kills the process group.
+
+        Does nothing if the process was not started.
+        """
         self.ask_to_stop()
         try:
             self._ends_within(self.stop_limit_s)
@@ -195,7 +199,7 @@ class Process:
                 popen.wait(KILL_LIMIT_S)
 
     def kill(self) -> None:
-        """Kills it with SIGKILL, like a crash. Its children are not killed.
+        """Kills the process with SIGKILL, like a crash. Its children are not killed.
 
         Raises:
             Unavailable: it is not running, or did not exit within KILL_LIMIT_S.
@@ -205,14 +209,14 @@ class Process:
             raise Unavailable(f"{self.name} did not exit within {KILL_LIMIT_S:g} s of SIGKILL")
 
     def pause(self) -> None:
-        """Freezes it like a machine that hangs: connections stay open, but nothing responds."""
+        """Freezes the process like a hung machine: connections stay open, but nothing responds."""
         self.send_signal(signal.SIGSTOP)
 
     def resume(self) -> None:
         self.send_signal(signal.SIGCONT)
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Sends it a signal.
+        """Sends a signal to the process.
 
         Raises:
             Unavailable: it is not running.
@@ -225,7 +229,10 @@ class Process:
 
     @property
     def exit_code(self) -> int | None:
-        """Its exit code, negative for a signal. None: it is running, or was not started."""
+        """The exit code, negative for a signal.
+
+        None if the process is running or was not started.
+        """
         popen = self._popen
         if popen is None or popen.returncode is not None or not hasattr(os, "waitid"):
             return None if popen is None else popen.poll()
@@ -238,7 +245,7 @@ class Process:
         return ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
 
     def _ends_within(self, limit_s: float) -> bool:
-        """Waits up to `limit_s` seconds for it to exit. Returns whether it has exited."""
+        """Waits up to `limit_s` seconds for the process to exit. Returns whether it has exited."""
         deadline_s, pause_s = time.monotonic() + limit_s, POLL_S / 32
         while self.is_running:
             if time.monotonic() > deadline_s:
@@ -249,7 +256,7 @@ class Process:
 
     @property
     def last_line(self) -> str:
-        """The last line of its log, truncated. Empty if the log is empty."""
+        """The last line of the log, truncated. Empty if the log is empty."""
         with contextlib.suppress(OSError), self.log_path.open("rb") as log:
             log.seek(max(0, log.seek(0, os.SEEK_END) - LAST_LINE_BYTES))
             # A carriage return also ends a line, because progress bars overwrite themselves.
@@ -260,7 +267,7 @@ class Process:
         return ""
 
     def last_words(self) -> str:
-        """Returns the end of its log, to append to an error message."""
+        """Returns the end of the log, to append to an error message."""
         log = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
         if said := log.strip().splitlines()[-LAST_LINES:]:
             return "; " + "\n  ".join([f"the end of {self.log_path}:", *said])
@@ -285,7 +292,7 @@ def listens(port: int, host: str = "127.0.0.1") -> bool:
 def answers(port: int, path: str, *, host: str = "127.0.0.1", tls: bool = False) -> bool:
     """Returns whether GET `path` on `port` of `host`, on this machine, returns status 200.
 
-    With `tls` any certificate is accepted, because it is for the name used by other machines.
+    With `tls`, any certificate is accepted, because it is for the name that other machines use.
     """
     connection = (
         http.client.HTTPSConnection(host, port, timeout=ANSWER_LIMIT_S, context=_ANY_CERTIFICATE)

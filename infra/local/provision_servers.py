@@ -1,4 +1,4 @@
-"""`penstock provision`: creates topics, subscriptions and tables on embedded or local servers.
+"""`penstock provision`: creates topics, subscriptions, and tables on embedded or local servers.
 
 The local stack does the same when it starts. Deployments whose servers run in containers run this
 before the API starts. On Google's servers, Terraform creates them.
@@ -38,7 +38,7 @@ EVENT_RETENTION_S = 24 * 3600
 
 CONNECT_LIMIT_S = 5.0
 TAKEN = "taken:"
-"""Used in place of the functions' URL: with RabbitMQ the functions pull their messages."""
+"""Used in place of the functions' URL, because with RabbitMQ the functions pull their messages."""
 
 
 async def provision(
@@ -51,7 +51,7 @@ async def provision(
             dead-letter topic.
         inbox_pool: number of reply inboxes to create, numbered from 0.
         slots: number of filtered subscriptions per inbox.
-        functions_url: URL of the functions, each at its own path. Empty: no functions run.
+        functions_url: URL of the functions, each at its own path. Empty if no functions run.
 
     Raises:
         PenstockError: the broker rejected the request or did not respond.
@@ -96,10 +96,10 @@ def provision_servers(
     """Creates missing resources on each local server. Changes nothing that exists.
 
     Args:
-        settings: endpoints of the servers. A server without an endpoint is Google's, and is left
+        settings: the servers' endpoints. A server without an endpoint is Google's, and is left
             alone.
-        functions_url: URL to which Pub/Sub pushes dead letters and webhooks. Empty: it pushes
-            nothing.
+        functions_url: URL to which Pub/Sub pushes dead letters and webhooks. If empty, nothing is
+            pushed.
         limit_s: maximum wait for the servers, in seconds.
 
     Raises:

@@ -40,7 +40,7 @@ descriptor through which the reaper is notified of children.
 
 
 def child_marks() -> dict[str, str]:
-    """Returns the variables that a child needs in its environment to be killed with this process.
+    """Returns variables that a child needs in its environment to be killed with this process.
 
     The first call starts the program that waits for this process to exit.
     """
@@ -70,7 +70,7 @@ def _is_supported() -> bool:
 
 
 def _start(mark: str) -> int:
-    """Starts the program. Returns the descriptor to write the ids of children to."""
+    """Starts the program. Returns the descriptor to which to write children's IDs."""
     # It has no mark because it exits on its own, after the process that it waits for.
     environment = {name: value for name, value in os.environ.items() if name != VARIABLE}
     theirs, ours = os.pipe()
@@ -151,7 +151,7 @@ def _forget_ended(children: dict[int, int]) -> None:
 
 
 def _open_marked(mark: bytes, excluded: Container[int]) -> dict[int, int]:
-    """Opens the processes that have `mark`. Returns their descriptors by id."""
+    """Opens the processes that have `mark`. Returns their descriptors, keyed by ID."""
     processes = {}
     for name in os.listdir("/proc"):
         if not name.isdigit() or int(name) in excluded:

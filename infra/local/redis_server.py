@@ -78,10 +78,10 @@ class RedisServer(Process):
         return f"redis://127.0.0.1:{self.port}/0"
 
     def start(self) -> None:
-        """Starts it and waits until it answers PING.
+        """Starts Redis and waits until it responds to PING.
 
         Raises:
-            Unavailable: it exited, or did not answer in time.
+            Unavailable: it exited, or did not respond in time.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         super().start()
@@ -89,7 +89,7 @@ class RedisServer(Process):
 
 
 def answers_ping(port: int) -> bool:
-    """Returns whether a Redis on this machine answers PING on `port` within a second."""
+    """Returns whether a Redis on this machine responds to PING on `port` within a second."""
     try:
         with socket.create_connection(("127.0.0.1", port), timeout=1.0) as connection:
             connection.sendall(b"PING\r\n")

@@ -22,9 +22,8 @@ from shared.errors import ConfigurationError, Unavailable
 
 LOOK_EVERY_S = 0.5
 SETTLED_S = 0.4
-"""An editor may write several files.
-
-The class is inspected when none of them has changed for this long.
+"""The class is inspected once none of its files has changed for this long, because an editor may
+write several files.
 """
 SUFFIXES = frozenset({".py", ".pyi", ".txt", ".yaml"})
 LEFT_OUT = frozenset({"__pycache__", "node_modules", "venv", "site-packages"})
@@ -35,7 +34,7 @@ Stamp = frozenset[tuple[str, int, int]]
 
 
 def stamp_of(folder: Path) -> Stamp:
-    """Returns the names, times and sizes of files that may affect a class's behavior."""
+    """Returns the names, times, and sizes of files that may affect a class's behavior."""
     files: set[tuple[str, int, int]] = set()
     for place, folders, names in os.walk(folder.expanduser()):
         folders[:] = [name for name in folders if not name.startswith(".") and name not in LEFT_OUT]
@@ -47,7 +46,7 @@ def stamp_of(folder: Path) -> Stamp:
 
 
 class Reloader:
-    """Checks for changed sources. Its owner calls `look` periodically."""
+    """Checks for changed sources. The owner calls `look` periodically."""
 
     def __init__(
         self,

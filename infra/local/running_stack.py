@@ -2,7 +2,7 @@
 
 `up` holds a lock on `stack.lock` in its state folder, which the system releases no matter how `up`
 exits. While the file is locked, `stack.json` in the same folder contains the stack's settings and
-process ids.
+process IDs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ PLACES = frozenset(
 
 @dataclass(frozen=True)
 class RunningStack:
-    """The contents of stack.json: the stack's `PENSTOCK_*` variables, and its process ids."""
+    """The contents of stack.json: the stack's `PENSTOCK_*` variables, and its process IDs."""
 
     settings: dict[str, str]
     processes: dict[str, int]

@@ -1,7 +1,7 @@
 """The whole pipeline on one machine, as real processes.
 
 The code is the same as in the cloud; only endpoints, set by environment variables, differ. It is
-used by `penstock up`, `penstock demo` and the end-to-end tests. The first start creates persistent
+used by `penstock up`, `penstock demo`, and the end-to-end tests. The first start creates persistent
 signing keys for the API and functions, and builds missing optimized graphs while everything else
 starts.
 """
@@ -82,7 +82,7 @@ def load_secrets(state_dir: Path) -> dict[str, str]:
 
 
 def graph_commands(catalog: Catalog) -> dict[str, list[str]]:
-    """Returns the command that builds each model's graphs, by model name.
+    """Returns the command that builds each model's graphs, keyed by model name.
 
     Omits models without graphs.
     """
@@ -114,7 +114,7 @@ def await_graphs(
     """Yields model names as their graph builders finish. Without graphs, torch serves a model.
 
     Args:
-        report: receives a word and details of each builder that is slow or fails.
+        report: receives a word and details for each builder that is slow or fails.
     """
     for name, maker in makers.items():
         if maker.is_running:  # not if the graphs exist, which takes half a second to check
@@ -166,8 +166,9 @@ class Stack:
         self.log_dir = self.state_dir / LOG_FOLDER
         self.ports = ports
         self.processes: dict[str, Process] = {}
-        """The processes by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
-        batches, functions, row-archive."""
+        """The processes, keyed by name: redis, pubsub or rabbitmq, bigquery, worker-<model>, api,
+        batches, functions, row-archive.
+        """
         self.workers: dict[str, str] = {}
         """Names of the processes that serve each model, by model name."""
         self._given = dict(settings or {})
@@ -214,7 +215,7 @@ class Stack:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The settings shared by every process of this stack, for starting another one."""
+        """The settings that all of this stack's processes share, for starting another process."""
         return self._make.environment
 
     @property
@@ -352,7 +353,7 @@ class Stack:
             self._await(name, f"127.0.0.1:{port}")
 
     def _start_makers(self, undo: ExitStack, catalog: Catalog) -> dict[str, Process]:
-        """Starts building the optimized graphs that are missing, by model name."""
+        """Starts building missing optimized graphs. Returns the builders, keyed by model name."""
         commands = graph_commands(catalog)
         return {
             name: undo.enter_context(self._make.module(f"optimize-{name}", command))
@@ -366,7 +367,7 @@ class Stack:
         health: Sequence[int],
         makers: Mapping[str, Process],
     ) -> None:
-        """Starts the API, the functions and the workers, each as early as possible.
+        """Starts the API, the functions, and the workers, each as early as possible.
 
         A worker whose model has no graphs yet starts last. It measures backends on this machine, so
         it waits until nothing else is starting.
@@ -412,7 +413,7 @@ class Stack:
                 missing.discard(optimized)
 
     def _make_workers(self, catalog: Catalog, health: Sequence[int]) -> dict[str, Process]:
-        """Returns the workers by group name. None of them is started."""
+        """Returns the workers, keyed by group name, without starting them."""
         override_s = read_settings(WorkerSettings, model="", **self._fields).startup_s
         workers: dict[str, Process] = {}
         for group, port in zip(catalog.worker_groups, health, strict=True):
@@ -445,7 +446,7 @@ class Stack:
         self.report("ready", f"{name} · {facts}")
 
     def _reporting(self, name: str, is_ready: Callable[[], bool]) -> Callable[[], bool]:
-        """Returns `is_ready`, which also reports a slow process after 10, 20, 40 s and so on."""
+        """Returns an `is_ready` that also reports a slow process after 10, 20, 40 s, and so on."""
         began_s = time.monotonic()
         next_s = began_s + PROGRESS_S
 
@@ -464,7 +465,10 @@ class Stack:
 
 @contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Stopping has its own limits. A second Ctrl-C must not leave processes behind."""
+    """Ignores interrupts while stopping, which has its own limits.
+
+    A second Ctrl-C must not leave processes behind.
+    """
     if threading.current_thread() is not threading.main_thread():
         yield
         return

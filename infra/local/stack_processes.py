@@ -1,4 +1,4 @@
-"""The processes of the local stack: commands, settings and stop limits.
+"""The local stack's processes: commands, settings, and stop limits.
 
 RabbitMQ is a real server, installed as a package of this machine.
 """
@@ -22,9 +22,8 @@ from shared.settings import environment_with
 START_LIMIT_S = 120.0
 STOP_LIMIT_S = 30.0
 CONSUMER_TIMEOUT_S = 2 * 3600
-"""Maximum time that a message may be held.
-
-It exceeds any deadline, so jobs are never taken away.
+"""Maximum time, in seconds, that a message may be held. It exceeds any deadline, so jobs are never
+taken away.
 """
 _SERVER = "PENSTOCK_RABBITMQ_SERVER"
 """Variable with the script's path, to use a different version than the installed package."""
@@ -42,7 +41,7 @@ def find_rabbitmq_server() -> Path:
     """Returns the `rabbitmq-server` script to start: PENSTOCK_RABBITMQ_SERVER, or the package's.
 
     Raises:
-        ConfigurationError: it was not found.
+        ConfigurationError: the script was not found.
     """
     chosen = os.environ.get(_SERVER)
     if chosen and not os.access(chosen, os.X_OK):
@@ -89,14 +88,14 @@ class RabbitServer(Process):
 
     @property
     def url(self) -> str:
-        """The value of its clients' `broker` setting."""
+        """The value for clients' `broker` setting."""
         return f"rabbitmq://guest:guest@127.0.0.1:{self.port}/"
 
     def start(self) -> None:
-        """Starts it and waits until it answers.
+        """Starts the node and waits until it responds.
 
         Raises:
-            Unavailable: it exited, or did not answer in time.
+            Unavailable: it exited, or did not respond in time.
         """
         self._data_dir.mkdir(parents=True, exist_ok=True)
         (self._data_dir / "plugins").write_text("[].\n")
@@ -115,7 +114,10 @@ class RabbitServer(Process):
         self._mapper.stop()
 
     def _variables(self, mapper_port: str) -> dict[str, str]:
-        """Its environment. See https://www.rabbitmq.com/docs/configure, Environment Variables."""
+        """Returns the node's environment.
+
+        See https://www.rabbitmq.com/docs/configure, Environment Variables.
+        """
         folder = self._data_dir
         own = {
             # The script then replaces itself with the node, so that a signal reaches the node.
@@ -149,7 +151,7 @@ def answers_amqp(port: int) -> bool:
 
 
 class StackProcesses:
-    """Creates the processes of a stack, without starting them.
+    """Creates a stack's processes, without starting them.
 
     Args:
         given: `PENSTOCK_*` variables for every process, which override the stack's own.
@@ -192,7 +194,7 @@ class StackProcesses:
         return own | self._given
 
     def server(self, name: str, socket_dir: Path) -> Process:
-        """Returns the server `redis`, `pubsub`, `rabbitmq` or `bigquery`.
+        """Returns the server `redis`, `pubsub`, `rabbitmq`, or `bigquery`.
 
         The first two also listen on a socket.
         """
@@ -232,7 +234,10 @@ class StackProcesses:
         )
 
     def worker(self, group: WorkerGroup, port: int, settings: Mapping[str, str]) -> Process:
-        """Returns a worker that may use all cores, like the others: the OS shares them by load."""
+        """Returns a worker.
+
+        All workers may use all cores, which the OS shares among them by load.
+        """
         names = ",".join(model.name for model in group.models)
         own = {"PENSTOCK_MODEL": names, "PENSTOCK_HEALTH_PORT": str(port)}
         return self.module(
@@ -268,7 +273,7 @@ class StackProcesses:
         *,
         stop_limit_s: float = 10.0,
     ) -> Process:
-        """Returns a process that runs a Python module: its name and arguments are the `command`."""
+        """Returns a process that runs a Python module. `command` is its name and arguments."""
         return Process(
             name,
             [sys.executable, "-m", *command],

@@ -1,4 +1,4 @@
-"""Waits for the local stack's parts to become ready, and restarts parts that die.
+"""Waits for the parts of the local stack to become ready, and restarts parts that die.
 
 Pauses between restarts grow, and the number of restarts is limited. An optional part that has not
 been ready since its last start is restarted without a limit, because whatever it needs may become
@@ -37,13 +37,13 @@ invalid.
 
 @dataclass(frozen=True)
 class SupervisedPart:
-    """A process of the stack, which has been started.
+    """One of the stack's processes, which has been started.
 
     Args:
         is_ready: returns whether it is working.
         limit_s: maximum time to become ready after a start, in seconds.
-        was_ready: true if it has been ready since it was started.
-        is_optional: true if the others can work without it. Workers are optional.
+        was_ready: true if the process has been ready since it was started.
+        is_optional: true if the other parts can work without it. Workers are optional.
     """
 
     process: Process
@@ -60,10 +60,10 @@ def progress_of(process: Process, waited_s: float) -> str:
 
 
 class Supervisor:
-    """Supervises parts that were started. Its owner calls `look` periodically.
+    """Supervises parts that have been started. The owner calls `look` periodically.
 
     Args:
-        report: receives a word and details of each death, start and recovery.
+        report: receives a word and details for each death, start, and recovery.
     """
 
     def __init__(
@@ -88,9 +88,8 @@ class Supervisor:
         """Restarts dead parts that are due for a restart.
 
         Returns:
-            None while all parts are running, will be restarted, or are optional. Otherwise the
-            reason that the stack can't continue: a part that died too often, with the end of its
-            log.
+            None while all parts are running, will be restarted, or are optional. Otherwise, the
+            reason the stack can't continue: a part that died too often, with the end of its log.
         """
         for watched in self._watched:
             if failure := watched.look():
@@ -98,7 +97,7 @@ class Supervisor:
         return None
 
     def restart(self, name: str, on_started: Callable[[], None]) -> None:
-        """Stops a part as usual, and starts it again when it has exited.
+        """Stops a part as usual, and starts it again once it has exited.
 
         If it doesn't become ready, it stays down until the next restart, because its sources are
         broken and the user is about to fix them.
@@ -120,17 +119,17 @@ class _Watched:
         self._deaths_s: deque[float] = deque(maxlen=MAX_DEATHS + 1)
         self._failed_starts = 0
         self._start_s: float | None = None
-        """Time of its next start. None: it is running."""
+        """Time of the next start. None if the part is running."""
         self._ready_by_s: float | None = None
-        """Time by which it must be ready. None: it has been ready."""
+        """Time by which the part must be ready. None if it has already been ready."""
         self._since_s = 0.0
-        """Time when it was first started, died, or was asked to stop."""
+        """Time at which the part was first started, died, or was asked to stop."""
         self._progress_s = 0.0
         """Time of the next progress line."""
         self._is_first_start = not part.was_ready
         """True if this is its first start, and it has not been ready yet."""
         self._on_started: Callable[[], None] | None = None
-        """Called after its next start. None: no restart was requested."""
+        """Called after the next start. None if no restart was requested."""
         self._is_changed = False
         """True if it was restarted and has not been ready since."""
         self._is_down = False
@@ -162,7 +161,7 @@ class _Watched:
         self._part.process.ask_to_stop()
 
     def _restart(self) -> str | None:
-        """Starts it again if it has exited, or if its time to stop has run out."""
+        """Starts the part again if it has exited, or if its time to stop has run out."""
         process = self._part.process
         if process.is_running and self._clock() - self._since_s < process.stop_limit_s:
             return None

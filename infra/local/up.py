@@ -56,8 +56,8 @@ def secure_settings(
     command that does.
 
     Args:
-        may_show_key: True if only the user reads these lines. Otherwise no key is created, because
-            logs would keep it.
+        may_show_key: True if only the user reads these lines. Otherwise, no key is created, because
+            it would end up in logs.
 
     Raises:
         PenstockError: the key directory can't be read or created.
@@ -115,7 +115,7 @@ def build_stack(
     say: Callable[[str], None] = print,
     broker: Broker = "pubsub",
 ) -> Stack:
-    """Returns the stack of `penstock up`, not started. Benchmarks measure it."""
+    """Returns the stack that `penstock up` runs, not started. Benchmarks measure it."""
     return Stack(
         state_dir, ports=ports, settings=settings, keep_messages=True, broker=broker, say=say
     )
@@ -150,7 +150,7 @@ def stay_up(
 
 
 def _supervise(stack: Stack, models_file: Path, announce: Callable[[], None]) -> str:
-    """Restarts parts that die. Returns why the stack can't continue."""
+    """Restarts parts that die. Returns the reason the stack can't continue."""
     supervisor = Supervisor(stack.parts, stack.report)
     reloader = Reloader(
         local_classes(models_file), stack.workers, stack.processes, supervisor, stack.report

@@ -1,1 +1,1 @@
-"""Reports on the command line: commands, formats, and the tables that reports read."""
+"""Command-line reports: commands, formats, and the tables that reports read."""

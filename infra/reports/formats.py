@@ -1,4 +1,4 @@
-"""Writes report results as a text table, CSV, JSON, Parquet or HTML.
+"""Writes report results as a text table, CSV, JSON, Parquet, or HTML.
 
 The HTML is one self-contained page: plots, each with a table. It works on screens of any width, in
 dark mode, and on paper.
@@ -24,9 +24,9 @@ from shared.reports.runner import USD_PER_TIB, Drawing, ReportResult, drawings
 
 Formatted = Callable[[Sequence[ReportResult]], bytes]
 CSV_PLACES = 12
-"""Number of decimals for an amount in CSV. A program may add up many amounts."""
+"""Number of decimals in a CSV amount. A program may add up many amounts."""
 MAX_LINES = 500
-"""Maximum number of rows in a table. CSV and Parquet have all rows."""
+"""Maximum number of rows in a table. CSV and Parquet files have all rows."""
 LONG = 40
 """Maximum characters per line in a cell."""
 PLOT_PX = 320

@@ -29,7 +29,7 @@ def create_tables(settings: Settings) -> None:
 
 
 def check_bigquery(settings: Settings, timeout_s: float) -> None:
-    """Checks that the usage tables exist with all columns of this release.
+    """Checks that the usage tables exist, with all columns that this release needs.
 
     Raises:
         Unavailable: BigQuery is unreachable, or a table or column is missing.

@@ -61,7 +61,7 @@ def _describe_image(model: Model, answer: Any) -> str:
 
 
 def _request_scores(model: Model, text: str) -> ExampleRequest:
-    """Requests scores for two texts, one of which is the query itself."""
+    """Returns a request for scores for two texts, one of which is the query itself."""
     return _predict(model, {"query": text, "texts": [text, "a cat on a mat"]})
 
 
@@ -73,7 +73,7 @@ def _describe_scores(model: Model, answer: Any) -> str:
 
 
 def _request_text(model: Model, text: str) -> ExampleRequest:
-    """Asks a question that has a short answer."""
+    """Returns a request with a question that has a short answer."""
     body = {
         "model": model.name,
         "messages": [{"role": "user", "content": text}],

@@ -54,7 +54,7 @@ class GoogleClient:
         *,
         missing_ok: bool = False,
     ) -> dict[str, Any] | None:
-        """Returns the resource at `path`. None if it is allowed to be missing and doesn't exist.
+        """Returns the resource at `path`, or None if it is allowed to be missing and doesn't exist.
 
         Raises:
             Unavailable: there was no response, or an error, which is quoted in the message.

@@ -1,4 +1,4 @@
-"""Judges a revision by Cloud Run's request counts per status class.
+"""Evaluates a revision based on Cloud Run's request counts per status class.
 
 Source: the metric run.googleapis.com/request_count, which is up to three minutes late.
 """
@@ -14,7 +14,7 @@ from infra.rollout.google import GoogleClient
 
 @dataclass(frozen=True)
 class CanaryVerdict:
-    """The verdict on a revision: good unless too many requests failed."""
+    """The verdict on a revision, which is good unless too many requests failed."""
 
     requests: int
     failed: int
@@ -29,7 +29,7 @@ class CanaryJudge:
 
     Args:
         error_ratio: share of responses that may be 5xx.
-        least_requests: with fewer requests, a revision counts as neither good nor bad.
+        least_requests: with fewer requests than this, a revision counts as neither good nor bad.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class CanaryJudge:
         self._least_requests = least_requests
 
     def verdict(self, region: str, revision: str, since_s: float) -> CanaryVerdict:
-        """Returns the verdict on the requests of `revision` since the Unix time `since_s`.
+        """Returns the verdict on `revision`'s requests since the Unix time `since_s`.
 
         Raises:
             Unavailable: Monitoring is unreachable, so no revision should get more traffic.

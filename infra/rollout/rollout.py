@@ -1,6 +1,6 @@
-"""The rollout, by region: tests the candidate, increases its traffic, rolls back if it fails.
+"""The rollout, by region: tests the candidate, increases its traffic, and rolls back on failure.
 
-Between rollouts, traffic is pinned to a revision by name. So `terraform apply` creates a revision
+Between rollouts, traffic is pinned to a revision by name, so `terraform apply` creates a revision
 that serves no traffic, no matter what is done manually in between. Terraform ignores `traffic`
 (infra/terraform/modules/region/api.tf). The test sends a real request, as a caller would, to each
 model that always has a worker.
@@ -24,7 +24,7 @@ from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.models.catalog import Catalog, Model
 
 Check = Callable[[str], list[str]]
-"""Sends real requests to a URL. Returns a line for each, or raises Unavailable."""
+"""Sends real requests to a URL. Returns a line for each request, or raises Unavailable."""
 
 _READY_LIMIT_S = 10.0
 _NETWORK_S = 10.0
@@ -32,7 +32,7 @@ _NETWORK_S = 10.0
 
 
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
-    """Sends a request for each model of `catalog` with replicas.min >= 1. Returns a line for each.
+    """Sends a request for each model in `catalog` with replicas.min >= 1. Returns a line for each.
 
     Models that scale to zero are skipped, because their first response waits for a GPU, which does
     not depend on the API.
@@ -105,8 +105,8 @@ class Rollout:
 
     Args:
         services: by region, in rollout order.
-        public_urls: public URL of each region, checked after each step.
-        steps_percent: shares of the candidate, rising to 100.
+        public_urls: each region's public URL, checked after each step.
+        steps_percent: the candidate's shares, rising to 100.
         watch_s: how long each share is watched, in seconds. The counts are three minutes late.
     """
 
@@ -203,9 +203,9 @@ class Rollout:
             raise
 
     def go_back(self, revision: str) -> None:
-        """Moves all traffic to `revision` at once.
+        """Moves all traffic to `revision` immediately.
 
-        Requires one region, because revision names are per region.
+        Requires a single region, because revision names are per region.
 
         Raises:
             Unavailable: Cloud Run rejected the change, for example because the revision does not

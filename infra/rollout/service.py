@@ -21,13 +21,13 @@ CANDIDATE_TAG = "candidate"
 
 @dataclass(frozen=True)
 class Traffic:
-    """The revisions that serve.
+    """The revisions that serve traffic.
 
     Attributes:
         shares: percentage of requests by revision name.
         follows_latest: True if the newest revision automatically gets its share as soon as it
             exists.
-        candidate_url: URL of the revision with the `candidate` tag. Empty without one.
+        candidate_url: URL of the revision with the `candidate` tag. Empty if there is none.
     """
 
     shares: dict[str, int]
@@ -47,7 +47,7 @@ class CloudRunService:
         self._pause = pause
 
     def traffic(self) -> Traffic | None:
-        """Returns the current traffic. None if the service does not exist yet.
+        """Returns the current traffic, or None if the service does not exist yet.
 
         Raises:
             Unavailable: Cloud Run is unreachable or rejected the request.
@@ -76,7 +76,9 @@ class CloudRunService:
         )
 
     def give(self, shares: dict[str, int], candidate: str = "") -> None:
-        """Splits the traffic by revision, and assigns `candidate` its own URL. Returns when done.
+        """Splits the traffic by revision, and assigns `candidate` a separate URL.
+
+        Returns when done.
 
         Raises:
             Unavailable: Cloud Run rejected the change, or did not finish in time.

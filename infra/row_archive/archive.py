@@ -58,7 +58,7 @@ CALLS = 8
 OBJECT_MAX_BYTES = 16 * 1024 * 1024
 """Maximum size of an object. Writers put about 100 KiB into one.
 
-A larger object is not from a writer, and is left in place.
+A larger object does not come from a writer, and is left in place.
 """
 LIST_MAX_BYTES = 1024 * 1024
 PARQUET = "application/vnd.apache.parquet"
@@ -171,11 +171,11 @@ class _TakenOverError(Exception):
 class RowArchive:
     """The archive of one table.
 
-    Two processes may run for a moment, such as the old and new one of a deployment. They do the
-    same work under the same names, and the slower one stops in favor of the other.
+    Two processes may run at once for a moment, such as the old and new ones during a deployment.
+    They do the same work under the same names, and the slower one stops in favor of the other.
 
     Args:
-        loader: also loads the rows into BigQuery. None: they are not loaded.
+        loader: also loads the rows into BigQuery. If None, they are not loaded.
     """
 
     def __init__(self, objects: ObjectStore, table: str, loader: RowLoader | None) -> None:
@@ -212,7 +212,7 @@ class RowArchive:
         return begun.has_more
 
     async def _begin_pass(self) -> _Pass | None:
-        """Returns an earlier unfinished pass, or a new one. None if there are no rows."""
+        """Returns an earlier unfinished pass, or a new one, or None if there are no rows."""
         objects = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
         waiting = [
             stored_object
@@ -283,7 +283,7 @@ class RowArchive:
     async def _lines(self, begun: _Pass, key: str) -> list[bytes]:
         """Returns an object's lines.
 
-        A damaged object yields none, and is kept under `rejected/`.
+        A damaged object yields no lines, and is kept under `rejected/`.
 
         Raises:
             _TakenOverError: another process has archived it. The rows gathered here are then
@@ -323,7 +323,7 @@ def _up_to(max_bytes: int, objects: Sequence[StoredObject]) -> list[str]:
 
 
 def archive_folder(table: str, day: str) -> str:
-    """Returns the folder for a day's Parquet files. Hive, Spark and DuckDB know such names."""
+    """Returns the folder for a day's Parquet files. Hive, Spark, and DuckDB know such names."""
     return f"archive/{table}/day={day}"
 
 
@@ -337,7 +337,7 @@ def _age_s(key: str) -> float:
 
 
 class ArchivedDays:
-    """The days of one table."""
+    """One table's days."""
 
     def __init__(self, objects: ObjectStore, table: str) -> None:
         self._objects = objects
@@ -353,7 +353,7 @@ class ArchivedDays:
         return [name.removeprefix("day=") for name in folders]
 
     async def merge_until(self, day: str) -> int:
-        """Merges the small files of each day up to and including `day`.
+        """Merges each day's small files, up to and including `day`.
 
         Returns how many files were removed.
 
@@ -400,7 +400,7 @@ class ArchivedDays:
         Rows that the table still has then exist twice, and the views drop the duplicates.
 
         Args:
-            there: number of distinct rows in the table, by day. Complete days are skipped.
+            there: number of distinct rows in the table, keyed by day. Complete days are skipped.
 
         Raises:
             Unavailable: the store or BigQuery is unreachable. Earlier days are done.

@@ -13,7 +13,7 @@ from shared.usage.bigquery import open_client
 
 LOAD_LIMIT_S = 120.0
 TRIES = 100
-"""Tries, each under a new job name, because a failed job keeps its name."""
+"""Maximum number of attempts, each under a new job name, because a failed job keeps its name."""
 
 
 class RowLoader(Protocol):
@@ -23,7 +23,7 @@ class RowLoader(Protocol):
         """Loads a file's rows into the table. Skips a name that was already loaded.
 
         Raises:
-            Unavailable: it is unknown whether the table has them.
+            Unavailable: it is unknown whether the table has the rows.
         """
         ...
 
@@ -43,7 +43,8 @@ class BigQueryLoader:
     def load(self, table: str, path: Path, name: str) -> None:
         """See RowLoader. BigQuery remembers job names for six months.
 
-        The embedded one forgets them when it ends. Views drop the rows that it then loads again.
+        The embedded BigQuery forgets them when it exits. Views drop the rows that are then loaded
+        again.
         """
         from google.api_core.exceptions import GoogleAPICallError
 
@@ -59,7 +60,7 @@ class BigQueryLoader:
         raise Unavailable(f"BigQuery: loading {name} failed {TRIES} times")
 
     def days(self, table: str) -> dict[str, int]:
-        """Returns how many distinct rows a table has, by day (`2026-11-23`, UTC).
+        """Returns how many distinct rows a table has, keyed by day (`2026-11-23`, UTC).
 
         Raises:
             Unavailable: BigQuery is unreachable.

@@ -36,7 +36,7 @@ Backoff starts with the first failure, because webhook receivers are operated by
 """
 
 WEBHOOKS_TOPIC_ID = "webhooks"
-"""The topic of webhook events."""
+"""The topic for webhook events."""
 WEBHOOKS_SUBSCRIPTION_ID = "webhooks.push"
 """Pushes the webhooks topic to the function that delivers events."""
 
@@ -207,7 +207,7 @@ class SubscriptionSettings:
     expires_after_s: int = 0
     """Deleted after this long without use (at least a day). 0: never."""
     retry_min_s: float | None = None
-    """Minimum pause before a redelivery. None: no pause.
+    """Minimum pause before a redelivery. None means no pause.
 
     This is always set, because the service's default is 10 s.
     """
@@ -320,7 +320,9 @@ class AttributeFilter(NamedTuple):
 
 
 def parse_filter(text: str) -> AttributeFilter | None:
-    """Parses a filter created by this module. None: the text is empty, and every message passes.
+    """Parses a filter created by this module.
+
+    None if the text is empty, in which case every message passes.
 
     Pub/Sub supports many more filters. Other brokers support only the filters we use ourselves.
 

@@ -1,7 +1,7 @@
 """Canary state in Redis, shared by API instances and workers.
 
 Workers count item outcomes and report that they are alive. API instances count compared results,
-judge canaries and roll them back. Every key includes the canary's revision, so a new revision
+evaluate canaries, and roll them back. Every key includes the canary's revision, so a new revision
 starts from zero. Counts are kept per minute, so a canary is judged on the last WINDOW_S seconds.
 
 Calls raise Unavailable if Redis does not respond.
@@ -48,7 +48,7 @@ class CanaryState(NamedTuple):
     is_alive: bool
     """True if one of its workers is alive."""
     taken_back: str = ""
-    """Why it no longer receives requests. Empty: it was not rolled back."""
+    """The reason it no longer receives requests. Empty if it was not rolled back."""
 
     @property
     def is_serving(self) -> bool:
@@ -97,7 +97,10 @@ class CanaryStore(RedisStore):
         await self._commands.run("DEL", *keys)
 
     async def may_judge(self, canary: Revision) -> bool:
-        """Returns whether this process judges the canary now. One process does so each second."""
+        """Returns whether this process evaluates the canary now.
+
+        One process does so each second.
+        """
         words = ("NX", "PX", int(JUDGE_EVERY_S * 1000))
         return bool(await self._commands.run("SET", self._key(canary, "judged"), 1, *words))
 

@@ -1,9 +1,9 @@
-"""Judges a canary by comparing its outcomes with the other revision's. Does no I/O.
+"""Evaluates a canary by comparing its outcomes to the other revision's. Does no I/O.
 
 Each of the three rules asks the same question: could a revision that stays within its limit have
 this many bad items? The rules use the upper tail of the binomial distribution. A canary is bad if
-the probability is below FALSE_ALARM. So a few items are enough if all of them are bad, and many are
-needed if only some are.
+the probability is below FALSE_ALARM. A few items are therefore enough if all of them are bad, and
+many are needed if only some are.
 """
 
 from __future__ import annotations
@@ -43,7 +43,10 @@ class RevisionCounts:
     """Items by histogram bin. Times run from publication to completion, in seconds."""
 
     def add(self, seconds: float | None = None) -> None:
-        """Counts a finished item. None: its time doesn't reflect the revision's speed."""
+        """Counts a finished item.
+
+        `seconds` is None if the time doesn't reflect the revision's speed.
+        """
         self.items += 1
         if seconds is not None:
             self.bins[bin_of(seconds)] += 1
@@ -54,7 +57,10 @@ class RevisionCounts:
 
     @property
     def p95_s(self) -> float | None:
-        """The 95th percentile in seconds, rounded up to the end of its bin. None without items."""
+        """The 95th percentile in seconds, rounded up to the end of its bin.
+
+        None if there are no items.
+        """
         total, seen = self.bins.total(), 0
         for number in sorted(self.bins):
             seen += self.bins[number]

@@ -404,7 +404,7 @@ class FlowEngine:
         jobs: Sequence[int],
         step: FlowStep | None = None,
     ) -> None:
-        """Publishes a step's jobs. Default: the envelope's step."""
+        """Publishes a step's jobs. Defaults to the envelope's step."""
         model = None if step is None else self._catalog.find(step.model)
         sending = []
         for data in await self._runs.jobs(envelope.request_id, number, jobs):
@@ -459,7 +459,7 @@ class FlowEngine:
         """Ends the record of a closed or canceled run and records the cost of its items.
 
         Args:
-            envelope: used to count the end in metrics. None: the API counts it.
+            envelope: used to count the end in metrics. None if the API counts it.
         """
         error = _errors.decode(record.closed) if record.closed else None
         reply = ReplyBody(receipts_of(state), error, replied_at_s=time.time())

@@ -186,7 +186,7 @@ class CacheEntry(msgspec.Struct, array_like=True):
     expires_at_s: float
     result: Result
     finished_at_s: float | None = None
-    """Unix time at which its batch finished. None: unknown, as in entries from release 0.1.0."""
+    """Unix time at which its batch finished. None if unknown, as in entries from release 0.1.0."""
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
@@ -197,7 +197,7 @@ class Owed(msgspec.Struct, array_like=True, frozen=True):
     batch_size: int | None = None
     """Items in that batch."""
     finished_at_s: float | None = None
-    """Unix time at which that batch finished. None: not known."""
+    """Unix time at which that batch finished. None if not known."""
 
     def is_of(self, entry: CacheEntry) -> bool:
         """Returns whether the mark belongs to this entry rather than one that it replaced."""
@@ -244,7 +244,7 @@ class Hit(NamedTuple):
 def owed_by(receipt: Receipt) -> Owed | None:
     """Returns the amount left unpaid if the result with this receipt is not delivered.
 
-    None: it was not charged in full anyway, because another item pays for it.
+    None if it was not charged in full anyway, because another item pays for it.
     """
     if receipt.cache in SHARED:
         return None
@@ -255,7 +255,7 @@ class ResultCache(RedisStore):
     """Two levels of results by cache_key: an async context manager that also opens without Redis.
 
     Args:
-        memory_bytes: limit for the memory level. 0 turns it off.
+        memory_bytes: limit for the memory level, or 0 to turn it off.
         prefix: prefix of every Redis key, for several deployments on one Redis.
         timeout_s: limit for one round trip to Redis.
         retry_s: upper bound of the first pause before a background retry.
@@ -450,7 +450,7 @@ class ResultCache(RedisStore):
         """Stores results in both levels. Never raises, and waits like get_many.
 
         Args:
-            ttl_s: seconds to keep them. 0: not stored.
+            ttl_s: seconds to keep them. 0 means they are not stored.
             finished_at_s: Unix times at which they were finished, by cache key, to distinguish
                 their marks from those for earlier results. Missing: not known.
         """

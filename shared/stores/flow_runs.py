@@ -15,8 +15,8 @@ are in a hash alongside the record, `<record>:flow`, which is deleted with the r
     w:<item>         the jobs handed to the process that ended the job that begins with this item
 
 The scripts next to this file (flow_*.lua) decide which results count: a step's first plan, an
-item's first outcome, and nothing once the run is closed or has ended. So repeating a call after any
-crash leads to the same result.
+item's first outcome, and nothing once the run is closed or has ended. Repeating a call after any
+crash therefore leads to the same result.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -167,7 +167,7 @@ class FlowRuns:
     async def progress(self, run: str, steps: int) -> list[tuple[int, int] | None]:
         """Returns the number of items per step, and the number of finished items.
 
-        None: the step's items are not known yet.
+        None if the step's items are not known yet.
         """
         names = [f"{kind}:{step}" for step in range(steps) for kind in ("n", "d")]
         values = await self._commands.run("HMGET", self._keys(run)[1], *names)
@@ -175,7 +175,7 @@ class FlowRuns:
         return [None if items is None else (int(items), int(done or 0)) for items, done in pairs]
 
     async def outcomes(self, run: str, indexes: Sequence[int]) -> list[bytes | None]:
-        """Returns the items' outcomes. None: not finished."""
+        """Returns the items' outcomes, with None for unfinished items."""
         if not indexes:
             return []
         names = [f"o:{index}" for index in indexes]
@@ -204,7 +204,7 @@ class Marked(NamedTuple):
     outcomes: list[bytes | None]
     """The stored outcome of each item, old or new.
 
-    None: nothing counts, because the run has ended.
+    None if nothing counts because the run has ended.
     """
 
     @property

@@ -89,7 +89,7 @@ class KeyRedis(RedisStore):
         self.read_only = ""
 
     def read_at_start(self) -> StoredDocument | None:
-        """None: Redis is queried once the store is open."""
+        """Returns None, because Redis is queried once the store is open."""
         return None
 
     async def read(self, version: str = "") -> StoredDocument | None:
@@ -142,8 +142,8 @@ class KeyRedis(RedisStore):
 class KeyCopy(RedisStore):
     """A copy of a directory in the region's Redis.
 
-    Instances need that Redis anyway. So an instance that starts while the directory's region is
-    unreachable has the same keys as its neighbors.
+    Instances need that Redis anyway. An instance that starts while the directory's region is
+    unreachable therefore has the same keys as its neighbors.
     """
 
     def __init__(self, redis_url: str) -> None:

@@ -79,8 +79,8 @@ class PredictionStore:
     ) -> int:
         """Creates a prediction's record in state `starting`.
 
-        Returns the number of the tenant's unfinished predictions, including this one. 0: the record
-        already exists.
+        Returns the number of the tenant's unfinished predictions, including this one. 0 if the
+        record already exists.
 
         If the budget is exhausted, the largest tenant's oldest finished predictions are dropped.
 
@@ -91,7 +91,7 @@ class PredictionStore:
             reply_bytes: maximum size of its reply.
             model: the model that will run it, in whose queue it is placed.
             hold: limits it has reserved (shared/stores/holds.py). Empty: none.
-            created_at_s: creation time in lists, as Unix time. None: now.
+            created_at_s: creation time in lists, as Unix time. None means now.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.
@@ -125,7 +125,7 @@ class PredictionStore:
         created_at_s: float,
         keep_s: int,
     ) -> bool:
-        """Stores a result that was computed without a record as a succeeded prediction.
+        """Stores a result that was computed without a record as a successful prediction.
 
         Returns False if the record already exists. Uses the same budget as `create`.
 
@@ -224,7 +224,8 @@ class PredictionStore:
         Args:
             before_s: only predictions created before this Unix time.
             since_s: only predictions created at or after this Unix time.
-            after: only predictions listed after this one, which may no longer exist. None: all.
+            after: only predictions listed after this one, which may no longer exist. None means
+                all.
         """
         command, key = "ZREVRANGEBYSCORE", self._tenant_key(tenant)
         listed = list[ListedRecord]()
@@ -240,7 +241,7 @@ class PredictionStore:
         return listed[:limit]
 
     async def sizes(self, records: Sequence[str]) -> list[int]:
-        """Returns the sizes of predictions in bytes, as counted by their budget. 0: deleted."""
+        """Returns the sizes of predictions in bytes, as counted by their budget. 0 if deleted."""
         keys = map(self._redis.record_key, records)
         counts = await self._commands.run("HMGET", f"{self._redis.predictions_key}:counted", *keys)
         return [0 if count is None else int(count.partition(b" ")[0]) for count in counts]

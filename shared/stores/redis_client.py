@@ -225,7 +225,7 @@ class _PacksInC:
 
 
 async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
-    """Returns the reason this Redis may drop keys without a TTL. Empty: it keeps them.
+    """Returns the reason this Redis may drop keys without a TTL. Empty if it keeps them.
 
     Raises:
         RedisError, OSError: Redis did not respond.

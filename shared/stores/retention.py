@@ -1,12 +1,12 @@
 """Redis budgets: a byte limit for each store whose entries Redis must not evict.
 
-Predictions and responses stored for Idempotency-Keys must be kept. So they have no TTL, and a full
+Predictions and responses stored for Idempotency-Keys must be kept, so they have no TTL, and a full
 Redis doesn't evict them. Without a budget, one tenant could fill Redis. No tenant could then create
 a prediction or use a key, and the cache would stay empty.
 
 shared/stores/retention.lua has the functions called by these stores' scripts. They count each
-tenant's entry bytes. If a new entry does not fit, the largest tenant's oldest entry is dropped. So
-a tenant loses nothing to a tenant that sends more.
+tenant's entry bytes. If a new entry does not fit, the largest tenant's oldest entry is dropped. A
+tenant therefore loses nothing to a tenant that sends more.
 
 The counts are kept alongside the entries, not in them. If an entry is removed without its count (by
 an operator, or by a release without budgets), the count is dropped later, when its turn comes.

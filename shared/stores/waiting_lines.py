@@ -46,7 +46,8 @@ class QueuePosition(NamedTuple):
 
     position: int
     estimated_s: float | None
-    """Seconds until a worker takes the prediction, based on the last half minute. None: unknown."""
+    """Seconds until a worker takes the prediction, based on the last half minute. None if unknown.
+    """
 
 
 def line_keys(prefix: str, tenant: str, model: str) -> tuple[str, str]:

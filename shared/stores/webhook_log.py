@@ -94,9 +94,9 @@ class WebhookAttempt(msgspec.Struct, kw_only=True):
     """Unix time at which it started."""
     duration_s: float
     status: int | None = None
-    """HTTP status of the response. None: no response."""
+    """HTTP status of the response. None if there was no response."""
     error: str | None = None
-    """Why there was no response, or what was wrong with it."""
+    """The reason there was no response, or the problem with it."""
     attempt: int = 1
     """The attempt's number for this webhook-id."""
 

@@ -96,7 +96,10 @@ def _fields(node: yaml.Node) -> dict[str, tuple[yaml.Node, yaml.Node]]:
 
 
 def _ends(node: yaml.Node) -> Iterator[int]:
-    """Returns the line where each part of a node ends. A block ends where the next one starts."""
+    """Returns the line where each of a node's parts ends.
+
+    A block ends where the next one starts.
+    """
     if isinstance(node, yaml.MappingNode | yaml.SequenceNode) and not node.flow_style:
         for child in node.value:
             for part in child if isinstance(child, tuple) else (child,):
@@ -140,7 +143,7 @@ def take_back(name: Name) -> None:
 
 @canary.command("resume")
 def resume(name: Name) -> None:
-    """Restore the share of a canary that was taken back, and reset its counts."""
+    """Restore the share of a canary that was rolled back, and reset its counts."""
 
     async def act(canary_store: CanaryStore, catalog: Catalog) -> None:
         await canary_store.resume(_find(catalog, name))
@@ -156,9 +159,10 @@ def promote_canary(
         bool, typer.Option("--force", help="even if it was taken back or has no results")
     ] = False,
 ) -> None:
-    """Make a canary its model's revision, in models.yaml. It takes effect when you deploy.
+    """Make a canary its model's revision, in models.yaml. This takes effect when you deploy.
 
-    The canary is taken back at once, so that no job is left in its topics when they go.
+    The canary is rolled back immediately, so that no job is left in its topics when they are
+    deleted.
     """
     from shared.settings import Settings, read_settings
 

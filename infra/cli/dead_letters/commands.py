@@ -1,4 +1,4 @@
-"""`penstock dead-letters`: lists, replays and discards jobs that no worker could finish."""
+"""`penstock dead-letters`: lists, replays, and discards jobs that no worker could finish."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def list_letters(
     limit: Most = 100,
     as_json: AsJson = False,
 ) -> None:
-    """List the dead letters of models, without removing them."""
+    """List models' dead letters, without removing them."""
     from infra.text_table import table, yes_or_no
 
     rows = [fact for facts in _run(_models(models or []), limit, _facts) for fact in facts]
@@ -60,7 +60,7 @@ def show(
     ] = None,
     limit: Most = 100,
 ) -> None:
-    """Show a dead letter: its attributes, its size, and whether a caller waits for it."""
+    """Show a dead letter: its attributes, its size, and whether a caller is waiting for it."""
 
     async def act(held: HeldLetters) -> tuple[dict[str, Any], bytes]:
         letter = held.find(letter_id)
@@ -86,9 +86,10 @@ def replay(
     ] = None,
     limit: Most = 1000,
 ) -> None:
-    """Run jobs again whose callers still wait. Each caller gets exactly one answer.
+    """Run jobs again if their callers are still waiting. Each caller gets exactly one response.
 
-    With --all, those to whose callers an answer was given stay. A single one of them is refused.
+    With --all, jobs whose callers have already received a response are left alone. Choosing such a
+    job by ID is an error.
     """
     from shared.models.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
@@ -119,7 +120,7 @@ def discard(
 ) -> None:
     """Delete dead letters permanently.
 
-    With --all, those whose callers still wait stay unless --force is given.
+    With --all, dead letters whose callers are still waiting are kept unless --force is given.
     """
 
     async def act(held: HeldLetters) -> tuple[int, int]:
@@ -145,14 +146,14 @@ def _choose(
     every: bool,
     refusal: Callable[[Letter], str],
 ) -> list[Letter]:
-    """Returns the letters with these IDs, or `every` letter that is not refused.
+    """Returns the letters with these IDs, or `every` letter that may be changed.
 
     Args:
-        refusal: returns why a letter must stay as it is. Empty: it may be changed.
+        refusal: returns the reason a letter must stay as it is. Empty if it may be changed.
 
     Raises:
-        BadInput: a letter chosen by its ID is refused or unknown, or not exactly one of `ids` and
-            `every` is given.
+        BadInput: a letter chosen by ID must stay as it is or is unknown, or not exactly one of
+            `ids` and `every` is given.
     """
     if bool(ids) == every:
         raise BadInput("specify the IDs of dead letters or use --all", field="id")
@@ -187,7 +188,7 @@ def _models(names: Sequence[str]) -> list[str]:
     """Returns the names used in topics: the given ones with aliases resolved, or all models.
 
     Raises:
-        UnknownModel: the catalog has no such model.
+        UnknownModel: there is no such model in the catalog.
     """
     from shared.models.catalog_file import read_catalog
     from shared.settings import Settings, read_settings
@@ -201,7 +202,7 @@ def _models(names: Sequence[str]) -> list[str]:
 def _run(
     models: Sequence[str], limit: int, act: Callable[[HeldLetters], Awaitable[Done]]
 ) -> list[Done]:
-    """Holds the dead letters of models and runs `act` with the letters of each model.
+    """Holds models' dead letters, and runs `act` with each model's letters.
 
     Raises:
         PenstockError: raised by `act`, or because the broker or Redis is unreachable.

@@ -1,9 +1,9 @@
-"""A model's dead letters: reading, replaying and discarding them.
+"""Reads, replays, and discards a model's dead letters.
 
 They are the messages that `jobs.<model>.dead.keep` keeps for a week. Reading them doesn't remove
-any. A letter whose caller is still waiting (for a prediction that has not ended) can be replayed.
-All other callers have received an answer from the function `dead_letter`, or because of a deadline,
-and they get no other.
+any. A letter whose caller is still waiting (for an unfinished prediction) can be replayed. All
+other callers have already received a response, from the function `dead_letter` or because of a
+deadline, and won't get another.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ from shared.stores.records import Records
 
 HELD_MAX_BYTES = 256 * 1024 * 1024
 FIRST_WAIT_S, NEXT_WAIT_S = 5.0, 2.0
-"""Maximum time to wait for the first and each further letter: brokers don't mark the last one."""
+"""Maximum time to wait for the first and for each further letter. Brokers don't mark the last one.
+"""
 ACK_DEADLINE_S = 60
 _DELIVERIES = "cloudpubsubdeadlettersourcedeliverycount"
 
@@ -38,8 +39,9 @@ class Letter:
 
     Attributes:
         message: the message as received, not acked.
-        envelope: the caller and the job. None if the attributes don't contain them.
-        answered: why nobody is waiting for it any more. Empty: its caller is still waiting.
+        envelope: the caller and the job, or None if the attributes don't contain them.
+        answered: the reason no caller is waiting for the letter anymore. Empty if its caller is
+            still waiting.
     """
 
     message: ReceivedMessage
@@ -57,7 +59,7 @@ class Letter:
 
     @property
     def reason(self) -> str:
-        """The reason it is here, plus its flow and step if it has them."""
+        """The reason the letter is here, plus its flow and step, if any."""
         attributes = {name.lower(): value for name, value in self.message.attributes.items()}
         attempts = attributes.get(_DELIVERIES)
         many = (
@@ -110,10 +112,10 @@ class HeldLetters:
     async def replay(self, letter: Letter, deadline_s: float) -> None:
         """Publishes the job again, due in `deadline_s` seconds, and removes the letter.
 
-        The job keeps its ID, so its record gets only one answer.
+        The job keeps its ID, so its record gets only one response.
 
         Raises:
-            BadInput: nobody is waiting for it, or it can't be read.
+            BadInput: no caller is waiting for the letter, or it can't be read.
             PenstockError: the broker did not accept it. The letter stays.
         """
         if not letter.is_awaited:
@@ -144,7 +146,9 @@ async def held_letters(
     *,
     most: int,
 ) -> AsyncIterator[HeldLetters]:
-    """Holds up to `most` of a model's dead letters. Letters not acked are returned at the end.
+    """Holds up to `most` of a model's dead letters.
+
+    Letters that are not acked are returned at the end.
 
     Raises:
         Unavailable: the broker or Redis is unreachable.

@@ -1,1 +1,1 @@
-"""`penstock load`: replays a day or a trace, keeps a ledger, and compares it with usage rows."""
+"""`penstock load`: replays a day or a trace, keeps a ledger, and compares it to usage rows."""

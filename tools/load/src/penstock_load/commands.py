@@ -1,4 +1,4 @@
-"""`penstock load`: replays a day or a trace, or checks the ledger of a replay."""
+"""`penstock load`: replays a day or a trace, or checks a replay's ledger."""
 
 from __future__ import annotations
 

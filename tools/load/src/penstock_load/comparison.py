@@ -1,14 +1,14 @@
-"""Compares a replay's ledger with rows and report, down to single rows, tokens and cents.
+"""Compares a replay's ledger to the rows and the report, down to single rows, tokens, and cents.
 
-- A request that was answered has the rows, tokens and cost reported in its answer.
-- A flow run has the rows reported in its answer, one per item and step, and their cost.
+- A request that got a response has the rows, tokens, and cost reported in that response.
+- A flow run has the rows reported in its response, one per item and step, and their cost.
 - A request that was rejected as a whole has one row, `refused`, and costs nothing.
-- If an answer was lost or came from a proxy, or the caller hung up, the rows are the only record of
-the request, and are accepted as they are.
+- If a response was lost or came from a proxy, or the caller hung up, the rows are the only record
+  of the request, and are accepted as they are.
 - A request for which no connection could be opened has no row.
-- For each hour, tenant and model, the report has the ledger's totals.
+- For each hour, tenant, and model, the report has the ledger's totals.
 
-`check` queries BigQuery until the whole ledger is there or the time is up.
+`check` queries BigQuery until the whole ledger has arrived or the time is up.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ NO_TENANT = frozenset({401, 431})
 """Statuses of requests without a known tenant, which have no row (decision 17)."""
 
 GroupKey = tuple[datetime, str, str]
-"""Hour, tenant and model."""
+"""Hour, tenant, and model."""
 
 PAUSE_S = 2.0
 HOUR = timedelta(hours=1)
@@ -49,7 +49,7 @@ class Difference(NamedTuple):
     kind: str
     """For example `row missing`."""
     what: str
-    """The request id; or hour, tenant and model of a group."""
+    """The request ID, or a group's hour, tenant, and model."""
     tenant: str
     model: str
     facts: str
@@ -65,9 +65,9 @@ class Comparison:
     copies: int = 0
     """Rows that were written more than once. They count once."""
     told_by_rows: Counter[str] = field(default_factory=Counter)
-    """Requests without an answer, by ending and by their rows' status."""
+    """Requests without a response, by ending and by their rows' status."""
     others: int = 0
-    """Requests by other callers of the same tenants in the same hours."""
+    """Requests from the same tenants' other callers in the same hours."""
     groups: int = 0
     tokens: int = 0
     cost_usd: float = 0.0
@@ -93,7 +93,7 @@ class Sums:
 def compare_rows(
     ledger: Ledger, rows: Sequence[RowOfLoad]
 ) -> tuple[Comparison, dict[GroupKey, Sums]]:
-    """Compares each line with its rows. Also returns the expected totals of the groups."""
+    """Compares each line to its rows. Also returns the groups' expected totals."""
     comparison = Comparison(lines=len(ledger.lines), rows=len(rows))
     comparison.copies = sum(row.copies - 1 for row in rows)
     of_request: defaultdict[str, list[RowOfLoad]] = defaultdict(list)
@@ -123,7 +123,7 @@ def compare_rows(
 def compare_report(
     expected: Mapping[GroupKey, Sums], others: Iterable[UsageGroup], report: Iterable[UsageGroup]
 ) -> list[Difference]:
-    """Compares the report with the totals of the ledger, and of other usage by the tenants."""
+    """Compares the report to the totals from the ledger and from the tenants' other usage."""
     due = {key: _group(key, sums) for key, sums in expected.items()}
     for other in others:
         key = _place(other)
@@ -179,7 +179,7 @@ def _caller_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
 
 
 def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[tuple[str, str]]:
-    """Yields the differences between an answer and the rows of its request."""
+    """Yields the differences between a response and its request's rows."""
     statuses, answer = [row.status for row in rows], (f"the response was {line.status} {line.code}")
     if line.status == 200 or line.cost_usd is not None:
         items = {row.item for row in rows if row.status != REFUSED}
@@ -240,9 +240,9 @@ def _step_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator[t
 def _add(
     expected: defaultdict[GroupKey, Sums], line: LedgerLine, rows: Sequence[RowOfLoad]
 ) -> None:
-    """Adds a request to its group: from its answer, or from its rows if there is no answer.
+    """Adds a request to its group, based on its response or, if there is none, on its rows.
 
-    A flow run has rows for several models, which its answer doesn't separate by hour.
+    A flow run has rows for several models, which its response doesn't separate by hour.
     """
     if line.ending != "answered" or line.status != 200 or line.steps:
         for row in rows:
@@ -299,17 +299,17 @@ def check(
     sleep: Callable[[float], None] = time.sleep,
     clock: Callable[[], float] = time.monotonic,
 ) -> Comparison:
-    """Compares a ledger with rows and report, repeatedly while they differ.
+    """Compares a ledger to the rows and the report, repeatedly while they differ.
 
-    Rows arrive in the background, and later after an outage. A difference therefore counts only
-    after `wait_s`.
+    Rows arrive in the background, and even later after an outage. A difference therefore counts
+    only after `wait_s`.
 
     Args:
         wait_s: seconds within which differences may disappear.
         clock: returns seconds. Tests replace it.
 
     Raises:
-        Unavailable: BigQuery is unreachable, or refused.
+        Unavailable: BigQuery is unreachable or rejected the query.
     """
     until_s = clock() + wait_s
     while True:

@@ -47,7 +47,7 @@ NUMBERS = {
 
 @dataclass(frozen=True, kw_only=True)
 class DayModel:
-    """A model in the day.
+    """A model used in the day.
 
     Args:
         share: the model's part of the requests, relative to the shares of the other models.
@@ -65,9 +65,9 @@ class Day:
 
     Args:
         requests: total requests in the day, 1.4 million in `day` of docs/explanation/simulation.md.
-        tenants: number of tenants. The k-th one has a share of 1 / k ** zipf.
-        seed: seed of all random numbers.
-        zipf: inequality of tenants. 0: all equal.
+        tenants: number of tenants. The k-th tenant has a share of 1 / k ** zipf.
+        seed: seed for all random numbers.
+        zipf: inequality of tenants. 0 makes all tenants equal.
         swing: amplitude of the wave. 0.6: 0.4 to 1.6 times the mean, lowest at midnight.
         rush_share: the share of requests in the rush at noon.
         bursts: number of bursts. Each one comes from one tenant.
@@ -205,7 +205,7 @@ def _times(day: Day, chance: np.random.Generator) -> Floats:
 def _bursting(day: Day, chance: np.random.Generator, tenants: Ints) -> Ints:
     """Returns the tenants of all requests. Those in bursts come last and are adjacent.
 
-    So each burst mostly comes from one tenant, and no tenant exceeds its share.
+    Each burst therefore comes mostly from one tenant, and no tenant exceeds its share.
     """
     by_tenant = np.argsort(tenants, kind="stable")
     start = int(chance.integers(0, len(tenants)))

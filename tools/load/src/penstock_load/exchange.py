@@ -1,18 +1,18 @@
-"""A request of a load generator and its answer."""
+"""A load generator's request and the response to it."""
 
 from __future__ import annotations
 
 import msgspec
 
 LOST, UNANSWERED, UNCONNECTED, CANCELED = 0, -1, -2, -3
-"""Statuses of requests without an answer: the connection broke, the time was up, no connection
+"""Statuses of requests without a response: the connection broke, the time was up, no connection
 could be opened, or the caller disconnected. Only an unconnected request certainly never reached the
 server.
 """
 
 
 class Exchange(msgspec.Struct, omit_defaults=True):
-    """A request and its answer, timed from when it was due.
+    """A request and its response, timed from when the request was due.
 
     The API's headers fill the other fields.
     """
@@ -32,7 +32,7 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     lag_ms: float = 0.0
     """Time spent waiting for a connection."""
     cost_usd: float | None = None
-    """Charge for the request. None if the answer does not contain it."""
+    """Charge for the request. None if the response does not contain it."""
 
     @property
     def overhead_ms(self) -> float:

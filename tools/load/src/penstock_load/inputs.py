@@ -1,4 +1,4 @@
-"""Creates the request for an arrival: the route of its model's task, and a body."""
+"""Creates the request for an arrival: the route for its model's task, and a body."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class RequestForm(NamedTuple):
     counts_input_once: bool = False
     """True if the response counts all items' shared input once."""
     is_run: bool = False
-    """True if the response is a prediction, which is polled until it ends."""
+    """True if the response is a prediction, which is polled until it finishes."""
 
 
 def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
@@ -98,7 +98,7 @@ def _prediction(arrival: Arrival, group: str) -> dict[str, Any]:
 
 
 def input_of(arrival: Arrival) -> dict[str, Any]:
-    """Returns the input of a prediction.
+    """Returns a prediction's input.
 
     Raises:
         BadInput: the input is not a JSON object.

@@ -1,9 +1,9 @@
-"""A replay's ledger: a file with one line per request, written when the request ends.
+"""A replay's ledger: a file with one line per request, written when the request finishes.
 
     {"run":"load-20261123T054500-9f2c01","url":"http://127.0.0.1:8080","began_at_s":1795412700.1}
     {"id":"load-20261123T054500-9f2c01-0000000","tenant":"acme","model":"all-MiniLM-L6-v2",...}
 
-The first line is the head. `id` is the `x-request-id` that was sent; rows have it as
+The first line is the head. `id` is the `x-request-id` that was sent, which rows contain as
 `client_request_id`.
 """
 
@@ -33,7 +33,7 @@ class LedgerHead(msgspec.Struct, frozen=True):
     """The run to which a ledger's lines belong."""
 
     run: str
-    """Prefix of all request ids."""
+    """Prefix of all request IDs."""
     url: str
     began_at_s: float
     """Unix time."""
@@ -44,7 +44,7 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
 
     id: str
     tenant: str
-    """Empty: no key, or a key whose tenant is unknown."""
+    """Empty if there is no key, or a key whose tenant is unknown."""
     model: str
     sent_at_s: float
     """Unix time when it was sent, or when it ended if it never got a connection."""
@@ -53,11 +53,11 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     ending: Ending = "answered"
     """`foreign`: something in front of Penstock responded, such as a proxy.
 
-    `unconnected`: the request was never sent. For all endings except `answered`, only the rows show
-    the result.
+    `unconnected`: the request was never sent. For all endings other than `answered`, only the rows
+    show the result.
     """
     status: int = 0
-    """HTTP status. 0: no response."""
+    """HTTP status, or 0 if there was no response."""
     code: str = ""
     """Error code in the response."""
     cache: str = ""
@@ -68,7 +68,7 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     key_id: str = ""
     """The public part of the key."""
     steps: dict[str, tuple[int, int]] = {}
-    """For a flow, by step id: the number of items, and how many of them did not succeed."""
+    """For a flow, keyed by step ID: the number of items, and how many of them did not succeed."""
 
 
 class Ledger(NamedTuple):
@@ -77,7 +77,7 @@ class Ledger(NamedTuple):
     head: LedgerHead
     lines: list[LedgerLine]
     cut_lines: int
-    """0 or 1: the last line, if the writer died while writing it."""
+    """1 if the last line is incomplete because the writer died while writing it, otherwise 0."""
 
 
 class LedgerWriter:

@@ -31,13 +31,13 @@ class DayOptions(NamedTuple):
     requests: int
     tenants: int
     models: tuple[str, ...]
-    """`NAME` or `NAME=SHARE`. None: all served models whose inputs can be generated."""
+    """`NAME` or `NAME=SHARE`. None means all served models whose inputs can be generated."""
     seed: int
     numbers: Mapping[str, float]
 
 
 def run_id(now: datetime | None = None) -> str:
-    """Returns a new name for a replay, which all its request ids start with."""
+    """Returns a new name for a replay, with which all its request IDs start."""
     moment = now or datetime.now(UTC)
     return f"load-{moment:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
 
@@ -46,8 +46,8 @@ def plan_day(target: Target, options: DayOptions) -> LoadPlan:
     """Plans the arrivals of a day.
 
     Raises:
-        BadInput: a model is not served, or a number is invalid. Unavailable: the target can't be
-        asked for its models.
+        BadInput: a model is not served, or a number is invalid. Unavailable: the target's models
+            can't be listed.
     """
     served = target.models()
     shares = _shares(options.models, served)
@@ -86,13 +86,13 @@ def plan_trace(target: Target, path: Path, requests: int = 0) -> LoadPlan:
 
     Args:
         target: serves the trace's models, and has keys for its tenants.
-        requests: send only the first N. 0: all.
+        requests: send only the first N. 0 means all of them.
 
     Raises:
         ConfigurationError: the trace can't be read, or names a tenant without a key.
         BadInput: a model is not served, its task can't be replayed, or an input is not valid for a
             prediction.
-        Unavailable: the target can't be asked for its models.
+        Unavailable: the target's models can't be listed.
     """
     arrivals = read_trace(path)[: requests or None]
     served = target.models()
@@ -119,7 +119,7 @@ def _tasks(served: Mapping[str, ServedModel]) -> dict[str, str]:
 
 
 def _shares(models: Sequence[str], served: Mapping[str, ServedModel]) -> dict[str, float | None]:
-    """Returns the day's models with their shares. None: the default share of the task."""
+    """Returns the day's models with their shares. None means the task's default share."""
     if not models:
         replayed = {model.id: None for model in served.values() if can_be_made_up(model.task)}
         if not replayed:

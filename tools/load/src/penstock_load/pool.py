@@ -83,7 +83,7 @@ class ConnectionPool:
             self._busy[number].abort(CANCELED)
 
     def abandon(self) -> None:
-        """Ends all open requests as unanswered."""
+        """Marks all open requests as unanswered."""
         for number in list(self._waiting):
             self._end_waiting(number, UNANSWERED)
         for connection in list(self._busy.values()):

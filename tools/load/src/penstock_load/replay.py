@@ -24,7 +24,7 @@ from penstock_load.trace import Arrival
 from shared.errors import ConfigurationError
 
 ANSWER_LIMIT_S = 330.0
-"""Time limit after the last request. It exceeds the longest deadline of any model."""
+"""Time limit after the last request. It is longer than any model's longest deadline."""
 STOP_LIMIT_S = 10.0
 LOOK_S = 1.0
 POLL_S = 0.5
@@ -50,7 +50,7 @@ class Pace:
     Args:
         speed: seconds of the trace per second.
         most_in_flight: requests that become due at this limit are counted but not sent.
-        duration_s: requests due after this time are not sent. 0: no limit.
+        duration_s: requests due after this time are not sent. 0 means no limit.
     """
 
     speed: float = 1.0
@@ -65,7 +65,7 @@ class _Open(msgspec.Struct):
     given_at_s: float
     due_s: float
     run_id: str = ""
-    """Id of the prediction that it created."""
+    """ID of the prediction that the request created."""
 
 
 class _Usage(msgspec.Struct):
@@ -78,7 +78,7 @@ class _Error(msgspec.Struct):
 
 
 class _Answer(msgspec.Struct):
-    """The relevant fields of a response body."""
+    """The relevant fields in a response body."""
 
     usage: _Usage | None = None
     error: _Error | None = None
@@ -96,7 +96,7 @@ class _RunMetrics(msgspec.Struct):
 
 
 class _Run(msgspec.Struct):
-    """The relevant fields of a prediction."""
+    """The relevant fields in a prediction."""
 
     id: str
     status: str
@@ -149,7 +149,7 @@ class Replay:
         self._failure: ConfigurationError | None = None
 
     def stop(self) -> None:
-        """Stops sending. Open requests have STOP_LIMIT_S to end."""
+        """Stops sending. Open requests have STOP_LIMIT_S to finish."""
         self._stopped.set()
         asyncio.get_running_loop().call_later(STOP_LIMIT_S, self._abandon)
 
@@ -236,7 +236,7 @@ class Replay:
         self._end_poll(number, CANCELED)
 
     def _abandon(self) -> None:
-        """Ends all open requests as unanswered."""
+        """Marks all open requests as unanswered."""
         self._is_abandoned = True
         self._pool.abandon()
         for number in list(self._polls):
@@ -297,7 +297,7 @@ class Replay:
     def _read_run(self, exchange: Exchange, body: bytes) -> _Run | None:
         """Returns the prediction in a response.
 
-        None: it was rejected, or the response is not Penstock's.
+        None if it was rejected, or if the response is not Penstock's.
         """
         if not 200 <= exchange.status < 300 or exchange.request_id != self._id_of(exchange.number):
             return None

@@ -59,7 +59,7 @@ class LoadRows:
     """Queries one dataset. Calls block.
 
     Args:
-        most_bytes: a query that would read more is refused.
+        most_bytes: maximum bytes that a query may read; larger queries are rejected.
     """
 
     def __init__(self, client: Any, dataset: str, most_bytes: int) -> None:

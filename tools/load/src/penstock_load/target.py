@@ -1,4 +1,4 @@
-"""The Penstock to test: its address, the keys of its tenants, and its models."""
+"""The Penstock to test: its URL, its tenants' keys, and its models."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LIST_LIMIT_S = 20.0
 
 
 class LoadCaller(NamedTuple):
-    """The caller of a request."""
+    """A request's caller."""
 
     tenant: str
     """The tenant as named in rows. Empty: unknown."""
@@ -49,7 +49,7 @@ class Target:
 
     Args:
         url: URL of the API, without /v1.
-        key: the key of every request. Empty: none is needed.
+        key: the key for every request. Empty if none is needed.
         keys: a key for each tenant instead.
 
     Raises:
@@ -87,10 +87,10 @@ class Target:
         return self._callers[tenant] if self.keys else self._only
 
     def models(self) -> dict[str, ServedModel]:
-        """Returns the served models by name and alias.
+        """Returns the served models, keyed by name and alias.
 
         Raises:
-            Unavailable: the API is unreachable, or refused.
+            Unavailable: the API is unreachable or rejected the request.
         """
         caller = next(iter(self._callers.values()), self._only)
         request = urllib.request.Request(f"{self.url}/v1/models", headers=caller.headers)
@@ -111,7 +111,7 @@ def read_keys(path: Path) -> dict[str, str]:
     """Reads the key of each tenant from a CSV file with the columns `tenant` and `key`.
 
     Raises:
-        ConfigurationError: the file can't be read, or a line lacks one of them.
+        ConfigurationError: the file can't be read, or a line lacks one of the columns.
     """
     try:
         with path.open(encoding="utf-8", newline="") as file:

@@ -49,7 +49,7 @@ class Alert:
 
     @property
     def anchor(self) -> str:
-        """The anchor of its section in RUNBOOK, in GitHub's format."""
+        """The anchor of the alert's section in RUNBOOK, in GitHub's format."""
         return re.sub(r"[^a-z0-9 -]", "", self.title.lower()).replace(" ", "-")
 
     @property
@@ -201,7 +201,7 @@ _CLUSTER = (
         for_s=900,
     ),
 )
-"""Alerts on GPUs, pods and autoscalers, regardless of where the cluster is."""
+"""Alerts on GPUs, pods, and autoscalers, regardless of where the cluster is."""
 
 
 ON_GOOGLE = (
@@ -282,4 +282,4 @@ OF_FUNCTIONS = (
         ' AND resource.labels.job_id=~"^${service}-" AND severity>=ERROR',
     ),
 )
-"""Nothing scrapes functions on Google, so their alerts read logs there."""
+"""Alerts on functions. Nothing scrapes functions on Google, so the alerts read logs there."""

@@ -1,1 +1,1 @@
-"""Plans and simulations of a deployment. Both use the rules that are deployed."""
+"""Plans and simulates deployments. Both use the rules that are actually deployed."""

@@ -1,8 +1,8 @@
-"""How many workers the autoscaler requests under a load: the same rule for plans and simulations.
+"""How many workers the autoscaler requests under a given load, for both plans and simulations.
 
-Quotas and limits sized for the average number would cut off the autoscaler, because it counts
+Quotas and limits sized for the average number would hold back the autoscaler, because it counts
 arrivals over a short period, in which their number varies, and requests even more workers while it
-catches up after a step. tools/planning/tests/simulation/test_bounds.py compares the rule with
+catches up after a step. tools/planning/tests/simulation/test_bounds.py compares the rule to
 simulations.
 """
 
@@ -15,7 +15,7 @@ from infra.kubernetes.autoscaling import ARRIVED, MAX_UTILIZATION, UTILIZATION
 
 ARRIVED_S = float(ARRIVED.removesuffix("s"))
 CHANCE = 4.0
-"""Standard deviations of the arrivals within ARRIVED_S to allow for.
+"""How many standard deviations of the arrivals within ARRIVED_S to allow for.
 
 One in 30,000 intervals exceeds this, which is one in 31 days.
 """
@@ -35,7 +35,7 @@ def most_workers(load: float, requests_per_s: float) -> int:
     MAX_UTILIZATION.
 
     Args:
-        load: offered load in Erlangs: items per second x seconds of one worker per item.
+        load: offered load in Erlangs: items per second x worker seconds per item.
         requests_per_s: arrivals, each with any number of items.
     """
     if load <= 0:
@@ -45,8 +45,8 @@ def most_workers(load: float, requests_per_s: float) -> int:
 
 
 def gpu_nodes(workers: Iterable[int], buffer: int, share: int) -> int:
-    """Returns the nodes for a class's workers, including warm places.
+    """Returns the number of nodes for a class's workers, including warm places.
 
-    `share` workers use a GPU.
+    `share` workers share a GPU.
     """
     return math.ceil((sum(workers) + buffer) / share)

@@ -71,7 +71,7 @@ def plan(
         bool, typer.Option("--json", help="print every name and figure as JSON, for programs")
     ] = False,
 ) -> None:
-    """Plan GPUs, nodes, subscriptions, quotas and monthly cost for the expected rates."""
+    """Plan GPUs, nodes, subscriptions, quotas, and monthly cost for the expected rates."""
     if (rates is None) == (not rate):
         raise typer.BadParameter("exactly one of --rates and --rate is required")
     if more_regions and not region:
@@ -126,7 +126,7 @@ def simulate(
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
 ) -> None:
-    """Simulate a deployment under load: GPUs, latency and cost, with the deployed rules."""
+    """Simulate a deployment under load: GPUs, latency, and cost, with the deployed rules."""
     import json
 
     from penstock_planning.simulation.scenario import read_scenario

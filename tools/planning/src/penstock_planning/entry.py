@@ -1,4 +1,4 @@
-"""Entries of the files for plans and scenarios.
+"""Entries in the files for plans and scenarios.
 
 Unknown keys and infinite numbers are rejected.
 """
@@ -14,7 +14,7 @@ _UNKNOWN = "unknown_key"
 
 
 class Entry(BaseModel):
-    """A part of such a file. A misspelled key is rejected with a list of accepted keys."""
+    """Part of such a file. A misspelled key is rejected with a list of accepted keys."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
@@ -40,7 +40,7 @@ def explained(error: ValidationError, where: str) -> ConfigurationError:
     """Converts the first validation error into a ConfigurationError that names the field.
 
     Args:
-        where: the file or option that it was read from.
+        where: the file or option from which it was read.
     """
     first = error.errors()[0]
     place = [str(part) for part in first["loc"]]

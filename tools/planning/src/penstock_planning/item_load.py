@@ -13,12 +13,12 @@ from shared.models.catalog import Model
 
 
 class ItemLoad(Entry):
-    """A typical item of a model."""
+    """A typical item for a model."""
 
     seconds_per_item: float | None = Field(None, gt=0)
     """Seconds of one worker per item, in full batches.
 
-    A text that is generated alone takes many times its share of a full worker.
+    A text that is generated on its own takes many times its share of a full worker.
     """
     seconds_per_work: float | None = Field(None, gt=0)
     """Used instead for a class with `work`: worker seconds per unit of work."""

@@ -1,4 +1,4 @@
-"""The batches that workers will use. They depend on the device; the catalog only limits them."""
+"""The batches that workers will use, which depend on the device. The catalog only limits them."""
 
 from __future__ import annotations
 

@@ -22,13 +22,13 @@ class TaskSamples(NamedTuple):
     """One task's samples, for one of its models."""
 
     work: Callable[[Model, float | None], float | None]
-    """Returns a typical item's work, in the task's unit. None: unknown. It takes the units
-    that the operator expects, or None.
+    """Returns a typical item's work in the task's unit, or None if unknown. Takes the units the
+    operator expects, or None.
     """
     input: Callable[[Model, int], Input]
     """Returns an input of this size, in bytes."""
     result: Callable[[Model, int | None], Result | None]
-    """Returns a result. None: its size is unknown. It takes the size in bytes that the operator
+    """Returns a result, or None if its size is unknown. Takes the size in bytes that the operator
     expects, or None.
     """
 

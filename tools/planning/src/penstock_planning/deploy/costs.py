@@ -18,9 +18,8 @@ from shared.usage.writer import BATCH_ROWS
 GIB = 2**30
 MIN_ROW_BYTES = 1024
 GENERAL_DISK_GIB = 50
-"""Boot disk in GiB, as in infra/terraform/modules/cluster/nodes.tf.
-
-Other disks are in gpus.yaml.
+"""Boot disk size in GiB, as in infra/terraform/modules/cluster/nodes.tf. Other disks are in
+gpus.yaml.
 """
 SIDECAR_CPU, SIDECAR_GIB = 0.5, 0.25
 """Resources of the API's metrics sidecar (infra/terraform/modules/region/api.tf)."""
@@ -35,15 +34,15 @@ ARCHIVE_DAYS_MORE, ARCHIVE_DELETED_DAYS = 3, 7
 objects are billed (infra/terraform/platform/row_archive.tf).
 """
 PASS_WRITES, PASS_READS = 3, 2
-"""Operations in a pass that has rows, apart from listing and reading its objects: two writes of its
-list, and one write of a file. The list is read once, as is the file when its day is merged
+"""Operations in a pass that has rows, apart from listing and reading its objects: two writes of the
+list, and one write of a file. The list is read once, and so is the file when its day is merged
 (infra/row_archive/archive.py).
 """
 ARMOR_RULES = 4
 """Rules in the policy (infra/terraform/platform/balancer.tf)."""
 REPLIES: Mapping[Replies, str] = {"direct": "direct replies", "slots": "replies to slots"}
 JOB_DELIVERIES = 2
-"""A job goes to the workers' subscription and to the one for `batch` priority.
+"""Each job is delivered to the workers' subscription and to the one for `batch` priority.
 
 Messages dropped by a filter are billed too
 (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
@@ -54,7 +53,7 @@ Messages dropped by a filter are billed too
 class Cost:
     """A table row: the cost at the mean rate, and the cost if the peak lasted all month.
 
-    Without an amount, `lacks` names the missing input.
+    If there is no amount, `lacks` names the missing input.
     """
 
     item: str
@@ -194,7 +193,7 @@ def _balancer(bill: _Bill, volumes: Sequence[Volume]) -> None:
 
 
 def disks_gib(site: Site) -> dict[str, tuple[float, float, float]]:
-    """Returns a region's node boot disks at mean, peak and maximum, by disk type."""
+    """Returns a region's node boot disks at mean, peak, and maximum, keyed by disk type."""
     general = (site.general_mean, site.general_peak, site.general_most)
     disks = [("pd-balanced", GENERAL_DISK_GIB, general)]
     for pool in site.pools:
@@ -235,7 +234,7 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
 
 
 def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
-    """A publish and each delivery are billed."""
+    """Adds the cost of messages. A publish and each delivery are billed."""
     times = 1 + JOB_DELIVERIES
     jobs = {
         volume.model: None

@@ -1,6 +1,6 @@
-"""`penstock deploy plan`: sizes a deployment from catalog, rates, variables and prices.
+"""`penstock deploy plan`: sizes a deployment based on the catalog, rates, variables, and prices.
 
-A plan also has its quotas and limits: amounts to request, and known defaults.
+A plan also includes quotas and limits: amounts to request, and known defaults.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def quotas(
 ) -> list[CloudQuota]:
     """Returns the quotas to request before the first apply: per region, then for the project.
 
-    They cover the maximum that the autoscaler requests, not only the average need at the peak.
+    They cover the maximum that the autoscaler requests, not only the average demand at the peak.
     """
     quotas = [quota for site in sites for quota in _region(site, platform, gpus)]
     total = sum(pool.nodes_most for site in sites for pool in site.pools)
@@ -195,7 +195,7 @@ class Change:
 
 @dataclass(frozen=True)
 class DeployPlan:
-    """The resources of an apply and their cost, with the changes required at the peak."""
+    """The resources an apply creates, their cost, and the changes required at the peak."""
 
     sites: tuple[Site, ...]
     platform: Platform
@@ -227,7 +227,8 @@ def make_plan(
             --buffer`.
 
     Raises:
-        ConfigurationError: rates, variables and catalog are inconsistent. The message names the
+        ConfigurationError: the rates, variables, and catalog are inconsistent. The message names
+            the
         field.
     """
     for group in catalog.worker_groups:
@@ -305,9 +306,9 @@ def _site(
 
 
 def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
-    """Returns its workers' load.
+    """Returns the load on a model's workers.
 
-    If its canary is withdrawn, its stable workers get all of it.
+    If its canary is withdrawn, the stable workers get all of it.
     """
     rate = rates.models.get(model.public_name, ModelRate(mean_per_s=0))
     if not isinstance(model, Revision):

@@ -39,7 +39,9 @@ class _Variable(Entry):
     # they are.
     model_config = ConfigDict(extra="allow", frozen=True)
     VARIABLE: ClassVar[str] = ""
-    """Its name in Terraform, whose options it accepts. Empty: it accepts only its fields."""
+    """The variable's name in Terraform, whose options are accepted. If empty, only the class's
+    fields are.
+    """
 
     @classmethod
     def list_keys(cls) -> frozenset[str]:
@@ -54,7 +56,7 @@ def read_variables() -> frozenset[str]:
 
 @cache
 def read_options(variable: str) -> frozenset[str]:
-    """Reads the option names of a variable. It is an object, or a map of objects."""
+    """Reads a variable's option names. The variable is an object or a map of objects."""
     # `terraform fmt` fixes the indentation.
     typed = re.search(
         rf"^    {variable} = optional\((map\()?object\({{\n(?P<options>.*?)^    }}\)",
@@ -121,12 +123,12 @@ class Inboxes(_Variable):
 
     @property
     def made_slots(self) -> int:
-        """Existing slots of each inbox. Slots above `slots` belong to outgoing revisions."""
+        """Existing slots in each inbox. Slots above `slots` belong to outgoing revisions."""
         return self.slots if self.kept_slots is None else self.kept_slots
 
     @property
     def subscriptions(self) -> int:
-        """Subscriptions of each inbox: its slots, and one for direct replies."""
+        """Number of subscriptions per inbox: its slots, and one for direct replies."""
         return self.made_slots + 1
 
 
@@ -237,14 +239,14 @@ class Platform(_Variable):
         return min(self.regions, key=lambda name: self.regions[name].index)
 
     def overflow_in(self, region: str) -> str | None:
-        """The GPU type used in a region if the others are out of stock, or None."""
+        """The GPU type used in a region if other types are out of stock, or None."""
         chosen = self.regions[region].overflow or self.nodes.overflow
         return None if chosen == "none" else chosen
 
     def in_regions(self, names: Sequence[str]) -> Platform:
         """Returns the platform in these regions.
 
-        Known regions keep their settings, new ones get an index.
+        Known regions keep their settings, and new ones get an index.
 
         Raises:
             ConfigurationError: there are more than 16 regions, the number that the address range

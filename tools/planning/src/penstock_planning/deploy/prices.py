@@ -36,7 +36,7 @@ class Step(Entry):
 
 
 Usd = dict[str, float | tuple[Step, ...]]
-"""Prices by region or location. `any`: all others."""
+"""Prices, keyed by region or location. `any` is for all others."""
 
 
 class EarlierPrice(Entry):
@@ -110,7 +110,7 @@ def _cost_up_to(amount: float, steps: tuple[Step, ...]) -> float:
 
 
 class Prices(Entry):
-    """All prices, in US dollars before tax, discounts and commitments."""
+    """All prices, in US dollars before tax, discounts, and commitments."""
 
     sources: dict[str, Source]
     prices: dict[str, ListPrice]
@@ -124,7 +124,9 @@ class Prices(Entry):
 
 
 def read_prices(over: Path | None = None) -> Prices:
-    """Returns the shipped prices. The file `over`, with its own sources, overrides single prices.
+    """Returns the bundled prices.
+
+    The file `over`, with its own sources, overrides individual prices.
 
     Raises:
         ConfigurationError: a file can't be read, or a price is malformed or has no source.

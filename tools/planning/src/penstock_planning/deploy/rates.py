@@ -1,4 +1,4 @@
-"""Expected rates, from a file or the command line. Measured values have no defaults.
+"""Expected rates, from a file or the command line. There are no defaults for measured values.
 
 Results of `penstock models measure` for custom models fill in missing rates.
 """
@@ -91,7 +91,7 @@ def _seconds(model: Model, measurement: ModelMeasurement) -> dict[str, float]:
 def _path_of(model: Model, rate: dict[str, Any], folder: Path) -> Path | None:
     """Returns a model's measurement file.
 
-    None: the rates do not name a file, and the class's folder does not have one.
+    None if the rates do not name a file and the class's folder does not have one.
     """
     if isinstance(named := rate.get(FIELD), str):
         return folder / named
@@ -118,7 +118,7 @@ def _check_measurement(model: Model, measurement: ModelMeasurement, path: Path) 
 
 
 class ModelRate(ItemLoad):
-    """The requests for a model, and what one of its items takes.
+    """The requests for a model, and the resources that one of its items takes.
 
     Seconds are required if there are requests.
     """
@@ -126,10 +126,10 @@ class ModelRate(ItemLoad):
     mean_per_s: float = Field(ge=0)
     """Requests per second, averaged over a month."""
     peak_per_s: float | None = Field(None, ge=0)
-    """Requests per second in the busiest minutes. Default: the mean."""
+    """Requests per second in the busiest minutes. Defaults to the mean."""
     items_per_request: float = Field(1.0, ge=1)
     hit_share: float = Field(0.0, ge=0, le=1)
-    """Share of all items that the cache answers."""
+    """Share of all items that are served from the cache."""
     measured_share: int = Field(1, ge=1, le=48)
     """Busy workers on the same GPU during the measurement."""
     input_bytes: int | None = Field(None, ge=0)
@@ -168,9 +168,11 @@ class FlowRate(Entry):
     mean_per_s: float = Field(ge=0)
     """Runs per second, averaged over a month."""
     peak_per_s: float | None = Field(None, ge=0)
-    """Runs per second in the busiest minutes. Default: the mean."""
+    """Runs per second in the busiest minutes. Defaults to the mean."""
     items: dict[str, Annotated[float, Field(ge=0)]] = Field({})
-    """Items per run in a step, by step id. Default: one. Required for a step with `for_each`."""
+    """Items per run in a step, keyed by step ID. Defaults to one. Required for a step with
+    `for_each`.
+    """
 
     @property
     def peak(self) -> float:
@@ -185,7 +187,7 @@ class DemandRates(Entry):
     """Includes requests from flows once the rates have been read."""
     flows: dict[str, FlowRate] = Field({})
     regions: dict[str, float] = Field({})
-    """Share of requests per region. Default: equal shares."""
+    """Share of requests per region. Defaults to equal shares."""
     late_share: float = Field(0.001, gt=0, lt=1)
     """Share of requests at the peak that may wait past the deadline."""
     api_requests_per_s: float | None = Field(None, gt=0)

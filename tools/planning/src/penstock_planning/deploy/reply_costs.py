@@ -1,4 +1,4 @@
-"""Reply costs on either of an inbox's topics."""
+"""Reply costs on either inbox topic."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def billed_tib(messages: float, size_bytes: int, times: int) -> float:
 
 
 def reply_times(replies: Replies, platform: Platform) -> int:
-    """Returns how often a reply is billed: for its publish, and per subscription of its topic.
+    """Returns how many times a reply is billed: for its publish, and per subscription to its topic.
 
     Messages dropped by a filter are billed too
     (docs.cloud.google.com/pubsub/docs/subscription-message-filter).
@@ -30,7 +30,7 @@ def reply_times(replies: Replies, platform: Platform) -> int:
 
 
 def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float | None:
-    """Returns the billed TiB of replies per month. None if their size is unknown."""
+    """Returns the billed TiB of replies per month, or None if their size is unknown."""
     size_bytes = volume.reply_bytes[replies]
     if size_bytes is None:
         return None

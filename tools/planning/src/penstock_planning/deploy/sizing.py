@@ -1,4 +1,4 @@
-"""Calculates workers, GPUs, nodes and API instances per model, region and node class.
+"""Calculates workers, GPUs, nodes, and API instances per model, region, and node class.
 
 The number of workers follows from the load, the autoscaler's target utilization (decision 43), and
 the wait that the deadline allows. Quotas and limits also allow for what the autoscaler requests
@@ -7,8 +7,9 @@ one subscription. Arrivals are assumed to be Poisson and service times exponenti
 model's batches vary less than that, and M/D/c waits less than M/M/c at the same load, so the result
 is conservative. With continuous batching, the servers are the slots of all workers, each as slow as
 in a full worker. Workers that serve several models are also the servers of one queue. The models'
-loads add up, each wait is as long as the longest full batch among them, and the shortest slack
-counts. Not modeled: a request with more items than fit in a batch, all of which arrive at once.
+loads add up, each wait is as long as the longest of the models' full batches, and the shortest
+slack applies. Not modeled: a request with more items than fit in a batch, all of which arrive at
+once.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def servers_needed(
             place on any server, and each place does its share of the server's work.
 
     Returns:
-        0 for no load, otherwise at least 1. More load never results in fewer servers.
+        0 if there is no load, otherwise at least 1. More load never results in fewer servers.
     """
     if load <= 0:
         return 0
@@ -92,7 +93,7 @@ def mean_wait_s(servers: int, load: float, service_s: float) -> float:
 
 @dataclass(frozen=True)
 class Workers:
-    """The workers of a model in a region. Processes and pods may also serve other models."""
+    """A model's workers in a region. Processes and pods may also serve other models."""
 
     model: Model
     group: WorkerGroup
@@ -118,12 +119,12 @@ class Workers:
     (shared/models/service_rate.py).
     """
     most_busy: float
-    """Share of its time in which it can run, no matter how much work there is.
+    """Share of its time in which a process can run, no matter how much work there is.
 
     Below 1 if it would have to hold more jobs than allowed because the broker is too far away.
     """
     repeated_s: float
-    """Process seconds for the jobs that it holds. This work is lost if it dies."""
+    """Process seconds for the jobs a process holds. This work is lost if it dies."""
 
     @property
     def batch_s(self) -> float:
@@ -138,7 +139,7 @@ def once(workers: Iterable[Workers]) -> list[Workers]:
 
 @dataclass(frozen=True)
 class Pool:
-    """A class of GPU nodes in a region: machines, and their number at mean, peak and maximum."""
+    """A GPU node class in a region: machines, and their number at mean, peak, and maximum."""
 
     region: str
     gpu: Gpu
@@ -430,9 +431,9 @@ def _cpu_workers_per_node(machine_type: str) -> int:
 def _api_instances(
     workers: Sequence[Workers], rates: DemandRates, platform: Platform, *, at_peak: bool
 ) -> int:
-    """Applies Little's law: requests in flight = rate x seconds until the response.
+    """Returns the number of API instances, by Little's law.
 
-    Hits take almost no time.
+    Requests in flight = rate x seconds until the response. Cache hits take almost no time.
     """
     in_flight = asked_per_s = 0.0
     for group in workers:

@@ -27,7 +27,7 @@ from shared.models.catalog import Model
 
 
 def topics(models: Iterable[Model], platform: Platform) -> list[str]:
-    """Returns the ids of all topics in the project."""
+    """Returns the IDs of all topics in the project."""
     of_models = [
         name
         for model in models
@@ -40,7 +40,7 @@ def topics(models: Iterable[Model], platform: Platform) -> list[str]:
 
 
 def subscriptions(models: Iterable[Model], platform: Platform) -> list[str]:
-    """Returns the ids of all subscriptions in the project."""
+    """Returns the IDs of all subscriptions in the project."""
     of_model = [workers_subscription_id, batch_subscription_id, dead_letter_subscription_id]
     if platform.functions.dead_letters is not None:
         of_model.append(dead_letter_push_subscription_id)
@@ -62,7 +62,7 @@ def _inboxes(platform: Platform) -> list[str]:
 def gpu_pools(
     models: Iterable[Model], platform: Platform, region: str, gpus: dict[str, GpuType]
 ) -> list[str]:
-    """Returns a region's GPU node pools by name. None if ComputeClasses create the nodes."""
+    """Returns a region's GPU node pools by name, or None if ComputeClasses create nodes."""
     if platform.nodes.compute_classes:
         return []
     names, overflow = [], platform.overflow_in(region)

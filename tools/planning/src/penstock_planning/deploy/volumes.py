@@ -38,7 +38,7 @@ from shared.usage.row import row_of
 from shared.usage.writer import fields_of
 
 HOURS = 730.0
-"""Hours per month: 365 x 24 / 12, as in Google's price lists."""
+"""Hours per month, 365 x 24 / 12, as in Google's price lists."""
 SECONDS = HOURS * 3600
 DAYS = HOURS / 24
 MESSAGE_BYTES = 20 + 16
@@ -60,7 +60,7 @@ Busy writers put more rows into an object.
 class Volume:
     """One model's month, in all regions together.
 
-    None: unknown, because the rates don't specify an item's size.
+    None means unknown because the rates don't specify an item's size.
     """
 
     model: str
@@ -122,13 +122,16 @@ def volume(model: Model, rate: ModelRate) -> Volume:
 
 
 def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
-    """Returns bytes in the object store instead of a message. Texts and vectors never go there."""
+    """Returns the bytes that go to the object store instead of a message.
+
+    Texts and vectors never go there.
+    """
     is_apart = size_bytes is not None and size_bytes > limit_bytes and model.definition.stores_blobs
     return size_bytes or 0 if is_apart else 0
 
 
 def job_bytes(model: Model, input_bytes: int, items: int) -> int:
-    """Returns the billed bytes of a job: body, attributes and overhead per message."""
+    """Returns a job's billed bytes: body, attributes, and overhead per message."""
     sample = SAMPLES[model.task].input(model, input_bytes)
     job = Job(
         _envelope(model),
@@ -169,7 +172,7 @@ def shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
     """Returns the maximum replies that share a message. Replies that name an object share none.
 
     Args:
-        size_bytes: billed bytes of one reply. None: unknown.
+        size_bytes: one reply's billed bytes, or None if unknown.
     """
     if model.definition.stores_blobs or not size_bytes:
         return 1

@@ -2,7 +2,7 @@
 
 The service rate is estimated by the same class that the API uses. One estimate represents all
 instances in a region: each of n instances has 1/n of the items and the rate, so they expect the
-same waits. Tenants are not modeled, so everything that waits is ahead.
+same waits. Tenants are not modeled, so everything that is waiting counts as being ahead.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ BATCH_SHARE = 0.5
 
 
 class SimulatedJob:
-    """A request, which is one message. It ends once, even if it gets another reply later."""
+    """A request, which is one message.
+
+    It finishes only once, even if it gets another reply later.
+    """
 
     __slots__ = (
         "arrived_s",
@@ -56,11 +59,11 @@ class SimulatedJob:
         self.share_s = self.spare_s = 0.0
         """The batch's share_s and spare_s when the job was admitted."""
         self.then: Callable[[SimulatedJob], None] | None = None
-        """Called when the job has been served: the next step of a flow."""
+        """Called when the job has been served, to start a flow's next step."""
 
 
 class ApiSite:
-    """The instances of a region, for one model.
+    """A region's instances, for one model.
 
     Args:
         concurrency: number of requests that one instance holds.
@@ -82,7 +85,7 @@ class ApiSite:
 
     @property
     def in_flight(self) -> int:
-        """Items waiting for a worker, of both priorities."""
+        """Items waiting for a worker, in both priorities."""
         return self.interactive + self.batch
 
     def admits(self, job: SimulatedJob, now_s: float) -> bool:

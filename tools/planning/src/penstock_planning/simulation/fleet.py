@@ -22,7 +22,7 @@ class Fleet:
 
     Args:
         places: number of workers that share a GPU.
-        most_nodes: quota or stock. None: no limit.
+        most_nodes: quota or stock. None means no limit.
     """
 
     def __init__(
@@ -40,8 +40,8 @@ class Fleet:
         self._chance = chance
         self._made = 0
         self.nodes: list[Node] = []
-        """Ordered, running, or on notice. All of them are paid for from the time they are
-        ordered.
+        """Nodes that are ordered, running, or on notice. All of them are paid for from the time
+        they are ordered.
         """
         self._pending: deque[SimulatedWorker] = deque()
         self.is_out_of_stock = False
@@ -49,7 +49,7 @@ class Fleet:
         self.emptied_s: list[float] = []
         """Times when nodes with a failed GPU were cordoned."""
         self._retired_busy_s = self._retired_s = 0.0
-        """Total seconds of deleted nodes."""
+        """Total seconds that deleted nodes were busy, and that they existed."""
         env.process(self._scale())
 
     # Pods
@@ -152,7 +152,7 @@ class Fleet:
             self._env.process(self._lose(node))
 
     def fail_gpus(self, failure: GpuFailure) -> None:
-        """Handles the failure of some nodes' GPUs."""
+        """Handles a failure of some nodes' GPUs."""
         nodes = [node for node in self.nodes if node.is_ready and not node.has_failed]
         for node in self._chance.sample(nodes, min(len(nodes), failure.count)):
             node.has_failed = True

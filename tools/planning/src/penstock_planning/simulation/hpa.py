@@ -21,7 +21,7 @@ Reading = tuple[float | None, float]
 
 
 class HorizontalPodAutoscaler:
-    """A HorizontalPodAutoscaler. It is pure: callers pass the time and the metrics.
+    """A HorizontalPodAutoscaler. It does no I/O: callers pass the time and the metrics.
 
     Args:
         behavior: limits on its rate of change.
@@ -52,7 +52,7 @@ class HorizontalPodAutoscaler:
         return wanted
 
     def _propose(self, replicas: int, readings: Sequence[Reading]) -> int | None:
-        """Returns the highest proposal of all metrics. None if no metric has a value."""
+        """Returns the highest number that any metric proposes, or None if no metric has a value."""
         wanted = [
             self._wanted(replicas, value, target) for value, target in readings if value is not None
         ]

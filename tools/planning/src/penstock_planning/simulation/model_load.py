@@ -23,7 +23,9 @@ class StepsLoad(Entry):
     per_item_s: Seconds
     """Additional seconds for each item in the step."""
     first_s: Seconds = 0.0
-    """Seconds of an item's first step, during which the others wait while its prompt is read."""
+    """Duration, in seconds, of an item's first step, during which the others wait while its prompt
+    is read.
+    """
 
     def step_s(self, items: int) -> float:
         """Returns the seconds of a step for a worker that is alone on its GPU."""
@@ -44,7 +46,7 @@ class ModelLoad(ItemLoad):
     """The requests for one model, and worker time per item when alone on a GPU."""
 
     arrivals: tuple[Arrivals, ...] = ()
-    """Arrivals of direct requests. Empty: only flows use it."""
+    """Arrivals of direct requests. Empty if only flows use the model."""
     steps: StepsLoad | None = None
     """Step times with continuous batching. None if a worker computes whole batches."""
     fixed_s: Seconds = 0.0
@@ -57,9 +59,9 @@ class ModelLoad(ItemLoad):
     batch_lane_share: float = Field(0.0, ge=0, le=1)
     """Share of requests with `batch` priority."""
     deadline_s: float | None = Field(None, gt=0)
-    """Default: from the catalog."""
+    """Defaults to the value in the catalog."""
     start_replicas: int | None = Field(None, ge=0)
-    """Ready replicas per region at the start. Default: replicas.min."""
+    """Ready replicas per region at the start. Defaults to replicas.min."""
 
     @model_validator(mode="after")
     def _takes_time(self) -> Self:

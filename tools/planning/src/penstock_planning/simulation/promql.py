@@ -72,7 +72,7 @@ OF_EACH: dict[str, Callable[..., float]] = {
 }
 
 LOOKBACK_S = 300.0
-"""Maximum age of the newest sample in an instant vector: Prometheus' default."""
+"""Maximum age of the newest sample in an instant vector, which is Prometheus' default."""
 
 _MATCHES = {"Equal": "=", "NotEqual": "!=", "Re": "=~", "NotRe": "!~"}
 
@@ -142,7 +142,7 @@ def each(value: Value, how: Callable[[float], float]) -> Value:
 
 
 def set_operation(symbol: str, left: Vector, right: Vector) -> Vector:
-    """Evaluates `or`, `and` and `unless`, matching all labels."""
+    """Evaluates `or`, `and`, and `unless`, matching all labels."""
     if symbol == "or":
         return {**right, **left}
     is_kept = symbol == "and"
@@ -190,7 +190,7 @@ class PromQuery:
         """Lookback in seconds."""
 
     def value(self, series: TimeSeries, now_s: float) -> Value:
-        """Returns a number, or a vector by labels, at a time in seconds."""
+        """Returns the value, a number or a vector by labels, at a time in seconds."""
         return self._evaluate(_Moment(series, now_s, now_s))
 
 

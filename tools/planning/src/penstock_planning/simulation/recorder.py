@@ -1,4 +1,4 @@
-"""Records a run: how each request ended, and series over time."""
+"""Records a run: each request's outcome, and series over time."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from enum import Enum
 
 
 class RequestEnd(Enum):
-    """A request's outcome. Every request ends once."""
+    """A request's outcome. Every request has exactly one."""
 
     SERVED = "served"
     REFUSED = "refused"
@@ -19,7 +19,7 @@ class RequestEnd(Enum):
     LOST = "lost"
     """Its region was lost while it was waiting."""
     OPEN = "open"
-    """It was in flight when the scenario ended."""
+    """It was still in flight when the scenario ended."""
 
 
 @dataclass
@@ -79,4 +79,4 @@ class Recorder:
         self.alerted_s: list[float] = []
         """Times when the alert on failed GPUs started firing."""
         self.lost_workers: Counter[str] = Counter()
-        """Workers that ended, by reason."""
+        """Workers that terminated, by reason."""

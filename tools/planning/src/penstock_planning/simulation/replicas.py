@@ -1,6 +1,6 @@
 """A model's workers: the pods of a Deployment, and KEDA, which sets their number.
 
-KEDA reads the triggers, scales from and to zero, and replaces metrics that fail.
+KEDA reads the triggers, scales from and to zero, and substitutes metrics that fail.
 
 Source: kedacore/keda, pkg/scalers/prometheus_scaler.go (ExecutePromQuery), pkg/fallback/fallback.go
 (GetMetricsWithFallback, doFallback), pkg/scaling/scale_handler.go (getScalerState),
@@ -29,7 +29,7 @@ from shared.errors import ConfigurationError
 
 
 class SimulatedDeployment:
-    """Workers for one model, or shared by several, in a region.
+    """Workers in a region, for one model or shared by several.
 
     Args:
         service: service of the workers' models.
@@ -62,7 +62,7 @@ class SimulatedDeployment:
         self._made = 0
 
     def set(self, wanted: int) -> None:
-        """Sets `spec.replicas`, as the autoscaler does."""
+        """Sets `spec.replicas`, like the autoscaler does."""
         if wanted != self.wanted:
             self.wanted = wanted
             self._reconcile()
@@ -317,7 +317,7 @@ class Autoscaler:
         return self._hpa.desired(now_s, replicas, readings)
 
     def _read(self, number: int, now_s: float, replicas: int) -> tuple[float | None, bool]:
-        """Returns a trigger's value, and whether it comes from the fallback. None: it failed."""
+        """Returns a trigger's value (None if it failed), and whether it comes from the fallback."""
         trigger, query = self._triggers[number]
         try:
             value = self._run_query(trigger, query, now_s)

@@ -24,7 +24,7 @@ class FleetCost:
     node_s: float
     gpu_busy_s: float
     dollars_per_h: float | None
-    """Price of a node. None if the price is unknown."""
+    """Price per node. None if the price is unknown."""
     most_nodes: int
     """Nodes that quotas and limits must allow for (penstock_planning/autoscaled.py)."""
 
@@ -79,7 +79,10 @@ class FlowSummary:
 
 @dataclass(frozen=True)
 class GpuFailureSummary:
-    """Consequences of a `gpu_failure`, in seconds after it. None: not before the end."""
+    """Consequences of a `gpu_failure`, in seconds after it.
+
+    None if not before the end of the run.
+    """
 
     at_s: float
     alert_s: float | None
@@ -92,7 +95,7 @@ class GpuFailureSummary:
 
 @dataclass(frozen=True)
 class RunSummary:
-    """The figures of a run."""
+    """A run's figures."""
 
     models: tuple[ModelSummary, ...]
     flows: tuple[FlowSummary, ...]
@@ -127,7 +130,7 @@ class SimulationResult:
 
     @cached_property
     def summary(self) -> RunSummary:
-        """Returns the figures that summarize it."""
+        """Returns the figures that summarize the run."""
         gpus = self.gpus_over_time
         hours = sum(fleet.node_s for fleet in self.fleets) / HOUR_S
         busy_s = sum(fleet.gpu_busy_s for fleet in self.fleets)

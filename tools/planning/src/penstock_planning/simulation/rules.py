@@ -1,8 +1,8 @@
-"""The deployed rules, read from the overlay: autoscaler, rollout, drain.
+"""The deployed rules for autoscaling, rollouts, and draining, read from the overlay.
 
-The overlay is written by the same code as `python -m infra.kubernetes`, and rendered like Kustomize
-does, as far as its files require: resources, components, strategic merges. tests/infra/simulation
-compares both if kubectl is installed.
+The overlay is written by the same code as `python -m infra.kubernetes`, and rendered the way
+Kustomize does it, to the extent its files require: resources, components, strategic merges.
+tests/infra/simulation compares both if kubectl is installed.
 """
 
 from __future__ import annotations
@@ -251,7 +251,7 @@ def _one(objects: list[Document], kind: str) -> Document:
 
 
 def rendered(folder: Path) -> list[Document]:
-    """Returns a Kustomize folder's objects, without added names, labels and namespaces."""
+    """Returns a Kustomize folder's objects, without added names, labels, and namespaces."""
     kustomization = _kustomization(folder)
     objects = list(_resources(folder, kustomization))
     for component in kustomization.get("components", []):
@@ -297,7 +297,7 @@ def _patch(kustomization: Document, objects: list[Document]) -> None:
 def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
     """Returns a strategic merge.
 
-    Lists of built-in Kubernetes kinds are merged by name, others replaced.
+    Lists in built-in Kubernetes kinds are merged by name, and other lists are replaced.
     """
     if isinstance(base, dict) and isinstance(patch, dict):
         merged = dict(base)

@@ -1,4 +1,4 @@
-"""A scenario in YAML: which requests arrive, what serves them, and what goes wrong."""
+"""A scenario in YAML: the requests that arrive, the system that serves them, and failures."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class ScenarioRegion(Entry):
     share: float = Field(gt=0, le=1)
     """Share of all requests."""
     max_gpus: int | None = Field(None, ge=0)
-    """Quota or stock of GPU nodes. Default: no limit."""
+    """Quota or stock of GPU nodes. No limit by default."""
 
 
 class Cluster(Entry):
@@ -46,7 +46,7 @@ class Cluster(Entry):
     """Warm places for each GPU class, as in `python -m infra.kubernetes --buffer`."""
     spot: bool = True
     spot_notice_s: Seconds = 30.0
-    """Time from a spot node's notice to its end."""
+    """Time from a spot node's notice to its termination."""
     spot_losses_per_node_day: float = Field(0.0, ge=0)
     """Random losses of single spot nodes."""
 
@@ -70,13 +70,13 @@ class ScenarioBroker(Entry):
     round_trip_s: Seconds = 0.0
     """Seconds from a worker to its broker and back.
 
-    The permit of a job that ends is reused after two round trips (shared/models/service_rate.py).
-    0: immediately. The time of a request is `api.trip_s`.
+    A finished job's permit is reused after two round trips (shared/models/service_rate.py). 0 means
+    immediately. A request's trip time is `api.trip_s`.
     """
     batches_held: int | None = Field(None, ge=1)
     """Full batches that a worker holds at any distance.
 
-    None: like real workers, which hold two near the broker, and more the longer the distance
+    None means like real workers, which hold two near the broker, and more the farther away they are
     (shared/models/service_rate.py).
     """
 
@@ -103,13 +103,13 @@ class Metrics(Entry):
 
 
 class SpotLoss(Entry):
-    """Some of the spot nodes get their notice at the same time."""
+    """Some of the spot nodes receive their notice at the same time."""
 
     kind: Literal["spot_loss"]
     at_s: Seconds
     share: float = Field(gt=0, le=1)
     region: str | None = None
-    """None: all."""
+    """None means all."""
 
 
 class StockOut(Entry):
@@ -119,7 +119,7 @@ class StockOut(Entry):
     at_s: Seconds
     for_s: float = Field(gt=0)
     gpu: str | None = None
-    """A GPU type in models.yaml. None: all."""
+    """A GPU type in models.yaml. None means all."""
     region: str | None = None
 
 
@@ -133,9 +133,9 @@ class GpuFailure(Entry):
     at_s: Seconds
     count: int = Field(1, ge=1)
     gpu: str | None = None
-    """A GPU type in models.yaml. None: all."""
+    """A GPU type in models.yaml. None means all."""
     region: str | None = None
-    """None: all."""
+    """None means all."""
     worker_leaves_s: Seconds = 20.0
     """Time until a worker has lost its GPU twice in a row, which ends it. An assumption."""
     node_emptied_s: Seconds = 45.0
@@ -160,9 +160,9 @@ class MetricsOutage(Entry):
     at_s: Seconds
     for_s: float = Field(gt=0)
     what: Literal["endpoint", "samples"] = "endpoint"
-    """`endpoint`: queries fail. `samples`: queries are answered, but nothing new is scraped."""
+    """`endpoint`: queries fail. `samples`: queries succeed, but nothing new is scraped."""
     metrics: tuple[str, ...] = ()
-    """Name prefixes of the affected metrics. Empty: all."""
+    """Name prefixes of the affected metrics. Empty means all metrics."""
 
 
 class RolloutEvent(Entry):
@@ -181,7 +181,7 @@ class SetReplicas(Entry):
     model: str
     count: int = Field(ge=0)
     is_kill: bool = False
-    """True if surplus workers die immediately with the jobs that they hold, instead of draining."""
+    """True if surplus workers die immediately with the jobs they hold, instead of draining."""
 
 
 Event = Annotated[
@@ -197,7 +197,7 @@ class ScenarioFlow(Entry):
     """The models in order."""
     arrivals: tuple[Arrivals, ...] = Field(min_length=1)
     deadline_s: float = Field(60.0, gt=0)
-    """Deadline of all steps together."""
+    """Deadline for all steps together."""
 
 
 class Scenario(Entry):
@@ -213,7 +213,7 @@ class Scenario(Entry):
     models: dict[str, ModelLoad] = Field(min_length=1)
     """Load by model name in the catalog. Models without an entry are not simulated."""
     workers: tuple[dict[str, Any], ...] = ()
-    """The list `workers` of the catalog, if its entries are here."""
+    """The catalog's `workers` list, if its entries are here."""
     flows: dict[str, ScenarioFlow] = Field({})
     """Flows by name. Their steps add to the load of their models."""
     regions: dict[str, ScenarioRegion] = Field(

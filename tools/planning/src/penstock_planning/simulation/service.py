@@ -42,11 +42,11 @@ BATCH_SLOTS_SHARE = 1 / 4
 SHARED_WEIGHTS_SHARE = 0.5
 """The value in workers/runtime/execution.py."""
 NEARLY = 1e-9
-"""Steps or seconds below this count as zero."""
+"""Steps or seconds below this are treated as zero."""
 
 
 class WholeBatches:
-    """Batches of a model that computes whole batches.
+    """Batches for a model that computes whole batches.
 
     Args:
         load: seconds per batch.
@@ -153,7 +153,7 @@ class WholeBatches:
 
 
 class SteppedBatches:
-    """Batches of a model that computes in steps. Takes the same arguments as WholeBatches."""
+    """Batches for a model that computes in steps. Takes the same arguments as WholeBatches."""
 
     def __init__(
         self,
@@ -307,7 +307,7 @@ class Service:
     Args:
         load: seconds per batch.
         broker: how jobs are delivered to workers.
-        record: records how each request ended.
+        record: records the outcome of each request in the run.
     """
 
     def __init__(
@@ -353,7 +353,7 @@ class Service:
         self._deliver(job)
 
     def _expire(self) -> Steps:
-        """Ends jobs at their deadline, wherever they are. Deadlines are in order of arrival."""
+        """Expires jobs at their deadline, wherever they are. Deadlines are in order of arrival."""
         while True:
             if not self._deadlines:
                 self._has_jobs = self._env.event()
@@ -372,7 +372,7 @@ class Service:
         self.record.ended_s.append(self._env.now)
 
     def end(self, job: SimulatedJob, outcome: RequestEnd) -> None:
-        """Records how a job that was not served ended."""
+        """Records the outcome of a job that was not served."""
         job.has_ended = True
         self.record.outcomes[outcome] += 1
         self.record.ended_s.append(self._env.now)
@@ -496,7 +496,7 @@ class Service:
             self._open_up(worker)
 
     def _compute(self, worker: SimulatedWorker) -> None:
-        """Lets a worker start on the jobs that it holds, as far as it can."""
+        """Lets a worker start on the jobs it holds, as far as it can."""
         if not worker.has_gpu:
             self._idle.pop(worker, None)
             return
@@ -555,7 +555,7 @@ class Service:
     def lose_gpu(self, worker: SimulatedWorker) -> None:
         """Handles a worker's failed GPU.
 
-        It keeps its running jobs, to try them again, and pulls.
+        The worker keeps its running jobs, to try them again, and continues to pull.
         """
         jobs = self._work.stop(worker) if worker.running else []
         for job in sorted(jobs, key=_age, reverse=True):
@@ -597,7 +597,7 @@ def _age(job: SimulatedJob) -> Any:
 
 
 def _pass_turn(worker: SimulatedWorker) -> None:
-    """In a pod with several models, lets the one with the oldest waiting job compute next."""
+    """In a pod with several models, lets the model with the oldest waiting job compute next."""
     if not worker.others:
         return
     waiting = [member for member in (worker, *worker.others) if any(member.held)]

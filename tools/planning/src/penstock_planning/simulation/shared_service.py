@@ -12,7 +12,7 @@ from shared.errors import ConfigurationError
 
 
 class SharedService:
-    """The workers of models that share them: a pod is a worker of each, in turn.
+    """Workers shared by several models: a pod is a worker of each, in turn.
 
     Each part pulls from its model's subscription. One of them computes at a time, in whole batches.
 
@@ -33,7 +33,7 @@ class SharedService:
         self._services = services
 
     def add_worker(self, pod: SimulatedWorker) -> None:
-        """Adds a warm pod, which pulls the jobs of all models."""
+        """Adds a warm pod, which pulls all models' jobs."""
         parts = [self._part(pod, service) for service in self._services]
         pod.parts = tuple(parts)
         pod.is_ready, pod.ready_s = True, self._env.now

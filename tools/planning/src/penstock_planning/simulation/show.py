@@ -52,7 +52,7 @@ _GPU_HEADS = (
 
 
 def text(result: SimulationResult) -> str:
-    """Returns the figures of a run: of each model, then of the GPUs."""
+    """Returns a run's figures: for each model, then for the GPUs."""
     summary, scenario = result.summary, result.scenario
     title = [scenario.about] if scenario.about else []
     return "\n\n".join(
@@ -68,12 +68,12 @@ def text(result: SimulationResult) -> str:
 
 
 def rows_of_models(result: SimulationResult) -> list[tuple[object, ...]]:
-    """Returns the figures of models: a header, and a value for each model."""
+    """Returns the models' figures: a header, and a value for each model."""
     return list(zip(_MODEL_HEADS, *map(_model_row, result.summary.models), strict=True))
 
 
 def rows_of_gpus(result: SimulationResult) -> list[tuple[object, ...]]:
-    """Returns the figures of GPUs: a header and its value."""
+    """Returns the GPUs' figures: a header and its value."""
     return list(zip(_GPU_HEADS, _gpu_row(result.summary), strict=True))
 
 

@@ -18,7 +18,7 @@ from penstock_planning.entry import Entry
 Seconds = Annotated[float, Field(ge=0)]
 
 CHUNK_S = 10.0
-"""Seconds during which a wave's rate counts as constant. Steps and bursts are exact."""
+"""How long, in seconds, a wave's rate is treated as constant. Steps and bursts are exact."""
 
 
 class _Arrivals(Entry):
@@ -27,7 +27,7 @@ class _Arrivals(Entry):
     spacing: Literal["poisson", "even"] = "poisson"
     from_s: Seconds = 0.0
     until_s: Seconds | None = None
-    """None: until the end of the scenario."""
+    """None means until the end of the scenario."""
 
 
 class Constant(_Arrivals):
@@ -66,7 +66,7 @@ class Burst(_Arrivals):
 
 
 class Trace(_Arrivals):
-    """Requests at recorded times: a trace of `penstock load`, of which only `at_s` is used."""
+    """Requests at recorded times, from a `penstock load` trace, of which only `at_s` is used."""
 
     kind: Literal["trace"]
     file: Path

@@ -36,7 +36,7 @@ class Inside:
     work_part: float = 0.0
     """Fraction of each second in which a full worker would do the same work."""
     steps_per_s: float = 0.0
-    """0: a prompt is being read."""
+    """0 while a prompt is being read."""
 
 
 @dataclass(slots=True, eq=False)
@@ -47,7 +47,7 @@ class RunningBatch:
     jobs: list[SimulatedJob]
     took_s: float
     batch_share: float
-    """Share of its items with `batch` priority."""
+    """Share of the batch's items that have `batch` priority."""
     counted_s: float
     """Time up to which the worker has counted the batch."""
 
@@ -91,7 +91,7 @@ class Node:
 
 @dataclass(slots=True, eq=False)
 class SimulatedWorker:
-    """A pod. It pulls jobs up to its flow control limit, and computes them in batches."""
+    """A pod, which pulls jobs up to its flow control limit and computes them in batches."""
 
     name: str
     region: str
@@ -123,7 +123,7 @@ class SimulatedWorker:
     held_jobs: list[int] = field(default_factory=lambda: [0, 0])
     """By priority: jobs waiting or running here, and jobs whose acks are on their way."""
     most_held: list[int] = field(default_factory=lambda: [0, 0])
-    """Maximum jobs of each priority that it holds."""
+    """Maximum number of jobs it holds in each priority."""
     ahead: tuple[HeldAhead, HeldAhead] = field(default_factory=lambda: (HeldAhead(), HeldAhead()))
     """Its measurements, by priority."""
     running: list[SimulatedJob] = field(default_factory=list)

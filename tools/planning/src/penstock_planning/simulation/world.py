@@ -98,7 +98,7 @@ class Parts:
     """The parts of the simulated world, which events change."""
 
     services: dict[str, Service]
-    """Services by model. Workers in all regions pull from one subscription."""
+    """Services, keyed by model. Workers in all regions pull from one subscription."""
     sites: dict[SiteKey, ApiSite] = field(default_factory=dict)
     fleets: dict[tuple[str, str], Fleet] = field(default_factory=dict)
     """Fleets by GPU class and region."""
@@ -346,7 +346,7 @@ def simulate(
         rules: rules to use instead of the deployed ones (`deployed_rules`).
 
     Raises:
-        ConfigurationError: scenario, catalog and rules are inconsistent.
+        ConfigurationError: the scenario, catalog, and rules are inconsistent.
     """
     catalog, deployed = deployed_rules(scenario, models_file)
     world = World(scenario, catalog, rules or deployed, read_prices())
@@ -561,7 +561,7 @@ class World:
         self._publish_step(run, step)
 
     def _site(self, name: str) -> ApiSite | None:
-        """Returns the API in a request's region. None: all regions are lost."""
+        """Returns the API in a request's region, or None if all regions are lost."""
         regions = self.scenario.regions
         if len(regions) == 1:
             site = self.parts.sites[name, next(iter(regions))]
