@@ -3,15 +3,16 @@
 import asyncio
 import re
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 from playwright.async_api import Page, Route, expect
 
-from tests.api.harness import ApiUnderTest, api_with_redis
+from tests.api.harness import ApiUnderTest, api_with_redis, running_api, settings_for
 from tests.api.test_masks import SOURCE, uri
 from tests.browser import needs_chromium, opened_page
-from tests.keys import key_for
+from tests.keys import bearer, key_for, keys_url
 
 pytestmark = [pytest.mark.slow(about_s=20), pytest.mark.anyio, needs_chromium]
 WAIT = {"prefer": "wait=60"}
@@ -206,6 +207,35 @@ async def test_an_expired_page_is_not_called_the_first(api: ApiUnderTest, page: 
     await page.get_by_role("link", name="Newest").click()
     await expect(page.get_by_text("There are no predictions yet.")).to_be_visible()
     await expect(page.get_by_role("navigation", name="Pages")).to_have_count(0)
+
+
+async def test_a_link_opens_for_other_keys_of_the_tenant_only(
+    tmp_path: Path, redis_url: str
+) -> None:
+    keys = keys_url(tmp_path, a="acme", b="acme", u="umbrella")
+    settings = settings_for(tmp_path, redis_url=redis_url, secret="s", keys_url=keys)
+    async with running_api(settings) as api:
+        done = await predict(api, "say hello", WAIT | bearer("a"))
+        given: dict[str, Any] = {
+            "ignored": "Failed to load",
+            "permissions": ["clipboard-read", "clipboard-write"],
+        }
+        async with opened_page(f"{api.url}/console#predictions/{done['id']}", **given) as page:
+            await log_in(page, "a")
+            await page.get_by_role("button", name="Copy link").click()
+            await expect(page.get_by_role("status")).to_contain_text("The link was copied.")
+            link = await page.evaluate("navigator.clipboard.readText()")
+            for key, text in (("b", "say hello"), ("u", "does not exist")):
+                await page.evaluate("sessionStorage.clear()")
+                await page.goto("about:blank")
+                await page.goto(link)
+                await log_in(page, key)
+                await expect(page.get_by_text(text).first).to_be_visible()
+
+
+async def log_in(page: Page, key: str) -> None:
+    await page.get_by_label("API key").fill(key_for(key))
+    await page.get_by_role("button", name="Log in").click()
 
 
 @pytest.mark.parametrize(

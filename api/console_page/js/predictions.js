@@ -9,6 +9,7 @@ import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } fro
 import { aligned, dollars } from "./money.js";
 import { modelOf, obstaclesOf } from "./replay.js";
 import { resultOf } from "./results.js";
+import { copyLink } from "./share.js";
 import { snippets } from "./snippets.js";
 import { moment, timeBar } from "./timing.js";
 
@@ -146,6 +147,7 @@ async function one(place, id, signal) {
         "div",
         { class: "row" },
         badge(prediction.status),
+        copyLink(prediction.id),
         !isOpen && !obstacle && h("a", { href: againLink(modelOf(prediction), prediction.id) }, "Change and retry"),
         !isOpen && !obstacle && action(prediction, "", signal),
       ),

@@ -10,6 +10,7 @@ import { formOf } from "./form.js";
 import { historyList, inputOfTry, remember } from "./history.js";
 import { about, inputSchemaOf } from "./models.js";
 import { resultOf } from "./results.js";
+import { copyLink } from "./share.js";
 import { snippets } from "./snippets.js";
 
 const MOST_EARLIER = 12;
@@ -118,6 +119,6 @@ async function predict(body, before, outcome, edit, signal) {
   const path = `v1/predictions/${encodeURIComponent(created.id)}`;
   const prediction = ENDS.includes(created.status) ? created : await follow(path, outcome, signal);
   const link = h("a", { href: `#predictions/${encodeURIComponent(created.id)}` }, "Open the prediction");
-  put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal, before, edit), h("p", {}, link)), snippets(body));
+  put(outcome, h("div", { class: "card" }, h("h2", {}, "Result"), resultOf(prediction, signal, before, edit), h("div", { class: "row" }, link, copyLink(created.id))), snippets(body));
   say(`The prediction ${prediction.status}.`);
 }
