@@ -72,6 +72,7 @@ async def test_a_key_is_limited_to_models_and_a_budget(api: ApiUnderTest) -> Non
         await form.get_by_role("button", name="Create key").click()
         secret = page.locator("code.secret")
         await expect(secret).to_be_focused()
+        await expect(page.get_by_role("button", name="Copy key")).to_be_visible()
         key = (await ask(api, "keys?tenant=acme"))["data"][-1]
         assert (key["models"], key["limits"]["budget_usd_per_month"]) == ([TEXT_MODEL.name], 5)
         created = row(page, "Keys", "website")
@@ -80,6 +81,7 @@ async def test_a_key_is_limited_to_models_and_a_budget(api: ApiUnderTest) -> Non
         page.on("dialog", lambda dialog: dialog.accept())
         await created.get_by_role("button", name="Revoke website").click()
         await expect(created).to_contain_text("revoked")
+        await expect(secret).to_have_count(0)
         await expect(page.locator("#main")).to_be_focused()
         await page.get_by_label("Tenant").first.fill("ops")
         await page.get_by_role("button", name="Filter").click()

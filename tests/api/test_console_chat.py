@@ -114,7 +114,7 @@ async def test_markup_of_a_model_stays_text(page: Page) -> None:
     answer = page.get_by_role("article", name="Answer")
     await expect(answer).to_contain_text("<img src=x")
     await expect(answer.locator(".hint")).to_be_visible()
-    assert await page.title() == "Penstock console"
+    assert await page.title() == "Try a model – Penstock"
     assert await page.locator("main img, main script, main a[href^=javascript]").count() == 0
 
 

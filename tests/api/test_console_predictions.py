@@ -169,6 +169,17 @@ async def test_a_stream_that_fails_once_continues(api: ApiUnderTest, page: Page)
     assert len(tries) == 2
 
 
+async def test_the_overview_counts_predictions_that_wait(api: ApiUnderTest, page: Page) -> None:
+    api.worker.is_silent = True
+    await predict(api, "say hello", {})
+    await page.goto(f"{api.url}/console#overview")
+    now = page.get_by_role("region", name="Queue and workers now")
+    row = now.get_by_role("row").filter(has_text="writer")
+    await expect(row).to_contain_text("busy")
+    await row.get_by_role("link", name="1").click()
+    await expect(page).to_have_url(f"{api.url}/console#predictions?model=writer&status=starting")
+
+
 async def test_reload_and_cancel_keep_the_focus(api: ApiUnderTest, page: Page) -> None:
     api.worker.written = asyncio.Semaphore(0)
     running = await predict(api, "say hello", {})

@@ -96,6 +96,7 @@ async function show() {
   const [name, ...rest] = path.split("/").map(decoded);
   if (name === "main") return;
   const view = Object.hasOwn(VIEWS, name) ? name : "try";
+  entitle(tabs.querySelector(`a[href="#${view}"]`));
   for (const link of tabs.querySelectorAll("a")) {
     if (link.getAttribute("href") === `#${view}`) {
       link.setAttribute("aria-current", "page");
@@ -116,7 +117,14 @@ async function show() {
     for (const waiting of place.querySelectorAll(".loading")) waiting.remove();
     if (!signal.aborted) place.append(failure(error));
   }
-  if (!signal.aborted) keepFocus();
+  if (signal.aborted) return;
+  entitle(place.querySelector(".invoice .title, h1:not(.hidden)"));
+  keepFocus();
+}
+
+/** Names the page, and with it the PDF that it is printed to. */
+function entitle(heading) {
+  document.title = heading ? `${heading.textContent} – Penstock` : "Penstock console";
 }
 
 function decoded(part) {

@@ -91,6 +91,23 @@ export function button(label, work, { onError = (error) => say(error.message), .
   return made;
 }
 
+/**
+ * A button that copies a text.
+ * @param {string} what is copied, in words.
+ * @param {HTMLElement} shown has the text. Pages without TLS have no clipboard: the reader copies what is selected.
+ */
+export function copyButton(label, what, text, shown) {
+  const copy = async () => {
+    await navigator.clipboard.writeText(text);
+    say(`${what} was copied.`);
+  };
+  const select = () => {
+    getSelection().selectAllChildren(shown);
+    say("Selected. Copy it with the keyboard.");
+  };
+  return button(label, copy, { class: "quiet", onError: select });
+}
+
 /** A table that scrolls if it is too wide. */
 export function table(caption, heads, rows) {
   const head = h(

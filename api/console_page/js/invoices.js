@@ -5,7 +5,7 @@ import { call } from "./api.js";
 import { saveCsv } from "./csv.js";
 import { badge, button, failure, h, put } from "./dom.js";
 import { selection } from "./filters.js";
-import { plusDays, today, zone } from "./ranges.js";
+import { openedMonth, plusDays, today, zone } from "./ranges.js";
 
 const MONTHS = 13;
 const KINDS = {
@@ -21,7 +21,7 @@ const whole = new Intl.NumberFormat("en-US");
 /** Shows the view. */
 export async function show(place, [wanted, number], signal) {
   const tz = zone();
-  const month = /^\d{4}-\d{2}$/.test(wanted ?? "") ? wanted : today(tz).slice(0, 7);
+  const month = /^\d{4}-\d{2}$/.test(wanted ?? "") ? wanted : openedMonth(tz);
   const shown = h("div", { class: "stack" }, h("p", { class: "muted" }, "Loading …"));
   put(
     place,
@@ -78,6 +78,15 @@ function usd(text) {
   return `${sign}$${whole.replace(/\B(?=(\d{3})+$)/g, ",")}.${decimals.replace(/0+$/, "").padEnd(2, "0")}`;
 }
 
+/** Before tax, tax and due, rounded to cents. */
+const amounts = ({ net_usd: net, tax, due_usd: due }) => [net ?? due, tax?.amount_usd ?? "0", due];
+
+/** A sum of decimals in cents, without the errors of floating point. */
+function sumOf(decimals) {
+  const cents = decimals.reduce((sum, text) => sum + BigInt(Math.round(Number(text) * 100)), 0n).toString().padStart(3, "0");
+  return `${cents.slice(0, -2)}.${cents.slice(-2)}`;
+}
+
 function list(data, month) {
   if (!data.length) return h("p", { class: "note" }, `Nothing was used in ${monthInWords(month)}, so there is no invoice.`);
   const rows = data.map((one) =>
@@ -87,17 +96,20 @@ function list(data, month) {
       h("th", { scope: "row" }, h("a", { href: `#invoices/${month}/${encodeURIComponent(one.number)}` }, one.number)),
       h("td", {}, one.tenant),
       h("td", {}, badge(one.is_final ? "final" : "preliminary")),
-      h("td", { class: "number" }, usd(one.due_usd)),
+      amounts(one).map((amount) => h("td", { class: "number" }, usd(amount))),
     ),
   );
   const heads = ["Invoice", "Customer", "State"].map((text) => h("th", { scope: "col" }, text));
+  const numbers = ["Before tax", "Tax", "Amount due"].map((text) => h("th", { scope: "col", class: "number" }, text));
+  const totals = numbers.map((_, at) => h("td", { class: "number" }, usd(sumOf(data.map((one) => amounts(one)[at])))));
+  const foot = data.length > 1 && h("tfoot", {}, h("tr", {}, h("th", { scope: "row", colspan: heads.length }, "Total"), totals));
   return h(
     "div",
     { class: "data" },
     h(
       "div",
       { class: "scroll", tabindex: 0, role: "region", "aria-label": "Invoices" },
-      h("table", {}, h("thead", {}, h("tr", {}, heads, h("th", { scope: "col", class: "number" }, "Amount due"))), h("tbody", {}, rows)),
+      h("table", {}, h("thead", {}, h("tr", {}, heads, numbers)), h("tbody", {}, rows), foot || null),
     ),
   );
 }

@@ -2,7 +2,7 @@
 
 import { adminPage, field } from "./admin.js";
 import { call } from "./api.js";
-import { badge, button, failure, h, keepFocus, put, say, table } from "./dom.js";
+import { badge, button, copyButton, failure, h, keepFocus, put, say, table } from "./dom.js";
 import { limitWords } from "./limits.js";
 import { addressOf } from "./listing.js";
 import { moment } from "./timing.js";
@@ -104,6 +104,8 @@ function actions(key, issued, load, signal) {
   const revoke = async () => {
     if (!confirm(`Revoke the key ${key.name}? This can't be undone.`)) return;
     await call(path, { method: "DELETE", signal });
+    // A secret on the page may be that of this key.
+    put(issued);
     say(`The key ${key.name} was revoked.`);
     await load();
   };
@@ -185,6 +187,6 @@ const boxes = (values, checked) => values.map((value) => h("input", { type: "che
 
 function showOnce(issued, key) {
   const secret = h("code", { class: "long secret", tabindex: 0 }, key.value);
-  put(issued, h("div", { class: "note" }, h("p", {}, `The key ${key.name}. It is not shown again:`), secret));
+  put(issued, h("div", { class: "note" }, h("p", {}, `The key ${key.name}. It is not shown again:`), h("div", { class: "row" }, secret, copyButton("Copy key", "The key", key.value, secret))));
   secret.focus();
 }

@@ -5,9 +5,11 @@ import { ApiError, call, hasKey, reportRows } from "./api.js";
 import { chart } from "./chart.js";
 import { badge, failure, h, put, table } from "./dom.js";
 import { rangeChoice } from "./filters.js";
+import { addressOf } from "./listing.js";
 import { POLL_MS, pace, wait } from "./live.js";
 import { dollars } from "./money.js";
 import { DAY_MS, asked, daysBetween, daysInWords, plusDays, rangeOf, today, zone } from "./ranges.js";
+import { modelOf } from "./replay.js";
 import { dataTable } from "./tables.js";
 import { duration } from "./timing.js";
 import { count } from "./wording.js";
@@ -23,6 +25,8 @@ const HOUR_MS = 3_600_000;
 const FAILED = ["failed", "expired", "refused"];
 const NO_MODEL = "(none)";
 const BY_RANGE = ["daily", "usage", "latency", "errors"];
+const LAST_HOUR = ["Errors, last hour", "p95, last hour", "Workers"];
+const COUNT_MS = 10_000;
 const MOST_QUEUES = 15;
 const MOST_TRIES = 10;
 const PAUSE_MS = 1000;
@@ -54,9 +58,9 @@ export async function show(place, [rangeName], signal) {
   const { username } = await call("v1/account", { signal });
   const isAdmin = await readsAllTenants(signal);
   scope.textContent = scopeOf(username, isAdmin, range, tz);
-  const workers = { counts: null };
-  await followQueue(now, { isAdmin, tenant: username, workers }, signal);
-  const counting = isAdmin && followWorkers(now, workers, signal);
+  const seen = { lastHour: null, waiting: null };
+  await followQueue(now, { isAdmin, tenant: username, seen }, signal);
+  const counting = isAdmin && followLastHour(now, seen, signal);
   await Promise.all([counting, followFigures(figures, { range, tz, isAdmin }, signal)]);
 }
 
@@ -99,9 +103,9 @@ function repeat(work, everyMs, signal) {
   signal.addEventListener("abort", () => clearInterval(timer));
 }
 
-async function followQueue(place, { isAdmin, tenant, workers }, signal) {
+async function followQueue(place, { isAdmin, tenant, seen }, signal) {
   const told = h("div");
-  const heads = ["Model", "Queue", "Your items in flight", "Expected wait (estimate)", "Throughput", ...(isAdmin ? ["Workers"] : [])];
+  const heads = ["Model", "Queue", "Your items in flight", "Your waiting predictions", "Expected wait (estimate)", "Throughput", ...(isAdmin ? LAST_HOUR : [])];
   const queues = table("Queue and workers now", heads, []);
   const body = queues.querySelector("tbody");
   const others = h("div");
@@ -110,7 +114,7 @@ async function followQueue(place, { isAdmin, tenant, workers }, signal) {
     try {
       const { data } = await call("v1/status", { signal });
       data.sort((one, other) => other.is_busy - one.is_busy || other.your_items_in_flight - one.your_items_in_flight);
-      put(body, data.slice(0, MOST_QUEUES).map((status) => queueRow(status, isAdmin, workers)));
+      put(body, data.slice(0, MOST_QUEUES).map((status) => queueRow(status, isAdmin, seen)));
       // Not replaced while the keyboard is on its link.
       if (!others.contains(document.activeElement)) put(others, otherQueues(data.length));
       put(told);
@@ -118,8 +122,26 @@ async function followQueue(place, { isAdmin, tenant, workers }, signal) {
       if (!signal.aborted) put(told, failure(error));
     }
   };
+  const recount = async () => {
+    seen.waiting = await waitingPredictions(signal);
+  };
+  await recount();
   await poll();
   repeat(poll, POLL_MS, signal);
+  repeat(recount, COUNT_MS, signal);
+}
+
+/** The tenant's predictions that no worker has started, by model. The API's queue doesn't count them. Null: not known. */
+async function waitingPredictions(signal) {
+  try {
+    const { results, next } = await call("v1/predictions?status=starting", { signal });
+    const counts = new Map();
+    for (const model of results.map(modelOf)) counts.set(model, (counts.get(model) ?? 0) + 1);
+    return { counts, isAll: !next };
+  } catch {
+    // The key has no scope for predictions, or Redis is unreachable.
+    return null;
+  }
 }
 
 function otherQueues(models) {
@@ -130,20 +152,34 @@ function otherQueues(models) {
 function aboutNow(isAdmin, tenant) {
   const queue = `Updated every ${POLL_MS / 1000} s by the API instance that responds. Items in flight and waits are for tenant ${tenant}.`;
   return isAdmin
-    ? `${queue} Workers are those that ran batches in this hour or the previous one, counted every minute.`
+    ? `${queue} The last three columns are for all tenants, counted every minute. Workers are those that ran batches in this hour or the previous one.`
     : `${queue} Only keys with the admin scope see the number of workers.`;
 }
 
-function queueRow(status, isAdmin, workers) {
+function queueRow(status, isAdmin, { lastHour, waiting }) {
+  const waits = waiting?.counts.get(status.model) ?? 0;
   const cells = [
     status.model,
-    badge(status.is_busy ? "busy" : "idle"),
+    badge(status.is_busy || waits ? "busy" : "idle"),
     count(status.your_items_in_flight),
-    wait(status.expected_wait_s),
+    waiting ? waitingLink(status.model, waits, waiting.isAll) : "–",
+    // Predictions wait in the broker, which this estimate does not cover.
+    wait(waits ? null : status.expected_wait_s),
     pace(status.items_per_s),
-    isAdmin && (workers.counts ? (workers.counts.get(status.model) ?? "none") : "–"),
+    ...(isAdmin ? lastHourCells(lastHour?.get(status.model), lastHour !== null) : []),
   ];
-  return h("tr", {}, cells.filter((cell) => cell !== false).map((cell) => h("td", {}, cell)));
+  return h("tr", {}, cells.map((cell) => h("td", {}, cell)));
+}
+
+function waitingLink(model, waits, isAll) {
+  if (!waits) return "0";
+  return h("a", { href: addressOf("predictions", { model, status: "starting" }) }, `${count(waits)}${isAll ? "" : " or more"}`);
+}
+
+function lastHourCells(model, isKnown) {
+  if (!isKnown) return ["–", "–", "–"];
+  const { errors = 0, p95 = null, workers = 0 } = model ?? {};
+  return [errors ? h("span", { class: "badge bad" }, count(errors)) : "0", p95 === null ? "–" : duration(p95), workers || "none"];
 }
 
 async function followFigures(place, chosen, signal) {
@@ -245,25 +281,36 @@ function renewal(range, tz, before) {
   return `Rows arrive a few seconds after the answers; this page reads them ${often}. The previous range is as of ${before.readAt.toLocaleTimeString()}.`;
 }
 
-/** Counts the workers of each model, whatever range is chosen. */
-async function followWorkers(place, workers, signal) {
+/** Reads errors, latency and workers of each model, whatever range is chosen. */
+async function followLastHour(place, seen, signal) {
   const told = h("div");
   place.append(told);
   const recount = async () => {
-    const hour = Math.floor(Date.now() / HOUR_MS) * HOUR_MS;
     try {
-      const rows = await readReport("batches", { from: new Date(hour - HOUR_MS).toISOString() }, signal);
-      workers.counts = new Map();
-      for (const row of rows) workers.counts.set(row.model, Math.max(workers.counts.get(row.model) ?? 0, row.workers));
+      seen.lastHour = await readLastHour(signal);
       put(told);
     } catch (error) {
       if (signal.aborted) return;
-      workers.counts = null;
-      put(told, failure(new Error(`Workers can't be counted: ${error.message}`)));
+      seen.lastHour = null;
+      put(told, failure(new Error(`Errors, latency and workers can't be read: ${error.message}`)));
     }
   };
   await recount();
   repeat(recount, REFRESH_MS, signal);
+}
+
+async function readLastHour(signal) {
+  const hour = Math.floor(Date.now() / HOUR_MS) * HOUR_MS;
+  const since = new Date(Date.now() - HOUR_MS).toISOString();
+  const batches = await readReport("batches", { from: new Date(hour - HOUR_MS).toISOString() }, signal);
+  const errors = await readReport("errors", { from: since }, signal);
+  const latency = await readReport("latency", { from: since }, signal);
+  const found = new Map();
+  const of = (name) => found.get(name) ?? found.set(name, { errors: 0, p95: null, workers: 0 }).get(name);
+  for (const { model, workers } of batches) of(model).workers = Math.max(of(model).workers, workers);
+  for (const { model, status, items } of errors) of(model).errors += FAILED.includes(status) ? items : 0;
+  for (const { model, phase, p95_ms: p95 } of latency) if (phase === "total") of(model).p95 = p95;
+  return found;
 }
 
 const sum = (rows, name) => rows.reduce((total, row) => total + (row[name] ?? 0), 0);
@@ -389,7 +436,7 @@ const ERROR_COLUMNS = [
   { name: "error_code", label: "Code" },
   { name: "items", label: "Items", has_total: true },
   { name: "latest", label: "Latest (UTC)" },
-  { name: "example_request_id", label: "Request ID of the latest" },
+  { name: "example_request_id", label: "Request ID of the latest", hrefOf: (id) => (/^pred_/.test(id) ? `#predictions/${encodeURIComponent(id)}` : null) },
 ];
 
 function errorTable(errors, signal) {

@@ -91,7 +91,12 @@ function row(prediction, cost, params, act) {
     h("div", {}, h("a", { href: linkTo(prediction) }, moment(prediction.created_at)), h("div", { class: "hint" }, id)),
     badge(prediction.status),
     modelOf(prediction),
-    h("span", { class: "clip" }, summary(prediction.input)),
+    h(
+      "div",
+      {},
+      h("span", { class: "clip" }, summary(prediction.input)),
+      prediction.error && h("span", { class: "hint clip", title: prediction.error }, prediction.error),
+    ),
     timeBar(metrics, { isSmall: true }),
     usd === undefined ? "–" : h("span", { title: dollars(usd) }, cost(usd)),
     keyLink(VIEW, params, prediction.api_key_id),
@@ -129,7 +134,7 @@ async function one(place, id, signal) {
   const path = `v1/predictions/${encodeURIComponent(id)}`;
   const back = h("p", {}, h("a", { href: `#${VIEW}` }, "All predictions"));
   put(place, back, h("h1", { class: "long" }, id));
-  const prediction = await call(path, { signal });
+  const prediction = await found(path, place, signal);
   const obstacle = (await obstaclesOf([prediction], signal)).get(prediction.id);
   const isOpen = OPEN.includes(prediction.status);
   const outcome = h("div", { class: "stack" });
@@ -176,6 +181,19 @@ async function one(place, id, signal) {
   say("The prediction ended.");
   await one(place, id, signal);
   keepFocus();
+}
+
+/** Reads a prediction. If there is none, says whose predictions the key can read. */
+async function found(path, place, signal) {
+  try {
+    return await call(path, { signal });
+  } catch (error) {
+    if (error.status === 404) {
+      const { username } = await call("v1/account", { signal });
+      place.append(h("p", { class: "note" }, `This key finds only predictions of tenant ${username}, until they expire. For another tenant's prediction, log in with a key of that tenant.`));
+    }
+    throw error;
+  }
 }
 
 function facts(prediction) {

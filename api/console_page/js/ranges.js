@@ -45,6 +45,17 @@ export function rangeOf(name, tz = zone()) {
   return { name: "this-month", first: `${month}-01`, last };
 }
 
+let lastChosen = "";
+
+/** The range in an address. Without one: the range that was chosen last in another view, or the usual one. */
+export function openedRange(name, usual, tz = zone()) {
+  if (name) lastChosen = name;
+  return rangeOf(name || lastChosen || usual, tz);
+}
+
+/** The month to open: the last one if that was chosen in another view, otherwise this month. */
+export const openedMonth = (tz) => rangeOf(lastChosen === "last-month" ? lastChosen : "this-month", tz).first.slice(0, 7);
+
 /** The same for the API, whose end is the first day that is not included. */
 export const asked = ({ first, last }, tz) => ({ from: first, to: plusDays(last, 1), tz });
 

@@ -6,7 +6,7 @@ import { chart } from "./chart.js";
 import { saveCsv } from "./csv.js";
 import { button, download, failure, h, put } from "./dom.js";
 import { rangeChoice } from "./filters.js";
-import { asked, plusDays, rangeOf, today, zone } from "./ranges.js";
+import { PRESETS, asked, openedRange, plusDays, rangeOf, today, zone } from "./ranges.js";
 import { dataTable } from "./tables.js";
 import { capital, heading, titleOf } from "./wording.js";
 
@@ -24,7 +24,7 @@ export async function show(place, [name, rangeName, model, tenant], signal) {
     return;
   }
   const tz = zone();
-  const chosen = { report, range: rangeOf(rangeName || usual(report), tz), model: model ?? "", tenant: tenant ?? "" };
+  const chosen = { report, range: rangeFor(report, rangeName, tz), model: model ?? "", tenant: tenant ?? "" };
   const shown = h("div", { class: "stack" }, h("p", { class: "muted loading" }, "Loading …"));
   put(
     place,
@@ -70,6 +70,12 @@ function usual({ days }) {
   if (days === 1) return "this-month";
   if (days === 7 || days === 30) return `${days}-days`;
   return `${plusDays(today(), 1 - Math.min(days, MOST_DAYS))}..${today()}`;
+}
+
+/** Reports of the usual ranges open with the range that was chosen last. */
+function rangeFor(report, name, tz) {
+  const usually = usual(report);
+  return name || Object.hasOwn(PRESETS, usually) ? openedRange(name, usually, tz) : rangeOf(usually, tz);
 }
 
 function addressOf({ report, range, model, tenant }) {

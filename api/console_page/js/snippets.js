@@ -1,7 +1,7 @@
 // The same request for a shell, Python and JavaScript. The key is read from the environment.
 
 import { base } from "./api.js";
-import { button, h, say } from "./dom.js";
+import { copyButton, h } from "./dom.js";
 
 const quoted = (text) => `'${text.replaceAll("'", "'\\''")}'`;
 
@@ -118,14 +118,7 @@ export const chatSnippets = (body) =>
 function offered(codes) {
   const one = ([name, text]) => {
     const code = h("pre", { class: "code", tabindex: 0, "aria-label": `${name} code` }, text);
-    const copy = button(
-      `Copy ${name}`,
-      async () => {
-        await navigator.clipboard.writeText(text);
-        say(`The ${name} request was copied.`);
-      },
-      { class: "quiet", onError: () => select(code) },
-    );
+    const copy = copyButton(`Copy ${name}`, `The ${name} request`, text, code);
     return h("div", { class: "snippet" }, h("div", { class: "row between" }, h("h3", {}, name), copy), code);
   };
   return h(
@@ -135,10 +128,4 @@ function offered(codes) {
     h("p", { class: "hint" }, "The key is read from the environment variable PENSTOCK_API_KEY."),
     Object.entries(codes).map(one),
   );
-}
-
-/** Pages without TLS have no clipboard: the reader copies what is selected. */
-function select(element) {
-  getSelection().selectAllChildren(element);
-  say("Selected. Copy it with the keyboard.");
 }

@@ -12,7 +12,7 @@ const LONG = 32;
  * A table of a report.
  * @param {string} caption what it shows.
  * @param {object[]} columns `name`; `label` and `about` if they differ from what the name says; `has_total` if
- *   its sum is meaningful.
+ *   its sum is meaningful; `hrefOf` gives the address that a cell links to, or null.
  * @param {any[][]} rows values in the order of the columns.
  * @param {AbortSignal} signal ends the listener for paper.
  */
@@ -31,7 +31,7 @@ export function dataTable(caption, columns, rows, signal) {
   const draw = () => {
     const sorted = state.by < 0 ? rows : [...rows].sort(comparison(state.by, state.down));
     const shown = state.all ? sorted.slice(0, MOST_PRINTED) : sorted.slice(state.first, state.first + PAGE);
-    put(body, shown.map((row) => line(row, words, order, isNumber, exact)));
+    put(body, shown.map((row) => line(row, columns, words, order, isNumber, exact)));
     order.forEach((at, place) => {
       const direction = state.by === at ? (state.down ? "descending" : "ascending") : null;
       if (direction) heads[place].setAttribute("aria-sort", direction);
@@ -100,7 +100,7 @@ function wordsOf({ name, has_total: hasTotal }, at, rows) {
   return (value) => (typeof value === "number" ? write(value) : cellText(name, value));
 }
 
-function line(row, words, order, isNumber, exact) {
+function line(row, columns, words, order, isNumber, exact) {
   return h(
     "tr",
     {},
@@ -108,7 +108,9 @@ function line(row, words, order, isNumber, exact) {
       const text = words[at](row[at]);
       const kind = { class: isNumber[at] ? "number" : text.length > LONG ? "words wraps" : "words" };
       if (exact[at] && row[at]) kind.title = dollars(row[at]);
-      return place ? h("td", kind, text) : h("th", { scope: "row", ...kind }, text);
+      const href = columns[at].hrefOf?.(row[at]);
+      const content = href ? h("a", { href }, text) : text;
+      return place ? h("td", kind, content) : h("th", { scope: "row", ...kind }, content);
     }),
   );
 }

@@ -7,7 +7,7 @@ import { saveCsv } from "./csv.js";
 import { button, failure, h, put } from "./dom.js";
 import { choice, rangeChoice, selection } from "./filters.js";
 import { dollars } from "./money.js";
-import { asked, daysBetween, daysInWords, rangeOf, zone } from "./ranges.js";
+import { asked, daysBetween, daysInWords, openedRange, zone } from "./ranges.js";
 import { dataTable } from "./tables.js";
 import { count } from "./wording.js";
 
@@ -15,6 +15,7 @@ const SPLITS = { model: "Model", key_id: "Key", tenant: "Tenant" };
 const ALL = "*";
 const NONE = "(none)";
 const MOST_SERIES = 8;
+const MOST_KEY_PAGES = 10;
 const MEASURES = ["requests", "refused", "succeeded", "cached", "tokens", "pixel_steps", "device_s", "cost_usd"];
 const LABELS = {
   refused: "Refused",
@@ -29,10 +30,12 @@ const LABELS = {
 export async function show(place, [rangeName, splitName, tenantName], signal) {
   put(place, h("h1", {}, "Usage"), h("p", { class: "muted loading" }, "Loading …"));
   const tz = zone();
-  const range = rangeOf(rangeName, tz);
+  const range = openedRange(rangeName, "this-month", tz);
   const [summary, { data: reports }] = await Promise.all([call("v1/usage", { signal }), call("v1/reports", { signal })]);
   const isAdmin = reports.some((one) => one.audience === "operators");
-  const chosen = { range, split: Object.hasOwn(SPLITS, splitName) ? splitName : "model", tenant: tenantName || summary.tenant };
+  const chosen = { range, split: Object.hasOwn(SPLITS, splitName) ? splitName : "model", tenant: tenantName || (isAdmin ? ALL : summary.tenant) };
+  // A copied address opens the same numbers.
+  if (!rangeName) history.replaceState(null, "", addressOf(chosen));
   put(place, ...(await page({ chosen, summary, isAdmin, tz, signal })));
 }
 
@@ -46,6 +49,7 @@ async function page({ chosen, summary, isAdmin, tz, signal }) {
   const go = (change) => {
     location.hash = addressOf({ ...chosen, ...change });
   };
+  if (isAdmin && split === "key_id") await nameKeys(rows, isAll, signal);
   const ways = isAll ? SPLITS : { model: SPLITS.model, key_id: SPLITS.key_id };
   return [
     h(
@@ -98,6 +102,24 @@ async function rowsOf({ range, tenant }, isAdmin, tz, signal) {
   }
 }
 
+/** Adds the names of keys to rows, which only have their IDs. Deleted keys have no names. */
+async function nameKeys(rows, isAll, signal) {
+  const names = new Map();
+  try {
+    for (let page = 0, after = ""; page < MOST_KEY_PAGES; page += 1) {
+      const query = new URLSearchParams({ limit: 100, ...(after && { after }) });
+      const { data, has_more: hasMore, last_id: last } = await call(`v1/admin/keys?${query}`, { signal });
+      for (const key of data) names.set(key.id, isAll ? `${key.name} of ${key.tenant} (${key.id})` : `${key.name} (${key.id})`);
+      if (!hasMore) break;
+      after = last;
+    }
+  } catch (error) {
+    // An API without keys has no directory of them.
+    if (!(error instanceof ApiError)) throw error;
+  }
+  for (const row of rows) row.key_words = names.get(row.key_id);
+}
+
 async function tenantsOf({ range, tenant }, summary, rows, isAll, tz, signal) {
   let names = rows.map((row) => row.tenant);
   if (!isAll) {
@@ -109,7 +131,7 @@ async function tenantsOf({ range, tenant }, summary, rows, isAll, tz, signal) {
 }
 
 const sum = (rows, measure) => rows.reduce((total, row) => total + (row[measure] ?? 0), 0);
-const nameIn = (row, split) => row[split] || NONE;
+const nameIn = (row, split) => (split === "key_id" && row.key_words) || row[split] || NONE;
 
 function tiles(rows, { tenant }, summary) {
   const tile = (name, value, more) =>

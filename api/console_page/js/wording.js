@@ -35,7 +35,7 @@ export function heading(column) {
 export const capital = (text) => text.charAt(0).toUpperCase() + text.slice(1);
 
 /** A report's name in words. */
-export const titleOf = (name) => capital(name.replaceAll("_", " "));
+export const titleOf = (name) => NAMES[name] ?? capital(name.replaceAll("_", " "));
 
 /** The unit to show behind a heading. Money has its sign in each cell. */
 export const unitWords = (column) => ({ money: "", "%": "%", ms: "ms", s: "s" })[unitOf(column)] ?? "";

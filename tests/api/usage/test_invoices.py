@@ -109,7 +109,14 @@ async def test_a_customer_checks_an_invoice_in_the_console(world: World) -> None
         await page.get_by_role("button", name="Log in").click()
         row = page.get_by_role("row").filter(has_text="acme")
         number = await row.get_by_role("link").inner_text()
+        dues = await page.locator("tbody tr > :last-child").all_inner_texts()
+        sum_usd = (
+            await page.get_by_role("row").filter(has_text="Total").locator("td").last.inner_text()
+        )
+        assert len(dues) > 1
+        assert sum(Decimal(due.lstrip("$")) for due in dues) == Decimal(sum_usd.lstrip("$"))
         await row.get_by_role("link").click()
+        await expect(page).to_have_title(f"Invoice {number} – Penstock")
         sheet = page.get_by_role("article", name=f"Invoice {number}")
         for words in ("acme", "US dollars (USD)", "the month has not ended", "not yet"):
             await expect(sheet.get_by_text(words, exact=words == "acme")).to_be_visible()

@@ -209,6 +209,19 @@ async def test_usage_is_split_by_key_and_limited_to_a_range(world: World, page: 
     assert await fits(page)
 
 
+async def test_a_range_is_kept_from_view_to_view(world: World, page: Page) -> None:
+    await traffic(world)
+    await log_in(page, "boss")
+    await go(page, "usage/30-days/key_id/*")
+    await expect(page.get_by_role("region", name="Usage by key")).to_be_visible()
+    await go(page, "reports/usage")
+    await expect(page.get_by_role("link", name="30 days")).to_have_attribute("aria-current", "true")
+    await go(page, "usage")
+    await expect(page.locator(".scope")).to_contain_text("All tenants · ")
+    await expect(page).to_have_title("Usage – Penstock")
+    await expect(page).to_have_url(f"{world.apis[0].url}/console#usage/30-days/model/*")
+
+
 async def test_report_of_budgets_is_of_this_month(world: World, page: Page) -> None:
     await traffic(world)
     await log_in(page, "boss")
