@@ -78,7 +78,7 @@ def test_session_that_is_open_while_the_database_is_opened_again_is_worth_a_retr
                 raise duckdb.IOException('Database "data" has been invalidated')  # DuckDB's wording
             path.rename(aside)
             path.write_bytes(b"no database" * 1000)
-            with pytest.raises(duckdb.IOException, match="opened again"), store.reading():
+            with pytest.raises(duckdb.IOException, match="being reopened"), store.reading():
                 pytest.fail("it can't be opened")
             held.execute(read)
 

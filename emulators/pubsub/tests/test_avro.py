@@ -89,7 +89,7 @@ def test_json_that_fits(avro_type: Any, text: str) -> None:
         ("int", "\udcff", "not valid JSON"),
         ("int", "[" * 100_000, "nested too deeply"),
         ("int", "9" * 5000, "not valid JSON"),
-        (LIST, '{"next": {"List": ' * 200 + "1" + "}}" * 200, "deeper than 100"),
+        (LIST, '{"next": {"List": ' * 200 + "1" + "}}" * 200, "more than 100 levels deep"),
     ],
 )
 def test_json_that_does_not_fit_says_where_and_why(avro_type: Any, text: str, reason: str) -> None:
@@ -102,8 +102,8 @@ def test_json_that_does_not_fit_says_where_and_why(avro_type: Any, text: str, re
     [
         ("int", b"", "Too little data"),
         ("int", b"\x02\x02", "Too much data"),
-        ("int", b"\x80\x80\x80\x80\x10", "more than 32 bits"),
-        ("long", b"\x80" * 20, "more than 64 bits"),
+        ("int", b"\x80\x80\x80\x80\x10", "exceeds 32 bits"),
+        ("long", b"\x80" * 20, "exceeds 64 bits"),
         ("boolean", b"\x02", "neither 0 nor 1"),
         ("string", b"\x04\xff\xff", "not valid UTF-8"),
         ("string", b"\x01", "negative"),
@@ -114,7 +114,7 @@ def test_json_that_does_not_fit_says_where_and_why(avro_type: Any, text: str, re
         (["null", "int"], b"\x04", "no branch 2"),
         (UNION, b"\x02\x02", "o: Too little data"),
         ({"type": "array", "items": "int"}, b"\xfe\xff\xff\xff\x0f\x02", "Too little data"),
-        (LIST, b"\x02" * 1_000_000, f"deeper than {MAX_DEPTH}"),
+        (LIST, b"\x02" * 1_000_000, f"more than {MAX_DEPTH} levels deep"),
     ],
 )
 def test_binary_that_does_not_fit_says_why(avro_type: Any, data: bytes, reason: str) -> None:

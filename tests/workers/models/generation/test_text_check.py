@@ -103,7 +103,7 @@ def remove_tokenizer(folder: Path) -> None:
         (remove_config, {}, "config"),
         (damage_weights, {}, "not a causal language model"),
         (remove_tokenizer, {}, "tokenizer"),
-        (break_nothing, {"generation": LONG}, "256 positions"),
+        (break_nothing, {"generation": LONG}, "must be at most 256"),
         (break_nothing, {"source": "local:/does/not/exist"}, "/does/not/exist"),
         (break_nothing, {"source": "package:no_such_package/x"}, "no_such_package"),
         (break_nothing, {"source": "local:weights.gguf"}, "weights.gguf"),

@@ -305,7 +305,7 @@ class TestEngine:
 
 def test_a_missing_command_is_named(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", "")
-    with pytest.raises(ConfigurationError, match="requires the command `vllm` on the PATH"):
+    with pytest.raises(ConfigurationError, match="the command `vllm` on the worker's PATH"):
         Vllm(entry(), Vocabulary(folder)).launch(Hardware("cpu", 1))
 
 
