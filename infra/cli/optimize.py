@@ -50,6 +50,10 @@ def optimize(
     ] = "minmax",
     threads: Annotated[int, typer.Option(metavar="N", help="threads per model")] = 1,
     force: Annotated[bool, typer.Option("--force", help="recreate it if it exists")] = False,
+    device: Annotated[
+        bool,
+        typer.Option("--device", help="only measure the model on this device, for `deploy plan`"),
+    ] = False,
     as_json: Annotated[
         bool, typer.Option("--json", help="print the verdicts as JSON; progress goes to stderr")
     ] = False,
@@ -72,7 +76,13 @@ def optimize(
         settings = read_settings(
             WorkerSettings, model=model, **{k: v for k, v in paths.items() if v is not None}
         )
-        make_artifact(settings, options, Output(as_json=as_json), force=force)
+        output = Output(as_json=as_json)
+        if device:
+            from workers.autotune.device_profiling import profile_device
+
+            output.say(f"wrote {profile_device(settings, output.say)}")
+        else:
+            make_artifact(settings, options, output, force=force)
     except PenstockError as error:
         typer.echo(f"penstock optimize: {error.message}", err=True)
         raise typer.Exit(2 if isinstance(error, ConfigurationError) else 1) from error

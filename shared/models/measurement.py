@@ -54,9 +54,14 @@ class ModelMeasurement(BaseModel):
 
     def is_of(self, gpu_type: str) -> bool:
         """Returns whether it was measured on this GPU type in the catalog, or `none`."""
-        if gpu_type == "none" or self.device == CPU:
-            return (gpu_type == "none") == (self.device == CPU)
-        return set(_words(gpu_type)) <= set(_words(self.device))
+        return is_device_of(self.device, gpu_type)
+
+
+def is_device_of(device: str, gpu_type: str) -> bool:
+    """Returns whether a device has this GPU type in the catalog, or is a CPU for `none`."""
+    if gpu_type == "none" or device == CPU:
+        return (gpu_type == "none") == (device == CPU)
+    return set(_words(gpu_type)) <= set(_words(device))
 
 
 def _words(name: str) -> list[str]:

@@ -9,6 +9,7 @@ first in this module.
 from __future__ import annotations
 
 import multiprocessing
+import resource
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -150,6 +151,24 @@ def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> in
     return int(min(max(round(per_call_s / per_token_s), 1), _CALL_TOKENS_MAX))
 
 
+def device_name(target: BenchmarkTarget) -> str:
+    """Returns the name of the device that a loaded candidate computes on."""
+    return _load_target(target).model.device_name
+
+
+def call_s(target: BenchmarkTarget, text: PreparedText) -> float:
+    """Returns the seconds of a call with one short text."""
+    opened, batch = _load_target(target), [_of_length(text, _SHAPES[0][1])]
+    return min(_time_s(opened, batch) for _ in range(_REPEATS))
+
+
+def peak_memory_bytes(target: BenchmarkTarget) -> int:
+    """Returns the maximum memory of this process, or its GPU memory on a GPU."""
+    if _load_target(target).model.device_name == "cpu" or "torch" not in sys.modules:
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return int(sys.modules["torch"].cuda.max_memory_allocated())
+
+
 def _of_length(text: PreparedText, length: int) -> PreparedText:
     repeats = -(-length // text.length)
     return PreparedText(key="", length=length, ids=(text.ids * repeats)[: 4 * length])
@@ -275,6 +294,15 @@ class BenchmarkPool:
 
     def call_tokens(self, text: PreparedText, longest: int) -> int:
         return self._ask_first(call_tokens, self._target, text, longest)
+
+    def call_s(self, text: PreparedText) -> float:
+        return self._ask_first(call_s, self._target, text)
+
+    def peak_memory_bytes(self) -> int:
+        return self._ask_first(peak_memory_bytes, self._target)
+
+    def device_name(self) -> str:
+        return self._ask_first(device_name, self._target)
 
     def reading(
         self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float

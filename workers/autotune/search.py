@@ -240,14 +240,7 @@ def _find_budget(
     """
 
     def measure_batch(tokens: int) -> BudgetTiming:
-        texts = _texts_of(mix, tokens)
-        texts_per_s = meter(pool, choice.backend, choice.layout, texts).texts_per_s
-        total = sum(text.length for text in texts)
-        return BudgetTiming(
-            tokens=tokens,
-            tokens_per_s=round(texts_per_s * total / len(texts), 1),
-            batch_s=round(choice.layout.processes * len(texts) / texts_per_s, 6),
-        )
+        return time_batch(pool, choice, mix, tokens, meter)
 
     usual = spec.entry.usual_batch.max_tokens or 0
     try:
@@ -258,6 +251,28 @@ def _find_budget(
     except PenstockError as error:
         log.warning("batch size not measured", extra={"reason": error.message})
         choice.is_provisional = True
+
+
+def time_batch(
+    pool: BenchmarkPool,
+    choice: Choice,
+    mix: Sequence[PreparedText],
+    tokens: int,
+    meter: Measure = measure,
+) -> BudgetTiming:
+    """Times batches of `tokens` in the chosen backend, which is loaded, and layout.
+
+    Raises:
+        OutOfMemory: the device has too little memory.
+    """
+    texts = _texts_of(mix, tokens)
+    texts_per_s = meter(pool, choice.backend, choice.layout, texts).texts_per_s
+    total = sum(text.length for text in texts)
+    return BudgetTiming(
+        tokens=tokens,
+        tokens_per_s=round(texts_per_s * total / len(texts), 1),
+        batch_s=round(choice.layout.processes * len(texts) / texts_per_s, 6),
+    )
 
 
 def _texts_of(mix: Sequence[PreparedText], tokens: int) -> list[PreparedText]:
@@ -369,7 +384,7 @@ class _AccuracyCheck:
         self._tolerance = spec.entry.tolerance.cosine
         self._calibration = _kept_calibration(spec.artifact)
         self.texts = spec.texts if self._calibration is None else self._calibration.texts
-        self.mix = _mix_of(self.texts, self.longest)
+        self.mix = mix_of(self.texts, self.longest)
 
     def prepare(self, form: Layout) -> None:
         """Computes the reference if the artifact doesn't contain it."""
@@ -404,7 +419,7 @@ def _kept_calibration(artifact: Artifact | None) -> Calibration | None:
     return Calibration(kept.texts[::step], kept.vectors[::step])
 
 
-def _mix_of(texts: Sequence[PreparedText], longest: int) -> list[PreparedText]:
+def mix_of(texts: Sequence[PreparedText], longest: int) -> list[PreparedText]:
     """Returns texts of _LENGTHS tokens, cut from the concatenated texts."""
     stream = cycle(np.concatenate([np.frombuffer(text.ids, "<u4") for text in texts]).tolist())
     mix = []

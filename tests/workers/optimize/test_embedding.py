@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 
+from shared.models.device_profile import read_profiles
 from tests.workers.optimize.tiny_bert import ENTRY, Optimize
 from workers.autotune.hardware import this_machine
 from workers.models.artifact import Artifact, Variant, read_calibration
@@ -229,3 +230,15 @@ def test_interrupted_making_leaves_nothing(tiny_bert: Path, tmp_path: Path) -> N
     # an `exec`, for example while an imported module defines a dataclass.
     assert process.returncode in (130, -signal.SIGINT)
     assert list((tmp_path / "artifacts" / "tiny").iterdir()) == []
+
+
+def test_a_device_profile_has_rates_by_batch_size(optimize: Optimize, tmp_path: Path) -> None:
+    assert optimize("--device") == 0
+    (profile,) = read_profiles(tmp_path / "artifacts")
+    assert (profile.model, profile.revision) == ("tiny", "1")
+    assert profile.batch_tokens == 2048  # the entry's bound
+    assert list(profile.tokens_per_s) == [512, 2048, 8192, 32_768]
+    assert min(profile.tokens_per_s.values()) > 0
+    assert profile.call_us is not None
+    assert profile.text_us is not None
+    assert not list(tmp_path.glob("artifacts/tiny/*/manifest.json"))

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from models.shapes import PIPELINE
+from shared.models.device_profile import read_profiles
 from tests.penstock_command import penstock
 from workers.models.artifact import read_artifact
 
@@ -15,7 +16,7 @@ models:
   - name: small
     task: image
     source: local:{folder}
-    batch: {{max_pixel_steps: 2000000}}
+    batch: {{max_pixel_steps: 2000000, max_items: 4}}
     image: {{width: 32, height: 32, steps: 2}}
 """
 
@@ -46,3 +47,16 @@ def test_image_below_the_tolerance_is_refused(
     assert run(tmp_path, "--variants", "bf16", "--tolerance", "90") == 1
     assert "torch-bf16: minimum PSNR" in capsys.readouterr().err
     assert list((tmp_path / "artifacts" / "small").iterdir()) == []
+
+
+def test_a_device_profile_has_seconds_by_size(tmp_path: Path) -> None:
+    assert run(tmp_path, "--device") == 0
+    (profile,) = read_profiles(tmp_path / "artifacts")
+    assert profile.peak_memory_bytes is not None
+    assert profile.versions["diffusers"]
+    assert {(timing.width, timing.height, timing.steps) for timing in profile.images} == {
+        (32, 32, 2),
+        (64, 64, 2),
+    }
+    assert [timing.items for timing in profile.images if timing.width == 32] == [1, 4]
+    assert all(timing.batch_s > 0 for timing in profile.images)

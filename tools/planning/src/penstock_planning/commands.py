@@ -11,9 +11,17 @@ from shared.errors import ConfigurationError
 
 if TYPE_CHECKING:
     from penstock_planning.deploy.rates import DemandRates
+    from penstock_planning.profiles import Profiles
     from shared.models.catalog import Catalog
 
 Words = list[str] | None
+ProfilePath = Annotated[
+    Path | None,
+    typer.Option(
+        metavar="PATH",
+        help="a device profile, or a folder with profiles, from `penstock optimize --device`",
+    ),
+]
 
 deploy = typer.Typer(
     help="Plan a deployment: resources, quotas and costs, before any apply.", no_args_is_help=True
@@ -66,6 +74,7 @@ def plan(
             "which is within a region",
         ),
     ] = None,
+    profile: ProfilePath = None,
     buffer: Annotated[int, typer.Option(help="warm places per GPU class")] = 1,
     as_json: Annotated[
         bool, typer.Option("--json", help="print every name and figure as JSON, for programs")
@@ -84,32 +93,45 @@ def plan(
     from penstock_planning.deploy.prices import read_prices
     from penstock_planning.deploy.rates import at_distance
     from penstock_planning.deploy.show import plan_as_json, text
-    from penstock_planning.served_batches import with_served_batches
+    from penstock_planning.profiles import with_served_batches
     from shared.models.catalog_file import read_catalog
 
-    catalog = with_served_batches(read_catalog(models))
-    demand = _rates(catalog, rates, rate or [], seconds or [])
+    profiles = _profiles(profile)
+    catalog = with_served_batches(read_catalog(models), profiles)
+    demand = _rates(catalog, rates, rate or [], seconds or [], profiles)
     if broker_round_trip is not None:
         demand = at_distance(demand, broker_round_trip)
     platform = read_platform(tfvars)
     if regions := list(dict.fromkeys([*(region or []), *(more_regions or [])])):
         platform = platform.in_regions(regions)
-    result = make_plan(catalog, demand, platform, read_prices(prices), read_gpu_types(), buffer)
+    result = make_plan(
+        catalog, demand, platform, read_prices(prices), read_gpu_types(), buffer, profiles
+    )
     print(plan_as_json(result) if as_json else text(result))
 
 
+def _profiles(path: Path | None) -> Profiles:
+    from shared.models.device_profile import read_profiles
+
+    return () if path is None else read_profiles(path)
+
+
 def _rates(
-    catalog: Catalog, rates_file: Path | None, rate: list[str], seconds: list[str]
+    catalog: Catalog,
+    rates_file: Path | None,
+    rate: list[str],
+    seconds: list[str],
+    profiles: Profiles,
 ) -> DemandRates:
     from penstock_planning.deploy.rates import rates_of_words, read_rates
 
     if rates_file is None:
-        return rates_of_words(rate, seconds, catalog)
+        return rates_of_words(rate, seconds, catalog, profiles)
     if seconds:
         raise ConfigurationError(
             "--seconds: requires --rate, because a rates file has seconds_per_item", field="seconds"
         )
-    return read_rates(rates_file, catalog)
+    return read_rates(rates_file, catalog, profiles)
 
 
 def simulate(
@@ -121,6 +143,7 @@ def simulate(
         list[str] | None,
         typer.Option("--set", metavar="KEY=VALUE", help="change a field: cluster.node_start_s=0"),
     ] = None,
+    profile: ProfilePath = None,
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="write a page with charts")
     ] = None,
@@ -133,7 +156,11 @@ def simulate(
     from penstock_planning.simulation.show import text
     from penstock_planning.simulation.world import simulate as run
 
-    result = run(read_scenario(scenario, tuple(changes or ())), models_file=models)
+    result = run(
+        read_scenario(scenario, tuple(changes or ())),
+        models_file=models,
+        profiles=_profiles(profile),
+    )
     if page is not None:
         from penstock_planning.simulation.page import write_page
 

@@ -36,6 +36,7 @@ from penstock_planning.deploy.sizing import (
 )
 from penstock_planning.deploy.topology import gpu_pools, redis, subscriptions, topics
 from penstock_planning.deploy.volumes import Volume, volume
+from penstock_planning.profiles import Profiles, tokenizing_notes
 from shared.errors import ConfigurationError
 from shared.models.catalog import Catalog, Model, Revision
 
@@ -218,6 +219,7 @@ def make_plan(
     prices: Prices,
     gpus: dict[str, GpuType],
     buffer: int = 1,
+    profiles: Profiles = (),
 ) -> DeployPlan:
     """Creates the plan.
 
@@ -267,10 +269,21 @@ def make_plan(
         notes=(
             *_notes(catalog, rates, wanted, sites),
             *_memory_notes(catalog, rates, gpus),
+            *tokenizing_notes(profiles, _texts_per_worker(sites), catalog.models),
             *reply_notes(volumes, wanted, prices),
         ),
         sources={name: prices.sources[name] for name in used},
     )
+
+
+def _texts_per_worker(sites: Sequence[Site]) -> dict[str, float]:
+    """Returns each model's items per second and worker at the peak, in the busiest region."""
+    busiest: dict[str, float] = {}
+    for members in (members for site in sites for members in site.workers):
+        per_s = members.computed_peak_per_s / max(1, members.pods_peak)
+        name = members.model.name
+        busiest[name] = max(per_s, busiest.get(name, 0.0))
+    return busiest
 
 
 def _shares(rates: DemandRates, platform: Platform) -> dict[str, float]:

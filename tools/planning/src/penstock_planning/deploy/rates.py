@@ -14,6 +14,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from penstock_planning.entry import Entry, explained
 from penstock_planning.item_load import ItemLoad, check_work
+from penstock_planning.profiles import Profiles, find_seconds
 from shared.errors import ConfigurationError
 from shared.models.catalog import Catalog, Model
 from shared.models.catalog_file import LOCAL
@@ -31,13 +32,16 @@ GIVEN_HERE = "given on the command line"
 HOW_TO_MEASURE = (
     "worker seconds per item on the GPU of the catalog. If the model already runs on it, "
     "`penstock report batches` shows them (inference_ms_per_item / 1000; for texts only in hours "
-    "whose fill_percent is near 100); otherwise measure them with `python -m bench.gpu` on a "
-    "machine with that GPU, or for a custom model with `penstock models measure FOLDER`"
+    "whose fill_percent is near 100); otherwise run `penstock optimize MODEL --device` on a "
+    "machine with that GPU and pass its file as --profile, or for a custom model with "
+    "`penstock models measure FOLDER`"
 )
 
 
-def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
-    """Adds measured seconds of custom models to rates that do not specify them.
+def with_measurements(
+    document: Any, catalog: Catalog, folder: Path, profiles: Profiles = ()
+) -> Any:
+    """Adds measured seconds to rates that do not specify them.
 
     For a class with `work`, the seconds are per unit of work, so the rates may specify a different
     amount of work per item than the measured inputs had.
@@ -53,14 +57,27 @@ def with_measurements(document: Any, catalog: Catalog, folder: Path) -> Any:
     models = document.get("models") if isinstance(document, dict) else None
     if not isinstance(models, dict):
         return document
-    served = {model.name: model for model in catalog.models if model.definition.has_interface}
+    served = {model.name: model for model in catalog.models}
     filled = {
-        name: _fill_rate(served[name], rate, folder)
+        name: _fill(served[name], rate, folder, profiles)
         if name in served and isinstance(rate, dict)
         else rate
         for name, rate in models.items()
     }
     return {**document, "models": filled}
+
+
+def _fill(model: Model, rate: dict[str, Any], folder: Path, profiles: Profiles) -> dict[str, Any]:
+    if model.definition.has_interface:
+        return _fill_rate(model, rate, folder)
+    if "seconds_per_item" in rate:
+        return rate
+    try:
+        return {**find_seconds(model, rate, profiles, f"models.{model.name}"), **rate}
+    except ConfigurationError:
+        if rate.get("mean_per_s"):
+            raise
+        return rate  # no load, unless a flow uses it
 
 
 def _fill_rate(model: Model, rate: dict[str, Any], folder: Path) -> dict[str, Any]:
@@ -208,8 +225,8 @@ class DemandRates(Entry):
         return self
 
 
-def read_rates(path: Path, catalog: Catalog) -> DemandRates:
-    """Reads a rates file.
+def read_rates(path: Path, catalog: Catalog, profiles: Profiles = ()) -> DemandRates:
+    """Reads a rates file. Seconds that it doesn't have come from device profiles.
 
     Raises:
         ConfigurationError: the file can't be read, or a field is invalid, missing or names an
@@ -221,7 +238,7 @@ def read_rates(path: Path, catalog: Catalog) -> DemandRates:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    return _checked(document, catalog, str(path), path.parent)
+    return _checked(document, catalog, str(path), path.parent, profiles)
 
 
 def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
@@ -239,7 +256,9 @@ def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
     return rates.model_copy(update={"broker_round_trip_s": round_trip_s})
 
 
-def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalog) -> DemandRates:
+def rates_of_words(
+    rates: Sequence[str], seconds: Sequence[str], catalog: Catalog, profiles: Profiles = ()
+) -> DemandRates:
     """Returns the rates specified by `--rate MODEL=MEAN[:PEAK]` and `--seconds MODEL=SECONDS`.
 
     Raises:
@@ -257,7 +276,7 @@ def rates_of_words(rates: Sequence[str], seconds: Sequence[str], catalog: Catalo
         if name not in models:
             raise ConfigurationError(f"--seconds {word}: no --rate for {name!r}", field=name)
         models[name] |= {"seconds_per_item": value, "measured": GIVEN_HERE}
-    return _checked({"models": models}, catalog, "--rate")
+    return _checked({"models": models}, catalog, "--rate", profiles=profiles)
 
 
 def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
@@ -271,9 +290,15 @@ def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
     return name, values
 
 
-def _checked(document: object, catalog: Catalog, where: str, folder: Path = Path()) -> DemandRates:
+def _checked(
+    document: object,
+    catalog: Catalog,
+    where: str,
+    folder: Path = Path(),
+    profiles: Profiles = (),
+) -> DemandRates:
     try:
-        rates = DemandRates.model_validate(with_measurements(document, catalog, folder))
+        rates = DemandRates.model_validate(with_measurements(document, catalog, folder, profiles))
     except ValidationError as error:
         raise explained(error, where) from error
     known = {model.name: model for model in catalog.models}

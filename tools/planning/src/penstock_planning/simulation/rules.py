@@ -20,7 +20,7 @@ import infra
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
 from penstock_planning.item_load import check_work
-from penstock_planning.served_batches import with_served_batches
+from penstock_planning.profiles import Profiles, with_served_batches
 from penstock_planning.simulation.scenario import Scenario
 from shared.errors import ConfigurationError
 from shared.models.catalog import Catalog, Revision, WorkerGroup
@@ -328,7 +328,9 @@ Rules = Mapping[str, Mapping[str, WorkerRules]]
 """Rules by region and model."""
 
 
-def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple[Catalog, Rules]:
+def deployed_rules(
+    scenario: Scenario, models_file: Path | None = None, profiles: Profiles = ()
+) -> tuple[Catalog, Rules]:
     """Returns a scenario's catalog, and the rules that would be deployed for it.
 
     Raises:
@@ -349,7 +351,7 @@ def deployed_rules(scenario: Scenario, models_file: Path | None = None) -> tuple
                 raise ConfigurationError(f"models: {name!r} is not in the catalog", field="models")
             check_work(known[name], load, f"models.{name}")
         deployments = {region: _deployment(scenario, region) for region in scenario.regions}
-        return with_served_batches(catalog), {
+        return with_served_batches(catalog, profiles), {
             region: read_rules(catalog, path, deployment)
             for region, deployment in deployments.items()
         }

@@ -21,6 +21,7 @@ from penstock_planning.autoscaled import gpu_nodes, most_workers
 from penstock_planning.deploy.platform_variables import GeneralNodes
 from penstock_planning.deploy.prices import Prices, read_prices
 from penstock_planning.item_load import batch_items
+from penstock_planning.profiles import Profiles, find_seconds
 from penstock_planning.simulation.api_site import ApiSite, SimulatedJob
 from penstock_planning.simulation.fleet import Fleet
 from penstock_planning.simulation.hpa import SYNC_S
@@ -337,21 +338,43 @@ def _region_loss(env: simpy.Environment, event: RegionLoss, parts: Parts) -> Ste
 
 
 def simulate(
-    scenario: Scenario, *, models_file: Path | None = None, rules: Rules | None = None
+    scenario: Scenario,
+    *,
+    models_file: Path | None = None,
+    rules: Rules | None = None,
+    profiles: Profiles = (),
 ) -> SimulationResult:
     """Runs a scenario. The same scenario and rules produce the same result.
 
     Args:
         models_file: catalog to use instead of the scenario's.
         rules: rules to use instead of the deployed ones (`deployed_rules`).
+        profiles: figures to use instead of the scenario's seconds.
 
     Raises:
         ConfigurationError: the scenario, catalog, and rules are inconsistent.
     """
-    catalog, deployed = deployed_rules(scenario, models_file)
+    catalog, deployed = deployed_rules(scenario, models_file, profiles)
+    scenario = _with_profiles(scenario, catalog, profiles)
     world = World(scenario, catalog, rules or deployed, read_prices())
     world.env.run(until=scenario.duration_s)
     return world.result()
+
+
+def _with_profiles(scenario: Scenario, catalog: Catalog, profiles: Profiles) -> Scenario:
+    """Returns the scenario with the profiles' seconds.
+
+    Raises:
+        ConfigurationError: a model was not measured on its GPU type.
+    """
+    loads = {}
+    for name, load in scenario.models.items():
+        loads[name] = load
+        if load.steps is None:
+            fields, where = load.model_dump(), f"models.{name}"
+            if seconds := find_seconds(catalog.find(name), fields, profiles, where):
+                loads[name] = load.model_copy(update={**seconds, "fixed_s": 0.0})
+    return scenario.model_copy(update={"models": loads})
 
 
 class World:
