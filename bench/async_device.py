@@ -2,7 +2,7 @@
 
     python -m bench.async_device CALL_S BATCHES [options of workers.runtime.server]
 
-Like a GPU, the device accepts calls immediately, computes one call after another, and works without
+Like a GPU, the device accepts calls immediately, computes them one after another, and doesn't need
 the interpreter. Unlike on a GPU, each call takes CALL_S seconds, and the vectors contain only ones.
 BATCHES: `one` or `two` at a time. Only benchmarks and tests start it; workers start
 workers.runtime.server.

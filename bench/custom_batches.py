@@ -2,7 +2,7 @@
 
 The model takes 5 ms per item in a batch, like a device: its process sleeps. The CPU time used is
 therefore the pipeline's own. Callers keep 128 predictions in flight, and the queue forms batches of
-64. The two are measured alternately, so that other load on the machine affects both.
+64. The two are measured alternately, so other load on the machine affects both.
 """
 
 from __future__ import annotations

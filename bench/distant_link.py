@@ -48,8 +48,8 @@ def distant(
     Args:
         delay_ms: delay in each direction. If it is 0 and nothing else is set, no proxy is used.
         log_dir: folder for the proxy's log.
-        jitter: sigma of the log-normal delay. 0: the delay is constant.
-        cut_every_s: interval in seconds at which all connections are lost. 0: never.
+        jitter: sigma of the log-normal delay. 0 means a constant delay.
+        cut_every_s: interval in seconds at which all connections are lost. 0 means never.
     """
     if not delay_ms and not cut_every_s:
         yield target_port
@@ -97,7 +97,10 @@ async def delayed(
 async def serve(
     port: int, target_port: int, pause_s: Callable[[], float], cut_every_s: float = 0.0
 ) -> None:
-    """Proxies connections until canceled, and aborts them all every `cut_every_s` (0: never)."""
+    """Proxies connections until canceled.
+
+    Aborts all of them every `cut_every_s` (0 means never).
+    """
     open_ends = set[asyncio.StreamWriter]()
 
     async def carry(source: asyncio.StreamReader, sink: asyncio.StreamWriter) -> None:

@@ -34,12 +34,12 @@ Broker = Literal["pubsub", "rabbitmq"]
 FULL = MODEL.batch.max_items
 START_LIMIT_S = 60.0
 SAMPLES = 10
-"""How many times per measurement the held messages are counted."""
+"""Number of times per measurement that the held messages are counted."""
 
 
 @dataclass(frozen=True, slots=True)
 class FarLoad:
-    """A model and its callers."""
+    """A model's speed, and the load from its callers."""
 
     name: str
     batch_s: float
@@ -62,7 +62,7 @@ class Link:
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """The results of one run."""
+    """The measured results of one run."""
 
     items_per_s: float
     busy: float
@@ -103,7 +103,7 @@ class Killed:
 def far_site(
     broker: Broker, address: str, redis_url: str, link: Link, folder: Path
 ) -> Iterator[BrokerSite]:
-    """Yields the broker at a distance. `address`: its endpoint (Pub/Sub) or URL (RabbitMQ)."""
+    """Yields the broker at a distance. `address` is its endpoint (Pub/Sub) or URL (RabbitMQ)."""
     port = urlsplit(address if broker == "rabbitmq" else f"//{address}").port or 0
     with distant(
         port, link.delay_ms, folder, jitter=link.jitter, cut_every_s=link.cut_every_s
@@ -119,8 +119,8 @@ class WorkerProcess:
     """A worker in a separate process, which this context manager starts and stops.
 
     Args:
-        hand: how many messages of each priority it holds. 0: the usual number.
-        rows_dir: folder to which it writes rows. Empty: it writes none.
+        hand: how many messages of each priority it holds. 0 means the usual number.
+        rows_dir: the folder to which it writes rows. If empty, it writes none.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ def measure(
     hand: int = 0,
     rows_dir: str = "",
 ) -> Seen:
-    """Runs one worker for `lead_s` and `seconds`. `hand` and `rows_dir`: see WorkerProcess."""
+    """Runs one worker for `lead_s` and `seconds`. For `hand` and `rows_dir`, see WorkerProcess."""
     project = provisioned(site)
     with WorkerProcess(site, project, load, hand, rows_dir) as worker:
         return uvloop.run(_measure(site, project, load, lead_s, seconds, worker))

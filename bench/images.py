@@ -85,7 +85,7 @@ def _hits_ms(api: Part, bodies: list[str]) -> list[float]:
 
 @contextmanager
 def _editing(port: int, png: bytes) -> Iterator[list[int]]:
-    """Runs 16 callers as long as the block runs. Yields the responses' statuses."""
+    """Runs 16 callers while the block runs. Yields the responses' statuses."""
     stop, statuses = threading.Event(), list[int]()
 
     def call() -> None:

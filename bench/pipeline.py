@@ -37,7 +37,7 @@ from workers.models.source import resolve
 MODEL = "all-MiniLM-L6-v2"
 MODELS_FILE = Path("models.yaml")
 BROKER: Broker = "rabbitmq" if os.environ.get("BENCH_BROKER") == "rabbitmq" else "pubsub"
-"""Broker of the measured stack. Default: the embedded Pub/Sub."""
+"""The measured stack's broker. Defaults to the embedded Pub/Sub."""
 READY_LIMIT_S = 60.0
 SCRAPE_LIMIT_S = 5.0
 WARM_UP_TEXTS = 256
@@ -158,7 +158,7 @@ class Pipeline(Parts):
     def backend(self) -> Backend:
         """Returns the worker's backend, from its metrics.
 
-        An ONNX graph is looked up in the same place as by the worker.
+        An ONNX graph is looked up in the same place as in the worker.
         """
         samples = samples_of(self.worker.port)
         labels = next(
@@ -224,7 +224,7 @@ def running(
 
 
 def catalog_with(state_dir: Path, changes: Mapping[str, object], *, is_alone: bool = False) -> Path:
-    """Writes the shipped catalog with MODEL's entry changed. `is_alone`: without other models."""
+    """Writes the shipped catalog with MODEL's entry changed. `is_alone` omits the other models."""
     catalog = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))
     catalog["models"] = [
         entry | changes if entry["name"] == MODEL else entry

@@ -29,7 +29,7 @@ TEXT = "The quick brown fox jumps over the lazy dog, number {0}, " * 4
 
 @dataclass(frozen=True)
 class TimedCall:
-    """One request: when it began and ended (monotonic seconds), and its status (0: no response)."""
+    """One request, with its start and end (monotonic seconds), and status (0 means no response)."""
 
     began_s: float
     ended_s: float

@@ -28,7 +28,7 @@ from shared.usage.bigquery import open_client
 
 ROWS = int(os.environ.get("BENCH_REPORT_ROWS", "5000000"))
 REQUESTS = round(ROWS / 1.92)
-"""A request has 1.9 items on average, and one row in a hundred is duplicated."""
+"""A request has 1.9 items on average, and one in a hundred rows is duplicated."""
 PART = 125_000
 """Number of requests per load job."""
 SINCE = datetime(2026, 10, 5, tzinfo=UTC)

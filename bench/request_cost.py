@@ -1,8 +1,8 @@
 """CPU per request with one short text, excluding model and broker, with 128 in flight.
 
 The CPU time of the API, the worker's I/O process and Redis is what a deployment pays per request on
-machines without a GPU. The load generator, broker and model share the cores, so their load raises
-this figure through the caches. The median of the rounds counts.
+machines without a GPU. The load generator, broker, and model share the cores, so their load
+increases this figure through the CPU caches. The median of the rounds counts.
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ STEADY_S = 20.0
 ANSWER_MS = 100
 """The service's insertAll call duration."""
 MAX_BESIDE = 20_000_000
-"""Room for rows before and after the outage, in rows."""
+"""Capacity for rows before and after the outage."""
 CHUNK = 100_000
 MAX_UNSAFE = 5000
 """Maximum number of rows not yet on disk. At this point, a worker accepts no more jobs, and neither
@@ -115,7 +115,7 @@ class _Run:
         """Returns the seconds that the outage's rows take, including compression.
 
         The writer's thread has an outage of only seconds for work that would normally have ten
-        minutes. So the rows occasionally wait for it.
+        minutes. The rows therefore occasionally wait for it.
         """
         began_s, until = time.monotonic(), self._traffic.written + BACKLOG
         while self._traffic.written < until:

@@ -16,7 +16,7 @@ LIMIT_S = 600.0
 ROWS_LIMIT_S = 60.0
 COLUMNS = ("row_id", "worker", "status", "pulled_at", "started_at")
 SIDE_BY_SIDE_MS = 20.0
-"""Two model processes get batches one after another. The OS decides which starts first."""
+"""Two model processes receive batches one after another. The OS decides which one starts first."""
 
 
 def run() -> Outcome:

@@ -1,9 +1,9 @@
 """The pipeline's share of the raw model's rate, with 128 in flight on the same cores.
 
 The load generator, API, broker, Redis and worker share the cores with the model. Each round times
-the raw model and the pipeline on the same texts, one after the other, so that other load on the
-machine affects both. This is done for torch fp32, for ONNX Runtime fp32, and for the worker's own
-choice if that is something else.
+the raw model and the pipeline on the same texts, one after the other, so other load on the machine
+affects both. This is done for torch fp32, for ONNX Runtime fp32, and for the worker's own choice if
+that is something else.
 """
 
 from __future__ import annotations

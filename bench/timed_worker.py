@@ -80,8 +80,9 @@ MODEL = Model(
     cache=Cache(ttl_s=0),
 )
 DeviceKind = Literal["none", "one", "two"]
-"""`none`: a timer in the worker's I/O process takes as long as a batch. `one`, `two`: a model
-process does, whose asynchronous device (bench/async_device.py) runs one or two batches at a time.
+"""With `none`, a timer in the worker's I/O process takes as long as a batch. With `one` and `two`,
+a model process does, and its asynchronous device (bench/async_device.py) runs one or two batches at
+a time.
 """
 DEADLINE_S = 600.0
 INBOX = "timed"
@@ -299,7 +300,10 @@ class WorkerCounts(NamedTuple):
 
 
 class TimedWorker:
-    """A worker with the timed model. `hand`: number of messages it holds. 0: the usual number."""
+    """A worker with the timed model.
+
+    `hand` is the number of messages it holds, or 0 for the usual number.
+    """
 
     def __init__(
         self,
@@ -363,7 +367,7 @@ def _metric(name: str) -> float:
 
 
 async def _cancel(tasks: list[asyncio.Task[None]]) -> None:
-    """Cancels all tasks. Raises the error of a task that had already failed."""
+    """Cancels all tasks. Raises the error if a task had already failed."""
     for task in tasks:
         task.cancel()
     for outcome in await asyncio.gather(*tasks, return_exceptions=True):

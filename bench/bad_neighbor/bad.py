@@ -41,7 +41,7 @@ from bench.bad_neighbor.ordered import await_start, read_order, write_report
 from tests.keys import bearer
 
 AFTER_REFUSAL_S = 0.1
-"""How long each of its connections waits after a rejection, instead of the time in
+"""The time that each of its connections waits after a rejection, instead of the time in
 `Retry-After`.
 """
 TIDY_LIMIT_S = 20.0
@@ -53,7 +53,7 @@ MAX_COST_DAYS = 180
 DAY_S = 86_400
 MIB = 1024 * 1024
 PATIENT = {"x-penstock-deadline-ms": "300000"}
-"""The longest deadline, so that much work may be waiting."""
+"""The longest deadline, so that a lot of work may be waiting."""
 BATCH_PRIORITY = PATIENT | {"x-penstock-lane": "batch"}
 MAX_REASONS = 6
 REFUSALS = {400, 413, 422, 429, 503, 504}
@@ -65,7 +65,7 @@ _NUMBER = re.compile(r"[0-9]+(\.[0-9]+)?")
 
 
 class BadOrder(msgspec.Struct):
-    """Load on some surfaces, with silent webhook `receivers` and slowly read `streams`."""
+    """The load on some surfaces, with silent webhook `receivers` and slowly read `streams`."""
 
     url: str
     surfaces: list[str]
@@ -75,13 +75,13 @@ class BadOrder(msgspec.Struct):
 
 
 class BadReport(msgspec.Struct):
-    """The results. Times are medians."""
+    """The noisy tenant's results. Times are medians."""
 
     sent: int
     refused: int
     """Number of responses with 4xx, 503 or 504."""
     statuses: dict[int, int]
-    """0: no response, or the connection was closed."""
+    """Number of responses by status. 0 means no response, or that the connection was closed."""
     reasons: dict[str, int]
     batch_ms: float
     step_ms: float
@@ -89,7 +89,7 @@ class BadReport(msgspec.Struct):
 
 
 class Bad:
-    """The tenant's client. Its methods act once, or until they are canceled."""
+    """The tenant's client. Each method acts once, or until it is canceled."""
 
     def __init__(self, order: BadOrder, http: aiohttp.ClientSession) -> None:
         self._order = order
@@ -119,7 +119,7 @@ class Bad:
                 await act()
 
     async def run(self) -> None:
-        """Does its worst for the order's duration, then abandons unfinished requests."""
+        """Sends its load for the order's duration, then abandons unfinished requests."""
         async with AsyncExitStack() as undo:
             if "webhooks" in self._order.surfaces:
                 self._receivers = await undo.enter_async_context(_hanging(self._order.receivers))
@@ -136,7 +136,7 @@ class Bad:
                 await self._tidy()
 
     def _worst(self, name: str) -> Sequence[AuditEvent]:
-        """Returns the calls that run concurrently on a surface, over and over."""
+        """Returns the calls that are repeated concurrently on a surface."""
         worst: dict[str, list[AuditEvent]] = {
             "texts": [self._pages] * 28 + [self._hang_up] * 2,
             "images": [self._late_edit] * 16 + [self._images] * 2 + [self._image] * 4,

@@ -1,9 +1,9 @@
 """The measurement's control: the same CPU load as a noisy tenant's, but without its requests.
 
-Both tenants share the cores with the whole stack. The pipeline can't divide the cores' time, and
-with more cores a quiet tenant would notice nothing. So the CPU time that each process spends on the
-noisy tenant is measured. Then the same number of processes burn the same CPU time, in bursts of the
-same length, while the quiet tenant has the pipeline to itself.
+Both tenants share the cores with the entire stack. The pipeline can't divide the cores' time, and
+with more cores a quiet tenant would notice nothing. The CPU time that each process spends on the
+noisy tenant is therefore measured. Then the same number of processes burn the same CPU time, in
+bursts of the same length, while the quiet tenant has the pipeline to itself.
 
 Run as a process, it burns CPU: it reads an order on stdin, and writes the cores it got to stdout.
 """

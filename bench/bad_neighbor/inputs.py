@@ -16,7 +16,7 @@ from PIL import Image
 
 EMBEDDER, PAINTER, WRITER = "all-MiniLM-L6-v2", "stable-diffusion-tiny", "tiny-text"
 QUIET, BAD, SPENT = "quiet", "bad", "bad-spent"
-"""Key names. The last one also belongs to the noisy tenant, but its budget is used up."""
+"""Key names. The last key also belongs to the noisy tenant, but its budget is used up."""
 MAX_TOKENS = 192
 """The longest text that WRITER generates."""
 _WORDS = [
@@ -38,7 +38,7 @@ def noise_image(side: int) -> str:
 
 
 def plain_image(side: int) -> str:
-    """Same in a single color: few bytes, but just as many pixels."""
+    """Returns the same image in a single color, with few bytes, but just as many pixels."""
     return _png(Image.new("RGB", (side, side), "navy"))
 
 

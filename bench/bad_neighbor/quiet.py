@@ -45,7 +45,7 @@ class Noticed:
     """The quiet tenant's results on one surface."""
 
     sent: int = 0
-    """Number of requests started. Each ends with a time or a rejection."""
+    """Number of requests started. Each results in a time or a rejection."""
     took_ms: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     """Requests that did not get the expected response, by status and reason."""
@@ -104,7 +104,7 @@ class Quiet:
         await self._get(f"/v1/usage?from={start_s}&to={now_s}")
 
     async def webhooks(self) -> None:
-        """Creates a prediction, and waits until its webhook arrives."""
+        """Creates a prediction, and waits for its webhook."""
         name = text(1)
         arrived = self._told[name] = asyncio.Event()
         body = {
@@ -168,7 +168,7 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
 
 
 class Surface(NamedTuple):
-    """A part of the API, what the quiet tenant does there, and how often."""
+    """A part of the API, with the quiet tenant's action there and its rate."""
 
     name: str
     every_s: float

@@ -36,7 +36,7 @@ from infra.local.stack import Stack
 SECONDS, ROUNDS = 20.0, 3
 QUICK_SECONDS, QUICK_ROUNDS = 4.0, 2
 LEAD_S = 1.5
-"""How much earlier the noisy tenant, or the same CPU load, starts."""
+"""The time by which the noisy tenant, or the same CPU load, starts earlier."""
 RECEIVERS, QUICK_RECEIVERS = 200, 40
 STREAMS = 100
 WARM_UP_S = 4.0
@@ -77,7 +77,7 @@ async def measure(
     Args:
         drives: each entry contains the surfaces to measure at once.
         seconds: how long the quiet tenant sends in each drive.
-        burns: False skips the drives with the same CPU load, which only the verdict needs.
+        burns: False to skip the drives with the same CPU load, which only the verdict needs.
     """
     results: list[Beside] = []
     async with quiet_tenant(stack.api_url) as quiet:

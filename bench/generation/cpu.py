@@ -40,7 +40,7 @@ SETTLED_S = 3.0
 """Time after the last text for its rows and leases to be finished."""
 IDLE_S = 10.0
 LAST_ID = 399
-"""Ends a text from random weights. A likely token would end most texts at once."""
+"""The token that ends a text from random weights. A likely token would end most texts at once."""
 SIZES = {"2 layers of 64": (64, 2), "12 layers of 384": (384, 12)}
 
 
@@ -86,7 +86,7 @@ def _config(width: int, layers: int) -> LlamaConfig:
 def _silence_bytes(folder: Path) -> None:
     """Makes the model generate only whole characters, as a model with real weights does.
 
-    The token with the largest logit is generated. A silenced token's logit is 0.
+    The token with the largest logit is generated. The logit of a silenced token is 0.
     """
     vocabulary = Vocabulary(folder)
     weights = load_file(folder / "model.safetensors")

@@ -1,4 +1,4 @@
-"""An engine's server by itself: prompts go straight to its socket, without API, queue or worker.
+"""An engine's server by itself: prompts go directly to its socket, without API, queue, or worker.
 
 It reads each prompt as a whole, in order of arrival, because nothing splits it up. Like the stack,
 it caches prompt prefixes: 24 mixed prompts share up to 58 % of their tokens with earlier prompts.
@@ -39,7 +39,7 @@ def ask_server(
 
     Args:
         entry: the catalog entry of the model.
-        folder: folder of the model's GGUF file.
+        folder: the folder that contains the model's GGUF file.
         first: prompts for warming up the server.
         rounds: prompts by the number in flight.
     """

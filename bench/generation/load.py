@@ -71,7 +71,7 @@ SERVED: Mapping[str, Mapping[str, str]] = {
 SHORT = ("auto", "llama.cpp Q4_1")
 """Variants measured in the short form."""
 MIN_RATIO = {1: 0.7, 16: 0.85}
-"""Minimum speed by level if an engine is used, as a fraction of its server's speed by itself. The
+"""Minimum speed by level if an engine is used, as a fraction of its server's speed alone. The
 server is measured before and after the stack.
 """
 SECOND = "smollm2-second"

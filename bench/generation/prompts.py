@@ -1,4 +1,4 @@
-"""Conversations, all different: short ones, and ones of mixed lengths."""
+"""Distinct conversations: short ones, and ones with mixed lengths."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WORDS = "the old mill stands by a quiet river where boats carry grain and salt 
 
 
 class MixedPrompt(NamedTuple):
-    """A conversation, and how many tokens to generate."""
+    """A conversation, and the number of tokens to generate."""
 
     messages: list[dict[str, Any]]
     tokens: int

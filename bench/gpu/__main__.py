@@ -1,7 +1,7 @@
 """`python -m bench.gpu`: images, texts, a served stack and time-sharing with CUDA.
 
 Prints a table and writes gpu.json. `--tiny` runs the same code on a CPU in a minute or two, to
-check that it works: its figures say nothing about a GPU.
+check that it works. Its figures don't apply to a GPU.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ FULL = {
     "t5": (4096, 10240, 4, 64),
     "vae": (128, 256, 512, 512),
 }
-"""Numbers of blocks, layers and heads, and their widths: see `write_pipeline`."""
+"""Numbers of blocks, layers, and heads, and their widths (see `write_pipeline`)."""
 TINY = {
     "transformer": (1, 1, 2, 16, 32, 16, (4, 4, 8)),
     "clip": (16, 2, 2),

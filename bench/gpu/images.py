@@ -45,7 +45,7 @@ GUIDANCE = 7.5
 SEED = 20240501
 PROMPT_TOKENS = 77
 WARMUP_LIMIT_S = 3600.0
-"""A worker compiles all sizes over a few starts. Here it must do so in one."""
+"""A worker compiles all sizes over several starts. Here, it must do so in one."""
 
 
 def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
@@ -101,7 +101,7 @@ def _load(
 
 
 class _BareLoop:
-    """The denoising loop of DDIM and the VAE, compiled, with everything else left out."""
+    """The compiled denoising loop of DDIM and the VAE, without anything else."""
 
     def __init__(self, folder: Path, scale: Scale, count: int) -> None:
         options = {"torch_dtype": DTYPES[scale.precision], "local_files_only": True}
@@ -144,7 +144,7 @@ class _BareLoop:
 
 
 def draw(model: ImageModel, batch: list[PreparedImage]) -> None:
-    """Draws a batch the way a model process does, and checks that it produced images."""
+    """Draws a batch as a model process does, and checks that it produced images."""
     for group in model.groups(batch):
         for result in model.predict([batch[index] for index in group], lambda step, steps: None):
             if not isinstance(result, ImageResult):

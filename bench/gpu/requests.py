@@ -106,7 +106,7 @@ def write_extras(pipeline: Path, folder: Path, *, trained: Path | None = None) -
 
     Args:
         folder: a new folder for the files.
-        trained: a ControlNet for the pipeline. None: one with random weights is written.
+        trained: a ControlNet for the pipeline. If None, one with random weights is written.
     """
     folder.mkdir(parents=True)
     unet: Any = diffusers.UNet2DConditionModel.from_pretrained(pipeline / "unet")
@@ -132,7 +132,7 @@ def _with(entry: Model, extras: Mapping[str, Any]) -> Any:
 def write_adapters(unet: torch.nn.Module, folder: Path, count: int, rank: int) -> dict[str, Path]:
     """Writes adapters with random weights for each attention layer of a UNet.
 
-    Returns their files by name: a0, a1 and so on.
+    Returns their files by name (a0, a1, and so on).
     """
     layers = {
         name: layer

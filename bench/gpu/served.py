@@ -161,7 +161,7 @@ IMAGES_LIMIT_S = 300.0
 def measure_images(scale: Scale, folder: Path) -> dict[str, Any]:
     """Returns the images/s of a worker behind the API, and of its model alone.
 
-    `is_forked`: True if the model process is a fork of the template.
+    `is_forked` is True if the model process is a fork of the template.
     """
     largest = max(scale.batches)
     entry = image_entry(folder, scale)
@@ -210,7 +210,7 @@ def _stack_of(
 
 
 def _is_forked(worker_port: int) -> bool:
-    """True if the model process is a fork that did not have to re-execute its program."""
+    """Returns whether the model process is a fork that did not have to re-execute its program."""
     worker = Part(worker_port).pid
     children = psutil.Process(worker).children(recursive=True)
     model = next(one for one in children if one.name() == MODEL_PROCESS_NAME)

@@ -71,7 +71,7 @@ TINY_SHAPES = (Shape("tiny", 32, 2, 4),)
 def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
     """Returns a row per model and batch size, with each contender's tokens/s.
 
-    `cosine`: the lowest cosine similarity between one of our vectors and the vector that
+    `cosine` is the lowest cosine similarity between one of our vectors and the vector that
     transformers computes in fp32.
     """
     rows = []
@@ -95,7 +95,7 @@ def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
 
 
 class PlainBert:
-    """transformers as its documentation runs it, mean-pooled, with vectors fetched."""
+    """transformers, run as in its documentation, mean-pooled, with vectors fetched."""
 
     def __init__(self, folder: Path, device: str, dtype: torch.dtype) -> None:
         model = BertModel.from_pretrained(folder, dtype=dtype, add_pooling_layer=False)

@@ -29,13 +29,14 @@ REASONS = {LOST: "connection lost", UNANSWERED: "unanswered", UNCONNECTED: "no c
 class LoadOrder(msgspec.Struct):
     """The requests to send, and their target.
 
-    Closed loop: `in_flight` requests at a time, with the next one sent as soon as one gets a
-        response. Open loop
-    (`rate_per_s` above 0): the arrivals of a Poisson process, on as many connections as needed, up
-    to `in_flight`. An arrival that finds none free waits, and its waiting time counts.
+    In a closed loop, `in_flight` requests are sent at a time, and the next one is sent as soon as
+    one gets a response. In an open loop (`rate_per_s` above 0), requests are the arrivals of a
+    Poisson process, on as many connections as needed, up to `in_flight`. An arrival waits if no
+    connection is free, and its waiting time counts.
 
-    Sending ends after `send_s` seconds (0: no limit) or once all bodies are sent. With `is_cycled`,
-    they are sent again and again. Requests without a response `limit_s` after that are abandoned.
+    Sending ends after `send_s` seconds (0 means no limit) or once all bodies are sent. With
+    `is_cycled`, the bodies are sent repeatedly. Requests without a response `limit_s` after that
+    are abandoned.
     """
 
     port: int
@@ -49,7 +50,7 @@ class LoadOrder(msgspec.Struct):
     seed: int = 0
     limit_s: float = 300.0
     sample_every: int = 0
-    """Every n-th successful response is kept. 0: none."""
+    """Every n-th successful response is kept. 0 means none."""
 
 
 class LoadReport(msgspec.Struct):

@@ -25,9 +25,9 @@ def vector_of(body: bytes | str, answer: Sequence[str | int]) -> list[float]:
     Base64 of little-endian float32 is unpacked.
 
     Raises:
-        ValueError: not JSON, or no list of numbers there.
-        LookupError: no such key or index.
-        TypeError: a key for a list, or an index for an object.
+        ValueError: it is not JSON, or has no list of numbers there.
+        LookupError: the key or index doesn't exist.
+        TypeError: a key is used for a list, or an index for an object.
     """
     value = msgspec.json.decode(body)
     for step in answer:

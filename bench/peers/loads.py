@@ -1,4 +1,4 @@
-"""The loads for every contender: in flight or rate, texts, seconds, repetitions."""
+"""The loads for every contender: requests in flight or rate, texts, seconds, and repetitions."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
-"""How long new requests are sent, by requests in flight. Then open requests are awaited.
+"""The time during which new requests are sent, by requests in flight. Open requests are then
+awaited.
 
 All 512 are sent at once, and the slower peers take 20 s more to respond to them.
 """
@@ -24,14 +25,16 @@ OPEN_CONNECTIONS = 1024
 MAX_PER_S = 1200
 """Texts drawn per second of sending. No contender handles more than this."""
 BLOCK = 20
-"""Each run of this many texts has exactly bench.load.texts.MIX: fast and slow see the same mix."""
+"""Each run of this many texts has exactly bench.load.texts.MIX, so fast and slow contenders get the
+same mix.
+"""
 
 
 @dataclass(frozen=True)
 class Load:
     """One load. `repeats` is the fraction of requests whose text has been sent before.
 
-    `rate_per_s` above 0: open loop.
+    The loop is open if `rate_per_s` is above 0.
     """
 
     in_flight: int

@@ -76,7 +76,7 @@ def measure(
 ) -> Findings:
     """Starts all contenders, measures in `rounds` rounds, stops them, and compares sampled vectors.
 
-    A contender that can't be started, or that dies, is left out from then on, with the reason in
+    A contender that can't be started, or that dies, is omitted from then on, with the reason in
     `started`.
     """
     findings = Findings()

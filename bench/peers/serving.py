@@ -112,7 +112,7 @@ def _peer(contender: Contender, log_dir: Path, model_folder: Path, stack: ExitSt
 
 
 def _gives_vector(contender: Contender, port: int) -> bool:
-    """Some peers listen before their model is loaded, and reject requests until then."""
+    """Returns whether it returns a vector. Some peers listen before their model is loaded."""
     connection = http.client.HTTPConnection("127.0.0.1", port, timeout=FIRST_ANSWER_LIMIT_S)
     body = msgspec.json.encode(contender.body).replace(PLACE.encode(), b"ready")
     try:

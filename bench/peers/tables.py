@@ -37,7 +37,7 @@ class Medians:
         return self._measured.get((key, load), [])
 
     def of(self, key: str, load: str, figure: Callable[[Measured], float]) -> float | None:
-        """Returns one figure's median. None without a value."""
+        """Returns one figure's median. None if there is no value."""
         rounds = [measured for measured in self.rounds(key, load) if measured.round_trip_ms]
         return statistics.median(figure(measured) for measured in rounds) if rounds else None
 
@@ -62,7 +62,7 @@ class Medians:
     def cosines(self, key: str) -> tuple[float, float] | None:
         """Returns the mean and minimum cosine of all sampled vectors to the reference.
 
-        None without any.
+        None if there are none.
         """
         rounds = [
             measured
@@ -112,7 +112,7 @@ def figures(medians: Medians) -> list[Figure]:
 
 
 def _must(key: str, load: str) -> float:
-    """Returns the goal at 32 or 128 in flight, for distinct texts, against documented peers."""
+    """Returns the goal at 32 or 128 in flight, for distinct texts, compared to documented peers."""
     if load not in ("32 in flight", "128 in flight"):
         return 0.0
     return {"penstock": 3.0, "penstock-int8": 4.0}.get(key, 0.0)
@@ -151,7 +151,7 @@ def _values(medians: Medians) -> Iterable[tuple[str, str, str, float, str]]:
 
 
 def rate_rows(medians: Medians) -> Rows:
-    """Returns requests per second, p50 and p99: a row per contender, a column per load."""
+    """Returns requests per second, p50, and p99, with a row per contender and a column per load."""
     rows = [["requests/s (p50, p99 ms)", *medians.loads]]
     for contender in medians.contenders:
         started = medians.started[contender.key]
@@ -224,7 +224,7 @@ def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | 
 
 
 def cost_rows(medians: Medians) -> Rows:
-    """Returns a row per contender: start, memory, CPU near 32 in flight, reference cosine."""
+    """Returns a row per contender: start, memory, CPU near 32 in flight, and reference cosine."""
     load = "32 in flight" if "32 in flight" in medians.loads else medians.loads[0]
     rows = [
         [

@@ -1,4 +1,4 @@
-"""One contender's processes: their cost, and pausing them while others are measured."""
+"""A contender's processes: measures their cost, and pauses them while others are measured."""
 
 from __future__ import annotations
 

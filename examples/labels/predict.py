@@ -45,7 +45,7 @@ UNREADABLE = (
 
 
 class SameConvolution(nn.Conv2d):
-    """Pads like TensorFlow's `SAME`: an odd pixel goes to the right and the bottom."""
+    """Pads like TensorFlow's `SAME`, which adds an odd pixel on the right and at the bottom."""
 
     def forward(self, x: Tensor) -> Tensor:
         """Convolves a batch (n, channels, height, width)."""

@@ -115,7 +115,7 @@ def score(folder: Path, file: Path | None, number: int) -> dict[str, float]:
     """Scores held-out captions with the judge, drawn by plain diffusers with or without a style.
 
     Returns:
-        Returns the share of images judged to be ink, and the share of figures with the right shape.
+        The share of images classified as ink, and the share of figures with the right shape.
     """
     pipeline = load(folder)
     if file is not None:

@@ -42,9 +42,9 @@ class Word:
 
 @dataclass(frozen=True)
 class Line:
-    """A line of text and its words. `size`: the height of its letters.
+    """A line of text and its words. `size` is the height of its letters.
 
-    `is_open`: true if it ended in the middle of a word with a hyphen.
+    `is_open` is True if the line ended in the middle of a word with a hyphen.
     """
 
     words: tuple[Word, ...]
@@ -56,7 +56,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Region:
-    """A part of a page other than text: a table with its HTML, or an image."""
+    """A part of a page other than text: a table with its HTML code, or an image."""
 
     kind: str
     box: Box
@@ -92,14 +92,14 @@ def boxed(boxes: Sequence[Box]) -> Box:
 def line_of(
     words: Sequence[Word], size: float | None = None, text: str = "", *, is_open: bool = False
 ) -> Line:
-    """Joins words into a line, from left to right. `text`: the words with spaces between them."""
+    """Joins words into a line, from left to right. `text` is the words, separated by spaces."""
     box = boxed([word.box for word in words])
     line_text = text or " ".join(word.text for word in words)
     return Line(tuple(words), box, size or float(box[3] - box[1]), line_text, is_open)
 
 
 def is_inside(box: Box, region: Box) -> bool:
-    """True if the center of a box is in a region."""
+    """Returns whether the center of a box is in a region."""
     x, y = (box[0] + box[2]) / 2, (box[1] + box[3]) / 2
     return region[0] <= x <= region[2] and region[1] <= y <= region[3]
 
@@ -162,7 +162,7 @@ def _cut(lines: list[tuple[Box, Line]], axis: int, least: float) -> list[list[tu
 
 
 def _are_columns(parts: Sequence[list[tuple[Box, Line]]]) -> bool:
-    """True if adjacent parts are columns to read one after the other, not cells of a row."""
+    """Returns whether adjacent parts are columns to read in sequence, not cells of a row."""
     whole = boxed([box for part in parts for box, _ in part])
     width = whole[2] - whole[0]
     return all(
@@ -330,7 +330,7 @@ class Wishes:
     """The options requested for each page."""
 
     table_format: str = ""
-    """Empty: tables are in the markdown."""
+    """If empty, tables are in the markdown."""
     include_blocks: bool = False
     confidence_scores_granularity: str = ""
     extract_header: bool = False
@@ -346,7 +346,7 @@ def page_of(
 ) -> dict[str, Any]:
     """Returns a page in Mistral's format, ready for JSON. Its images have no bytes yet.
 
-    Images and tables are numbered from 0 on each page, so equal pages are equal in any document.
+    Images and tables are numbered from 0 on each page, so equal pages are equal in all documents.
 
     Args:
         index: page number in its document, from 0.

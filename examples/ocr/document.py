@@ -1,9 +1,9 @@
 """Opens documents in a separate process, because a malicious one may crash its reader.
 
 PDFium (https://pdfium.googlesource.com/pdfium) reads PDF, and Pillow reads images. Both are written
-in C and C++, and documents are untrusted. So another process opens each document. Its memory and
-time are limited, it holds no model, and it exits with its document. If it dies, the error is
-reported for that page.
+in C and C++, and documents are untrusted. Each document is therefore opened in another process. Its
+memory and time are limited, it holds no model, and it exits when its document is closed. If it
+dies, the error is reported for that page.
 
 Coordinates are pixels of the rendered page, from its upper left corner.
 """
@@ -39,7 +39,7 @@ MAX_OBJECTS = 200_000
 """Maximum number of text, line and image objects on a page."""
 MEMORY_BYTES = 2 * 1024**3
 OPENING_LIMIT_S, PAGE_CPU_S, PAGE_LIMIT_S = 4.0, 20, 120.0
-"""Limits for counting the pages; and, per page, for CPU time and total time."""
+"""Limits for counting the pages, and for the CPU time and total time per page."""
 MAX_HEAD_BYTES = 1024 * 1024
 """Maximum size of a page's text with word positions, about 30,000 words.
 
@@ -48,15 +48,16 @@ The output produced from it fits into a prediction.
 PDF_MARK = b"%PDF-"
 FORMATS = ("PNG", "JPEG", "TIFF", "WEBP")
 HYPHENS = (2, 0xFFFE)
-"""Characters with which PDFium marks a hyphen at the end of a line: the word continues in the next
-line.
+"""Characters with which PDFium marks a hyphen at the end of a line, if the word continues in the
+next line.
 """
 IMAGE_OBJECT, PATH_OBJECT = 3, 2
 """FPDF_PAGEOBJ_IMAGE and FPDF_PAGEOBJ_PATH."""
 PAGES = re.compile(r"\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?(,\s*\d{1,5}\s*(-\s*\d{1,5}\s*)?)*")
 PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I", "I;16")
 CLOCK_POLICY = 0
-"""FPDF_POLICY_MACHINETIME_ACCESS: whether new files contain their creation time."""
+"""FPDF_POLICY_MACHINETIME_ACCESS, which determines whether new files contain their creation time.
+"""
 FILE_ID = re.compile(rb"/ID\s*\[\s*<[0-9A-Fa-f]*>\s*<[0-9A-Fa-f]*>\s*\]")
 PASSWORD_ERROR = 4
 """FPDF_ERR_PASSWORD."""
@@ -74,7 +75,7 @@ def chosen(pages: str, count: int) -> list[int]:
     """Returns the requested pages of a document, in order and without duplicates.
 
     Args:
-        pages: numbers and ranges such as "0,2-4", from 0. Empty: all.
+        pages: numbers and ranges such as "0,2-4", from 0. If empty, all pages.
 
     Raises:
         InvalidInput: a page does not exist, or the format is invalid.
@@ -100,7 +101,7 @@ def chosen(pages: str, count: int) -> list[int]:
 
 
 class Unreadable(Exception):
-    """The error reported by the process for a document or one of its pages."""
+    """The process's error for a document or one of its pages."""
 
 
 class Raster(NamedTuple):
@@ -236,7 +237,7 @@ def _reader_until(stream: IO[bytes], until_s: float) -> Callable[[int], bytes]:
 
 
 def main(path: Path) -> None:
-    """Answers requests for the document until the input ends."""
+    """Responds to requests for the document until the input ends."""
     resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     opened: PdfPages | ImagePages | None = None
@@ -343,7 +344,7 @@ class PdfPages:
             return Raster(width, height, bitmap.to_pil().convert("RGB").tobytes())
 
     def alone(self, number: int) -> tuple[str, bytes]:
-        """Returns a PDF with only this page, and its file suffix."""
+        """Returns a PDF with only this page, and the file suffix."""
         # PDFium writes the current time and a random file identifier.
         self._raw.FPDF_SetSandBoxPolicy(CLOCK_POLICY, 0)
         with self._readable("it is damaged"):
@@ -537,7 +538,7 @@ class ImagePages:
         return Raster(width, height, on_white.tobytes())
 
     def alone(self, number: int) -> tuple[str, bytes]:
-        """Returns a PNG of a TIFF page, or the unchanged file; and its file suffix."""
+        """Returns a PNG of a TIFF page, or else the unchanged file, and the file suffix."""
         image, dpi = self._upright_image(number)
         kind = str(self._file.format)
         if kind != "TIFF":

@@ -53,7 +53,7 @@ class Reader:
     """Reads images of pages.
 
     Args:
-        threads: threads per network. 0: as many as there are cores.
+        threads: threads per network. 0 means as many as there are cores.
     """
 
     def __init__(self, threads: int) -> None:
@@ -78,7 +78,7 @@ class Reader:
     def lines(self, pixels: Any) -> list[tuple[Box, Line]]:
         """Returns an image's lines with straightened boxes.
 
-        Pixels: [height, width, blue-green-red].
+        `pixels` has the dimensions [height, width, blue-green-red].
         """
         read = self._ocr(pixels, return_word_box=True)
         if not read.txts:
@@ -164,7 +164,7 @@ def _around(quad: Sequence[Sequence[float]]) -> Box:
 
 
 def layer_lines(facts: dict[str, Any]) -> list[Line]:
-    """Returns the lines of a text layer. None: it has no usable text."""
+    """Returns the lines of a text layer, or None if it has no usable text."""
     lines = [
         line_of(
             [Word(text, (left, top, right, bottom)) for text, left, top, right, bottom in words],
@@ -318,7 +318,7 @@ class PageReader:
 
     @property
     def _pixels(self) -> Any:
-        """Returns the page as (height, width, 3): blue, green, red."""
+        """Returns the page as (height, width, 3), in the order blue, green, red."""
         return np.ascontiguousarray(self._rendered()[:, :, ::-1])
 
     def _rendered(self) -> Any:

@@ -50,7 +50,7 @@ IS_LONG = "OCR_SCAN_PAGES" in os.environ
 REPORT_PAGES = 38 if IS_LONG else 12
 SCAN_PAGES = int(os.environ.get("OCR_SCAN_PAGES", "4"))
 SCAN_LINES = None if IS_LONG else 8
-"""Pages of a scan. A whole scan takes long. OCR_SCAN_PAGES=40 tries a long one."""
+"""Lines per scanned page. A whole page takes long. OCR_SCAN_PAGES=40 tests a long one."""
 IMAGE_LINES, IMAGE_HEIGHT_PX = 5, 400
 """Share of a page, from the top, that is sent as an image in each format."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1

@@ -59,7 +59,7 @@ def read_image(path: Path) -> Image.Image:
 def prepared(image: Image.Image) -> Any:
     """Prepares an image for the network: (1, 224, 224, 3), blue first.
 
-    It was trained with JPEG files of 256 pixels, so the image is converted to one first.
+    It was trained with JPEG files of 256 pixels, so the image is first converted to such a file.
     """
     resized = image.resize((RESIZED_PX, RESIZED_PX), Image.Resampling.BILINEAR)
     file = io.BytesIO()
@@ -72,7 +72,7 @@ def prepared(image: Image.Image) -> Any:
 
 
 class Output(BaseModel):
-    """The network's verdict on an image."""
+    """The network's classification of an image."""
 
     nsfw: float
     is_safe: bool

@@ -115,7 +115,7 @@ def punch(data: bytes) -> bytes:
 
 
 def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | None]]:
-    """Returns each kind of damage, the bytes, and the seconds of sound. None: unknown."""
+    """Returns each kind of damage, the bytes, and the seconds of sound (None if unknown)."""
     data = path.read_bytes()
     return [
         ("none", data, seconds),
@@ -128,7 +128,7 @@ def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | Non
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns how much sound in a file is counted, and how much is decoded."""
+    """Returns the amounts of sound in a file that are counted and decoded."""
     try:
         counted = count_seconds(path)
         return {"counted": counted, "decoded": sum(map(len, decode(path))) / RATE_HZ}

@@ -48,7 +48,7 @@ def decode(path: Path) -> Iterator[Any]:
 
 
 def _decode_part(part: Part, path: Path, done_s: float) -> Iterator[Any]:
-    """Yields a part's samples. `done_s`: seconds of sound before it."""
+    """Yields a part's samples. `done_s` is the seconds of sound before it."""
     try:
         file = soundfile.SoundFile(str(path) if part.is_file else io.BytesIO(part.data))
     except soundfile.LibsndfileError:
@@ -121,6 +121,6 @@ def mix(block: Any) -> Any:
 
 
 def _round(samples: Any) -> Any:
-    """Rounds to 16 bits, so that a window is the same if it was stored in a file in between."""
+    """Rounds to 16 bits, so a window is the same if it was stored in a file in between."""
     whole = np.clip(np.rint(samples * FULL_SCALE), -FULL_SCALE, FULL_SCALE - 1)
     return whole.astype(np.float32) / np.float32(FULL_SCALE)

@@ -46,7 +46,7 @@ def chunks_of(samples: Any) -> tuple[list[list[int]], list[Any]]:
 
 
 def same(cut: list[ours.Window], places: list[list[int]], chunks: list[Any]) -> bool:
-    """True if the windows equal these chunks."""
+    """Returns whether the windows equal these chunks."""
     return (
         [place for window in cut for place in window.places] == places
         and len(cut) == len(chunks)
@@ -176,7 +176,7 @@ def show_samples(path: str) -> None:
 
 
 def watch(hears: Any) -> list[float]:
-    """Records the temperature of each of a model's generations, even those without a segment."""
+    """Records the temperature of each of a model's generations, even if it has no segment."""
     heats, generate = list[float](), type(hears).generate_with_fallback
 
     def generate_and_tell(*arguments: Any) -> Any:

@@ -1,12 +1,12 @@
 """Transcribes a recording with Whisper (https://arxiv.org/abs/2212.04356).
 
 faster-whisper runs it on CTranslate2: in 8-bit integers on a CPU, in half precision on a GPU. Its
-module for files imports PyAV, whose wheel bundles encoders under the GPL. So PyAV is not installed
-here (overrides.txt): recordings.py counts the sound in a file, and decoding.py decodes it
-(docs/decisions/0128-sound-in-recordings.md).
+module for files imports PyAV, whose wheel bundles encoders under the GPL. PyAV is therefore not
+installed here (overrides.txt). Instead, recordings.py counts the sound in a file, and decoding.py
+decodes it (docs/decisions/0128-sound-in-recordings.md).
 
-A recording is cut into windows at silences, and each window is transcribed separately. So the first
-segments arrive while the rest is still being read.
+A recording is cut into windows at silences, and each window is transcribed separately. The first
+segments therefore arrive while the rest is still being read.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ TASKS = ["transcribe", "translate"]
 SEED = 0
 """Seed for sampling at temperatures above 0, so that equal windows produce equal texts.
 
-A CTranslate2 thread accepts a seed only once, at its first sample. So the weights are reloaded
-after a window that used sampling, which takes 0.4 s for Whisper tiny on a CPU.
+A CTranslate2 thread accepts a seed only once, at its first sample. The weights are therefore
+reloaded after a window that used sampling, which takes 0.4 s for Whisper tiny on a CPU.
 """
 BAR = 10
 

@@ -2,10 +2,10 @@
 
 A header may declare the wrong amount of sound: a recorder that writes to a pipe can't go back to
 fill in the length, a file joined from several others keeps the header of the first one, and a
-recorder whose battery ran out never wrote its final header. So frames, pages and blocks are counted
-here without decoding them, and headers are used only to find out how to read them. The decoder then
-has to find as much sound as was counted (decoding.py). If it finds less, the recording is rejected,
-so no sound is lost silently.
+recorder whose battery ran out never wrote its final header. Frames, pages, and blocks are therefore
+counted here without decoding them, and headers are used only to determine the format. The decoder
+then has to find as much sound as was counted (decoding.py). If it finds less, the recording is
+rejected, so no sound is lost silently.
 
 A file is split at every place where another recording was appended, because decoders don't expect
 another sample rate or another header in the middle.
@@ -61,8 +61,8 @@ class InvalidInput(ValueError):
 class Part:
     """A recording within a file, or the whole file.
 
-    `data`: its bytes, with a header that has the right length if its format needs one. `seconds`:
-    the counted sound. `is_file`: true if `data` is the whole file, unchanged.
+    `data` is its bytes, with a header that has the right length if its format needs one. `seconds`
+    is the counted sound. `is_file` is True if `data` is the whole file, unchanged.
     """
 
     data: bytes
@@ -369,7 +369,7 @@ def _flac_samples(data: bytes) -> tuple[int, int, int]:
 def _flac_frame(data: bytes, at: int) -> tuple[int, int, bool] | None:
     """Returns a frame's number, its samples, and whether numbers count samples.
 
-    None: there is no frame at this position.
+    None if there is no frame at this position.
     """
     head = data[at : at + 17].ljust(17, b"\0")  # a frame of silence has 14 bytes
     code, rate = head[2] >> 4, head[2] & 15
@@ -428,8 +428,8 @@ _SYNC = re.compile(rb"\xff[\xe0-\xff]|ID3|TAG|APETAGEX")
 class Frame:
     """A frame header of MP3 or ADTS.
 
-    `kind`: properties that can't change within a recording. `size`: in bytes. `samples`: per
-    channel.
+    `kind` is the properties that can't change within a recording. `size` is in bytes, and `samples`
+    is per channel.
     """
 
     kind: tuple[int, ...]
@@ -439,7 +439,7 @@ class Frame:
 
 
 def mp3_frame(head: bytes) -> Frame | None:
-    """Parses four bytes. None: they are not the header of a frame."""
+    """Parses four bytes. Returns None if they are not a frame's header."""
     return _mp3_frame(head[:4])
 
 
@@ -463,7 +463,7 @@ def _mp3_frame(head: bytes) -> Frame | None:
 
 
 def adts_frame(head: bytes) -> Frame | None:
-    """Parses seven bytes. None: they are not the header of a frame."""
+    """Parses seven bytes. Returns None if they are not a frame's header."""
     if len(head) < 7 or head[0] != 0xFF or head[1] & 0xF6 != 0xF0:
         return None
     rate = head[2] >> 2 & 15
@@ -540,7 +540,7 @@ def _frames(data: bytes, read: Callable[[bytes], Frame | None]) -> Iterator[tupl
 
 
 def _tag_bytes(data: bytes, at: int) -> int:
-    """Returns the size of the tag at a position. 0: there is none."""
+    """Returns the size of the tag at a position, or 0 if there is none."""
     if data[at : at + 3] == b"ID3" and at + 10 <= len(data):
         return _id3_bytes(data, at)
     if data[at : at + 3] == b"TAG":
@@ -620,7 +620,7 @@ def find_webm(data: bytes) -> Iterator[Part]:
 def _webm_samples(data: bytes) -> int | None:
     """Returns the samples of the first Opus track, at OPUS_RATE_HZ.
 
-    None: there is no such track.
+    None if there is no such track.
     """
     sound = _OpusTrack()
     at = in_tracks = 0
@@ -673,7 +673,7 @@ def _opus_count(nanoseconds: int) -> int:
 def _ebml(data: bytes, at: int) -> tuple[int, int, int | None] | None:
     """Returns the name of an element, where its content begins, and the content's size in bytes.
 
-    A size of None means unknown. None: the data ends before the element does.
+    A size of None means unknown. Returns None if the data ends before the element does.
     """
     length = 9 - data[at].bit_length()
     place = at + length

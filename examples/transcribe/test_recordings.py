@@ -38,7 +38,8 @@ SAID = "The gate of the dam is open. Please keep behind the yellow line."
 class Recording:
     """A recording in the corpus.
 
-    `seconds`: sound in it. None: unknown. `error`: why it can't be read.
+    `seconds` is the amount of sound in it, or None if unknown. `error` is the reason it can't be
+    read.
     """
 
     path: Path

@@ -65,7 +65,7 @@ class Transcript:
             self._number += 1
 
     def finish(self, language: str = "en") -> Iterator[dict[str, Any]]:
-        """Yields a segment without text if there are no others. `language`: its language."""
+        """Yields a segment without text if there are no others. `language` is its language."""
         if not self._number:
             about = {"language": language, "duration": self._duration_s}
             yield {"id": 0, "start": 0.0, "end": self._duration_s, "text": ""} | about

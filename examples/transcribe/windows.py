@@ -2,7 +2,7 @@
 
 The windows are the same as in faster-whisper's BatchedInferencePipeline: Silero's detector finds
 the parts with speech, and consecutive parts share a window while they are at most WINDOW_S long in
-total. No window depends on the speech before it. So one recording's windows can be computed
+total. No window depends on the speech before it. A recording's windows can therefore be computed
 anywhere, in any order, and equal windows only once.
 
 faster-whisper needs all samples of a recording. Here, a few minutes of them are enough: the
@@ -62,7 +62,7 @@ class Part:
 class Window:
     """Consecutive parts of a recording.
 
-    `parts`: in samples of the recording. `samples`: float32, at most WINDOW_S long.
+    `parts` is in samples of the recording. `samples` is float32, at most WINDOW_S long.
     """
 
     parts: list[Part]
@@ -86,7 +86,7 @@ class SpeechDetector:
     def probabilities(self, samples: Any) -> list[float]:
         """Returns how likely each of the next frames contains speech.
 
-        `samples`: the length is a multiple of FRAME.
+        The length of `samples` is a multiple of FRAME.
         """
         if not len(samples):
             return []

@@ -69,7 +69,7 @@ class InvalidInput(ValueError):
 
 
 def read_image(path: Path) -> Image.Image:
-    """Returns an image, upright, in RGB, or in RGBA if it is transparent.
+    """Returns an image, upright and in RGB, or in RGBA if it is transparent.
 
     Raises:
         InvalidInput: it can't be read, or it is too large.

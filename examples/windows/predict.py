@@ -1,7 +1,7 @@
 """Cuts a recording at silences into windows, which examples/transcribe transcribes one by one.
 
-So the windows of hours-long recordings can be separate items: on any worker, in any order, and
-equal windows only once.
+The windows of long recordings can therefore be separate items, which run on any worker, in any
+order, and only once if they are equal.
 """
 
 from __future__ import annotations
