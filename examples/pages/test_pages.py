@@ -71,9 +71,9 @@ def test_pages_are_chosen_and_keep_their_numbers(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("pages", "reason"),
     [
-        ("4", "page 4 does not exist: there are 4 pages"),
+        ("4", "page 4 does not exist; there are 4 pages"),
         ("2-1", "2-1 is a range that ends before"),
-        ("one", "must be numbers and ranges"),
+        ("one", "must be page numbers and ranges"),
     ],
 )
 def test_pages_that_can_t_be_chosen_are_named(pages: str, reason: str, tmp_path: Path) -> None:
