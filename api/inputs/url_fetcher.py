@@ -507,6 +507,8 @@ async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRu
     head = bytearray()
     async for piece in pieces:
         head += piece
+        if len(head) > rules.max_bytes:
+            raise _too_large(rules)
         if len(head) > INLINE_LIMIT_BYTES:
             break
     else:

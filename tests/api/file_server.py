@@ -53,6 +53,15 @@ class FileServer:
         self.files[path] = lambda: web.Response(body=data, content_type=media_type, headers=given)
         return f"{self.url}{path}"
 
+    def add_chunked(self, path: str, data: bytes) -> str:
+        """Serves a file without its length. Returns its URL."""
+
+        async def send() -> AsyncIterator[bytes]:
+            yield data
+
+        self.files[path] = lambda: web.Response(body=send())
+        return f"{self.url}{path}"
+
     def redirect(self, path: str, location: str) -> str:
         self.files[path] = lambda: web.Response(status=302, headers={"location": location})
         return f"{self.url}{path}"

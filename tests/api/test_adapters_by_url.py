@@ -139,6 +139,7 @@ async def test_a_wrong_url_is_refused_by_the_field(api: ApiUnderTest, server: Fi
     server.add("/elsewhere/ink.safetensors", DATA)
     server.redirect("/bucket/out.safetensors", f"{server.url}/elsewhere/ink.safetensors")
     server.add("/bucket/large.safetensors", bytes(MAX_BYTES + 1))
+    server.add_chunked("/bucket/chunked.safetensors", bytes(MAX_BYTES + 1))
     wrong = {
         f"{server.url}/elsewhere/ink.safetensors": "is not under",
         f"{inside}/../elsewhere/ink.safetensors": "is not under",
@@ -146,6 +147,7 @@ async def test_a_wrong_url_is_refused_by_the_field(api: ApiUnderTest, server: Fi
         f"{inside}/..%2felsewhere/ink.safetensors": "is not under",
         f"{inside}/out.safetensors": "is not under",
         f"{inside}/large.safetensors": f"the file exceeds the maximum of {MAX_BYTES} bytes",
+        f"{inside}/chunked.safetensors": f"the file exceeds the maximum of {MAX_BYTES} bytes",
         f"{inside}/gone.safetensors": "returned 404",
         f"{inside}/ink.safetensors#sha256={'0' * 64}": f"is sha256={SHA256}",
         f"{inside}/ink.safetensors#md5=1": "must be sha256=",

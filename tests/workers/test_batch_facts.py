@@ -73,6 +73,32 @@ def test_padding_is_told_of_each_item(
     assert done.padded_work == sum(computed or lengths)
 
 
+class Poisoned(Counting):
+    """A model that pads, has one group, and fails if a batch contains the last item."""
+
+    def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
+        return [list(range(len(batch)))]
+
+    def predict(
+        self, batch: Sequence[PreparedItem], on_step: OnStep
+    ) -> list[Result | PenstockError]:
+        if any(item.key == "poison" for item in batch):
+            raise ValueError("poison")
+        return super().predict(batch, on_step)
+
+
+def test_padding_of_a_failed_batch_does_not_count_for_its_halves(tmp_path: Path) -> None:
+    (tmp_path / "weights").write_bytes(b"w")
+    models = ResidentModels([lambda: Poisoned(pads=True)], [tmp_path / "weights"])
+    models.open()
+    items: list[PreparedItem] = [PreparedText(key="", length=n, ids=b"") for n in (1, 1, 9)]
+    items.append(PreparedText(key="poison", length=9, ids=b""))
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        done = run_batch(models, RunBatch(1, items), ours)
+    assert (done.computed_work or [1, 1, 9, 9]) == [1, 1, 9, 9]
+
+
 async def test_row_tells_of_padding_and_of_a_cold_start(redis_url: str, tmp_path: Path) -> None:
     async with running_worker(redis_url, tmp_path) as harness:
         harness.process.computed_work = [7]

@@ -84,7 +84,7 @@ async def handle_scheduled(
     run = "daily"
     try:
         await authenticator.check(request.headers.get("authorization", ""))
-        options = _read_message(await read_body(request, MAX_BODY_BYTES))
+        options = _read_options(await read_body(request, MAX_BODY_BYTES))
         if "only" in options:
             run = "anomalies"
         async with asyncio.timeout(RUN_LIMIT_S + GRACE_S):
@@ -105,10 +105,10 @@ async def handle_scheduled(
     return msgspec.json.encode(_summary_of(result)).decode(), 200
 
 
-def _read_message(body: bytes) -> dict[str, Any]:
+def _read_options(body: bytes) -> dict[str, Any]:
     try:
         options = msgspec.json.decode(body or b"{}")
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise BadInput(f"the body is not valid JSON: {error}", field="body") from error
     if not isinstance(options, dict):
         raise BadInput("the body is not a JSON object", field="body")

@@ -234,7 +234,7 @@ class CanaryShare:
                     task.cancel()
                 ended = await asyncio.gather(*pulling, return_exceptions=True)
             for error in ended:
-                if isinstance(error, PenstockError):
+                if isinstance(error, Exception):
                     raise error
 
     async def _forward_all(self, subscription: Subscription) -> None:

@@ -39,6 +39,7 @@ from workers.models.embedding.encoder_torch import TorchEncoder
 from workers.models.embedding.model import EmbeddingModel, Encoder
 from workers.models.embedding.model_folder import SentenceFolder, read_sentence_folder
 from workers.models.embedding.tokenization import TextPreparer
+from workers.models.loading import folder_errors
 from workers.optimize.calibration import (
     INPUTS,
     calibration_texts,
@@ -83,12 +84,10 @@ def load_transformer(folder: Path) -> Any:
     """
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity_error()
-    try:
+    with folder_errors(folder):
         model = AutoModel.from_pretrained(
             folder, dtype=torch.float32, attn_implementation="eager", local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{folder}: {error}", field="source") from error
     return model.eval().requires_grad_(False)
 
 

@@ -297,12 +297,22 @@ class BatchExecution:
     def _count_padding(self, lengths: Sequence[int], slots: Sequence[int]) -> None:
         computed = self._model.computed_work(lengths)
         self.padded_work += computed
-        if (real := sum(lengths)) < computed:
-            # If each item costs as much as the longest, padding is not proportional.
-            shares = [computed // len(lengths)] * len(lengths)
-            if not self._model.pads:
-                shares = [length * computed // real for length in lengths]
+        for slot in slots:  # counted before, if a larger group has failed
+            self.padded.pop(slot, None)
+        if sum(lengths) < computed:
+            shares = _share_work(computed, lengths, is_even=self._model.pads)
             self.padded |= dict(zip(slots, shares, strict=True))
+
+
+def _share_work(computed: int, lengths: Sequence[int], *, is_even: bool) -> list[int]:
+    """Returns each item's share of a group's computed work.
+
+    Args:
+        is_even: True if each item costs as much as the longest. Otherwise, in proportion to length.
+    """
+    if is_even:
+        return [computed // len(lengths)] * len(lengths)
+    return [length * computed // sum(lengths) for length in lengths]
 
 
 class StepPreviews:

@@ -155,6 +155,15 @@ def test_an_encoder_is_no_cross_encoder(folder: Path, tmp_path: Path) -> None:
         opened(tmp_path)
 
 
+def test_damaged_weights_are_refused(folder: Path, tmp_path: Path) -> None:
+    damaged = tmp_path / "damaged"
+    shutil.copytree(folder, damaged)
+    weights = damaged / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    with pytest.raises(ConfigurationError, match="damaged"):
+        opened(damaged)
+
+
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [

@@ -1,5 +1,7 @@
 """Every encoder agrees with the folder's transformer, computed text by text in torch fp32."""
 
+import dataclasses
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -160,6 +162,17 @@ def test_an_id_beyond_the_vocabulary_fails_the_batch(tiny: Path) -> None:
 def test_torch_refuses_what_a_cpu_can_not(tiny: Path, precision: str, reason: str) -> None:
     with pytest.raises(ConfigurationError, match=reason):
         TorchEncoder(settings_of(tiny), Device("cpu", 1, 1.0), precision).open()
+
+
+def test_torch_refuses_damaged_weights(tiny: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "damaged"
+    shutil.copytree(settings_of(tiny).transformer, folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:100])
+    settings = dataclasses.replace(settings_of(tiny), transformer=folder)
+    with pytest.raises(ConfigurationError, match="damaged") as raised:
+        TorchEncoder(settings, Device("cpu", 1, 1.0), "fp32").open()
+    assert raised.value.field == "source"
 
 
 def test_onnx_refuses_what_it_can_not_load(tiny: Path, tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from workers.models.device import (
     memory_errors,
 )
 from workers.models.embedding.model import USUAL_CALL_TOKENS, cut_by_length
+from workers.models.loading import folder_errors
 
 _WARMUP_LENGTHS = (16, 128)
 
@@ -57,15 +58,13 @@ class CrossEncoderModel:
                 f"{self._entry.name}: this CPU does not support {precision}", field="precision"
             )
         transformers_logging.disable_progress_bar()
-        try:
+        with folder_errors(self._folder):
             model, problems = AutoModelForSequenceClassification.from_pretrained(
                 self._folder,
                 dtype=DTYPES[precision],
                 local_files_only=True,
                 output_loading_info=True,
             )
-        except (OSError, ValueError, KeyError) as error:
-            raise ConfigurationError(f"{self._folder}: {error}", field="source") from error
         if problems["missing_keys"] or model.config.num_labels != 1:
             reason = "it must have the weights of a sequence classification model with one label"
             raise ConfigurationError(

@@ -48,6 +48,7 @@ from workers.models.embedding.bert_weights import (
 )
 from workers.models.embedding.model import pad_texts
 from workers.models.embedding.model_folder import SentenceFolder
+from workers.models.loading import folder_errors
 
 if TYPE_CHECKING:
     from workers.models.embedding.packed_bert import PackedBert
@@ -400,7 +401,7 @@ class TorchEncoder:
         bert = read_bert_folder(self._settings.transformer) if reads_bert else None
         if bert is not None and self._take(bert, in_bf16=in_bf16):
             return bert.width * len(self._settings.pooling)
-        model = _load_modules(self._settings.transformer)
+        model = _load_model(self._settings.transformer)
         if reads_bert and bert is None:
             with torch.inference_mode():
                 bert = find_bert(model, in_bf16=in_bf16)
@@ -514,16 +515,18 @@ class TorchEncoder:
         return torch.cat([_pool(mode, states, mask) for mode in self._settings.pooling], dim=1)
 
 
-def _load_modules(folder: Path) -> Any:
-    """Returns the transformers model, in fp32."""
+def _load_model(folder: Path) -> Any:
+    """Returns the transformers model, in fp32.
+
+    Raises:
+        ConfigurationError: the folder is not a model, or its files are damaged.
+    """
     from transformers import AutoModel
     from transformers.utils import logging
 
     logging.disable_progress_bar()
-    try:
+    with folder_errors(folder):
         model = AutoModel.from_pretrained(folder, dtype=torch.float32, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        raise ConfigurationError(f"{folder}: {error}", field="source") from error
     return model.eval().requires_grad_(False)
 
 

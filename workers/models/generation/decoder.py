@@ -22,7 +22,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from safetensors import SafetensorError
 from torch.linalg import vector_norm
 from torch.nn.functional import rms_norm
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
@@ -39,6 +38,7 @@ from workers.models.device import (
 )
 from workers.models.generation.slots import ATTENTION, ForwardPass, SlotCache, attend
 from workers.models.generation.writing import Row
+from workers.models.loading import folder_errors
 from workers.models.processors import BF16_FLAGS, this_cpu
 
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj")
@@ -62,8 +62,6 @@ largest logit.
 A wrong attention computes completely different numbers.
 """
 _INT4 = "int4"
-_UNLOADABLE = (OSError, ValueError, KeyError, TypeError, AttributeError, SafetensorError)
-"""transformers' errors about a folder that is not a model or has damaged files."""
 
 
 def is_llama(model: torch.nn.Module) -> bool:
@@ -336,13 +334,8 @@ class Decoder:
         self._device, self.device_name = self._wanted.open()
         self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
         self._dtype = choose_dtype(self._precision, self._device.type)
-        try:
-            with memory_errors():
-                self._model: Any = self._load().to(self._device).eval().requires_grad_(False)
-        except _UNLOADABLE as error:
-            raise ConfigurationError(
-                f"{self._folder}: not a causal language model: {error}", field="source"
-            ) from error
+        with folder_errors(self._folder, "not a causal language model: "):
+            self._model: Any = self._load().to(self._device).eval().requires_grad_(False)
         positions = getattr(self._model.config, "max_position_embeddings", None)
         if positions is not None and positions < self._capacity:
             raise ConfigurationError(

@@ -4,6 +4,7 @@ directly.
 
 from __future__ import annotations
 
+import copy
 import os
 import sys
 from pathlib import Path
@@ -249,6 +250,31 @@ def test_wrong_names_of_metrics_are_refused_with_their_reason(name: str, reason:
     assert metrics.nested() == {}
     metrics.record("a1.b_c", 1)
     assert metrics.nested() == {"a1": {"b_c": 1}}
+
+
+@pytest.mark.parametrize(
+    ("recorded", "nested"),
+    [
+        ({"b": 0, "a": 1, "a.b": 2}, {"b": 0, "a": {"b": 2}}),
+        ({"a.b": 2, "a": 1}, {"a": 1}),
+        ({"a": {"x": {"p": 1}}, "a.x.q": 2}, {"a": {"x": {"p": 1, "q": 2}}}),
+    ],
+)
+def test_metric_below_another_replaces_or_extends_it(
+    recorded: dict[str, Any], nested: dict[str, Any]
+) -> None:
+    metrics = RecordedMetrics()
+    before = copy.deepcopy(recorded)
+    for name, value in recorded.items():
+        metrics.record(name, value)
+    assert metrics.nested() == nested
+    assert recorded == before, "the caller's own objects were changed"
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), {"a": [float("nan")]}])
+def test_metric_that_is_not_finite_is_refused_by_name(value: object) -> None:
+    with pytest.raises(ValueError, match="metric speed: numbers must be finite"):
+        RecordedMetrics().record("speed", value)
 
 
 @pytest.mark.parametrize(

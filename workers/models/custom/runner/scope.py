@@ -8,6 +8,7 @@ and 128 characters; the modes are `replace`, `incr`, and `append`; and types can
 from __future__ import annotations
 
 import contextvars
+import copy
 import json
 import re
 from typing import Any
@@ -44,10 +45,13 @@ class RecordedMetrics:
         if not isinstance(value, _PLAIN):
             raise TypeError(f"metric {key}: {type(value).__name__} is not a JSON type")
         new = self._combine(key, value, mode or "replace")
+        values = self._values | {key: new}
         try:
-            written = json.dumps(self._values | {key: new}, ensure_ascii=False).encode()
+            written = json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
         except UnicodeEncodeError:
             raise ValueError(f"metric {key}: contains a lone surrogate") from None
+        except ValueError:
+            raise ValueError(f"metric {key}: numbers must be finite") from None
         if len(written) > MAX_BYTES:
             raise ValueError(
                 f"metric {key}: all metrics together must be at most {MAX_BYTES} bytes"
@@ -75,15 +79,19 @@ class RecordedMetrics:
     __delitem__ = delete
 
     def nested(self) -> dict[str, Any]:
-        """Returns all metrics. Each dot in a name creates a nested object."""
+        """Returns all metrics. Each dot in a name creates a nested object.
+
+        As in Cog, an object replaces a metric of another type with the same name.
+        """
         whole: dict[str, Any] = {}
         for key, value in self._values.items():
             *folders, name = key.split(".")
             place = whole
             for folder in folders:
-                below = place.setdefault(folder, {})
-                place = below if isinstance(below, dict) else place
-            place[name] = value
+                if not isinstance(place.get(folder), dict):
+                    place[folder] = {}
+                place = place[folder]
+            place[name] = copy.deepcopy(value)  # a later name may add to it
         return whole
 
 
