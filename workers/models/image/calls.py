@@ -130,50 +130,52 @@ class Call:
         """ControlNet residuals for the call's rows: one per down block, then one for the middle
         block.
         """
-        self.values = part.values(args, kwargs)
+        values = part.values(args, kwargs)
         first = next(
-            (value for value in self.values.values() if isinstance(value, torch.Tensor | list)),
-            None,
+            (value for value in values.values() if isinstance(value, torch.Tensor | list)), None
         )
         self.is_listed = isinstance(first, list)
         """True if the denoiser takes lists with one tensor per row, as Z-Image's does."""
-        is_scalar = isinstance(first, torch.Tensor) and not first.dim()
-        self.rows = 1 if first is None or is_scalar else len(first)
-        for name in _TIMES & self.values.keys():
-            self.values[name] = _times(self.values[name], self.rows)
-        self.key: Hashable = (
-            id(part),
-            self.is_listed,
-            tuple(
-                (name, self._kind(value, name, digests))
-                for name, value in sorted(self.values.items())
-            ),
-        )
+        self.rows = _count_rows(first)
+        self.values = {
+            name: _times(value, self.rows) if name in _TIMES else value
+            for name, value in values.items()
+        }
+        for name, value in self.values.items():
+            self._mark_constants(value, name)
+        kinds = {name: self._kind(value, digests) for name, value in self.values.items()}
+        self.key: Hashable = (id(part), self.is_listed, tuple(sorted(kinds.items())))
 
-    def _kind(self, value: Any, place: str, digests: Digests) -> Hashable:
-        """Returns the properties that must match for two values to be joined."""
+    def _mark_constants(self, value: Any, place: str) -> None:
+        """Notes which tensors are constant, for this call and for later calls of the part."""
         if isinstance(value, torch.Tensor):
-            if not value.dim() or value.shape[0] != self.rows:
-                if value.dim():
-                    self.part.constants.add(place)
+            if value.dim() and value.shape[0] != self.rows:
+                self.part.constants.add(place)
             elif place in self.part.constants:
                 self._fixed.add(id(value))
-            else:
+        elif isinstance(value, Mapping):
+            for name, element in value.items():
+                self._mark_constants(element, f"{place}.{name}")
+        elif isinstance(value, list | tuple) and not self.is_row_list(value):
+            for at, element in enumerate(value):
+                self._mark_constants(element, f"{place}.{at}")
+
+    def _kind(self, value: Any, digests: Digests) -> Hashable:
+        """Returns the properties that must match for two values to be joined."""
+        if isinstance(value, torch.Tensor):
+            if self.has_rows(value):
                 return value.dtype, tuple(value.shape[1:])
             return value.dtype, tuple(value.shape), digests.of(value)
         if value is None or isinstance(value, bool | int | float | str):
             return type(value), value
         if isinstance(value, Mapping):
             return dict, tuple(
-                (name, self._kind(element, f"{place}.{name}", digests))
-                for name, element in sorted(value.items())
+                (name, self._kind(element, digests)) for name, element in sorted(value.items())
             )
         if self.is_row_list(value):
             return list, value[0].dtype, value[0].dim(), tuple(value[0].shape[-1:])
         if isinstance(value, list | tuple):
-            return type(value), tuple(
-                self._kind(element, f"{place}.{at}", digests) for at, element in enumerate(value)
-            )
+            return type(value), tuple(self._kind(element, digests) for element in value)
         return type(value), id(value)
 
     def has_rows(self, value: torch.Tensor) -> bool:
@@ -202,6 +204,13 @@ class Call:
         if isinstance(value, list | tuple):
             return type(value)(self._last_rows(element, count) for element in value)
         return value
+
+
+def _count_rows(first: torch.Tensor | list[Any] | None) -> int:
+    """Returns the number of rows of a call, from its first tensor or list."""
+    if first is None or (isinstance(first, torch.Tensor) and not first.dim()):
+        return 1
+    return len(first)
 
 
 def _times(value: Any, rows: int) -> Any:
