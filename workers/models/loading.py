@@ -17,7 +17,7 @@ def folder_errors(folder: Path, reason: str = "") -> Iterator[None]:
     """Translates errors about a folder that is not a model or has damaged files.
 
     Args:
-        reason: precedes the library's message.
+        reason: inserted before the library's message.
 
     Raises:
         ConfigurationError: the folder can't be loaded, now or later.

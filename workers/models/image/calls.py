@@ -207,7 +207,7 @@ class Call:
 
 
 def _count_rows(first: torch.Tensor | list[Any] | None) -> int:
-    """Returns the number of rows of a call, from its first tensor or list."""
+    """Returns a call's row count, given its first tensor or list."""
     if first is None or (isinstance(first, torch.Tensor) and not first.dim()):
         return 1
     return len(first)
