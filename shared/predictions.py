@@ -93,8 +93,8 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     streams: str = ""
     """The way a custom class's output grows while it runs: `text` or `items`.
 
-    Empty: the output doesn't grow, or the prediction was created by a release that didn't record
-        this.
+    Empty if the output doesn't grow, or if the prediction was created by a release that didn't
+        record this.
     """
     flow: dict[str, Any] | None = None
     """For a flow, its plan (shared/models/flow_plan.py)."""

@@ -155,7 +155,7 @@ def end_span(span: Span, scope: Scope, *, status: int, error_code: str, facts: A
     Args:
         span: the span returned by `begin_span`.
         scope: request scope, including its route.
-        status: response status. 0: none was sent.
+        status: the response status, or 0 if none was sent.
         error_code: the response's error code, or empty.
         facts: additional attributes. Empty values are omitted.
     """

@@ -205,7 +205,7 @@ class SubscriptionSettings:
     retention_s: int = 600
     """How long an unacked message is kept. The service's minimum is 10 minutes."""
     expires_after_s: int = 0
-    """Deleted after this long without use (at least a day). 0: never."""
+    """Deleted after this long without use (at least a day). 0 means never."""
     retry_min_s: float | None = None
     """Minimum pause before a redelivery. None means no pause.
 
@@ -215,14 +215,14 @@ class SubscriptionSettings:
     dead_letter_topic_id: str = ""
     """The topic for messages that failed `max_delivery_attempts` times.
 
-    Empty: such messages are redelivered forever.
+    If empty, such messages are redelivered forever.
     """
     max_delivery_attempts: int = 5
     is_ordered: bool = False
     is_reply: bool = False
     """True if it carries replies, which are useful only briefly and to one instance."""
     push_endpoint: str = ""
-    """URL that the broker posts messages to. Empty: messages are pulled."""
+    """URL to which the broker posts messages. If empty, messages are pulled."""
 
 
 class Admin(Protocol):
@@ -391,7 +391,8 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
     Args:
         inbox: a number in the pool or an instance ID.
         slots: number of slots. A single slot needs no filter.
-        expires_after_s: seconds without use after which the broker deletes subscriptions. 0: never.
+        expires_after_s: seconds without use after which the broker deletes subscriptions. 0 means
+            never.
 
     Raises:
         PenstockError: raised by the admin's calls.

@@ -120,7 +120,7 @@ class FlowEngine:
     """Advances all flows' runs.
 
     Args:
-        cache: may contain step results. None: the cache is not used before publishing.
+        cache: may contain step results. If None, the cache is not used before publishing.
         purges: returns how many times a revision's cached results were purged.
     """
 

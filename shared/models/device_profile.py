@@ -72,7 +72,7 @@ class DeviceProfile(BaseModel):
         return batch_of_tokens(model, self.batch_tokens)
 
     def tokens_s(self, model: Model) -> float | None:
-        """Returns one process's seconds per token in full batches. None: not measured."""
+        """Returns one process's seconds per token in full batches, or None if not measured."""
         most = self.batch(model).max_tokens or 0
         sizes = [tokens for tokens in self.tokens_per_s if tokens <= most]
         return self.processes / self.tokens_per_s[max(sizes)] if sizes else None
@@ -80,7 +80,7 @@ class DeviceProfile(BaseModel):
     def image_s(self, model: Model) -> float | None:
         """Returns seconds per image of the entry's default size, in full batches.
 
-        None: not measured.
+        None if not measured.
         """
         usual = (model.image.width, model.image.height, model.image.steps)
         timings = [

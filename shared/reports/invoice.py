@@ -92,7 +92,7 @@ class InvoiceLine:
 
     @property
     def unit_price(self) -> str:
-        """Returns the unit price with as many decimals as the amount needs. Empty: there is none.
+        """Returns the unit price with as many decimals as the amount needs. Empty if there is none.
 
         The quantity times this price, rounded like the amount, is the amount.
         """

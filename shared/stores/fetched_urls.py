@@ -50,10 +50,10 @@ class FetchedUrl(msgspec.Struct, frozen=True):
     final_url: str
     """URL after redirects, to which the tag belongs."""
     etag: str
-    """Empty: there was no ETag, so the file is found only by its digest."""
+    """Empty if there was no ETag, so the file is found only by its digest."""
     object_key: str
     media_type: str
     size_bytes: int
     name: str
     sha256: str = ""
-    """In hex. Empty: unknown, because an earlier release fetched it."""
+    """In hex. Empty if unknown, because an earlier release fetched it."""

@@ -75,7 +75,7 @@ class DueHold(NamedTuple):
     data: bytes
     """The hold as created."""
     record: Record | None
-    """The record without its document. None: it no longer exists or can't be read."""
+    """The record without its document. None if it no longer exists or can't be read."""
 
 
 def hold_keys(prefix: str) -> tuple[str, str]:

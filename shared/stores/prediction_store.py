@@ -90,7 +90,7 @@ class PredictionStore:
                 ends.
             reply_bytes: maximum size of its reply.
             model: the model that will run it, in whose queue it is placed.
-            hold: limits it has reserved (shared/stores/holds.py). Empty: none.
+            hold: the limits it has reserved (shared/stores/holds.py). Empty if there are none.
             created_at_s: creation time in lists, as Unix time. None means now.
 
         Raises:
@@ -165,8 +165,8 @@ class PredictionStore:
         Returns False if the current document differs from `replaces` or no longer exists.
 
         Args:
-            keep_s: how many seconds to keep it from now. None: for as long as before.
-            replaces: the document that it replaces. Empty: it is new.
+            keep_s: how many seconds to keep it from now. None means as long as before.
+            replaces: the document that it replaces. Empty if it is new.
 
         Raises:
             Overloaded: unfinished predictions leave no room for it.

@@ -46,8 +46,8 @@ def decode_chunk(data: bytes) -> Chunk:
 def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
     """Returns one chunk with all units from `first`.
 
-    None: there are none, or `first` is in the middle of a chunk without lengths. Pieces that follow
-    pieces stored by release 0.1.0 become tokens too.
+    None if there are none, or if `first` is in the middle of a chunk without lengths. Pieces that
+    follow pieces stored by release 0.1.0 become tokens too.
     """
     is_last = written and written[-1].first == first  # as for nearly every token
     if is_last and (len(written) == 1 or written[-2].first < first):

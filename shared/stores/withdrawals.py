@@ -80,7 +80,7 @@ class WithdrawalStore(RedisStore):
         self._commands = self._link.commands("the withdrawal store")
 
     async def read(self) -> Withdrawals | None:
-        """Returns all withdrawals. None: there were never any, or Redis has lost them.
+        """Returns all withdrawals. None if there were never any, or if Redis has lost them.
 
         Raises:
             UndecodableMessage: a field can't be read.

@@ -32,7 +32,7 @@ class BudgetTiming(msgspec.Struct, kw_only=True):
 
     tokens: int
     tokens_per_s: float = 0.0
-    """Rate of all model processes together. 0: the batch did not fit into the device's memory."""
+    """Rate of all model processes together, or 0 if the batch did not fit into device memory."""
     batch_s: float = 0.0
 
 

@@ -196,7 +196,7 @@ class _PullStream:
 
     Args:
         max_messages: maximum number of unacked messages that the broker may send on it.
-        max_bytes: maximum total size of these messages, in bytes. 0: no limit.
+        max_bytes: maximum total size of these messages, in bytes. 0 means no limit.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class StreamSubscription:
     Args:
         max_messages: maximum number of messages on the first stream. Also limits the number of
             messages held here if the broker ignores it.
-        max_bytes: maximum bytes of these messages, plus messages added by `hold`. 0: no limit.
+        max_bytes: maximum bytes of these messages, plus messages added by `hold`. 0 means no limit.
     """
 
     def __init__(

@@ -117,7 +117,7 @@ class RabbitAdmin:
     async def waiting_messages(self, subscription_id: str) -> int | None:
         """Returns the number of messages not held by a consumer.
 
-        None: the subscription does not exist.
+        None if the subscription does not exist.
 
         Pub/Sub has a metric for this but no such call.
         """

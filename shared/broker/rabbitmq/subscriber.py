@@ -150,7 +150,7 @@ class QueueSubscription:
             self._resizing.set()
 
     def _lacking(self) -> int:
-        """Returns the prefetch count for an additional consumer. 0: none is needed."""
+        """Returns the prefetch count for an additional consumer, or 0 if none is needed."""
         held = sum(messages for _, messages in self._consumers)
         more = self._wanted - held
         return more if more >= held * MIN_GROWTH and len(self._consumers) < MAX_CONSUMERS else 0

@@ -121,7 +121,7 @@ class EngineResponse:
         return self._take()
 
     async def read_part(self) -> bytes:
-        """Returns the part of a stream that has arrived since the last call. Empty: it has ended.
+        """Returns the part of a stream that has arrived since the last call. Empty if it has ended.
 
         Raises:
             OSError: the connection was lost before the stream's end.
@@ -152,7 +152,7 @@ class EngineResponse:
         return self._error is None and not self._is_whole
 
     def feed(self, data: bytes) -> None:
-        """Parses received bytes. Empty: the connection was closed."""
+        """Parses received bytes, which are empty if the connection was closed."""
         if not data:
             self._error = ConnectionResetError("the connection was closed")
             return

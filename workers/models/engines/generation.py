@@ -177,7 +177,7 @@ class EngineGeneration:
         yield [await dialect.ask(post, self.item, asked)]
 
     def _penalties(self) -> dict[int, float] | None:
-        """Returns the logit biases for just the next token. None: only logit_bias."""
+        """Returns the logit biases for just the next token, or None if there is only logit_bias."""
         item = self.item
         if not (item.frequency_penalty or item.presence_penalty):
             return None

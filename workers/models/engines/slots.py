@@ -40,7 +40,7 @@ class EngineSlots:
         Returns the slot, and how many of `ids` it has already read.
 
         Args:
-            owner: the generation's owner. Empty: nothing is shared. ids: the generation's first
+            owner: the generation's owner. If empty, nothing is shared. ids: the generation's first
                 tokens.
         """
         free = [slot for slot in self._slots if not slot.is_busy]

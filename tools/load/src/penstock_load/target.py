@@ -26,9 +26,9 @@ class LoadCaller(NamedTuple):
     """A request's caller."""
 
     tenant: str
-    """The tenant as named in rows. Empty: unknown."""
+    """The tenant as named in rows. Empty if unknown."""
     key_id: str
-    """The public part of the key. Empty: no key is used, or it is not a Penstock key."""
+    """The public part of the key. Empty if no key is used, or if it is not a Penstock key."""
     headers: dict[str, str]
 
 

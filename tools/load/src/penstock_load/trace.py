@@ -29,24 +29,24 @@ class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
     at_s: Annotated[float, msgspec.Meta(ge=0)]
     """Seconds from the start."""
     tenant: str = ""
-    """The tenant whose key is used. Empty: the only key, or no key."""
+    """The tenant whose key is used. Empty means the only key, or no key."""
     model: str = ""
-    """Empty: the first model replayed."""
+    """Empty means the first model replayed."""
     input: str = ""
-    """A text or a prompt. Empty: generated from `group` and `size`."""
+    """A text or a prompt. If empty, it is generated from `group` and `size`."""
     size: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)] = 0
-    """Number of words in a text, or of steps in an image. 0: a typical number."""
+    """Number of words in a text, or of steps in an image. 0 means a typical number."""
     group: str = ""
     """Requests in one group have the same input, and images the same seed.
 
-    Empty: a separate group.
+    Empty means a separate group.
     """
     items: Annotated[int, msgspec.Meta(ge=1, le=MAX_ITEMS)] = 1
     """Number of texts or images."""
     deadline_s: Annotated[float, msgspec.Meta(gt=0)] | None = None
-    """Deadline requested by the caller. None: the model's default."""
+    """Deadline requested by the caller. None means the model's default."""
     cancel_after_s: Annotated[float, msgspec.Meta(ge=0)] | None = None
-    """Time after which the caller disconnects. None: never."""
+    """Time after which the caller disconnects. None means never."""
     priority: Literal["", "interactive", "batch"] = msgspec.field(default="", name="lane")
 
 

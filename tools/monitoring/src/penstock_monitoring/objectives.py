@@ -38,7 +38,7 @@ class Objective:
     metric: str
     """Counter of events, by model."""
     valid: str
-    """Matchers for all events that count. Empty: all."""
+    """Matchers for all events that count. If empty, all events count."""
     bad: str
     """Matchers for events that use up the budget."""
 

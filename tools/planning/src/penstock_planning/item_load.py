@@ -46,7 +46,7 @@ class ItemLoad(Entry):
 
     @property
     def item_s(self) -> float | None:
-        """Worker seconds per item, in full batches. None: not specified."""
+        """Worker seconds per item, in full batches. None if not specified."""
         if self.seconds_per_work is None or self.work_per_item is None:
             return self.seconds_per_item
         return self.seconds_per_work * self.work_per_item

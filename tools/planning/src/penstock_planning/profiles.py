@@ -15,7 +15,7 @@ Profiles = Sequence[DeviceProfile]
 
 
 def find_profile(profiles: Profiles, model: Model) -> DeviceProfile | None:
-    """Returns the profile of a model on the GPU type of its entry. None: not measured."""
+    """Returns a model's profile on its entry's GPU type, or None if not measured."""
     return next((profile for profile in profiles if profile.is_of(model)), None)
 
 
@@ -37,7 +37,7 @@ def find_seconds(
 ) -> dict[str, Any]:
     """Returns `seconds_per_item` and its source for a load that doesn't have them.
 
-    Empty: there are no profiles, or profiles don't contain the figures of such a model.
+    Empty if there are no profiles, or if they don't contain such a model's figures.
 
     Args:
         load: a model's rates or its load in a scenario, not validated yet.
