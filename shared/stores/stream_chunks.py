@@ -39,8 +39,10 @@ def decode_chunk(data: bytes) -> Chunk:
     Raises:
         msgspec.MsgspecError: the data is not a chunk.
     """
-    pieces = _piece_decoder.decode(data)
-    return pieces if pieces.lengths else _token_decoder.decode(data)
+    # Only pieces have lengths, but a text may contain the word.
+    if b"lengths" in data and (pieces := _piece_decoder.decode(data)).lengths:
+        return pieces
+    return _token_decoder.decode(data)
 
 
 def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:

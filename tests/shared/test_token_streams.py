@@ -194,3 +194,8 @@ def test_a_chunk_without_tokens_is_merged_with_the_next() -> None:
     assert merge_chunks(parts, 1) == TokenChunk(1, [6], "more 6 ")
     assert merge_chunks(parts[:2], 1) == parts[1]
     assert merge_chunks([*parts, chunk(2, 7)], 2) == chunk(2, 7)
+
+
+def test_a_text_may_contain_the_name_of_a_field() -> None:
+    tokens = TokenChunk(0, [5], "the lengths of ids")
+    assert decode_chunk(encode_chunk(tokens)) == tokens

@@ -507,15 +507,15 @@ class TokenOutput:
             self._is_sending = False
 
     async def _send(self) -> None:
-        readers = {queued: _readers(queued) for queued in self._open}
-        # A preempted item may lose its readers while it is waiting.
-        self._open = {queued: sent for queued, sent in self._open.items() if readers[queued]}
-        due = [
-            (sent, reader, chunk)
-            for queued, sent in self._open.items()
-            for reader in readers[queued]
-            if (chunk := merge_chunks(queued.written, sent.get(reader, 0))) is not None
-        ]
+        due: list[tuple[dict[_Reader, int], _Reader, Chunk]] = []
+        for queued, sent in list(self._open.items()):
+            readers = _readers(queued)
+            if not readers:  # a preempted item may lose its readers while it is waiting
+                del self._open[queued]
+            for reader in readers:
+                chunk = merge_chunks(queued.written, sent.get(reader, 0))
+                if chunk is not None:
+                    due.append((sent, reader, chunk))
         if not due:
             return
         written = [
