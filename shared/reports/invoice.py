@@ -299,16 +299,12 @@ def _per(line: InvoiceLine) -> str:
 
 def _page_line(line: InvoiceLine) -> str:
     price = f"{line.unit_price} {_per(line)}" if line.unit_price else "-"
-    version = f" (price {html.escape(line.price_version)})" if line.price_version else ""
-    cells = (
-        f"{line.items:,}",
-        f"{line.quantity:,} {line.unit}",
-        f"{price}{version}",
-        f"{line.charged_share.normalize():f}",
-        f"{line.amount_usd:,}",
-    )
-    numbers = "".join(f'<td class="number">{cell}</td>' for cell in cells)
+    version = f" (price&nbsp;{html.escape(line.price_version)})" if line.price_version else ""
     return (
-        f"<tr><td>{line.position}</td><td>{html.escape(line.model)}</td>"
-        f"<td>{line.kind}</td>{numbers}</tr>"
+        f"<tr><td>{line.position}</td><td>{html.escape(line.model)}</td><td>{line.kind}</td>"
+        f'<td class="number">{line.items:,}</td>'
+        f'<td class="number">{line.quantity:,} {line.unit}</td>'
+        f'<td class="number price">{price}{version}</td>'
+        f'<td class="number">{line.charged_share.normalize():f}</td>'
+        f'<td class="number">{line.amount_usd:,}</td></tr>'
     )

@@ -126,5 +126,8 @@ def test_invoices_print_on_sheets_of_their_own(
         assert "Mill Ltd\n<b>1 River Road</b>" in sheet.locator("header").inner_text()
         assert sheet.locator("tbody tr").count() == len(invoice.lines)
     assert fits(page)
+    page.emulate_media(media="print")
+    page.set_viewport_size({"width": 688, "height": 1000})  # A4 without its margins
+    assert fits(page)
     for paper in ("A4", "Letter"):
         assert len(page.pdf(format=paper)) > 10_000
