@@ -93,7 +93,7 @@ def test_status_says_what_both_revisions_did(models_file: Path, redis_url: str) 
 def test_operator_takes_back_and_resumes(models_file: Path, redis_url: str) -> None:
     happen(redis_url, models_file)
     assert "taken back" in types("take-back", "texts")
-    assert "before" in types("take-back", "texts")
+    assert "already" in types("take-back", "texts")
     assert (status()["share"], str(status()["taken_back"])[:7]) == (0.0, "by user")
     types("resume", "texts")
     assert (status()["taken_back"], status()["items"]) == ("", 0)
