@@ -374,6 +374,21 @@ def test_a_batch_is_not_timed_beyond_the_entry(spec: SearchSpec) -> None:
     assert (small.batch_tokens, small.budgets) == (0, [])
 
 
+def test_the_first_batch_of_a_size_may_be_slow(spec: SearchSpec) -> None:
+    seen: set[int] = set()
+    steady = calls(1.0, 1e-6)
+
+    def meter(
+        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
+    ) -> Timing:
+        timing = steady(pool, backend, layout, texts)
+        is_first = len(texts) not in seen
+        seen.add(len(texts))
+        return Timing(timing.texts_per_s / 10) if is_first else timing
+
+    assert choose(larger(spec), meter=meter).batch_tokens == 32_768
+
+
 def test_a_process_that_dies_of_a_large_batch_leaves_the_usual_size(spec: SearchSpec) -> None:
     choice = choose(larger(spec), meter=calls(0.1, 1e-6, died_at=4000))
     assert choice.batch(larger(spec).entry).max_tokens == 2048
