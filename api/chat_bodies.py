@@ -361,7 +361,9 @@ class _SampledBody(Body):
     @model_validator(mode="after")
     def _options_are_of_a_stream(self) -> _SampledBody:
         if self.stream_options is not None and not self.stream:
-            raise WrongField("stream_options", "is only allowed with stream: true; leave it out")
+            raise WrongField(
+                "stream_options", "is only allowed with stream: true; omit it otherwise"
+            )
         return self
 
     @property
@@ -428,9 +430,7 @@ class ChatBody(_SampledBody):
     @model_validator(mode="after")
     def _options_are_of_the_template(self) -> ChatBody:
         if taken := sorted(TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys()):
-            raise WrongField(
-                "chat_template_kwargs", f"{taken[0]} is set by other fields; leave it out"
-            )
+            raise WrongField("chat_template_kwargs", f"{taken[0]} is set by other fields; omit it")
         return self
 
     @model_validator(mode="after")

@@ -315,7 +315,7 @@ async def create_message(
             return await _stream(call, chat, new, recording, generation_streams)
         if call.options.idempotency_key:
             raise BadInput(
-                "idempotency-key: only allowed with stream: true on this route; leave it out",
+                "idempotency-key: only allowed with stream: true on this route; omit it otherwise",
                 field="idempotency-key",
             )
         message_id = answer_id(MESSAGE, call.context.facts.request_id)

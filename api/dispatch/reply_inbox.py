@@ -284,7 +284,7 @@ class PendingReply:
         """Fails the wait with `error`."""
         if not self._reply.done():
             self._reply.set_exception(error)
-            self._reply.exception()  # marks it as retrieved, in case no task waits
+            self._reply.exception()  # marks it as retrieved, in case no task is waiting
             self._wake()
 
     def _wake(self) -> None:

@@ -107,7 +107,7 @@ class Files:
             StorageFull: the tenant's storage quota is used up.
         """
         media_type = content_type if is_media_type(content_type) else "application/octet-stream"
-        # Runs in a thread: a digest of 30 MB takes 30 ms, during which the GIL is released.
+        # Runs in a thread: hashing 30 MB takes 30 ms, and the GIL is released meanwhile.
         sha256 = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         file_id, now_s = f"file_{secrets.token_hex(12)}", time.time()
         file = File(

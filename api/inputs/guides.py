@@ -245,7 +245,7 @@ def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
     present = {name for name in body.model_fields_set if getattr(body, name) not in (None, "")}
     for name in sorted(present):
         if not interface.accepts(name):
-            reason = f"{name}: is not supported by {model.name}; leave it out"
+            reason = f"{name}: is not supported by {model.name}; omit it"
             raise BadInput(reason, field=name)
     if body.scheduler is not None and body.scheduler not in interface.schedulers:
         known = ", ".join(interface.schedulers)
@@ -273,7 +273,7 @@ def _check_control(body: ControlFields, model: Model, *, has_picture: bool) -> N
             )
         return
     if body.control not in controls:
-        accepted = f"; it has {', '.join(controls)}" if controls else "; leave it out"
+        accepted = f"; it has {', '.join(controls)}" if controls else "; omit it"
         reason = f"{model.name} has no control {body.control!r}{accepted}"
         raise BadInput(f"control: {reason}", field="control")
     if body.control_image is None and not has_picture:
@@ -298,7 +298,7 @@ def _check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool)
             raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
         return
     if body.ip_adapter not in known:
-        accepted = f"; it has {', '.join(known)}" if known else "; leave it out"
+        accepted = f"; it has {', '.join(known)}" if known else "; omit it"
         reason = f"{model.name} has no IP-Adapter {body.ip_adapter!r}{accepted}"
         raise BadInput(f"{IP_ADAPTER}: {reason}", field=IP_ADAPTER)
     if body.ip_adapter_image is None and not has_picture:

@@ -167,10 +167,11 @@ class TranscriptionForm(TranslationForm):
     def _fits_the_format(self) -> TranscriptionForm:
         if self.timestamp_granularities and self.response_format != "verbose_json":
             raise WrongField(
-                "timestamp_granularities", "requires response_format verbose_json; leave it out"
+                "timestamp_granularities",
+                "requires response_format verbose_json; omit it otherwise",
             )
         if self.stream and self.response_format != "json":
-            raise WrongField("stream", "requires response_format json; leave it out")
+            raise WrongField("stream", "requires response_format json; omit it otherwise")
         return self
 
     @property
@@ -213,7 +214,7 @@ class TranscriptionLine(TranscriptionForm):
     def _can_be_a_line(self) -> TranscriptionLine:
         _recording_of(self.file, self.url)
         if self.stream:
-            raise WrongField("stream", "is not supported in batches; leave it out")
+            raise WrongField("stream", "is not supported in batches; omit it")
         return self
 
     @property

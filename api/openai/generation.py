@@ -410,7 +410,7 @@ class CompletionEndpoint(_TextEndpoint):
 
 def _line(body: TextBody, catalog: Catalog, default_seed: int) -> LineRequest:
     if body.stream:
-        raise BadInput("stream: is not supported in batches; leave it out", field="stream")
+        raise BadInput("stream: is not supported in batches; omit it", field="stream")
     model = model_of(body, catalog)
     inputs = inputs_of(body, model, default_seed)
     size = model.definition.result_bytes(model)

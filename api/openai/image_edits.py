@@ -61,7 +61,7 @@ IMAGE_URL = "images[0].image_url"
 MASK_URL = "mask.image_url"
 FILE_FIELDS = {IMAGE_URL: "images", MASK_URL: "mask"}
 """Field names used in errors, keyed by file slot."""
-NO_MASK = "requires a mask; leave it out"
+NO_MASK = "requires a mask; omit it otherwise"
 NO_MARKUP = (
     "markup is not supported; send a mask that is transparent where the image should be redrawn"
 )
@@ -170,7 +170,7 @@ def _as_variation_form(schema: dict[str, Any]) -> None:
 
 
 class VariationForm(ImageBody):
-    """A source image, as a form. The file is in the field `image`."""
+    """A source image as multipart form data. The file is in the `image` field."""
 
     model_config = ConfigDict(json_schema_extra=_as_variation_form)
 

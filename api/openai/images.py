@@ -152,14 +152,14 @@ class ImageBody(ImageFields):
         if self.stream and self.response_format == "url":
             raise WrongField("response_format", "must be b64_json or omitted with stream: true")
         if self.partial_images and not self.stream:
-            raise WrongField("partial_images", "requires stream: true; leave it out")
+            raise WrongField("partial_images", "requires stream: true; omit it otherwise")
         return self
 
     @model_validator(mode="after")
     def _png_has_no_quality(self) -> ImageBody:
         if self.output_compression is not None and self.output_format == "png":
             raise WrongField(
-                "output_compression", "requires output_format jpeg or webp; leave it out"
+                "output_compression", "requires output_format jpeg or webp; omit it otherwise"
             )
         return self
 
@@ -194,7 +194,7 @@ class GenerationsEndpoint(Endpoint):
                 field="response_format",
             )
         if body.stream:
-            raise BadInput("stream: is not supported in batches; leave it out", field="stream")
+            raise BadInput("stream: is not supported in batches; omit it", field="stream")
         model = model_of(body, catalog)
         check_guides(body, model)
         check_accepted(body, model, "text")

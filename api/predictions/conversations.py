@@ -153,7 +153,7 @@ class Conversations:
             ):
                 return conversation
         raise ConversationBusy(
-            "conversation: other requests are changing it; try again", field="conversation"
+            "conversation: is being modified by another request; try again", field="conversation"
         )
 
     async def delete(self, tenant: str, conversation_id: str) -> None:

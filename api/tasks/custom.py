@@ -192,7 +192,7 @@ def input_of_fields(
     filled = {name: value for name, value in values.items() if value is not None}
     for name in filled.keys() - interface_of(model).properties.keys():
         named = names.get(name, name)
-        raise BadInput(f"{named}: is not supported by {model.name}; leave it out", field=named)
+        raise BadInput(f"{named}: is not supported by {model.name}; omit it", field=named)
     return validate_input(filled, model)
 
 

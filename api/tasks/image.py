@@ -102,7 +102,7 @@ class ImagePredictionInput(ImageFields):
         if self.padding is not None and self.image is None:
             raise WrongField("padding", "requires image; send the image to extend")
         if self.mask_blur is not None and self.mask is None and self.padding is None:
-            raise WrongField("mask_blur", "requires mask or padding; leave it out")
+            raise WrongField("mask_blur", "requires mask or padding; omit it otherwise")
         return self
 
     @field_validator("padding", mode="before")
@@ -255,7 +255,7 @@ def image_server(model: Model, upscale: int | None, catalog: Catalog) -> Model:
         BadInput: the model's images can't be enlarged.
     """
     if upscale is not None and model.image.upscale is None:
-        raise BadInput(f"upscale: is not supported by {model.name}; leave it out", field="upscale")
+        raise BadInput(f"upscale: is not supported by {model.name}; omit it", field="upscale")
     return catalog.image_run(model, upscales=upscale is not None) or model
 
 

@@ -71,7 +71,7 @@ class Part:
 
 
 def find_parts(path: Path) -> list[Part]:
-    """Returns the recordings in a file, in order. Most files are a single one.
+    """Returns the recordings in a file, in order. Most files contain only one.
 
     Raises:
         InvalidInput: the file is not a recording in a known format, is damaged, or has no sound.

@@ -130,8 +130,8 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
         added = [add_value("/spec/egress/-", rule) for rule in rules]
         patches.append(json_patch("NetworkPolicy", added, "clients"))
     if isinstance(site.broker, RabbitBroker):
-        # Nothing is pushed to the functions there, and they report how many messages are in the
-        # queues.
+        # Nothing is pushed to the functions there; instead, they report how many messages are in
+        # the queues.
         source = [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "monitoring"}}}]
         operation = replace_value("/spec/ingress/0/from", source)
         patches.append(json_patch("NetworkPolicy", [operation], "functions"))

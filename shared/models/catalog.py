@@ -99,7 +99,7 @@ class Model(CatalogEntry):
     @model_validator(mode="after")
     def _can_be_served(self) -> Self:
         if self.engine not in self.definition.engines:
-            raise ValueError(f"{self.definition.noun} does not support engine; leave it out")
+            raise ValueError(f"{self.definition.noun} does not support engine; omit it")
         if self.precision not in self.definition.precisions:
             known = ", ".join(self.definition.precisions)
             raise ValueError(
@@ -140,13 +140,15 @@ class Model(CatalogEntry):
 
     def _check_rerank(self) -> None:
         if self.rerank != "cosine" and not self.definition.compares_texts:
-            raise ValueError(f"rerank: not supported by {self.definition.noun}; leave it out")
+            raise ValueError(f"rerank: not supported by {self.definition.noun}; omit it")
 
     def _refuse_resources(self) -> None:
         usual = ModelResources()
         for name, value in self.resources:
             if name != "gpu_memory_bytes" and value != getattr(usual, name):
-                raise ValueError(f"resources.{name}: only supported by custom models; leave it out")
+                raise ValueError(
+                    f"resources.{name}: only supported by custom models; omit it otherwise"
+                )
 
     def _refuse_custom_fields(self) -> None:
         fields = {
@@ -162,7 +164,7 @@ class Model(CatalogEntry):
         }
         for name, value in fields.items():
             if value is not None:
-                raise ValueError(f"{name}: not supported by {self.definition.noun}; leave it out")
+                raise ValueError(f"{name}: not supported by {self.definition.noun}; omit it")
 
     @property
     def public_name(self) -> str:

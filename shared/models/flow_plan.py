@@ -160,8 +160,8 @@ def parse_reference(text: str) -> Reference:
     match = _REFERENCE.fullmatch(text)
     if match is None:
         raise ValueError(
-            f"{text[:80]!r} is not a reference, such as $input.x, $step.field or $item; "
-            "write $$ for text that starts with $"
+            f"{text[:80]!r} is not a reference (for example, $input.x, $step.field or $item); "
+            "to start text with a literal $, write $$"
         )
     return Reference(match[1], tuple(match[2].split(".")[1:]))
 
@@ -316,7 +316,7 @@ class FlowStep(_Part):
             if any(reference.name == ITEM for reference in self.references):
                 raise ValueError("$item: is only available in steps with for_each")
             if "max_items" in self.model_fields_set:
-                raise ValueError("max_items: requires for_each; leave it out")
+                raise ValueError("max_items: requires for_each; omit it otherwise")
         elif any(reference.name == ITEM for reference in self.lists.values()):
             raise ValueError("for_each: can't refer to $item, which is an element of this list")
         elif isinstance(self.for_each, dict):

@@ -371,7 +371,7 @@ class ObjectStore:
     def _end_turn(self, owner: str, done: asyncio.Future[Any]) -> None:
         self._turns.give(owner)
         if not done.cancelled():
-            done.exception()  # the caller has left, so the error is not needed
+            done.exception()  # the caller has disconnected, so the error is dropped
 
     async def check(self) -> None:
         """Requests a nonexistent object from the store, for readiness and `penstock doctor`.

@@ -85,7 +85,7 @@ def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
     if not key.name.isprintable():
         yield Mistake(("name",), "must not contain unprintable characters")
     if not key.scopes:
-        yield Mistake(("scopes",), "must not be empty; list at least one, or leave it out for all")
+        yield Mistake(("scopes",), "must not be empty; list at least one, or omit it for all")
     if key.expires_s is not None and key.expires_s > MAX_TIME_S:
         yield Mistake(("expires_s",), "must be before the year 10000; it is in seconds")
     if key.limits is not None:
@@ -96,7 +96,7 @@ def key_mistakes(key: StoredKey, served: Served | None) -> Iterator[Mistake]:
 
 def _models_mistakes(models: tuple[str, ...], served: Served | None) -> Iterator[Mistake]:
     if not models:
-        yield Mistake((), "must not be empty; list at least one, or leave it out for all")
+        yield Mistake((), "must not be empty; list at least one, or omit it for all")
     for number, model in enumerate(models):
         if holds_key(model):
             yield Mistake((number,), IS_A_KEY)
@@ -125,4 +125,4 @@ def _count_mistakes(rates: Rates) -> Iterator[Mistake]:
         fields.append("max_in_flight")
     for field in fields:
         if (getattr(rates, field) or 0) > MAX_COUNT:
-            yield Mistake((field,), f"must be at most {MAX_COUNT}; leave it out for no limit")
+            yield Mistake((field,), f"must be at most {MAX_COUNT}; omit it for no limit")

@@ -255,7 +255,7 @@ class Journal:
     def _save(self, is_last: bool = False) -> None:
         while self._unsaved and (is_last or self.is_disk_due):
             with self.changed:
-                rows = list(islice(self._unsaved, BATCH_ROWS))  # they stay until they are on disk
+                rows = list(islice(self._unsaved, BATCH_ROWS))  # kept until they are on disk
             began_s = time.perf_counter()
             try:
                 batch = self._batch_on_disk(rows)

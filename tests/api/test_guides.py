@@ -69,7 +69,7 @@ async def test_model_without_any_takes_none_and_shows_none(
         answer = await api.http.post("/v1/predictions", json=body, headers=WAIT)
         assert answer.status_code == 422
         assert [one["field"] for one in answer.json()["invalid_fields"]] == [f"input.{guide.field}"]
-        assert "leave it out" in answer.text
+        assert "omit it" in answer.text
         fields = {}
         for name in (IMAGE_MODEL.name, guide.model.name):
             made = (await api.http.get(f"/v1/models/penstock/{name}/versions")).json()["results"]

@@ -701,7 +701,7 @@ def check_bounds(ledger: Ledger, highest_usd: Mapping[str, float], times: int) -
 
     Without Redis, each instance spends its part of the remaining amount that it knows about.
 
-    An instance that does not know the amount spent uses its part of the whole budget, so together
+    An instance that does not know the amount spent uses its share of the total budget, so together
     the instances overspend by at most one budget (docs/reference/limits.md).
     """
     for name, months in ledger.charged_by_month().items():

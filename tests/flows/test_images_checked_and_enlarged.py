@@ -265,7 +265,7 @@ async def test_only_large_requests_of_a_model_without_a_check_are_flows(images: 
         ({"upscale": "2"}, "upscale: Input should be a valid integer"),
         (
             {"upscale": 2, "model": PLAIN.name},
-            f"upscale: is not supported by {PLAIN.name}; leave it out",
+            f"upscale: is not supported by {PLAIN.name}; omit it",
         ),
     ],
 )

@@ -185,7 +185,7 @@ def test_no_model_of_a_task() -> None:
             "task: image",
             "task: image\n    backend: auto",
             10,
-            "entry: Value error, an image model requires backend torch",
+            "entry: Value error, an image model requires the torch backend",
         ),
         (
             "task: image",
@@ -246,7 +246,7 @@ def test_no_model_of_a_task() -> None:
             "dimensions: 4",
             "dimensions: 4\n    backend: onnx\n    precision: bf16",
             2,
-            "entry: Value error, precision bf16 requires backend torch",
+            "entry: Value error, precision bf16 requires the torch backend",
         ),
         (
             "dimensions: 4",

@@ -74,7 +74,7 @@ def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings) -> 
             texts=_own_texts(entry, folder),
         )
         choice = choose(spec)
-        # The next start may be able to measure candidates that failed now.
+        # The next start may be able to measure candidates that failed this time.
         if choice.backend.call_tokens:
             write_choice(path, choice)
         return choice

@@ -1,4 +1,4 @@
-"""The interface to a process that computes items, used by the pool (workers/runtime/pool.py).
+"""The interface to a compute process, used by the pool (workers/runtime/pool.py).
 
 One of our model processes runs all of a worker's models that share its libraries
 (workers/runtime/client.py). Any other process, such as a custom class's

@@ -151,7 +151,7 @@ def decode_server_message(body: bytes) -> ServerMessage:
 
 
 def read_client_message(connection: socket.socket) -> ClientMessage | None:
-    """Returns the next message, or None at the end of the connection. Never reads past it."""
+    """Returns the next message, or None once the connection is closed. Never reads past it."""
     header = _read(connection, HEADER.size)
     if header is None:
         return None

@@ -366,7 +366,7 @@ class QueuedItem:
         has_miss = False
         for number, (pulled, item) in enumerate(self.open_waiters()):
             outcome = self._outcome(pulled, item, "joined" if has_miss else "miss")
-            if outcome.result is None:  # waiters beyond the first have caused no work
+            if outcome.result is None:  # only the first waiter causes work
                 saved = outcome.receipt.steps_saved
                 outcome.receipt.spent_work = 0 if number else self.spent_work(saved)
             if not has_miss and outcome.result is not None:

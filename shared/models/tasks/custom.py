@@ -466,7 +466,7 @@ class CustomTask(Task):
     def check_entry(self, entry: CatalogEntry) -> None:
         """Validates the entry. The class determines how many items it computes at a time."""
         if entry.backend != "auto":
-            raise ValueError(f"{self.noun} does not support backend; leave it out")
+            raise ValueError(f"{self.noun} does not support backend; omit it")
         interface = interface_of(entry)
         _check_work(entry, interface)
         if interface.batches and entry.work.max_s is not None:
@@ -480,7 +480,7 @@ class CustomTask(Task):
             _check_key(entry.batch.key, interface)
             return
         if entry.batch.key is not None:
-            raise ValueError("batch.key: requires a class with predict_batch; leave it out")
+            raise ValueError("batch.key: requires a class with predict_batch; omit it otherwise")
         if entry.batch.max_items > interface.concurrency:
             raise ValueError(
                 f"batch.max_items: must be at most {interface.concurrency}, the number of items "
@@ -571,7 +571,9 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
             "of an input"
         )
     if not interface.weighs and (most is not None or entry.batch.max_work is not None):
-        raise ValueError("work.max, batch.max_work: require a class with work(); leave them out")
+        raise ValueError(
+            "work.max, batch.max_work: require a class with work(); omit them otherwise"
+        )
 
 
 def check_flow_api(api: ServedApi, interface: ModelInterface) -> None:

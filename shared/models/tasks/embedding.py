@@ -260,7 +260,7 @@ class EmbeddingTask(Task):
         if entry.backend == "torch" and entry.precision == "int8":
             raise ValueError("embeddings in precision int8 require backend onnx or auto")
         if entry.backend == "onnx" and entry.precision == "bf16":
-            raise ValueError("precision bf16 requires backend torch or auto")
+            raise ValueError("precision bf16 requires the torch backend, or auto")
         if entry.dimensions is None:
             raise ValueError(f"{self.noun} requires dimensions")
 

@@ -289,7 +289,9 @@ def choose_adapter(
     """
     if name is None:
         if scale is not None:
-            raise BadInput("lora_scale: requires lora_weights; leave it out", field="lora_scale")
+            raise BadInput(
+                "lora_scale: requires lora_weights; omit it otherwise", field="lora_scale"
+            )
         return None
     by_url = takes_urls and entry.image.adapter_urls is not None and name.startswith("https://")
     adapter = None if by_url else entry.image.adapters.get(name)
@@ -313,7 +315,7 @@ def choose_adapter(
 def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
     adapters, urls = entry.image.adapters, entry.image.adapter_urls if takes_urls else None
     if not adapters and urls is None:
-        return f"{entry.name} does not support adapters; leave it out"
+        return f"{entry.name} does not support adapters; omit it"
     told = [", ".join(list(adapters)[:_MAX_TOLD])] if adapters else []
     if len(adapters) > _MAX_TOLD:
         told[0] += f" and {len(adapters) - _MAX_TOLD} more"
@@ -365,7 +367,7 @@ class ImageTask(Task):
     def check_entry(self, entry: CatalogEntry) -> None:
         """Requires the entry to set a pixel-step budget."""
         if entry.backend != "torch":
-            raise ValueError(f"{self.noun} requires backend torch")
+            raise ValueError(f"{self.noun} requires the torch backend")
         if entry.batch.max_pixel_steps is None:
             raise ValueError(f"{self.noun} requires batch.max_pixel_steps")
 

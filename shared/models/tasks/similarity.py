@@ -98,7 +98,7 @@ class SimilarityTask(EmbeddingTask):
             super().check_entry(entry)
         elif entry.backend != "torch" or entry.precision in ("int8", "int4"):
             raise ValueError(
-                "a cross-encoder requires backend torch and precision fp32, bf16, fp16 or auto"
+                "a cross-encoder requires the torch backend and precision fp32, bf16, fp16 or auto"
             )
         elif entry.dimensions is not None:
             raise ValueError("a cross-encoder does not compute vectors; omit dimensions")

@@ -288,7 +288,7 @@ class GenerationTask(Task):
     def check_entry(self, entry: CatalogEntry) -> None:
         """Requires a token budget, and torch or an engine."""
         if entry.backend == "onnx":
-            raise ValueError(f"{self.noun} requires backend torch or auto")
+            raise ValueError(f"{self.noun} requires the torch backend, or auto")
         if entry.engine != "auto":
             self._check_engine(entry)
         if entry.batch.max_tokens is None:
@@ -298,7 +298,7 @@ class GenerationTask(Task):
 
     def _check_engine(self, entry: CatalogEntry) -> None:
         if entry.backend != "auto":
-            raise ValueError(f"backend: is not supported by engine {entry.engine}; leave it out")
+            raise ValueError(f"backend: is not supported by engine {entry.engine}; omit it")
         if entry.engine == "vllm" and entry.precision == "int4":
             raise ValueError(
                 "precision: int4 is not supported by engine vllm; omit it or use a source with "
@@ -311,7 +311,7 @@ class GenerationTask(Task):
             )
         if entry.generation.lookup_tokens:
             raise ValueError(
-                f"generation.lookup_tokens: is not supported by engine {entry.engine}; leave it out"
+                f"generation.lookup_tokens: is not supported by engine {entry.engine}; omit it"
             )
 
     def budget(self, entry: CatalogEntry) -> int:

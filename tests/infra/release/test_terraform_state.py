@@ -316,7 +316,7 @@ def test_older_state_is_moved_and_nothing_is_made_anew(operator: Operator) -> No
     assert moved.keys() == older.keys() - before.keys()
     assert set(moved.values()) == gone
 
-    # Each changed argument is one more change.
+    # Each changed argument counts as a separate change.
     buckets = [one for one in state["resources"] if one["type"] == "google_storage_bucket"]
     (rows,) = [one for one in buckets if one["name"] == "rows"]
     rows["instances"][0]["attributes"]["public_access_prevention"] = "inherited"

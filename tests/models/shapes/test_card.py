@@ -6,7 +6,7 @@ import pytest
 
 from models.shapes.score import BEGIN, CARD, COLUMNS, END, SCORES, captioned_sheet, write_scores
 
-# Each process of a quick run would import torch for this file.
+# Otherwise, every process in a quick run would import torch just for this file.
 pytestmark = pytest.mark.slow
 
 

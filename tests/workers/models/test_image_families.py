@@ -204,7 +204,7 @@ def test_an_option_has_its_effect_or_is_refused_by_name(
         assert far(mine, plain(flow.folder, value)) <= 1
         assert far(mine, without) > 1
         return
-    with pytest.raises(BadInput, match="is not supported by this model; leave it out") as caught:
+    with pytest.raises(BadInput, match="is not supported by this model; omit it") as caught:
         stepped(flow).admit(0, prepared(flow.preparer, value))
     assert caught.value.field == name
 
@@ -461,7 +461,7 @@ def test_a_family_that_no_code_names_draws_as_plain_diffusers(
     # In diffusers 0.42.1, the pipeline for masks looks for a setting that Chroma does not have.
     with pytest.raises(BadInput, match="draws only from text or from an image"):
         stepped(tiny).admit(0, prepared(tiny.preparer, MASKED))
-    with pytest.raises(BadInput, match="is not supported by this model; leave it out") as caught:
+    with pytest.raises(BadInput, match="is not supported by this model; omit it") as caught:
         stepped(tiny).admit(
             0, prepared(tiny.preparer, msgspec.structs.replace(OWN, guidance_rescale=0.5))
         )

@@ -329,7 +329,7 @@ class PromptPreparer:
             raise BadInput("this model has no chat template; send a prompt", field="messages")
         if value.tools and not self._template.takes_tools:
             raise BadInput(
-                "tools: this model's chat template does not support tools; leave them out or "
+                "tools: this model's chat template does not support tools; omit them or "
                 "use a model that was trained to use tools",
                 field="tools",
             )

@@ -182,9 +182,7 @@ class ImagePreparer:
         if self._bounds.accepts("strength"):
             return DEFAULT_STRENGTH if value.strength is None else value.strength
         if value.strength is not None:
-            raise BadInput(
-                "strength: is not supported by this model; leave it out", field="strength"
-            )
+            raise BadInput("strength: is not supported by this model; omit it", field="strength")
         return None
 
     def _check_adapter(self, value: ImageInput) -> None:

@@ -398,7 +398,7 @@ def test_a_key_needs_a_class_with_batches_and_a_task_with_inputs(tmp_path: Path)
     )
     with pytest.raises(ValueError, match="requires a class with predict_batch"):
         entry_of(folder, batch={"key": "a", "max_items": 1})
-    with pytest.raises(ValueError, match="not supported by an embedding model; leave it out"):
+    with pytest.raises(ValueError, match="not supported by an embedding model; omit it"):
         Model.model_validate(
             {
                 "name": "letters",

@@ -123,7 +123,7 @@ def _is_length(value: object) -> bool:
 
 
 def read_frame(connection: socket.socket, reader: FrameReader) -> Frame | None:
-    """Waits for the next frame. Returns None at the end of the connection."""
+    """Waits for the next frame. Returns None once the connection is closed."""
     while (frame := reader.next()) is None:
         piece = connection.recv(1 << 20)
         if not piece:

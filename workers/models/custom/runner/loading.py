@@ -101,7 +101,7 @@ def _load_target(target: Any, name: str, module: ModuleType, settings: dict[str,
     concurrency = _concurrency(settings, compute)
     if form is not None and concurrency > 1:
         raise NotLoadable(
-            f"cog.yaml: concurrency.max: {METHOD} processes one batch at a time; leave it out"
+            f"cog.yaml: concurrency.max: {METHOD} processes one batch at a time; omit it"
         )
     if callable(getattr(target, "healthcheck", None)):
         notes.append(

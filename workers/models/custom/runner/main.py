@@ -408,7 +408,7 @@ class SyncRunner:
                     self._compute(frame)
 
     def _read_frame(self) -> Frame | None:
-        """Waits for the next frame. Returns None at the end of the connection."""
+        """Waits for the next frame. Returns None once the connection is closed."""
         return self._ahead.popleft() if self._ahead else read_frame(self._connection, self._reader)
 
     def _has_cancel(self, number: int) -> bool:

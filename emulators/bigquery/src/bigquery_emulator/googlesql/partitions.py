@@ -31,7 +31,7 @@ _NOTHING: frozenset[int] = frozenset()
 
 @dataclass(frozen=True)
 class ReadTable:
-    """The table or view behind a name in a statement; a view has its tree."""
+    """The table or view that a name in a statement refers to; a view has its parse tree."""
 
     table: TableResource | None
     view: View | None = None

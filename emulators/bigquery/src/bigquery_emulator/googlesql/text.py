@@ -41,7 +41,7 @@ def is_definition(sql: str) -> bool:
         if token["end"]:
             ended = True
         elif ended and (token["word"] or token["other"] or token["name"]):
-            raise unsupported("Scripts of several statements")
+            raise unsupported("Multi-statement scripts")
     if first in _SCRIPTS:
         raise unsupported("Scripts")
     return first in _DEFINITIONS

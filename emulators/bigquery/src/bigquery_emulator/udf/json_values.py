@@ -61,7 +61,7 @@ def pretty(text: str) -> str:
 
 
 def keys(text: str, depth: int, mode: str) -> list[str]:
-    """Returns the paths of the names in a JSON text, sorted and unique: JSON_KEYS.
+    """Returns the sorted, unique key paths in a JSON string (implements JSON_KEYS).
 
     Args:
         depth: maximum number of names in a path.

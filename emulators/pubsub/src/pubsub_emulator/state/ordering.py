@@ -10,7 +10,7 @@ from pubsub_emulator.state.consumers import Consumer, Delivery
 
 
 class OrderingLine:
-    """Messages with one key. The first `out` are leased, to `owner` unless that consumer left."""
+    """Messages with one key. The first `out` are leased to `owner`, unless it has disconnected."""
 
     __slots__ = ("deliveries", "out", "owner")
 

@@ -230,7 +230,7 @@ class Definitions:
 
     def _dataset_key(self, node: exp.Expr) -> DatasetKey:
         if not isinstance(node, exp.Table) or not node.db:
-            raise NotFoundError("Not found: a dataset's name")
+            raise NotFoundError("Not found: dataset name")
         return DatasetKey(node.catalog or self._names.project, node.db)
 
 

@@ -36,7 +36,7 @@ _WEEKDAYS = ("MONDAY", "SUNDAY", "SATURDAY", "FRIDAY", "THURSDAY", "WEDNESDAY", 
 
 
 def _unit(part: str) -> tuple[str, int]:
-    """Returns DuckDB's unit, and the number of days that shifts the week's first day to Monday."""
+    """Returns DuckDB's unit, and how many days to shift by so that weeks start on Monday."""
     if part.startswith("WEEK_"):
         return "week", _WEEKDAYS.index(part.removeprefix("WEEK_"))
     if part == "WEEK":
