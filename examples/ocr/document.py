@@ -309,7 +309,7 @@ class PdfPages:
             yield
         except self._pdfium.PdfiumError as error:
             if getattr(error, "err_code", 0) == PASSWORD_ERROR:
-                raise Unreadable("is encrypted; remove the password and try again") from error
+                raise Unreadable("it is encrypted; remove the password and try again") from error
             raise Unreadable(otherwise) from error
 
     def text(self, number: int) -> dict[str, Any]:

@@ -101,7 +101,7 @@ def test_more_pages_than_a_prediction_may_give_are_asked_for_in_parts(tmp_path: 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("encrypted", "it is encrypted"),
+        ("encrypted", "it is encrypted; remove the password"),
         ("broken", "it is damaged"),
         ("cut", "it is damaged"),
         ("many-pages", "it has 20000 pages"),

@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from shared.models.catalog import Catalog
 from shared.models.tasks.embedding import TextInput
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, running_api, settings_for
@@ -30,8 +31,9 @@ async def test_tenant_that_fills_an_instance_leaves_room_for_another(tmp_path: P
     """
     settings = settings_for(tmp_path, keys_url=keys_url(tmp_path, b="busy", q="quiet"))
     limits = httpx.Limits(max_connections=None)
+    small = Catalog((TEXT_MODEL.model_copy(update={"max_in_flight": 512}),))
     async with (
-        running_api(settings) as api,
+        running_api(settings, catalog=small) as api,
         httpx.AsyncClient(base_url=f"{api.url}/v1", limits=limits, timeout=WAIT_LIMIT_S) as http,
     ):
         api.worker.go.clear()

@@ -134,7 +134,7 @@ async def test_a_model_for_masks_needs_a_mask(api: ApiUnderTest) -> None:
     assert drawn(api)[0].strength == 0.8
     answer = await predict(api, "filler", {"image": uri(SOURCE)})
     assert answer.status_code == 422
-    assert "draws only within the mask of an image" in answer.text
+    assert "only draws within the mask of an image" in answer.text
 
 
 async def test_a_variation_needs_no_guidance(api: ApiUnderTest) -> None:

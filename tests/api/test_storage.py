@@ -115,7 +115,7 @@ async def test_an_upload_of_unknown_size_gets_what_is_left(storage: Storage) -> 
         for size_bytes in (1, 10_000, 49_999, 50_000):
             await growing.cover(size_bytes)
             assert (await storage.use("alice")).size_bytes == 50_000 + size_bytes
-        with pytest.raises(StorageFull, match=f"maximum of {BOUND} bytes"):
+        with pytest.raises(StorageFull, match=f"would exceed your maximum of {BOUND}"):
             await growing.cover(50_001)
 
 

@@ -72,7 +72,7 @@ def stored_bytes(folder: Path) -> int:
 
 
 def says_what_to_do(message: str) -> bool:
-    said = ("bytes stored", f"maximum of {MIB} bytes", "delete files")
+    said = ("bytes stored", f"your maximum of {MIB}", "delete files")
     return all(words in message for words in said)
 
 
@@ -223,7 +223,7 @@ async def test_class_that_returns_files_is_refused_without_room(
             answer = await api.http.post("/v1/predictions", json=body, headers=bearer(key))
             assert answer.status_code == status, answer.text
             if status == 422:
-                assert f"maximum of {MIB} bytes" in answer.text
+                assert f"your maximum of {MIB}" in answer.text
 
 
 async def test_plan_says_how_much_is_stored(tmp_path: Path) -> None:

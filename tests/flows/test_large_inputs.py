@@ -67,7 +67,7 @@ async def test_an_item_that_is_too_large_fails_as_any_that_fails(redis_url: str)
     del without["steps"][1]["default"]
     run = await ran(redis_url, without, LETTERS)
     assert run["status"] == "failed"
-    assert run["error"].startswith("step 'last': the input has 97501")
+    assert run["error"].startswith("step 'last': the input is 97501")
     assert run["error"].endswith("bytes as JSON, which exceeds the maximum of 9371648")
 
 

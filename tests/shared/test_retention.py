@@ -200,7 +200,7 @@ async def test_oldest_of_the_largest_go_and_a_tenant_that_finds_no_room_replaces
             await stores.records.finish(f"m{number}", "succeeded", REPLY % (b"w" * 3000))
         for number in range(13):
             await create(f"l{number}", "large", 4000 - ENTRY_BYTES)
-        with pytest.raises(Overloaded, match="no room") as refused:
+        with pytest.raises(Overloaded, match="take up all the storage") as refused:
             await create("l13", "large", 4000)
         assert refused.value.retry_after_s
         await create("m3", "middle", 3000)

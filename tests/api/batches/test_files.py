@@ -284,7 +284,7 @@ async def test_tenant_has_a_bound_of_files(
     client = api.openai()
     for _ in range(2):
         await uploaded(client)
-    with pytest.raises(openai.BadRequestError, match="the maximum is 2"):
+    with pytest.raises(openai.BadRequestError, match=r"2 files stored, which is the maximum"):
         await uploaded(client)
 
 

@@ -207,7 +207,7 @@ async def test_wrong_creations_name_the_field(api: ApiUnderTest, wrong: dict[str
 async def test_output_of_a_batch_is_no_input(api: ApiUnderTest) -> None:
     client = api.openai()
     done = await until(client, await created(client, jsonl([line("1")])))
-    with pytest.raises(openai.BadRequestError, match="purpose batch_output"):
+    with pytest.raises(openai.BadRequestError, match="purpose must be batch, got batch_output"):
         await client.batches.create(
             input_file_id=done.output_file_id,
             endpoint="/v1/embeddings",
@@ -241,7 +241,7 @@ async def test_tenant_has_a_bound_of_open_batches(
         alice, bob = api.openai(api_key=key_for("a")), api.openai(api_key=key_for("b"))
         for _ in range(2):
             await created(alice, jsonl([line("1")]))
-        with pytest.raises(openai.RateLimitError, match="you have 2 open batches"):
+        with pytest.raises(openai.RateLimitError, match="you already have 2 open batches"):
             await created(alice, jsonl([line("1")]))
         await created(bob, jsonl([line("1")]))
 

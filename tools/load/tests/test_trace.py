@@ -67,7 +67,7 @@ def test_csv_is_read_with_its_types_and_in_order(tmp_path: Path) -> None:
         ('{"at_s": 1}\nnothing\n', "line 2: "),
         ('{"at_s": 1}\n[]\n', "line 2: "),
         ('{"at_s": "nan"}\n', "line 1: "),
-        ('{"at_s": 1e999}\n', "line 1: at_s is not a number"),
+        ('{"at_s": 1e999}\n', "line 1: at_s must be a number of seconds"),
     ],
 )
 def test_wrong_lines_are_named(tmp_path: Path, text: str, reason: str) -> None:

@@ -111,5 +111,5 @@ def test_a_file_must_require_what_the_code_does(folder: Path) -> None:
     inspected = inspect_folder(folder).interface
     older = {**inspected.inputs, "required": []}
     entry = entry_of(folder, interface=inspected.model_copy(update={"inputs": older}))
-    with pytest.raises(ConfigurationError, match=r"inputs.required: a is missing in"):
+    with pytest.raises(ConfigurationError, match="a is required in the code but missing"):
         StartedClass(entry, folder)
