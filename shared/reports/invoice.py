@@ -104,7 +104,7 @@ class InvoiceLine:
             product = self.quantity * Decimal(text) / self.price_per * self.charged_share
             if product.quantize(LINE_USD, ROUND_HALF_UP) == self.amount_usd:
                 return text
-        return plain(price)
+        return plain(price, PRICE_PLACES[-1])
 
 
 @dataclass(frozen=True)

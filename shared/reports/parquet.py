@@ -30,7 +30,7 @@ def report_parquet(result: ReportResult) -> bytes:
         # Imported when needed, because it takes 26 MB of memory.
         import duckdb
     except ImportError:
-        raise BadInput("format: parquet requires the `local` extra", field="format") from None
+        raise BadInput("format: parquet requires the `api` extra", field="format") from None
     columns = ", ".join(
         'unnest(?::{}[]) AS "{}"'.format(_DUCKDB_TYPES[type_], name.replace('"', '""'))
         for name, type_ in result.columns

@@ -49,8 +49,9 @@ def test_quantity_times_unit_price_is_the_amount(
     per: int, quantity: int, average_usd: float, share: float
 ) -> None:
     quantity = quantity if per > 1 else quantity // 100_000 + 1
-    price = round(average_usd, 12)
-    amount_usd = round(quantity * price / per * share, 13)
+    list_usd = quantity * average_usd / per
+    price = round(per * list_usd / quantity, 15 if per == 1 else 12)
+    amount_usd = round(list_usd * share, 13)
     (line,) = invoice_of(
         price_per=per,
         unit_price_usd=price,
@@ -75,7 +76,7 @@ def test_a_price_of_the_catalog_is_shown_as_it_is() -> None:
 def test_an_average_price_has_the_decimals_that_its_amount_needs() -> None:
     usd = 1_000_000 / 3
     (line,) = invoice_of(
-        unit_price_usd=round(usd / 3_000_000, 12), quantity=3_000_000, amount_usd=usd
+        unit_price_usd=round(usd / 3_000_000, 15), quantity=3_000_000, amount_usd=usd
     ).lines
     assert line.unit_price == "0.111111111111"
     assert (3_000_000 * Decimal(line.unit_price)).quantize(LINE_USD) == line.amount_usd

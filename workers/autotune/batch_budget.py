@@ -49,7 +49,8 @@ def find_budget(
 ) -> tuple[int, list[BudgetTiming]]:
     """Returns the tokens that a batch should have, and all timings in order.
 
-    Doubles the usual number while that pays. Halves it if it already takes too long.
+    Doubles the usual number while that pays. If it already takes too long, continues with the
+    largest half, quarter or eighth that should not, so that a slow device times few batches.
 
     Args:
         usual_tokens: tokens in the first batch.
@@ -72,7 +73,10 @@ def find_budget(
     best = time_batch(min(usual_tokens, max_tokens))
     if is_too_large(best):
         while is_too_large(best) and best.tokens > MIN_TOKENS:
-            best = time_batch(max(MIN_TOKENS, best.tokens // 2))
+            tokens = max(MIN_TOKENS, best.tokens // 2)
+            while tokens > MIN_TOKENS and best.batch_s * tokens / best.tokens > limit_s:
+                tokens = max(MIN_TOKENS, tokens // 2)
+            best = time_batch(tokens)
         return best.tokens, timings
     while best.tokens < max_tokens:
         larger = time_batch(min(2 * best.tokens, max_tokens))

@@ -55,8 +55,10 @@ MEASURE_LIMIT_S = 10.0
 BUSY_LIMIT_S = 2.0
 """Same limit for a busy machine, because rounds there are likely to be disturbed."""
 RATE_S = 0.5
-BATCH_READINGS = 2
-"""Readings of each batch size, because the first one may include loading a GPU's kernels."""
+READ_AGAIN_S = 1.0
+"""Duration up to which a batch is timed twice, because the first time may include loading a GPU's
+kernels. It hardly changes a longer one.
+"""
 ROUNDS = 2
 """Number of rounds that must agree."""
 CALIBRATION_TEXTS = 40
@@ -268,8 +270,10 @@ def time_batch(
         OutOfMemory: the device has too little memory.
     """
     texts = _texts_of(mix, tokens)
-    readings = [meter(pool, choice.backend, choice.layout, texts) for _ in range(BATCH_READINGS)]
-    texts_per_s = max(readings).texts_per_s
+    reading = meter(pool, choice.backend, choice.layout, texts)
+    if choice.layout.processes * len(texts) / reading.texts_per_s <= READ_AGAIN_S:
+        reading = max(reading, meter(pool, choice.backend, choice.layout, texts))
+    texts_per_s = reading.texts_per_s
     total = sum(text.length for text in texts)
     return BudgetTiming(
         tokens=tokens,

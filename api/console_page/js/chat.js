@@ -22,6 +22,18 @@ export function forgetChats() {
 }
 
 /**
+ * Whether a chat can show an earlier input: plain texts after at most one system prompt, without other settings.
+ * Otherwise, the form shows it.
+ */
+export function fitsChat(input) {
+  if (!input) return true;
+  const { messages, max_tokens, temperature, ...others } = input;
+  if (!messages?.length || Object.keys(others).length) return false;
+  const isPlain = ({ role, content, ...more }) => typeof content === "string" && role !== "tool" && !Object.keys(more).length;
+  return messages.every(isPlain) && messages.slice(1).every(({ role }) => role !== "system");
+}
+
+/**
  * The chat of a model: its messages, a field to write in, and settings.
  * @param {?object} again input of an earlier try, whose last message is sent again. Null: the chat continues.
  */
@@ -61,7 +73,7 @@ export function chatOf(model, schema, signal, again = null) {
     ask(field.value);
   });
   if (again) {
-    const said = again.messages?.filter(({ role }) => role !== "system") ?? [{ role: "user", content: again.prompt ?? "" }];
+    const said = again.messages.filter(({ role }) => role !== "system");
     field.value = said.pop()?.content ?? "";
     chat.messages.push(...said);
   }

@@ -278,9 +278,16 @@ const CONTROLS = {
   },
   files(given) {
     const picker = h("input", { ...given, type: "file", multiple: true });
-    const read = () =>
-      picker.files.length ? Promise.all(Array.from(picker.files, uriOf)) : undefined;
-    return { control: h("div", { class: "stack" }, picker, previewOf(picker)), read, write: () => {} };
+    const note = h("p", { class: "hint", hidden: true });
+    let earlier;
+    const read = () => (picker.files.length ? Promise.all(Array.from(picker.files, uriOf)) : earlier);
+    /** Files of an earlier input, which stay until others are chosen. */
+    const write = (value) => {
+      earlier = Array.isArray(value) && value.length ? value : undefined;
+      note.hidden = !earlier;
+      note.textContent = earlier ? `${earlier.length} files of the earlier input, unless you choose others.` : "";
+    };
+    return { control: h("div", { class: "stack" }, picker, previewOf(picker), note), read, write };
   },
   json(given, core, property) {
     const placeholder = property.default === undefined ? null : JSON.stringify(property.default);

@@ -25,7 +25,9 @@ export function summary(input) {
   return text.length > LONGEST_SUMMARY ? `${text.slice(0, LONGEST_SUMMARY)}…` : text;
 }
 
-const isKept = () => localStorage.getItem(KEPT_IN_BROWSER) !== null;
+/** Each key decides for itself. */
+const nameOfChoice = () => `${KEPT_IN_BROWSER}.${keyId()}`;
+const isKept = () => localStorage.getItem(nameOfChoice()) !== null;
 
 /** Tries of other keys in this browser are none of the reader's business. */
 const addressOfTries = () => (isKept() ? [localStorage, `${KEPT}.${keyId()}`] : [sessionStorage, KEPT]);
@@ -78,8 +80,8 @@ function clear() {
 function keep(isWanted) {
   const kept = tries();
   clear();
-  if (isWanted) localStorage.setItem(KEPT_IN_BROWSER, "");
-  else localStorage.removeItem(KEPT_IN_BROWSER);
+  if (isWanted) localStorage.setItem(nameOfChoice(), "");
+  else localStorage.removeItem(nameOfChoice());
   write(kept);
 }
 

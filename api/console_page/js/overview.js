@@ -158,13 +158,15 @@ function aboutNow(isAdmin, tenant) {
 
 function queueRow(status, isAdmin, { lastHour, waiting }) {
   const waits = waiting?.counts.get(status.model) ?? 0;
+  // Others than the newest were not counted.
+  const isUnknown = waiting !== null && !waiting.isAll && !waits;
   const cells = [
     status.model,
-    badge(status.is_busy || waits ? "busy" : "idle"),
+    badge(status.is_busy || waits ? "busy" : isUnknown ? "unknown" : "idle"),
     count(status.your_items_in_flight),
-    waiting ? waitingLink(status.model, waits, waiting.isAll) : "–",
+    waiting && !isUnknown ? waitingLink(status.model, waits, waiting.isAll) : "–",
     // Predictions wait in the broker, which this estimate does not cover.
-    wait(waits ? null : status.expected_wait_s),
+    wait(waits || isUnknown ? null : status.expected_wait_s),
     pace(status.items_per_s),
     ...(isAdmin ? lastHourCells(lastHour?.get(status.model), lastHour !== null) : []),
   ];

@@ -2,7 +2,7 @@
 // `#try/MODEL?again=ID` shows the input of a prediction, to be changed and sent again.
 
 import { call } from "./api.js";
-import { chatOf } from "./chat.js";
+import { chatOf, fitsChat } from "./chat.js";
 import { failure, h, put, say } from "./dom.js";
 import { searchable } from "./filters.js";
 import { ENDS, follow } from "./follow.js";
@@ -34,7 +34,7 @@ export async function show(place, [named], signal, params) {
   place.append(
     h("div", { class: "card picker" }, h("div", { class: "field" }, h("label", { for: "model" }, "Model"), searchable(selectOf(models, model), "Model")), about(model, schema)),
     ...(again.error ? [failure(again.error)] : []),
-    model.task === "text" ? chatOf(model, schema, signal, again.input) : formWithResults(model, schema, signal, again.input),
+    model.task === "text" && fitsChat(again.input) ? chatOf(model, schema, signal, again.input) : formWithResults(model, schema, signal, again.input),
     historyList(signal),
   );
 }

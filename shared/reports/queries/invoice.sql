@@ -60,7 +60,15 @@ SELECT
   unit,
   price_version,
   price_per,
-  COALESCE(item_price_usd, ROUND(price_per * SAFE_DIVIDE(SUM(item_list_usd), SUM(units)), 12)) AS unit_price_usd,
+  -- An average price: finer than a line's rounding, coarser than the error of a double.
+  COALESCE(
+    item_price_usd,
+    IF(
+      price_per = 1,
+      ROUND(SAFE_DIVIDE(SUM(item_list_usd), SUM(units)), 15),
+      ROUND(price_per * SAFE_DIVIDE(SUM(item_list_usd), SUM(units)), 12)
+    )
+  ) AS unit_price_usd,
   CASE
     WHEN status != 'succeeded' THEN status
     WHEN cache IN ('memory', 'redis', 'joined') THEN 'cached'

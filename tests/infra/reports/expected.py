@@ -273,7 +273,8 @@ def average_usd(rows: list[Fields], quantity: int, per: int) -> float | None:
             price = row["cost_usd"] / share
         if price is not None:
             prices.append(price)
-    return round(per * math.fsum(prices) / quantity, 12) if prices else None
+    places = 15 if per == 1 else 12
+    return round(per * math.fsum(prices) / quantity, places) if prices else None
 
 
 def approximately(value: float) -> Any:

@@ -58,6 +58,13 @@ def test_tokens_are_doubled_while_that_pays(
     assert len({timing.tokens for timing in timings}) == len(timings)
 
 
+def test_a_slow_device_times_few_batches() -> None:
+    _, timings = find_budget(device(0.0, 100.0), 2048, 32_768, DEADLINE_S)
+    assert [timing.tokens for timing in timings] == [2048, 256]
+    _, timings = find_budget(device(0.0, 500.0), 2048, 32_768, DEADLINE_S)
+    assert [timing.tokens for timing in timings] == [2048, 512]
+
+
 def test_what_did_not_fit_has_no_rate() -> None:
     _, timings = find_budget(device(0.1, 9e6, 3000), 2048, 32_768, DEADLINE_S)
     assert [(timing.tokens, timing.tokens_per_s > 0) for timing in timings] == [

@@ -21,7 +21,7 @@ from penstock_planning.autoscaled import gpu_nodes, most_workers
 from penstock_planning.deploy.platform_variables import GeneralNodes
 from penstock_planning.deploy.prices import Prices, read_prices
 from penstock_planning.item_load import batch_items
-from penstock_planning.profiles import Profiles, find_seconds
+from penstock_planning.profiles import Profiles, find_profile, find_seconds
 from penstock_planning.simulation.api_site import ApiSite, SimulatedJob
 from penstock_planning.simulation.fleet import Fleet
 from penstock_planning.simulation.hpa import SYNC_S
@@ -362,17 +362,19 @@ def simulate(
 
 
 def _with_profiles(scenario: Scenario, catalog: Catalog, profiles: Profiles) -> Scenario:
-    """Returns the scenario with the profiles' seconds.
+    """Returns the scenario with the profiles' seconds for models that have a profile.
 
     Raises:
-        ConfigurationError: a model was not measured on its GPU type.
+        ConfigurationError: a profile lacks the figures of its model.
     """
     loads = {}
     for name, load in scenario.models.items():
         loads[name] = load
         if load.steps is None:
-            fields, where = load.model_dump(), f"models.{name}"
-            if seconds := find_seconds(catalog.find(name), fields, profiles, where):
+            model, fields, where = catalog.find(name), load.model_dump(), f"models.{name}"
+            if find_profile(profiles, model) is None:
+                continue  # a scenario always has a figure
+            if seconds := find_seconds(model, fields, profiles, where):
                 loads[name] = load.model_copy(update={**seconds, "fixed_s": 0.0})
     return scenario.model_copy(update={"models": loads})
 
