@@ -97,6 +97,6 @@ def test_a_file_that_cant_be_read_is_the_callers_mistake(
     whole = saved(Image.new("RGB", (64, 64), "red"), tmp_path / "whole.png").read_bytes()
     for number, data in enumerate([b"", b"no image", whole[:60], b"GIF89a" + bytes(20)]):
         (tmp_path / f"{number}.png").write_bytes(data)
-        with pytest.raises(module.InvalidInput, match="must be a PNG, JPEG or WebP") as refused:
+        with pytest.raises(module.InvalidInput, match="must be a readable PNG") as refused:
             predictor.predict(image=tmp_path / f"{number}.png", top=1, embed=False)
         assert refused.value.field == "image"

@@ -76,6 +76,6 @@ def test_a_file_that_cant_be_read_is_the_callers_mistake(
     module: ModuleType, predictor: Any, tmp_path: Path
 ) -> None:
     (tmp_path / "given.png").write_bytes(b"no image")
-    with pytest.raises(module.InvalidInput, match="must be a PNG, JPEG or WebP") as refused:
+    with pytest.raises(module.InvalidInput, match="must be a readable PNG") as refused:
         predictor.predict(image=tmp_path / "given.png", threshold=0.5)
     assert refused.value.field == "image"

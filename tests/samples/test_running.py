@@ -35,8 +35,9 @@ PAGES = frozenset(
 NEEDS_MORE = re.compile(
     r"make (demo|test|up)|import (anthropic|cohere|litellm)|from (haystack|langchain|llama_index)"
     r"|tests\.clients|any/upscale|penstock kill|BATCH_ID|terraform apply|127.0.0.1:8090|mail -s"
+    r"|optimize .* --device"
 )
-"""Samples that start another stack, or need an id, or a client or model that is not installed."""
+"""Samples that start another stack, or need an ID, a GPU, or a client or model that is missing."""
 TUTORIAL = "docs/tutorial/own-model.md"
 
 

@@ -110,7 +110,10 @@ def test_other_source_files_have_no_artifact(artifacts_dir: Path) -> None:
         (lambda folder: (folder / MANIFEST).write_text("{"), MANIFEST),
         (lambda folder: (folder / MANIFEST).unlink(), MANIFEST),
         (lambda folder: write_manifest(folder, manifest_of(digest="d0")), "belongs to mini/d0"),
-        (lambda folder: write_manifest(folder, manifest_with(format_version=0)), "format 0, not 3"),
+        (
+            lambda folder: write_manifest(folder, manifest_with(format_version=0)),
+            "unsupported format 0; expected 3",
+        ),
         (
             lambda folder: write_manifest(folder, manifest_with(file="../out.onnx")),
             "the folder has no file",

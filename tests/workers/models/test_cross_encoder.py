@@ -167,9 +167,9 @@ def test_damaged_weights_are_refused(folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("fields", "reason"),
     [
-        ({"backend": "auto"}, "backend torch"),
+        ({"backend": "auto"}, "the torch backend"),
         ({"dimensions": 384}, "omit dimensions"),
-        ({"precision": "int8"}, "backend torch"),
+        ({"precision": "int8"}, "the torch backend"),
         ({"task": "embedding", "dimensions": 384}, "rerank"),
     ],
 )

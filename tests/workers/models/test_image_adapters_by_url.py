@@ -225,7 +225,7 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
     "dimensions": (many_dimensions, "has 100 dimensions, which exceeds the maximum of 8"),
     "type": (unknown_type, "the unsupported data type F6_E2M3; use F64"),
     "beyond the end": (beyond_the_end, "not safetensors"),
-    "deep settings": (deep_settings, "is not JSON"),
+    "deep settings": (deep_settings, "is not valid JSON"),
     "long settings": (
         long_settings,
         "has 2000000 characters, which exceeds the maximum of 1048576",

@@ -459,7 +459,7 @@ def test_a_family_that_no_code_names_draws_as_plain_diffusers(
         ).images[0]
         assert far(mine, np.asarray(drawn).astype(int)) <= 1
     # In diffusers 0.42.1, the pipeline for masks looks for a setting that Chroma does not have.
-    with pytest.raises(BadInput, match="draws only from text or from an image"):
+    with pytest.raises(BadInput, match="only draws from text or from an image"):
         stepped(tiny).admit(0, prepared(tiny.preparer, MASKED))
     with pytest.raises(BadInput, match="is not supported by this model; omit it") as caught:
         stepped(tiny).admit(

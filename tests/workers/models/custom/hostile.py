@@ -249,8 +249,8 @@ ENDED = "the model process was killed while processing this item: "
 DISK_BYTES = 310 * 1024 * 1024
 FILLED = f"{ENDED}it wrote more than the maximum of {DISK_BYTES} bytes to disk"
 ENDINGS: dict[str, tuple[str, object]] = {
-    "leak": ("failed", f"{ENDED}it takes "),
-    "leak_in_a_child": ("failed", f"{ENDED}it takes "),
+    "leak": ("failed", f"{ENDED}it uses "),
+    "leak_in_a_child": ("failed", f"{ENDED}it uses "),
     "leave": ("failed", "the model process exited with status 4 while"),
     "crash": ("failed", "the model process was killed by signal 11 (SIGSEGV) while"),
     "fork": ("succeeded", 4),
