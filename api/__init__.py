@@ -1,1 +1,4 @@
-"""The HTTPS API. It is stateless, has no model libraries, publishes jobs and waits for replies."""
+"""The HTTPS API.
+
+It is stateless, contains no model libraries, publishes jobs and waits for replies.
+"""

@@ -26,7 +26,7 @@ from shared.usage.writer import RowWriter
 def main() -> int:
     """Serves until a signal arrives. Returns 0, or 1 if it could not start."""
     exempt_loopback_from_proxies()
-    # uvicorn raises the signal again after draining. Without these handlers, a clean shutdown would
+    # uvicorn re-raises the signal after draining. Without these handlers, a clean shutdown would
     # look like a kill.
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda number, frame: sys.exit(0))

@@ -5,8 +5,8 @@ encode to JSON without intermediate Python objects. The fields follow OpenAI's A
 (https://platform.openai.com/docs/api-reference). Extensions are marked.
 
 The number and depth of values are checked before JSON from callers is parsed. Parsing blocks the
-event loop, and pydantic reports every single error: 15 MB of wrong numbers took 5 s, 18 MB of
-unknown fields 1.7 s.
+event loop, and pydantic reports every single error: 15 MB of wrong numbers took 5 s, and 18 MB of
+unknown fields took 1.7 s.
 """
 
 from __future__ import annotations
@@ -45,11 +45,11 @@ Options = Annotated[dict[str, Any], AfterValidator(check_short)]
 Off = Annotated[
     bool, Field(strict=True, json_schema_extra={"enum": [False]}), AfterValidator(check_off)
 ]
-"""A switch that can only be off. A Literal would accept 0."""
+"""A switch that can only be set to off. A Literal would accept 0."""
 On = Annotated[
     bool, Field(strict=True, json_schema_extra={"enum": [True]}), AfterValidator(check_on)
 ]
-"""A switch that can only be on."""
+"""A switch that can only be set to on."""
 Token = Annotated[int, Field(ge=0, lt=2**31)]
 Text = Annotated[str, Field(min_length=1)]
 Tokens = Annotated[list[Token], Field(min_length=1, fail_fast=True)]

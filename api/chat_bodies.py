@@ -229,7 +229,7 @@ class Message(Body):
     def to_template(self) -> dict[str, Any]:
         """Returns the message for chat templates: text in one piece, arguments as objects."""
         message: dict[str, Any] = {
-            # Open models do not know the developer role.
+            # Open models are not trained on the developer role.
             "role": "system" if self.role == "developer" else self.role,
             "content": self.text,
         }

@@ -55,7 +55,7 @@ from shared.webhooks.publisher import WebhookPublisher
 
 @dataclass(frozen=True, slots=True)
 class Configuration:
-    """Settings that were validated, and what can be created from them without a connection."""
+    """Validated settings, and what can be created from them without a connection."""
 
     settings: ApiSettings
     catalog: Catalog
@@ -65,7 +65,7 @@ class Configuration:
 
     @classmethod
     def check(cls, settings: ApiSettings, catalog: Catalog) -> Self:
-        """Validates settings before any connection opens, so that invalid ones fail at once.
+        """Validates settings before any connection opens, so that invalid ones fail right away.
 
         Raises:
             ConfigurationError: the API keys or the object store's URL are invalid, or API keys are

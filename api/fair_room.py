@@ -1,10 +1,11 @@
 """A weighted capacity limiter: tenants share a bounded number of items by weight.
 
-Uses no clock and does no I/O. The first of these three rules that applies decides:
+It uses no clock and does no I/O. The first of these three rules that applies decides:
 
 - While more capacity than the reserve is left, any tenant is admitted, so idle capacity gets used.
 - Within the bound, a tenant below its fair share is admitted. The share is its weight divided by
-  the total weight of all tenants with items here. A tenant that is alone gets all of the capacity.
+  the total weight of all tenants with items here. A tenant with no competitors gets all of the
+  capacity.
 - Beyond the bound, a tenant is admitted up to its guaranteed part, which is its share of the
   reserve but at least one item. A small tenant is therefore admitted while others fill their
   shares, even if one of their requests was larger than the remaining capacity.
@@ -176,5 +177,5 @@ class FairRoom:
         self.total -= asked.items
         if not holding.items:
             del self._holdings[asked.tenant]
-            # Rounding errors disappear with the last tenant.
+            # Rounding errors disappear when the last tenant leaves.
             self.weights = self.weights - holding.weight if self._holdings else 0.0

@@ -1,8 +1,8 @@
 """The API's Prometheus metrics, and the port that serves all of the process's metrics.
 
-Callers must not be able to reach that port, because models, load, and errors are for operators. A
-path on the public port would not be safe, because a rule that denies a path can be bypassed by
-spelling the path differently.
+Callers must not be able to reach that port, because models, load, and errors are for operators.
+Serving it as a path on the public port would not be safe, because a rule that denies a path can be
+bypassed by spelling the path differently.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def of_admission(model: str, priority: Priority) -> tuple[Counter, Counter, Gaug
 
 @contextmanager
 def served(host: str, port: int) -> Iterator[int]:
-    """Serves this process's metrics for the duration of the block.
+    """Serves this process's metrics while the block runs.
 
     Yields the port, which is random if `port` is 0.
 

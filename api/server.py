@@ -1,7 +1,7 @@
 """uvicorn's configuration, and its HTTP protocol with limits on request heads and connections.
 
 Tests use both. A head is a request's URL and headers. h11, uvicorn's other parser, limits the
-head's size. httptools does not, and it copies the header read so far for each piece that arrives,
+head's size. httptools does not, and it copies the partial header each time another piece arrives,
 so a single endless header blocks all other requests. A typical request, whose head arrives in one
 piece, does not set a timer here.
 """
@@ -38,7 +38,7 @@ MAX_PIPELINED = 16
 A single read may contain ten thousand requests.
 """
 UNREAD_LIMIT_S = 60
-"""How long before a connection whose peer reads nothing is closed."""
+"""How long to wait before closing a connection whose peer reads nothing."""
 UNREAD_MAX_BYTES = 256 * 1024 * 1024
 """Maximum total memory for unread responses."""
 RESERVED_FILES = 128
@@ -51,12 +51,12 @@ _HOST = re.compile(
 )
 
 DRAIN_S = 4
-"""How long open requests may take after SIGTERM, in seconds.
+"""How long open requests may run after SIGTERM, in seconds.
 
 Cloud Run kills the process after 10 s, and storing rows takes up to 5 s.
 """
 KEEP_ALIVE_S = 620
-"""Longer than the 600 s of Google's load balancer. Otherwise, the load balancer might reuse a
+"""Longer than the 600 s used by Google's load balancer. Otherwise, the load balancer might reuse a
 connection that was just closed.
 """
 
@@ -84,7 +84,7 @@ class BoundedHttp(HttpToolsProtocol):
     def __init__(self, *args: Any, **named: Any) -> None:
         super().__init__(*args, **named)
         self._beside_bytes = 0
-        """Bytes not in bodies that arrived after the last complete head or request."""
+        """Number of bytes outside bodies since the last complete head or request."""
         self._in_head = self._in_body = False
         self._timer: asyncio.TimerHandle | None = None
         self._error: PenstockError | None = None
@@ -211,9 +211,9 @@ class BoundedHttp(HttpToolsProtocol):
     def _parse(self, data: bytes) -> None:
         """Feeds received bytes to the parser.
 
-        Offers of another protocol (RFC 9110, 7.8) are ignored, because Java's client offers h2c
-        with every request. httptools treats such a request as if it had no body, and its body as
-        the next request, so the head is fed again, without the offer, to a new parser.
+        Offers to switch to another protocol (RFC 9110, 7.8) are ignored, because Java's client
+        offers h2c with every request. httptools treats such a request as if it had no body, and its
+        body as the next request, so the head is fed again, without the offer, to a new parser.
         """
         head = b""
         while True:
@@ -239,7 +239,7 @@ class BoundedHttp(HttpToolsProtocol):
         return len(self.url) + sum(len(name) + len(value) for name, value in self.headers)
 
     def _wrong_host(self) -> str:
-        """Returns the reason the Host header is rejected (RFC 9112, 3.2).
+        """Returns why the Host header is rejected (RFC 9112, 3.2).
 
         Empty if it is accepted.
         """
@@ -302,7 +302,7 @@ class BoundedHttp(HttpToolsProtocol):
 
 
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
-    """Returns the protocol class with the limits from these settings."""
+    """Returns the protocol class with the limits from the given settings."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     most = settings.max_connections
     if files != resource.RLIM_INFINITY:
@@ -356,8 +356,8 @@ def server_config(app: ASGIApp, settings: ApiSettings) -> uvicorn.Config:
         log_config=None,
         access_log=False,
         # Decides whether links use https. A Host changed by a proxy is not restored from
-        # X-Forwarded-Host, which Google's front end forwards as sent by the caller. Use
-        # PENSTOCK_PUBLIC_URL for that.
+        # X-Forwarded-Host, because Google's front end forwards that header exactly as the caller
+        # sent it. Use PENSTOCK_PUBLIC_URL for that.
         proxy_headers=bool(settings.trusted_proxies),
         forwarded_allow_ips=settings.trusted_proxies,
         server_header=False,
@@ -373,7 +373,7 @@ def _tls_context(settings: ApiSettings) -> ssl.SSLContext:
     context.minimum_version = ssl.TLSVersion.TLSv1_2
     context.set_ciphers(TLS_CIPHERS)
     try:
-        # An empty password: otherwise, an encrypted key would prompt for one on the terminal.
+        # The password is empty; otherwise, an encrypted key would prompt for one on the terminal.
         context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
     except OSError as error:
         raise ConfigurationError(

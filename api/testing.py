@@ -1,4 +1,4 @@
-"""The API for tests: the real app with an in-memory broker, without a port.
+"""The API for tests: the real app with an in-memory broker and no port.
 
     async with running_api(InMemoryBroker(), [ENTRY]) as api:
         transport = httpx.ASGITransport(api.app)

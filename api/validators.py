@@ -29,7 +29,7 @@ class _NullIs(BeforeValidator):
     def __get_pydantic_json_schema__(
         self, schema: CoreSchema, handler: GetJsonSchemaHandler
     ) -> dict[str, Any]:
-        """Returns a schema that allows null in addition."""
+        """Returns a schema that also allows null."""
         return {"anyOf": [handler(schema), {"type": "null"}]}
 
 
@@ -58,7 +58,7 @@ def check_scale(value: int) -> int:
 
 
 def resolve_scheduler(name: str) -> str:
-    """Returns our name for a scheduler, which may be named as in Replicate's API or diffusers."""
+    """Returns our name for a scheduler, which may be given by its Replicate or diffusers name."""
     known = SCHEDULER_ALIASES.get(name, name)
     if known not in SCHEDULER_NAMES:
         raise ValueError(

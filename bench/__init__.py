@@ -1,4 +1,4 @@
-"""Benchmarks: what the pipeline costs in addition to the model, on this machine.
+"""Benchmarks: what the pipeline adds to the cost of the model, on this machine.
 
 `python -m bench` lists them.
 """

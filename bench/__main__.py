@@ -44,7 +44,7 @@ LINE_WIDTH, NAME_WIDTH = 100, 17
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Lists the benchmarks if none is named; otherwise runs the named ones.
+    """Lists the benchmarks if none are named; otherwise runs the named ones.
 
     Returns 1 if one failed, or if `--check` was passed and a figure misses its limit.
     """

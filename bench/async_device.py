@@ -33,7 +33,7 @@ class AsyncDevice:
         self._lock = threading.Lock()
 
     def queue(self) -> float:
-        """Queues a call. Returns when it will be done, in monotonic seconds."""
+        """Queues a call. Returns when the call will be done, in monotonic seconds."""
         with self._lock:
             self._free_at_s = max(self._free_at_s, time.monotonic()) + self._call_s
             return self._free_at_s

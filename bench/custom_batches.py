@@ -1,8 +1,8 @@
-"""A class with `predict_batch` through the whole stack, and the same class in one process.
+"""A class with `predict_batch` in the whole stack, and the same class in one process.
 
-The model takes 5 ms per item in a batch, like a device: its process sleeps. The CPU time used is
-therefore the pipeline's own. Callers keep 128 predictions in flight, and the queue forms batches of
-64. The two are measured alternately, so other load on the machine affects both.
+Like a device, the model takes 5 ms per item in a batch: its process sleeps. The measured CPU time
+is therefore the pipeline's own. Callers keep 128 predictions in flight, and the queue forms batches
+of 64. The two are measured alternately, so other load on the machine affects both.
 """
 
 from __future__ import annotations
@@ -110,10 +110,10 @@ def _round(stack: Stack, source: Path, number: int) -> dict[str, Any]:
 
 
 def _predict(stack: Stack, count: int, word: str) -> LoadReport:
-    """Requests predictions whose callers wait.
+    """Requests predictions and waits for their results.
 
     Raises:
-        RuntimeError: one did not succeed, or its output differs from the class's.
+        RuntimeError: one prediction did not succeed, or its output differs from the class's.
     """
     bodies = [
         msgspec.json.encode({"version": NAME, "input": {"text": f"{word} {number}"}}).decode()

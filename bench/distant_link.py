@@ -1,9 +1,9 @@
 """`python -m bench.distant_link PORT TARGET_PORT DELAY_MS JITTER CUT_EVERY_S`: a far TCP server.
 
 Data in each direction is delayed by DELAY_MS. JITTER is the sigma of log-normal delays, whose
-median is DELAY_MS. Every CUT_EVERY_S seconds, all connections are lost along with the bytes in
-transit. A value of 0 turns either off. Bytes keep their order, as in TCP. The proxy is a separate
-process and shares no interpreter with the measured programs.
+median is DELAY_MS. Every CUT_EVERY_S seconds, all connections are dropped along with the bytes in
+transit. A value of 0 turns off either one. Bytes keep their order, as in TCP. The proxy is a
+separate process and shares no interpreter with the measured programs.
 """
 
 from __future__ import annotations
@@ -26,10 +26,11 @@ MAX_CHUNKS = 1024
 PUBSUB_SIGMA = 0.44
 """Sigma of the log-normal time from publish to receipt over Pub/Sub: ln(46.8 / 26.6) / 1.28.
 
-Its quantiles 0.5, 0.9 and 0.99 are 26.6, 46.8 and 470.7 ms with Google's Go client and 100
-messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). Up to 0.9, they fit
-a log-normal distribution. The slowest hundredth is later than that, one message at a time. This
-proxy can't reproduce it: it would hold up a whole connection, which Pub/Sub does not do.
+With Google's Go client and 100 messages/s, its 0.5, 0.9, and 0.99 quantiles are 26.6, 46.8, and
+470.7 ms (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021). Up to the 0.9
+quantile, they fit a log-normal distribution. The slowest hundredth is later than that, one message
+at a time. This proxy can't reproduce that, because it would hold up a whole connection, which
+Pub/Sub does not do.
 """
 READY_LIMIT_S = 30.0
 
@@ -49,7 +50,7 @@ def distant(
         delay_ms: delay in each direction. If it is 0 and nothing else is set, no proxy is used.
         log_dir: folder for the proxy's log.
         jitter: sigma of the log-normal delay. 0 means a constant delay.
-        cut_every_s: interval in seconds at which all connections are lost. 0 means never.
+        cut_every_s: interval in seconds at which all connections are dropped. 0 means never.
     """
     if not delay_ms and not cut_every_s:
         yield target_port
@@ -65,11 +66,11 @@ def distant(
 async def delayed(
     source: asyncio.StreamReader, pause_s: Callable[[], float]
 ) -> AsyncGenerator[bytes, None]:
-    """Yields what `source` sends, each piece after its delay, in order, until the end.
+    """Yields the pieces that `source` sends, each after its delay, in order, until the end.
 
     Args:
         source: one direction of a connection.
-        pause_s: returns the delay of the next piece, in seconds.
+        pause_s: returns the delay for the next piece, in seconds.
     """
     loop = asyncio.get_running_loop()
     pieces: asyncio.Queue[tuple[float, bytes]] = asyncio.Queue(MAX_CHUNKS)
@@ -99,7 +100,7 @@ async def serve(
 ) -> None:
     """Proxies connections until canceled.
 
-    Aborts all of them every `cut_every_s` (0 means never).
+    Aborts all connections every `cut_every_s` (0 means never).
     """
     open_ends = set[asyncio.StreamWriter]()
 

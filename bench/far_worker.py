@@ -34,7 +34,7 @@ Broker = Literal["pubsub", "rabbitmq"]
 FULL = MODEL.batch.max_items
 START_LIMIT_S = 60.0
 SAMPLES = 10
-"""Number of times per measurement that the held messages are counted."""
+"""How many times per measurement the held messages are counted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Seen:
 
     items_per_s: float
     busy: float
-    """Fraction of the time that the model was running, 0 to 1."""
+    """Fraction of the time that the model was running, from 0 to 1."""
     fill: float
     """Items per batch, as a fraction of the maximum."""
     p50_ms: float
@@ -103,7 +103,10 @@ class Killed:
 def far_site(
     broker: Broker, address: str, redis_url: str, link: Link, folder: Path
 ) -> Iterator[BrokerSite]:
-    """Yields the broker at a distance. `address` is its endpoint (Pub/Sub) or URL (RabbitMQ)."""
+    """Yields the broker at the far end of a link.
+
+    `address` is its endpoint (Pub/Sub) or URL (RabbitMQ).
+    """
     port = urlsplit(address if broker == "rabbitmq" else f"//{address}").port or 0
     with distant(
         port, link.delay_ms, folder, jitter=link.jitter, cut_every_s=link.cut_every_s
@@ -120,7 +123,7 @@ class WorkerProcess:
 
     Args:
         hand: how many messages of each priority it holds. 0 means the usual number.
-        rows_dir: the folder to which it writes rows. If empty, it writes none.
+        rows_dir: the folder to which it writes rows. If empty, no rows are written.
     """
 
     def __init__(
@@ -308,7 +311,7 @@ async def _measure(
 def kill_with_full_hand(
     site: BrokerSite, load: FarLoad, *, lead_s: float, limit_s: float
 ) -> Killed:
-    """Kills a worker after `lead_s` of a load that fills it. Another worker continues.
+    """Kills a worker after `lead_s` of a load heavy enough to fill it. Another worker continues.
 
     Raises:
         TimeoutError: some responses did not arrive within `limit_s`.
@@ -322,7 +325,10 @@ def kill_with_full_hand(
 
 
 async def _full_hand(worker: WorkerProcess, load: FarLoad, limit_s: float) -> WorkerCounts:
-    """Waits until a worker holds more than two batches. A stalled broker leaves it empty."""
+    """Waits until a worker holds more than two batches.
+
+    If the broker stalls, the worker stays empty.
+    """
     async with asyncio.timeout(limit_s):
         while True:
             counts = await worker.counts()

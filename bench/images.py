@@ -1,8 +1,8 @@
 """Responses from the cache while images are being decoded, and edits whose deadline passes.
 
-16 callers repeatedly send a 25-megapixel PNG, RGBA with 16 bits. No image worker is running,
-because the edits request less than one step and are rejected right after the image is decoded.
-Quiet and busy periods are measured alternately on one API.
+16 callers repeatedly send a 25-megapixel, 16-bit RGBA PNG. No image worker is running, because the
+edits request less than one step and are rejected as soon as the image is decoded. Quiet and busy
+periods are measured alternately on one API.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _memory(api: Part, peak: list[int]) -> Iterator[None]:
 
 
 def _png() -> bytes:
-    """Returns 25 megapixels, RGBA with 16 bits, in 194 kB."""
+    """Returns a 25-megapixel, 16-bit RGBA image of 194 kB."""
     row = b"\0" + bytes(8 * SIDE)
     deflate = zlib.compressobj()
     pixels = b"".join([*(deflate.compress(row) for _ in range(SIDE)), deflate.flush()])

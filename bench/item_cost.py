@@ -2,8 +2,8 @@
 
 A worker with a model that does no work (bench/timed_worker.py) runs in a separate process, and
 callers in this one keep a number of jobs in flight. The broker and Redis are nearby. On two cores,
-these share what the worker leaves, so the figure that counts is items per second of the worker's
-CPU time, because the worker has one core. Rows are written to disk, as a worker does.
+these share what the worker leaves free, so the figure that counts is items per second of the
+worker's CPU time, because the worker has one core. Rows are written to disk, as in a real worker.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ MIN_PER_S = 6000.0
 
 
 def run() -> Outcome:
-    """Measures with and without rows. The best round counts, because other load only adds time."""
+    """Measures both with and without rows.
+
+    The best round counts, because other load can only add time.
+    """
     figures, details = list[Figure](), dict[str, Any]()
     for name, has_rows in (("without rows", False), ("with rows", True)):
         rounds = [_measure(has_rows=has_rows) for _ in range(ROUNDS)]

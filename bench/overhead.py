@@ -10,7 +10,7 @@ from bench.report import Figure, Outcome
 
 REQUESTS = {1: 400, 8: 800, 32: 1600, 128: 2560}
 ROUNDS = 3
-"""The fastest round counts, because disturbances on a machine only ever add time."""
+"""The fastest round counts, because disturbances on a machine can only add time."""
 
 
 def run() -> Outcome:
@@ -34,7 +34,7 @@ def run() -> Outcome:
 
 
 def _split(report: LoadReport) -> dict[str, Any]:
-    """Returns the parts of a round trip, from the response headers."""
+    """Returns the components of a round trip, from the response headers."""
     exchanges = report.exchanges
     return {
         "round_trip_ms": report.round_trip(),

@@ -1,9 +1,9 @@
 """Batches per second through a whole worker whose device computes asynchronously.
 
 The device takes 5 ms per batch, so it can compute 200 batches/s (bench/async_device.py). A worker
-with a real model process, an embedded Pub/Sub, a Redis and callers keeps it supplied. *One at a
-time* sends a batch once the previous batch's results have been distributed, as on a CPU.
-*Overlapping* has two in flight.
+with a real model process, an embedded Pub/Sub, Redis, and callers keep it supplied. *One at a time*
+sends a batch once the previous batch's results have been distributed, as on a CPU. *Overlapping*
+has two in flight.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ MIN_PER_S = 190.0
 
 
 def run() -> Outcome:
-    """Measures both ways. The best round counts, because other load only reduces the rate."""
+    """Measures both ways. The best round counts, because other load can only reduce the rate."""
     figures, details = list[Figure](), dict[str, Any]()
     with tempfile.TemporaryDirectory() as name, servers(Path(name)) as (endpoint, redis_url):
         site = BrokerSite(redis_url, endpoint)

@@ -1,4 +1,4 @@
-"""The measured pipeline: the stack of `penstock up`, and its processes' costs."""
+"""The measured pipeline: the `penstock up` stack, and the costs of its processes."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ POLL_S = 0.25
 
 
 class Part:
-    """One process of the pipeline, identified by the port it listens on at 127.0.0.1."""
+    """One process in the pipeline, identified by the port on 127.0.0.1 that it listens on."""
 
     def __init__(self, port: int) -> None:
         self.port = port
@@ -73,7 +73,7 @@ class Part:
         return int(self._process.memory_info().rss)
 
     def image_rss_bytes(self) -> list[int]:
-        """Returns the resident memory of each of an API's children, which are image processes."""
+        """Returns the resident memory of each of an API's child processes (image processes)."""
         return [int(child.memory_info().rss) for child in self._process.children(recursive=True)]
 
 
@@ -150,7 +150,7 @@ class Pipeline(Parts):
             time.sleep(POLL_S)
 
     def work(self) -> tuple[float, float]:
-        """Returns the tokens that the worker has computed, without and with padding."""
+        """Returns the number of tokens that the worker has computed, without and with padding."""
         values = {sample.name: sample.value for sample in samples_of(self.worker.port)}
         real, padded = (f"penstock_worker_{kind}_work_total" for kind in ("real", "padded"))
         return values[real], values[padded]
@@ -197,7 +197,10 @@ class Pipeline(Parts):
 def another(
     stack: Stack, name: str, module: str, port: int, variables: Mapping[str, str]
 ) -> Iterator[Part]:
-    """Yields one more ready process for `stack`. `variables` overrides the stack's settings."""
+    """Yields one more process for `stack`, once it is ready.
+
+    `variables` overrides the stack's settings.
+    """
     environment = environment_with({**stack.environment, **variables})
     command = [sys.executable, "-m", module]
     with Process(name, command, stack.log_dir, environment=environment) as process:

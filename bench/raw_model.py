@@ -25,19 +25,19 @@ from workers.models.backend import Backend
 from workers.models.embedding.model import cut_by_length
 
 WAYS = ("by 4", "by 16", "512 tokens", "1024 tokens", "2048 tokens", "least padding")
-"""Ways to batch sorted texts: by number, by padded tokens, or by minimum cost."""
+"""Ways to batch sorted texts: by count, by padded tokens, or for minimum cost."""
 CALL_TOKENS = 20
 """Fixed cost of a call, in tokens, for `least padding`."""
 
 
 Batch = list[list[int]]
-"""Token IDs of several texts, with lengths as similar as the way of batching allows."""
+"""Token IDs of several texts whose lengths are as similar as the way of batching allows."""
 
 
 class RawModel:
     """The model in child processes, with `threads` threads each, while the context is open.
 
-    They are idle unless `seconds` is called.
+    They are idle except during calls to `seconds`.
     """
 
     def __init__(self, folder: Path, processes: int, threads: int, backend: Backend) -> None:

@@ -37,7 +37,7 @@ class TimedCall:
 
 
 def run() -> Outcome:
-    """Kills each kind of part ROUNDS times, and measures how long waiting callers had to wait."""
+    """Kills each kind of component ROUNDS times, and measures how long callers had to wait."""
     figures, details = [], {}
     for name, backend, workers, processes, kill, limit_s in _CASES:
         waits_s, failed, starts_s = [], 0, []

@@ -20,7 +20,10 @@ RESULTS = Path(__file__).parent / "results"
 
 
 class Figure(msgspec.Struct, omit_defaults=True):
-    """One measured value. With `limit`, it must be at most (`<=`) or at least (`>=`) that limit."""
+    """One measured value.
+
+    With `limit`, the value must be at most (`<=`) or at least (`>=`) that limit.
+    """
 
     name: str
     value: float

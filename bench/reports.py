@@ -1,6 +1,6 @@
 """How long each report takes over five million rows in the embedded BigQuery.
 
-The SQL files in bench generate the rows, and load jobs load them, as a user would.
+SQL files in bench generate the rows, and load jobs load them, as a user would.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def _read(name: str) -> str:
 
 
 def _typed(database: duckdb.DuckDBPyConnection, sql: str) -> str:
-    """Returns the query with the types of the table's columns, which Parquet requires."""
+    """Returns the query with the table's column types, which Parquet requires."""
     types = {field["name"]: PARQUET_TYPES[field["type"]] for field in tables.schema("rows")}
     parameters = {"seed": SEED, "first": 0, "after": 1, "since": SINCE.isoformat()}
     columns = [name for name, *_ in database.execute(sql, parameters).description or ()]

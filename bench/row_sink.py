@@ -1,7 +1,8 @@
-"""Accepts rows like BigQuery and counts them: `python -m bench.row_sink PORT LATENCY_MS MOST`.
+"""Accepts rows as BigQuery does and counts them: `python -m bench.row_sink PORT LATENCY_MS MOST`.
 
-A separate process that never limits the writer. `GET /away` makes it close the connection on every
-call until `GET /back`. `GET /counts` returns its totals: rows, distinct rows, and their tokens.
+Runs as a separate process that never limits the writer. After `GET /away`, it closes the connection
+on every call until `GET /back`. `GET /counts` returns its totals: rows, distinct rows, and their
+tokens.
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from shared.usage.writer import RowWriter
 
 RATE_PER_S = 5000
 BURST = 50
-"""Rows written in one turn of the event loop."""
+"""Number of rows written in one turn of the event loop."""
 MODEL = Model(
     name="mini",
     task="embedding",

@@ -1,9 +1,9 @@
-"""The usage row writer on one core: its rate, an outage of BigQuery, and the recovery.
+"""The usage row writer on one core: its rate, a BigQuery outage, and the recovery.
 
 The writer has a dedicated core. The stand-in for BigQuery has another core, if available, and
-responds as slowly as the service (bench/row_sink.py). An outage of ten minutes is compressed: its
-rows are written as fast as they can be created. Then BigQuery is back, while rows continue for a
-while at the usual rate.
+responds as slowly as the service (bench/row_sink.py). A ten-minute outage is compressed: its rows
+are written as fast as they can be created. Then BigQuery is back, while rows continue for a while
+at the usual rate.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OUTAGE_S = 600
 BACKLOG = RATE_PER_S * OUTAGE_S
 STEADY_S = 20.0
 ANSWER_MS = 100
-"""The service's insertAll call duration."""
+"""The duration of the service's insertAll calls."""
 MAX_BESIDE = 20_000_000
 """Capacity for rows before and after the outage."""
 CHUNK = 100_000
@@ -112,10 +112,10 @@ class _Run:
         return msgspec.json.decode(answer.content, type=RowCounts)
 
     async def _as_fast_as_possible(self, writer: RowWriter) -> float:
-        """Returns the seconds that the outage's rows take, including compression.
+        """Returns the seconds it takes to write the outage's rows, including compression.
 
-        The writer's thread has an outage of only seconds for work that would normally have ten
-        minutes. The rows therefore occasionally wait for it.
+        The writer's thread has only seconds during the outage for work that would normally have ten
+        minutes. The rows therefore occasionally wait for the thread.
         """
         began_s, until = time.monotonic(), self._traffic.written + BACKLOG
         while self._traffic.written < until:

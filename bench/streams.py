@@ -1,7 +1,7 @@
 """1,000 streams of greedy text, while API instances and workers are killed in turn every 10 s.
 
 Readers resume after their last event, using `Last-Event-ID` and `starting_after`. Each text must be
-complete, have each event once and in order, and match an undisturbed run's text, in fp32.
+complete, contain each event once and in order, and match the text from an undisturbed run, in fp32.
 """
 
 from __future__ import annotations

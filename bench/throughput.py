@@ -3,7 +3,7 @@
 The load generator, API, broker, Redis and worker share the cores with the model. Each round times
 the raw model and the pipeline on the same texts, one after the other, so other load on the machine
 affects both. This is done for torch fp32, for ONNX Runtime fp32, and for the worker's own choice if
-that is something else.
+it is something else.
 """
 
 from __future__ import annotations
@@ -26,9 +26,11 @@ CHOICE_TEXTS = 240
 ROUNDS = 3
 Layout = tuple[int, int]
 LAYOUTS: tuple[Layout, ...] = ((2, 1), (1, 2))
-"""Processes and threads of each layout: the ways to run the model on two cores."""
+"""Number of processes and threads in each layout: the ways to run the model on two cores."""
 LIMITS_PERCENT = {"torch-fp32": 75.0, "onnx-fp32": 65.0}
-"""Minimum share of the raw model's rate. The faster the model, the more the pipeline matters."""
+"""Minimum share of the raw model's rate. The faster the model, the more the pipeline's overhead
+matters.
+"""
 
 
 def run() -> Outcome:
@@ -42,7 +44,7 @@ def run() -> Outcome:
 
 
 def _measure(changes: dict[str, object], figures: list[Figure], details: dict[str, Any]) -> str:
-    """Finds the raw model's best way of batching, then measures it and the pipeline.
+    """Finds the best way to batch for the raw model, then measures it and the pipeline.
 
     Returns the backend.
     """
@@ -109,7 +111,7 @@ def _round(
     cpu_before, work_before = pipeline.cpu_s(), pipeline.work()
     report = pipeline.ask(texts, IN_FLIGHT)
     cpu_after, work_after = pipeline.cpu_s(), pipeline.work()
-    # Again, so that a machine that slows down in between doesn't favor the pipeline.
+    # Measured again, so that a machine that slows down in between doesn't favor the pipeline.
     alone += [_raw(model, ids, ways[layout]) for layout, model in raw.items()]
     raw_rate, raw_cpu_ms = max(rate for rate, _ in alone), min(cpu_ms for _, cpu_ms in alone)
     round_trip = report.round_trip()

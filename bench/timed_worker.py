@@ -81,8 +81,8 @@ MODEL = Model(
 )
 DeviceKind = Literal["none", "one", "two"]
 """With `none`, a timer in the worker's I/O process takes as long as a batch. With `one` and `two`,
-a model process does, and its asynchronous device (bench/async_device.py) runs one or two batches at
-a time.
+a model process takes that time, and its asynchronous device (bench/async_device.py) runs one or two
+batches at a time.
 """
 DEADLINE_S = 600.0
 INBOX = "timed"
@@ -196,7 +196,7 @@ class _Counted:
 class _OtherHand:
     """A transport whose subscriptions hold a different number of messages.
 
-    `opened` are the subscriptions opened so far.
+    `opened` contains the subscriptions opened so far.
     """
 
     def __init__(self, transport: Transport, messages: int) -> None:
@@ -220,7 +220,7 @@ class Callers:
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
         self._sent = 0
-        # Runs may share a Redis, which remembers earlier runs' jobs.
+        # Runs may share a Redis, which still contains earlier runs' jobs.
         self._name = uuid4().hex[:8]
         self._waiting: dict[str, asyncio.Future[None]] = {}
 
@@ -260,7 +260,7 @@ class Callers:
 
 @dataclass(frozen=True, slots=True)
 class BrokerSite:
-    """A run's servers: a Redis, and either a Pub/Sub or a RabbitMQ.
+    """A run's servers: Redis, and either a Pub/Sub or a RabbitMQ.
 
     `near` is the broker's own address if the other address leads through a proxy.
     """
@@ -288,13 +288,13 @@ class WorkerCounts(NamedTuple):
 
     at_s: float
     busy_s: float
-    """Time in which its processes ran batches."""
+    """Time during which its processes ran batches."""
     cpu_s: float
     """CPU time of this process."""
     batches: int
     items: int
     held: int
-    """Number of messages it holds now."""
+    """Number of messages it currently holds."""
     redelivered: int
     """Number of messages that had already been delivered, to this worker or another one."""
 

@@ -1,8 +1,8 @@
 """Streams a chat with OpenAI's client and prints each piece as it arrives.
 
-Serve a language model first, as README.md in this folder shows. Then run
-`.venv/bin/python examples/chat_stream.py "What is a penstock?"`. The question is optional. For
-another address or a key, set PENSTOCK_URL and PENSTOCK_API_KEY.
+Serve a language model first, as README.md in this folder shows. Then run `.venv/bin/python
+examples/chat_stream.py "What is a penstock?"`. The question is optional. To use a different address
+or a key, set PENSTOCK_URL and PENSTOCK_API_KEY.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Generates an image with Replicate's client and saves it as a PNG file.
 
 Run `make up` first, then `.venv/bin/python examples/draw.py "a green star" star.png`. Both
-arguments are optional. For another address or a key, set PENSTOCK_URL and PENSTOCK_API_KEY.
+arguments are optional. To use a different address or a key, set PENSTOCK_URL and PENSTOCK_API_KEY.
 """
 
 from __future__ import annotations

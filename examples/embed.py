@@ -1,7 +1,7 @@
 """Compares three sentences by the cosine of their embeddings, with OpenAI's client.
 
-Run `make up` first, then `.venv/bin/python examples/embed.py`. For another address or a key, set
-PENSTOCK_URL and PENSTOCK_API_KEY.
+Run `make up` first, then `.venv/bin/python examples/embed.py`. To use a different address or a key,
+set PENSTOCK_URL and PENSTOCK_API_KEY.
 """
 
 from __future__ import annotations

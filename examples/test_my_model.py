@@ -100,7 +100,7 @@ async def test_each_text_gets_its_vector() -> None:
 
 
 async def test_bad_text_fails_alone() -> None:
-    """A failing batch is split in half until the text that breaks it is alone."""
+    """A failing batch is split in half until the text that breaks it is by itself."""
     model = LetterModel()
     async with running_worker(
         InMemoryBroker(), ENTRY, preparer=LetterPreparer(), model=lambda: model

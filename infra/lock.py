@@ -1,14 +1,14 @@
-"""Reads constraints.txt, the lock file with versions and hashes of all packages.
+"""Reads constraints.txt, the lock file with the versions and hashes of all packages.
 
-`make constraints` writes the lock. Run as a program, this module has these commands:
+`make constraints` writes the lock. When run as a program, this module has these commands:
 
-- `pins`: only the versions. pip requires hashes for all packages or none.
+- `pins`: versions only, because pip requires hashes for all packages or none.
 - `only NAME`: one package with its hashes.
 - `check`: requirements that are missing from the lock.
 - `covers FILE [NAME...]`: installed packages that aren't in the lock. FILE has the format of `uv
-pip freeze`. A NAME may also be installed; one that ends with * matches a prefix.
+pip freeze`. Packages named by NAME may also be installed; a NAME ending in * matches a prefix.
 
-It imports the standard library only.
+It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def read_lock(path: Path = LOCK) -> dict[str, Locked]:
 
 
 def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
-    """Returns the project's and its workspace members' requirements that are not met.
+    """Returns the unmet requirements of the project and its workspace members.
 
     A requirement is met by a package in the lock or by a workspace member.
     """
@@ -77,7 +77,7 @@ def find_uncovered(installed: str, allowed: list[str]) -> list[str]:
     for line in filter(None, installed.splitlines()):
         name, _, version = line.partition("==")
         name = normalized(name)
-        # A build from a custom index has a local version: 2.13.0+cu126.
+        # A build from a custom index has a local version suffix: 2.13.0+cu126.
         if versions.get(name) != version.partition("+")[0] and not any(
             fnmatchcase(name, pattern) for pattern in patterns
         ):

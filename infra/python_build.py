@@ -1,10 +1,10 @@
 """Checks how this Python was built, which affects the speed of Python-bound processes.
 
-Run as a program, it exits with 0 if `make setup` may create .venv from this Python: the lock
+When run as a program, it exits with 0 if `make setup` may create .venv from this Python: the lock
 supports its version, it was built with optimizations, it can create environments, and it includes
 the headers that torch compiles against.
 
-It imports the standard library only.
+It imports only the standard library.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def is_optimized() -> bool:
     https://docs.python.org/3/using/configure.html#performance-options
     """
     arguments = sysconfig.get_config_var("CONFIG_ARGS")
-    # Windows does not have this variable, and Debian's rules apply the profile without the
+    # Windows does not have this variable, and Debian's build rules apply the profile without the
     # argument.
     return (
         arguments is None or "--enable-optimizations" in arguments or "--prefix=/usr'" in arguments

@@ -1,8 +1,8 @@
 """Makes the paths of editable packages relative to site-packages: `relative_paths.py VENV`.
 
-Python before 3.13 decodes `.pth` files in the locale's encoding. If the clone's path has letters
-missing from this encoding, such as `ü` with `LC_ALL=C`, none of the environment's programs would
-start.
+Python versions before 3.13 decode `.pth` files using the locale's encoding. If the clone's path
+contains characters missing from this encoding, such as `ü` with `LC_ALL=C`, none of the
+environment's programs would start.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ UNBOUNDED = 10_000
 def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     """Returns the rows below their headers, which are bold on a terminal.
 
-    Numeric columns are aligned to the right, and None is shown as `-`. A column is shown without
-    decimals if all its numbers are whole; otherwise with two or more.
+    Numeric columns are right-aligned, and None is shown as `-`. A column is shown without decimals
+    if all its numbers are whole, and with two or more otherwise.
     """
     columns = [_column(column) for column in zip(*rows, strict=True)] or [[] for _ in heads]
     table = _empty_table(has_heads=True)
@@ -86,7 +86,7 @@ def _decimal(value: float, least: int) -> str:
 
 
 def yes_or_no(value: object) -> object:
-    """Returns a cell for people: a word for a boolean, and None for an empty string."""
+    """Returns a human-readable cell: a word for a boolean, and None for an empty string."""
     if isinstance(value, bool):
         return "yes" if value else "no"
     return value if value != "" else None

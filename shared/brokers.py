@@ -1,4 +1,4 @@
-"""The configured broker, either Pub/Sub or RabbitMQ. Only this module knows about both.
+"""The configured broker, either Pub/Sub or RabbitMQ. Only this module knows about both of them.
 
 A process imports only the client it uses, because importing Google's client takes 0.3 s of CPU
 time.
@@ -13,7 +13,7 @@ from shared.settings import Settings
 
 
 def transport_of(settings: Settings) -> AbstractAsyncContextManager[Transport]:
-    """Returns the transport for these settings, not yet open."""
+    """Returns the transport for these settings, not yet opened."""
     if settings.broker:
         from shared.broker.rabbitmq.client import RabbitTransport
 
@@ -24,7 +24,7 @@ def transport_of(settings: Settings) -> AbstractAsyncContextManager[Transport]:
 
 
 def admin_of(settings: Settings, timeout_s: float = 30.0) -> AbstractAsyncContextManager[Admin]:
-    """Returns the admin connection for these settings, not yet open."""
+    """Returns the admin connection for these settings, not yet opened."""
     if settings.broker:
         from shared.broker.rabbitmq.admin import RabbitAdmin
 

@@ -25,9 +25,9 @@ A job with `"replies": "n"` comes from an instance that accepts multiple replies
 Earlier releases neither send this attribute nor read such messages, so they receive each reply
 separately.
 
-The functions here encode and decode both. A publisher checks that the broker can carry the message
-and that the reader can decode it. If a message can't be decoded as a job, a lenient decoder reads
-as much as possible, so that its callers get a reply.
+The functions here encode and decode both formats. A publisher checks that the broker can carry the
+message and that the reader can decode it. If a message can't be decoded as a job, a lenient decoder
+reads as much of it as possible, so that its callers get a reply.
 """
 
 from __future__ import annotations
@@ -110,14 +110,15 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     """
     tenant: str
     received_at_s: UnixTime
-    """Unix time of arrival, from which time limits are measured."""
+    """Unix time of arrival, the starting point for time limits."""
     client_request_id: str = ""
-    """The caller's `x-request-id`, only for rows: at most 128 characters. Empty if none was sent.
+    """The caller's `x-request-id`, used only in rows: at most 128 characters. Empty if none was
+    sent.
     """
     key_id: str = ""
-    """Public part of the caller's API key, for rows. Empty if keys are not required."""
+    """Public part of the caller's API key, used in rows. Empty if keys are not required."""
     plan: str = ""
-    """Name of the tenant's plan, for rows. Empty if there is none."""
+    """Name of the tenant's plan, used in rows. Empty if there is none."""
     weight: Weight = 1.0
     """The tenant's share of a busy model, from its plan. Omitted from messages if 1."""
     priority: Priority = msgspec.field(default="interactive", name="lane")
@@ -126,11 +127,11 @@ class RequestFacts(msgspec.Struct, kw_only=True):
     Omitted from messages if interactive.
     """
     user_agent_family: str = ""
-    """Kind of client, for rows (api/http/request_options.py)."""
+    """Kind of client, used in rows (api/http/request_options.py)."""
     price_share: PriceShare = 1.0
-    """Fraction of the list price that the request pays. Omitted from messages if 1."""
+    """Fraction of the list price charged for the request. Omitted from messages if 1."""
     batch_id: str = ""
-    """The batch of which the request is a line, for rows. Empty if there is none."""
+    """The batch that contains the request as a line, used in rows. Empty if there is none."""
 
     def row_columns(self) -> dict[str, Any]:
         """Returns the columns that are the same in all of the request's rows, keyed by name."""
@@ -168,21 +169,21 @@ class Envelope(RequestFacts, kw_only=True):
     """
     tracestate: str = ""
     cache_key: str = ""
-    """First item's cache key, for people and tools that inspect the topic."""
+    """Cache key of the first item, for people and tools that inspect the topic."""
     prediction: str = ""
     """`1` if the API created a record for the job. The record must be finished before the ack."""
     webhook: str = ""
-    """Events sent to the prediction's webhook, comma-separated. The record has its URL."""
+    """Events sent to the prediction's webhook, comma-separated. The record contains its URL."""
     start_by_s: UnixTime = 0.0
-    """Unix time after which the model does not start the job. If 0, only the deadline applies."""
+    """Unix time after which the model no longer starts the job. If 0, only the deadline applies."""
     replies: str = ""
     """`n` if the inbox accepts multiple replies in one message.
 
-    Inboxes from earlier releases don't.
+    Inboxes from earlier releases don't accept them.
     """
     flow: str = ""
-    """The flow to which the job belongs, in which case the request_id is the run's ID. Empty if
-    there is no flow.
+    """The flow to which the job belongs, if any; request_id is then the run's ID. Empty if there is
+    no flow.
     """
     step: str = ""
     """ID of the flow's step."""
@@ -260,10 +261,11 @@ class ItemError(msgspec.Struct, omit_defaults=True):
 class Receipt(msgspec.Struct, omit_defaults=True):
     """One item's cost, as measured by the worker. It is sent in the reply and becomes the row.
 
-    Times are Unix seconds, durations milliseconds. `cache` is where the result came from: `miss`
-    (computed), `memory`, `redis`, `joined` (an identical item was being computed), or `none` (cache
-    not used). `steps_saved` is the number of steps not computed for a canceled or late image.
-    `padded_tokens` is the number of tokens computed, including padding, or None if there are none.
+    Times are in Unix seconds, and durations are in milliseconds. `cache` is where the result came
+    from: `miss` (computed), `memory`, `redis`, `joined` (an identical item was being computed), or
+    `none` (cache not used). `steps_saved` is the number of steps not computed for a canceled or
+    late image. `padded_tokens` is the number of tokens computed, including padding, or None if
+    there are none.
     """
 
     cache: str = "none"
@@ -287,7 +289,7 @@ class Receipt(msgspec.Struct, omit_defaults=True):
     is_delivered_in_part: bool = False
     """True if there is no result, but a reader received part of the streamed output.
 
-    For a generation, `tokens` counts the tokens of that part and its prompt.
+    For a generation, `tokens` counts the tokens in that part and its prompt.
     """
     cold_start: bool = False
     """True if the model process that computed it loaded the model after the job was published."""
@@ -440,8 +442,8 @@ _batch_decoder = msgspec.json.Decoder(ReplyBatch)
 def encode_job(job: Job) -> tuple[bytes, dict[str, str]]:
     """Returns the data and attributes of the job's message, which `decode_job` can read.
 
-    The message is decoded again as a check, which takes only microseconds, because the callers of
-    an unreadable job would wait in vain.
+    The message is decoded again as a check, which takes only microseconds, because an unreadable
+    job would leave its callers waiting in vain.
 
     Raises:
         UndecodableMessage: workers can't read the message, or Pub/Sub can't carry it. `field` names
@@ -570,7 +572,7 @@ def decode_reply(data: bytes, attributes: Mapping[str, str]) -> Reply:
 
 def _check_carried(attributes: Mapping[str, str]) -> None:
     for name, value in attributes.items():
-        # A character has at most four bytes, so only long values need to be counted.
+        # A character takes up at most four bytes, so only long values need to be counted.
         if len(value) * 4 > MAX_ATTRIBUTE_BYTES and len(value.encode()) > MAX_ATTRIBUTE_BYTES:
             raise UndecodableMessage(
                 f"attributes: {name} is too long for a message", field="attributes"

@@ -1,7 +1,7 @@
 """A prediction's document and the body shown to callers, in Replicate's format.
 
 The API returns this body, and the webhook function posts it. Both build it from the document and
-the record, so they match. Field names and states follow Replicate's HTTP API
+the record, so the results match. Field names and states follow Replicate's HTTP API
 (https://replicate.com/docs/reference/http).
 """
 
@@ -37,7 +37,7 @@ from shared.stores.token_streams import TokenStreams
 from shared.stores.waiting_lines import QueuePosition
 
 MEDIA_TYPES = {"png": "image/png", "jpg": "image/jpeg", "jpeg": "image/jpeg", "webp": "image/webp"}
-"""Media types by API output format. Workers produce PNG."""
+"""Media types, keyed by API output format. Workers produce PNG."""
 EVENTS_TYPE = "text/event-stream"
 STREAM_LINK_S = 600
 """How long a link to a prediction's events remains valid after the deadline, in seconds."""
@@ -74,16 +74,16 @@ class Prediction(msgspec.Struct, kw_only=True, omit_defaults=True):
     """The API's URL as used by the caller, without a trailing slash."""
     created_at_s: float
     deadline_s: float
-    """Unix time after which no work is done on the prediction."""
+    """Unix time after which no more work is done on the prediction."""
     digest: str = ""
     """Hash of the whole request. A repeated request has the same hash.
 
     Empty if the request can't be repeated because the caller chose neither an ID nor a key.
     """
     client_request_id: str = ""
-    """`x-request-id` of the request that created the prediction, for rows."""
+    """`x-request-id` of the request that created the prediction, used in rows."""
     key_id: str = ""
-    """Public part of the API key that created the prediction, for rows."""
+    """Public part of the API key that created the prediction, used in rows."""
     is_cached: bool = False
     """True if results may be served from the cache."""
     price: ItemPrice | None = None
@@ -262,7 +262,7 @@ def _stream_query(prediction: Prediction, url_signer: UrlSigner) -> str:
 def output_of(
     prediction: Prediction, record: Record, url_signer: UrlSigner
 ) -> list[Any] | Any | None:
-    """Returns vectors as lists of floats, and images as signed URLs, or `data:` URLs if small.
+    """Returns vectors as lists of floats, and images as signed URLs or, if small, `data:` URLs.
 
     A custom class that did not succeed may have yielded part of its output.
     """
@@ -274,7 +274,7 @@ def output_of(
         ]
         return partial_output_of(prediction, chunks, url_signer) or None
     output = record.reply.output
-    if isinstance(output, ImagesResult):  # each has a separate link
+    if isinstance(output, ImagesResult):  # each has its own link
         return [
             _show_output(prediction, index, image, url_signer)
             for index, image in enumerate(output.images)

@@ -17,7 +17,7 @@ QOS_OK, CONSUME_OK, CONFIRMATION = (60, 11), (60, 21), (60, 80)
 
 
 class AmqpLink:
-    """A port that leads to a broker on this machine. Used as a context manager."""
+    """A port that forwards to a broker on this machine. Used as a context manager."""
 
     def __init__(self, target_port: int) -> None:
         self._target_port = target_port
@@ -54,7 +54,7 @@ class AmqpLink:
         self._to_lose.append(method)
 
     def fall_silent(self) -> None:
-        """Carries no more data on open connections. New connections are served."""
+        """Stops forwarding data on open connections. New connections are served."""
         self._silent |= self._writers
 
     def hang_up_unread(self) -> None:
@@ -106,6 +106,6 @@ class AmqpLink:
         await self._keep_open(sink)
 
     async def _keep_open(self, sink: asyncio.StreamWriter) -> None:
-        """Keeps a silent connection open, because the other side must not notice its end."""
+        """Keeps a silent connection open, because the other side must not notice that it ended."""
         if sink in self._silent:
             await asyncio.Event().wait()

@@ -17,7 +17,7 @@ needs_chromium = pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")
 
 @contextmanager
 def running_browser() -> Iterator[Browser]:
-    """Chromium until the end of the context. Use it only for this project's pages."""
+    """Runs Chromium until the end of the context. Use it only for this project's pages."""
     with sync_playwright() as playwright:
         # The sandbox needs permissions that containers lack.
         browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])

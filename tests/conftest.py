@@ -44,8 +44,9 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 # CPU time when collecting tests, and a twentieth when running small tests.
 gc.set_threshold(YOUNG_OBJECTS, 20, 20)
 
-# The same examples each time, so that any failure comes from the change. A quick run uses few, and
-# `make test-slow` uses many for these tests too; `--hypothesis-profile=explore` tries others.
+# Uses the same examples each time, so that any failure is caused by the change. A quick run uses
+# few, and `make test-slow` uses many for these tests too; `--hypothesis-profile=explore` tries
+# others.
 settings.register_profile(
     "few", derandomize=True, deadline=None, print_blob=True, max_examples=QUICK_EXAMPLES
 )

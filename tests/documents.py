@@ -175,7 +175,7 @@ def images_of(pdf: bytes, *, dpi: int = 150) -> list[Image.Image]:
 
 
 def image_file(images: Sequence[Image.Image], kind: str) -> bytes:
-    """An image file. Several images make a TIFF."""
+    """An image file. Several images produce a TIFF."""
     file = io.BytesIO()
     first, *rest = [image.convert("RGB") for image in images]
     more = {"save_all": True, "append_images": rest} if rest else {}

@@ -53,7 +53,7 @@ file's duration. It only affects the order.
 
 
 def about_s(items: Iterable[pytest.Item]) -> float:
-    """Approximate seconds that the tests take when run one after the other."""
+    """Approximate seconds that the tests take when run one at a time."""
     tests_s, files_s = 0.0, dict[str, float]()
     for item in items:
         marks = (*item.iter_markers_with_node("slow"), *item.iter_markers_with_node("many"))

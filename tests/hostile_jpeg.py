@@ -9,7 +9,7 @@ from PIL import Image
 
 _SCAN = re.compile(rb"\xff\xda.*?(?=\xff[^\x00\xd0-\xd7])", re.DOTALL)
 RESERVED_MARKER = b"\xff\x02\xff\xff"
-"""Followed by a length, as in a segment. libjpeg does not know this kind of segment."""
+"""Followed by a length, as in a segment. libjpeg does not recognize this kind of segment."""
 
 
 def repeat_scans(side: int, scans: int) -> bytes:

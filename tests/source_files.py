@@ -21,7 +21,7 @@ Rules: TypeAlias = tuple[tuple[Path, GitIgnoreSpec], ...]
 def source_files(root: Path = Path()) -> list[Path]:
     """Returns what `git ls-files --cached --others --exclude-standard` lists, relative to `root`.
 
-    The result has the files that no `.gitignore` below `root` excludes, in git's order.
+    The result has the files that no `.gitignore` under `root` excludes, in git's order.
     """
     return sorted((path.relative_to(root) for path in _below(root, ())), key=os.fsencode)
 

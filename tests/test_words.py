@@ -30,7 +30,7 @@ GIVEN_UP = {
     r"\b(Queue|Report)Place\b": "QueuePosition, ReportDataset",
     r"\b(MOST|LEAST|LONGEST|SHORTEST)_[A-Z]": "MAX_, MIN_",
 }
-"""Patterns for words that were given up, and their replacements."""
+"""Patterns for retired words, and their replacements."""
 
 ELSEWHERE = re.compile(
     r"""(?i:x[-_]penstock[-_]lane) | ["`/ ,]lane["`,\\] | attributes\.lane | labels\.lane

@@ -2,6 +2,6 @@
 
 import os
 
-# Without this, importing ONNX Runtime starts a telemetry thread, and a process with threads can't
-# be forked (workers/runtime/template.py).
+# Without this, importing ONNX Runtime would start a telemetry thread, and a process with threads
+# can't be forked (workers/runtime/template.py).
 os.environ.setdefault("ORT_DISABLE_TELEMETRY", "1")

@@ -1,4 +1,4 @@
-"""`python -m workers`: a worker that serves one or several models.
+"""`python -m workers`: a worker that serves one or more models.
 
 Opens its parts in order and runs until SIGTERM.
 """
@@ -138,7 +138,7 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
     """Returns a worker's process and thread counts.
 
     Args:
-        of_first: the layout that would be chosen for the first model on its own.
+        of_first: the layout that would be chosen for the first model by itself.
     """
     layout = of_first
     if len(models) > 1 and not settings.threads:
@@ -276,7 +276,7 @@ def _pool(settings: WorkerSettings, hosted: Sequence[HostedModel], layout: Layou
 
 
 def _writer(settings: WorkerSettings, models: Sequence[Model], kind: str, table: str) -> RowWriter:
-    """Returns a writer whose folder is for this kind of row and for workers with these models."""
+    """Returns a writer with a folder for this kind of row and for workers with these models."""
     return RowWriter(
         sender_of(settings, table),
         spool_dir=settings.spool_dir / _spool_name(kind, models),

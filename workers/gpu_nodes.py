@@ -6,7 +6,7 @@ on the same GPU. This process therefore cordons the node and evicts its pods, li
 does. Evictions respect disruption budgets, pods drain and hand back their jobs, and replacements
 are scheduled elsewhere. The cluster autoscaler deletes the empty node.
 
-At most a tenth of all GPU nodes, but at least one, may be cordoned at a time, so a driver that
+At most a tenth of all GPU nodes (but at least one) may be cordoned at a time, so a driver that
 reports every GPU as broken can't empty the cluster. A node goes back into service when its
 condition clears.
 """
@@ -52,7 +52,7 @@ class KubernetesApi:
     """The few Kubernetes calls needed here, made with the pod's identity.
 
     Args:
-        token_file: file with the token, read for each call because the kubelet renews it.
+        token_file: file with the token, which is read for each call because the kubelet renews it.
         ca_file: the API server's CA certificate. None means plain HTTP.
     """
 
@@ -80,7 +80,7 @@ class KubernetesApi:
         """Sends a request, and returns the response.
 
         Raises:
-            OSError: the API server is unreachable, its response breaks off or is not JSON, or it
+            OSError: the API server is unreachable, its response is cut off or is not JSON, or it
                 rejects the request (urllib.error.HTTPError).
         """
         kind = "application/merge-patch+json" if method == "PATCH" else "application/json"
@@ -105,7 +105,7 @@ class KubernetesApi:
 
 @dataclass
 class Round:
-    """Results of one check, as node and pod names."""
+    """The results of one check, as node and pod names."""
 
     cordoned: list[str] = field(default_factory=list)
     evicted: list[str] = field(default_factory=list)
@@ -170,7 +170,7 @@ class GpuNodes:
         return min(times, default=None)
 
     def _mark(self, name: str, reason: str | None) -> None:
-        """Cordons a node, or uncordons it if there is no reason."""
+        """Cordons a node, or uncordons it if no reason is given."""
         body = {
             "metadata": {"annotations": {ANNOTATION: reason}},
             "spec": {"unschedulable": True if reason is not None else None},

@@ -35,7 +35,7 @@ def _handler(
     loop: asyncio.AbstractEventLoop, is_ready: Callable[[], bool]
 ) -> type[BaseHTTPRequestHandler]:
     class Handler(BaseHTTPRequestHandler):
-        """Serves a few paths, GET only."""
+        """Serves a few paths, and only for GET."""
 
         def do_GET(self) -> None:
             if self.path == "/metrics":

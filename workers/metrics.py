@@ -1,9 +1,9 @@
 """A worker's measurements of itself: Prometheus metrics and utilization.
 
-Utilization is for the `worker_hours` table and for the autoscaler. `ProcessTimes` measures
+Utilization is used for the `worker_hours` table and the autoscaler. `ProcessTimes` measures
 utilization, so that idle GPU time is attributed too. `UtilizationReports` writes a report every
 five minutes and at shutdown. A worker that is killed loses only the time since its last report,
-which is at most five minutes. The worker's event loop writes `BusyRatio`, and the thread that
+which is at most five minutes. The worker's event loop updates `BusyRatio`, and the thread that
 serves scrapes reads it.
 """
 
@@ -134,8 +134,8 @@ a report.
 FADE_S = 30.0
 """After this time, a second's weight has decayed to about a third, so the ratio covers a minute.
 
-With a shorter time, batches that take seconds make the ratio jump. With a longer one, the ratio
-lags behind the load.
+With a shorter time, batches that take seconds would make the ratio jump. With a longer one, the
+ratio would lag behind the load.
 """
 DIGITS = 3
 """Decimal places in a busy share. A decaying average never reaches 0, but an idle worker's share
@@ -156,7 +156,8 @@ class BatchMetrics:
         items = len(done.results)
         self._items.observe(items)
         ITEMS_AT_A_TIME.observe(done.batch_items)
-        # inference_ms covers all items processed together. Each item reports it when it finishes.
+        # inference_ms covers all items processed together. Each item reports it when the item
+        # finishes.
         inference_s = done.inference_ms / 1000 * items / done.batch_items
         self._inference_seconds.observe(inference_s, exemplar)
         self._spare_seconds.inc(done.spare_s)
@@ -265,7 +266,7 @@ class ProcessTimes:
 
 
 def hour_of(at_s: float) -> float:
-    """Returns the start of the hour (UTC) that contains a moment. Unix seconds."""
+    """Returns the start of the hour (UTC) that contains a given time. Unix seconds."""
     return at_s - at_s % HOUR_S
 
 
@@ -345,7 +346,7 @@ class UtilizationReports:
 
 
 class _State(NamedTuple):
-    """Replaced as a whole, so that other threads never read a partial update."""
+    """Replaced as a whole, so that other threads never see a partial update."""
 
     at_s: float
     running: float
@@ -364,8 +365,7 @@ class BusyRatio:
     """Fraction of the model processes' capacity in use, by priority.
 
     A batch counts while it is still running, so minute-long batches show up right away. If more
-    items could have joined the batch at no extra cost, its process reports the spare time
-    afterwards.
+    items could have joined the batch at no extra cost, its process later reports the spare time.
 
     Args:
         processes: the number of model processes.
@@ -378,12 +378,15 @@ class BusyRatio:
         self._of = {priority: _State(clock(), 0.0, 0.0) for priority in PRIORITIES}
 
     def publish(self) -> None:
-        """Exposes the ratios to scrapes from now on. Until the first call, there are none."""
+        """Exposes the ratios to scrapes from now on. There are none until the first call."""
         for priority in PRIORITIES:
             BUSY_RATIO.labels(priority).set_function(partial(self.read, priority))
 
     def start(self, priorities: Iterable[Priority]) -> dict[Priority, float]:
-        """Records the start of a batch. Takes one priority per item; returns input for `end`."""
+        """Records the start of a batch.
+
+        Takes one priority per item and returns the input for `end`.
+        """
         item_priorities = list(priorities)
         parts: dict[Priority, float] = {
             priority: item_priorities.count(priority) / len(item_priorities) / self._processes

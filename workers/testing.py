@@ -131,7 +131,7 @@ async def running_worker(
     """Runs a worker with one model until the context exits. Creates the topics it needs.
 
     Args:
-        broker: shared with everything that sends it jobs.
+        broker: shared with everything that sends the worker jobs.
         entry: the model's catalog entry, with its task, name, and batch budget.
         folder: the model's files. Required if `preparer` or `model` is omitted.
         preparer: prepares the inputs. Defaults to the task's preparer.
@@ -200,8 +200,7 @@ async def _running(worker: Worker, stop: asyncio.Event) -> AsyncIterator[None]:
 class _ModelThread:
     """Stands in for workers.runtime.child_process.ChildProcess, but runs on a thread.
 
-    The thread exits when the worker closes the connection, or when it is killed between two
-    batches.
+    The thread exits when the worker closes the connection, or when it is killed between batches.
     """
 
     pid = 0

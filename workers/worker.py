@@ -395,7 +395,7 @@ class Worker:
             )
 
     async def _listen(self) -> None:
-        """Drops canceled jobs, and stops batches whose callers have all left."""
+        """Drops canceled jobs, and stops batches whose callers have all disconnected."""
         async for record in self._records.canceled():
             for consumer in self._consumers:
                 await consumer.cancel(record)

@@ -1,4 +1,4 @@
-"""POST /v1/messages: Anthropic's chat API, either whole or streamed, and its errors.
+"""POST /v1/messages: Anthropic's chat API, with whole or streamed responses, and its errors.
 
 https://docs.claude.com/en/docs/build-with-claude/streaming
 https://docs.claude.com/en/api/errors
@@ -99,7 +99,7 @@ _CONTEXT = re.compile(
 
 
 class AnthropicRoute(ErrorRoute):
-    """A route whose errors have Anthropic's format."""
+    """A route whose errors use Anthropic's format."""
 
     error_reply = AnthropicErrorReply
 
@@ -120,8 +120,8 @@ def error_reply(error: PenstockError, request_id: str | None = None) -> Anthropi
 def as_asked(error: PenstockError) -> PenstockError:
     """Returns the error, with a chat field replaced by the field that the client sent.
 
-    A prompt that is too long is rejected with Anthropic's wording, because clients and proxies look
-    for it.
+    A prompt that is too long is rejected with Anthropic's wording, because clients and proxies
+    check for it.
     """
     if sizes := _CONTEXT.search(error.public_message):
         limit, prompt, written = map(int, sizes.groups())

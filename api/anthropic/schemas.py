@@ -227,7 +227,7 @@ class OutputConfig(Body):
 
 
 class CountBody(Body):
-    """Messages whose tokens to count."""
+    """The messages whose tokens should be counted."""
 
     messages: list[AnthropicInputMessage] = Field(min_length=1, max_length=2048)
     model: str | None = Field(None, description="Default: the first text model in the catalog.")

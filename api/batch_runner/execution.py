@@ -48,10 +48,9 @@ class LineExecutor:
     """Runs lines through the dispatcher, at `batch` priority.
 
     Temporary failures are retried until the batch expires: a full instance, an unreachable broker,
-    a missed deadline, a worker that gave up. If what is left of a budget is reserved, the line is
+    a missed deadline, a worker that gave up. If the rest of a budget is reserved, the line is
     retried when a request finishes. If the budget is spent, or if nothing advances while other
-    batches wait, the line waits for a later turn of its batch. An error in the line itself is
-    final.
+    batches wait, the line waits for its batch's next turn. An error in the line itself is final.
 
     A flow line is a run: a prediction with a record. The run's ID is derived from the line, so a
     runner that takes over finds the run and waits for it to finish. Canceling the batch cancels the
@@ -76,12 +75,12 @@ class LineExecutor:
         segment: int,
         is_run_again: Callable[[], bool] = lambda: True,
     ) -> LineAnswer | None:
-        """Runs a line. If the call is canceled, the line is left undone.
+        """Runs a line. If the call is canceled, the line is left unfinished.
 
         Args:
             progress: the batch's progress in this turn.
             segment: index of the segment that the line belongs to.
-            is_run_again: True if a line left undone by a canceled call will be run later.
+            is_run_again: True if a line left unfinished by a canceled call will be run later.
 
         Returns:
             None if the line must wait for a later turn.
@@ -202,7 +201,8 @@ class LineExecutor:
             return await self.dispatcher.dispatch(request)
         except asyncio.CancelledError:
             if not request.is_run_again():
-                # Its rows are marked as charged here, even if an earlier process charged them.
+                # Its rows are marked as charged here, even if an earlier process already charged
+                # them.
                 limited.settle(request.price, [])
             raise
 

@@ -1,7 +1,7 @@
 """Batch leases in Redis, which keep runners from running the same lines.
 
-A lease only avoids wasted work. Documents and segments are written once, so it does no harm if two
-runners run the same batch (api/batches/documents.py).
+A lease only avoids wasted work. Documents and segments are written only once, so it does no harm if
+two runners run the same batch (api/batches/documents.py).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class LineSplitter:
         """Bytes dropped from the current line because it is too long."""
 
     def feed(self, data: bytes) -> list[Line]:
-        """Takes the next piece. Returns the lines it completes."""
+        """Takes the next piece. Returns the lines that this piece completes."""
         lines: list[Line] = []
         at = 0
         while (end := data.find(b"\n", at)) >= 0:

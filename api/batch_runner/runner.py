@@ -63,9 +63,9 @@ POLL_S = 2.0
 """Interval between listings of open batches, because object stores charge for each listing."""
 MAX_AT_ONCE = 8
 ELSEWHERE_S = 5.0
-"""How long to leave a batch alone while another runner holds it."""
+"""How long a batch is left alone while another runner holds it."""
 NEVER_CREATED_S = 120.0
-"""How long before a marker without a batch, left by an interrupted creation, is removed."""
+"""How long a marker without a batch, left by an interrupted creation, is kept."""
 FIRST_PAUSE_S, MAX_PAUSE_S = 1.0, 60.0
 
 OPEN = Gauge("penstock_batches_open", "Unfinished batches of all tenants.")
@@ -134,7 +134,7 @@ class BatchRunner:
         self._woken = asyncio.Event()
 
     async def run(self) -> None:
-        """Runs until canceled. Then it releases its batches for other runners to take over."""
+        """Runs until canceled. Then it releases its batches so that other runners can take over."""
         try:
             while True:
                 try:
@@ -340,7 +340,8 @@ async def open_runner(
     Raises:
         ConfigurationError: the object store's or the key store's URL is invalid.
     """
-    # Lines seldom repeat, and Redis caches the ones that do, so a runner's memory use stays flat.
+    # Lines are seldom repeated, and Redis caches the ones that are, so a runner's memory use stays
+    # flat.
     settings = settings.model_copy(update={"memory_cache_bytes": 0})
     instance, objects = f"batches-{secrets.token_hex(4)}", ObjectStore(settings.objects_url)
     store = BatchStore(objects)

@@ -50,7 +50,7 @@ from shared.models.catalog import Catalog
 from shared.tenants.plan import Caller
 
 FLUSH_S = 1.0
-"""Pause between two answer logs."""
+"""Pause between answer logs."""
 BYTES_OF_AN_ITEM = 64 * 1024
 """In the window, a line counts as at least one item per BYTES_OF_AN_ITEM in its request and answer.
 """
@@ -102,7 +102,7 @@ class BatchPermits(Protocol):
     """Other batches waiting for this batch's turn to end."""
 
     def is_next_one_due(self) -> bool:
-        """Returns whether another batch runs next, after the current segment."""
+        """Returns whether another batch runs after the current segment."""
         ...
 
     def is_anyone_waiting(self) -> bool:
@@ -147,7 +147,7 @@ class _OpenSegment:
 
     numbers: list[int]
     left: set[int]
-    """Numbers of the lines that have no answer yet."""
+    """Numbers of the lines that don't have an answer yet."""
     started: set[int] = field(default_factory=set)
 
 
@@ -242,7 +242,7 @@ class SegmentRun:
             starting.result()
 
     async def _start_all(self, answers: AnswerLog, caller: Caller, progress: TurnProgress) -> None:
-        """Starts lines in order for as long as there is room in the window."""
+        """Starts lines in order as long as there is room in the window."""
         first = self._next
         for index in range(first, len(self._source.plan.segments)):
             if self._stop.end is not None or progress.is_stalled or self._has_waiting:
@@ -259,7 +259,7 @@ class SegmentRun:
                 await self._start(index, line, answers, caller, progress)
 
     async def _open_segment(self, index: int, answers: AnswerLog) -> list[Line]:
-        """Opens a segment. Returns its lines without an answer."""
+        """Opens a segment. Returns its lines that have no answer."""
         if index >= self._begun:
             await self._tools.store.begin_segment(self._owner, self._batch.id, index)
         lines = await self._source.read(index)
@@ -318,7 +318,7 @@ class SegmentRun:
     async def _try_to_write(self, answers: AnswerLog) -> Unavailable | None:
         """Writes complete segments.
 
-        Returns the error if that failed, because lines in flight continue.
+        If that failed, returns the error instead of raising it, because lines in flight continue.
         """
         try:
             await self._write_complete(answers)
@@ -329,7 +329,7 @@ class SegmentRun:
         return None
 
     async def _write_complete(self, answers: AnswerLog) -> None:
-        """Writes complete segments for as long as all earlier segments are complete."""
+        """Writes complete segments as long as all earlier segments are complete."""
         store, names = self._tools.store, (self._owner, self._batch.id)
         written, counts = self._next, None
         while (segment := self._open.get(self._next)) is not None and not segment.left:
@@ -355,7 +355,7 @@ class SegmentRun:
                 await answers.forget(segment.numbers)
 
     async def _end_rest(self, answers: AnswerLog, attempts: Mapping[int, int]) -> None:
-        """Ends lines left undone when the batch stops, and writes all segments."""
+        """Ends unfinished lines when the batch stops, and writes all segments."""
         while self._next < len(self._source.plan.segments):
             index, started = self._next, set[int]()
             lines = await self._source.read(index)

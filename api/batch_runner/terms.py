@@ -1,7 +1,7 @@
 """Current limits of a batch's tenant and key, from the key directory.
 
-A batch may run for a day. If its budget is raised during that time, its lines continue. If the
-budget is lowered, they wait. Price, weight, and models are fixed when the batch is created.
+A batch may run for up to a day. If its budget is raised during that time, its lines continue. If
+the budget is lowered, they wait. Price, weight, and models are fixed when the batch is created.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from shared.tenants.key_store import KeyStore
 from shared.tenants.plan import Caller, Limits
 
 REFRESH_S = 2.0
-"""Interval between reads. API instances take the same amount of time to see a change."""
+"""Interval between reads. API instances take just as long to see a change."""
 READ_LIMIT_S = 2.0
 log = logging.getLogger(__name__)
 

@@ -19,7 +19,7 @@ class TurnProgress:
     Args:
         should_yield: returns whether another batch could run in place of this one.
         attempts: number of failed attempts in lines' records, keyed by line number. They outlive
-            the turn, because the next turn would find the same failures again.
+            the turn, because the next turn would run into the same failures again.
     """
 
     def __init__(self, should_yield: Callable[[], bool], attempts: dict[int, int]) -> None:
@@ -41,12 +41,12 @@ class TurnProgress:
         Args:
             has_ended: True if the line's items had outcomes, which are now in its records and rows.
         """
-        # The job's record has this outcome, so the same ID would only return it again.
+        # The job's record has this outcome, so the same ID would just return it again.
         if has_ended or isinstance(error, DeadlineExceeded | Canceled):
             self.attempts[line.number] = self.attempts.get(line.number, 0) + 1
 
     def stall(self) -> None:
-        """Leaves lines that have not started to a later turn."""
+        """Leaves lines that have not started for a later turn."""
         self.is_stalled = True
 
     def is_worth_waiting(self, error: PenstockError) -> bool:

@@ -37,7 +37,7 @@ class ItemWindow:
 
 
 class Share:
-    """One batch's part of the window."""
+    """One batch's share of the window."""
 
     def __init__(self, window: ItemWindow) -> None:
         self._window = window

@@ -1,8 +1,8 @@
 """Enforces an exact limit on open batches per owner, even if many instances create batches at once.
 
 Admissions are objects with consecutive numbers. Each contains the IDs of all batches that are open
-after it, so the last one is the current state. An instance reads the last admission, leaves out
-finished batches, and writes the next number, which the store permits only one writer to do
+after it, so the last one is the current state. An instance reads the last admission, drops finished
+batches, and writes the next number, which the store allows only one writer to do
 (`ObjectStore.create`). A slower writer starts over. A batch gets its marker before its admission,
 so a batch without a marker is finished.
 """
@@ -24,8 +24,8 @@ from shared.stores.objects import ObjectStore
 KEPT = 1000
 """Number of admissions to keep.
 
-A number is not reused while an instance may still try to write it, because no owner admits KEPT
-batches within MAX_S.
+A number is not reused while an instance may still try to write it, because no owner can have KEPT
+batches admitted within MAX_S.
 """
 MAX_S = 10.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.01, 0.2
@@ -62,7 +62,7 @@ class Admissions:
             True if the batch was admitted. If it was not, it may still have a marker.
 
         Raises:
-            Overloaded: other instances were faster for MAX_S.
+            Overloaded: other instances kept winning for MAX_S.
             Unavailable: the object store is unreachable.
         """
         # Concurrent calls in one process would only compete for the numbers.

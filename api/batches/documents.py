@@ -6,8 +6,8 @@
     finalizing   → finalizing        with the end that it leads to
     ended        → completed, failed, expired, cancelled
 
-Each step is one document, and the first writer wins. So a late runner can't undo another runner's
-work.
+Each step is one document, and the first writer wins. As a result, a late runner can't undo another
+runner's work.
 
 A segment has a line with the counts so far, followed by the responses and the errors. A segment is
 one object, so it is stored completely or not at all. Its counts include all earlier segments, so
@@ -15,8 +15,8 @@ the last segment shows the batch's progress.
 
 Lines of several segments run at the same time, but segments are written in order. Until then, their
 responses are in logs (api/batch_runner/answers.py), which the next runner reads. A release 0.1.0
-runner stores the responses in a segment that it set aside as a half segment. It ignores logs, so it
-runs those lines again.
+runner stores the responses in a segment that it sets aside as a half segment. It ignores logs, so
+it runs those lines again.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class BatchCreated(msgspec.Struct, kw_only=True, omit_defaults=True):
     output_keep_s: int
     webhook: str = ""
     base_url: str = ""
-    """Base URL the caller used to reach the API. File URLs start with it."""
+    """Base URL the caller used to reach the API. File URLs begin with it."""
     key_id: str = ""
     price_share: float = 1.0
     """Fraction of the list price charged for the batch's lines, from the tenant's plan."""
@@ -185,7 +185,7 @@ class BatchEnded(msgspec.Struct, kw_only=True, omit_defaults=True):
 
 @dataclass(frozen=True, slots=True)
 class BatchState:
-    """Everything known about a batch."""
+    """Everything that is known about a batch."""
 
     created: BatchCreated
     plan: BatchPlan | None = None
@@ -219,7 +219,7 @@ class LineAnswer(NamedTuple):
     data: bytes
     end: Literal["completed", "failed", "not_run"]
     tokens: int = 0
-    """Kept for release 0.1.0, which does not know the other amounts."""
+    """Kept for release 0.1.0, which does not know about the other amounts."""
     usage: LineUsage = LineUsage()
 
 

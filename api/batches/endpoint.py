@@ -111,7 +111,7 @@ class Endpoint(ABC):
         return request.inputs
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
-        """Opens a context in which an item's errors are worded as the route words them."""
+        """Opens a context in which an item's errors are worded the way the route words them."""
         return nullcontext()
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:

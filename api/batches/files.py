@@ -33,7 +33,7 @@ MIN_KEEP_S = 3600
 READ_BYTES = 1024 * 1024
 PAGE = 100
 MAX_LEFT_OUT = 50_000
-"""Number of files to remember as excluded from listings, so that they are not reread. They take 15
+"""Number of files remembered as excluded from listings, so that they are not reread. They take 15
 MB.
 """
 JSONL = "application/jsonl"
@@ -73,7 +73,7 @@ def is_of(models: Collection[str] | None, model: str) -> bool:
 
 
 class _Facts(NamedTuple):
-    """The facts that determine whether a listing includes a file."""
+    """The properties that determine whether a listing includes a file."""
 
     purpose: FilePurpose
     model: str
@@ -157,9 +157,9 @@ class BatchFiles:
             after: ID of the last file on the previous page. If empty, starts at the beginning.
             limit: maximum number of files, up to PAGE.
             is_ascending: True to list the oldest files first.
-            purpose: only files with this purpose. Empty means all files.
-            models: only uploads, and files written by batches that use these models. None means all
-                files.
+            purpose: list only files with this purpose. Empty means all files.
+            models: list only uploads, and files written by batches that use these models. None
+                means all files.
         """
         now_s, stored = time.time(), _documents_of(await self._list_stored(tenant))
 

@@ -75,7 +75,8 @@ class BatchPage:
     batches: Sequence[BatchState]
     has_more: bool
     last_id: str | None
-    """`after` for the next page: the last batch listed or checked. None if there was no batch."""
+    """`after` for the next page: the last batch that was listed or checked. None if there was none.
+    """
 
 
 class Batches:
@@ -223,7 +224,7 @@ class Batches:
 
 def _too_many_checked(next_at_s: float) -> BadInput:
     moment = datetime.fromtimestamp(next_at_s + 0.001, UTC)
-    # In a URL, the + of +00:00 is a space.
+    # In a URL, the + in +00:00 means a space.
     following = moment.isoformat(timespec="milliseconds").replace("+00:00", "Z")
     reason = f"none of the {MAX_CHECKED} newest batches in this range match"
     return BadInput(

@@ -39,7 +39,7 @@ MAX_SEGMENTS = 50_000
 _DOCUMENT_MAX_BYTES = 16 * 1024 * 1024
 MAX_LOGS = 10**8 - 1
 _ANSWERS_MAX_BYTES = 256 * 1024 * 1024
-"""Maximum size of a log to read. If a log is larger, its lines are run again."""
+"""Maximum size of a log that is read. If a log is larger, its lines are run again."""
 _BEGUN, _ANSWERS = "begun", "answers"
 _JSON = "application/json"
 D = TypeVar("D", bound=msgspec.Struct)
@@ -186,7 +186,7 @@ class BatchStore:
         return await self._objects.create(key, data, "application/octet-stream")
 
     async def begin_segment(self, owner: str, batch_id: str, index: int) -> None:
-        """Records that lines of a segment are about to run."""
+        """Records that a segment's lines are about to run."""
         key = f"{RUNS}/{owner}/{batch_id}/{_BEGUN}/{index:05d}"
         await self._objects.create(key, b"", "application/octet-stream")
 

@@ -3,7 +3,7 @@
 A revision withdrawn by an operator receives no requests (shared/stores/withdrawals.py).
 
 Every instance reads the canary state from Redis (shared/canary/store.py) once a second. Each
-second, one instance evaluates the canaries, and the others follow its verdict. While Redis is
+second, one instance evaluates the canaries, and the others follow its decision. While Redis is
 unreachable, canaries receive no requests, because they can't be evaluated.
 """
 
@@ -114,7 +114,7 @@ class CanaryRouter:
         return replace(request, model=model, purges=purges)
 
     def find_given_up(self, name: str) -> Model | None:
-        """Returns the model with this name if no worker serves it anymore, None if one may."""
+        """Returns the model with this name if no worker serves it anymore, or None if one may."""
         model, canary = self._catalog.find_deployed(name), self._canaries.get(name)
         if not self.withdrawals.is_withdrawn(model):
             return None
@@ -182,7 +182,7 @@ class CanaryRouter:
 
 
 def _part_of(canary: Revision, key: tuple[object, ...]) -> float:
-    """Returns a number from 0 to 1 that is equal for equal keys and differs between canaries.
+    """Returns a number from 0 to 1 that is the same for equal keys and differs between canaries.
 
     The number does not depend on the share, so requests that already go to the canary stay there
     when the share is raised.

@@ -4,7 +4,7 @@ Each item counts as one row (`row_id` = request_id:index):
 
 - The worker writes the row for each item in a job it received, as soon as it has replied.
 - The API writes the row here for a cache hit or an item that was coalesced with another.
-- The API also writes a row for each item that was not delivered because the caller hung up, the
+The API also writes a row for each item that was not delivered because the caller hung up, the
   response was an error, or no reply arrived in time, unless the worker has written the same row.
   The worker may already have written a row with the item's result, or may do so later. Of two such
   rows, reports count the one without a delivery (decision 79).

@@ -52,7 +52,7 @@ from shared.usage.row import RowSink, row_of
 
 PUBLISH_LIMIT_S = 10.0
 LOOK_EVERY_S = 5.0
-"""How often the record is read while the reply is outstanding."""
+"""How often the record is read while the reply is pending."""
 TIMER_EARLY_S = 0.002
 """Event loop timers have a resolution of 1 ms, so they may fire just before the deadline."""
 
@@ -233,7 +233,7 @@ class JobSender:
         job: InFlightJob,
         items: Sequence[Item],
     ) -> list[ItemOutcome]:
-        """Waits for the reply. Also polls the record, because a reply may get lost."""
+        """Waits for the reply. Also polls the record, because replies can get lost."""
         while True:
             left_s = max(0.0, job.deadline_s - time.time())
             try:
@@ -326,7 +326,7 @@ class JobSender:
 def envelope_of(
     request: InferenceRequest, api_instance: str, waiter: ReplyWaiter | None = None
 ) -> Envelope:
-    """Returns the envelope for a request's first job, which the API's rows use as well.
+    """Returns the envelope for a request's first job, which the API's rows also use.
 
     The publish time and trace are not set yet.
     """
@@ -371,7 +371,7 @@ async def _publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: floa
 
     A canary's job goes to the other revision if the canary has no topic.
 
-    This lets instances know of a canary before its topic is created and after it is deleted.
+    This lets instances learn of a canary before its topic is created and after it is deleted.
 
     Raises:
         PenstockError: the broker did not accept it.

@@ -19,8 +19,8 @@ here, a tenant with small items would get as many items as other tenants but les
 
 Each instance has a leased field in a hash per model and priority. A dead instance is forgotten when
 its leases expire. Requests never wait for Redis. While Redis is unreachable, the last known state
-applies until the lease expires. After that, each instance stays within the service rate it measured
-itself, which is its share of the workers' rate.
+applies until the lease expires. After that, each instance stays within the service rate that it
+measured itself, which is its share of the workers' rate.
 
 An instance without work for a model does not report on that model. Its pauses are proportional to
 the number of instances, so the load on Redis does not grow with the square of that number.
@@ -136,7 +136,7 @@ class ModelWindow:
         floor: minimum size, in items: the maximum that one model process takes at once.
         broker_wait_s: seconds that jobs may wait at the broker.
         round_trip: measured round trip to the broker. A job and its reply each take one, assuming
-            that workers are equally far away.
+            that all workers are equally far away.
         is_guess_used: True to derive the size from an assumed rate until the rate is measured.
             Items above the floor may then stay at the broker for as long as an item takes to run,
             with other tenants' items queued after them.
@@ -258,7 +258,7 @@ class ModelWindow:
             raise
 
     def _let_leave(self) -> None:
-        """Releases jobs for as long as one fits.
+        """Releases jobs as long as one fits.
 
         The tenant with the fewest published items goes first.
         """
@@ -271,7 +271,7 @@ class ModelWindow:
             first = tenant.waiting.pop(0)
             if not tenant.waiting:
                 del self._queues[tenant.name]
-            if first.left.cancelled():  # its caller is about to withdraw it
+            if first.left.cancelled():  # its caller is about to remove it
                 continue
             self._leave(tenant, first.items)
             first.left.set_result(None)
@@ -349,7 +349,7 @@ class PublishWindow:
         """Windows, keyed by model and priority, created on first use."""
 
     async def take(self, demand: Demand, until_s: float) -> None:
-        """Takes a permit to publish one job, waiting no later than `until_s`.
+        """Takes a permit to publish one job, waiting until `until_s` at the latest.
 
         Raises:
             DeadlineExceeded: `until_s` (Unix seconds) has passed. No permit was taken.
@@ -362,7 +362,7 @@ class PublishWindow:
         Args:
             is_in_topic: True if the job was published and no caller is waiting for its result
                 anymore. Its permit is kept for as long as workers usually take to reach such a job.
-                Otherwise, a caller who keeps hanging up would fill the topic.
+                Otherwise, a caller who keeps disconnecting could fill the topic.
         """
         window = self.of_demand(demand)
         if is_in_topic:

@@ -129,7 +129,7 @@ class Readiness:
         except TimeoutError:
             return f"round trip did not complete within {PROBE_LIMIT_S:g} s"
         except PenstockError as error:
-            # Anyone may read this response, but the broker's message is for operators only.
+            # Anyone can read this response, but the broker's message is for operators only.
             log.warning("no round trip through the broker", extra={"reason": error.message})
             return "round trip failed: unreachable or rejecting messages"
         return "ok"

@@ -94,7 +94,7 @@ START_LIMIT_S = 10.0
 MAX_MESSAGES = 1000
 """Maximum unacknowledged messages per subscription.
 
-Once a quarter of this number are waiting, acks are sent without further pause.
+Once a quarter of this number are waiting, acks are sent without any further pause.
 """
 ACK_DEADLINE_S = 20
 ACK_LINGER_S = 8.0
@@ -331,7 +331,7 @@ class OpenInbox:
             for number in range(slots)
         ]
         self.subscriptions = [self.direct, *self.slots]
-        # Last in, first out, so that few slots are in use at low load and acks share calls.
+        # Last in, first out, so that few slots are in use at low load and acks can share calls.
         self._free = self.slots[::-1]
         self._subscription_of: dict[str, ReplySubscription] = {}
         self._pending: dict[str, dict[int, PendingReply]] = {}
@@ -553,7 +553,7 @@ class ReplyInbox:
         try:
             yield
         finally:
-            # Done before the streams are closed, which takes a while, so that no new jobs use this
+            # Done before closing the streams, which takes a while, so that no new jobs use this
             # inbox.
             self._open = None
             inbox.fail(InboxLost("the reply inbox was lost"))

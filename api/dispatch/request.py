@@ -5,8 +5,8 @@ far.
 
 Single flight: identical items in concurrent requests are computed once. The first request for an
 item leads it. Later requests with the same cache key are coalesced with it and wait for the same
-outcome. An item exists for as long as a request is waiting for it. If its leader gives up or runs
-out of time, the item is abandoned, and requests that still have time restart it.
+outcome. An item exists as long as a request is waiting for it. If its leader gives up or runs out
+of time, the item is abandoned, and requests that still have time restart it.
 """
 
 from __future__ import annotations
@@ -43,8 +43,8 @@ from shared.stores.cache import Hit, Owed, cache_key, owed_by
 CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
 REVISION_HEADER = "x-penstock-revision"
-"""Header with the revision that computed the results. It lists several if a canary computed only
-some of them.
+"""Header that names the revision that computed the results. It lists several if a canary computed
+only some of them.
 """
 
 
@@ -377,7 +377,7 @@ class InFlightItem:
     """Number of request items waiting for this item."""
     job: InFlightJob | None = None
     is_unpaid: bool = False
-    """True if the leader does not pay for the item, because it left or its request failed. The
+    """True if the leader does not pay for the item, because it is gone or its request failed. The
     first request that receives the result pays for all of it.
     """
     is_taken_over: bool = False
@@ -385,7 +385,7 @@ class InFlightItem:
 
     @property
     def owed(self) -> Owed | None:
-        """The amount left unpaid if all callers have left.
+        """The amount left unpaid if all callers have disconnected.
 
         None if there is no result or a caller pays.
         """
@@ -510,7 +510,7 @@ class RequestState:
         self.completions[index] = completion
 
     def leave_unpaid(self) -> dict[str, Owed]:
-        """Stops paying, because the response is not delivered.
+        """Stops paying, because the response was not delivered.
 
         Other requests waiting for the same items pay for them.
 

@@ -58,7 +58,7 @@ _REASONS = (
 
 
 class MissingScope(Forbidden):
-    """This API key is not permitted to do this."""
+    """This API key is not allowed to do this."""
 
     code = "missing_scope"
 
@@ -116,7 +116,7 @@ class AccessRules:
             check_model(caller, stored.model)
 
     def may_see(self, caller: Caller, path: str, stored: StoredWork) -> bool:
-        """Returns whether the caller sees this result in a list at `path`."""
+        """Returns whether the caller can see this result in a list at `path`."""
         try:
             self.check(caller, "GET", path, stored)
         except Forbidden:
@@ -341,7 +341,7 @@ class ApiKeys:
     async def meet(self, headers: RawHeaders) -> None:
         """Looks up the key in these headers if it is not known yet, for a limited time.
 
-        The key may have just been created, or its secret just rotated.
+        The key may have just been created, or its secret may have just been rotated.
         """
         sent, directory = _read_keys(headers), self.directory.current()
         key = parse_key(sent.pop()) if len(sent) == 1 else None

@@ -32,8 +32,7 @@ from api.http.request_options import IDEMPOTENCY_HEADER
 from api.problem_details import ProblemRoute, problem_response
 
 MIN_BYTES = 64 * 1024
-"""About eight vectors. A smaller response takes one or two round trips, whether or not it is
-compressed.
+"""About eight vectors. A smaller response takes one or two round trips, whether compressed or not.
 """
 _LEVEL = 1
 """Level 6 takes seven times as long and saves only another 5%."""
@@ -82,7 +81,7 @@ async def compress(response: Response, accept_encoding: str) -> None:
 
 
 def accepts_gzip(accept_encoding: str) -> bool:
-    """Returns whether the header allows gzip (RFC 9110, 12.5.3).
+    """Returns whether the header allows gzip (RFC 9110, section 12.5.3).
 
     If the header is missing, nothing is compressed.
     """
@@ -143,7 +142,7 @@ class FastProblemRoute(ProblemRoute, FastRoute):
 
 
 class _BodyRequest(Request):
-    """Reads a body without Starlette's generator, the largest part of a short request's cost."""
+    """Reads a body without Starlette's generator, the most expensive part of a short request."""
 
     async def body(self) -> bytes:
         """Returns the whole body, as Starlette does.
@@ -193,7 +192,7 @@ class FastRouteApp(FastAPI):
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http" and scope["method"] == "HEAD":
-            # Handled like GET. The server omits the body (RFC 9110, 9.3.2).
+            # Handled like GET. The server omits the body (RFC 9110, section 9.3.2).
             scope = dict(scope, method="GET", **{IS_HEAD: True})
         route = (
             self._fast_routes.get((scope["method"], scope["path"]))

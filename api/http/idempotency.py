@@ -2,8 +2,8 @@
 
 Follows draft-ietf-httpapi-idempotency-key-header. Reusing a key with a different body gets a 422.
 If the first request is still running when the second request's response is due, the second request
-gets a 409. OpenAI's clients retry a 409 but not a 422, which is right in both cases. Each tenant's
-keys are separate. While Redis is unreachable, a request with a key gets a 503.
+gets a 409. OpenAI's clients retry a 409 but not a 422, which is the right behavior in both cases.
+Each tenant's keys are separate. While Redis is unreachable, a request with a key gets a 503.
 api/idempotency/service.py decides which request computes the response.
 """
 

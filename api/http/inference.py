@@ -40,8 +40,8 @@ class Inference:
         budgets all agree.
 
         Args:
-            is_repeatable: True if identical inputs have identical results, so the cache may serve
-                them.
+            is_repeatable: True if identical inputs produce identical results, so the cache may
+                serve them.
 
         Raises:
             PenstockError: an item failed, or the request was rejected. RateLimited: the plan

@@ -6,9 +6,9 @@ the memory and connections that request bodies may occupy, in total and per tena
 headers, because callers put texts and keys there by mistake.
 
 All requests in an instance share one event loop. A tenant with many uploads has many chunks ready
-at any time, and at each `await`, every other request would wait for all of these chunks. For this
-reason, chunks of large bodies take turns, one per tenant in each event loop iteration. A single
-tenant loses nothing, because iterations of an idle loop are short.
+at any time, and at each `await`, every other request would otherwise wait for all of these chunks.
+For this reason, chunks of large bodies take turns, one per tenant in each event loop iteration. A
+single tenant loses nothing, because iterations of an idle loop are short.
 """
 
 from __future__ import annotations
@@ -53,10 +53,10 @@ SMALL_BODY_BYTES = 64 * 1024
 STREAMED_BODY_BYTES = MEMORY_BYTES + 1024 * 1024
 """Memory, in bytes, counted for a streamed body."""
 FULL_RETRY_S = 1.0
-"""Retry-After for a request rejected because body memory is full."""
+"""Retry-After for a request that is rejected because body memory is full."""
 BODY_GRACE_S, MIN_BYTES_PER_S = 60.0, 8192
-"""Time limit for a body: this many seconds, plus the time its bytes take at this rate. Cuts off
-clients that send in a trickle.
+"""Time limit for a body: this many seconds, plus the time to receive its bytes at this rate. Cuts
+off clients that send at a trickle.
 """
 CLIENT_GONE = 499
 """Status in logs and rows if the caller hung up, as in nginx."""
@@ -77,7 +77,7 @@ class BodyPermits:
     async def take(self, tenant: str) -> None:
         """Waits until one of the tenant's chunks may be handled.
 
-        Chunks are handled in order of arrival.
+        Chunks are handled in arrival order.
         """
         loop = asyncio.get_running_loop()
         waiting = self._waiting.get(tenant)
@@ -183,7 +183,8 @@ class RequestContext:
     """
 
     shown_id: str
-    """The ID in the response: the caller's if it has only allowed characters, otherwise ours."""
+    """The ID in the response: the caller's if it contains only allowed characters, otherwise ours.
+    """
     facts: RequestFacts
     """The caller, the time, and the pricing terms. The tenant is empty until authentication."""
     caller: Caller | None = None
@@ -202,7 +203,7 @@ class RequestContext:
     error_code: str = ""
     """Error code in the response."""
     has_rows: bool = False
-    """True if the request's items produce rows, whatever their outcome."""
+    """True if the request's items produce rows, regardless of their outcome."""
     streamed_max_bytes: int = 0
     """Maximum size of a body that the route streams. 0 if the body is held in memory."""
     record_refusal: Callable[[RequestContext], None] | None = None
@@ -232,7 +233,7 @@ class ContextMiddleware:
         self._bodies = bodies
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Handles one request. Passes on anything that is not HTTP."""
+        """Handles one request. Passes through anything that is not HTTP."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -322,7 +323,7 @@ class _Exchange:
             ) from error
 
     async def _receive_within(self, limit_s: float) -> Message:
-        """Does the same as asyncio.timeout in a fifth of the time.
+        """Does the same thing as asyncio.timeout in a fifth of the time.
 
         Raises:
             TimeoutError: nothing arrived within `limit_s`.

@@ -181,7 +181,7 @@ INFERRING = (
 """Headers for requests that run a model."""
 _INFERENCE_ERRORS = (400, 401, 404, 408, 409, 413, 422, 429, 499, 500, 503, 504)
 NOT_OVER = "The prediction has not ended."
-"""The reason for a 409 from an endpoint that requires a finished prediction."""
+"""Description of the 409 from an endpoint that requires a finished prediction."""
 _ALWAYS = ("X-Request-Id", "X-Penstock-Total-Ms")
 OF_LIMITS = ("X-Penstock-Lane", *(name for name in _HEADERS if name.startswith("X-Ratelimit-")))
 _OF_INFERENCE = (
@@ -200,7 +200,7 @@ _OF_STATUS = {
     504: ("X-Should-Retry",),
 }
 _referenced: dict[str, Schema] = {}
-"""The schemas referenced by endpoints, by name."""
+"""The schemas referenced by endpoints, keyed by name."""
 
 
 def ref_to(kind: Schema) -> Described:
@@ -238,7 +238,7 @@ def query_parameter(
 
 
 def array_parameter(name: str, description: str) -> Described:
-    """Returns an optional parameter that can have multiple values."""
+    """Returns an optional parameter that accepts multiple values."""
     values = {"type": "array", "items": {"type": "string"}, "maxItems": 100}
     return query_parameter(name, description, values)
 
@@ -274,7 +274,7 @@ def success(text: str, reply: Schema, *headers: str) -> Described:
 
 
 def any_object(text: str) -> Described:
-    """Returns a response with a JSON object in one of many formats."""
+    """Returns a response with a JSON object in one of several formats."""
     content = {"application/json": {"schema": {"type": "object"}}}
     return {"description": text, "content": content, "headers": references()}
 

@@ -161,7 +161,7 @@ class Recording:
         Args:
             served: the model or flow that the endpoint serves.
             run_request: returns the request for a flow's prediction.
-            is_repeatable: True if identical inputs have identical results.
+            is_repeatable: True if identical inputs produce identical results.
             failure: returns the reason a run failed, in the endpoint's terms.
 
         Raises:
@@ -210,5 +210,5 @@ class Recording:
         return snapshot
 
     def is_visible(self, call: Call, snapshot: PredictionSnapshot) -> bool:
-        """Returns whether the caller sees this prediction in a list of predictions."""
+        """Returns whether the caller can see this prediction in a list of predictions."""
         return self._rules.may_see(call.caller, call.route, snapshot.prediction)

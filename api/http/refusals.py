@@ -1,7 +1,7 @@
 """Writes a row for each rejected request, because such a request has no items yet.
 
 Requests without a valid key do not produce rows, so that they can't fill up the table. Metrics
-count both kinds of rejected request. The row contains nothing from the caller except the
+count both kinds of rejected requests. The row contains nothing sent by the caller except the
 `x-request-id`.
 """
 

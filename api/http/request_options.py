@@ -53,7 +53,7 @@ _FAMILIES = (
     ("postmanruntime/", "postman"),
     ("mozilla/", "browser"),
 )
-"""Lowercase substrings of the header.
+"""Lowercase substrings to look for in the header.
 
 The first match wins: wrappers come before the libraries they wrap, and browsers come last because
 many clients claim to be one.

@@ -55,7 +55,7 @@ _PASSED_ON = frozenset(
 
 
 class Declared(TypedDict, total=False):
-    """An endpoint. Errors implied by the other fields need not be listed.
+    """An endpoint. Errors implied by the other fields don't need to be listed.
 
     The implied errors are 401 with a scope; 400, 408 and 413 with a body; 404 with a path
     parameter; and all inference errors if the endpoint takes a ModelCall.
@@ -80,7 +80,7 @@ class Declared(TypedDict, total=False):
     """True if the response can also be a stream of events."""
     errors: tuple[int, ...]
     conflict: str
-    """The reason for a 409."""
+    """The reason it returns a 409."""
     responses: Responses
     """All responses, if errors are not implied by the other fields."""
     lines: LineEndpoint
@@ -115,9 +115,9 @@ class Router(APIRouter):
         self._scope = scope
         self._error: type[msgspec.Struct] = getattr(route_class, "error_reply", ErrorReply)
         self.scopes: dict[tuple[str, str], KeyScope] = {}
-        """Scopes by method and path."""
+        """Scopes, keyed by method and path."""
         self.lines: dict[str, LineEndpoint] = {}
-        """Batch line endpoints by path."""
+        """Batch line endpoints, keyed by path."""
 
     def get(self, path: str, **declared: Unpack[Declared]) -> Callable[[E], E]:  # type: ignore[override]
         return self._declare("GET", path, declared)

@@ -96,7 +96,7 @@ def check_charset(content_type: str) -> None:
         content_type: value of the request header.
 
     Raises:
-        BadInput: the form has another charset.
+        BadInput: the form uses a different charset.
     """
     _, parameters = parse_options_header(content_type)
     charset = parameters.get(b"charset", b"utf-8").lower()
@@ -119,7 +119,7 @@ async def open_form(request: Request, **limits: int) -> AsyncIterator[FormData]:
 
     Raises:
         BadInput: the form is not in UTF-8.
-        HTTPException: 400, the body is not a multipart form.
+        HTTPException: 400 if the body is not a multipart form.
     """
     content_type = request.headers.get("content-type", "")
     if not content_type.lower().startswith("multipart/form-data"):
@@ -171,7 +171,7 @@ class UploadForm:
             raise BadInput(f"the form can't be read: {error}") from error
 
     def feed(self, data: bytes) -> list[bytes]:
-        """Parses a piece of the body. Returns the pieces of the file it contains.
+        """Parses a piece of the body. Returns the pieces of the file that it contains.
 
         Raises:
             BadInput: the form can't be read or has too many fields.
@@ -269,7 +269,7 @@ async def first_field(request: Request) -> tuple[str, Request]:
 
 
 def _first_name(head: bytes, *, is_all: bool) -> bytes | None:
-    """Returns the name in the first Content-Disposition. None if its line has not arrived yet."""
+    """Returns the name in the first Content-Disposition. None if that line has not arrived yet."""
     at = head.lower().find(_DISPOSITION)
     line, end, _ = head[at + len(_DISPOSITION) :].partition(b"\r")
     if at < 0 or not (end or is_all):

@@ -30,8 +30,8 @@ from shared.stores.objects import ObjectStore, object_key
 log = logging.getLogger(__name__)
 
 STORED_STATUSES = frozenset({*range(200, 300), 400, 422})
-"""Statuses that depend only on the request. 401, 404, and 413 depend on API keys, the catalog, and
-settings.
+"""Statuses that depend only on the request. 401, 404, and 413 also depend on API keys, the catalog,
+and settings.
 """
 FIRST_POLL_S, MAX_POLL_S = 0.05, 0.25
 """Pauses between reads of a key that another instance has claimed."""
@@ -58,7 +58,7 @@ class StoredResponse(msgspec.Struct, omit_defaults=True):
     object_key: str = ""
     model: str = ""
     is_of_the_moment: bool = False
-    """True if the response depends on more than the request, whatever its status."""
+    """True if the response depends on more than the request, regardless of its status."""
 
     @property
     def media_type(self) -> str:
@@ -136,7 +136,7 @@ class IdempotencyService:
 
         Raises:
             KeyReused: the key was used with a different request.
-            KeyInUse: the other request is not done after `wait_s`, or too many of the tenant's
+            KeyInUse: the other request has not finished after `wait_s`, or too many of the tenant's
                 requests are waiting.
             Unavailable: Redis is unreachable, or the stored response can't be read.
         """
@@ -177,7 +177,7 @@ class IdempotencyService:
     async def _wait(
         self, tenant: str, running: _Running | None, left_s: float, pause_s: float
     ) -> StoredResponse | None:
-        """Waits for a response computed here, or pauses if another instance computes it."""
+        """Waits for a response computed here, or pauses if another instance is computing it."""
         place = OneItem(tenant)
         if self._room.turns_to_wait(place):
             raise KeyInUse

@@ -2,8 +2,8 @@
 
 An entry is a hash for one tenant and key. Its fields are `fingerprint` (of the request), `claim`
 (of the request that computes the response) and `answer` (the response). A claim is valid as long as
-its instance renews the lease. One call renews all of an instance's leases. Only Redis's clock is
-used, so instances' clocks need not agree.
+its instance keeps renewing the lease. One call renews all of an instance's leases. Only Redis's
+clock is used, so instances' clocks don't need to agree.
 
 Entries do not have a TTL, because a full Redis evicts keys with a TTL (volatile-lru), and responses
 must be kept. Each new entry removes a few expired entries, found through an index. All responses
@@ -45,7 +45,7 @@ _RENEW = load_script(_NOW, "api/idempotency/renew.lua")
 class KeyClaim(NamedTuple):
     """The result of a claim.
 
-    `acquired`: the caller computes the response. `in_progress`: another request computes it.
+    `acquired`: the caller computes the response. `in_progress`: another request is computing it.
     `completed`: `response` is stored. `mismatch`: the key was used with a different request.
     """
 

@@ -3,9 +3,9 @@
 A request's deadline applies both while its image is queued and while the image is being decoded. At
 the deadline, or when the caller hangs up, the process is killed. A new process starts within a
 tenth of a second. Idle processes exit, so an API without image traffic has no codec processes.
-Tenants take turns in the queue. Each tenant's images are handled in order of arrival. One tenant
-can't use all processes. If a tenant is not decoding anything else, its small image does not wait
-for memory used by other tenants.
+Tenants take turns in the queue. Each tenant's images are handled in arrival order. One tenant can't
+use all processes. If a tenant is not decoding anything else, its small image does not wait for
+memory used by other tenants.
 
 See docs/decisions/0015-image-codec-processes.md.
 """
@@ -68,7 +68,7 @@ MAX_QUEUED = 64
 MAX_QUEUED_BYTES = 128 * 1024 * 1024
 """Maximum total size of waiting image files. The first file is admitted regardless of its size."""
 IDLE_S = 30.0
-"""A process exits after being idle this long."""
+"""A process exits after being idle for this long."""
 FIRST_SERVICE_S, NEWEST_WEIGHT = 0.3, 0.2
 """Initial estimate of the seconds per image, and the newest value's weight in the moving average.
 """
@@ -82,7 +82,7 @@ SMALL_SHARE = 0.25
 class CodecClient:
     """A codec process.
 
-    Accepts no further commands once a command has been canceled or has killed the process.
+    Accepts no more commands once a command has been canceled or has killed the process.
     """
 
     def __init__(
@@ -224,7 +224,7 @@ class FairQueue(Generic[T]):
         """Removes the first entry for the tenant whose turn it is, and returns both.
 
         Args:
-            may_start: returns whether a tenant may have a turn.
+            may_start: returns whether a tenant may take a turn.
 
         Returns:
             None if no such tenant is waiting.
@@ -257,8 +257,8 @@ class CodecPool:
     Args:
         processes: maximum number of processes per tenant. All tenants together may use
             SPARE_PROCESSES more.
-        budget_bytes: memory for all images being decoded. An image over the budget is decoded on
-            its own. In addition, each process may decode a small image for a tenant that is not
+        budget_bytes: memory for all images being decoded. An image over the budget is decoded by
+            itself. In addition, each process may decode a small image for a tenant that is not
             decoding anything else.
         start: starts a process. Replaced by tests.
     """
@@ -316,7 +316,7 @@ class CodecPool:
             deadline_s: Unix time at which to stop the command.
             is_new: True if the command may be rejected. Results that have already been computed go
                 first and are never rejected.
-            tenant: the tenant whose turn to use. All unknown callers share the empty tenant.
+            tenant: the tenant whose turn is used. All unknown callers share the empty tenant.
 
         Raises:
             Overloaded: the queue is full, or the command would miss its deadline.
@@ -490,7 +490,7 @@ class CodecPool:
         """Reserves memory for a tenant's image.
 
         If a tenant is not decoding anything else, its small image gets memory immediately, in
-        addition to the budget. Other images wait for the budget in order of arrival, so that large
+        addition to the budget. Other images wait for the budget in arrival order, so that large
         ones get their turn.
         """
         is_small = cost_bytes <= self._budget_bytes * SMALL_SHARE

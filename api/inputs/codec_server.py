@@ -82,21 +82,22 @@ _REFUSED = (
 """The leading bytes of unsupported file types, with the types' names."""
 _MAX_PROFILE_BYTES = 4 * 1024 * 1024
 REDUCING_GAP = 3
-"""Images are averaged in boxes down to three times the target and then resampled, as for
+"""Images are averaged in boxes down to three times the target size and then resampled, as for
 thumbnails.
 """
 EQUAL_DB = 100.0
 """The ratio reported for equal images, for which the formula is undefined."""
 MAX_SCANS = 100
 """Maximum scans per JPEG, as in libtiff (MAX_SCAN_NUMBER in tif_jpeg.c). Encoders write at most
-about 15. A scan of 25 megapixels can be 42 bytes long and take 17 ms.
+about 15. A 25-megapixel scan can be 42 bytes long and take 17 ms.
 """
 STRIP_PIXELS = 1 << 18
 """Number of decoded pixels to flatten and reduce at a time."""
 WORKING_BYTES = 24 * 1024 * 1024
 """Maximum memory for the decoder, strips, and encoder."""
 
-# Pillow's own limit only warns at first. The limit here rejects right after reading the header.
+# Pillow's own limit only causes a warning at first. The limit here rejects an image right after its
+# header is read.
 Image.MAX_IMAGE_PIXELS = None
 # Use one thread per image, so that the limit on CPU time also limits wall time.
 AvifImagePlugin.DEFAULT_MAX_THREADS = 1
@@ -158,7 +159,8 @@ RESULT_CPU_LIMIT_S = 20
 ADDRESS_SPACE_BYTES = 1024 * 1024 * 1024
 """Maximum address space. The largest image takes 400 MB."""
 SPARE_BYTES = 48 * 1024 * 1024
-"""Address space in addition to an image's reservation, because allocators take it in large pieces.
+"""Additional address space beyond an image's reservation, because allocators take it in large
+chunks.
 """
 
 
@@ -203,7 +205,7 @@ def run_command(
         return CodecError("input_too_large", reason, getattr(error, "field", None)), b""
     except _NotDrawnError as error:
         return CodecError("invalid_input", str(error)), b""
-    except ConnectionError:  # the API hung up during `reserve`
+    except ConnectionError:  # the API closed the connection during `reserve`
         raise
     except Exception as error:
         if not isinstance(error, _UNDECODABLE):
@@ -323,7 +325,7 @@ def _with_edges(image: Image.Image, padding: Padding) -> Image.Image:
     (width, height), (across, down) = image.size, (left + right, above + below)
     padded = Image.new(image.mode, (width + across, height + down))
     padded.paste(image, (left, above))
-    # First to the left and right, then whole rows.
+    # Fill the left and right first, then whole rows.
     columns = ((left, 0, 0), (right, width - 1, left + width))
     rows = ((above, above, 0), (below, above + height - 1, above + height))
     for count, source, target in columns:
@@ -512,7 +514,7 @@ def _orientation(image: Image.Image) -> int:
         (tag,) = tag if isinstance(tag, bytes | tuple) else (tag,)
         orientation = int(tag)
     except Exception:
-        # Unreadable metadata never makes an image invalid, so all errors of Pillow's reader are
+        # Unreadable metadata never makes an image invalid, so all errors from Pillow's reader are
         # caught here.
         return 1
     return orientation if orientation in _TURNS else 1
@@ -532,7 +534,7 @@ def _swap_if_sideways(size: tuple[int, int], image: Image.Image) -> tuple[int, i
 def _cost_bytes(
     image: Image.Image, shape: tuple[int, int], target: tuple[int, int] | None = None
 ) -> int:
-    """Returns the maximum memory needed for the work, in bytes, from measurements.
+    """Returns the maximum memory needed for the work, in bytes, based on measurements.
 
     Pillow uses four bytes per pixel in most modes.
     """
@@ -542,10 +544,10 @@ def _cost_bytes(
     if image.format in ("WEBP", "AVIF"):
         loading = 16 * pixels
     elif image.info.get("progressive"):
-        # A progressive JPEG is stored as two-byte coefficients at full size, no matter what size it
-        # is decoded to.
+        # A progressive JPEG is stored as full-size two-byte coefficients, no matter what size it is
+        # decoded to.
         loading += 8 * shape[0] * shape[1]
-    # The orientation may come after the pixels, so both are possible.
+    # The orientation may come after the pixels, so allow for either one.
     targets = [target, target[::-1]] if target else []
     resized_bytes = max(
         [_compute_reduced_bytes(image.size, size) for size in targets], default=4 * pixels
@@ -627,7 +629,7 @@ def _flat(image: Image.Image) -> Image.Image:
 def _with_8_bits(image: Image.Image) -> Image.Image:
     """Converts a 16-bit gray image to 8 bits, with alpha if one of the grays is transparent.
 
-    Pillow on its own would turn all values above 255 white.
+    Pillow by itself would turn all values above 255 white.
     """
     wide = image.convert("I")  # the mode that accepts tables of 65,536 entries
     gray = wide.point(_TO_8_BITS, "L")
@@ -684,8 +686,8 @@ def _limit_memory(more_bytes: int) -> None:
 
     The total is limited to ADDRESS_SPACE_BYTES.
 
-    A file's header may declare fewer pixels than its data has. For example, an AVIF image of 64 x
-    64 pixels whose AV1 frame has 8000 x 8000 takes five times its reservation.
+    A file's header may declare fewer pixels than its data has. For example, a 64 x 64 pixel AVIF
+    image whose AV1 frame is 8000 x 8000 takes five times its reservation.
     """
     with contextlib.suppress(ValueError, OSError):  # not available on every system
         with open("/proc/self/statm", "rb") as file:

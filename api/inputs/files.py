@@ -37,7 +37,7 @@ MAX_BYTES = 64 * 1024 * 1024
 MAX_LISTED = 100
 _METADATA_LIMIT_BYTES = 64 * 1024
 _FACTS_BYTES = 1024
-"""Bytes allowed for a document on top of the name and metadata sent by the caller."""
+"""Bytes allowed for a document in addition to the name and metadata sent by the caller."""
 _ID = re.compile(r"file_[0-9a-f]{24}")
 _MEDIA_TYPE = re.compile(r"[\w.+-]{1,64}/[\w.+-]{1,64}", re.ASCII)
 
@@ -69,7 +69,10 @@ def is_media_type(text: str) -> bool:
 
 
 def is_charset(name: str) -> bool:
-    """Returns whether a charset may be looked up. Python caches even invalid names, forever."""
+    """Returns whether a charset may be looked up.
+
+    Python caches even invalid names, and never evicts them.
+    """
     return normalize_encoding(name).lower() in _CHARSETS
 
 
@@ -107,7 +110,7 @@ class Files:
             StorageFull: the tenant's storage quota is used up.
         """
         media_type = content_type if is_media_type(content_type) else "application/octet-stream"
-        # Runs in a thread: hashing 30 MB takes 30 ms, and the GIL is released meanwhile.
+        # Runs in a thread: hashing 30 MB takes 30 ms, and the GIL is released in the meantime.
         sha256 = await asyncio.to_thread(lambda: hashlib.sha256(data).hexdigest())
         file_id, now_s = f"file_{secrets.token_hex(12)}", time.time()
         file = File(

@@ -233,8 +233,8 @@ def check_accepted(body: ImageFields, model: Model, mode: ImageMode) -> None:
     """Checks that a model's pipeline accepts a request's fields.
 
     Args:
-        model: the model to check. If its interface is unknown here, its workers check the fields.
-        mode: the kind of input from which the image is drawn.
+        model: the model to check. If its interface is not known here, its workers check the fields.
+        mode: the kind of input that the image is drawn from.
 
     Raises:
         BadInput: the model does not accept a field or the mode.

@@ -30,7 +30,7 @@ from shared.predictions import MEDIA_TYPES
 
 DEFAULT_QUALITY = 90
 REFERENCE_SIDE = 1024
-"""Side of a square with a reference image's maximum pixel count. Encoders read 224 x 224."""
+"""Side length of a square with a reference image's maximum pixel count. Encoders read 224 x 224."""
 COMPARER = "penstock-canary"
 """The tenant under which comparisons are queued."""
 BASE64_CHUNK = 256 * 1024
@@ -151,8 +151,8 @@ class ImageCodec:
         Raises:
             BadInput: the file is not an image in a supported format, has different dimensions, or
                 masks nothing.
-            InputTooLarge: as in `prepare_source`, as are Overloaded, DeadlineExceeded and
-                Unavailable.
+            InputTooLarge: as in `prepare_source`, which also describes Overloaded, DeadlineExceeded
+                and Unavailable.
         """
         command = PrepareMask(source.size, source.file_size, redraws, blur, padding)
         try:
@@ -182,7 +182,7 @@ class ImageCodec:
             quality: 0 to 100, for jpeg and webp.
             deadline_s: Unix time at which to stop the work.
             is_new: True if the call may be rejected. The current request's results may not be.
-            tenant: the tenant whose turn to use. All unknown callers share the empty tenant.
+            tenant: the tenant whose turn is used. All unknown callers share the empty tenant.
 
         Raises:
             Overloaded: too many images are waiting to be encoded.
@@ -241,9 +241,10 @@ class ImageCodec:
 
 
 async def data_of_uri(uri: str, where: str, *, field: str) -> bytes:
-    """Decodes a base64 data: URI (RFC 2397). Errors refer to the URI by `where` and `field`.
+    """Decodes a base64 data: URI (RFC 2397). Errors refer to the URI using `where` and `field`.
 
-    The base64 may be wrapped into lines, and padding may be missing because many encoders omit it.
+    The base64 may be wrapped across lines, and padding may be missing because many encoders omit
+    it.
 
     Raises:
         BadInput: it is not a base64 data: URI.

@@ -42,7 +42,9 @@ MAX_MASK_BLUR = 64.0
 
 ADAPTER_FIELD = "lora_weights"
 ADAPTER_KEPT_S = 12 * 3600.0
-"""How long an unchanged file is not downloaded again. Stored inputs are kept for days."""
+"""How long an unchanged file is reused without being downloaded again. Stored inputs are kept for
+days.
+"""
 _DIGEST = re.compile(r"sha256=([0-9a-f]{64})")
 
 
@@ -300,7 +302,7 @@ def first_image(body: ImageFields, model: Model, size: tuple[int, int] | None) -
 
 
 def names_files(body: ImageFields, first: ImageInput) -> bool:
-    """Returns whether any guide or adapter in the request must be fetched."""
+    """Returns whether any guide or adapter in the request needs to be fetched."""
     return bool(guide_urls(body)) or (first.adapter is not None and bool(first.adapter.url))
 
 
@@ -341,7 +343,7 @@ def check_size(width: int, height: int, model: Model) -> tuple[int, int]:
 
 
 def _check_strength(steps: int, strength: float) -> None:
-    """Checks that at least one step is run.
+    """Checks that at least one step will run.
 
     Raises:
         BadInput: the strength is too low.
@@ -355,7 +357,7 @@ def _check_strength(steps: int, strength: float) -> None:
 
 
 def _split(text: str) -> tuple[str, str]:
-    """Returns an adapter's URL and the hex digest after the #, which is empty if there is none.
+    """Returns an adapter's URL and the hex digest after the #, which is empty if absent.
 
     Raises:
         BadInput: the part after the # is not a digest.

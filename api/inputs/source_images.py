@@ -277,8 +277,8 @@ class SourceImages:
     async def keep(self, file: FetchedFile, caller: ImageCaller, name: str = "image") -> str:
         """Stores a data: URI's data as a file, and returns its URL.
 
-        Records do not contain files. The file is kept for as long as the prediction and is named
-        after its input, the name used in errors.
+        Records do not contain files. The file is kept as long as the prediction and is named after
+        its input, the name used in errors.
 
         Raises:
             StorageFull: the tenant's storage quota is used up.
@@ -299,5 +299,5 @@ class SourceImages:
 
 
 def is_elsewhere(url: str, caller: ImageCaller) -> bool:
-    """Returns whether a URL points to a server other than this API."""
+    """Returns whether a URL points to a server other than this API's."""
     return url.startswith(("https://", "http://")) and not url.startswith(f"{caller.base_url}/")

@@ -43,7 +43,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 from shared.tenants.plan import Caller
 
 KEEP_S = 24 * 3600
-"""Replicate keeps files for the same length of time, and so does the bucket for objects under
+"""Replicate keeps files for the same amount of time, and so does the bucket for objects under
 `files/`.
 """
 DEFAULT_TENANT_MAX_BYTES = 2 * 1024**3
@@ -65,7 +65,7 @@ Another instance may have stored files that expire earlier than any seen here.
 MAX_OWNERS = 1000
 """Number of tenants for which the last removal and the last check are remembered."""
 CHECKED_S = 10.0
-"""How long a check is valid. A tenant can exceed its quota by as many results as arrive in this
+"""How long a check is valid. A tenant can exceed its quota by as many results as arrive during this
 period.
 """
 _WHAT_TO_DO = "delete files that you no longer need or wait for them to expire"
@@ -118,7 +118,7 @@ class _Listed(NamedTuple):
 
 
 class _Removal(NamedTuple):
-    """A removal of expired files."""
+    """One removal of expired files."""
 
     removed: int
     """Number of removed objects."""
@@ -443,7 +443,7 @@ class StorageReservation:
 
 @asynccontextmanager
 async def sweep(storage: Storage) -> AsyncIterator[None]:
-    """Removes expired files periodically for as long as the block runs."""
+    """Removes expired files periodically while the block runs."""
     sweeping = asyncio.create_task(_sweep_forever(storage))
     try:
         yield
@@ -467,7 +467,7 @@ async def _sweep_forever(storage: Storage) -> None:
 
 
 def _look_at(task: asyncio.Task[Any]) -> None:
-    """Retrieves an error that may have no waiter left, so that asyncio does not log it."""
+    """Retrieves an error that nothing may be awaiting anymore, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 

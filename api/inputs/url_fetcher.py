@@ -1,10 +1,10 @@
 """Fetches inputs specified by https URL before the request is accepted.
 
 Every address is checked before connecting, and again at each redirect (shared/web/pinned_http.py).
-A body is stored in the object store as it arrives, so even a large body needs memory for only one
-part. Bytes, time, redirects, and concurrent fetches are limited.
+A body is stored in the object store as it arrives, so even a large body needs only enough memory
+for one part. Bytes, time, redirects, and concurrent fetches are limited.
 
-A file with an ETag is not downloaded again for as long as its request exists, because a repeated
+A file with an ETag is not downloaded again as long as its request exists, because a repeated
 request only asks whether the file has changed. On each instance, a tenant's concurrent requests for
 the same URL share one download.
 """
@@ -569,10 +569,10 @@ def _media_type(answer: ClientResponse) -> str:
 
 
 def _name_of(answer: ClientResponse, asked: str) -> str:
-    """Returns the name the server sent, or else the last part of the requested path."""
+    """Returns the name sent by the server, or otherwise the last part of the requested path."""
     head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
-    # A mix of numbered and unnumbered name parts, and some charsets, make the parser raise.
+    # The parser raises on a mix of numbered and unnumbered name parts, and on some charsets.
     with suppress(TypeError, ValueError):
         sent = head.get_param("filename", "", "content-disposition")
         if isinstance(sent, str) or is_charset(sent[0] or "us-ascii"):

@@ -4,7 +4,7 @@ An account groups the counters that apply to one caller and model: the tenant's,
 requested model's.
 
 In Redis, a single script takes from several limits. The script (take.lua) defines how windows,
-months, and slots are counted. Only Redis's clock is used, so instances' clocks need not agree.
+months, and slots are counted. Only Redis's clock is used, so instances' clocks don't need to agree.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -40,8 +40,8 @@ from shared.tenants.directory import BudgetHolder
 from shared.tenants.plan import Caller, Limits, Plan, Rates
 
 MAX_ACCOUNTS = 8192
-"""Maximum number of accounts (caller and model) kept in memory. Dropped accounts are recreated as
-needed.
+"""Maximum number of accounts (one per caller and model) kept in memory. Dropped accounts are
+recreated as needed.
 """
 
 ERRORS = prometheus_client.Counter(
@@ -69,8 +69,8 @@ CLOCK = "api/limits/now.lua"
 MAX_COMPARED = 64
 """Maximum number of budgets per call to the script that compares budgets with their rows."""
 MARKS_LOCK_MS = 180_000
-"""Lease duration for the instance that maintains marks. If that instance dies, others wait for the
-lease to expire.
+"""Lease duration for the instance that maintains the marks. If that instance dies, others wait for
+the lease to expire.
 """
 _RENEW = load_script("shared/stores/lease_renew.lua")
 _RELEASE = load_script("shared/stores/lease_release.lua")
@@ -394,7 +394,7 @@ class LimitStore(RedisStore):
     async def settle(self, record_id: str, asks: Sequence[Ask]) -> list[Answer]:
         """Returns the unused part of a prediction's hold to the limits and removes the hold.
 
-        Does nothing if the hold was already settled.
+        Does nothing if the hold has already been settled.
 
         Args:
             asks: asks without a need, with the amounts to return.
@@ -421,7 +421,7 @@ class LimitStore(RedisStore):
         """Marks a group as finished: its operations will not be started again.
 
         Raises:
-            Unavailable: Redis did not respond. It remembers the operations for CALLS_S.
+            Unavailable: Redis did not respond. Redis remembers the operations for CALLS_S.
         """
         await self._commands.run("EXPIRE", self._group_key(group), ENDED_GROUP_S)
 
@@ -528,7 +528,7 @@ class LimitStore(RedisStore):
         """Removes a claim, because the warning was not sent.
 
         Raises:
-            Unavailable: Redis did not respond. The warning is never sent.
+            Unavailable: Redis did not respond. In that case, the warning is never sent.
         """
         await self._commands.run(
             "HDEL", f"{self._prefix}month:{key}", _format_warning_field(period, share)

@@ -1,11 +1,11 @@
 """Counts spending that took place before a budget existed.
 
 A budget's counter is the sum of its rows (docs/reference/limits.md). While a tenant or a key has no
-budget, its spending is not counted. When a budget is set in mid-month, therefore, an API instance
-marks the time and adds the BigQuery rows for earlier responses. Rows may arrive late, so the mark
-is checked again for a day, less and less often. Once no request in flight has reserved any of the
-budget, the mark moves to that moment. This includes requests admitted by instances that did not yet
-know of the budget.
+budget, its spending is not counted. For this reason, when a budget is set mid-month, an API
+instance marks the time and adds the BigQuery rows for earlier responses. Rows may arrive late, so
+the mark is rechecked for a day, less and less often. Once no request in flight has reserved any of
+the budget, the mark moves to that moment. This includes requests admitted by instances that did not
+yet know of the budget.
 
 The marks are in Redis, alongside the counters. If Redis loses both, all budgets are marked again.
 """
@@ -31,7 +31,7 @@ from shared.tenants.directory import BudgetHolder
 
 POLL_S = 1.0
 PASS_S = 10.0
-"""Seconds between two passes while the directory does not change."""
+"""Seconds between passes while the directory does not change."""
 CHECKS_AFTER_S = (15.0, 60.0, 300.0, 1800.0, 7200.0, 28_800.0, 43_200.0)
 """Pauses between checks of a mark. On Google Cloud, a row takes about 150 s to reach BigQuery."""
 RETRY_S = 60.0
@@ -111,7 +111,8 @@ class BudgetMarks:
         """
         if await self._store.read_age_s() < SETTLE_S:
             return False
-        # assumed until Redis denies it, because the response may be lost or this task canceled
+        # assumed until Redis denies it, because the response may be lost or this task may be
+        # canceled
         is_locked = True
         try:
             is_locked = await self._store.lock_marks()

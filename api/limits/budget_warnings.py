@@ -1,4 +1,4 @@
-"""Warns tenants when certain shares of their budgets have been spent, once per share and month."""
+"""Warns tenants when they have spent certain shares of their budgets, once per share and month."""
 
 from __future__ import annotations
 

@@ -38,13 +38,13 @@ ALONE = -1.0
 
 
 class Ask(msgspec.Struct, frozen=True):
-    """An instance's request to one limit."""
+    """An instance's request to a single limit."""
 
     key: str
     kind: Kind
     limit: float
     need: float
-    """The amount to take. 0 means only return amounts. For slots: the total number to hold."""
+    """The amount to take. 0 means to only return amounts. For slots: the total number to hold."""
     extra: float = 0.0
     """An additional amount, if the limit is far from full."""
     returns: list[tuple[float, float]] = []
@@ -68,11 +68,11 @@ class Ask(msgspec.Struct, frozen=True):
 
 
 class Answer(msgspec.Struct, frozen=True):
-    """The result of one ask. If one of several asks does not fit, none are granted."""
+    """The result of a single ask. If one of several asks does not fit, none are granted."""
 
     granted: float
     used: float
-    """Used by all instances in the current window or month."""
+    """Amount used by all instances in the current window or month."""
     period: float
     fits: bool
     retry_ms: float
@@ -93,10 +93,10 @@ class Standing(NamedTuple):
 
 
 class Counter(ABC):
-    """One limit, as this instance knows it.
+    """One limit, as far as this instance knows it.
 
     Args:
-        key: counter name, also in Redis.
+        key: counter name, which is also used in Redis.
         unit: unit that is counted: requests, tokens, pixel_steps, work, items, or usd.
         subject: what is limited, as described to callers.
     """
@@ -127,7 +127,7 @@ class Counter(ABC):
     def take_alone(self, need: float, now_s: float, standing: Standing) -> float | None:
         """Takes `need` while Redis is unreachable.
 
-        Returns its period, or None if `need` is too much.
+        Returns its period, or None if `need` is too large.
         """
 
     @abstractmethod
@@ -451,7 +451,7 @@ class MonthCounter(LeasedCounter):
 
     @property
     def is_idle(self) -> bool:
-        """Returns whether there is nothing to return now or later, and Redis knows that."""
+        """Returns whether there is nothing to return now or later, and Redis knows it."""
         is_known = not self._telling and self._reported < ROUNDING_USD
         return super().is_idle and not self._reserved and is_known
 

@@ -86,7 +86,7 @@ class LimitedRequest:
     - `hold` is for work that outlives the context, such as a prediction. Redis stores the
       reservations with the record, and any instance can settle them.
     - If the caller hangs up before then, the estimate counts. Only the budget part is returned,
-      because work for such callers is not charged.
+      because callers who hang up are not charged for the work.
     - Any other error means that the request was not accepted, so nothing is counted.
 
     Does nothing for callers without limits.
@@ -223,7 +223,7 @@ class LimitedRequest:
     def settle(
         self, price: ItemPrice, outcomes: Sequence[ItemOutcome], *, is_delivered: bool = True
     ) -> None:
-        """Records the items' outcomes. Work and cost count as charged.
+        """Records the items' outcomes. Work and cost count as they were charged.
 
         Work for an undelivered response counts, but costs nothing.
 
@@ -267,8 +267,8 @@ class LimitedRequest:
 class RecoveredRequest(LimitedRequest):
     """A context for a request whose result was computed by another process.
 
-    It reserves nothing and is never rejected. `settle` counts delivered results, even in excess of
-    a budget. It requires an operation and the time the request was received.
+    It reserves nothing and is never rejected. `settle` counts delivered results, even if they
+    exceed a budget. It requires an operation and the time the request was received.
     """
 
     async def __aenter__(self) -> Self:
@@ -288,7 +288,7 @@ def used_by(
 
     Args:
         price: the items' terms.
-        charged: the outcomes as delivered. None means the same as `outcomes`.
+        charged: the outcomes as delivered. None means they are the same as `outcomes`.
         step_prices: for a flow, each step's terms. The items then belong to the steps.
     """
     delivered = outcomes if charged is None else charged
@@ -296,7 +296,7 @@ def used_by(
         priced = [(step_prices[step_of(outcome.index)], outcome) for outcome in delivered]
         if unit == "work":  # a flow's models have different units, so each item counts as one
             work = float(sum(_is_computed(outcome) for outcome in outcomes))
-        else:  # for image requests, count only the work of items to draw
+        else:  # for image requests, count only the work for items to draw
             own = [(step_prices[0], outcome) for outcome in outcomes if step_of(outcome.index) == 0]
             work = sum(counted_work(terms, outcome) for terms, outcome in own)
     else:

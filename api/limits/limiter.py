@@ -71,7 +71,7 @@ class RequestDemand:
         return self.amount(counter.unit)
 
     def amount(self, unit: str) -> float:
-        """Returns how much of limits in this unit the request needs."""
+        """Returns how much of the limits in this unit the request needs."""
         return self._amounts[unit]
 
 
@@ -134,8 +134,7 @@ class Limiter:
         self._is_touched = asyncio.Event()
         self._takings: set[asyncio.Task[list[Answer]]] = set()
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
-        """Requests waiting for a budget's reserved part, by the budget's key, longest waiting
-        first.
+        """Requests waiting for a budget's reserved part, keyed by the budget, longest wait first.
         """
         self._keeping = BackgroundTask("keeping counts of limits", self._keep)
 
@@ -222,7 +221,7 @@ class Limiter:
         try:
             missing = self._take(reservation, needs)
             if missing and account.asking is not None:
-                # The answer may include enough for this request as well.
+                # The response may include enough for this request as well.
                 await asyncio.wait([account.asking])
                 missing = self._take(reservation, missing)
             if missing:
@@ -340,7 +339,7 @@ class Limiter:
             self._note_lost(error.call, list(zip(counters, asks, strict=True)))
 
     def _note_lost(self, call: int, asked: Sequence[tuple[Counter, Ask]]) -> None:
-        """Records a call that Redis may have counted. Slots are counted again by the next ask."""
+        """Records a call that Redis may have counted. The next ask counts slots again."""
         if lost := [(counter, ask) for counter, ask in asked if ask.kind != "slots"]:
             self._lost[call] = lost
             self._is_touched.set()
@@ -385,7 +384,7 @@ class Limiter:
             if period is None:
                 raise refusal([need], now_s)
             reservation.note(need, period)
-        self.touch(counter for counter, _ in missing)  # Redis is informed as soon as it is back
+        self.touch(counter for counter, _ in missing)  # Redis is informed as soon as it is back up
 
     async def settle_hold(
         self, record_id: str, takings: Sequence[Taking], used: RequestDemand | None
@@ -408,7 +407,7 @@ class Limiter:
         """Reports an operation's usage to Redis, now or as soon as Redis is reachable.
 
         Args:
-            asked: the operation's budgets, with asks that need nothing.
+            asked: the operation's budgets, with asks that have no need.
         """
         settling = asyncio.create_task(self._settle_operation(asked))
         self._takings.add(settling)
@@ -574,7 +573,7 @@ class Reservation:
 
         Args:
             operation: GROUP/NAME of a request that another process may repeat if this one dies. The
-                request's budgets count it once. Empty if the request is never repeated.
+                request's budgets count it only once. Empty if the request is never repeated.
         """
         budgets = list[tuple[Counter, Ask]]()
         for (counter, amount), period in self._taken:

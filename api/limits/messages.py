@@ -14,7 +14,7 @@ from api.limits.counters import Counter, MonthCounter
 from shared.money.amounts import plain
 
 MIN_RETRY_S, MAX_RETRY_S = 0.25, 60.0
-"""Bounds of `Retry-After`, the same as for a full instance (api/dispatch/admission.py)."""
+"""Bounds for `Retry-After`, the same as for a full instance (api/dispatch/admission.py)."""
 RESERVED_RETRY_S = 1.0
 """Retry-After if the rest of a budget is reserved. Most requests finish sooner."""
 BUDGET_UNIT = "usd"

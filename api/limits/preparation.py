@@ -45,12 +45,12 @@ class Preparation:
         )
         self._lock = asyncio.Lock()
         self.taken: Reservation | None = None
-        """None if no work that counts has started."""
+        """None if no countable work has started."""
 
     async def begin(self, work: float | None = None) -> None:
         """Takes one request and its minimum work from the limits, unless already taken.
 
-        Call it before each piece of work.
+        Call this before each piece of work.
 
         Args:
             work: work in the model's unit. None means the work for the model's smallest item.

@@ -62,7 +62,7 @@ async def restore(
     Args:
         lowers: True to also lower a counter that exceeds its rows. Use this only when no requests
             are in flight and all rows have arrived.
-        writes: False to only compare.
+        writes: False to only compare them.
         now_s: Unix time, or None for now.
 
     The counters that differ.

@@ -27,7 +27,7 @@ class SpentReader(Protocol):
     """Adds up rows. Calls block, so they run in threads."""
 
     def read(self, month: int, questions: Sequence[SpentQuestion]) -> list[tuple[float, float]]:
-        """Returns US dollars per question, for the month and the previous month.
+        """Returns each question's total in US dollars, for the month and the previous month.
 
         Args:
             month: months since January of year 0, as counted by `month_of`.

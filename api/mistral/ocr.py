@@ -1,8 +1,8 @@
 """POST /v1/ocr as in Mistral's OCR API: reads a document page by page.
 
 A custom model with `api: ocr` in its entry reads the document. Its inputs and outputs are described
-in shared/models/tasks/custom.py. It yields pages, so a document that is run as a prediction can
-also be streamed. Work is measured in pages. https://docs.mistral.ai/api/endpoint/ocr
+in shared/models/tasks/custom.py. It yields pages, so a document that runs as a prediction can also
+be streamed. Work is measured in pages. https://docs.mistral.ai/api/endpoint/ocr
 
 A flow can also read the document, with one item per page. Its output contains a separate document
 for each page, plus the page numbers.
@@ -108,7 +108,7 @@ def ocr_error(error: Exception) -> tuple[PenstockError, int, bytes]:
 
 
 class OcrRoute(FastRoute):
-    """A route whose errors have Mistral's format."""
+    """A route whose errors use Mistral's format."""
 
     error_reply = OcrErrorReply
 

@@ -168,7 +168,9 @@ class OcrBody(Body):
 
     @property
     def wanted_pages(self) -> str | None:
-        """The pages in the format custom classes use. Each set of pages has exactly one spelling.
+        """The pages in the format custom classes use.
+
+        There is exactly one way to write each set of pages.
 
         None means all pages.
         """
@@ -215,7 +217,7 @@ def _ranges_of(pages: Sequence[int] | str) -> str:
 
 
 class OcrDimensions(msgspec.Struct):
-    """A page's size as processed. Coordinates are in pixels of this size."""
+    """A page's size as processed. Coordinates are in pixels relative to this size."""
 
     dpi: int
     height: int

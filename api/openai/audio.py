@@ -5,8 +5,9 @@ described in shared/models/tasks/custom.py. A transcriber streams segments, so i
 streamed too. A streamed response is a prediction, as with chats. Work and `usage` are measured in
 seconds of audio.
 
-A batch line names its recording by `url`, as in Groq's API (https://console.groq.com/docs/batch),
-or by the ID of an upload as `file`. OpenAI's batches do not support audio.
+A batch line specifies its recording by `url`, as in Groq's API
+(https://console.groq.com/docs/batch), or by an upload's ID as `file`. OpenAI's batches do not
+support audio.
 """
 
 from __future__ import annotations
@@ -214,7 +215,7 @@ async def _add_recording(
     """Loads an input's recording.
 
     Args:
-        url: URL of the recording, or the ID of an upload.
+        url: URL of the recording, or an upload's ID.
 
     Raises:
         BadInput: the file does not exist, or fetching it is not allowed.
@@ -393,7 +394,7 @@ class _LinesOf(Endpoint):
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
         """Loads the recording.
 
-        Each attempt does this, but an unchanged file is not loaded again.
+        This happens on each attempt, but an unchanged file is not loaded again.
         """
         body = cast(TranscriptionLine | TranslationLine, request.body)
         item = _read_input(body, request.model, self.mode)

@@ -95,7 +95,7 @@ class TranscribedElement(TranscribedSegment):
 
 
 def _as_form(schema: dict[str, Any]) -> None:
-    """Adds the file to a form's schema, and removes null, which forms can't express."""
+    """Adds the file to a form's schema, and removes null, which forms can't represent."""
     known = schema["properties"]
     schema["properties"] = {
         FILE: {

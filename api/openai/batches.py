@@ -92,7 +92,7 @@ class BatchErrors(msgspec.Struct):
 
 
 class InputTokensDetails(msgspec.Struct):
-    """Input tokens that did not have to be computed again."""
+    """Input tokens that did not need to be computed again."""
 
     cached_tokens: int = 0
 
@@ -269,8 +269,8 @@ async def list_batches(
 ) -> Response:
     """Lists the tenant's batches, newest first. Pass `last_id` as `after` to get the next page.
 
-    If few batches match the filters, a page may be short even though more pages follow. Only the
-    last page can be empty.
+    If few batches match the filters, a page may be short even if more pages follow. Only the last
+    page can be empty.
     """
     wanted = BatchFilter(
         model_name(model),
@@ -291,7 +291,7 @@ async def list_batches(
 
 @router.get("/v1/batches/{batch_id}", summary="Get a batch", reply=BatchObject)
 async def get_batch(call: Call, batches: Batches, batch_id: str) -> Response:
-    """Returns a batch and how many of its lines have finished."""
+    """Returns a batch and the number of its lines that have finished."""
     return encode_json(build_batch_object(await _find(call, batch_id, batches)))
 
 

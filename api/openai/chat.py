@@ -109,7 +109,7 @@ class ChatEvents:
         return self._chunk(ChatChunkChoice(index, ChatDelta("assistant", "")))
 
     def delta(self, added: AddedText) -> bytes | None:
-        """Returns the event for new text. Text that may start a tool call is held back.
+        """Returns the event for new text. Text that may be the start of a tool call is held back.
 
         If a call is required, its arguments are sent as they are generated.
         """
@@ -285,7 +285,7 @@ async def create_completion(
     recording: Recording,
     generation_streams: GenerationStreams,
 ) -> Response:
-    """Same as the chat endpoint, without a chat template."""
+    """Same as the chat endpoint, but without a chat template."""
     body = await call.read_json(CompletionBody)
     model = model_of(body, catalog)
     call.use(model)
@@ -377,7 +377,7 @@ class _NewAnswer(Generic[B]):
     async def stream(
         self, catalog: Catalog, recording: Recording, streams: GenerationStreams
     ) -> Response:
-        """Responds with events. With `Last-Event-ID`, only events after that one are sent.
+        """Responds with events. With `Last-Event-ID`, sends only the events after that one.
 
         Raises:
             PenstockError: the generation failed before its first event.

@@ -27,7 +27,7 @@ class TextUsage(msgspec.Struct):
 
 
 class CalledFunction(msgspec.Struct):
-    """A function with its arguments as JSON."""
+    """A called function, with its arguments as JSON."""
 
     name: str
     arguments: str

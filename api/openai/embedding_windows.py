@@ -51,7 +51,7 @@ class _LongText(NamedTuple):
     def inputs(self) -> list[TextInput]:
         """One item per window.
 
-        Each item is identical to one sent for the same text on its own, so both share cache entries
+        Each item is identical to one sent for the same text by itself, so both share cache entries
         and batches.
         """
         return [
@@ -61,7 +61,7 @@ class _LongText(NamedTuple):
 
 
 class Windows:
-    """The windows into a request's texts.
+    """A request's texts, split into windows.
 
     Args:
         is_pooled: True if each text has one vector, the mean of its windows' vectors.
@@ -148,7 +148,7 @@ async def read_texts(
 
 
 async def _read_upload(call: Call, file_id: str, files: Files, batch_files: BatchFiles) -> bytes:
-    """Returns the data in a file the caller uploaded.
+    """Returns the data in a file that the caller uploaded.
 
     Raises:
         BadInput: the file belongs to a batch.
@@ -187,7 +187,7 @@ async def cut_texts(
         size = _window_tokens(chunk, tokens[0].max_tokens, model)
         least = math.ceil(sum(len(section.begins_word) for section in tokens) / size)
         _check_number(model.text.max_items - room + least, model)
-        # In a thread: a text of 300 pages takes 50 ms.
+        # Runs in a thread, because a 300-page text takes 50 ms.
         windows = await asyncio.to_thread(
             windows_of,
             text,

@@ -44,7 +44,7 @@ from shared.models.tasks.embedding import (
 )
 
 FLOAT_BYTES = 22
-"""Maximum size of a coordinate in JSON, in bytes."""
+"""Maximum size of one coordinate in JSON, in bytes."""
 _REPLY_BYTES = 256
 _encoder = msgspec.json.Encoder()
 
@@ -175,7 +175,7 @@ async def create_embeddings(
 ) -> Response:
     """Responds once all vectors are ready.
 
-    Vectors for texts that were embedded before come from the cache.
+    Vectors for previously embedded texts come from the cache.
     """
     body = await call.read_json(EmbeddingsBody)
     model = catalog.find(body.model, "embedding")

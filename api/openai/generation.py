@@ -10,10 +10,10 @@ which its chat template shows:
 
 For every family, a forced call uses the Llama 3.1 format, but with `arguments`. Its JSON schema
 embeds each tool's schema as a separate resource (JSON Schema 2020-12, section 9.3) with an `$id`.
-This way, references and anchors keep their meaning, and nothing is rewritten. If a schema allows
-it, models make up arguments until they run out of tokens, so an object that lists its properties
-gets no others unless its schema explicitly allows them or other parts of the schema may add
-properties.
+This way, references and anchors keep their meaning, and nothing has to be rewritten. If a schema
+allows it, models make up arguments until they run out of tokens, so an object that lists its
+properties can't have others unless its schema explicitly allows them or other parts of the schema
+may add properties.
 """
 
 from __future__ import annotations
@@ -214,7 +214,7 @@ def read_tool_calls(
 
 
 def shown_of(text: str) -> str:
-    """Returns the part of the text so far that is not, and can't become, a call.
+    """Returns the part of the text so far that is not, and can't turn into, a call.
 
     It is always a prefix of the text that `read_tool_calls` returns later.
     """
@@ -269,9 +269,9 @@ class BegunCall(NamedTuple):
 
 
 def begun_call(text: str) -> BegunCall | None:
-    """Returns the call that a text begins with, once its name is complete.
+    """Returns the call at the start of a text, once its name is complete.
 
-    The arguments of a longer text begin with the arguments of a shorter one.
+    The arguments parsed from a longer text start with those parsed from a shorter one.
     """
     start = _WHOLE_CALL.match(text)
     return _parse_begun_call(text, start.end()) if start else None
@@ -427,7 +427,7 @@ def model_of(body: TextBody, catalog: Catalog) -> Model:
 
 
 def is_repeatable(body: TextBody) -> bool:
-    """Returns whether an identical request gets an identical response."""
+    """Returns whether an identical request produces an identical response."""
     return body.seed is not None or body.temperature == 0 or body.top_p == 0
 
 
@@ -544,8 +544,8 @@ def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationRe
     if names := {tool.function.name for tool in body.allowed_tools}:
         seed = f"{choice_id}:{index}"
         text, calls = read_tool_calls(text, names, seed)
-        # A forced call cut by a stop sequence still counts as a call, because a stream has already
-        # sent the start of it.
+        # A forced call cut off by a stop sequence still counts as a call, because a stream has
+        # already sent its start.
         if result.finish_reason == "length" or (body.forced_tools and not calls):
             seed, is_whole = f"{seed}:{len(calls)}", not calls
             text, cut = read_cut_call(text, names, seed, is_whole=is_whole)

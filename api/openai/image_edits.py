@@ -1,8 +1,8 @@
 """POST /v1/images/edits and /v1/images/variations: redraws an image, optionally within a mask.
 
-An edit has a prompt and is sent either as a form with files or as JSON. If there is a mask, only
-the mask's transparent area is redrawn. A variation is image-to-image without a prompt. images.py
-builds the responses.
+An edit has a prompt and is sent as either form data with files or JSON. If there is a mask, only
+its transparent area is redrawn. A variation is image-to-image without a prompt. images.py builds
+the responses.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ _WHITE = (
     "doQCepz6aeExAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQEBAQELi3cqoDfaKuZM4AAAAASUVORK5CYI"
     "I="
 )
-"""A white PNG of 64 x 64 pixels, so that the example works unchanged."""
+"""A 64 x 64 pixel white PNG, so that the example works unchanged."""
 MASK = "The transparent area is redrawn. Must have the width and height of the image."
 
 VARIED_STRENGTH = 0.6
-"""A variation's strength: large features are preserved, and small ones are redrawn."""
+"""A variation's strength: preserves large features and redraws small ones."""
 UNGUIDED = 1.0
 """Guidance scale for a variation, which has no prompt to guide it."""
 
@@ -93,7 +93,7 @@ def _as_form(schema: dict[str, Any]) -> None:
         if field.get("type") != "null" and name != MORE_CONTROLS
     }
     for field in schema["properties"].values():
-        # A form can't express null. Absent fields are not sent.
+        # Form data can't express null. Absent fields are not sent.
         kinds = [kind for kind in field.pop("anyOf", ()) if kind["type"] != "null"]
         field |= kinds[0] if kinds else {}
         if "enum" in field:
@@ -117,7 +117,7 @@ def _as_edit_form(schema: dict[str, Any]) -> None:
 
 
 class EditForm(ImageBody):
-    """A prompt and a source image, as a form. The files are in the fields `image` and `mask`."""
+    """A prompt and a source image, as form data. The files are in the fields `image` and `mask`."""
 
     model_config = ConfigDict(json_schema_extra=_as_edit_form)
 
@@ -205,7 +205,7 @@ async def read_edit(call: ModelCall) -> tuple[EditForm, Files]:
 
     Raises:
         ValidationError: a field is invalid.
-        BadInput: there is not exactly one image, or the body is neither form nor JSON.
+        BadInput: there is not exactly one image, or the body is neither form data nor JSON.
     """
     kind = call.http.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "multipart/form-data":
@@ -239,7 +239,7 @@ async def _read_form(call: ModelCall, kind: type[Form]) -> tuple[Form, Files]:
         guides = [name for name in GUIDE_IMAGES if isinstance(form.get(name), UploadFile)]
         files = {name: data for name in guides if (data := await _file(form, name)) is not None}
         known.update(guides)
-        # A form can't express null, so clients and pages send an empty field instead.
+        # Form data can't express null, so clients and pages send an empty field instead.
         fields = {name: value for name, value in form.items() if name not in known and value != ""}
         _check_files(fields, kind)
         if mask is None and "mask_blur" in fields:

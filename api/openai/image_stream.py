@@ -1,4 +1,4 @@
-"""Streams images while they are drawn, as server-sent events in OpenAI's format.
+"""Streams images as they are drawn, as server-sent events in OpenAI's format.
 
 https://platform.openai.com/docs/api-reference/images-streaming
 
@@ -66,7 +66,7 @@ class StreamedImage(msgspec.Struct):
     index: int | msgspec.UnsetType = msgspec.UNSET
 
     def encoded(self, event_id: str) -> bytes:
-        """Returns the event in wire format, with its ID unless that is empty."""
+        """Returns the event in wire format, with its ID unless the ID is empty."""
         named = f"id: {event_id}\n" if event_id else ""
         data = msgspec.json.encode(self)
         return b"event: %b\n%bdata: %b\n\n" % (self.type.encode(), named.encode(), data)
@@ -84,7 +84,7 @@ class ImagePosition(NamedTuple):
         """Returns the position after an event, or the start if the ID is empty.
 
         Raises:
-            BadInput: the ID does not belong to such a stream.
+            BadInput: the ID does not belong to this kind of stream.
         """
         if not last_id:
             return cls("", 0, (0,) * count)
@@ -150,7 +150,7 @@ class ImageStream:
     async def events(self, snapshot: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
         """Yields the events the reader has not received yet, for at most MAX_S.
 
-        If the reader hangs up and can't resume, the prediction is canceled.
+        If the reader disconnects and can't resume, the prediction is canceled.
 
         Raises:
             PenstockError: the prediction failed before its first event. Later errors are events.
@@ -184,7 +184,7 @@ class ImageStream:
                 heartbeat_s = now_s
         if not snapshot.record.is_over:
             if self._has_ids:
-                return  # the reader may come back
+                return  # the reader may reconnect
             raise DeadlineExceeded(_TOO_LONG, public=_TOO_LONG)
         if snapshot.record.state != "succeeded" or snapshot.record.reply is None:
             raise snapshot.failure

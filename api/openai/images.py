@@ -82,7 +82,7 @@ WITHHELD_HEADER = "x-penstock-withheld"
 class ImageItem(msgspec.Struct, omit_defaults=True):
     """One image: base64, or a link valid for 60 minutes.
 
-    The same `seed` produces the same image again.
+    The same `seed` always produces the same image.
     """
 
     seed: int
@@ -269,7 +269,7 @@ def size_after(body: ImageBody, first: ImageInput) -> tuple[int, int]:
 async def read_blob(objects: ObjectStore, blob: Blob, noun: str) -> bytes:
     """Returns a result's data, from the object store if it is stored there.
 
-    `noun`: what errors call the result.
+    `noun`: what error messages call the result.
 
     Raises:
         Unavailable: the object store is unreachable, or the result has since been deleted.
@@ -310,8 +310,7 @@ class ImageEncoder:
 
         Args:
             deadline_s: Unix time at which to stop encoding.
-            is_awaited: True if the response has not started, so that a caller who hangs up is
-                detected.
+            is_awaited: True if the response has not started, so that a disconnect is detected.
         """
         body, stored_key = self.body, result.image.object_key
         if body.response_format == "url" and body.output_format == "png" and stored_key is not None:
@@ -486,7 +485,7 @@ class ImageRequests:
         return model
 
     def draft(self, call: ModelCall, body: ImageBody, model: Model) -> ImageDraft:
-        """Returns a draft of the requested images, whose files are not stored."""
+        """Returns a draft of the requested images, without storing their files."""
         quota = self.storage.quota_of(call.caller, "images")
         owner = self.inference.file_owner(call, model, quota, call.answer_by_s(model))
         return ImageDraft(body, model, size_in(body, model), owner, self.source_images)

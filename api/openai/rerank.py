@@ -43,7 +43,7 @@ _encoder = msgspec.json.Encoder()
 
 
 class RerankText(Body):
-    """A document in the form of an object."""
+    """A document given as an object."""
 
     text: Text
 
@@ -107,7 +107,7 @@ class RerankBody(Body):
 
 
 class RerankResult(msgspec.Struct, omit_defaults=True):
-    """A document, by its position in the request, and its relevance to the query."""
+    """A document, identified by its position in the request, and its relevance to the query."""
 
     index: int
     relevance_score: float
@@ -115,7 +115,7 @@ class RerankResult(msgspec.Struct, omit_defaults=True):
 
 
 class RerankVersion(msgspec.Struct):
-    """The version of Cohere's API that the response follows."""
+    """The version of Cohere's API used for the response."""
 
     version: str
 
@@ -127,7 +127,7 @@ class RerankTokens(msgspec.Struct):
 
 
 class RerankMeta(msgspec.Struct):
-    """The metadata that Cohere's clients read."""
+    """The metadata that Cohere's clients expect."""
 
     api_version: RerankVersion
     billed_units: RerankTokens

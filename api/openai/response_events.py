@@ -1,10 +1,10 @@
 """Responses, either complete or as events, with deterministic IDs and sequence numbers.
 
 An event's sequence number depends on the number of tokens up to that point, not on the number of
-earlier events, so it is the same on every instance, even on one that could not read the tokens for
-a while. The first events have the numbers 0 to 3. The number of an event with tokens is 3 plus the
-number of tokens so far. The final events are numbered from the maximum number of tokens, so numbers
-increase with gaps.
+earlier events, so it is the same on every instance, even one that could not read the tokens for a
+while. The first events are numbered 0 to 3. The number of an event with tokens is 3 plus the number
+of tokens so far. Final events are numbered starting from the maximum number of tokens, so the
+numbers increase with gaps.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class ResponseEvents:
 
     Args:
         body: request body. Its `max_output_tokens` is set if events are sent.
-        model: the model that generates it.
+        model: the model that generates the response.
         after: sequence number of the last event the reader received. -1 if none.
     """
 
@@ -122,7 +122,7 @@ class ResponseEvents:
         )
 
     def whole(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> ResponseReply:
-        """Returns the response with its output, which was finished at `ended_at_s`."""
+        """Returns the response with its output, which finished at `ended_at_s`."""
         (result,) = results_of(outcomes, self._model)
         is_cut = result.finish_reason == "length"
         return self.reply(
@@ -282,7 +282,7 @@ def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
 
 
 def as_asked(error: PenstockError) -> PenstockError:
-    """Returns the error, with a chat field replaced by the field that the client sent."""
+    """Returns the error, with the chat field replaced by the field that the client sent."""
     field = _FIELDS_OF_CHATS.get(error.field or "")
     if field is None:
         return error

@@ -1,7 +1,7 @@
 """/v1/responses as in OpenAI's API: creates, reads, streams and deletes responses.
 
-Responses are stored unless `store` is false. A streamed or background response is a prediction,
-which any instance can serve. Other responses are stored as predictions once they are complete.
+Responses are stored unless `store` is false. A streamed or background response is a prediction, so
+any instance can serve it. Other responses are stored as predictions once they are complete.
 """
 
 from __future__ import annotations
@@ -91,8 +91,8 @@ async def create_response(
 ) -> Response:
     """Works like the chat endpoint, but returns items.
 
-    With `"background": true`, returns immediately, and the text is generated whether or not anyone
-    reads it. Unless `store` is false, responses can be retrieved and continued later.
+    With `"background": true`, returns immediately, and the text is generated even if nobody reads
+    it. Unless `store` is false, responses can be retrieved and continued later.
     """
     preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
     full_request = await preceding.complete(await call.read_json(ResponseBody))
@@ -235,7 +235,8 @@ class PrecedingItems:
         """Returns the request with references resolved and preceding items included.
 
         Raises:
-            BadInput: the request is not valid with these items. PenstockError: they can't be read.
+            BadInput: the request is not valid with the resolved items. PenstockError: the items
+                can't be read.
         """
         conversation, before = body.conversation_id, list[dict[str, Any]]()
         if conversation:
@@ -309,7 +310,7 @@ class _NewResponse:
     """A response to create.
 
     Args:
-        model: the model that generates it.
+        model: the model that generates the response.
         inputs: the model's input, which is a single item.
     """
 
@@ -324,7 +325,7 @@ class _NewResponse:
         """Creates a prediction. Responds with its state or, if requested, with its events."""
         call, full_request = self.call, self.full_request
         body = full_request.body
-        # Event numbers depend on the maximum number of tokens, so it is stored now.
+        # Event numbers depend on the maximum number of tokens, so that maximum is stored now.
         fields = _dump_body(body) | {"max_output_tokens": self.inputs[0].max_tokens}
         new = self._request(fields)
         if not body.is_kept and not full_request.conversation:
@@ -348,7 +349,7 @@ class _NewResponse:
     ) -> ResponseReply:
         """Appends a finished response to its conversation, and stores it if requested.
 
-        Once a response is stored in either place, it can be read, while a failed request is not
+        Once a response is stored in either place, it can be read, but a failed request is not
         charged, so nothing may fail after that point. If there is no room or Redis is unreachable,
         the response is still returned, marked as not stored, unless the request explicitly asks to
         store it and has no conversation.
@@ -397,7 +398,7 @@ def _dump_body(body: ResponseBody) -> dict[str, Any]:
 class _EventAnswer:
     """Streams a response's events.
 
-    Readers resume by sequence number, so the events don't need other IDs.
+    Readers resume by sequence number, so the events need no other IDs.
     """
 
     def __init__(

@@ -178,7 +178,7 @@ Content = Annotated[
 
 
 class _ItemBody(Body):
-    """Fields that exist in client types but have no effect on text models."""
+    """Fields that appear in client types but have no effect on text models."""
 
     caller: Options | None = Field(None, exclude=True, description="Accepted, without effect.")
     created_by: None = Field(None, exclude=True)

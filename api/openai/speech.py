@@ -1,7 +1,7 @@
 """POST /v1/audio/speech as in OpenAI's API, either complete or as events.
 
 A class that yields files can be streamed: each file is the next part of the audio. Without
-streaming, callers receive the concatenation of all files. Work is measured in characters.
+streaming, callers receive all files concatenated. Work is measured in characters.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ SPEECH_TYPES = {
     "wav": "audio/wav",
     "pcm": "audio/pcm",
 }
-"""Media type by `response_format`. Opus uses an Ogg file."""
+"""Media type by `response_format`. Opus audio is stored in an Ogg file."""
 MAX_PIECE_BYTES = 64 * 1024 * 1024
 _ANY_BYTES = "application/octet-stream"
 _STORED = re.compile(rb'"audio":"","key":"([^"]+)"')
@@ -126,7 +126,7 @@ class SpeechEvents(StreamShape):
 
 
 async def _with_sound(events: AsyncGenerator[bytes], objects: ObjectStore) -> AsyncGenerator[bytes]:
-    """Yields events, adding audio parts from the object store."""
+    """Yields events, fetching audio parts from the object store."""
     try:
         async for event in events:
             for stored in reversed(list(_STORED.finditer(event))):

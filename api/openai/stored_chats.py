@@ -1,4 +1,4 @@
-"""Stored chats: lists, changes and deletes them, and lists their messages, as in OpenAI's API."""
+"""Lists, changes, and deletes stored chats, and lists their messages, as in OpenAI's API."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ async def list_chats(
         for candidate in call.visible_models(catalog)
         if model in ("", candidate.name)
     }
-    # Reads only one more item than the page has, no matter how many there are.
+    # Reads only one item more than fits on the page, no matter how many there are.
     chats: list[dict[str, Any]] = []
     every = _all(call.tenant, after, predictions, is_ascending=order == "asc")
     async with aclosing(every) as snapshots:

@@ -119,7 +119,7 @@ async def count_chat(
 
     Raises:
         UnknownModel: the text model does not exist.
-        PenstockError: for the same reasons as a chat.
+        PenstockError: for the same reasons as a chat request.
     """
     messages = [message.to_template() for message in chat.messages]
     prompt = PromptToCount(messages=messages, tools=tools_of(chat))

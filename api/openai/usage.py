@@ -97,7 +97,7 @@ async def get_usage(call: Call, usage: UsageService) -> Response:
     day = now.replace(hour=0, minute=0, second=0, microsecond=0)
     today_s, month_s = int(day.timestamp()), int(day.replace(day=1).timestamp())
     time_range = read_range(call.http.query_params, now_s)
-    # The end of the day, so that the same query is sent all day long.
+    # The end of the day, so that the query stays the same all day.
     month = UsageQuery(month_s, today_s + DAY_S, DAY_S, tenants=(call.tenant,), by_model=True)
     of_month = await usage.read(month, call.tenant)
     of_today = (today_s - month_s) // DAY_S
@@ -170,7 +170,7 @@ async def get_images_usage(call: Call, usage: UsageService) -> Response:
     errors=(400, 429),
 )
 async def get_costs(call: Call, usage: UsageService) -> Response:
-    """Returns US dollars per time bucket, for all models together."""
+    """Returns US dollars per time bucket, across all models."""
     return await _page(call, usage, _of_costs, unit=None)
 
 

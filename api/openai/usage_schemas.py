@@ -92,7 +92,7 @@ class ModelUsage(msgspec.Struct, kw_only=True):
     requests: Count
     """All requests, including rejected ones, as in the reports."""
     refused: Count
-    """The part of `requests` that was rejected as a whole, without items."""
+    """The number of `requests` that were rejected as a whole, without items."""
     items: Count
     succeeded: Count
     cached: Count

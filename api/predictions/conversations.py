@@ -28,8 +28,8 @@ MAX_ITEMS = 2048
 MAX_PARTS = 8192
 """Maximum total number of parts in the items of one response or conversation.
 
-Each part is a separate object: 100,000 empty parts, accumulated over many requests, took 250 ms on
-every read.
+Each part is a separate object: reading 100,000 empty parts, accumulated over many requests, took
+250 ms each time.
 """
 _ATTEMPTS = 10
 
@@ -137,7 +137,9 @@ class Conversations:
         change: Callable[[Conversation], None],
         keep_s: int | None,
     ) -> Conversation:
-        """Changes a conversation. `change` may be called several times, each time with a new copy.
+        """Changes a conversation.
+
+        `change` may be called several times, each time with a fresh copy.
 
         Raises:
             NotFound: the tenant has no conversation with this ID, or it has expired.

@@ -38,8 +38,7 @@ OWNER = "penstock"
 _CLIENTS = re.compile(r"replicate[-/]", re.IGNORECASE)
 
 POLL_S = 0.5
-"""Interval at which readers without a reply, such as streams and repeated requests, read the
-record.
+"""How often readers without a reply, such as streams and repeated requests, read the record.
 """
 
 
@@ -129,7 +128,7 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def is_unpublished(self) -> bool:
-        """Returns whether the broker may not have the job, or one of a flow's first jobs."""
+        """Returns whether the broker may be missing the job or one of a flow's first jobs."""
         is_open = self.record.state == "starting"
         if self.prediction.steps:
             is_open = not self.record.is_over
@@ -137,7 +136,7 @@ class PredictionSnapshot(NamedTuple):
 
     @property
     def failure(self) -> PenstockError:
-        """The error, as sent by the worker, of a finished prediction that did not succeed."""
+        """The error, as sent by the worker, for a finished prediction that did not succeed."""
         if self.record.state == "canceled":
             return Canceled("the request was canceled")
         reply = self.record.reply
@@ -166,7 +165,7 @@ Refresh = Callable[[PredictionSnapshot], Awaitable[PredictionSnapshot]]
 
 
 class Creation:
-    """A prediction that was created (`is_new`) or found, and its latest `snapshot`.
+    """A prediction that was created (`is_new`) or found, with its latest `snapshot`.
 
     Args:
         snapshot: the prediction, as created or found.
@@ -197,13 +196,13 @@ class Creation:
                 while not self.snapshot.record.is_over:
                     await self._pause(pause_s)
                     known, self.snapshot = self.snapshot, await self._refresh(self.snapshot)
-                    # Without Redis, the snapshot is unchanged and the read is still due.
+                    # Without Redis, the snapshot is unchanged, and the record still has to be read.
                     pause_s = POLL_S if self.snapshot is known else LOOK_EVERY_S
 
     async def _pause(self, limit_s: float) -> None:
-        """Waits for the reply, of which there is only one, or for a change to the record.
+        """Waits for the reply, which is sent only once, or for a change to the record.
 
-        The record is read after `limit_s` in any case, because a reply may get lost.
+        The record is read after `limit_s` in any case, because the reply may get lost.
         """
         try:
             if self._waiter is not None:

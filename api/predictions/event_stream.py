@@ -8,8 +8,8 @@ event. All events can be derived from the record, so a client that reconnects to
 Last-Event-ID gets exactly the events it has not received.
 
 If the output is generated text, it is streamed while it is being generated
-(api/predictions/generation_stream.py). Each `output` event contains the added text, so the full
-text is the concatenation of all of them.
+(api/predictions/generation_stream.py). Each `output` event contains only the added text, so the
+events concatenate to the full text.
 
 For a flow, each step item gets an `output` event with its step and position, in step order, and the
 last event contains the flow's output.
@@ -98,7 +98,7 @@ class EventPosition(NamedTuple):
         return cls(int(match[1]), int(match[2]), match[3] or "") if match else cls()
 
     def to_id(self) -> str:
-        """Returns the ID of the event after which a reader is at this position."""
+        """Returns the event ID for a reader at this position."""
         base = f"{max(0, self.kind)}.{max(0, self.number)}"
         return f"{base}.{self.preview}" if self.preview else base
 
@@ -125,8 +125,8 @@ class EventStreams:
 
         Args:
             last_id: ID of the last event the reader received. Empty if there is none.
-            check: raises PenstockError once the reader may no longer continue because its key was
-                revoked. The error then becomes the last event.
+            check: raises PenstockError once the reader may no longer continue because its key has
+                been revoked. The error then becomes the last event.
             extra: the EXTRA_KINDS requested by the reader.
         """
         async with aclosing(self._events(snapshot, last_id, check, extra)) as events:
@@ -188,7 +188,7 @@ def events_of(
 ) -> list[StreamEvent]:
     """Returns all of a prediction's events so far, in order.
 
-    Printed text is combined into one event that contains the part a reader at `seen` lacks.
+    Printed text is combined into one event with the part that a reader at `seen` lacks.
     """
     prediction, record = snapshot
     events = []
@@ -243,8 +243,8 @@ def encode_event(kind: str, data: str, event_id: str | None = None) -> bytes:
     """Returns an event in wire format, with its ID unless that is None.
 
     Each line of its data becomes a separate field. Lines are split at every line break that any
-    reader accepts: at least one reader in use accepts more characters than the standard does, and
-    would lose the data after them.
+    reader accepts, because at least one reader in use accepts more characters than the standard
+    does and would lose the data after them.
     """
     lines = "".join(f"data: {line}\n" for line in _LINE_END.split(data))
     named = "" if event_id is None else f"id: {event_id}\n"
@@ -282,7 +282,7 @@ class ElementEvents(OutputEvents):
     """The events for a list generated element by element: one per element, as in a complete output.
 
     Args:
-        url_signer: signs the URLs of files that are not included in the list itself.
+        url_signer: signs the URLs of files that are not inlined in the list.
     """
 
     def __init__(self, prediction: Prediction, url_signer: UrlSigner) -> None:

@@ -2,8 +2,8 @@
 
 A prediction's reservations are in Redis with its record (shared/stores/holds.py). Every instance
 settles due reservations, whether or not it created them, so nothing depends on the creating
-instance. That instance only tracks which items are in flight on it, and frees their slots. If it
-dies, the slots expire.
+instance. The creating instance only tracks which items are in flight on it, and frees their slots.
+If it dies, the slots expire.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class PredictionFollower:
     def follow(self, limited: LimitedRequest, hold: Hold) -> None:
         """Frees a prediction's slots once it has finished.
 
-        If it is unknown whether the prediction was created, this finds out.
+        If it is unknown whether the prediction was created, finds out.
         """
         if len(self._followed) >= MAX_FOLLOWED:
             limited.end()
@@ -135,7 +135,10 @@ class PredictionFollower:
             await self._predictions.read_linked(record_id, kept.prediction_id)
 
     async def _free_slots(self) -> None:
-        """Looks up holds for the predictions that have waited longest. Others get the next turn."""
+        """Looks up holds for the predictions that have waited the longest.
+
+        The others are looked up next time.
+        """
         looked_at = list(itertools.islice(self._followed, MAX_LOOKED_AT))
         if not looked_at:
             return

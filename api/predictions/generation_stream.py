@@ -47,7 +47,7 @@ MAX_S = 290.0
 Readers resume with another request.
 """
 HEARTBEAT_S, HEARTBEAT, HEARTBEAT_BESIDE_IDS = 10.0, b": keep-alive\n\n", b": keep-alive\n"
-"""After this pause, a comment is sent to keep the connection open through proxies.
+"""After a pause this long, a comment is sent to keep the connection open through proxies.
 
 Readers that split a stream at empty lines skip a comment's whole block, so an empty line follows
 the comment. The empty line is omitted if events have IDs, because OpenAI's Python client treats an
@@ -62,7 +62,7 @@ Proxies drop silent connections after a minute.
 """
 CLOSE_LIMIT_S = 1.0
 LEFT_S = 30.0
-"""A generation whose reader left but may return is canceled after LEFT_S seconds."""
+"""A generation whose reader disconnected but may return is canceled after LEFT_S seconds."""
 _PART = re.compile(r"-|(\d{1,9})(?:f(\d{1,4}))?")
 _LOGS = re.compile(r"~(\d{1,12})$")
 LOGS_EVERY_S = 0.5
@@ -75,7 +75,7 @@ Return: TypeAlias = Literal["never", "from_event", "from_request"]
 """Ways in which a new stream's reader may return: not at all, after an event it received, or by
 sending the request again.
 
-If the reader can't return, the generation is canceled as soon as the reader hangs up.
+If the reader can't return, the generation is canceled as soon as the reader disconnects.
 """
 StreamedResult: TypeAlias = GenerationResult | CustomResult
 """Results that can be streamed. For a custom class, a piece counts as a token."""
@@ -113,7 +113,7 @@ class AddedText(NamedTuple):
 class StreamShape(Protocol):
     """The events' format. A generation's parts are numbered from 0.
 
-    By default, a format has no first and last events.
+    By default, a format has no opening or closing events.
     """
 
     def opening(self, index: int, prompt: PromptSize) -> bytes | None:
@@ -139,7 +139,7 @@ class StreamShape(Protocol):
 
 @runtime_checkable
 class ClassShape(StreamShape, Protocol):
-    """A format for custom models' outputs."""
+    """A format for the output of custom models."""
 
     def logs(self, text: str) -> bytes:
         """Returns the event for text printed since the last one."""
@@ -161,7 +161,7 @@ class StreamTooLong(DeadlineExceeded):
 
 
 class StreamLost(PenstockError):
-    """The tokens from which a reader wants to resume no longer exist."""
+    """The tokens from which a reader wants to resume are gone."""
 
     code = "stream_lost"
     public_by_default = None
@@ -191,7 +191,7 @@ def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
     """Returns the position after the event with this ID, or the start if the ID is empty.
 
     Raises:
-        BadInput: the ID does not belong to such a stream.
+        BadInput: the ID does not belong to this kind of stream.
     """
     generations = _LOGS.sub("", last_id)
     if not last_id:
@@ -211,7 +211,7 @@ def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
 
 
 def logs_seen_from_id(last_id: str) -> int:
-    """Returns how many printed characters a reader has after the event with this ID."""
+    """Returns how many printed characters a reader has received after the event with this ID."""
     match = _LOGS.search(last_id)
     return int(match[1]) if match else 0
 
@@ -249,7 +249,7 @@ class GenerationStreams:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        """Lets texts whose readers left run to completion.
+        """Lets generations run to completion after their readers disconnect.
 
         Readers may now be on other instances.
         """
@@ -273,16 +273,16 @@ class GenerationStreams:
     ) -> AsyncGenerator[bytes]:
         """Yields the events for a prediction's generations, for at most MAX_S.
 
-        If the reader may no longer continue because its key was revoked, the error is the last
-        event. The generations then stop after the tokens already sent, as if the reader had hung
-        up.
+        If the reader may no longer continue because its key has been revoked, the last event is the
+        error. The generations then stop after the tokens already sent, as if the reader had
+        disconnected.
 
         Args:
             seen: the reader's position in each generation.
             check: raises PenstockError once the reader may no longer continue.
             stays: True if the prediction continues without a reader.
             has_ids: True if each event has an ID after which the reader can resume.
-            has_elements: True if each token is a list element, as a line of JSON, with a separate
+            has_elements: True if each token is a list element, sent as a line of JSON in a separate
                 event.
             logs_seen: number of printed characters the reader has received, if the stream includes
                 printed text.
@@ -351,7 +351,7 @@ class GenerationStreams:
                 async for event in self._events(snapshot, stream, watch):
                     stream.has_begun |= event != stream.heartbeat
                     yield event
-                # The stream may end before the generations do, if its reader can come back.
+                # The stream may end before the generations do if its reader can reconnect.
                 if not stream.is_ended and not stays and not stream.has_ids:
                     raise StreamTooLong
                 is_done = True
@@ -394,16 +394,16 @@ class GenerationStreams:
             yield event
 
     def leave(self, prediction: Prediction, after_s: float) -> None:
-        """Cancels a prediction after a while, unless its tokens are being read by then.
+        """Cancels a prediction after a delay, unless its tokens are being read by then.
 
-        With 0, cancels it immediately, even if others are reading it.
+        If the delay is 0, cancels it immediately, even if others are reading it.
         """
         leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
         self._leaving.add(leaving)
         leaving.add_done_callback(self._leaving.discard)
 
     async def _cancel_unread(self, prediction: Prediction, after_s: float) -> None:
-        """Cancels a prediction if its reader does not come back to any instance."""
+        """Cancels a prediction if its reader does not reconnect to any instance."""
         await asyncio.sleep(after_s)
         with contextlib.suppress(PenstockError):
             if not after_s or not await self._streams.is_read(prediction.record):
@@ -509,7 +509,7 @@ class _Stream:
 
     @property
     def waits_for_reader_s(self) -> float:
-        """How long the generation continues after its reader leaves, in seconds."""
+        """How long the generation continues after its reader disconnects, in seconds."""
         if self._returns == "never" or (self._returns == "from_event" and not self.has_begun):
             return 0.0
         return LEFT_S
@@ -566,7 +566,7 @@ class _Stream:
         self.is_ended = True
 
     def log(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
-        """Returns the event for text printed since the last one."""
+        """Returns the event for text printed since the previous one."""
         printed = printed_of(snapshot.record)
         if self.logs_seen is None or printed.end <= self.logs_seen:
             return
@@ -587,7 +587,7 @@ class _Stream:
         if isinstance(result, CustomResult) and isinstance(self._shape, ClassShape):
             self._shape.know(result)
         # The last tokens may arrive before the last of their text (shared/models/tasks/text.py), so
-        # a reader that has all tokens may still lack a piece: the first of the final pieces.
+        # a reader that has all tokens may still lack the first of the final pieces.
         is_same = generation.tokens >= generation.seen.tokens and result.text.startswith(
             generation.text
         )
@@ -646,7 +646,7 @@ class _Stream:
 def _prompt_before(chunks: Sequence[Chunk]) -> PromptSize:
     """Returns the prompt size in a generation's first chunk.
 
-    Pieces from a class do not have a prompt.
+    Pieces from a class have no prompt.
     """
     if not chunks or not isinstance(chunks[0], TokenChunk):
         return PromptSize()

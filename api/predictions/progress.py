@@ -23,7 +23,7 @@ class PredictionProgress:
         self._runs = runs
 
     async def position(self, snapshot: PredictionSnapshot) -> QueuePosition | None:
-        """Returns the queue position, or None if it is not waiting or Redis is not responding."""
+        """Returns the queue position, or None if it isn't waiting or Redis is not responding."""
         prediction = snapshot.prediction
         if snapshot.record.state == "starting":
             with suppress(Unavailable):
@@ -40,7 +40,7 @@ class PredictionProgress:
         Returns an empty list while Redis is not responding.
         """
         prediction, record = snapshot
-        # A step may have images that will be withheld.
+        # A step may contain images that will be withheld.
         if not prediction.shows_steps:
             return []
         with suppress(Unavailable):

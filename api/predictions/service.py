@@ -3,8 +3,8 @@
 The record determines a prediction's state (shared/stores/records.py). The record is created before
 the job is published, so every instance can find a prediction even if the creating instance is gone.
 A reply only wakes a waiting request. As a last resort against lost jobs, any instance that reads a
-record after its deadline ends it. The same happens if the model was withdrawn and no worker is
-left.
+record after its deadline ends the prediction. The same happens if the model was withdrawn and no
+workers are left.
 """
 
 from __future__ import annotations
@@ -65,13 +65,13 @@ so.
 CREATOR_POLL_S = 0.05
 PAGE = 20
 SCAN_WINDOW = 100
-"""Number of predictions checked at once for a match, after the first PAGE."""
+"""How many predictions to check for a match at once, after the first PAGE."""
 PAGE_READS = 10
 """Maximum number of reads per page: up to 920 predictions are checked for a match."""
 READ_BYTES = 4 * 1024 * 1024
 """Maximum bytes to read at once for a page with more than one prediction.
 
-All stored predictions may total 64 MiB, which take four times as much memory until they are sent.
+All stored predictions may total 64 MiB, and take four times as much memory until they are sent.
 """
 DOCUMENT_MAX_BYTES = 4 * 1024 * 1024
 """Maximum size of a prediction document: a sixteenth of the usual budget for all predictions, which
@@ -86,7 +86,7 @@ class PredictionIdTaken(BadInput):
 
 
 class PredictionNotOver(PenstockError):
-    """This requires a prediction that has finished."""
+    """This operation requires a finished prediction."""
 
     code = "prediction_not_over"
     public_by_default = None
@@ -106,7 +106,7 @@ class Predictions:
 
     Args:
         inbox: receives replies to this instance.
-        admission: limits this instance's items in flight.
+        admission: limits the number of items in flight on this instance.
         canaries: choose the revisions that run predictions.
         flows: ends flow runs that no worker will finish.
         keep_s: how many seconds to store a prediction after it finishes.
@@ -170,7 +170,7 @@ class Predictions:
         """Makes waiters for canceled predictions check their records.
 
         A cancellation does not send a reply. Cancellations missed while Redis was unreachable are
-        looked up when it is back.
+        looked up once it is back.
         """
         async for record in self._records.canceled():
             if record is None:
@@ -291,7 +291,7 @@ class Predictions:
         be short or even empty although there is a next page.
 
         Args:
-            after: end of the previous page. None starts with the newest.
+            after: end of the previous page. If None, starts with the newest.
         """
         listed = await self._store.latest(
             tenant,
@@ -675,5 +675,5 @@ def _not_found(prediction_id: str) -> NotFound:
 
 
 def _is_final(status: int | None) -> bool:
-    """Returns whether a receiver that returns this status gets no further attempts."""
+    """Returns whether a receiver that responds with this status gets no further attempts."""
     return status is not None and (200 <= status < 300 or status == HTTPStatus.GONE)

@@ -46,7 +46,8 @@ from shared.webhooks.publisher import WebhookPublisher
 
 router = Router(scope="predictions", route_class=ProblemRoute, tags=["predictions"])
 
-# Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
+# Used only for the OpenAPI document. The routes do the validation, so that we control the wording
+# of errors.
 LinkExpiry = Annotated[int, Query(ge=0, le=2**53)]
 ExtraEvents = Annotated[
     str,
@@ -121,7 +122,7 @@ async def replay_webhook(
 
 @injectable
 class PredictionStreams:
-    """Prediction streams, read from records or sent while the output is generated."""
+    """Prediction streams, read from records or sent as the output is generated."""
 
     def __init__(
         self,
@@ -206,7 +207,7 @@ async def stream(
 
     With `events=preview`, also sends image previews between steps, as small WebP files. With
     `events=queue`, also sends the queue position whenever it changes. The link in `urls.stream` is
-    signed and needs no API key. A text model's output is streamed while it is generated, without
+    signed and needs no API key. A text model's output is streamed as it is generated, without
     previews or queue positions.
     """
     if signature and not _sends_key(request):
@@ -223,9 +224,9 @@ async def stream(
 
 
 def _stream_kind_of(catalog: Catalog, prediction: Prediction) -> StreamKind:
-    """Returns how the prediction's output is streamed while it is generated.
+    """Returns how the prediction's output is streamed as it is generated.
 
-    Empty if the output is only sent whole.
+    Empty if the output is only sent as a whole.
     """
     with suppress(UnknownModel):  # removed from the catalog, so only its record remains
         model = catalog.find(prediction.model)
@@ -234,7 +235,7 @@ def _stream_kind_of(catalog: Catalog, prediction: Prediction) -> StreamKind:
 
 
 def _prints(catalog: Catalog, prediction: Prediction) -> bool:
-    """Returns whether the prediction's model prints; only custom models do."""
+    """Returns whether the prediction's model prints text; only custom models do."""
     return catalog.find(prediction.model).definition.has_interface
 
 
@@ -245,7 +246,7 @@ def _stays_valid() -> None:
 def _sends_key(request: Request) -> bool:
     """Returns whether the request has a key.
 
-    If it does, the key decides, and an invalid key is an error.
+    If it does, the key determines access, and an invalid key is an error.
     """
     return "authorization" in request.headers or "x-api-key" in request.headers
 

@@ -1,4 +1,4 @@
-"""Other routes Replicate's clients use: models, versions, account, files, and webhook secret."""
+"""Other routes for Replicate's clients: models, versions, account, files, and webhook secret."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ from shared.stores.objects import UrlSigner
 from shared.webhooks.event import tenant_secrets
 
 COG_VERSION = "0.16.0"
-"""The Cog version whose schema format ours follows. For versions before 0.3.9, clients treat every
+"""The Cog version whose schema format we follow. For versions before 0.3.9, clients treat every
 list as an iterator.
 """
 
@@ -137,7 +137,7 @@ async def list_models(
 async def get_model(
     call: Call, catalog: Catalog, started_at_s: StartedAt, owner: str, name: str
 ) -> Response:
-    """Returns a model in the catalog with its only version. Any owner is accepted."""
+    """Returns a model from the catalog with its only version. Any owner is accepted."""
     model = call.visible_model(catalog, name)
     return encode_json(model_body(model, owner, call.base_url, started_at_s))
 
@@ -214,7 +214,7 @@ async def list_hardware(call: Call, catalog: Catalog) -> Response:
 async def create_file(
     call: Call, files: Files, storage: Storage, url_signer: UrlSigner
 ) -> Response:
-    """Accepts a form with the file as `content` and, optionally, a JSON object as `metadata`.
+    """Accepts form data with the file as `content` and, optionally, a JSON object as `metadata`.
 
     Files are kept for a day and count toward the tenant's storage quota. Under /v1,
     api/routes/files.py is tried first.
@@ -242,7 +242,7 @@ async def create_file(
 
 @router.get("/files/{file_id}", scope="files", include_in_schema=False)
 async def get_file(call: Call, files: Files, url_signer: UrlSigner, file_id: str) -> Response:
-    """Returns the file's metadata. `urls.download` is a link to its data."""
+    """Returns the file's metadata. `urls.download` links to the file's data."""
     file = await files.find(call.tenant, file_id)
     return encode_json(_shown(call, file, url_signer))
 

@@ -79,7 +79,7 @@ class PredictionsEndpoint(Endpoint):
     async def inputs(self, request: LineRequest, caller: LineCaller) -> Sequence[CustomInput]:
         """Loads the line's files, and stores large values.
 
-        Each attempt does this, but an unchanged file is not loaded again.
+        This happens on each attempt, but an unchanged file is not loaded again.
         """
         body = cast(PredictionLine, request.body)
         custom_input, files = validate_input(

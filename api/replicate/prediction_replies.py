@@ -61,7 +61,7 @@ class PredictionReplies:
 async def _with_output(snapshot: PredictionSnapshot, objects: ObjectStore) -> PredictionSnapshot:
     """Returns a prediction with its output, even if that is large JSON in the object store.
 
-    If the output has since been deleted, it stays a link.
+    If the output has since been deleted, the link is kept.
 
     Raises:
         Unavailable: the object store is unreachable.

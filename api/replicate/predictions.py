@@ -1,7 +1,7 @@
 """Replicate's Predictions API (https://replicate.com/docs/reference/http).
 
 A version is a model's name in the catalog, or the ID in its entry. Any owner is accepted, because
-names are unique here. Every path is served with and without /v1, because some clients add the
+names are unique here. Every path is served both with and without /v1, because some clients add the
 prefix themselves.
 
 Field names follow Replicate's API and, inside `input`, Replicate's Stable Diffusion models. A body
@@ -78,7 +78,7 @@ CREATION_ERRORS = (401, 404, 408, 413, 422, 429, 499, 503, 504)
 """Status codes documented in OpenAPI for routes that create predictions."""
 
 EARLY_S = 0.25
-"""Clients that wait n seconds hang up half a second later. The response is sent this long before
+"""Clients that wait n seconds disconnect half a second later. The response is sent this long before
 the n seconds are up.
 """
 _FILTERS = frozenset(
@@ -89,7 +89,8 @@ _CURSOR = re.compile(r"([0-9]{1,12}(\.[0-9]{1,9})?(-[A-Za-z0-9_.:-]{1,128})?)?")
 omitted the ID.
 """
 
-# Only for the OpenAPI document. The routes validate, so that we control the wording of errors.
+# Used only for the OpenAPI document. The routes do the validation, so that we control the wording
+# of errors.
 Cursor = Annotated[str, Query(json_schema_extra={"pattern": f"^{_CURSOR.pattern}$"})]
 CallerId = Annotated[str, Path(json_schema_extra={"pattern": f"^{CALLER_ID.pattern}$"})]
 
@@ -190,14 +191,14 @@ class PredictionCreator:
         """Creates the prediction described by a body, and waits for it as long as the caller does.
 
         Args:
-            model: the model that computes it.
+            model: the model that computes the prediction.
             owner: the model owner specified by the caller.
             own_id: the ID chosen by the caller, if any.
             deployment: `owner/name` of the deployment in the path, if any.
 
         Raises:
             PenstockError: as raised by `Recording.create`.
-            InvalidFields: the input does not fit the model.
+            InvalidFields: the input is not valid for the model.
             BadInput: events can never be delivered to the webhook's URL.
             StorageFull: the tenant's storage quota has no room for the source image.
             Overloaded: too many images are waiting to be decoded.
@@ -223,7 +224,7 @@ class PredictionCreator:
         wait_s = max(0.0, call.options.wait_s - EARLY_S)
         async with self._recording.create(call, new, waits=wait_s > 0) as creation:
             if wait_s:
-                # If the caller hangs up, the function exits here and the prediction continues.
+                # If the caller disconnects, the function exits here and the prediction continues.
                 waiting = creation.wait(wait_s - call.context.total_ms / 1000)
                 await while_connected(call.http.receive, waiting, call.check_key)
         return await self._replies.answer_creation(creation.snapshot, is_new=creation.is_new)
@@ -262,14 +263,14 @@ def _webhook_of(body: PredictionBody, *, allow_private: bool) -> tuple[str, tupl
 
 
 async def _digest(body: PredictionBody, model: Model) -> str:
-    """Returns a digest of the body and the model, equal for equal requests."""
+    """Returns a digest of the body and the model, which is the same for identical requests."""
     # Without a context, the digest is the same as in release 0.1.0, which does not have this field.
     left_out = {"version"} if body.context is not None else {"version", "context"}
     fields = body.model_dump(exclude=left_out)
     for name, value in fields["input"].items():
         if isinstance(value, str) and len(value) > MAX_URL_CHARS:
-            # Encoding an image of 20 MB as JSON would block the event loop for 130 ms, so its
-            # digest replaces it.
+            # Encoding a 20 MB image as JSON would block the event loop for 130 ms, so the image is
+            # replaced by its digest.
             fields["input"][name] = await asyncio.to_thread(digest_of, value)
     return digest_of(json.dumps([model.name, fields], sort_keys=True))
 
@@ -312,7 +313,7 @@ async def create(
 ) -> Response:
     """Creates a prediction with the model named in `version`.
 
-    Responds immediately or, with `Prefer: wait`, when it finishes.
+    Responds immediately or, with `Prefer: wait`, when the prediction finishes.
     """
     body = await call.read_json(VersionedBody)
     model = find_version(catalog, body.version)
@@ -389,7 +390,7 @@ async def create_of_deployment(
     owner: str,
     name: str,
 ) -> Response:
-    """Creates a prediction with the model that has the deployment's name."""
+    """Creates a prediction with the model that shares the deployment's name."""
     model = catalog.find(name)
     body = await call.read_json(PredictionBody)
     return await creator.create(call, body, model, owner=owner, deployment=f"{owner}/{name}")
@@ -516,7 +517,7 @@ async def delete(
     """Deletes a finished prediction: record, results, and webhook log.
 
     If the prediction is still running, cancel it first. A cached result that could serve the same
-    request again stays until the cache drops it.
+    request again is kept until the cache drops it.
     """
     await recording.find(call, prediction_id)
     await predictions.delete(call.tenant, prediction_id, result_fetcher.delete)

@@ -37,15 +37,15 @@ class StepReply(msgspec.Struct):
 
 
 class PredictionTimes(msgspec.Struct, omit_defaults=True):
-    """Seconds under Replicate's names, milliseconds under RunPod's.
+    """In seconds under Replicate's names and in milliseconds under RunPod's.
 
-    Each is present as soon as it is known.
+    Each field appears as soon as its value is known.
 
-    `truncated_tokens` is the number of tokens cut: from all texts if the input has `truncate`, or
-    from image prompts if known. `input_token_count` and `output_token_count` are the tokens a text
-    model read and generated, even if it was stopped. `device_time` is the prediction's share of a
-    whole device, and `cost_usd` is its charge, as in the usage report. `steps` lists a flow's
-    steps.
+    `truncated_tokens` is the number of tokens cut from all texts if the input has `truncate`, or
+    from image prompts if known. `input_token_count` and `output_token_count` are the numbers of
+    tokens that a text model read and generated, even if it was stopped. `device_time` is the
+    prediction's share of a whole device, and `cost_usd` is its charge, as in the usage report.
+    `steps` lists a flow's steps.
     """
 
     total_time: Seconds | msgspec.UnsetType = msgspec.UNSET
@@ -64,7 +64,7 @@ class QueueReply(msgspec.Struct):
     """The prediction's position among your tenant's predictions waiting for the same model.
 
     `estimated_s` is the time until a worker takes it, based on the last half minute. It is null
-    until enough is known.
+    until there is enough data.
     """
 
     position: Annotated[int, msgspec.Meta(ge=1)]
@@ -91,7 +91,7 @@ class PredictionReply(msgspec.Struct):
     model's `openapi_schema`.
 
     Null until the prediction has succeeded, except for a custom model that yields: its list grows
-    while the prediction runs, and remains if the prediction fails or is canceled. Prediction lists
+    while the prediction runs, and is kept if the prediction fails or is canceled. Prediction lists
     include it only once the prediction has finished.
     """
     logs: str

@@ -1,1 +1,1 @@
-"""Endpoints, each one a function."""
+"""Endpoints, each of which is a function."""

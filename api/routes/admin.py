@@ -71,7 +71,7 @@ class TenantBody(msgspec.Struct, forbid_unknown_fields=True):
     """A tenant's settings."""
 
     plan: str | None
-    """Null means the default plan."""
+    """If null, the default plan applies."""
 
 
 class KeyObject(msgspec.Struct, kw_only=True):
@@ -108,8 +108,8 @@ class KeysPage(msgspec.Struct):
     first_id: str | None
     last_id: str | None
     is_read_only: bool
-    """True if keys are stored in a file, so the API can't change them and does not record their
-    last use.
+    """True if keys are stored in a file, in which case the API can't change them and does not
+    record when they were last used.
     """
     object: Literal["list"] = "list"
 
@@ -146,7 +146,7 @@ class PlanDeleted(msgspec.Struct):
 
 
 class TenantObject(msgspec.Struct):
-    """A tenant. If no plan is assigned, it has the default plan."""
+    """A tenant. A tenant without an assigned plan has the default plan."""
 
     name: str
     plan: str | None

@@ -64,7 +64,7 @@ MAX_LINK_S = 30.0
 """Time limit for encoding an image in another format. Links do not have a deadline."""
 
 FORM_BYTES = 64 * 1024
-"""Maximum size of a form, in bytes, not counting the file."""
+"""Maximum size of form data, in bytes, not counting the file."""
 _OF_REPLICATE = frozenset({"content", "metadata"})
 _RANGE = re.compile(r"bytes=(\d{1,15})-(\d{1,15})?")
 _FILE = {"type": "string", "format": "binary"}
@@ -123,7 +123,7 @@ class FileForm(Body):
 
 
 class FileObject(msgspec.Struct):
-    """A file that was uploaded, or that a batch wrote. Times are Unix seconds."""
+    """A file that was uploaded or written by a batch. Times are Unix seconds."""
 
     id: str
     bytes: int
@@ -186,9 +186,9 @@ async def create_file(
     storage: Storage,
     url_signer: UrlSigner,
 ) -> Response:
-    """Accepts a form with a `purpose` and either a batch file or an input of any kind.
+    """Accepts form data with a `purpose` and either a batch file or an input of any kind.
 
-    A form with the field `content` is an upload from one of Replicate's clients.
+    Form data with the field `content` is an upload from one of Replicate's clients.
     """
     call.context.streamed_max_bytes = FILE_MAX_BYTES + FORM_BYTES
     name, replayed = await first_field(call.http)
@@ -210,7 +210,7 @@ async def _receive(call: Call, batch_files: BatchFiles, storage: Storage) -> Fil
             for piece in form.feed(data):
                 await upload.write(piece, is_batch=form.fields.get("purpose") == "batch")
         form.finish()
-        # A form can't express null, so clients and pages send an empty field instead.
+        # Form data can't express null, so clients and pages send an empty field instead.
         values = {name: value for name, value in form.fields.items() if value}
         fields = FileForm.model_validate(values)
         upload.purpose = fields.purpose
@@ -329,9 +329,9 @@ async def _find(call: Call, batch_files: BatchFiles, file_id: str) -> BatchFile:
 
 
 def _parse_range(header: str, size_bytes: int) -> tuple[int, int]:
-    """Returns the position of the first byte and of the byte after the last.
+    """Returns the positions of the first byte and of the byte after the last.
 
-    For unknown formats, the range is the whole file.
+    For unknown range formats, the range is the whole file.
 
     RFC 9110, section 14.2, allows a server to ignore `Range`.
     """
@@ -392,7 +392,7 @@ async def get_object(
     expires: int,
     signature: str,
 ) -> Response:
-    """Returns a result's data, as long as the link is valid."""
+    """Returns a result's data while the link is valid."""
     url_signer.check(key, type, expires, signature)
     fetching = result_fetcher.fetch(key, type, time.time() + MAX_LINK_S)
     data = await while_connected(request.receive, fetching)

@@ -1,6 +1,6 @@
 """GET /livez, /readyz and /healthz, and GET /v1/status, which reports how busy the models are.
 
-On Cloud Run, Google's front end itself returns 404 for /healthz ("Reserved URL paths",
+On Cloud Run, Google's front end returns its own 404 for /healthz ("Reserved URL paths",
 https://docs.cloud.google.com/run/docs/known-issues).
 """
 
@@ -24,7 +24,7 @@ Count = Annotated[int, msgspec.Meta(ge=0)]
 Seconds = Annotated[float, msgspec.Meta(ge=0)]
 
 STEPS_S = (0.0, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 50.0, 100.0, 200.0, 500.0)
-"""Values that an expected wait is rounded up to. Longer waits are shown as the last value."""
+"""Values to which an expected wait is rounded up. Longer waits are shown as the last value."""
 
 router = Router(tags=["health"])
 
@@ -82,12 +82,12 @@ class ModelStatus(msgspec.Struct, kw_only=True):
     your_items_in_flight: Count
     """Your tenant's items that are waiting for a worker."""
     expected_wait_s: Seconds | None
-    """Estimated wait for one more item from you, in steps of 1, 2, and 5.
+    """Estimated wait for one more item of yours, in steps of 1, 2, and 5.
 
     Null if items are waiting and the throughput is unknown.
     """
     items_per_s: Seconds | None
-    """The workers' most recently measured throughput while there was a queue.
+    """The workers' most recently measured throughput while items were queued.
 
     Null if it was not measured in the last few minutes.
     """
@@ -103,7 +103,7 @@ class StatusReply(msgspec.Struct):
 
 @router.get("/v1/status", summary="Get how busy the models are", scope="any", reply=StatusReply)
 async def get_status(call: Call, catalog: Catalog, admission: Admission) -> Response:
-    """Returns the load of each model, and the wait for one more item from you.
+    """Returns the load on each model, and the wait for one more item of yours.
 
     The numbers come from the instance that serves the request. Other tenants' load is not shown.
     """

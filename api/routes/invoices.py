@@ -22,7 +22,7 @@ from shared.settings import ApiSettings
 
 
 class InvoiceLineReply(msgspec.Struct, kw_only=True):
-    """One model's usage at one price. Amounts are decimals in text, in US dollars."""
+    """One model's usage at a single price. Amounts are decimal strings, in US dollars."""
 
     position: int
     """Line number, from 1."""
@@ -37,7 +37,7 @@ class InvoiceLineReply(msgspec.Struct, kw_only=True):
     unit_price_usd: str | None
     """Price of `price_per` units. Null if the rows, from an old release, were not charged."""
     price_per: int
-    """Number of units that the unit price pays for: a million tokens, 1 image or 1 request."""
+    """Number of units that the unit price covers: a million tokens, 1 image, or 1 request."""
     price_version: str | None
     charged_share: str
     """The fraction of the price that is charged."""
@@ -57,14 +57,14 @@ class InvoiceReply(msgspec.Struct, kw_only=True):
 
     object: Literal["invoice"] = "invoice"
     number: str
-    """Unique, and stays the same whenever the invoice is created again."""
+    """Unique, and stays the same whenever the invoice is recreated."""
     seller: str
     """Name and address, one per line. Empty if not set."""
     tenant: str
     month: str
     """For example, 2026-10."""
     tz: str
-    """Time zone in which the month is defined."""
+    """Time zone that defines when the month starts and ends."""
     is_final: bool
     """False until the month is over, because charges may still be added."""
     issued_on: str | None

@@ -1,9 +1,9 @@
-"""The two HTML pages: GET /docs for reading about and trying the API, GET /console for using it.
+"""The two HTML pages: GET /docs to read about and try out the API, GET /console to use it.
 
 GET / redirects to the console.
 
 All of a page's scripts come from its folder, so pages work without internet access, and no
-third-party script sees a reader's key.
+third-party script can see a reader's key.
 
 The console consists of the files in api/console_page. It uses only the public API, and lets readers
 try models and view predictions, batches, usage, and keys. Because it shows text from untrusted
@@ -40,7 +40,8 @@ _CONSOLE_HEADERS = {
     "referrer-policy": "no-referrer",
     "x-content-type-options": "nosniff",
     "cross-origin-opener-policy": "same-origin",
-    # Modules of two releases must not mix, so browsers always check whether their copy is current.
+    # Modules from two releases must not mix, so browsers always check whether their copy is
+    # current.
     "cache-control": "no-cache",
 }
 
@@ -61,7 +62,7 @@ console_assets = _ConsoleAssets(directory=CONSOLE)
 
 @router.get("/", include_in_schema=False)
 async def get_root() -> RedirectResponse:
-    """Redirects to the console. The URL is relative, so it also works under a prefix."""
+    """Redirects to the console. The URL is relative, so the page also works under a prefix."""
     return RedirectResponse("console", 307)
 
 

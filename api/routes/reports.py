@@ -1,4 +1,4 @@
-"""The reports in docs/reference/reports.md that the key may see, for the console and for programs.
+"""The reports in docs/reference/reports.md that the key may see, for the console and for scripts.
 
 A key sees its own tenant's rows. A key with the `admin` scope sees every tenant's rows and all
 reports.
@@ -55,7 +55,7 @@ class ReportEntry(msgspec.Struct, kw_only=True):
     audience: Literal["tenants", "operators"]
     """`operators`: only for keys with the `admin` scope."""
     days: Annotated[int, msgspec.Meta(ge=1)]
-    """Default range, in days back from now."""
+    """Default range, as the number of days before now."""
     filters: list[Literal["tenant", "model"]]
     """Supported filters."""
 
@@ -78,7 +78,7 @@ class ReportColumnReply(msgspec.Struct, kw_only=True):
 
 
 class ReportSeries(msgspec.Struct, kw_only=True):
-    """One line in a plot, the bars of one color, or one row of a heat map."""
+    """One line of a plot, the bars of one color, or one row of a heat map."""
 
     name: str
     x: list[str]

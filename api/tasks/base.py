@@ -45,7 +45,7 @@ def check_results(results: Iterable[Result | None], kind: type[Typed], model: Mo
 class ApiTask(ABC):
     """One task's predictions.
 
-    shared/models/tasks defines how a result becomes output, because webhooks show outputs too.
+    shared/models/tasks defines how a result becomes output, because webhooks also show outputs.
     """
 
     input_schema: ClassVar[type[Body]]
@@ -62,10 +62,10 @@ class ApiTask(ABC):
         return self.output_schema
 
     def streams(self, model: Model) -> StreamKind:
-        """Returns the form in which workers write partial output to Redis, for streams.
+        """Returns the format in which workers write partial output to Redis, for streams.
 
-        Empty: not until it is complete. `text`: piece by piece. `items`: one line of JSON per
-        element.
+        Empty: nothing is written until the output is complete. `text`: piece by piece. `items`: one
+        line of JSON per element.
         """
         return ""
 

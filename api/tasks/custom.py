@@ -31,8 +31,8 @@ from shared.models.tasks.custom import (
 )
 
 MAX_VALUES_BYTES = 16 * 1024 * 1024
-"""Maximum JSON size, in bytes, of inputs without files. Values that don't fit into a message are
-stored.
+"""Maximum JSON size, in bytes, of inputs excluding files. Values that don't fit into a message are
+stored separately.
 """
 SHOWN_SECRET = "**********"
 ANY_BYTES = "application/octet-stream"
@@ -87,7 +87,7 @@ def validate_input(
 
     Args:
         raw_input: `input` in the body.
-        max_bytes: maximum JSON size of the values, without files.
+        max_bytes: maximum JSON size of the values, excluding files.
 
     Returns:
         The input without its files, and the files.
@@ -97,7 +97,7 @@ def validate_input(
         BadInput: the input is too large, or has too many files.
     """
     interface = interface_of(model)
-    # Null is the same as absent, as sent by Replicate's clients.
+    # Null means the same as absent, because Replicate's clients send null.
     present = {name: value for name, value in raw_input.items() if value is not None}
     validator_of(interface).model_validate(present, strict=True)
     files = list(_files(present, interface))
@@ -117,7 +117,7 @@ def _check_integers(values: Mapping[str, Any]) -> None:
     """Rejects integers that messages can't represent.
 
     Raises:
-        BadInput: an integer is too large. The message names its input.
+        BadInput: an integer is too large. The message names the input that contains it.
     """
     try:
         msgspec.msgpack.encode(values)

@@ -28,13 +28,13 @@ text.
 
 WindowUnit = Literal["sentence", "tokens"]
 MAX_LONG_TEXT_BYTES = 4 * 1024 * 1024
-"""Maximum text per request: about 1,200 pages, more than the windows can hold.
+"""Maximum text per request: about 1,200 pages, which is more than the windows can hold.
 
-Splitting a text into windows is free, so it needs a limit.
+Splitting a text into windows is free of charge, so it needs a limit.
 """
 _BLANK_LINE = re.compile(r"\n[^\S\n]*+\n")
 # A match begins at the first character of a run and takes the whole run, so the time is linear in
-# the text.
+# the length of the text.
 _SENTENCE_END = re.compile(
     r"""(?: (?<![.!?…])[.!?…]++["'”’»)\]]*+\s++
           | (?<![。！？｡])[。！？｡]++[”’」』）]*+\s*+
@@ -105,7 +105,7 @@ def text_inputs(
 
 
 def _check_tokenizer(tokenizer: str | None, model: Model) -> None:
-    """Rejects IDs from other tokenizers, because their vocabularies would yield wrong vectors."""
+    """Rejects IDs from other tokenizers, whose vocabularies would yield wrong vectors."""
     if tokenizer is None:
         raise BadInput(
             "input: token IDs are meaningless without their tokenizer. Send texts "
@@ -124,7 +124,7 @@ class Window(NamedTuple):
     start: int
     end: int
     is_exact: bool
-    """True if the window starts and ends between words, so that it has the same tokens as in the
+    """True if the window starts and ends between words, so that its tokens are the same as in the
     whole text.
     """
 
@@ -134,7 +134,7 @@ def sections_of(text: str, max_bytes: int) -> list[str]:
 
     Sections are tokenized separately.
 
-    A word longer than that may be cut anywhere.
+    A longer word may be cut anywhere.
     """
     longest = max_bytes if text.isascii() else max_bytes // 4
     sections, at = [], 0
@@ -152,8 +152,8 @@ def sentence_starts(text: str) -> list[int]:
 
     A sentence ends after `.`, `!`, `?` or `…` followed by whitespace, unless a lowercase letter
     follows, or after a blank line, as in UAX #29 (https://www.unicode.org/reports/tr29/, SB4, SB8,
-    SB11). It does not end at a line break, because many texts have lines of fixed width, or after
-    an initial.
+    SB11). It does not end after an initial, or at a line break, because many texts have lines of
+    fixed width.
     """
     starts = [0]
     for match in _SENTENCE_END.finditer(text):
@@ -187,7 +187,7 @@ def windows_of(
         overlap: maximum number of tokens that a window repeats from the previous window, in whole
             units.
         by: unit at which windows begin and end.
-        most: stop once there is one window more than this.
+        most: stop once there is one more window than this.
     """
     starts = _token_starts(sections, lengths)
     if not len(starts):

@@ -133,7 +133,7 @@ class ImagePredictionInput(ImageFields):
 
     @property
     def source(self) -> ImageSource | None:
-        """The image to start from, or None to start from the prompt alone."""
+        """The image to start from, or None to start from just the prompt."""
         if self.image is None:
             return None
         return ImageSource(
@@ -209,7 +209,7 @@ class ImageApi(ApiTask):
 
 
 def _check_padding(sides: Padding, size: tuple[int, int] | None, model: Model) -> None:
-    """Checks that a padding leaves part of the image visible, at a size the model supports.
+    """Checks that the padding leaves part of the image visible, at a supported size.
 
     Raises:
         BadInput: no part is visible, or the size is not supported.
@@ -238,7 +238,7 @@ def _size(parsed: ImagePredictionInput, model: Model) -> tuple[int, int] | None:
 
 
 def images_of(outcomes: Sequence[ItemOutcome], model: Model) -> list[ImageResult | None]:
-    """Returns a successful request's images. None stands for a withheld image."""
+    """Returns the images from a successful request. None stands for a withheld image."""
     if isinstance(run := outcomes[0].result, ImagesResult):
         return run.images
     return [*check_results((outcome.result for outcome in outcomes), ImageResult, model)]
@@ -260,7 +260,7 @@ def image_server(model: Model, upscale: int | None, catalog: Catalog) -> Model:
 
 
 def plan_images(read: Inputs, model: Model, catalog: Catalog) -> tuple[Model, Inputs]:
-    """Returns the model and the inputs to compute: a flow, if steps follow the images.
+    """Returns the model and the inputs to compute: a flow, if more steps follow the images.
 
     Args:
         read: the request's inputs. Large sources are in the object store.

@@ -40,7 +40,7 @@ class TextsToCompare(Body):
         return self
 
     def all_pairs(self) -> list[tuple[str, str]]:
-        """Returns each text along with the text to compare it to."""
+        """Returns each text along with the text it is compared to."""
         if self.pairs is not None:
             return [(text, query) for text, query in self.pairs]
         return [(text, self.query or "") for text in self.texts or ()]

@@ -34,7 +34,7 @@ class UsageQuery(NamedTuple):
 
 
 class UsageLine(NamedTuple):
-    """One group in one bucket. Fields that are not grouped by are None."""
+    """One group in one bucket. Fields that the query does not group by are None."""
 
     bucket: int
     """Bucket number, from 0."""
@@ -46,7 +46,7 @@ class UsageLine(NamedTuple):
     requests: int
     """Requests, including rejected ones, as in the reports. A flow run counts once."""
     refused: int
-    """The part of `requests` that was rejected as a whole."""
+    """The number of `requests` that were rejected as a whole."""
     items: int
     succeeded: int
     cached: int
@@ -64,7 +64,7 @@ class UsageRows:
     """The usage table. Its calls block, so they run in threads.
 
     Args:
-        project: the dataset's project, which pays for the queries.
+        project: the dataset's project, which is billed for the queries.
         endpoint: URL of an embedded BigQuery, or empty for Google's.
         most_bytes: maximum bytes that a query may read; larger queries are rejected.
     """

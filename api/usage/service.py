@@ -1,7 +1,7 @@
 """Reads usage and runs reports with a few concurrent queries, shared fairly among tenants.
 
-Usage is cached for KEEP_S, so frequent requests cost nothing, and figures lag BigQuery's by at most
-KEEP_S.
+Usage is cached for KEEP_S, so frequent requests cost nothing, and figures lag behind BigQuery's by
+at most KEEP_S.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ MAX_ROWS = 5_000
 class QueryPermits:
     """Limits and orders the queries that tenants run in BigQuery.
 
-    A tenant that is alone runs two queries at a time, leaving two threads free
+    A tenant that is the only one runs two queries at a time, leaving two threads free
     (shared/process/concurrency.py).
     """
 
@@ -109,7 +109,7 @@ class UsageService:
         self._kept: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
 
     async def read(self, query: UsageQuery, tenant: str) -> UsageRead:
-        """Returns usage, at most KEEP_S old, for a request from `tenant`.
+        """Returns usage data at most KEEP_S old for a request from `tenant`.
 
         Raises:
             BadInput: the result has too many groups.
@@ -123,8 +123,8 @@ class UsageService:
             self._kept[query] = task
             if len(self._kept) > MAX_KEPT:
                 del self._kept[next(iter(self._kept))]
-        # The result is shared with other callers, so the query continues even if one caller hangs
-        # up.
+        # The result is shared with other callers, so the query continues even if one caller
+        # disconnects.
         return await asyncio.shield(task)
 
     def _is_fresh(self, kept: asyncio.Task[UsageRead]) -> bool:
@@ -185,7 +185,7 @@ class ReportService:
         self._running.add(task)
         task.add_done_callback(self._running.discard)
         # A thread can't be stopped, so the permit is held until its query ends, even after the
-        # caller hangs up. BigQuery ends it after QUERY_LIMIT_S.
+        # caller disconnects. BigQuery ends it after QUERY_LIMIT_S.
         return await asyncio.shield(task)
 
     def _read(

@@ -1,1 +1,1 @@
-"""A noisy tenant that does its worst on each surface, and the effect on a quiet tenant."""
+"""A noisy tenant that does its worst on each surface, and how that affects a quiet tenant."""

@@ -41,8 +41,7 @@ from bench.bad_neighbor.ordered import await_start, read_order, write_report
 from tests.keys import bearer
 
 AFTER_REFUSAL_S = 0.1
-"""The time that each of its connections waits after a rejection, instead of the time in
-`Retry-After`.
+"""How long each of its connections waits after a rejection, instead of the time in `Retry-After`.
 """
 TIDY_LIMIT_S = 20.0
 KEY = bearer(BAD)
@@ -53,7 +52,7 @@ MAX_COST_DAYS = 180
 DAY_S = 86_400
 MIB = 1024 * 1024
 PATIENT = {"x-penstock-deadline-ms": "300000"}
-"""The longest deadline, so that a lot of work may be waiting."""
+"""The longest deadline, so that a lot of work can be waiting."""
 BATCH_PRIORITY = PATIENT | {"x-penstock-lane": "batch"}
 MAX_REASONS = 6
 REFUSALS = {400, 413, 422, 429, 503, 504}
@@ -79,9 +78,9 @@ class BadReport(msgspec.Struct):
 
     sent: int
     refused: int
-    """Number of responses with 4xx, 503 or 504."""
+    """Number of 4xx, 503, or 504 responses."""
     statuses: dict[int, int]
-    """Number of responses by status. 0 means no response, or that the connection was closed."""
+    """Number of responses by status. 0 means no response or a closed connection."""
     reasons: dict[str, int]
     batch_ms: float
     step_ms: float
@@ -119,7 +118,7 @@ class Bad:
                 await act()
 
     async def run(self) -> None:
-        """Sends its load for the order's duration, then abandons unfinished requests."""
+        """Sends its load for the order's duration, then abandons any unfinished requests."""
         async with AsyncExitStack() as undo:
             if "webhooks" in self._order.surfaces:
                 self._receivers = await undo.enter_async_context(_hanging(self._order.receivers))
@@ -185,7 +184,7 @@ class Bad:
         return await self._post("/v1/embeddings", body, PATIENT, limit_s=300.0)
 
     async def _patient_page(self) -> int:
-        """Requests work at batch priority, whose response shows how long a batch takes."""
+        """Requests work at batch priority, with responses that show how long a batch takes."""
         body = {"model": EMBEDDER, "input": [text(200) for _ in range(8)]}
         return await self._post("/v1/embeddings", body, BATCH_PRIORITY, limit_s=300.0)
 
@@ -203,7 +202,7 @@ class Bad:
         return await self._post("/v1/embeddings", body, limit_s=0.2)
 
     async def _late_edit(self) -> int:
-        """Sends large source images whose deadline often passes while they wait to be decoded."""
+        """Sends large source images whose deadlines often pass while they wait to be decoded."""
         deadline = {"x-penstock-deadline-ms": str(random.randrange(150, 1500))}
         body = edit(self._large, "256x256", 20, model=PAINTER)
         return await self._post("/v1/images/edits", body, deadline)
@@ -378,7 +377,7 @@ def _message(said: bytes) -> str:
 
 
 def _largest_range() -> tuple[int, int]:
-    """Returns a time range that no cached response covers."""
+    """Returns a time range that is not covered by any cached response."""
     end_s = int(time.time()) - random.randrange(DAY_S)
     return end_s - (DAYS - 2) * DAY_S + random.randrange(DAY_S), end_s
 

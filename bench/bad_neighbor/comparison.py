@@ -2,12 +2,13 @@
 
 The p99 alongside the noisy tenant is at most `RATIO * max(alone, same CPU) + unit`:
 
-- `alone` is the quiet tenant's p99 alone, and `same CPU` its p99 alongside the same CPU load
+- `alone` is the quiet tenant's p99 by itself, and `same CPU` is its p99 alongside the same CPU load
 without requests (cpu_load.py). With enough cores, the two are equal.
 - `unit` is the part of the noisy tenant's work that can't be interrupted or is computed together
-with the quiet tenant's. A text, an image, a batch line or a prediction waits for the running batch,
-and then runs in one that the noisy tenant fills. A generated text has one step for its prompt and
-one for each token, and each step also computes a token for every text from the noisy tenant.
+with the quiet tenant's. A text, an image, a batch line, or a prediction waits for the running
+batch, and then runs in a batch that the noisy tenant fills. A generated text has one step for its
+prompt and one for each token, and each step also computes a token for every text from the noisy
+tenant.
 """
 
 from __future__ import annotations
@@ -116,7 +117,7 @@ class Beside:
 
 
 def percentile(noticed: Noticed, which: float) -> float:
-    """Returns the percentile `which`, in ms. NaN if there were no responses."""
+    """Returns the `which` percentile, in ms. NaN if there were no responses."""
     if not noticed.took_ms:
         return math.nan
     return float(np.percentile(noticed.took_ms, which, method="inverted_cdf"))
@@ -192,7 +193,7 @@ def outcome_of(lines: Sequence[Beside]) -> Outcome:
 
 def _figures(line: Beside) -> list[Figure]:
     alone, beside = percentile(line.alone, 99), percentile(line.beside, 99)
-    # Eight surfaces at once on one machine share its cores, which the pipeline can't divide.
+    # On one machine, eight surfaces at once share its cores, which the pipeline can't divide.
     bound = () if line.is_of_all else ("<=", line.limit_ms)
     return [
         Figure(f"{line.name}: quiet alone, p99", alone, "ms"),

@@ -1,9 +1,9 @@
 """The measurement's control: the same CPU load as a noisy tenant's, but without its requests.
 
-Both tenants share the cores with the entire stack. The pipeline can't divide the cores' time, and
-with more cores a quiet tenant would notice nothing. The CPU time that each process spends on the
-noisy tenant is therefore measured. Then the same number of processes burn the same CPU time, in
-bursts of the same length, while the quiet tenant has the pipeline to itself.
+Both tenants share the cores with the entire stack. The pipeline can't divide CPU time, and with
+more cores a quiet tenant would notice nothing. So the CPU time that each process spends on the
+noisy tenant is measured. Then the same number of processes burn the same CPU time, in bursts of the
+same length, while the quiet tenant has the pipeline to itself.
 
 Run as a process, it burns CPU: it reads an order on stdin, and writes the cores it got to stdout.
 """
@@ -28,7 +28,7 @@ import psutil
 
 NICENESS = 10
 MIN_CORES = 0.005
-"""A process's CPU load below this is not reproduced."""
+"""A process's CPU load is not reproduced if it is lower than this."""
 MIN_BURST_S, MAX_BURST_S = 0.0001, 0.1
 END_LIMIT_S = 30.0
 
@@ -131,7 +131,10 @@ class BurnOrder(msgspec.Struct):
 async def burning(
     load: Load, seconds: float, low_parts: Sequence[str]
 ) -> AsyncIterator[list[float]]:
-    """Burns the load while the block runs. Afterwards, the list has the cores it got."""
+    """Burns the load while the block runs.
+
+    Afterwards, the list contains the number of cores it got.
+    """
     orders = [BurnOrder(bursts, seconds, part in low_parts) for part, bursts in load.items()]
     cores_got: list[float] = []
     async with asyncio.TaskGroup() as tasks:

@@ -1,6 +1,6 @@
-"""Both tenants' inputs: words, images and batch lines that are in no cache.
+"""Both tenants' inputs: words, images, and batch lines that are not in any cache.
 
-It imports little, because the noisy tenant's process imports it, and its startup should be quick.
+It imports little, because the noisy tenant's process imports it and should start quickly.
 """
 
 from __future__ import annotations

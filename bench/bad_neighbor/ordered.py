@@ -1,6 +1,6 @@
 """A separate process that prepares its ordered work and waits for the signal to start.
 
-It reads its order from stdin, a line of JSON, and writes READY once it is prepared. It starts on
+It reads its order from stdin, a line of JSON, and writes READY once it is prepared. It starts at
 the next line, and writes a report when it is done. Both sides are here.
 """
 
@@ -44,7 +44,9 @@ class OrderedProcess:
 async def ordered(
     words: Sequence[str], order: msgspec.Struct, limit_s: float
 ) -> AsyncIterator[OrderedProcess]:
-    """Starts a process with an order, and waits until it is ready. It is killed after the block.
+    """Starts a process with an order, and waits until the process is ready.
+
+    It is killed after the block.
 
     Args:
         words: the module to run and its arguments.

@@ -1,4 +1,4 @@
-"""The quiet tenant: on each surface, a low, steady rate of small requests, each timed."""
+"""The quiet tenant: on each surface, a low, steady rate of small requests, each one timed."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Noticed:
     """The quiet tenant's results on one surface."""
 
     sent: int = 0
-    """Number of requests started. Each results in a time or a rejection."""
+    """Number of requests started. Each request results in a time or a rejection."""
     took_ms: list[float] = field(default_factory=list)
     refused: Counter[str] = field(default_factory=Counter)
     """Requests that did not get the expected response, by status and reason."""
@@ -117,7 +117,7 @@ class Quiet:
         await arrived.wait()
 
     async def streams(self) -> None:
-        """Reads a chat that is streamed token by token, to the end."""
+        """Reads a chat, streamed token by token, to the end."""
         body = chat(WRITER, 4, TOKENS, stream=True)
         async with self._http.post(f"{self._url}/v1/chat/completions", json=body) as answer:
             await _check(answer)
@@ -168,7 +168,7 @@ async def _check(answer: aiohttp.ClientResponse) -> None:
 
 
 class Surface(NamedTuple):
-    """A part of the API, with the quiet tenant's action there and its rate."""
+    """A part of the API, with the quiet tenant's action on it and its rate."""
 
     name: str
     every_s: float
@@ -185,9 +185,10 @@ SURFACES = (
     Surface("streams", 0.1, Quiet.streams),
     Surface("webhooks", 0.2, Quiet.webhooks),
 )
-"""In this order. The noisy tenant's remaining webhooks are redelivered later, so they come last.
+"""In this order. The noisy tenant's remaining webhooks are redelivered later, so webhooks come
+last.
 
-Each is frequent enough for MIN_SAMPLES over all rounds of a full measurement.
+Each surface is used often enough to reach MIN_SAMPLES over all rounds of a full measurement.
 """
 MIN_SAMPLES = 100
 """With fewer requests, the 99th percentile is simply the slowest request."""

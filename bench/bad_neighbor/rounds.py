@@ -1,7 +1,8 @@
 """A quiet tenant on each surface: alone, alongside a noisy one, and alongside the same CPU load.
 
 That CPU load (cpu_load.py) doesn't come from requests, so it shows how much of the effect is due to
-this machine's shared cores. The limit is in comparison.py. All surfaces at once have no limit.
+this machine's shared cores. The limit is in comparison.py. There is no limit for all surfaces at
+once.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from infra.local.stack import Stack
 SECONDS, ROUNDS = 20.0, 3
 QUICK_SECONDS, QUICK_ROUNDS = 4.0, 2
 LEAD_S = 1.5
-"""The time by which the noisy tenant, or the same CPU load, starts earlier."""
+"""How much earlier the noisy tenant, or the same CPU load, starts."""
 RECEIVERS, QUICK_RECEIVERS = 200, 40
 STREAMS = 100
 WARM_UP_S = 4.0
 PROCESS_LIMIT_S = 180.0
 """Time limit for the noisy tenant's process to start, and to report, on a busy machine."""
 CLIENT = "client"
-"""The part of the CPU load that is the noisy tenant's own process."""
+"""The part of the CPU load that comes from the noisy tenant's own process."""
 
 
 def run(*, quick: bool = False) -> Outcome:
@@ -75,8 +76,8 @@ async def measure(
     """Measures surfaces one after another, or several at once.
 
     Args:
-        drives: each entry contains the surfaces to measure at once.
-        seconds: how long the quiet tenant sends in each drive.
+        drives: each entry contains the surfaces to measure together.
+        seconds: how long the quiet tenant sends requests in each drive.
         burns: False to skip the drives with the same CPU load, which only the verdict needs.
     """
     results: list[Beside] = []

@@ -26,15 +26,15 @@ from tests.keys import keys_url, stored
 
 CONTEXT_TOKENS = 256
 FILES_MAX_BYTES = 256 * 1024 * 1024
-"""A tenant's file quota. The shipped one would take minutes to fill."""
+"""A tenant's file quota. The shipped quota would take minutes to fill."""
 PLANS = {
     "quiet": Plan(requests_per_min=100_000, budget_usd_per_month=1e6),
     "bad": Plan(requests_per_min=1_000_000, budget_usd_per_month=1e6),
 }
-"""Plans of both tenants: they are counted, but neither is stopped by its own limits."""
+"""Both tenants' plans: usage is counted, but neither tenant is stopped by its own limits."""
 IDLE_LIMIT_S = 30.0
 IDLE_CPU_S = 0.25
-"""CPU seconds per second of a stack that has nothing to do."""
+"""CPU seconds per second used by an idle stack."""
 LOOK_S = 0.5
 
 
@@ -91,7 +91,7 @@ def _catalog(folder: Path) -> Path:
 
 
 def await_idle(stack: Stack) -> float:
-    """Waits until the stack's processes have nothing to do.
+    """Waits until the stack's processes are idle.
 
     Returns the seconds waited, up to a limit.
     """

@@ -1,1 +1,1 @@
-"""Text generation: the engine compared with others that run the same weights."""
+"""Text generation: our engine compared with others running the same weights."""

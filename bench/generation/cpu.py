@@ -37,10 +37,12 @@ IN_FLIGHT = 16
 TOKENS = 64
 MEASURED_S = 15.0
 SETTLED_S = 3.0
-"""Time after the last text for its rows and leases to be finished."""
+"""How long after the last text to wait for its rows and leases to be finished."""
 IDLE_S = 10.0
 LAST_ID = 399
-"""The token that ends a text from random weights. A likely token would end most texts at once."""
+"""The token that ends a text generated with random weights. A likely token would end most texts at
+once.
+"""
 SIZES = {"2 layers of 64": (64, 2), "12 layers of 384": (384, 12)}
 
 

@@ -1,7 +1,7 @@
 """An engine's server by itself: prompts go directly to its socket, without API, queue, or worker.
 
 It reads each prompt as a whole, in order of arrival, because nothing splits it up. Like the stack,
-it caches prompt prefixes: 24 mixed prompts share up to 58 % of their tokens with earlier prompts.
+it caches prompt prefixes: 24 mixed prompts share up to 58% of their tokens with earlier prompts.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def ask_server(
         entry: the catalog entry of the model.
         folder: the folder that contains the model's GGUF file.
         first: prompts for warming up the server.
-        rounds: prompts by the number in flight.
+        rounds: prompts, keyed by the number in flight.
     """
     return asyncio.run(_ask(entry, folder, first, rounds))
 
@@ -81,7 +81,7 @@ async def _ask_round(
 async def _call(
     dialect: EngineDialect, server: EngineProcess, waiting: Iterator[PreparedPrompt]
 ) -> list[TimedGeneration]:
-    """Requests texts one after another, until none is waiting."""
+    """Requests texts one after another until none are left."""
     texts = []
     for prompt in waiting:
         timed = TimedGeneration(time.monotonic())

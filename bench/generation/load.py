@@ -1,10 +1,10 @@
-"""Mixed prompts at 1, 8, 16 and 32 in flight: the engine, the whole stack, and other servers.
+"""Mixed prompts at 1, 8, 16, and 32 in flight: the engine, the stack, and other servers.
 
-All of them run SmolLM2-135M-Instruct in fp32 on this CPU, except llama.cpp, whose weights have 4
-bits. The stack is measured with our engine in fp32, in this CPU's fastest precision and in int4,
-and with llama.cpp's server, which is also measured alone with the same prompts. The stack is
-`penstock up`, with everything on the same cores. Texts are streamed, and their readers record when
-each piece arrives. Tokens are counted from the text, in the same way for all.
+All of them run SmolLM2-135M-Instruct in fp32 on this CPU, except llama.cpp, which uses 4-bit
+weights. The stack is measured with our engine in fp32, in this CPU's fastest precision, and in
+int4, and with llama.cpp's server, which is also measured by itself with the same prompts. The stack
+is `penstock up`, with everything on the same cores. Texts are streamed, and their readers record
+when each piece arrives. Tokens are counted from the text, in the same way for all servers.
 
 The short form measures what decision 139 compares: our engine in the fastest precision, llama.cpp,
 two workers of each, and each alongside a worker that draws images.
@@ -71,12 +71,12 @@ SERVED: Mapping[str, Mapping[str, str]] = {
 SHORT = ("auto", "llama.cpp Q4_1")
 """Variants measured in the short form."""
 MIN_RATIO = {1: 0.7, 16: 0.85}
-"""Minimum speed by level if an engine is used, as a fraction of its server's speed alone. The
-server is measured before and after the stack.
+"""Minimum speed by level if an engine is used, as a fraction of its server's own speed. The server
+is measured before and after the stack.
 """
 SECOND = "smollm2-second"
 IN_EACH = 4
-"""Texts in flight in each of two workers."""
+"""Number of texts in flight in each of two workers."""
 IMAGES_IN_FLIGHT, IMAGES_ALONE_S = 2, 15.0
 SETTLED_S, IDLE_S = 3.0, 5.0
 
@@ -130,7 +130,7 @@ def measure_variant(folder: Path, name: str, levels: Sequence[int]) -> Iterator[
         name: the variant's key in SERVED.
     """
     changes = SERVED[name]
-    # All levels up to the last compared one, because earlier prompts fill the cache.
+    # All levels up to the last compared one are run, because earlier prompts fill the cache.
     alone = [level for level in levels if "engine" in changes and level <= max(MIN_RATIO)]
     entry = Model.model_validate(entry_of(folder, changes))
     before = yield from _alone(f"{name} alone", entry, alone)
@@ -163,7 +163,7 @@ def measure_two_workers(folder: Path, name: str) -> Iterator[Figure]:
 
 
 def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
-    """Measures texts alone, images alone, and both at once, each with its own worker."""
+    """Measures texts only, images only, and both at once, each with its own worker."""
     changes, tokenizer = SERVED[name], _tokenizer(folder)
     entries = yaml.safe_load(MODELS_FILE.read_text(encoding="utf-8"))["models"]
     image_model = next(entry for entry in entries if entry["task"] == "image")
@@ -178,7 +178,7 @@ def measure_next_to_images(folder: Path, name: str) -> Iterator[Figure]:
         with _drawing(url, image_model["name"]) as alone:
             time.sleep(IMAGES_ALONE_S)
         yield Figure("images alone", alone.rate, "/s")
-        # Different words, because the engine's cache contains the ones above.
+        # These prompts use different words, because the engine's cache contains the ones above.
         others = mixed(len(prompts), seed=IN_EACH + 1)
         with _drawing(url, image_model["name"]) as images:
             timed = drive(url, MODEL, others, IN_EACH, tokenizer)
@@ -253,7 +253,7 @@ def entry_of(folder: Path, changes: Mapping[str, str] = SERVED["fp32"]) -> dict[
 
 
 class _Pieces(BaseStreamer):  # type: ignore[misc]
-    """Records when each token arrives. The first call has the prompt."""
+    """Records when each token arrives. The prompt is in the first call."""
 
     def __init__(self, timed: TimedGeneration) -> None:
         self._timed = timed
@@ -310,7 +310,7 @@ class _Engine:
         self._model.warmup()
 
     def write(self, level: int) -> list[TimedGeneration]:
-        """Generates texts, with `level` in the model at a time."""
+        """Generates texts, with `level` texts in the model at a time."""
         waiting = list(enumerate(_prepared(self._folder, _prompts(level))))
         inside: dict[int, TimedGeneration] = {}
         done: list[TimedGeneration] = []

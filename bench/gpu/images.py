@@ -5,8 +5,8 @@ Nothing is downloaded: speed doesn't depend on the values of the weights. Per ba
 - `plain`: diffusers' pipeline, as in its documentation, which ends with PIL images.
 - `ours, eager` and `ours`: ImageModel, without compiling and compiled. Both end with PNG files, so
   the comparison favors `plain` by the encoding time.
-- `bare`: nothing but a compiled UNet with guidance, a fused DDIM step, and a compiled VAE. No
-  scheduler, text encoder, copy to the host or PNG.
+- `bare`: only a compiled UNet with guidance, a fused DDIM step, and a compiled VAE. There is no
+  scheduler, text encoder, copy to the host, or PNG.
 """
 
 from __future__ import annotations
@@ -45,7 +45,9 @@ GUIDANCE = 7.5
 SEED = 20240501
 PROMPT_TOKENS = 77
 WARMUP_LIMIT_S = 3600.0
-"""A worker compiles all sizes over several starts. Here, it must do so in one."""
+"""A worker compiles all sizes over the course of several starts. Here, it must do so in a single
+start.
+"""
 
 
 def measure(scale: Scale, folder: Path, matrix_tflops: float) -> list[dict[str, Any]]:
@@ -101,7 +103,7 @@ def _load(
 
 
 class _BareLoop:
-    """The compiled denoising loop of DDIM and the VAE, without anything else."""
+    """The compiled DDIM denoising loop and VAE, and nothing else."""
 
     def __init__(self, folder: Path, scale: Scale, count: int) -> None:
         options = {"torch_dtype": DTYPES[scale.precision], "local_files_only": True}
@@ -124,7 +126,7 @@ class _BareLoop:
         side = scale.side // 2 ** (len(self._vae.config.block_out_channels) - 1)
         self._latents = make(count, config.in_channels, side, side)
         self._prompts = make(2 * count, PROMPT_TOKENS, config.cross_attention_dim)
-        # Like our hub, on the device, so that no step waits for the host.
+        # Like our hub, it stays on the device, so that no step waits for the host.
         self._times = torch.linspace(999, 1, scale.text_steps, device=scale.device)
 
     def draw(self) -> torch.Tensor:
@@ -170,7 +172,10 @@ class _Plain:
         return draw_plain(self._text if batch[0].source is None else self._image, batch)
 
     def operations(self, item: PreparedImage) -> float:
-        """Returns the floating-point operations of one image. A multiply-add counts as two."""
+        """Returns the number of floating-point operations for one image.
+
+        A multiply-add counts as two.
+        """
         with FlopCounterMode(display=False) as counter:
             self.draw([item])
         return float(counter.get_total_flops())

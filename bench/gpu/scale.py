@@ -15,7 +15,7 @@ class Scale:
     side: int = 512
     batches: tuple[int, ...] = (1, 8)
     compiled: int = 8
-    """The largest compiled batch of images. Each size up to it takes up to a minute."""
+    """The largest compiled batch of images. Each size up to it takes up to a minute to compile."""
     text_steps: int = 25
     image_steps: int = 50
     rounds: int = 3

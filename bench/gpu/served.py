@@ -1,8 +1,9 @@
-"""The whole stack on a GPU: texts/s and images/s of `penstock up`, and of the models alone.
+"""The whole stack on a GPU: texts/s and images/s of `penstock up`, and of just the models.
 
-Embedding models have random weights and MiniLM's tokenizer. No text is sent twice, so none is
+Embedding models have random weights and MiniLM's tokenizer. No text is sent twice, so nothing is
 cached. First one API and one worker serve, then several of each, which share the GPU. Images are
-drawn without compiling by the stack and by the model alone, in batches as large as the worker's.
+drawn without compiling, both by the stack and by the model itself, in batches as large as the
+worker's.
 """
 
 from __future__ import annotations
@@ -39,11 +40,11 @@ from workers.models.image.model import ImageModel
 from workers.runtime.template import MODEL_PROCESS_NAME, TEMPLATE_NAME
 
 SERVED_TOKENS = 32_768
-"""Tokens in a batch. Larger ones gain little on an H200."""
+"""Tokens in a batch. Larger batches gain little on an H200."""
 SERVED_SHAPES = ("MiniLM", "BERT-large")
 START_LIMIT_S = 120.0
 PER_REQUEST = 64
-"""Texts in a request with many texts."""
+"""Number of texts in a request with many texts."""
 
 
 def measure(scale: Scale, folder: Path) -> list[dict[str, Any]]:
@@ -90,7 +91,7 @@ class _Served:
         self._model, self._texts = model, texts
 
     def send(self, count: int, per_request: int, in_flight: int) -> dict[str, Any]:
-        """Sends `count` new texts, and returns the row.
+        """Sends `count` new texts, and returns the table row.
 
         Raises:
             RuntimeError: not every request got a response.
@@ -159,7 +160,7 @@ IMAGES_LIMIT_S = 300.0
 
 
 def measure_images(scale: Scale, folder: Path) -> dict[str, Any]:
-    """Returns the images/s of a worker behind the API, and of its model alone.
+    """Returns the images/s from a worker behind the API, and from its model by itself.
 
     `is_forked` is True if the model process is a fork of the template.
     """

@@ -1,4 +1,4 @@
-"""Two models that time-share a GPU, each in a separate process: rates alone and together."""
+"""Two models that time-share a GPU, each in its own process: rates alone and together."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Tokens/s of embedding models on a GPU: transformers, and ours as a model process runs it.
+"""Tokens/s of embedding models on a GPU: transformers, and ours as run by a model process.
 
-Texts have the benchmarks' mix of lengths (bench/load/texts.py). The weights are random: speed
-doesn't depend on them. All contenders in a row compute the same batches:
+Texts have the benchmarks' mix of lengths (bench/load/texts.py). The weights are random because
+speed doesn't depend on them. All contenders in a row compute the same batches:
 
-- `plain`: transformers in 16 bits, on texts sorted by length, 64 at a time. `first` is its first
-  pass, in which cuDNN builds a plan for each new shape. `without plans` excludes cuDNN's attention.
-- `bare`: only packed texts' operators, with all copies and kernels queued at once.
+- `plain`: 16-bit transformers on texts sorted by length, 64 at a time. `first` is its first pass,
+  in which cuDNN builds a plan for each new shape. `without plans` excludes cuDNN's attention.
+- `bare`: only the operators for packed texts, with all copies and kernels queued at once.
 - `ours, one at a time` and `ours`: EmbeddingModel, with one batch and with two batches in flight.
 """
 
@@ -46,7 +46,7 @@ VOCABULARY = 30522
 MAX_BATCHES = 16
 """Maximum number of batches in a pass. cuDNN needs up to 90 ms for each new shape."""
 OF_A_BATCH = 64
-"""Number of texts in a batch of plain transformers."""
+"""Number of texts per batch for plain transformers."""
 _CATALOG = Path(__file__).resolve().parents[2] / "models.yaml"
 WITHOUT_PLANS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
@@ -222,7 +222,7 @@ def attend_each(
     longest: int,
     longest_key: int,
 ) -> torch.Tensor:
-    """Computes what `varlen_attn` computes, text by text, on any device."""
+    """Computes the same result as `varlen_attn`, text by text, on any device."""
     sizes = borders.diff().tolist()
     texts = (torch.split(heads, sizes) for heads in (query, key, value))
     mixed = [
@@ -247,7 +247,7 @@ def _lowest_cosine(folder: Path, ours: EmbeddingModel, scale: Scale) -> float:
 
 
 def draw_batches(batch_tokens: int, pass_tokens: int) -> list[list[np.ndarray]]:
-    """Returns batches of the mix, each of about `batch_tokens`, at most `pass_tokens` in all."""
+    """Returns batches of the mix, each with about `batch_tokens`, at most `pass_tokens` in all."""
     random = np.random.default_rng(batch_tokens)
     shares = np.array([share for share, _, _ in MIX])
     batches = []

@@ -35,7 +35,7 @@ class LoadOrder(msgspec.Struct):
     connection is free, and its waiting time counts.
 
     Sending ends after `send_s` seconds (0 means no limit) or once all bodies are sent. With
-    `is_cycled`, the bodies are sent repeatedly. Requests without a response `limit_s` after that
+    `is_cycled`, the bodies are sent repeatedly. Requests that have no response `limit_s` after that
     are abandoned.
     """
 
@@ -56,8 +56,8 @@ class LoadOrder(msgspec.Struct):
 class LoadReport(msgspec.Struct):
     """The exchanges in the order they finished, and their cost.
 
-    `lag_ms` is each request's delay in an open loop. `samples` has body numbers and their
-    responses. `wall_s` ends with the last response. CPU seconds are the generator's own.
+    `lag_ms` is each request's delay in an open loop. `samples` contains body numbers and the
+    responses to them. `wall_s` ends with the last response. CPU seconds are the generator's own.
     """
 
     sent: int
@@ -116,7 +116,7 @@ def drive(order: LoadOrder) -> LoadReport:
     words = [sys.executable, "-m", "bench.load.generator"]
     limit_s = (order.send_s or order.limit_s) + order.limit_s + START_LIMIT_S
     sent = msgspec.json.encode(order)
-    # A file: a half-megabyte report sent through a pipe was truncated once in a hundred runs.
+    # A file, because a half-megabyte report sent through a pipe was cut off once in a hundred runs.
     with tempfile.TemporaryFile() as report:
         subprocess.run(words, input=sent, stdout=report, timeout=limit_s, check=True)
         report.seek(0)

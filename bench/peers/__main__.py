@@ -1,4 +1,4 @@
-"""`python -m bench.peers`: measures the peers and Penstock, prints and stores the tables."""
+"""`python -m bench.peers`: measures the peers and Penstock; prints and stores the tables."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ OPEN_LOOP_PER_S = 50.0
 
 def main(argv: Sequence[str] | None = None) -> int:
     exempt_loopback_from_proxies()
-    # A killed measurement must wake and stop the processes it froze, as Ctrl-C does.
+    # A measurement that is killed must wake and stop the processes it froze, as Ctrl-C does.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     options = _options(argv)
     contenders = [

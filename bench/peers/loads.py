@@ -9,24 +9,23 @@ from dataclasses import dataclass
 from bench.load.texts import Texts
 
 SEND_S = {1: 2.0, 8: 2.0, 32: 3.0, 128: 5.0, 512: 2.0}
-"""The time during which new requests are sent, by requests in flight. Open requests are then
-awaited.
+"""How long new requests are sent, by requests in flight. Open requests are then awaited.
 
-All 512 are sent at once, and the slower peers take 20 s more to respond to them.
+All 512 are sent at once, and the slower peers take another 20 s to respond to them.
 """
 OTHER_SEND_S = 3.0
 ONCE = (8, 512)
-"""Measured only in the first round, like the open loop, because these show a trend and take a long
-time.
+"""Measured only in the first round, like the open loop, because these loads show a trend and take a
+long time.
 """
 REPEATS_AT = 32
 OPEN_SEND_S = 4.0
 OPEN_CONNECTIONS = 1024
 MAX_PER_S = 1200
-"""Texts drawn per second of sending. No contender handles more than this."""
+"""Texts generated per second of sending. No contender handles more than this."""
 BLOCK = 20
-"""Each run of this many texts has exactly bench.load.texts.MIX, so fast and slow contenders get the
-same mix.
+"""Every sequence of this many texts has exactly bench.load.texts.MIX, so fast and slow contenders
+get the same mix.
 """
 
 
@@ -51,11 +50,11 @@ class Load:
 
     @property
     def send_s(self) -> float:
-        """Seconds for which new requests are sent."""
+        """How long new requests are sent, in seconds."""
         return OPEN_SEND_S if self.rate_per_s else SEND_S.get(self.in_flight, OTHER_SEND_S)
 
     def is_in(self, round_number: int) -> bool:
-        """Returns whether it is measured in this round, counted from 0."""
+        """Returns whether the load is measured in this round, counted from 0."""
         return round_number == 0 or not (self.rate_per_s or self.in_flight in ONCE)
 
     def texts(self, source: Texts, seed: int) -> list[str]:
@@ -76,7 +75,7 @@ def plan(in_flight: Sequence[int], repeats: Sequence[float], rate_per_s: float) 
 def _with_repeats(
     fresh: Iterator[str], count: int, share: float, draw: random.Random
 ) -> Iterator[str]:
-    """Returns `count` texts, `share` of which repeat earlier ones, all equally likely."""
+    """Returns `count` texts, a `share` of which repeat earlier ones, all with equal probability."""
     seen: list[str] = []
     for _ in range(count):
         if seen and draw.random() < share:

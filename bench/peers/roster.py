@@ -17,7 +17,7 @@ OFFLINE = {
     "BENTOML_DO_NOT_TRACK": "True",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
-"""Environment for all peers: nothing is fetched or sent while they are measured."""
+"""Environment for all peers: nothing is downloaded or sent while they are measured."""
 TEXT = {"text": PLACE}
 
 
@@ -33,8 +33,9 @@ class Contender:
         answer: keys and indices that lead to the vector in its response.
         commands: programs started in this order. `{port}` is the port to listen on, `{spare}`
             another free port (as is `{spare2}`), `{bin}` the environment's programs, `{home}` its
-            folder, `{model}` the model's folder.
-        environment: variables to add to this process's. The same placeholders are filled in.
+            folder, and `{model}` the model's folder.
+        environment: variables to add to this process's environment. The same placeholders are
+            filled in.
         entry: fields of Penstock's catalog entry for the model that differ from the shipped one.
         broker: `rabbitmq` uses a RabbitMQ on this machine. A peer's commands and environment get
             its port as `{broker}`.
@@ -67,7 +68,7 @@ MOSEC_OPTIONS = (
     *("--address", "127.0.0.1", "--port", "{port}"),
     *("--timeout", "300000", "--log-level", "warning"),
 )
-"""Mosec's default timeout is 3 s. With it, Mosec returns 408 at 128 or more in flight."""
+"""Mosec's default timeout is 3 s. With that timeout, Mosec returns 408 at 128 or more in flight."""
 TUNED = ("{bin}/python", "{home}/tuned.py", *MOSEC_OPTIONS)
 TUNED_NOTE = "two workers of one thread, batches of 32 sorted by length and run by 4, torch"
 INFINITY = (

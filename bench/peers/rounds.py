@@ -1,4 +1,4 @@
-"""The measurement: all contenders are up, only one is awake at a time, with the same texts."""
+"""The measurement: all contenders are up, but only one is awake at a time; same texts for all."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ Say = Callable[[str], None]
 class Measured(msgspec.Struct):
     """One contender under one load in one round.
 
-    CPU covers all its processes, per completed request, by program. `vectors` is the number of
+    CPU time covers all its processes, per completed request, by program. `vectors` is the number of
     responses that were compared with the reference.
     """
 
@@ -195,7 +195,7 @@ def _per_request(spent_s: dict[str, float], answered: int) -> dict[str, float]:
 def _compare(
     sampled: list[tuple[Measured, list[tuple[str, list[float]]]]], model_folder: Path
 ) -> None:
-    """Adds the cosines to the reference, once nothing else needs the cores."""
+    """Adds the cosines with the reference once nothing else needs the cores."""
     wanted = {text for _, samples in sampled for text, _ in samples}
     reference = vectors_of(wanted, model_folder)
     for measured, samples in sampled:

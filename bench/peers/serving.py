@@ -37,7 +37,7 @@ SAMPLE_EVERY = 16
 
 @dataclass(frozen=True)
 class Serving:
-    """A contender that is serving: its port, seconds to its first vector, its processes."""
+    """A contender that is serving: its port, seconds to its first vector, and processes."""
 
     contender: Contender
     port: int
@@ -65,7 +65,7 @@ def serving(contender: Contender, model_folder: Path) -> Iterator[Serving]:
     """Yields the contender while it serves.
 
     Raises:
-        PenstockError: it can't be installed or started. The message has the reason.
+        PenstockError: it can't be installed or started. The message contains the reason.
     """
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         before = set(psutil.Process().children())
@@ -125,11 +125,11 @@ def _gives_vector(contender: Contender, port: int) -> bool:
 
 
 def stack_of(contender: Contender, state_dir: Path) -> Stack:
-    """Returns the stack of `penstock up`, not started, with the contender's catalog entry."""
+    """Returns the `penstock up` stack, not yet started, with the contender's catalog entry."""
     settings = {}
     if contender.entry:
         settings["PENSTOCK_MODELS_FILE"] = str(catalog_with(state_dir, contender.entry))
-        # Not shared, because an artifact created for one serving mode has fewer variants to choose
-        # from.
+        # The artifact is not shared, because one created for one serving mode has fewer variants to
+        # choose from.
         settings["PENSTOCK_ARTIFACTS_DIR"] = str((FOLDER / "artifacts" / contender.key).resolve())
     return build_stack(state_dir, Ports.free(), settings, say_nothing, contender.broker)

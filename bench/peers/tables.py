@@ -20,7 +20,7 @@ Rows = list[list[str]]
 
 
 class Medians:
-    """Medians of each figure over the rounds, by contender and load."""
+    """Each figure's median over the rounds, by contender and load."""
 
     def __init__(
         self, contenders: Sequence[Contender], loads: Sequence[Load], findings: Findings
@@ -60,7 +60,7 @@ class Medians:
         return sum(sum(measured.failures.values()) for measured in self.rounds(key, load))
 
     def cosines(self, key: str) -> tuple[float, float] | None:
-        """Returns the mean and minimum cosine of all sampled vectors to the reference.
+        """Returns the mean and minimum cosine between all sampled vectors and the reference.
 
         None if there are none.
         """
@@ -77,7 +77,10 @@ class Medians:
         return mean, min(measured.cosine_min for measured in rounds)
 
     def best(self, load: str, among: Iterable[str]) -> str | None:
-        """Returns the fastest of `among` that serves nearly all requests. None if none does."""
+        """Returns the fastest contender in `among` that serves nearly all requests.
+
+        None if none does.
+        """
         rates = {}
         for key in among:
             sent = sum(measured.sent for measured in self.rounds(key, load))
@@ -91,7 +94,7 @@ class Medians:
 
 
 def figures(medians: Medians) -> list[Figure]:
-    """Returns every median, our ratios to the best peer, and these ratios' limits."""
+    """Returns every median, our ratios to the best peer, and the limits for these ratios."""
     rows = [
         Figure(f"{key}, {load}, {name}", value, unit)
         for key, load, name, value, unit in _values(medians)
@@ -112,7 +115,7 @@ def figures(medians: Medians) -> list[Figure]:
 
 
 def _must(key: str, load: str) -> float:
-    """Returns the goal at 32 or 128 in flight, for distinct texts, compared to documented peers."""
+    """Returns the target at 32 or 128 in flight, for distinct texts, against documented peers."""
     if load not in ("32 in flight", "128 in flight"):
         return 0.0
     return {"penstock": 3.0, "penstock-int8": 4.0}.get(key, 0.0)
@@ -206,7 +209,7 @@ def ratio_rows(medians: Medians) -> Rows:
 
 
 def _ratio(medians: Medians, key: str, other: str | None, load: str) -> float | None:
-    """Returns the quotients' median over rounds, because disturbances in a round affect both."""
+    """Returns the median quotient over the rounds, because disturbances in a round affect both."""
     if other is None:
         return None
     theirs = {

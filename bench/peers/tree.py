@@ -20,7 +20,7 @@ class Tree:
         self._roots = roots
 
     def cpu_s(self) -> dict[str, float]:
-        """Returns CPU seconds so far, by program, including ended processes that were reaped."""
+        """Returns CPU seconds so far, by program, including exited processes that were reaped."""
         totals: defaultdict[str, float] = defaultdict(float)
 
         def add(process: psutil.Process) -> None:

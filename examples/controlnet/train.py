@@ -132,7 +132,7 @@ AT_ONCE = 16
 def score(folder: Path, control: Any, number: int) -> dict[str, float]:
     """Returns how well silhouettes of held-out scenes match drawn ones (intersection over union).
 
-    Measured with and without edges, with captions, and with edges alone.
+    Measured with edges and captions, with captions only, and with edges only.
     """
     plain = StableDiffusionPipeline.from_pretrained(folder, local_files_only=True)
     controlled = StableDiffusionControlNetPipeline(

@@ -35,7 +35,7 @@ def stack(tmp_path_factory: Any) -> Iterator[Stack]:
     folder: Path = tmp_path_factory.mktemp("draw-checked")
     shipped = yaml.safe_load((ROOT / "models.yaml").read_text(encoding="utf-8"))["models"]
     (tiny,) = [entry for entry in shipped if entry["name"] == "stable-diffusion-tiny"]
-    # With threshold 0, no image is safe.
+    # With a threshold of 0, no image is safe.
     models = [
         tiny | {"name": name, "aliases": [], "image": tiny["image"] | after}
         for name, after in {

@@ -1,4 +1,4 @@
-"""Runs the shipped flow from a spoken question to an answer and its sound, with real weights."""
+"""Runs the shipped flow from a spoken question to an answer and its audio, with real weights."""
 
 from __future__ import annotations
 

@@ -83,7 +83,7 @@ class Block(nn.Module):
         self._project_conv, self._bn2 = _convolution(middle, outside), _normalization(outside)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Computes a batch (n, channels, height, width)."""
+        """Processes a batch (n, channels, height, width)."""
         wide = functional.relu6(self._bn0(self._expand_conv(x))) if self.expands else x
         wide = functional.relu6(self._bn1(self._depthwise_conv(wide)))
         narrow: Tensor = self._bn2(self._project_conv(wide))
@@ -107,7 +107,7 @@ class EfficientNetLite0(nn.Module):
         self._fc = nn.Linear(FEATURES, CLASSES)
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Computes a batch (n, 3, 224, 224). Returns logits (n, 1000) and features (n, 1280)."""
+        """Processes a batch (n, 3, 224, 224). Returns logits (n, 1000) and features (n, 1280)."""
         x = functional.relu6(self._bn0(self._conv_stem(x)))
         x = functional.relu6(self._bn1(self._conv_head(self._blocks(x))))
         features = x.mean((2, 3))
@@ -154,7 +154,7 @@ def read_names() -> list[str]:
 
 
 class Output(BaseModel):
-    """Labels of the image, likeliest first, and its embedding."""
+    """The image's labels, most likely first, and its embedding."""
 
     labels: list[str]
     scores: list[float]

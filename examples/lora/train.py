@@ -75,7 +75,7 @@ def fit(unet: Any, plan: LoraPlan, seed: int, loss_of: Callable[[random.Random],
 
     Args:
         unet: UNet from diffusers. Its own weights do not change.
-        seed: seed of all random choices.
+        seed: seed for all random choices.
         loss_of: returns the scalar loss of one step, for scenes sampled from this generator.
     """
     torch.manual_seed(seed)

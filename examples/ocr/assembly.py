@@ -105,7 +105,7 @@ def is_inside(box: Box, region: Box) -> bool:
 
 
 def straightened(quads: Sequence[Sequence[Sequence[float]]]) -> list[Box]:
-    """Returns boxes of quadrangles after straightening tilted lines.
+    """Returns bounding boxes of quadrilaterals after straightening tilted lines.
 
     The page is rotated back by the median angle of its lines, weighted by their widths.
     """
@@ -346,7 +346,8 @@ def page_of(
 ) -> dict[str, Any]:
     """Returns a page in Mistral's format, ready for JSON. Its images have no bytes yet.
 
-    Images and tables are numbered from 0 on each page, so equal pages are equal in all documents.
+    Images and tables are numbered from 0 on each page, so identical pages produce identical results
+    in all documents.
 
     Args:
         index: page number in its document, from 0.

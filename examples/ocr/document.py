@@ -27,7 +27,7 @@ from typing import IO, Any, NamedTuple
 
 POINTS_PER_INCH = 72
 DPI = 150
-"""Resolution at which PP-OCR reads ordinary print. A higher one is slower but no better."""
+"""Resolution at which PP-OCR reads ordinary print. A higher resolution is slower but no better."""
 MAX_SIDE_PX = 3000
 """Maximum side length of a rendered page. Larger pages are rendered at a lower resolution."""
 MAX_IMAGE_PX = 100_000_000
@@ -48,7 +48,7 @@ The output produced from it fits into a prediction.
 PDF_MARK = b"%PDF-"
 FORMATS = ("PNG", "JPEG", "TIFF", "WEBP")
 HYPHENS = (2, 0xFFFE)
-"""Characters with which PDFium marks a hyphen at the end of a line, if the word continues in the
+"""Characters that PDFium uses to mark a hyphen at the end of a line if the word continues on the
 next line.
 """
 IMAGE_OBJECT, PATH_OBJECT = 3, 2

@@ -50,7 +50,7 @@ IS_LONG = "OCR_SCAN_PAGES" in os.environ
 REPORT_PAGES = 38 if IS_LONG else 12
 SCAN_PAGES = int(os.environ.get("OCR_SCAN_PAGES", "4"))
 SCAN_LINES = None if IS_LONG else 8
-"""Lines per scanned page. A whole page takes long. OCR_SCAN_PAGES=40 tests a long one."""
+"""Lines per scanned page. A whole page takes a long time. OCR_SCAN_PAGES=40 tests a long one."""
 IMAGE_LINES, IMAGE_HEIGHT_PX = 5, 400
 """Share of a page, from the top, that is sent as an image in each format."""
 PAGE_USD, CACHED_SHARE = 0.001, 0.1
@@ -189,7 +189,7 @@ def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
     with httpx.Client(base_url=stack.api_url, **options) as http:
         while time.monotonic() < until_s:
             listed = http.get("/v1/predictions")
-            if listed.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # Redis was slow, so ask again
+            if listed.status_code == HTTPStatus.SERVICE_UNAVAILABLE:  # Redis was slow, so try again
                 time.sleep(1.0)
                 continue
             ours = [
@@ -208,7 +208,10 @@ def kill_in_the_middle(stack: Stack) -> tuple[int, list[int]]:
 
 
 def followed(http: httpx.Client, prediction: str, stack: Stack) -> tuple[int, list[int]] | None:
-    """Follows a prediction. If it reads the scan, kills a worker; otherwise returns None."""
+    """Follows a prediction.
+
+    Kills a worker if the prediction reads the scan; otherwise returns None.
+    """
     at_kill, pages = 0, list[int]()
     headers = {"accept": "text/event-stream"}
     with http.stream("GET", f"/v1/predictions/{prediction}/stream", headers=headers) as answer:

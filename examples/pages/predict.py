@@ -1,7 +1,7 @@
 """Splits a document into pages, each a separate document: the first step of a flow.
 
-Equal pages have equal bytes no matter which document they come from, so a model that reads pages
-finds known pages in the cache.
+Identical pages have identical bytes no matter which document they come from, so a model that reads
+pages finds known pages in the cache.
 """
 
 from __future__ import annotations

@@ -59,7 +59,7 @@ def read_image(path: Path) -> Image.Image:
 def prepared(image: Image.Image) -> Any:
     """Prepares an image for the network: (1, 224, 224, 3), blue first.
 
-    It was trained with JPEG files of 256 pixels, so the image is first converted to such a file.
+    It was trained on 256-pixel JPEG files, so the image is first converted to one.
     """
     resized = image.resize((RESIZED_PX, RESIZED_PX), Image.Resampling.BILINEAR)
     file = io.BytesIO()

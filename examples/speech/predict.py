@@ -20,7 +20,7 @@ from cog import BasePredictor, Input, Path
 RATE_HZ = 24_000
 VOICES = ("heart",)
 SEED = 0
-"""Seed of the breathing noise in the voice, so that equal texts produce equal files."""
+"""Seed of the breathing noise in the voice, so that identical texts produce identical files."""
 FORMATS = {
     "mp3": ("MP3", "MPEG_LAYER_III"),
     "opus": ("OGG", "OPUS"),
@@ -78,7 +78,7 @@ class Predictor(BasePredictor):
             default=False,
         ),
     ) -> Iterator[Path]:
-        """Yields the file with the sound, 24 kHz mono, as a whole or in parts."""
+        """Yields the audio file, 24 kHz mono, as a whole or in parts."""
         if voice not in VOICES:
             raise InvalidInput("voice", f"must be one of {', '.join(VOICES)}")
         folder = LocalPath(tempfile.mkdtemp())
@@ -96,7 +96,7 @@ class Predictor(BasePredictor):
 def parts_of(
     sentences: Iterable[Any], folder: LocalPath, kind: str, *, is_whole: bool
 ) -> Iterator[bytes]:
-    """Yields the bytes of the sound file: in parts as they are produced, or all at the end.
+    """Yields the bytes of the audio file: in parts as they are produced, or all at the end.
 
     Args:
         is_whole: True if all bytes are returned at once. Otherwise the header of a wav declares an

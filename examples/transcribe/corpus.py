@@ -1,7 +1,7 @@
 """Creates recordings from ten sources, each damaged in six ways.
 
 `corpus.py corpus SPEECH FOLDER` runs in the Python that has the transcriber's packages. It prints
-one JSON object per recording: its `path`, `origin` and `damage`, the `seconds` of sound in it, and
+one JSON object per recording: its `path`, `origin` and `damage`, the `seconds` of audio in it, and
 how many seconds are `counted` and `decoded`, or an `error`. The two recordings by Chromium are in
 recorded/. `lengths` creates recordings of several lengths instead.
 """
@@ -36,7 +36,7 @@ CHROMIUM_S = {"webm": 6.96, "mp4": 6.88}
 
 
 def make_origins(speech: Path, folder: Path) -> dict[str, tuple[Path, float]]:
-    """Writes a recording in each format. Returns their paths and seconds of sound."""
+    """Writes a recording in each format. Returns their paths and seconds of audio."""
     samples, rate = soundfile.read(speech, dtype="float32")
     fine = np.stack([soxr.resample(samples, rate, FINE_HZ)] * 2, axis=1)
     low = soxr.resample(samples, rate, 8000)
@@ -77,7 +77,7 @@ def variable_mp3(samples: Any) -> bytes:
 
 
 def without_xing(data: bytes) -> bytes:
-    """Removes an MP3's first frame, which has no sound and declares the number of frames."""
+    """Removes an MP3's first frame, which has no audio and declares the number of frames."""
     frame = mp3_frame(data)
     assert frame is not None
     assert re.search(rb"Xing|Info", data[: frame.size])
@@ -115,7 +115,7 @@ def punch(data: bytes) -> bytes:
 
 
 def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | None]]:
-    """Returns each kind of damage, the bytes, and the seconds of sound (None if unknown)."""
+    """Returns each kind of damage, the bytes, and the seconds of audio (None if unknown)."""
     data = path.read_bytes()
     return [
         ("none", data, seconds),
@@ -128,7 +128,7 @@ def damage_all(path: Path, seconds: float) -> list[tuple[str, bytes, float | Non
 
 
 def read(path: Path) -> dict[str, Any]:
-    """Returns the amounts of sound in a file that are counted and decoded."""
+    """Returns the amounts of audio in a file that are counted and decoded."""
     try:
         counted = count_seconds(path)
         return {"counted": counted, "decoded": sum(map(len, decode(path))) / RATE_HZ}

@@ -1,4 +1,4 @@
-"""Decodes the sound counted by recordings.py, in the format that Whisper expects.
+"""Decodes the audio measured by recordings.py, in the format that Whisper expects.
 
 libsndfile decodes a file block by block if its header has the length that was counted. Everything
 else is decoded by FFmpeg, all at once: m4a and webm, and files whose header is wrong. Both come in
@@ -23,7 +23,7 @@ RATE_HZ = 16_000
 BLOCK_S = 30
 FULL_SCALE = 32_768
 TOLERANCE_S = 0.1
-"""Maximum sound that may be missing: a truncated frame, and samples added by an encoder."""
+"""Maximum audio that may be missing: a truncated frame, and samples added by an encoder."""
 MAX_WHOLE_S = 4 * 3600
 """Maximum seconds of one channel that FFmpeg may decode at once. It uses about 2 GiB for that."""
 CANCELED_BELOW = 0.05
@@ -34,7 +34,7 @@ def decode(path: Path) -> Iterator[Any]:
     """Yields a recording in blocks: float32, one channel, RATE_HZ, rounded to 16 bits.
 
     Raises:
-        InvalidInput: it is not a recording, is damaged, or has no sound.
+        InvalidInput: it is not a recording, is damaged, or has no audio.
     """
     done_s = 0.0
     for part in find_parts(path):
@@ -48,7 +48,7 @@ def decode(path: Path) -> Iterator[Any]:
 
 
 def _decode_part(part: Part, path: Path, done_s: float) -> Iterator[Any]:
-    """Yields a part's samples. `done_s` is the seconds of sound before it."""
+    """Yields a part's samples. `done_s` is the seconds of audio before it."""
     try:
         file = soundfile.SoundFile(str(path) if part.is_file else io.BytesIO(part.data))
     except soundfile.LibsndfileError:

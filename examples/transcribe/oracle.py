@@ -91,7 +91,7 @@ class Detector:
 
 
 def show_random(count: str) -> None:
-    """Prints the maximum seconds of sound held at once, for windows of random parts."""
+    """Prints the maximum seconds of audio held at once, for windows of random parts."""
     vad, most = ours.faster_whisper().vad, 0
     setattr(ours, "SpeechDetector", Detector)  # noqa: B010  one that knows them
     for seed in range(int(count)):
@@ -111,7 +111,7 @@ def show_random(count: str) -> None:
 
 
 def show_cuts() -> None:
-    """Prints where continuous speech is cut, in seconds. It is quiet every 7 s for 64 ms."""
+    """Prints where continuous speech is cut, in seconds. Every 7 s, it is quiet for 64 ms."""
     setattr(ours, "SpeechDetector", Detector)  # noqa: B010  one that knows them
     seconds = 100
     Detector.known = np.full(seconds * ours.RATE_HZ // ours.FRAME + 1, 0.9, np.float32)
@@ -162,7 +162,7 @@ def show_steps(path: str) -> None:
 
 
 def show_samples(path: str) -> None:
-    """Fails unless two equal windows produce equal texts, with another one in between."""
+    """Fails unless two identical windows produce identical texts, with another one in between."""
     predictor = predictor_of("transcribe")
     texts = [
         [
@@ -237,7 +237,7 @@ def show_direct(kind: str, path: str) -> None:
 def make_longer(target: str, minutes: str, *paths: str) -> None:
     """Creates a long recording from others, varying in order, loudness and distance.
 
-    No two windows are equal, so nothing comes from a cache. Prints the order.
+    No two windows are identical, so nothing comes from a cache. Prints the order.
     """
     rng, order = random.Random(41), list[int]()
     recordings = [soundfile.read(path, dtype="float32")[0] for path in paths]

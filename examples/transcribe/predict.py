@@ -1,8 +1,8 @@
 """Transcribes a recording with Whisper (https://arxiv.org/abs/2212.04356).
 
 faster-whisper runs it on CTranslate2: in 8-bit integers on a CPU, in half precision on a GPU. Its
-module for files imports PyAV, whose wheel bundles encoders under the GPL. PyAV is therefore not
-installed here (overrides.txt). Instead, recordings.py counts the sound in a file, and decoding.py
+file module imports PyAV, whose wheel bundles encoders under the GPL. PyAV is therefore not
+installed here (overrides.txt). Instead, recordings.py measures the audio in a file, and decoding.py
 decodes it (docs/decisions/0128-sound-in-recordings.md).
 
 A recording is cut into windows at silences, and each window is transcribed separately. The first
@@ -26,9 +26,9 @@ from windows import RATE_HZ, faster_whisper, whole_of, windows_of
 WEIGHTS = LocalPath(__file__).parent / "weights"
 TASKS = ["transcribe", "translate"]
 SEED = 0
-"""Seed for sampling at temperatures above 0, so that equal windows produce equal texts.
+"""Seed for sampling at temperatures above 0, so identical windows produce identical texts.
 
-A CTranslate2 thread accepts a seed only once, at its first sample. The weights are therefore
+A CTranslate2 thread accepts a seed only once, the first time it samples. The weights are therefore
 reloaded after a window that used sampling, which takes 0.4 s for Whisper tiny on a CPU.
 """
 BAR = 10
@@ -68,7 +68,7 @@ class Predictor(BasePredictor):
         self.model.generate_with_fallback = watched
 
     def work(self, input: Any) -> int:
-        """Returns the seconds of sound in the file, rounded up."""
+        """Returns the seconds of audio in the file, rounded up."""
         duration_s: float = count_seconds(input.file)
         return max(1, math.ceil(duration_s))
 

@@ -1,14 +1,14 @@
-"""Finds the sound in a recording and counts it, to the last byte of the file.
+"""Finds the audio in a recording and measures it, to the last byte of the file.
 
-A header may declare the wrong amount of sound: a recorder that writes to a pipe can't go back to
+A header may declare the wrong amount of audio: a recorder that writes to a pipe can't go back to
 fill in the length, a file joined from several others keeps the header of the first one, and a
 recorder whose battery ran out never wrote its final header. Frames, pages, and blocks are therefore
 counted here without decoding them, and headers are used only to determine the format. The decoder
-then has to find as much sound as was counted (decoding.py). If it finds less, the recording is
-rejected, so no sound is lost silently.
+then has to find as much audio as was counted (decoding.py). If it finds less, the recording is
+rejected, so no audio is lost silently.
 
-A file is split at every place where another recording was appended, because decoders don't expect
-another sample rate or another header in the middle.
+A file is split at every place where another recording was appended, because decoders don't expect a
+different sample rate or another header in the middle.
 
 Formats: WAV (https://www.mmsp.ece.mcgill.ca/Documents/AudioFormats/WAVE/WAVE.html), Ogg (RFC 3533,
 RFC 7845), FLAC (RFC 9639), MP3 (ISO/IEC 11172-3, 13818-3), ADTS (ISO/IEC 13818-7), MP4 (ISO/IEC
@@ -41,9 +41,9 @@ MAX_STRAY_BYTES = 1 << 18
 Searching further would take seconds.
 """
 MAX_BOXES = 200_000
-"""Maximum number of WAV chunks before the sound, or of MP4 boxes.
+"""Maximum number of WAV chunks before the audio, or of MP4 boxes.
 
-Two hours in fragments of 100 ms have 144,000.
+Two hours of 100 ms fragments have 144,000.
 """
 MAX_STRAY_FRAMES = 100_000
 """Maximum places in a FLAC file that only look like a frame. 64 MiB of random data has 2,000."""
@@ -62,7 +62,7 @@ class Part:
     """A recording within a file, or the whole file.
 
     `data` is its bytes, with a header that has the right length if its format needs one. `seconds`
-    is the counted sound. `is_file` is True if `data` is the whole file, unchanged.
+    is the counted audio. `is_file` is True if `data` is the whole file, unchanged.
     """
 
     data: bytes
@@ -74,7 +74,7 @@ def find_parts(path: Path) -> list[Part]:
     """Returns the recordings in a file, in order. Most files contain only one.
 
     Raises:
-        InvalidInput: the file is not a recording in a known format, is damaged, or has no sound.
+        InvalidInput: the file is not a recording in a known format, is damaged, or has no audio.
     """
     whole = path.read_bytes()
     data = _without_id3(whole)
@@ -95,7 +95,7 @@ def find_parts(path: Path) -> list[Part]:
 
 
 def count_seconds(path: Path) -> float:
-    """Returns the seconds of sound in a file.
+    """Returns the seconds of audio in a file.
 
     Raises:
         InvalidInput: see `find_parts`.
@@ -104,7 +104,7 @@ def count_seconds(path: Path) -> float:
 
 
 def _without_id3(data: bytes) -> bytes:
-    """Removes ID3v2 tags before the sound. Some programs write them for any format."""
+    """Removes ID3v2 tags before the audio. Some programs write them for any format."""
     at = 0
     while data[at : at + 3] == b"ID3" and at + 10 < len(data):
         at += _id3_bytes(data, at)
@@ -139,7 +139,7 @@ def _trust_header(data: bytes) -> Part:
 
 
 def find_wav(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in WAV data, each with the length of its sound in its header."""
+    """Yields the recordings in WAV data, each with the length of its audio in its header."""
     at = 0
     while data[at : at + 4] == b"RIFF" and data[at + 8 : at + 12] == b"WAVE":
         part, at = _wav_part(data, at)
@@ -148,7 +148,7 @@ def find_wav(data: bytes) -> Iterator[Part]:
 
 
 def _wav_part(data: bytes, start: int) -> tuple[Part | None, int]:
-    """Returns the recording at a position, if it has sound, and its end."""
+    """Returns the recording at a position, if it has audio, and its end."""
     at, form = start + 12, b""
     for _ in range(MAX_BOXES):
         if at + 8 > len(data):
@@ -195,7 +195,7 @@ def _wav_data_end(data: bytes, begin: int, size: int) -> int:
 
 
 def _next_riff(data: bytes, end: int) -> int:
-    """Returns where the next recording begins, after chunks without sound."""
+    """Returns where the next recording begins, after chunks without audio."""
     at = end
     for _ in range(MAX_BOXES):
         if at + 8 > len(data):
@@ -209,7 +209,7 @@ def _next_riff(data: bytes, end: int) -> int:
 
 
 def _wav_seconds(form: bytes, count: int) -> tuple[float, int]:
-    """Returns how many seconds of sound `count` bytes contain, and the bytes per block."""
+    """Returns how many seconds of audio `count` bytes contain, and the bytes per block."""
     tag, _, rate, per_second, block = struct.unpack_from("<HHIIH", form)
     if not rate or not block or not per_second:
         raise InvalidInput("file", "the wav header has a sample rate of 0")
@@ -264,7 +264,7 @@ class _OggChain:
         """True after a page other than the first one of a stream."""
         self._sequence: dict[bytes, int] = {}
         self._stream: bytes | None = None
-        """Serial number of the sound."""
+        """Serial number of the audio stream."""
         self._rate = 0
         self._skip = 0
         self._granules = 0
@@ -339,7 +339,7 @@ def find_flac(data: bytes) -> Iterator[Part]:
 
 
 def _without_tag(data: bytes) -> bytes:
-    """Removes an ID3v1 tag after the sound."""
+    """Removes an ID3v1 tag after the audio."""
     return data[:-128] if data[-128:-125] == b"TAG" else data
 
 
@@ -428,8 +428,8 @@ _SYNC = re.compile(rb"\xff[\xe0-\xff]|ID3|TAG|APETAGEX")
 class Frame:
     """A frame header of MP3 or ADTS.
 
-    `kind` is the properties that can't change within a recording. `size` is in bytes, and `samples`
-    is per channel.
+    `kind` holds the properties that can't change within a recording. `size` is in bytes, and
+    `samples` is per channel.
     """
 
     kind: tuple[int, ...]
@@ -476,7 +476,7 @@ def adts_frame(head: bytes) -> Frame | None:
 
 
 def find_mp3(data: bytes) -> Iterator[Part]:
-    """Yields the recordings in MP3 data. Each begins with a Xing header, or in another format."""
+    """Yields the recordings in MP3 data. Each begins with a Xing header or a change of format."""
     return _find_frames(data, mp3_frame)
 
 
@@ -608,7 +608,7 @@ def find_webm(data: bytes) -> Iterator[Part]:
     """Yields the recordings in WebM data.
 
     Raises:
-        InvalidInput: there is other data between the blocks of sound.
+        InvalidInput: there is other data between the audio blocks.
     """
     starts = [at.start() for at in re.finditer(rb"\x1a\x45\xdf\xa3[\x80-\x9f\x01]", data)]
     for start, end in pairwise([*starts, len(data)]):
@@ -639,15 +639,15 @@ def _webm_samples(data: bytes) -> int | None:
 
 
 class _OpusTrack:
-    """The sound of a WebM file, read element by element."""
+    """The audio of a WebM file, read element by element."""
 
     def __init__(self) -> None:
         self.is_found = False
         self.samples = 0
         self._number = self._last = 0
-        """Number of the sound track, and the number read last."""
+        """Number of the audio track, and the number read last."""
         self._is_entry = False
-        """True if the last track is the sound."""
+        """True if the last track is the audio."""
 
     def add(self, name: int, head: bytes, size: int) -> None:
         """Processes an element, given its first eight bytes."""

@@ -38,7 +38,7 @@ SAID = "The gate of the dam is open. Please keep behind the yellow line."
 class Recording:
     """A recording in the corpus.
 
-    `seconds` is the amount of sound in it, or None if unknown. `error` is the reason it can't be
+    `seconds` is the amount of audio in it, or None if unknown. `error` is the reason it can't be
     read.
     """
 
@@ -120,7 +120,7 @@ def test_what_is_left_of_a_recording_is_what_ffmpeg_reads(corpus: list[Recording
 def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
     client: Any, corpus: list[Recording], sentences: dict[Path, str]
 ) -> None:
-    """Checks words, seconds and charges of sixty recordings in the whole pipeline."""
+    """Checks the words, seconds and charges for sixty recordings in the whole pipeline."""
     whole = dict[str, list[str]]()
     spoken = words(next(iter(sentences.values())))
     for recording in corpus:
@@ -139,8 +139,8 @@ def test_transcripts_of_damaged_recordings_have_all_words_that_are_left(
         if recording.damage in ("none", "lied", "tagged"):
             assert text == expected, recording
         elif recording.damage == "joined":
-            # In an encoding that is hard to understand, a different window may have a word more or
-            # less.
+            # With an encoding that is hard to understand, a different window may have one word more
+            # or less.
             missed = 0 if recording.origin.startswith("chromium") else word_errors(expected, spoken)
             assert word_errors(text, expected * 2) <= 1 + 2 * missed, recording
         elif recording.damage == "cut":

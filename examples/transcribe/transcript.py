@@ -14,8 +14,9 @@ def offset_s(places: Sequence[Sequence[int]], at_s: float, *, is_end: bool = Fal
 
     Args:
         places: start and end of each part in the window, in samples of the recording.
-        at_s: time in the window. After the window's end, it counts as in the last part.
-        is_end: True if something ends there. Between two parts, that counts as in the first one.
+        at_s: time in the window. After the window's end, it counts as being in the last part.
+        is_end: True if something ends there. Between two parts, that counts as being in the first
+            one.
     """
     at, before, offset = int(at_s * RATE_HZ), 0, 0
     for start, end in places:

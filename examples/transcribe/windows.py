@@ -3,7 +3,7 @@
 The windows are the same as in faster-whisper's BatchedInferencePipeline: Silero's detector finds
 the parts with speech, and consecutive parts share a window while they are at most WINDOW_S long in
 total. No window depends on the speech before it. A recording's windows can therefore be computed
-anywhere, in any order, and equal windows only once.
+anywhere, in any order, and identical windows only once.
 
 faster-whisper needs all samples of a recording. Here, a few minutes of them are enough: the
 detector's state is kept from block to block, and a part is complete as soon as the silence after it
@@ -84,7 +84,7 @@ class SpeechDetector:
         self._context = np.zeros((1, CONTEXT), np.float32)
 
     def probabilities(self, samples: Any) -> list[float]:
-        """Returns how likely each of the next frames contains speech.
+        """Returns the probability that each of the next frames contains speech.
 
         The length of `samples` is a multiple of FRAME.
         """
@@ -232,7 +232,7 @@ class Cutter:
         """Ends the recording. Yields its last windows."""
         count = self._samples.end
         rest = self._samples.part(Part(self._finder.at, count))
-        # Padded like in faster-whisper: by a whole frame if nothing is missing.
+        # Padded as in faster-whisper: by a whole frame if nothing is missing.
         rest = np.pad(rest, (0, FRAME - len(rest) % FRAME))
         rest[-CONTEXT:] = 0
         yield from self._look(rest)

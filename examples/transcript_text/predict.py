@@ -1,4 +1,4 @@
-"""Extracts a transcript's text, for models that read texts."""
+"""Extracts a transcript's text, for models that read text."""
 
 from __future__ import annotations
 

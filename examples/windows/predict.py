@@ -1,7 +1,7 @@
 """Cuts a recording at silences into windows, which examples/transcribe transcribes one by one.
 
 The windows of long recordings can therefore be separate items, which run on any worker, in any
-order, and only once if they are equal.
+order, and only once if they are identical.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Predictor(BasePredictor):
         faster_whisper().vad.get_vad_model()
 
     def work(self, input: Any) -> int:
-        """Returns the seconds of sound in the file, rounded up."""
+        """Returns the seconds of audio in the file, rounded up."""
         duration_s: float = count_seconds(input.file)
         return max(1, math.ceil(duration_s))
 

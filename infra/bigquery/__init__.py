@@ -1,4 +1,4 @@
-"""The only definition of the tables in BigQuery: their schemas, options, and views.
+"""The single definition of the BigQuery tables: their schemas, options, and views.
 
 `rows` is the usage table. `worker_hours` records how workers spend their time, and
 `webhook_deliveries` the outcome of each delivery. `daily_usage` and `anomalies` are computed from

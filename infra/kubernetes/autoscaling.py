@@ -1,6 +1,6 @@
 """PromQL queries for the autoscaler: seconds of work in progress, arriving, and waiting.
 
-There are three triggers; the highest one counts (decision 43):
+There are three triggers; the highest one wins (decision 43):
 
 - `arrivals`: the seconds of work that callers send each second, in full-worker seconds. It detects
 a step before workers are busy with it, and starts the first worker.

@@ -60,7 +60,7 @@ class OwnPrometheus(BaseModel):
 
     url: str
     labels: dict[str, str]
-    """Labels that all of this deployment's series have there, and no other series have."""
+    """Labels shared by all of this deployment's series there, and by no other series."""
     has_rabbitmq: bool
     """True if the broker is RabbitMQ, whose queue lengths are exported."""
 
@@ -200,7 +200,7 @@ def zones_with(
 
 
 def gpu_class(gpu: Gpu) -> str:
-    """Returns the node class that offers this GPU in this way.
+    """Returns the node class for this GPU's type, share, and provisioning.
 
     Terraform labels its pools with it.
     """

@@ -70,7 +70,7 @@ def add_value(path: str, value: object) -> dict[str, Any]:
 def json_patch(kind: str, operations: list[dict[str, Any]], name: str = "") -> dict[str, Any]:
     """Returns a patch for the object with this name.
 
-    Without a name, it is for all objects of this kind.
+    Without a name, it applies to all objects of this kind.
     """
     target = {"kind": kind} | ({"name": name} if name else {})
     return {"target": target, "patch": dump_yaml(operations)}

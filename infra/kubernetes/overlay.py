@@ -199,7 +199,7 @@ def _with_token() -> Weights:
         },
     }
     mount = {"name": "hub-token", "mountPath": TOKEN_DIR, "readOnly": True}
-    # The path, not the token: anyone who may read the pod sees its environment.
+    # The path, not the token: anyone who can read the pod sees its environment.
     settings = {"HF_TOKEN_PATH": f"{TOKEN_DIR}/{TOKEN_FILE}"}
     return Weights({}, settings, (mount,), (volume,))
 

@@ -251,7 +251,7 @@ def compute_class(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> dict[str, Any]:
     """Returns a ComputeClass: reserved, spot, on demand, then the larger GPU; or flex-start."""
-    # The CRD's word, which differs from the node label (`time-sharing`).
+    # The CRD's term, which differs from the node label (`time-sharing`).
     sharing = {
         "gpuSharing": {"sharingStrategy": "TIME_SHARING", "maxSharedClientsPerGPU": gpu.share}
     }

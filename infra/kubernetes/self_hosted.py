@@ -55,14 +55,14 @@ NAMESPACE_NAME = "kubernetes.io/metadata.name"
 REDIS_DATA_PERCENT = 60
 """Percentage of the pod's memory for data.
 
-The rest is for clients, and for changes while the file is rewritten.
+The rest is for clients, and for changes made while the file is rewritten.
 """
 
 OBJECTS_DIR = "/var/lib/penstock/objects"
 CREDENTIALS_DIR = "/etc/penstock-google"
 KEYS_URL = "file:///etc/penstock-keys/keys.json"
 NO_NETWORK = ("127.0.0.1/32",)
-"""Addresses used for a Redis in the cluster, whose pods are selected by label instead."""
+"""Addresses used for an in-cluster Redis, whose pods are selected by label instead."""
 
 CLIENTS = ("api", "batches", "functions", "row-archive")
 
@@ -130,8 +130,7 @@ def write_network(folder: Path, site: SelfHostedSite) -> None:
         added = [add_value("/spec/egress/-", rule) for rule in rules]
         patches.append(json_patch("NetworkPolicy", added, "clients"))
     if isinstance(site.broker, RabbitBroker):
-        # Nothing is pushed to the functions there; instead, they report how many messages are in
-        # the queues.
+        # Nothing is pushed to the functions there; instead, they report queue lengths.
         source = [{"namespaceSelector": {"matchLabels": {NAMESPACE_NAME: "monitoring"}}}]
         operation = replace_value("/spec/ingress/0/from", source)
         patches.append(json_patch("NetworkPolicy", [operation], "functions"))
@@ -235,7 +234,7 @@ def _endpoints(site: SelfHostedSite) -> dict[str, str]:
 def client_settings(site: SelfHostedSite) -> dict[str, str]:
     """Returns the environment for the API, batch runner, and functions.
 
-    Other variables are in their images.
+    Other variables are set in their images.
     """
     workers = worker_deployment(site)
     settings = {
@@ -263,9 +262,9 @@ def client_settings(site: SelfHostedSite) -> dict[str, str]:
 
 
 def secret_of_broker(site: SelfHostedSite) -> list[dict[str, Any]]:
-    """Returns the source of the variable with RabbitMQ's URL.
+    """Returns the source of the variable that holds RabbitMQ's URL.
 
-    Empty if the broker is a different one.
+    Empty if a different broker is used.
     """
     if not isinstance(site.broker, RabbitBroker):
         return []
@@ -334,7 +333,7 @@ def _client_patch(name: str, site: SelfHostedSite) -> dict[str, Any]:
 
 
 def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
-    """Returns the changes for functions that pull messages, as RabbitMQ does not push."""
+    """Returns the changes for functions that pull messages, because RabbitMQ does not push."""
     return {
         "command": ["python", "-m", "workers.functions"],
         "args": [],
@@ -344,8 +343,8 @@ def _taking_functions(variables: list[dict[str, str]]) -> dict[str, Any]:
             {"name": "PENSTOCK_HEALTH_PORT", "value": "8080"},
         ],
         "readinessProbe": {"httpGet": {"path": "/readyz", "port": "http"}},
-        # Checks that it is alive, not that it is connected, because a restart would not bring the
-        # broker back.
+        # Checks that the process is alive, not that it is connected, because a restart would not
+        # bring the broker back.
         "livenessProbe": {"httpGet": {"path": "/metrics", "port": "http"}},
     }
 
@@ -376,7 +375,7 @@ def _provisioning(site: SelfHostedSite) -> dict[str, Any]:
 
 
 def write_scraping(folder: Path, site: SelfHostedSite) -> None:
-    """Writes the configuration into the overlay's folder. The overlay does not apply it."""
+    """Writes the configuration into the overlay folder. The overlay does not apply it."""
     text = dump_yaml({"scrape_configs": [_job(site)]})
     (folder / SCRAPE_FILE).write_text(text, encoding="utf-8")
 

@@ -22,9 +22,9 @@ from pydantic import (
 from shared.errors import ConfigurationError
 
 Image = Annotated[str, Field(pattern=r"^[^@\s]+(@sha256:[0-9a-f]{64}|:[A-Za-z0-9._-]+)$")]
-"""An image by digest or tag."""
+"""An image, specified by digest or tag."""
 Name = Annotated[str, Field(pattern=r"^[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?$")]
-"""The name of an object in Kubernetes."""
+"""The name of a Kubernetes object."""
 Size = Annotated[str, Field(pattern=r"^[1-9][0-9]*(Mi|Gi|Ti)$")]
 Cores = Annotated[str, Field(pattern=r"^([1-9][0-9]*m?|[0-9]+\.[0-9]+)$")]
 LabelName = Annotated[str, Field(pattern=r"^[a-z_][a-z0-9_]*$")]
@@ -63,7 +63,7 @@ Zone = Annotated[
 
 
 def _with(name: str, schema: dict[str, Any]) -> dict[str, Any]:
-    """Returns the schema of an object in which this property matches `schema`."""
+    """Returns an object schema in which this property matches `schema`."""
     return {"type": "object", "properties": {name: schema}, "required": [name]}
 
 
@@ -72,7 +72,7 @@ class _Part(BaseModel):
 
 
 class Images(_Part):
-    """Our images, which infra/docker builds. The Redis image comes from elsewhere."""
+    """Our images, built from infra/docker. The Redis image comes from elsewhere."""
 
     api: Image
     functions: Image
@@ -95,13 +95,13 @@ class EmbeddedBroker(_Part):
     kind: Literal["embedded"]
     volume: SiteVolume = SiteVolume(size="20Gi")
     fsync: bool = True
-    """True if it waits for the disk, so that a power failure loses nothing."""
+    """True if it waits for disk writes, so that a power failure loses nothing."""
 
 
 class GoogleBroker(_Part):
     """Google's Pub/Sub, with topics and functions created by Terraform."""
 
-    # The check of `_has_a_pool_to_begin`, as a schema.
+    # The `_has_a_pool_to_begin` check, as a schema.
     model_config = ConfigDict(
         json_schema_extra={
             "if": _with("inbox_first", {"minimum": 1}),
@@ -110,8 +110,8 @@ class GoogleBroker(_Part):
     )
     kind: Literal["google"]
     inbox_pool: int = Field(0, ge=0, le=1000)
-    """Number of reply inboxes that Terraform created for this cluster. If 0, each API creates its
-    own inbox, which requires a permission for its account.
+    """Number of reply inboxes that Terraform created for this cluster. If 0, each API instance
+    creates its own inbox, so its account needs permission to do that.
     """
     inbox_first: int = Field(0, ge=0)
     """The first inbox's number."""
@@ -133,7 +133,7 @@ class RabbitBroker(_Part):
 
     kind: Literal["rabbitmq"]
     secret: Name
-    """A Secret with the variable PENSTOCK_BROKER.
+    """A Secret containing the variable PENSTOCK_BROKER.
 
     It is a secret because the URL contains a password.
     """
@@ -148,9 +148,9 @@ class EmbeddedRows(_Part):
     kind: Literal["embedded"]
     volume: SiteVolume = SiteVolume(size="50Gi")
     archive: bool = False
-    """True if rows go to the object store first, as Parquet files below `usage/`.
+    """True if rows are first written to the object store, as Parquet files under `usage/`.
 
-    In that case, no rows are lost if the volume is lost.
+    In that case, losing the volume loses no rows.
     """
 
 
@@ -161,7 +161,7 @@ class GoogleRows(_Part):
 
 
 class EmbeddedRedis(_Part):
-    """One pod with a volume, which appends every write to a file."""
+    """One pod with a volume; every write is appended to a file."""
 
     kind: Literal["embedded"]
     volume: SiteVolume = SiteVolume(size="8Gi")
@@ -234,11 +234,11 @@ class Ingress(_Part):
     host: Annotated[str, Field(pattern=r"^([a-z0-9]([a-z0-9-]*[a-z0-9])?\.)+[a-z]{2,}$")]
     class_name: Name
     tls_secret: Name
-    """A Secret with the certificate of `host`. cert-manager writes the Secret if `annotations` ask
-    for that.
+    """A Secret with the certificate for `host`. cert-manager writes the Secret if `annotations`
+    request it.
     """
     namespace: Name
-    """Namespace of the controller, whose pods may reach the API."""
+    """Namespace of the controller, whose pods are allowed to reach the API."""
     networks: tuple[Network, ...] = Field(min_length=1)
     """Addresses of the controller's pods, whose X-Forwarded-Proto the API trusts."""
     annotations: dict[str, str] = {}
@@ -258,13 +258,13 @@ class Google(_Part):
 
     project: Annotated[str, Field(pattern=r"^[a-z][a-z0-9-]{4,28}[a-z0-9]$")]
     credentials_secret: Name
-    """Has `credentials.json`: an external account (workload identity federation), or a key."""
+    """Contains `credentials.json`: an external account (workload identity federation) or a key."""
 
 
 class SelfHostedSite(_Part):
-    """A whole deployment outside Google, in one namespace."""
+    """A complete deployment outside Google, in one namespace."""
 
-    # The check of `_can_reach_google`, as a schema.
+    # The `_can_reach_google` check, as a schema.
     model_config = ConfigDict(
         json_schema_extra={
             "if": {
@@ -292,12 +292,12 @@ class SelfHostedSite(_Part):
     """A Secret with PENSTOCK_SECRET and PENSTOCK_WEBHOOK_SECRETS, as variables."""
     api: SiteApi = SiteApi()
     billing_tz: Zone = "UTC"
-    """Time zone that decides when days in scheduled reports and invoices begin."""
+    """Time zone that determines when days in scheduled reports and invoices begin."""
     invoices: Invoices = Invoices()
     batches: bool = True
     """True to run a batch runner."""
     ingress: Ingress | None = None
-    """If None, no Ingress is created, and the Service `api` is reached in some other way."""
+    """If None, no Ingress is created, and the Service `api` is reached some other way."""
     google: Google | None = None
     time_slicing: bool = False
     """True if GPU nodes have the label `nvidia.com/device-plugin.config`, which sets how many
@@ -329,14 +329,14 @@ KINDS: dict[str, dict[str, type[BaseModel]]] = {
     "redis": {"embedded": EmbeddedRedis, "given": GivenRedis},
     "objects": {"volume": VolumeObjects, "bucket": BucketObjects},
 }
-"""The models of the parts that are selected by `kind`."""
+"""The models for the parts selected by `kind`."""
 
 
 def site_schema() -> dict[str, Any]:
     """Returns the JSON schema (2020-12) for a site file. It accepts the same files as `read_site`.
 
-    Alternatives are conditions on `kind`, so that a validator names the invalid field in the
-    selected alternative instead of reporting that none of them matches.
+    Alternatives are conditions on `kind`, so a validator names the invalid field in the selected
+    alternative instead of reporting that no alternative matches.
     """
     schema: dict[str, Any] = _conditional(SelfHostedSite.model_json_schema())
     return {"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema

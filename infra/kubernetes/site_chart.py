@@ -1,4 +1,4 @@
-"""`python -m infra.kubernetes.site_chart`: a Helm chart for a whole deployment outside Google.
+"""`python -m infra.kubernetes.site_chart`: a Helm chart for a complete deployment outside Google.
 
 Its values are the fields of a site file, and its schema comes from the site's models (site.py). As
 a result, `helm install --values site.yaml` accepts the same file as self_hosted.py and creates the
@@ -7,7 +7,8 @@ catalog.
 
 The templates are not written by hand. Kustomize renders the overlays of a site in which every value
 is a placeholder mark. Each mark is replaced by its value's template expression, and objects that
-only some sites have get a condition. Any change to the tree therefore also reaches the chart.
+only some sites have are wrapped in a condition. Any change to the tree therefore also carries over
+to the chart.
 """
 
 from __future__ import annotations
@@ -114,7 +115,8 @@ _CONDITIONS = {
     "redis": 'eq .Values.redis.kind "embedded"',
     "row-archive": "$site.rows.archive",
 }
-"""Conditions for the objects with this name, except policies. All other objects are in every site.
+"""Conditions for the objects with these names, except policies. All other objects are in every
+site.
 """
 _SERVERS = f'not (and ({OF_GOOGLE}) (eq .Values.rows.kind "google"))'
 """The condition in SelfHostedSite.has_servers."""
@@ -352,7 +354,7 @@ def _if(condition: str, lines: str) -> str:
 
 
 def _add_to(items: list[Any], definition: str, block: Block) -> None:
-    """Replaces the items that this site adds to a list in all Deployments with a block."""
+    """Replaces the items that this site adds to a list in all Deployments with a template block."""
     added = ({"name": "objects"}, {"secretRef": {"name": "zz-broker"}})
     items[:] = [item for item in items if not any(mark.items() <= item.items() for mark in added)]
     items.append(block(f'{{{{- include "{definition}" . | trim | nindent INDENT }}}}'))

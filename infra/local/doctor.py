@@ -54,7 +54,7 @@ _PLACES = {
 Try = tuple[str, str, Callable[[], Coroutine[Any, Any, None]]]
 """Variable that configures an endpoint, the endpoint, and a function that tries to reach it."""
 EXTRAS = ("api", "worker", "functions", "optimize", "local", "simulation", "dev")
-"""Extras installed by `make setup`. The extra `gpu` is for machines with a GPU."""
+"""Extras installed by `make setup`. The `gpu` extra is for machines with a GPU."""
 INSTALL = "make setup"
 DISTRIBUTIONS = ("penstock", "penstock-bigquery-emulator", "penstock-pubsub-emulator")
 """Distributions built from this repository."""
@@ -64,11 +64,11 @@ _PIN = re.compile(
 )
 
 _CUDA_VERSION = re.compile(r"^cuda\b[^=\n]*= *['\"](?P<version>[^'\"]+)", re.MULTILINE)
-"""The CUDA version in torch/version.py. A build for CPUs has None."""
+"""The CUDA version in torch/version.py. None for a CPU build."""
 
 
 async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
-    """Checks the subscriptions of every inbox that an instance may lease.
+    """Checks the subscriptions of every inbox that an instance might lease.
 
     Raises:
         Unavailable: some subscriptions are missing. An instance that leases such an inbox never
@@ -89,14 +89,14 @@ async def check_inboxes(settings: ApiSettings, limit_s: float) -> None:
     if missing:
         others = f" and {len(missing) - 1} others" if len(missing) > 1 else ""
         raise Unavailable(
-            f"{missing[0]}{others} of {len(wanted)} subscriptions are missing; create them "
-            "with penstock up or terraform apply"
+            f"of {len(wanted)} subscriptions, {missing[0]}{others} are missing; create them with "
+            "penstock up or terraform apply"
         )
 
 
 @dataclass(frozen=True)
 class Diagnosis:
-    """The result of one check, which passed if there is no `fix`."""
+    """The result of one check, which passed if `fix` is empty."""
 
     what: str
     facts: str
@@ -231,7 +231,8 @@ def _disk() -> Diagnosis:
 def _memory() -> Diagnosis:
     free_bytes = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     try:
-        # Includes caches that Linux can free. Without them, free memory is low on any busy machine.
+        # Includes caches that Linux can reclaim. Without them, free memory is low on any busy
+        # machine.
         available = re.search(
             r"MemAvailable:\s+(\d+) kB", Path("/proc/meminfo").read_text(encoding="ascii")
         )

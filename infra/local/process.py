@@ -1,4 +1,4 @@
-"""A process in the local stack, in its own process group, with a log file and a stop limit.
+"""A process in the local stack, with its own process group, a log file, and a stop limit.
 
 It is killed when the process that started it exits, for whatever reason (infra/local/reaper.py).
 """
@@ -49,7 +49,7 @@ class Process:
         log_dir: folder of `<name>.log`, which contains both output streams and is overwritten at
             the first start. Later starts append to the file, so it still contains the reason for
             the last exit.
-        environment: the process's complete environment. None means this process's variables.
+        environment: the process's complete environment. None means this process's own variables.
         stop_limit_s: seconds from SIGTERM until its whole group is killed.
     """
 
@@ -100,8 +100,8 @@ class Process:
         environment = os.environ if self._environment is None else self._environment
         with self.log_path.open(self._log_mode) as output:
             try:
-                # Its own session: Ctrl-C reaches only the stack, which then stops its parts in
-                # order.
+                # It gets its own session, so Ctrl-C reaches only the stack, which stops its parts
+                # in order.
                 self._popen = subprocess.Popen(
                     self._command,
                     stdin=subprocess.DEVNULL,
@@ -193,8 +193,8 @@ class Process:
         finally:
             popen, self._popen = self._popen, None
             if popen is not None:
-                # Kills it if it ignores SIGTERM, and also kills any processes left in its group.
-                # This comes before the wait that frees its id, which another group may then get.
+                # Kills it if it ignores SIGTERM, along with any processes left in its group. This
+                # comes before the wait that frees its ID, which another group could then get.
                 _kill_group(popen.pid)
                 popen.wait(KILL_LIMIT_S)
 
@@ -275,7 +275,7 @@ class Process:
 
 
 def _kill_group(pid: int) -> None:
-    # macOS does not permit signals to a group of zombies.
+    # macOS does not permit sending signals to a group of zombies.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(pid, signal.SIGKILL)
 
@@ -292,7 +292,8 @@ def listens(port: int, host: str = "127.0.0.1") -> bool:
 def answers(port: int, path: str, *, host: str = "127.0.0.1", tls: bool = False) -> bool:
     """Returns whether GET `path` on `port` of `host`, on this machine, returns status 200.
 
-    With `tls`, any certificate is accepted, because it is for the name that other machines use.
+    With `tls`, any certificate is accepted, because the certificate is for the name that other
+    machines use.
     """
     connection = (
         http.client.HTTPSConnection(host, port, timeout=ANSWER_LIMIT_S, context=_ANY_CERTIFICATE)

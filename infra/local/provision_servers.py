@@ -1,6 +1,6 @@
 """`penstock provision`: creates topics, subscriptions, and tables on embedded or local servers.
 
-The local stack does the same when it starts. Deployments whose servers run in containers run this
+The local stack does the same when it starts. Deployments whose servers run in containers do this
 before the API starts. On Google's servers, Terraform creates them.
 """
 
@@ -33,7 +33,7 @@ from shared.process.concurrency import backoff
 from shared.settings import ApiSettings
 
 PUSH_LIMIT_S = 60
-"""A function's time limit per message."""
+"""A function's per-message time limit."""
 EVENT_RETENTION_S = 24 * 3600
 
 CONNECT_LIMIT_S = 5.0
@@ -51,7 +51,8 @@ async def provision(
             dead-letter topic.
         inbox_pool: number of reply inboxes to create, numbered from 0.
         slots: number of filtered subscriptions per inbox.
-        functions_url: URL of the functions, each at its own path. Empty if no functions run.
+        functions_url: base URL of the functions, each of which has its own path. Empty if no
+            functions run.
 
     Raises:
         PenstockError: the broker rejected the request or did not respond.

@@ -1,9 +1,9 @@
 """Kills this process's direct and indirect children once the process is gone.
 
-A program that starts others may be killed, or its terminal may close, before it can stop them. So a
-small program, run from this file, waits until that process exits. It then kills every process that
-has its mark in the environment. Children inherit the mark, so this also covers children in other
-sessions and children whose parents are gone.
+A program that starts others might be killed, or its terminal might close, before it can stop them.
+So a small program, run from this file, waits until that process exits. It then kills every process
+whose environment contains its mark. Children inherit the mark, so this also covers children in
+other sessions and children whose parents are gone.
 
 A signal sent when the parent dies (PR_SET_PDEATHSIG) would reach only direct children, and would
 kill them when the thread that started them exits. The reaper works only on Linux. Elsewhere nothing
@@ -34,13 +34,13 @@ has its environment.
 """
 
 _started: tuple[int, str, int] | None = None
-"""This process's reaper: the process's id (a fork is a different process), its mark, and the
+"""This process's reaper: the process ID (a fork is a different process), its mark, and the
 descriptor through which the reaper is notified of children.
 """
 
 
 def child_marks() -> dict[str, str]:
-    """Returns variables that a child needs in its environment to be killed with this process.
+    """Returns variables a child needs in its environment to be killed with this process.
 
     The first call starts the program that waits for this process to exit.
     """

@@ -2,7 +2,7 @@
 
 The class is inspected first. If it can't be served, the reason is reported and the old class
 continues to run. Otherwise penstock.schema.json is written, and the worker stops as usual (it
-finishes its jobs or hands them back) and starts again with the new sources. Jobs wait at the broker
+finishes its jobs or hands them back) and restarts with the new sources. Jobs wait at the broker
 until then. The API and batch runner load the new schema on SIGHUP when the new worker starts.
 """
 
@@ -79,7 +79,7 @@ class Reloader:
 
 
 class _WatchedClass:
-    """A class whose sources are unchanged, or have just changed, or are being inspected."""
+    """A class whose sources are unchanged, have just changed, or are being inspected."""
 
     def __init__(
         self,

@@ -1,6 +1,6 @@
 """Lets commands find the stack that `penstock up` runs in the same folder.
 
-`up` holds a lock on `stack.lock` in its state folder, which the system releases no matter how `up`
+`up` holds a lock on `stack.lock` in its state folder, which the OS releases no matter how `up`
 exits. While the file is locked, `stack.json` in the same folder contains the stack's settings and
 process IDs.
 """
@@ -58,7 +58,7 @@ class Announcement:
 
 @contextmanager
 def announced(state_dir: Path) -> Iterator[Announcement]:
-    """Holds the lock of a state folder.
+    """Holds the lock on a state folder.
 
     Raises:
         ConfigurationError: another `penstock up` holds it.

@@ -43,7 +43,8 @@ LOOSE_COSINE = 0.999
 
 SERVER_LIMIT_S = 60.0
 PREPARE_LIMIT_S = 1020.0
-"""Time for a worker to download weights and measure backends, not counting its models' `startup_s`.
+"""Time for a worker to download weights and benchmark backends, not counting its models'
+`startup_s`.
 """
 API_LIMIT_S = 120.0
 FUNCTIONS_LIMIT_S = 120.0
@@ -56,11 +57,11 @@ REPLACED_BY = {
     "rabbitmq": "PENSTOCK_BROKER",
     "bigquery": "PENSTOCK_BIGQUERY_ENDPOINT",
 }
-"""For each server, the setting that specifies a replacement for it."""
+"""For each server, the setting that specifies its replacement."""
 
 
 def load_secrets(state_dir: Path) -> dict[str, str]:
-    """Returns this state folder's secrets, by setting. They stay the same across starts.
+    """Returns this state folder's secrets, keyed by setting. They stay the same across starts.
 
     Args:
         state_dir: folder of `secrets.json`, which only its owner may read.
@@ -111,13 +112,13 @@ def choose_graphs(model: Model) -> str:
 def await_graphs(
     makers: Mapping[str, Process], report: Callable[[str, str], None]
 ) -> Iterator[str]:
-    """Yields model names as their graph builders finish. Without graphs, torch serves a model.
+    """Yields model names as their graph builders finish. A model without graphs is served by torch.
 
     Args:
         report: receives a word and details for each builder that is slow or fails.
     """
     for name, maker in makers.items():
-        if maker.is_running:  # not if the graphs exist, which takes half a second to check
+        if maker.is_running:  # false if the graphs exist, which takes half a second to check
             facts = f"{name}: checking for optimized graphs, which are built at the first start"
             report("graphs", facts)
         began_s = time.monotonic()
@@ -141,11 +142,11 @@ class Stack:
 
     Args:
         settings: `PENSTOCK_*` variables for every process, which override the stack's own. A server
-            whose variable in REPLACED_BY is among them is not started; the server named there is
-            used instead.
+            whose REPLACED_BY variable is in these settings is not started; the server named there
+            is used instead.
         keep_messages: true if Pub/Sub keeps its messages in the state folder, across restarts and
             crashes. RabbitMQ always does.
-        broker: `rabbitmq` starts a RabbitMQ instead of the embedded Pub/Sub.
+        broker: `rabbitmq` starts RabbitMQ instead of the embedded Pub/Sub.
 
     Raises:
         ConfigurationError: a port is in use, or the catalog or a setting is invalid. Unavailable: a
@@ -170,7 +171,7 @@ class Stack:
         batches, functions, row-archive.
         """
         self.workers: dict[str, str] = {}
-        """Names of the processes that serve each model, by model name."""
+        """Names of the processes that serve each model, keyed by model name."""
         self._given = dict(settings or {})
         self.broker: Broker = broker
         self._make = StackProcesses(
@@ -185,7 +186,7 @@ class Stack:
         self._undo = ExitStack()
         self._sockets: dict[str, str] = {}
         self._checks: dict[str, tuple[Callable[[], bool], float]] = {}
-        """By process name: a function that returns whether the process is ready, and how many
+        """Keyed by process name: a function that returns whether the process is ready, and how many
         seconds it may take to become ready.
         """
         self._were_ready: set[str] = set()
@@ -215,7 +216,7 @@ class Stack:
 
     @property
     def environment(self) -> dict[str, str]:
-        """The settings that all of this stack's processes share, for starting another process."""
+        """The settings shared by all of this stack's processes, for starting another process."""
         return self._make.environment
 
     @property
@@ -243,7 +244,7 @@ class Stack:
     def without_waiting(self) -> Iterator[Self]:
         """Starts all parts and waits for all of them except the workers. Leaving stops them.
 
-        A supervisor of `parts` reports each worker that becomes ready and each that fails.
+        A supervisor of `parts` reports each worker that becomes ready or fails.
         """
         self._open()
         try:
@@ -312,7 +313,7 @@ class Stack:
     def _free_health_ports(self, workers: int) -> list[int]:
         """Returns a free port for each worker.
 
-        Only the stack needs to know them, so ports in use are skipped.
+        Only the stack needs to know these ports, so ports in use are skipped.
         """
         free = list(islice((port for port in self.ports.health if not listens(port)), workers))
         if len(free) < workers:
@@ -369,8 +370,8 @@ class Stack:
     ) -> None:
         """Starts the API, the functions, and the workers, each as early as possible.
 
-        A worker whose model has no graphs yet starts last. It measures backends on this machine, so
-        it waits until nothing else is starting.
+        A worker whose model has no graphs yet starts last. It benchmarks backends on this machine,
+        so it waits until nothing else is starting.
         """
         workers = self._make_workers(catalog, health)
         for worker in workers.values():
@@ -465,7 +466,7 @@ class Stack:
 
 @contextmanager
 def _ignore_interrupts() -> Iterator[None]:
-    """Ignores interrupts while stopping, which has its own limits.
+    """Ignores interrupts during shutdown, which has its own limits.
 
     A second Ctrl-C must not leave processes behind.
     """

@@ -1,6 +1,6 @@
 """The local stack's processes: commands, settings, and stop limits.
 
-RabbitMQ is a real server, installed as a package of this machine.
+RabbitMQ is a real server, installed as a system package.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ CONSUMER_TIMEOUT_S = 2 * 3600
 taken away.
 """
 _SERVER = "PENSTOCK_RABBITMQ_SERVER"
-"""Variable with the script's path, to use a different version than the installed package."""
+"""Variable with the script's path, for using a different version than the installed package."""
 _LIBRARY = Path("/usr/lib/rabbitmq/bin")
-"""Debian's folder for the scripts. The one on PATH runs only as root or rabbitmq."""
+"""Debian's folder for the scripts. The one on PATH can be run only by root or rabbitmq."""
 _PROTOCOL_HEADER = b"AMQP\x00\x00\x09\x01"
 
 API_STOP_LIMIT_S = 12.0
@@ -61,11 +61,11 @@ def find_rabbitmq_server() -> Path:
 class RabbitServer(Process):
     """A RabbitMQ node on 127.0.0.1. `start` returns once it responds. The ports survive restarts.
 
-    Erlang's port mapper runs alongside on its own port, so that several nodes on one machine are
+    Erlang's port mapper runs alongside it on a separate port, so multiple nodes on one machine are
     unaware of each other.
 
     Args:
-        port: 0 picks a free one.
+        port: 0 picks a free port.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class RabbitServer(Process):
 
     @property
     def url(self) -> str:
-        """The value for clients' `broker` setting."""
+        """The value of the clients' `broker` setting."""
         return f"rabbitmq://guest:guest@127.0.0.1:{self.port}/"
 
     def start(self) -> None:
@@ -134,7 +134,7 @@ class RabbitServer(Process):
             "RABBITMQ_DIST_PORT": str(free_port()),
             "ERL_EPMD_PORT": mapper_port,
             "ERL_EPMD_ADDRESS": "127.0.0.1",
-            # The port for other nodes of a cluster, of which there are none here.
+            # The port for other nodes in a cluster, of which there are none here.
             "RABBITMQ_SERVER_ADDITIONAL_ERL_ARGS": "-kernel inet_dist_use_interface {127,0,0,1}",
         }
         return {**os.environ, **own}
@@ -218,7 +218,7 @@ class StackProcesses:
         return self.module(name, [f"{name}_emulator", "--port", port, *flags])
 
     def socket_urls(self, socket_dir: Path) -> dict[str, str]:
-        """Returns the sockets of the servers that listen on one, by server name."""
+        """Returns the listening sockets of servers that have one, keyed by server name."""
         return {
             "pubsub": f"unix://{socket_dir / 'pubsub'}",
             "redis": f"unix://{socket_dir / 'redis'}?db=0",
@@ -236,7 +236,7 @@ class StackProcesses:
     def worker(self, group: WorkerGroup, port: int, settings: Mapping[str, str]) -> Process:
         """Returns a worker.
 
-        All workers may use all cores, which the OS shares among them by load.
+        All workers may use all cores, which the OS shares among them based on load.
         """
         names = ",".join(model.name for model in group.models)
         own = {"PENSTOCK_MODEL": names, "PENSTOCK_HEALTH_PORT": str(port)}
@@ -250,7 +250,8 @@ class StackProcesses:
     def functions(self, settings: Mapping[str, str]) -> Process:
         """Returns all functions in one process.
 
-        The framework's own server runs it. With RabbitMQ, which does not push, it pulls messages.
+        The framework's built-in server runs it. With RabbitMQ, which does not push, it pulls
+        messages.
         """
         if "PENSTOCK_BROKER" in self.environment:
             own = {"PENSTOCK_HEALTH_PORT": str(self._ports.functions)}

@@ -21,23 +21,24 @@ WINDOW_S = 600.0
 FIRST_PAUSE_S, MAX_PAUSE_S = 0.5, 30.0
 """Pause before a part is restarted. Each death within WINDOW_S doubles it."""
 FIRST_START_PAUSE_S, MAX_START_PAUSE_S = 2.0, 300.0
-"""Pause before restarting an optional part that died before it was ready. It doubles each time."""
+"""Pause before restarting an optional part that died before becoming ready. It doubles each time.
+"""
 PROGRESS_S = 10.0
 """Time until the first line about a part that is not ready yet.
 
-Each interval is twice as long as the one before.
+Each interval is twice as long as the previous one.
 """
 PATIENCE_S = 60.0
 """Time after which startup no longer waits for a part that is not ready yet."""
 WRONG_CONFIGURATION = 2
-"""Exit code of a worker that can't be fixed by a restart: its entry, package or a setting is
+"""Exit code of a worker that can't be fixed by a restart: its entry, its package, or a setting is
 invalid.
 """
 
 
 @dataclass(frozen=True)
 class SupervisedPart:
-    """One of the stack's processes, which has been started.
+    """One of the stack's processes, already started.
 
     Args:
         is_ready: returns whether it is working.
@@ -76,7 +77,7 @@ class Supervisor:
 
     @property
     def is_settled(self) -> bool:
-        """True if each part has been ready, has failed to start, or has had PATIENCE_S to start."""
+        """True if each part has become ready, failed to start, or had PATIENCE_S to start."""
         return all(watched.is_settled for watched in self._watched)
 
     @property
@@ -108,7 +109,7 @@ class Supervisor:
 
 
 class _Watched:
-    """A part that is running, is waiting for its next start, or is starting."""
+    """A part that is running, starting, or waiting for its next start."""
 
     def __init__(
         self, part: SupervisedPart, report: Callable[[str, str], None], clock: Callable[[], float]
@@ -131,7 +132,7 @@ class _Watched:
         self._on_started: Callable[[], None] | None = None
         """Called after the next start. None if no restart was requested."""
         self._is_changed = False
-        """True if it was restarted and has not been ready since."""
+        """True if it was restarted and has not become ready since."""
         self._is_down = False
         """True if it stays down until the next restart."""
         if self._is_first_start:
@@ -144,7 +145,7 @@ class _Watched:
 
     @property
     def is_settled(self) -> bool:
-        """True if it has been ready, has failed to start, or has had PATIENCE_S to start."""
+        """True if it has become ready, failed to start, or had PATIENCE_S to start."""
         has_failed = bool(self._deaths_s) or self._is_down
         is_slow = self._clock() - self._since_s > PATIENCE_S
         return not self._is_first_start or has_failed or is_slow
@@ -238,7 +239,7 @@ class _Watched:
             return None
         if deaths > MAX_DEATHS:
             return f"{death}\n{process.name} died {deaths} times within {WINDOW_S:g} s"
-        # Without jitter, because nothing else restarts at the same time.
+        # No jitter, because nothing else restarts at the same time.
         pause_s = min(FIRST_PAUSE_S * 2.0 ** (deaths - 1), MAX_PAUSE_S)
         self._start_again(pause_s, death, f"{deaths} of {MAX_DEATHS}")
         return None

@@ -49,15 +49,15 @@ def secure_settings(
     *,
     may_show_key: bool,
 ) -> dict[str, str]:
-    """Returns a stack's settings, and secures its API if other machines can reach it.
+    """Returns a stack's settings, securing its API if other machines can reach it.
 
     On loopback, the settings are unchanged. Otherwise, keys are required: if no key directory is
     configured, one is created in the state folder. The first start creates a key, or prints the
     command that does.
 
     Args:
-        may_show_key: True if only the user reads these lines. Otherwise, no key is created, because
-            it would end up in logs.
+        may_show_key: True if only the user will read these lines. Otherwise, no key is created,
+            because it would end up in logs.
 
     Raises:
         PenstockError: the key directory can't be read or created.
@@ -115,7 +115,7 @@ def build_stack(
     say: Callable[[str], None] = print,
     broker: Broker = "pubsub",
 ) -> Stack:
-    """Returns the stack that `penstock up` runs, not started. Benchmarks measure it."""
+    """Returns the stack that `penstock up` runs, without starting it. Benchmarks measure it."""
     return Stack(
         state_dir, ports=ports, settings=settings, keep_messages=True, broker=broker, say=say
     )

@@ -1,7 +1,7 @@
 """Writes report results as a text table, CSV, JSON, Parquet, or HTML.
 
-The HTML is one self-contained page: plots, each with a table. It works on screens of any width, in
-dark mode, and on paper.
+The HTML is one self-contained page of plots, each with a table. It works on screens of any width,
+in dark mode, and on paper.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from shared.reports.runner import USD_PER_TIB, Drawing, ReportResult, drawings
 
 Formatted = Callable[[Sequence[ReportResult]], bytes]
 CSV_PLACES = 12
-"""Number of decimals in a CSV amount. A program may add up many amounts."""
+"""Number of decimal places in a CSV amount. A program may add up many amounts."""
 MAX_LINES = 500
 """Maximum number of rows in a table. CSV and Parquet files have all rows."""
 LONG = 40
-"""Maximum characters per line in a cell."""
+"""Maximum number of characters per line in a cell."""
 PLOT_PX = 320
 # Okabe and Ito's colors, which color-blind people can distinguish: https://jfly.uni-koeln.de/color/
 COLORS = (
@@ -70,7 +70,7 @@ def _nothing(result: ReportResult) -> str:
 def as_json(results: Sequence[ReportResult]) -> bytes:
     """Returns the rows as JSON objects. Several reports become one object, keyed by report name.
 
-    Times and decimals, for which JSON has no type, become strings.
+    Times and decimals, for which JSON has no type, are written as strings.
     """
     content: Any = {result.report.name: result.records() for result in results}
     if len(results) == 1:
@@ -123,7 +123,7 @@ FORMATS: Mapping[str, Formatted] = {
     "json": as_json,
     "parquet": as_parquet,
 }
-"""Writers by the value of --format."""
+"""Writers, keyed by the value of --format."""
 
 
 def as_html(results: Sequence[ReportResult]) -> bytes:
@@ -241,7 +241,7 @@ def _figure(drawing: Drawing) -> Any:
         figure.update_yaxes(autorange="reversed")
         figure.update_xaxes(type="category")
     elif drawing.unit != "%":
-        # On a linear axis, shares near 100 % would look the same.
+        # On a linear axis, percentages near 100% would look the same.
         figure.update_yaxes(rangemode="tozero")
     if drawing.kind == "bars":
         figure.update_traces(marker_line_width=0)

@@ -16,7 +16,7 @@ DOCUMENT = Path("docs/reference/reports.md")
 BEGIN = "<!-- reports: begin, written by `python -m infra.reports.reference` -->\n"
 END = "<!-- reports: end -->\n"
 VIEWS = ("usage_hourly", "latency_hourly", "costs_daily", "worker_hours_hourly", "rows")
-"""Views for dashboards, and the view of rows for a tenant's analysts."""
+"""Views for dashboards, and the row view for a tenant's analysts."""
 VIEWS_BEGIN = "<!-- views: begin, written by `python -m infra.reports.reference` -->\n"
 VIEWS_END = "<!-- views: end -->\n"
 

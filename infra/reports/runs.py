@@ -30,7 +30,7 @@ def open_configured_runner(most_bytes: int = MAX_BYTES) -> Iterator[ReportRunner
 
 
 def run_report(settings: Settings, name: str, days: int) -> tuple[list[str], list[tuple[Any, ...]]]:
-    """Returns the columns and rows of a report on requests from the last `days` days.
+    """Returns a report's columns and rows for requests from the last `days` days.
 
     Raises:
         BadInput: the report does not exist.

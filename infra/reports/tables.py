@@ -23,13 +23,14 @@ def create_tables(settings: Settings) -> None:
         Unavailable: BigQuery is unreachable or rejected a request.
     """
     with _connect(settings) as client:
-        # Fails immediately if BigQuery is unreachable. The calls below would retry for ten minutes.
+        # Fails immediately if BigQuery is unreachable. The calls below would otherwise retry for
+        # ten minutes.
         next(iter(client.list_datasets(max_results=1, retry=None, timeout=RETRY_LIMIT_S)), None)
         usage.create(client, settings.dataset)
 
 
 def check_bigquery(settings: Settings, timeout_s: float) -> None:
-    """Checks that the usage tables exist, with all columns that this release needs.
+    """Checks that the usage tables exist and have all columns that this release needs.
 
     Raises:
         Unavailable: BigQuery is unreachable, or a table or column is missing.

@@ -1,1 +1,1 @@
-"""Rolls the API out on Cloud Run: tests the newest revision, then increases its traffic."""
+"""Rolls out the API on Cloud Run: tests the newest revision, then increases its traffic."""

@@ -25,7 +25,7 @@ class ExampleRequest:
 
 
 class Example(NamedTuple):
-    """A task's example, for one of its models."""
+    """An example for a task, for one of its models."""
 
     request: Callable[[Model, str], ExampleRequest]
     """Returns the request. The text makes it unique, so it is never served from a cache."""
@@ -61,7 +61,7 @@ def _describe_image(model: Model, answer: Any) -> str:
 
 
 def _request_scores(model: Model, text: str) -> ExampleRequest:
-    """Returns a request for scores for two texts, one of which is the query itself."""
+    """Returns a request to score two texts, one of which is the query itself."""
     return _predict(model, {"query": text, "texts": [text, "a cat on a mat"]})
 
 

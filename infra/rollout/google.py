@@ -39,7 +39,7 @@ class GoogleClient:
     """Calls Google's APIs.
 
     Args:
-        endpoints: URL of each API by name.
+        endpoints: URL of each API, keyed by name.
     """
 
     def __init__(self, credentials: Credentials, endpoints: Mapping[str, str] = ENDPOINTS) -> None:
@@ -54,10 +54,10 @@ class GoogleClient:
         *,
         missing_ok: bool = False,
     ) -> dict[str, Any] | None:
-        """Returns the resource at `path`, or None if it is allowed to be missing and doesn't exist.
+        """Returns the resource at `path`, or None if it doesn't exist and is allowed to be missing.
 
         Raises:
-            Unavailable: there was no response, or an error, which is quoted in the message.
+            Unavailable: there was no response, or it was an error, which is quoted in the message.
         """
         return self._ask("GET", api, path, missing_ok=missing_ok, params=query)
 

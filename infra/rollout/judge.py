@@ -1,6 +1,6 @@
-"""Evaluates a revision based on Cloud Run's request counts per status class.
+"""Evaluates a revision based on Cloud Run's request counts by status class.
 
-Source: the metric run.googleapis.com/request_count, which is up to three minutes late.
+Source: the metric run.googleapis.com/request_count, which lags by up to three minutes.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class CanaryJudge:
 
     Args:
         error_ratio: share of responses that may be 5xx.
-        least_requests: with fewer requests than this, a revision counts as neither good nor bad.
+        least_requests: with fewer requests than this, a revision is neither good nor bad.
     """
 
     def __init__(

@@ -34,13 +34,13 @@ _NETWORK_S = 10.0
 def smoke(url: str, key: str, catalog: Catalog) -> list[str]:
     """Sends a request for each model in `catalog` with replicas.min >= 1. Returns a line for each.
 
-    Models that scale to zero are skipped, because their first response waits for a GPU, which does
-    not depend on the API.
+    Models that scale to zero are skipped, because their first response waits for a GPU regardless
+    of the API.
 
     Raises:
-        Unavailable: a response did not arrive within the model's deadline, or was wrong.
+        Unavailable: a response was wrong or did not arrive within the model's deadline.
     """
-    # Not /healthz, because on Cloud Run, Google's front end itself responds to that path with 404.
+    # Not /healthz, because on Cloud Run, Google's front end responds to that path itself with 404.
     _fetch(urllib.request.Request(f"{url}/readyz"), _READY_LIMIT_S)
     warm_models = [model for model in catalog.models if model.replicas.min >= 1]
     return [f"{url} answers"] + [_ask(url, key, model) for model in warm_models]
@@ -101,13 +101,13 @@ def _start_of_body(error: urllib.error.HTTPError) -> str:
 
 
 class Rollout:
-    """Rolls the newest revision out in every region.
+    """Rolls out the newest revision in every region.
 
     Args:
-        services: by region, in rollout order.
+        services: keyed by region, in rollout order.
         public_urls: each region's public URL, checked after each step.
-        steps_percent: the candidate's shares, rising to 100.
-        watch_s: how long each share is watched, in seconds. The counts are three minutes late.
+        steps_percent: the candidate's traffic shares, increasing to 100.
+        watch_s: how long each share is watched, in seconds. The counts lag by three minutes.
     """
 
     def __init__(
@@ -152,7 +152,8 @@ class Rollout:
         """Checks that traffic is pinned. Changes nothing.
 
         Raises:
-            ConfigurationError: an apply now would expose its new revision to callers immediately.
+            ConfigurationError: running apply now would immediately expose its new revision to
+                callers.
         """
         for region, service in self._services.items():
             traffic = service.traffic()
@@ -187,7 +188,7 @@ class Rollout:
         """Moves all traffic to the newest revisions in steps. Rolls back at the first failure.
 
         Raises:
-            Unavailable: the rollout was undone. The message contains the reason.
+            Unavailable: the rollout was rolled back. The message contains the reason.
         """
         before = {
             region: _present(region, service).shares for region, service in self._services.items()
@@ -197,7 +198,7 @@ class Rollout:
             for region, service in self._services.items():
                 begun.append(region)
                 self._roll_region(region, service)
-        except BaseException:  # including KeyboardInterrupt, and faults of this code
+        except BaseException:  # including KeyboardInterrupt, and bugs in this code
             for region in begun:
                 self._take_back(region, before[region])
             raise
@@ -205,7 +206,7 @@ class Rollout:
     def go_back(self, revision: str) -> None:
         """Moves all traffic to `revision` immediately.
 
-        Requires a single region, because revision names are per region.
+        Requires a single region, because revision names are region-specific.
 
         Raises:
             Unavailable: Cloud Run rejected the change, for example because the revision does not
@@ -222,10 +223,10 @@ class Rollout:
         if not others:
             service.give({candidate: 100})
             self._say(f"{region}: {candidate} is already serving")
-            self._check_public(region)  # a first release has not been tested
+            self._check_public(region)  # an initial release has not been tested
             return
-        # If an earlier rollout was interrupted, two revisions are serving; most callers know the
-        # one with the larger share.
+        # If an earlier rollout was interrupted, two revisions are serving, and most callers are
+        # using the one with the larger share.
         stable = max(others, key=lambda name: others[name])
         for percent in self._steps:
             began_s = time.time()

@@ -1,4 +1,4 @@
-"""A Cloud Run service as seen by a rollout: its revisions, and how traffic is split.
+"""A Cloud Run service as a rollout sees it: its revisions and how traffic is split.
 
 Source: Cloud Run Admin API v2, projects.locations.services
     (https://docs.cloud.google.com/run/docs/reference/rest/v2).
@@ -15,7 +15,7 @@ from infra.rollout.google import GoogleClient
 
 LATEST, NAMED = "TRAFFIC_TARGET_ALLOCATION_TYPE_LATEST", "TRAFFIC_TARGET_ALLOCATION_TYPE_REVISION"
 CHANGE_LIMIT_S = 300.0
-"""Time limit for changing traffic, which takes a few seconds."""
+"""Time limit for a traffic change, which takes a few seconds."""
 CANDIDATE_TAG = "candidate"
 
 
@@ -24,7 +24,7 @@ class Traffic:
     """The revisions that serve traffic.
 
     Attributes:
-        shares: percentage of requests by revision name.
+        shares: percentage of requests, keyed by revision name.
         follows_latest: True if the newest revision automatically gets its share as soon as it
             exists.
         candidate_url: URL of the revision with the `candidate` tag. Empty if there is none.
@@ -56,7 +56,7 @@ class CloudRunService:
         if service is None:
             return None
         newest = str(service.get("latestReadyRevision", "")).rpartition("/")[2]
-        # Without any target, Cloud Run sends all traffic to the newest revision.
+        # With no targets, Cloud Run sends all traffic to the newest revision.
         targets = service.get("traffic") or [{"type": LATEST, "percent": 100}]
         shares: dict[str, int] = {}
         for target in targets:
@@ -81,7 +81,7 @@ class CloudRunService:
         Returns when done.
 
         Raises:
-            Unavailable: Cloud Run rejected the change, or did not finish in time.
+            Unavailable: Cloud Run rejected the change or did not apply it in time.
         """
         if sum(shares.values()) != 100:
             raise ValueError(f"shares {shares} do not add up to 100: this is a bug")

@@ -1,6 +1,6 @@
-"""The row archive: Parquet files in the object store, created from rows that processes put there.
+"""The row archive: Parquet files in the object store, created from rows that processes write there.
 
-Writers put compressed lines into `incoming/TABLE` (shared/usage/senders.py). `python -m
+Writers upload compressed lines to `incoming/TABLE` (shared/usage/senders.py). `python -m
 infra.row_archive` reads them, writes `archive/TABLE/day=YYYY-MM-DD/*.parquet`, and loads the same
 rows into BigQuery (embedded or Google's), where reports read them.
 """

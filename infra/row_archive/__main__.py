@@ -1,6 +1,6 @@
 """`python -m infra.row_archive`: archives rows from the object store until SIGTERM.
 
-`python -m infra.row_archive restore` loads archived days into a BigQuery that lost them.
+`python -m infra.row_archive restore` loads archived days into a BigQuery that has lost them.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs until stopped. Returns 0, or 1 if it could not start or restore."""
+    """Runs until stopped. Returns 0, or 1 if it could not start or could not restore."""
     exempt_loopback_from_proxies()
     parser = argparse.ArgumentParser(
         prog="penstock row archive", description="Archive rows from the object store."
@@ -133,7 +133,7 @@ class _Table:
         self._merged = ""
 
     async def take(self, stopped: asyncio.Event) -> bool:
-        """Archives waiting rows, and merges days that are over. Returns False for a failure."""
+        """Archives waiting rows and merges past days. Returns False on failure."""
         try:
             while await self._archive.run_once() and not stopped.is_set():
                 pass
@@ -142,7 +142,7 @@ class _Table:
                 self._merged = day
         except Unavailable as error:
             log.warning("rows not archived", extra={"table": self._name, "reason": error.message})
-        except Exception as error:  # a bug must cause only a pause, not block all later rows
+        except Exception as error:  # a bug must only cause a pause, not block all later rows
             log.error(
                 "archiving failed; this is a bug", extra={"table": self._name}, exc_info=error
             )

@@ -1,10 +1,10 @@
 """Moves a table's rows from the object store into Parquet files and BigQuery, in passes.
 
 A pass starts with a list of its objects, `pending/TABLE.json`. Any process that finds a list
-continues with it, so an interrupted pass is repeated with the same rows, file names and load job
-names. Lines are checked against their table's schema. Rows are removed from `incoming` once
-their Parquet file exists and BigQuery has them. Later, a day's small files are merged into one, and
-lost tables are restored from these files.
+resumes it, so an interrupted pass is repeated with the same rows, file names, and load job names.
+Lines are checked against their table's schema. Rows are removed from `incoming` once their Parquet
+file exists and BigQuery has them. Later, a day's small files are merged into one, and lost tables
+are restored from these files.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from shared.stores.objects import ObjectStore, StoredObject
 from shared.usage.senders import MEDIA_TYPE, incoming
 
 UNPACKED_MAX_BYTES = 64 * 1024 * 1024
-"""Maximum unpacked size of one object. Writers put about half a MiB into one."""
+"""Maximum unpacked size of one object. Writers put about half a MiB in each."""
 _GZIP = 31
 _Int64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 _UnixSeconds = Annotated[float, msgspec.Meta(ge=-62_135_596_800, le=253_402_300_799)]
@@ -56,9 +56,9 @@ Its rows take up about ten times that much, in a folder that may be in memory.
 CALLS = 8
 """Number of objects read or removed concurrently."""
 OBJECT_MAX_BYTES = 16 * 1024 * 1024
-"""Maximum size of an object. Writers put about 100 KiB into one.
+"""Maximum size of an object. Writers put about 100 KiB in each.
 
-A larger object does not come from a writer, and is left in place.
+A larger object was not created by a writer and is left in place.
 """
 LIST_MAX_BYTES = 1024 * 1024
 PARQUET = "application/vnd.apache.parquet"
@@ -165,14 +165,14 @@ class _Pass(msgspec.Struct):
 
 
 class _TakenOverError(Exception):
-    """Another process has already archived and removed the same objects."""
+    """Another process has already archived and removed these objects."""
 
 
 class RowArchive:
     """The archive of one table.
 
-    Two processes may run at once for a moment, such as the old and new ones during a deployment.
-    They do the same work under the same names, and the slower one stops in favor of the other.
+    Two processes may run at the same time for a moment, such as the old and new ones during a
+    deployment. They do the same work under the same names, and the slower one yields to the other.
 
     Args:
         loader: also loads the rows into BigQuery. If None, they are not loaded.
@@ -212,7 +212,7 @@ class RowArchive:
         return begun.has_more
 
     async def _begin_pass(self) -> _Pass | None:
-        """Returns an earlier unfinished pass, or a new one, or None if there are no rows."""
+        """Returns an earlier unfinished pass, a new one, or None if there are no rows."""
         objects = await self._objects.listing(incoming(self._table), PASS_OBJECTS)
         waiting = [
             stored_object
@@ -240,8 +240,8 @@ class RowArchive:
         try:
             return msgspec.json.decode(data, type=_Pass)
         except msgspec.DecodeError as error:
-            # Some other program wrote it. The objects it listed are in `incoming`, and may also be
-            # in files.
+            # Some other program wrote it. The objects it listed are still in `incoming`, and may
+            # also be in files.
             log.error("dropping a damaged list", extra={"key": self._list_key}, exc_info=error)
             await self._objects.delete(self._list_key)
             return None
@@ -286,8 +286,8 @@ class RowArchive:
         A damaged object yields no lines, and is kept under `rejected/`.
 
         Raises:
-            _TakenOverError: another process has archived it. The rows gathered here are then
-            incomplete, and must not replace the other's files.
+            _TakenOverError: another process has archived the pass. The rows collected here are then
+            incomplete and must not replace the other process's files.
         """
         try:
             data = await self._objects.get(key, OBJECT_MAX_BYTES)
@@ -312,7 +312,7 @@ class RowArchive:
 
 
 def _up_to(max_bytes: int, objects: Sequence[StoredObject]) -> list[str]:
-    """Returns the keys of the first objects with up to `max_bytes` in total, but at least one."""
+    """Returns the keys of the first objects, up to `max_bytes` in total, but at least one."""
     keys: list[str] = []
     for stored_object in objects:
         max_bytes -= stored_object.size_bytes
@@ -323,7 +323,10 @@ def _up_to(max_bytes: int, objects: Sequence[StoredObject]) -> list[str]:
 
 
 def archive_folder(table: str, day: str) -> str:
-    """Returns the folder for a day's Parquet files. Hive, Spark, and DuckDB know such names."""
+    """Returns the folder for a day's Parquet files.
+
+    Hive, Spark, and DuckDB recognize this naming scheme.
+    """
     return f"archive/{table}/day={day}"
 
 
@@ -344,7 +347,7 @@ class ArchivedDays:
         self._table = table
 
     async def days(self) -> list[str]:
-        """Returns the days that have files, in order, such as `2026-11-23`.
+        """Returns the days that have files, such as `2026-11-23`, in order.
 
         Raises:
             Unavailable: the store is unreachable.
@@ -357,7 +360,7 @@ class ArchivedDays:
 
         Returns how many files were removed.
 
-        A process that dies in between leaves both the merged file and its parts. The next call
+        A process that dies partway through leaves both the merged file and its parts. The next call
         merges them and drops duplicate rows.
 
         Raises:
@@ -395,9 +398,9 @@ class ArchivedDays:
     async def restore(
         self, loader: RowLoader, there: Mapping[str, int], since: str, until: str
     ) -> list[str]:
-        """Loads days into BigQuery again after its table has lost rows.
+        """Reloads days into BigQuery after its table has lost rows.
 
-        Rows that the table still has then exist twice, and the views drop the duplicates.
+        Rows that are still in the table then exist twice, and the views drop the duplicates.
 
         Args:
             there: number of distinct rows in the table, keyed by day. Complete days are skipped.
@@ -441,4 +444,4 @@ class RowArchiveSettings(Settings):
     """True if rows are also loaded into BigQuery. Reports need that."""
     health_host: str = "127.0.0.1"
     health_port: int = Field(8089, ge=0, le=65535)
-    """Port of /metrics. It is open once the process runs."""
+    """Port of /metrics. It opens as soon as the process is running."""

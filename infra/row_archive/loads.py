@@ -20,7 +20,7 @@ class RowLoader(Protocol):
     """Loads files into tables. Calls block."""
 
     def load(self, table: str, path: Path, name: str) -> None:
-        """Loads a file's rows into the table. Skips a name that was already loaded.
+        """Loads a file's rows into the table. Skips a name that has already been loaded.
 
         Raises:
             Unavailable: it is unknown whether the table has the rows.
@@ -29,7 +29,7 @@ class RowLoader(Protocol):
 
 
 class BigQueryLoader:
-    """Runs load jobs with Google's client.
+    """Runs load jobs using Google's client.
 
     Args:
         endpoint: URL of an embedded BigQuery. Empty for Google's.
@@ -78,7 +78,7 @@ class BigQueryLoader:
         from google.api_core.exceptions import Conflict
         from google.cloud.bigquery import LoadJobConfig
 
-        # Permission to create tables would also permit loading into any table.
+        # Permission to create tables would also allow loading into any table.
         config = LoadJobConfig(
             source_format="PARQUET",
             write_disposition="WRITE_APPEND",
@@ -96,7 +96,7 @@ class BigQueryLoader:
                     timeout=LOAD_LIMIT_S,
                 )
         except Conflict:
-            # Without its location, a job can be found only in the US and the EU.
+            # If the location isn't given, a job can be found only in the US and the EU.
             location = client.get_table(into, retry=None, timeout=LOAD_LIMIT_S).location
             job = client.get_job(job_id, location=location, retry=None, timeout=LOAD_LIMIT_S)
             return job, False

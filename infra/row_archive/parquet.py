@@ -22,17 +22,17 @@ _OPTIONS = "FORMAT parquet, COMPRESSION zstd"
 
 
 def partition_column(table: str) -> str:
-    """Returns the TIMESTAMP column whose UTC day decides which partition a row is in."""
+    """Returns the TIMESTAMP column whose UTC day determines a row's partition."""
     return str(table_options(table)["timePartitioning"]["field"])
 
 
 class ParquetFiles(NamedTuple):
-    """Files with the rows from some lines."""
+    """Files containing the rows from a set of lines."""
 
     whole: Path
-    """A file with all rows."""
+    """A file containing all rows."""
     by_day: dict[str, Path]
-    """The files by day, such as `2026-11-23`."""
+    """The files, keyed by day, such as `2026-11-23`."""
 
 
 def parquet_of_lines(table: str, lines: Path, folder: Path) -> ParquetFiles:

@@ -1,1 +1,1 @@
-"""Topics and subscriptions, on Pub/Sub, RabbitMQ or in memory."""
+"""Topics and subscriptions on Pub/Sub, on RabbitMQ, or in memory."""

@@ -8,7 +8,7 @@
 It provides the Pub/Sub and RabbitMQ guarantees that Penstock relies on, and the same tests check
 all three brokers (tests/shared/test_brokers.py):
 
-- A message is delivered at least once to each subscription of its topic, until it is acked. It is
+- A message is delivered at least once to each subscription to its topic, until it is acked. It is
   redelivered after a nack, when its subscriber closes, and after `expire_leases`.
 - Messages arrive in the order in which they were published. In an ordered subscription, unacked
   messages with the same ordering key are held by one subscriber at a time. If one is redelivered,
@@ -68,7 +68,7 @@ _ID = re.compile(r"(?!goog)[A-Za-z][A-Za-z0-9._~+%-]{2,254}")
 
 @dataclass(eq=False)
 class _Delivery:
-    """A message in one subscription. `number` is its place in publication order."""
+    """A message in one subscription. `number` is its position in publication order."""
 
     number: int
     data: bytes
@@ -117,7 +117,7 @@ class _Queue:
         self.waiting.insert(next(later, len(self.waiting)), delivery)
 
     def key_of(self, delivery: _Delivery) -> str:
-        """Returns the ordering key if the subscription is ordered, else an empty string."""
+        """Returns the ordering key if the subscription is ordered; otherwise, an empty string."""
         return delivery.ordering_key if self.settings.is_ordered else ""
 
     def _next_for(self, puller: InMemorySubscription) -> _Delivery | None:
@@ -156,7 +156,7 @@ class InMemorySubscription:
         self._end: PenstockError | None = None
         self._is_stopped = False
         self.lost = 0
-        """Messages that lost their lease while held."""
+        """Messages whose lease was lost while they were held."""
         self.round_trip = SmoothedDuration()
         """Always 0 in memory."""
 
@@ -287,7 +287,7 @@ class InMemorySubscription:
 
 
 class InMemoryBroker:
-    """A complete broker. All parties that communicate share one instance, in one event loop.
+    """A complete broker. All communicating parties share one instance, in one event loop.
 
     Implements Transport and Admin, and acts as the open connection for both. Its guarantees are
     listed in the module docstring.
@@ -369,7 +369,7 @@ class InMemoryBroker:
             await subscription.close()
 
     async def ensure_topic(self, topic_id: str) -> bool:
-        """Creates a topic unless it exists. Returns whether it was created.
+        """Creates a topic if it doesn't exist. Returns whether it was created.
 
         Raises:
             BadInput: Pub/Sub does not accept the name.
@@ -382,7 +382,7 @@ class InMemoryBroker:
     async def ensure_subscription(
         self, subscription_id: str, settings: SubscriptionSettings
     ) -> bool:
-        """Creates a subscription unless it exists. Returns whether it was created.
+        """Creates a subscription if it doesn't exist. Returns whether it was created.
 
         Raises:
             BadInput: the name, a setting or the filter is invalid, or the topic does not exist.
@@ -428,7 +428,7 @@ class InMemoryBroker:
         return [name for name in subscription_ids if name not in self._queues]
 
     def backlog(self, subscription_id: str) -> int:
-        """Returns the number of messages in a subscription that no subscriber holds.
+        """Returns the number of messages in a subscription that are not held by any subscriber.
 
         Raises:
             KeyError: the subscription does not exist.
@@ -449,7 +449,7 @@ class InMemoryBroker:
         return f"{kind}-{next(self._ids)}"
 
     def hand_back(self, queue: _Queue, delivery: _Delivery) -> None:
-        """Requeues a message, or moves it to the dead letters after too many deliveries."""
+        """Requeues a message, or dead-letters it after too many deliveries."""
         settings = queue.settings
         is_dead = delivery.attempts >= settings.max_delivery_attempts
         if is_dead and settings.dead_letter_topic_id in self._topics:

@@ -26,7 +26,7 @@ JOB_RETENTION_S = 3600
 """Longer than any deadline, so no caller is waiting for older messages."""
 DEAD_LETTER_RETENTION_S = 7 * 24 * 3600
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""Set explicitly, because with the service's default, a job waits 10 s after its worker dies."""
+"""Set explicitly because, with the service's default, a job waits 10 s after its worker dies."""
 MAX_DELIVERY_ATTEMPTS = 5
 
 DEAD_LETTER_RETRY_S, WEBHOOK_RETRY_S = (1.0, 600.0), (5.0, 600.0)
@@ -116,14 +116,14 @@ class Publisher(Protocol):
             BadInput: the broker rejected the message (too large, topic does not exist …).
             Overloaded: too many messages are waiting to be published, or the broker's quota is
                 exhausted.
-            ConfigurationError: the broker rejected us (permissions, credentials).
+            ConfigurationError: the broker denied us access (permissions, credentials).
         """
 
 
 class Subscription(Protocol):
     """An open subscription: an endless stream of messages.
 
-    Leases are kept until ack or nack.
+    Leases are maintained until ack or nack.
     """
 
     @property
@@ -132,7 +132,7 @@ class Subscription(Protocol):
 
     @property
     def lost(self) -> int:
-        """Number of messages that lost their lease while held."""
+        """Number of messages whose lease was lost while they were held."""
 
     @property
     def round_trip(self) -> SmoothedDuration:
@@ -141,8 +141,9 @@ class Subscription(Protocol):
     def hold(self, max_messages: int) -> None:
         """Sets how many unacked messages may be held from now on: at least the initial number.
 
-        The change takes effect gradually, in the background: increases quickly, decreases as
-        messages are acked. The bytes of additional messages are also limited by `max_bytes`.
+        The change takes effect gradually, in the background: increases happen quickly, and
+        decreases happen as messages are acked. The bytes of additional messages are also limited by
+        `max_bytes`.
         """
 
     def __aiter__(self) -> AsyncIterator[ReceivedMessage]:
@@ -156,7 +157,7 @@ class Subscription(Protocol):
     def ack(self, message: ReceivedMessage) -> None:
         """Marks `message` as done, so that it is not redelivered.
 
-        The ack is sent in the background, together with others.
+        The ack is sent in the background, batched with others.
         """
 
     def nack(self, message: ReceivedMessage) -> None:
@@ -185,8 +186,8 @@ class Subscriber(Protocol):
 
         A positive `max_bytes` also limits their total size. Exiting the block returns messages that
         are still held and sends the last acks. With a positive `ack_linger_s`, acks may wait that
-        long in order to share a request. Use this for subscriptions that gain nothing from fast
-        acks.
+        long so that they can share a request. Use this for subscriptions that gain nothing from
+        fast acks.
         """
 
 
@@ -229,12 +230,12 @@ class Admin(Protocol):
     """Creates and deletes topics and subscriptions."""
 
     async def ensure_topic(self, topic_id: str) -> bool:
-        """Creates a topic unless it exists. Returns whether it was created."""
+        """Creates a topic if it doesn't exist. Returns whether it was created."""
 
     async def ensure_subscription(
         self, subscription_id: str, settings: SubscriptionSettings
     ) -> bool:
-        """Creates a subscription unless it exists. Returns whether it was created."""
+        """Creates a subscription if it doesn't exist. Returns whether it was created."""
 
     async def delete_topic(self, topic_id: str) -> bool:
         """Deletes a topic. Returns whether it existed."""
@@ -249,7 +250,7 @@ class Admin(Protocol):
 
 
 def jobs_topic_id(model: str) -> str:
-    """Returns the topic that carries the jobs of `model`."""
+    """Returns the topic that carries jobs for `model`."""
     return f"jobs.{model}"
 
 
@@ -259,7 +260,7 @@ def workers_subscription_id(model: str) -> str:
 
 
 def dead_letter_topic_id(model: str) -> str:
-    """Returns the topic for `model`'s jobs that no worker could finish."""
+    """Returns the topic for `model`'s jobs that no worker could complete."""
     return f"jobs.{model}.dead"
 
 
@@ -300,12 +301,12 @@ def slot_subscription_id(inbox: str, slot: int) -> str:
 
 
 def slot_filter(slot: int, slots: int) -> str:
-    """Returns a slot's filter. If an inbox has only one slot, it needs none."""
+    """Returns a slot's filter. If an inbox has only one slot, the slot needs no filter."""
     return "" if slots == 1 else f'attributes.slot = "{slot}"'
 
 
 class AttributeFilter(NamedTuple):
-    """A subscription's filter: passes messages based on the value of one attribute."""
+    """A subscription filter, which passes messages based on the value of one attribute."""
 
     name: str
     value: str
@@ -359,7 +360,7 @@ async def make_jobs(admin: Admin, model: str) -> None:
 
 
 def jobs_subscriptions(model: str) -> dict[str, SubscriptionSettings]:
-    """Returns the subscriptions for a model's jobs and dead letters by ID."""
+    """Returns the subscriptions for a model's jobs and dead letters, keyed by ID."""
     jobs, dead = jobs_topic_id(model), dead_letter_topic_id(model)
     return {
         workers_subscription_id(model): _for_workers(jobs, dead, INTERACTIVE_FILTER),
@@ -384,15 +385,15 @@ def _for_workers(jobs: str, dead: str, priority_filter: str) -> SubscriptionSett
 
 
 async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: int = 0) -> None:
-    """Creates an inbox's topics and subscriptions, unless they exist.
+    """Creates an inbox's topics and subscriptions if they don't exist.
 
     There is one subscription per slot, and one without a filter for direct replies.
 
     Args:
         inbox: a number in the pool or an instance ID.
         slots: number of slots. A single slot needs no filter.
-        expires_after_s: seconds without use after which the broker deletes subscriptions. 0 means
-            never.
+        expires_after_s: seconds without use after which the broker deletes the subscriptions. 0
+            means never.
 
     Raises:
         PenstockError: raised by the admin's calls.
@@ -417,7 +418,7 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
 
 
 async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
-    """Deletes an inbox. Topics and subscriptions that have already been deleted cause no error.
+    """Deletes an inbox. Topics and subscriptions that have already been deleted don't cause errors.
 
     Raises:
         PenstockError: raised by the admin's calls.

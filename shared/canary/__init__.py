@@ -1,1 +1,1 @@
-"""Two revisions of a model running side by side: their comparison and state."""
+"""Two revisions of a model running side by side: how they compare, and their state."""

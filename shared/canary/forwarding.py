@@ -38,7 +38,7 @@ def forwarded(model: str, data: bytes, attributes: Mapping[str, str]) -> JobMess
 
 
 async def forward(publisher: Publisher, model: str, message: ReceivedMessage) -> None:
-    """Republishes a job that a canary received, for the other revision.
+    """Republishes a job that a canary received so that it runs on the other revision.
 
     Raises:
         UndecodableMessage: the message is not a job.

@@ -1,6 +1,6 @@
 """Canary state in Redis, shared by API instances and workers.
 
-Workers count item outcomes and report that they are alive. API instances count compared results,
+Workers count item outcomes and report that they are up. API instances count compared results,
 evaluate canaries, and roll them back. Every key includes the canary's revision, so a new revision
 starts from zero. Counts are kept per minute, so a canary is judged on the last WINDOW_S seconds.
 
@@ -92,14 +92,14 @@ class CanaryStore(RedisStore):
         return bool(await self._commands.run_script(_TAKE_BACK, [key], reason, time.time(), KEEP_S))
 
     async def resume(self, canary: Revision) -> None:
-        """Lets a canary receive its share again and clears its counts."""
+        """Restores a canary's share and clears its counts."""
         keys = [self._key(canary, "taken-back"), *self._minutes(canary)]
         await self._commands.run("DEL", *keys)
 
     async def may_judge(self, canary: Revision) -> bool:
-        """Returns whether this process evaluates the canary now.
+        """Returns whether it is this process's turn to evaluate the canary.
 
-        One process does so each second.
+        One process does this each second.
         """
         words = ("NX", "PX", int(JUDGE_EVERY_S * 1000))
         return bool(await self._commands.run("SET", self._key(canary, "judged"), 1, *words))

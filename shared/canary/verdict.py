@@ -1,8 +1,8 @@
-"""Evaluates a canary by comparing its outcomes to the other revision's. Does no I/O.
+"""Evaluates a canary by comparing its outcomes with the other revision's. Does no I/O.
 
 Each of the three rules asks the same question: could a revision that stays within its limit have
 this many bad items? The rules use the upper tail of the binomial distribution. A canary is bad if
-the probability is below FALSE_ALARM. A few items are therefore enough if all of them are bad, and
+the probability is below FALSE_ALARM. A few items are therefore enough if all of them are bad, while
 many are needed if only some are.
 """
 
@@ -15,21 +15,21 @@ from dataclasses import dataclass, field
 from shared.models.entry import Canary
 
 COMPARISON_TENANT = "penstock-canary"
-"""The tenant, in rows and for fair shares, of items run only for comparison."""
+"""The tenant, for rows and fair shares, of items that run only for comparison."""
 FALSE_ALARM = 1e-5
 """Probability below which a canary is judged bad.
 
 It is small because canaries are checked every second.
 """
 MIN_ITEMS = 50
-"""Minimum number of the other revision's items for comparing times."""
+"""Minimum number of items from the other revision for comparing times."""
 P95 = 0.95
 SLACK_S = 0.05
 """Smaller delays are not noticeable, and a busy machine can add this much on its own."""
 OUTSIDE_RATIO = 0.01
 """Fraction of compared results that may be outside the tolerance because of rounding."""
 STEP = 1.1
-"""Ratio between the starts of consecutive bins in a histogram of times."""
+"""Ratio between the lower bounds of consecutive bins in a histogram of times."""
 _FIRST_S = 0.001
 
 
@@ -57,7 +57,7 @@ class RevisionCounts:
 
     @property
     def p95_s(self) -> float | None:
-        """The 95th percentile in seconds, rounded up to the end of its bin.
+        """The 95th percentile in seconds, rounded up to the upper bound of its bin.
 
         None if there are no items.
         """
@@ -110,7 +110,7 @@ def bin_of(seconds: float) -> int:
 
 
 def end_of_bin_s(number: int) -> float:
-    """Returns the maximum time in a bin, in seconds."""
+    """Returns the upper bound of a bin, in seconds."""
     return float(_FIRST_S * STEP**number)
 
 
@@ -156,7 +156,7 @@ def _too_slow(counts: CanaryCounts, rules: Canary) -> str:
     limit_s = max(usual_s * rules.p95_ratio, usual_s + SLACK_S)
     bins = counts.canary.bins
     slow = sum(count for number, count in bins.items() if end_of_bin_s(number - 1) > limit_s)
-    # A revision that is just as fast has 5 % of its items above the p95 and fewer above the limit.
+    # A revision that is just as fast has 5% of its items above the p95 and fewer above the limit.
     if not _is_bad(slow, bins.total(), 1 - P95):
         return ""
     return (

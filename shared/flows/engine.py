@@ -3,13 +3,13 @@
 There is no orchestrator. The API publishes a run's first steps, and each worker publishes the steps
 that follow its items. For items that no worker could compute, the dead-letter function publishes
 the next steps. All of these processes use this engine, and the result is the same no matter how
-often they do so (shared/stores/flow_runs.py):
+many times they run these steps (shared/stores/flow_runs.py):
 
 1. `mark`: records the outcomes of a job's items. The first outcome wins. 2. `advance`: publishes
 more of the step's jobs. If the step is finished, plans the steps that depend on it and publishes
 their first jobs, or ends the run. 3. The caller writes rows, and acks its message last. If the
-caller dies before that, the message is redelivered, its items are found to be done, and the run is
-advanced again.
+caller dies before that, the message is redelivered, its items are found to be finished, and the run
+is advanced again.
 
 A step job's IDs are derived from its position: its request is the run, and its part and item
 indexes are based on step and position. So a job published twice is computed once, except for
@@ -89,8 +89,8 @@ NOT_RETRIED = frozenset(
 MAX_JOB_BYTES = MAX_DATA_BYTES - 64 * 1024
 """Maximum JSON size of a job's items. The rest is reserved for the message's other parts."""
 ORPHANED_S = 5.0
-"""How long after its arrival a run is taken over if its API instance has not reported that all
-first jobs are published, in seconds.
+"""How long after its arrival a run is taken over, in seconds, if its API instance has not reported
+that all first jobs are published.
 """
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
@@ -121,7 +121,7 @@ class FlowEngine:
 
     Args:
         cache: may contain step results. If None, the cache is not used before publishing.
-        purges: returns how many times a revision's cached results were purged.
+        purges: returns how many times a revision's cached results have been purged.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ class FlowEngine:
         return await self._advance(run, body, is_repeated=True)
 
     async def look(self, jobs: Sequence[Job]) -> list[Look]:
-        """Returns whether step jobs still need to be done."""
+        """Returns whether any step jobs still need to be run."""
         return await self._runs.look(
             [(job.envelope.request_id, [item.index for item in job.body.items]) for job in jobs]
         )
@@ -183,7 +183,7 @@ class FlowEngine:
         return JobEnd(marked, counting)
 
     async def advance(self, job: Job, end: JobEnd) -> list[StepRow]:
-        """Continues the run after a job's items. Returns rows to write."""
+        """Continues the run after a job's items are done. Returns rows to write."""
         envelope, marked = job.envelope, end.marked
         if marked.is_open and marked.jobs:
             step = step_of(end.outcomes[0].index)
@@ -258,7 +258,7 @@ class FlowEngine:
     def _build_planned_rows(
         self, prediction: Prediction, state: RunState, envelope: Envelope
     ) -> list[StepRow]:
-        """Returns items that no worker completed. A worker records items when it pulls them."""
+        """Returns the items that no worker completed. A worker records items when it pulls them."""
         rows, steps = [], plan_of(prediction).steps
         for index, data in state.outcomes.items():
             outcome, step = _outcomes.decode(data), steps[step_of(index)]
@@ -459,7 +459,7 @@ class FlowEngine:
         """Ends the record of a closed or canceled run and records the cost of its items.
 
         Args:
-            envelope: used to count the end in metrics. None if the API counts it.
+            envelope: used to count the end of the run in metrics. None if the API counts it.
         """
         error = _errors.decode(record.closed) if record.closed else None
         reply = ReplyBody(receipts_of(state), error, replied_at_s=time.time())
@@ -506,7 +506,7 @@ def plan_of(prediction: Prediction) -> FlowPlan:
 
 
 def may_retry(job: Job, outcome: ItemOutcome) -> bool:
-    """Returns whether to retry a step's item."""
+    """Returns whether to retry an item in a step."""
     return (
         job.envelope.tries < job.envelope.retries
         and outcome.status == "failed"

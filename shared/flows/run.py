@@ -1,4 +1,4 @@
-"""A flow run's state, and the facts derived from it: values, steps that can start, and failures.
+"""A flow run's state, and what is derived from it: values, steps that can start, and failures.
 
 The state is rebuilt from Redis (shared/stores/flow_runs.py) at every step, so nothing has to be
 kept up to date.
@@ -41,7 +41,7 @@ PAGE_ITEMS = 64
 
 
 class Run:
-    """A run as stored in Redis, and the facts derived from it.
+    """A run as stored in Redis, and what is derived from it.
 
     Raises:
         BadInput: a value does not match the plan.
@@ -133,7 +133,7 @@ class RunFailed(BadInput):
 
 
 async def list_own_objects(runs: FlowRuns, run_id: str) -> list[str]:
-    """Returns the keys of files created by a run, except files that the cache may refer to."""
+    """Returns the keys of files created by a run, except files that the cache may reference."""
     state = await runs.read(run_id)
     bodies = map(_bodies.decode, await runs.planned(run_id))
     uncached = [item.index for body in bodies for item in body.items if not item.cache_key]
@@ -143,7 +143,7 @@ async def list_own_objects(runs: FlowRuns, run_id: str) -> list[str]:
         if index in state.outcomes
     ]
     blobs = [blob for result in results if result is not None for blob in result.blobs]
-    # A class may return a file that it was given.
+    # A class may return a file that was passed to it.
     own = f"{RESULTS}/{run_id}/"
     return [key for blob in blobs if (key := blob.object_key) and key.startswith(own)]
 

@@ -73,6 +73,6 @@ def _enlarge(image: ImageResult, file: Any, scale: int) -> ImageResult:
 
 
 def blocked_message(images: int) -> str:
-    """Returns the error message for a request whose images are all withheld."""
+    """Returns the error message for a request when all of its images are withheld."""
     subject = "the image was" if images == 1 else f"all {images} images were"
     return f"moderation_blocked: {subject} drawn and then withheld by the safety check"

@@ -7,13 +7,13 @@ import hashlib
 import msgspec
 
 INLINE_LIMIT_BYTES = 48 * 1024
-"""Larger blobs are put into the object store, and the message contains a reference."""
+"""Larger blobs are stored in the object store, and the message contains a reference."""
 FILE_FORMAT = "uri"
 """JSON Schema `format` for inputs and outputs that are files."""
 RESULTS = "results"
 """Folder for result blobs, with a subfolder per request."""
 SLOT_INLINE_LIMIT_BYTES = 1024
-"""The same limit for replies sent to a slot. It is lower because each slot is billed for each
+"""The same limit for replies sent to a slot. It is lower because each slot is billed for every
 reply.
 
 Pub/Sub bills for at least 1,000 bytes: https://cloud.google.com/pubsub/pricing

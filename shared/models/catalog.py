@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 
 CANARY_SUFFIX = ".canary"
 RUNS_AT_A_TIME = 64
-"""Maximum open runs per flow. A tenant with twice as many gets `batch` priority for any more."""
+"""Maximum open runs per flow. A tenant with twice that many gets `batch` priority for any more."""
 OF_CATALOG = "an entry of the catalog"
 """Context passed to validators for catalog entries."""
 
@@ -58,7 +58,7 @@ def model_of_canary(name: str) -> str | None:
 
 
 class Model(CatalogEntry):
-    """One served model, validated by its task's rules."""
+    """One served model, validated against its task's rules."""
 
     @field_validator("task")
     @classmethod
@@ -218,7 +218,7 @@ class Model(CatalogEntry):
 
     @property
     def usual_batch(self) -> Batch:
-        """Limits of a batch on a device that was not measured."""
+        """Batch limits on a device that was not measured."""
         return self.definition.usual_batch(self)
 
     @property
@@ -231,7 +231,7 @@ class Revision(Model):
     """A model's canary, deployed as `<name>.canary`."""
 
     canary: Canary
-    """The canary's share, and the limits it must stay within to keep that share."""
+    """The canary's share, and the limits it must stay within to keep it."""
 
 
 class Flow(Model):
@@ -381,7 +381,7 @@ class Catalog:
         return None if model is None else model.definition.step_schema(model)
 
     def find_deployed(self, name: str) -> Model:
-        """Returns the model that jobs and workers call `name`: a model in the catalog, or a canary.
+        """Returns the model that jobs and workers call `name`: either a catalog model or a canary.
 
         Raises:
             UnknownModel: the model does not exist.
@@ -418,7 +418,7 @@ class Catalog:
             model if existing.name == model.name else existing for existing in self.models
         )
         if isinstance(model, Revision):
-            # In place, because other objects refer to it.
+            # Done in place, because other objects refer to it.
             self.canaries[model.public_name] = model
         else:
             self._by_name |= dict.fromkeys((model.name, *model.aliases), model)
@@ -426,7 +426,7 @@ class Catalog:
 
     @property
     def deadline(self) -> Deadline:
-        """The maximum over all models, for use before the model is known."""
+        """The maximum across all models, for use before the model is known."""
         every = [model.deadline for model in self.served]
         return Deadline(
             default_s=max((deadline.default_s for deadline in every), default=Deadline().default_s),

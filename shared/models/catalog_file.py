@@ -161,7 +161,7 @@ def _gpu_words(gpu: Gpu) -> str:
 
 
 def inline_interfaces(path: Path) -> dict[str, Any]:
-    """Returns a valid catalog file in which interface files' contents replace their paths.
+    """Returns a valid catalog file with the paths of interface files replaced by their contents.
 
     Pods and Cloud Run mount only the catalog, not the files next to it.
 
@@ -251,7 +251,7 @@ def _locate_error(
 
 
 def _with_interface(path: Path, entry: dict[str, Any]) -> dict[str, Any]:
-    """Returns an entry in which the interface replaces the file's path.
+    """Returns an entry in which the file's path is replaced by the interface.
 
     Raises:
         ConfigurationError: the file is missing or invalid.
@@ -343,7 +343,7 @@ def _find_fields(path: Path, name: str) -> dict[str, Any]:
 
 
 def _descend(node: yaml.Node, location: tuple[int | str, ...]) -> yaml.Node:
-    """Returns the node at `location`, or the nearest one above it."""
+    """Returns the node at `location`, or its nearest ancestor."""
     for part in location:
         if isinstance(node, yaml.MappingNode):
             pairs = [pair for pair in node.value if pair[0].value == part]

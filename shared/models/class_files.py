@@ -18,8 +18,8 @@ MAX_BYTES = 1024 * 1024
 class ClassFile:
     """A JSON file written by Penstock, at most one per class.
 
-    `name`: file name. `old_name`: name up to release 0.1.0, which an author may use for something
-    else. `marks`: fields that all of our files contain.
+    `name`: file name. `old_name`: name used through release 0.1.0, which an author may use for
+    something else. `marks`: fields that all of our files contain.
     """
 
     name: str
@@ -29,7 +29,7 @@ class ClassFile:
     def find(self, folder: Path) -> Path:
         """Returns the path of the file in a folder, whether or not it exists.
 
-        Returns the old path if only that file exists and Penstock wrote it.
+        Returns the old path if only that file exists and was written by Penstock.
         """
         path, old = folder / self.name, folder / self.old_name
         return old if not path.exists() and self._is_ours(old) else path

@@ -1,7 +1,7 @@
 """A model's speed on one device: the contents of a `.device.json` file.
 
-Written by `penstock optimize MODEL --device`. `penstock deploy plan` and `penstock simulate` read
-it.
+It is written by `penstock optimize MODEL --device`. `penstock deploy plan` and `penstock simulate`
+read it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ SUFFIX = ".device.json"
 
 
 class ImageTiming(BaseModel):
-    """A timed batch of equal images."""
+    """A timed batch of identical images."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -30,11 +30,11 @@ class ImageTiming(BaseModel):
     steps: int = Field(gt=0)
     items: int = Field(gt=0)
     batch_s: float = Field(gt=0)
-    """Seconds until all images are done."""
+    """Seconds until all images are finished."""
 
 
 class DeviceProfile(BaseModel):
-    """Figures of one model on one device. None, or an empty collection: not measured."""
+    """Measurements of one model on one device. None, or an empty collection, means not measured."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -47,26 +47,26 @@ class DeviceProfile(BaseModel):
     versions: Mapping[str, str] = {}
     """Versions of the libraries."""
     processes: int = Field(1, gt=0)
-    """Model processes that computed at the same time."""
+    """Number of model processes that computed at the same time."""
     batch_tokens: int | None = Field(None, gt=0)
-    """Tokens per batch, as found by workers on this device."""
+    """Tokens per batch, as determined by workers on this device."""
     tokens_per_s: Mapping[int, float] = {}
-    """Rate of all processes together, by tokens per batch."""
+    """Combined rate of all processes, keyed by tokens per batch."""
     images: tuple[ImageTiming, ...] = ()
     peak_memory_bytes: int | None = Field(None, gt=0)
     """Maximum memory of one process: GPU memory on a GPU."""
     call_us: float | None = Field(None, gt=0)
-    """Microseconds of a call with one short text, most of which a GPU's host spends."""
+    """Microseconds for a call with one short text, most of it spent on a GPU's host."""
     text_us: float | None = Field(None, gt=0)
     """Microseconds of CPU time to tokenize an average text, in a worker's I/O process."""
 
     def is_of(self, model: Model) -> bool:
-        """Returns whether it has this model's figures on the GPU type of its entry."""
+        """Returns whether the profile has this model's figures for the GPU type in its entry."""
         is_same = (self.model, self.revision) == (model.name, model.revision)
         return is_same and is_device_of(self.device, model.gpu.type)
 
     def batch(self, model: Model) -> Batch:
-        """Returns the limits of a batch on this device."""
+        """Returns the batch limits on this device."""
         if self.batch_tokens is None:
             return model.usual_batch
         return batch_of_tokens(model, self.batch_tokens)
@@ -78,7 +78,7 @@ class DeviceProfile(BaseModel):
         return self.processes / self.tokens_per_s[max(sizes)] if sizes else None
 
     def image_s(self, model: Model) -> float | None:
-        """Returns seconds per image of the entry's default size, in full batches.
+        """Returns seconds per image at the entry's default size, in full batches.
 
         None if not measured.
         """

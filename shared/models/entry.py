@@ -24,8 +24,8 @@ Replies = Literal["direct", "slots"]
 """The inbox topic used for replies (docs/decisions/0001-reply-inboxes.md).
 
 `direct`: one subscription, for items that take milliseconds. `slots`: a filtered subscription per
-request in flight, for items that take seconds. Each slot is billed for each reply, so those replies
-are kept small: results over 1 KiB go to the object store.
+request in flight, for items that take seconds. Each slot is billed for every reply, so those
+replies are kept small: results over 1 KiB go to the object store.
 """
 
 MAX_WORK = 1_000_000_000
@@ -45,13 +45,13 @@ Rerank = Literal["cosine", "cross-encoder"]
 model that reads both texts together (`AutoModelForSequenceClassification` with one label).
 """
 MAX_DEADLINE_S = 86_400
-"""Upper bound for all models and callers."""
+"""Upper bound across all models and callers."""
 
 GpuTypeName = Literal["l4", "a100", "a100-80gb", "h100", "rtx-pro-6000", "t4"]
 """The GPU types described in infra/kubernetes/gpus.yaml. A test compares the two lists."""
 MAX_SHARES: dict[str, int] = {"l4": 22, "a100": 36, "t4": 14}
 """Maximum number of workers that may share a GPU: each gets at least 1 GiB of the GPU's memory, not
-counting what CUDA contexts need. GKE allows 48, a limit that larger GPUs reach first. A test
+counting what CUDA contexts need. GKE allows 48, and larger GPUs hit that limit first. A test
 compares these numbers with the memory in infra/kubernetes/gpus.yaml.
 """
 
@@ -61,20 +61,22 @@ NAME_PATTERN = r"^[A-Za-z][A-Za-z0-9._-]{2,199}$"
 
 
 class Batch(EntryPart):
-    """Limits on one batch: the task's budget, and a number of items."""
+    """Limits on one batch: the task's budget and a number of items."""
 
     max_tokens: Positive | None = None
     """Maximum tokens per batch. Encoders default to 32,768.
 
-    A worker finds the right number for an encoder on its device, up to this one
+    A worker finds the right number for an encoder on its device, up to this value
     (workers/autotune/batch_budget.py).
     """
     max_pixel_steps: Positive | None = None
     max_items: Positive = 64
-    """Encoders default to 1,024, or less with fewer tokens. They shrink with the tokens."""
+    """Encoders default to 1,024, or to fewer if the token limit is lower. The item limit shrinks
+    along with the token limit.
+    """
     max_work: Positive | None = None
-    """For custom models that weigh their items. None means `max_items` times the heaviest item's
-    weight.
+    """For custom models that assign weights to their items. None means `max_items` times the
+    heaviest item's weight.
     """
     key: str | None = None
     """A custom model's input that must have the same value for all items in a batch.
@@ -89,7 +91,7 @@ class ItemWork(EntryPart):
     max: int | None = Field(None, ge=1, le=MAX_WORK)
     """Maximum weight, which limits reserve for each item."""
     max_s: float | None = Field(None, gt=0, allow_inf_nan=False)
-    """Maximum number of seconds that a class without `predict_batch` may take for an item, whatever
+    """Maximum number of seconds that a class without `predict_batch` may spend on an item, whatever
     its weight.
 
     None means until the request's deadline.
@@ -108,7 +110,7 @@ class Cache(EntryPart):
 
     `tenant`: only callers from the tenant that sent the same input before. `global`: all callers.
     With `global`, a response reveals to one tenant (through `x-penstock-cache` and its timing)
-    whether another tenant sent the same input, so use it only for models whose inputs are not
+    whether another tenant has sent the same input, so use it only for models whose inputs are not
     secret.
     """
 
@@ -122,10 +124,10 @@ class Gpu(EntryPart):
     type: Literal[GpuTypeName, "none"] = "none"
     share: int = Field(1, ge=1, le=48)
     provisioning: Literal["standard", "flex-start"] = "standard"
-    """`flex-start`: only nodes of Google's Dynamic Workload Scheduler.
+    """`flex-start`: only nodes from Google's Dynamic Workload Scheduler.
 
     They cost less, wait for capacity for as long as it takes, and are shut down after seven days.
-    `standard`: a reservation named in the deployment, spot, and on demand, in this order.
+    `standard`: a reservation named in the deployment, then spot, then on demand.
     """
 
     @model_validator(mode="after")
@@ -155,23 +157,24 @@ class PriceTerms(EntryPart):
     """The price for a delivered item."""
 
     version: str | None = Field(None, pattern=r"^[!-~]{1,64}$")
-    """The name for these terms in rows and invoices. None means a digest of the figures."""
+    """The name for these terms in rows and on invoices. None means a digest of the figures."""
     per_million_tokens_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_million_output_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
-    """The price of tokens that a text model generates. None means the same as for tokens it reads.
+    """The price of the tokens that a text model generates. None means the same price as for the
+    tokens it reads.
     """
     per_million_cached_tokens_usd: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The price of prompt tokens that a worker had already computed.
 
-    None means the same as for other tokens.
+    None means the same price as for other tokens.
     """
     per_million_pixel_steps_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     per_item_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The price of a delivered result, whatever its size."""
     per_work_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
-    """The price per unit of work, as returned by `work` of a custom class.
+    """The price per unit of work, as returned by a custom class's `work`.
 
-    Classes without it have 1 unit per item.
+    Classes without it count as 1 unit per item.
     """
     per_second_usd: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The price per second of compute time. A batch's time is divided among its items."""
@@ -189,7 +192,7 @@ class PriceTerms(EntryPart):
     def name(self) -> str:
         """The name of the version.
 
-        Different figures get different versions, unless the catalog names the version.
+        Different terms get different versions, unless the catalog names the version.
         """
         figures = [
             self.per_million_tokens_usd,
@@ -218,7 +221,7 @@ class PriceChange(PriceTerms):
 
 
 class Price(PriceTerms):
-    """A model's price terms, and how they change.
+    """A model's price terms, and how they change over time.
 
     A change is added to the catalog before it takes effect, so that API instances and workers from
     every release charge the same for a request.
@@ -261,8 +264,8 @@ class ModelResources(EntryPart):
     killed. None means 80% of the memory available to the machine or its control group.
     """
     disk_bytes: Positive = DEFAULT_DISK_BYTES
-    """Maximum disk space the model's processes may use at a time, in addition to the files in the
-    class's folder, and maximum file size.
+    """Maximum disk space the model's processes may use at once, in addition to the files in the
+    class's folder, and the maximum file size.
 
     At most half of the free space at startup. If they exceed it, they are killed.
     """
@@ -272,7 +275,7 @@ class Generation(EntryPart):
     """Defaults and limits for a text model's parameters, in tokens."""
 
     context_tokens: Positive = 2048
-    """Maximum tokens in a prompt and its continuation together."""
+    """Maximum total tokens in a prompt and its continuation."""
     default_tokens: Positive = 256
     """Maximum number of generated tokens, unless set by the caller."""
     longest_tokens: Positive = 1024
@@ -297,8 +300,8 @@ class EmbeddingLimits(EntryPart):
     max_input_bytes: Positive = 64 * 1024
     max_input_tokens: Positive | None = None
     """Maximum number of tokens that the model reads from a text, including special tokens and the
-    prompt. A budget reserves at most their price per text. A worker whose model reads more does not
-    start. If None, a budget reserves one token per byte.
+    prompt. A budget reserves at most the price of that many tokens per text. A worker whose model
+    reads more than that does not start. If None, a budget reserves one token per byte.
     """
 
 
@@ -319,8 +322,8 @@ class Tolerance(EntryPart):
 class Canary(EntryPart):
     """A new revision that serves a share of the requests alongside the revision in the entry.
 
-    It has separate workers and topics. It stops receiving requests as soon as it does worse than
-    the other revision by any of these limits (shared/canary/verdict.py).
+    It has separate workers and topics. It stops receiving requests as soon as it performs worse
+    than the other revision by any of these limits (shared/canary/verdict.py).
     """
 
     revision: Revision
@@ -369,7 +372,7 @@ class FlowEntry(FlowPlan):
     deadline: Deadline = Deadline()
     """Deadline for all steps together."""
     max_in_flight: Positive = 512
-    """The same as for a model: maximum number of runs that an API instance may be starting."""
+    """Same as for a model: maximum number of runs that an API instance may be starting."""
     api: Literal["transcription", "ocr"] | None = None
     """An endpoint from OpenAI's or Mistral's API that the flow also serves."""
     gives: None = None
@@ -394,7 +397,7 @@ class CatalogEntry(EntryPart):
     revision: Revision = "main"
     aliases: tuple[str, ...] = ()
     backend: Literal["auto", "torch", "onnx"] = "auto"
-    """The library to compute results with.
+    """The library used to compute results.
 
     `auto`: the fastest within the tolerance. Image models need torch.
     """
@@ -406,7 +409,7 @@ class CatalogEntry(EntryPart):
     `backend` is used.
     """
     precision: Literal["auto", "fp32", "bf16", "fp16", "int8", "int4"] = "auto"
-    """`auto`: the fastest within the tolerance. For images, the best choice for the device.
+    """`auto`: the fastest library within the tolerance. For images, the best choice for the device.
 
     `int4` is for text models on CPUs.
     """
@@ -415,8 +418,8 @@ class CatalogEntry(EntryPart):
     batch: Batch = Batch()
     work: ItemWork = ItemWork()
     max_in_flight: Positive = 512
-    """While this many items wait for a worker, an API instance accepts items only from tenants
-    below their fair share, and rejects other items with a 429.
+    """While this many items are waiting for a worker, an API instance accepts items only from
+    tenants below their fair share, and rejects other items with a 429.
 
     Encoders default to four of their largest batches, if that is more.
     """
@@ -425,7 +428,7 @@ class CatalogEntry(EntryPart):
     deterministic: bool = False
     """True if a custom model returns equal outputs for equal inputs.
 
-    Its results are then cached, and compared to a canary's.
+    Its results are then cached, and compared with a canary's.
     """
     api: ServedApi | None = None
     """The endpoint that a custom model serves in addition to predictions.
@@ -448,7 +451,7 @@ class CatalogEntry(EntryPart):
     secrets: SecretVariables = Field({})
     """The same for secrets: each secret's location, keyed by variable name."""
     processes: Positive | None = None
-    """Model processes per worker, each with an instance of the class, overriding the settings. None
+    """Model processes per worker, each with an instance of the class; overrides the settings. None
     means the number in the settings, or one per core or GPU. Use 1 for a class that listens on a
     fixed port or keeps shared state in memory.
     """

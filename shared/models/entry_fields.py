@@ -14,7 +14,7 @@ Source = Annotated[str, Field(pattern=r"^(hf:|gs://|local:|package:).+")]
 
 
 def quoted(noun: str, value: object) -> object:
-    """Rejects a value that YAML may have read as a number.
+    """Rejects a value that YAML may have parsed as a number.
 
     YAML reads 1.10 as 1.1 and 0123 as 83. Only quotes preserve the intended text.
 

@@ -1,6 +1,6 @@
 """A flow as declared in the catalog: its steps, the references between them, and conditions.
 
-The rules here do not need a broker or a store. The API stores a flow's plan with each run, so a run
+These rules do not need a broker or a store. The API stores a flow's plan with each run, so a run
 finishes with the plan it started with.
 
 A reference is `$name` followed by fields: `$input.document`, `$pages`, `$read.text`, `$item`.
@@ -57,7 +57,7 @@ FieldName = Annotated[str, Field(pattern=r"^[A-Za-z_][A-Za-z0-9_]*$")]
 
 
 class Missing:
-    """The type of MISSING, which is the value of anything that was skipped."""
+    """The type of MISSING, the value of anything that was skipped."""
 
     def __repr__(self) -> str:
         return "MISSING"

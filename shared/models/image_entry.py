@@ -168,8 +168,8 @@ class DeepCacheSettings(EntryPart):
     cache_interval: int = Field(3, ge=2, le=20)
     """The whole UNet is computed once every this many steps."""
     cache_branch_id: int = Field(0, ge=0, le=8)
-    """How many of the UNet's first layers are computed in the other steps; one more of the last
-    layers is computed.
+    """In the other steps, this many of the UNet's first layers are computed, and one more than this
+    many of its last layers.
     """
 
 

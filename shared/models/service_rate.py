@@ -119,8 +119,8 @@ class ServiceRate:
         """Records that `items` out of `in_flight` items completed together, in `took_s`."""
         if took_s is not None:
             self.service_s += NEWEST_WEIGHT * (took_s - self.service_s)
-        # Items complete one batch at a time, and the first item in a batch is charged the time of
-        # all.
+        # Items complete one batch at a time, and the first item in a batch is charged for the time
+        # of all its items.
         if now_s - self._updated_s >= self.service_s / 2:
             self._update(in_flight)
             self._updated_s = now_s
@@ -162,7 +162,7 @@ class ServiceRate:
             self.item_s, self.is_guess = measured_s, False
 
     def stalled_s(self, now_s: float) -> float:
-        """Returns how many seconds the current pause exceeds a normal one by, at least 0."""
+        """Returns by how many seconds the current pause exceeds a normal one, at least 0."""
         return max(0.0, now_s - self._last_s - QUEUED_FROM * self.service_s)
 
 

@@ -1,4 +1,4 @@
-"""Formats US dollar amounts for people and for headers. Rows and counters use doubles.
+"""Formats US dollar amounts for display and for headers. Rows and counters use doubles.
 
 `api/console_page/js/money.js` formats amounts in the same way (tests/shared/test_money.py).
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 from decimal import ROUND_HALF_UP, Context, Decimal
 
 PLACES = 9
-"""Maximum number of decimals in headers and errors. A header matches its rows to within a
+"""Maximum number of decimal places in headers and errors. A header matches its rows to within a
 billionth.
 """
 DIGITS = 4
-"""Significant digits on pages for amounts below a dollar."""
+"""Number of significant digits on pages for amounts below a dollar."""
 CENTS = 2
 _WIDE = Context(prec=400)
 """Enough precision for any double."""
@@ -28,7 +28,7 @@ def plain(usd: float | Decimal, places: int = PLACES) -> str:
 
 
 def amount(usd: float | Decimal) -> str:
-    """Returns an amount for a page, to the cent, or with more digits for small amounts."""
+    """Returns an amount for a page, rounded to the cent, or with more digits for small amounts."""
     places, size_usd = CENTS, abs(Decimal(usd))
     if 0 < size_usd < 1:
         exponent = int(f"{size_usd:.{DIGITS - 1}e}".partition("e")[2])

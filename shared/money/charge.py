@@ -1,8 +1,8 @@
 """Item charges. Rows, response headers, and predictions all get their amounts from here.
 
 This way, a row and a header can't differ, because both call `charge_of` with the same `ItemPrice`.
-Both get that from `price_of` for the time at which the request arrived, which the request's job
-carries to the worker.
+Both get the price from `price_of` for the time at which the request arrived, which the request's
+job carries to the worker.
 """
 
 from __future__ import annotations
@@ -29,16 +29,17 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
 
     per_million_tokens_usd: float = 0.0
     per_million_output_tokens_usd: float | None = None
-    """The price of tokens that a text model generates. None means the same as for tokens it reads.
+    """The price of tokens that a text model generates. None means the same price as for the tokens
+    it reads.
     """
     per_million_cached_tokens_usd: float | None = None
     """The price of prompt tokens that a worker had already computed.
 
-    None means the same as for other tokens.
+    None means the same price as for other tokens.
     """
     per_million_pixel_steps_usd: float = 0.0
     per_item_usd: float = 0.0
-    """The price of a result that was delivered completely or partly, whatever its size."""
+    """The price of a result that was delivered, completely or in part, whatever its size."""
     per_work_usd: float = 0.0
     """The price per unit of the weight returned by a custom class."""
     per_second_usd: float = 0.0
@@ -46,11 +47,11 @@ class ItemPrice(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     cached_share: float = 0.0
     """The fraction of the price to charge for a result that another item computed."""
     price_share: float = 1.0
-    """The fraction of the list price that this request pays, for example in a batch."""
+    """The fraction of the list price charged for this request, for example in a batch."""
     device_share: float = 1.0
-    """The fraction of a device that one of the model's workers has."""
+    """The fraction of a device allotted to each of the model's workers."""
     version: str = ""
-    """Version of the terms in the catalog. Empty if stored by a release without versions."""
+    """Version of the terms in the catalog. Empty if stored by a release that had no versions."""
 
 
 class Charge(NamedTuple):
@@ -69,7 +70,7 @@ def price_of(model: Model, at_s: float, price_share: float = 1.0) -> ItemPrice:
 
     Args:
         at_s: Unix time at which the request arrived.
-        price_share: fraction of the list price that the request pays.
+        price_share: fraction of the list price charged for the request.
     """
     price = model.price if not model.price.changes else model.price.terms_at(at_s)
     return ItemPrice(
@@ -98,7 +99,7 @@ def step_prices_of(model: Model, at_s: float, price_share: float = 1.0) -> tuple
 
 
 def device_share_of(model: Model) -> float:
-    """Returns the fraction of a device that one of the model's workers has."""
+    """Returns the fraction of a device allotted to each of the model's workers."""
     return 1 / model.gpu.share
 
 
@@ -116,8 +117,9 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
 
     Charges in rows, headers, and budgets are based on these outcomes.
 
-    A request is delivered as a whole. If the response is an error, or the caller is gone, items
-    that have a result are marked as canceled, so they cost nothing. Failed items stay as they are.
+    A request is delivered as a whole. If the response is an error, or the caller has disconnected,
+    items that have a result are marked as canceled, so they cost nothing. Failed items stay as they
+    are.
 
     Args:
         outcomes: the items' outcomes.
@@ -132,14 +134,14 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
 
 
 def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the fraction of its price that an item is charged. Only this function decides that.
+    """Returns the fraction of its price charged for an item. Only this function decides that.
 
     An undelivered item costs nothing, whatever was computed for it. A computed and delivered item
     costs its price. A result from the cache, or from an identical item in flight, costs
-    `cached_share` of it. If a generation was canceled, ran out of time or violated the caller's own
-    schema after its reader received tokens, it costs its prompt and those tokens. A custom model's
-    prediction that ends this way costs the price of one item. All of this is multiplied by the
-    fraction that the request pays.
+    `cached_share` of it. If a generation was canceled, ran out of time, or violated the caller's
+    own schema after its reader received tokens, it costs its prompt and those tokens. A custom
+    model's prediction that ends this way costs the price of one item. All of this is multiplied by
+    the fraction of the list price charged for the request.
     """
     if not _is_delivered(outcome):
         return 0.0
@@ -147,11 +149,14 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def counted_work(price: ItemPrice, outcome: ItemOutcome) -> float:
-    """Returns the work an item counts toward limits. Only this function decides that.
+    """Returns the amount of work that an item counts toward limits.
+
+    Only this function decides that.
 
     A delivered item counts the work that its price is based on. An item without a result costs
-    nothing, but the work done for it counts, so that a tenant can't waste more than its limits
-    would let it buy. The unit is tokens, pixel-steps, or the weight of a custom class's input.
+    nothing, but the work done for it still counts, so that a tenant can't waste more than its
+    limits would let it buy. The unit is tokens, pixel-steps, or the weight of a custom class's
+    input.
     """
     receipt = outcome.receipt
     work = float((receipt.tokens or 0) + (receipt.pixel_steps or 0) + (receipt.work or 0))
@@ -165,7 +170,7 @@ def counted_work(price: ItemPrice, outcome: ItemOutcome) -> float:
 
 
 def _is_delivered(outcome: ItemOutcome) -> bool:
-    """Returns whether the caller received everything counted in the receipt.
+    """Returns whether the caller received everything that the receipt counts.
 
     Our failures are never charged.
     """
@@ -191,8 +196,8 @@ def list_price_usd(
 ) -> float:
     """Returns the cost of some work, by default for one item, before any fraction is applied.
 
-    `tokens` is the total number of tokens. Those in `output_tokens` and `cached_tokens` may have
-    different prices. `work` is the items' weight as returned by a custom class.
+    `tokens` is the total number of tokens. `output_tokens` and `cached_tokens` may be priced
+    differently. `work` is the items' weight as returned by a custom class.
     """
     usual_usd, micro_usd = price.per_million_tokens_usd, 0.0
     for count, special_usd in (

@@ -1,6 +1,6 @@
 """Counts items covered by the deadline objective, by outcome.
 
-The objective covers interactive items whose caller allowed the model at least its usual time.
+The objective covers interactive items whose callers allowed the model at least its usual time.
 Otherwise, a tenant with tiny deadlines would use up everyone's error budget, and no worker could
 prevent that.
 """

@@ -51,7 +51,7 @@ def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
     """Yields the pause before each retry, in seconds.
 
     Each pause is chosen at random between zero and an upper bound, so that clients that failed
-    together don't retry together. After a success, start again with a new iterator.
+    together don't retry together. After a success, start over with a new iterator.
 
     Args:
         first_s: upper bound for the first pause. The bound doubles with each pause.
@@ -71,8 +71,8 @@ class FairPermits:
     """A limited number of permits shared by several owners, such as threads of a blocking client.
 
     An owner may take a permit if more permits are free than it already holds, so a single owner
-    gets at most half of them, and only several owners together can use them all. Waiting owners
-    take turns.
+    gets at most half of them, and it takes several owners to use them all. Waiting owners take
+    turns.
     """
 
     def __init__(self, permits: int) -> None:
@@ -81,7 +81,7 @@ class FairPermits:
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
 
     async def take(self, owner: str) -> None:
-        """Waits for a permit. The caller must call `give` afterward, unless this raises."""
+        """Waits for a permit. The caller must call `give` afterward, unless this call raises."""
         if not self._waiting and self._may_start(owner):
             self._running[owner] += 1
             return
@@ -108,7 +108,7 @@ class FairPermits:
         return self._running[owner] < self._permits - self._running.total()
 
     def _start_next(self) -> None:
-        """Hands out permits, longest-waiting first, while any waiting owner may have one."""
+        """Hands out permits, longest-waiting first, as long as any waiting owner may have one."""
         while (owner := next(filter(self._may_start, self._waiting), None)) is not None:
             turn = self._waiting[owner].popleft()
             if self._waiting[owner]:

@@ -20,7 +20,7 @@ def usable_cores(quota_file: Path = QUOTA_FILE) -> int:
         quota_file: the control group's `cpu.max` file, which need not exist.
 
     Returns:
-        At least 1. A fraction of a core counts as one.
+        At least 1. A fraction of a core counts as one core.
     """
     cores = (
         len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

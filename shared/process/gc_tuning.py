@@ -5,9 +5,9 @@ from __future__ import annotations
 import gc
 
 YOUNG_OBJECTS = 20_000
-"""Allocations between two collections of young objects.
+"""Number of allocations between two collections of young objects.
 
-The default of 700 means several collections per request.
+With the default of 700, there would be several collections per request.
 """
 
 

@@ -27,12 +27,12 @@ def exempt_loopback_from_proxies(variables: MutableMapping[str, str] = os.enviro
     """Makes this process and its children bypass proxies when connecting to this machine.
 
     Each library has its own rules for `HTTP_PROXY` and `NO_PROXY`. gRPC, for example, reads only
-    the lowercase names, and `no_grpc_proxy` before `no_proxy`. So this machine's hosts are added to
-    every exception variable. Call this before anything else in a program, because some libraries
-    read the environment when imported.
+    the lowercase names, and reads `no_grpc_proxy` before `no_proxy`. So this machine's hosts are
+    added to all of the exception variables. Call this before anything else in a program, because
+    some libraries read the environment when imported.
 
     Args:
-        variables: environment to change. Unchanged if it has no proxy.
+        variables: environment to change. The environment is unchanged if it has no proxy.
     """
     names = {name.lower() for name in variables}
     if not any(name.endswith("_proxy") and not name.startswith("no_") for name in names):

@@ -7,7 +7,10 @@ from pathlib import Path
 
 
 def list_tree(pid: int) -> list[int]:
-    """Returns a process and all its descendants. On systems other than Linux, only itself."""
+    """Returns a process and all its descendants.
+
+    On systems other than Linux, returns only the process itself.
+    """
     children: list[str] = []
     for started in Path(f"/proc/{pid}/task").glob("*/children"):  # one file per thread
         with contextlib.suppress(OSError):

@@ -51,7 +51,7 @@ _TYPES = {str: "STRING", int: "INT64", float: "FLOAT64", date: "DATE", datetime:
 
 
 class BillingDay(NamedTuple):
-    """A day in the billing time zone. It has 23 or 25 hours when clocks change."""
+    """A day in the billing time zone. It has 23 or 25 hours when the clocks change."""
 
     day: date
     tz: str
@@ -70,7 +70,7 @@ def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[Bill
 
     Args:
         asked: `from` and `to`, both inclusive, such as 2026-10-31. Defaults to the last complete
-            day and AGAIN_DAYS before it.
+            day and the AGAIN_DAYS before it.
 
     Raises:
         BadInput: a field is invalid, the range is too long, or its last day is not over yet.
@@ -169,8 +169,8 @@ class DayTables:
         """Writes a day's totals to `daily_usage`.
 
         Raises:
-            Unavailable: BigQuery is unreachable or rejected the query. The table is unchanged or
-                complete.
+            Unavailable: BigQuery is unreachable or rejected the query. The table is either
+                unchanged or complete.
         """
         ends = {"since": day.since, "until": day.until, "tz": day.tz}
         self._replace(DAILY_USAGE, day.day, ends, limit_s)
@@ -195,7 +195,7 @@ class DayTables:
         return [Anomaly(*row) for row in self._read("found_anomalies", day, limit_s)]
 
     def summary(self, day: date, limit_s: float = QUERY_LIMIT_S) -> list[dict[str, Any]]:
-        """Returns a day's and its month's usage by tenant and model, using statements/summary.sql.
+        """Returns usage by tenant and model for a day and its month, using statements/summary.sql.
 
         Raises:
             BadInput: there are too many rows.

@@ -52,14 +52,14 @@ _PLOT = re.compile(r"(\w+) ([\w, ]+?) by (\w+)(?: and (\w+)|, one color per (\w+
 
 
 class ReportQuestion(NamedTuple):
-    """A query for a report, with the parameters every report knows."""
+    """A query for a report, with the parameters that every report accepts."""
 
     since: datetime
     """Start (inclusive), as @since."""
     until: datetime
     """End (exclusive), as @until."""
     tz: str = "UTC"
-    """Time zone for days and months, as @tz, by IANA name."""
+    """Time zone for days and months, as @tz, given by its IANA name."""
     tenants: tuple[str, ...] | None = None
     """Tenants whose rows to include, as @tenants. None means all."""
     models: tuple[str, ...] | None = None
@@ -171,7 +171,7 @@ def find_zone(tz: str) -> ZoneInfo:
 
 @cache
 def _zones() -> frozenset[str]:
-    """Returns the time zone names that BigQuery also knows.
+    """Returns the time zone names that BigQuery also recognizes.
 
     ZoneInfo also opens names that exist only on this machine, such as `posix/UTC` and `localtime`.
     """
@@ -248,7 +248,7 @@ class Plot:
     by: str
     """Column for the horizontal axis."""
     color: str = ""
-    """Column with one color per value. For a heat map, the column for the vertical axis."""
+    """Column whose values each get a color. For a heat map, the column for the vertical axis."""
 
 
 @dataclass(frozen=True)

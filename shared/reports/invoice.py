@@ -35,7 +35,9 @@ CSV_HEADS = (
     *("invoice_total_usd", "amount_due_usd", "tax_usd", "price_per"),
 )
 PRICE_PLACES = range(PLACES, 16)
-"""Decimals of a unit price. An average of many units has more than a price in the catalog."""
+"""Number of decimal places in a unit price. An average over many units has more than a catalog
+price does.
+"""
 
 _FORMULA = ("=", "+", "-", "@", "\t", "\r")
 
@@ -60,7 +62,7 @@ RULES = (
 
 @dataclass(frozen=True)
 class InvoiceTerms:
-    """The seller's name and address, and the tax that is added to each total."""
+    """The seller's name and address, and the tax added to each total."""
 
     seller: str = ""
     """Lines of text. Not shown if empty."""
@@ -82,7 +84,7 @@ class InvoiceLine:
     unit_price_usd: Decimal | None
     """Price of `price_per` units. None if the rows, from an old release, were not charged."""
     price_per: int
-    """Number of units, such as a million tokens, that the unit price pays for."""
+    """Number of units, such as a million tokens, covered by the unit price."""
     kind: str
     """computed, cached, failed, expired or canceled."""
     charged_share: Decimal
@@ -92,9 +94,11 @@ class InvoiceLine:
 
     @property
     def unit_price(self) -> str:
-        """Returns the unit price with as many decimals as the amount needs. Empty if there is none.
+        """Returns the unit price with as many decimals as the amount requires.
 
-        The quantity times this price, rounded like the amount, is the amount.
+        Empty if there is none.
+
+        The quantity times this price, rounded the same way, equals the amount.
         """
         price = self.unit_price_usd
         if price is None:
@@ -200,7 +204,8 @@ def _line(position: int, record: dict[str, Any]) -> InvoiceLine:
         charged_share=Decimal(repr(record["charged_share"])),
         items=record["items"],
         quantity=record["quantity"],
-        # Its decimals, because the double of an amount such as 0.0000025 is below it.
+        # Uses its decimals, because the double for an amount such as 0.0000025 is slightly below
+        # it.
         amount_usd=Decimal(repr(record["amount_usd"] or 0)).quantize(LINE_USD, ROUND_HALF_UP),
     )
 
@@ -227,7 +232,7 @@ def invoices_csv(invoices: Sequence[Invoice]) -> bytes:
 def plain_cell(text: str) -> str:
     """Returns a CSV cell that spreadsheets do not treat as a formula.
 
-    Other people choose the names.
+    Other people choose these names.
 
     https://owasp.org/www-community/attacks/CSV_Injection
     """

@@ -1,6 +1,6 @@
-"""Runs reports in BigQuery, with query parameters only and a limit on bytes read per query.
+"""Runs reports in BigQuery, using only query parameters and limiting bytes read per query.
 
-A result's plots are series of numbers, which the page and the console use.
+A result's plots are series of numbers, which both the page and the console use.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ NO_CREDENTIALS = (
 MAX_SERIES = 8
 """Number of distinguishable colors. The smallest series are drawn together."""
 MAX_BARS = 24
-"""Number of names that are readable along an axis. The smallest bars are drawn together."""
+"""Maximum number of names that are readable along an axis. The smallest bars are drawn together."""
 OTHERS = "others"
 _WEEKDAYS = ("", "Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _UNITS = {"_usd": "US dollars", "_percent": "%", "_ms": "ms", "_s": "s"}
@@ -122,7 +122,8 @@ class ReportRunner:
         Raises:
             BadInput: the report does not support the filter or parameter, or the result is too
                 long.
-            Unavailable: BigQuery is unreachable or rejected the query, possibly for its size.
+            Unavailable: BigQuery is unreachable or rejected the query, possibly because of its
+                size.
         """
         from google.cloud.bigquery import DEFAULT_RETRY
 
@@ -246,7 +247,7 @@ def _fetch_rows(result: RowIterator) -> list[tuple[Any, ...]]:
         coming = fetching.submit(next, pages, None)
         while (page := coming.result()) is not None:
             coming = fetching.submit(next, pages, None)
-            # values() would deep-copy each row: a third of the time for a long result.
+            # values() would deep-copy each row, which takes a third of the time for a long result.
             rows += [row[:] for row in page]
     return rows
 
@@ -256,7 +257,7 @@ def translate_errors() -> Iterator[None]:
     """Converts errors from Google's client to ours.
 
     Raises:
-        BadInput: BigQuery does not know the time zone. Its list may be older than ours.
+        BadInput: BigQuery does not recognize the time zone. Its list may be older than ours.
         Unavailable: BigQuery is unreachable or rejected the query.
     """
     # Imported when needed, because importing Google's client takes half a second.

@@ -1,4 +1,4 @@
-"""A scheduled run: adds up days, evaluates their hours, and creates invoices and summaries.
+"""A scheduled run: totals days, evaluates their hours, and creates invoices and summaries.
 
 Each step replaces the results of earlier runs for the same day, so a run may be repeated at any
 time, even concurrently. `penstock run-daily` and the `reports` function perform the same run.

@@ -102,7 +102,7 @@ def as_text(summary: Summary) -> str:
 def as_html(summary: Summary) -> str:
     """Returns the summary as HTML for email.
 
-    Styles are inline, because email clients drop any others.
+    Styles are inline, because email clients drop all others.
     """
     subject = html.escape(summary.subject)
     notes = "".join(

@@ -1,15 +1,15 @@
-"""The result cache used by API and workers: first this process's memory, then Redis.
+"""The result cache used by the API and workers: first this process's memory, then Redis.
 
 It is queried per item before a job is published, and again before the item is computed. The worker
 that computed a result stores it. A result in the object store is cached as its object_key, so
-entries are small, and objects must outlive the longest TTL. Nothing here fails or delays a request,
+entries are small, but objects must outlive the longest TTL. Nothing here fails or delays a request,
 because lookups count as misses if Redis is unreachable or slow. The Redis level reads and writes
 many raw values at once.
 
 A result may be unpaid: it was computed for a request that was not delivered, so nobody was charged
 for it. An unpaid result is marked in Redis, under a separate key alongside the entry. The first hit
 takes the mark and is charged like a miss. A mark doesn't apply to a result computed later than the
-one it was created for. Releases without marks charge such a hit like any other hit.
+one it was created for. Releases without marks charge for such a hit like any other hit.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class RedisLevel:
         return await self._reads.call(keys) if self._link.is_up else None
 
     async def take(self, keys: Sequence[str]) -> list[bytes | None] | None:
-        """Returns and deletes values. Among concurrent callers, only one gets each value.
+        """Returns and deletes values. With concurrent callers, only one gets each value.
 
         Returns None if Redis did not respond.
         """
@@ -138,7 +138,7 @@ def _unwrap(answer: object) -> object:
 
 
 def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
-    """Returns the key for the result of `input` on `model`: 256 bits of BLAKE2b (RFC 7693) in hex.
+    """Returns the key for the result of `input` on `model`: 256-bit BLAKE2b (RFC 7693) in hex.
 
     The key covers everything that affects the output: the model's name, revision, source,
     precision, tolerance, width and shortcuts, and all fields of the input. A source image is
@@ -151,11 +151,11 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 
     Args:
         tenant: caller's tenant. Part of the key only if the model's cache scope is `tenant`.
-        purges: how many times this revision's cached results were purged
+        purges: how many times this revision's cached results have been purged
             (shared/stores/withdrawals.py). Part of the key only if above 0.
 
     Raises:
-        BadInput: a text has lone surrogates, which can't be encoded.
+        BadInput: a text contains lone surrogates, which can't be encoded.
     """
     owner = tenant if model.cache.scope == "tenant" else ""
     which = (
@@ -180,7 +180,7 @@ def cache_key(model: Model, input: Input, tenant: str, purges: int = 0) -> str:
 class CacheEntry(msgspec.Struct, array_like=True):
     """The value stored under a key in Redis, as MessagePack.
 
-    The time makes entries in memory expire together with those in Redis.
+    The time makes in-memory entries expire together with those in Redis.
     """
 
     expires_at_s: float
@@ -190,7 +190,7 @@ class CacheEntry(msgspec.Struct, array_like=True):
 
 
 class Owed(msgspec.Struct, array_like=True, frozen=True):
-    """An unpaid result's mark, including compute time, which the price may depend on."""
+    """An unpaid result's mark, including compute time, which may affect the price."""
 
     inference_ms: float | None = None
     """Milliseconds spent computing its batch."""
@@ -244,7 +244,7 @@ class Hit(NamedTuple):
 def owed_by(receipt: Receipt) -> Owed | None:
     """Returns the amount left unpaid if the result with this receipt is not delivered.
 
-    None if it was not charged in full anyway, because another item pays for it.
+    None if it was not going to be charged in full anyway, because another item pays for it.
     """
     if receipt.cache in SHARED:
         return None
@@ -256,8 +256,8 @@ class ResultCache(RedisStore):
 
     Args:
         memory_bytes: limit for the memory level, or 0 to turn it off.
-        prefix: prefix of every Redis key, for several deployments on one Redis.
-        timeout_s: limit for one round trip to Redis.
+        prefix: prefix for every Redis key, so that several deployments can share one Redis.
+        timeout_s: time limit for one round trip to Redis.
         retry_s: upper bound of the first pause before a background retry.
     """
 
@@ -280,7 +280,7 @@ class ResultCache(RedisStore):
         self._prefix = f"{prefix}result:{ENTRY_SCHEMA}:"
         self._unpaid_prefix = f"{prefix}unpaid:{ENTRY_SCHEMA}:"
         self._marking: dict[str, asyncio.Task[None]] = {}
-        """Tasks that write marks, or determine which ones to write, by cache key."""
+        """Tasks that write marks, or determine which ones to write, keyed by cache key."""
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(CacheEntry)
         self._owed_decoder = msgspec.msgpack.Decoder(Owed)
@@ -293,9 +293,9 @@ class ResultCache(RedisStore):
     async def get_many(self, keys: Iterable[str]) -> dict[str, Hit]:
         """Returns the cached results. Never raises.
 
-        Takes the marks of unpaid results, so the caller must charge for those hits or mark them
-        again. Waits for Redis for at most a few round-trip time limits, and not at all while the
-        breaker is open. Other callers share the results, so they must not be modified.
+        Takes the marks of unpaid results; the caller must then charge for those hits or mark them
+        again. Waits for Redis for at most a few round-trip time limits, and doesn't wait at all
+        while the breaker is open. Other callers share the results, so they must not be modified.
         """
         keys = list(dict.fromkeys(keys))
         while marking := {self._marking[key] for key in keys if key in self._marking}:
@@ -380,7 +380,7 @@ class ResultCache(RedisStore):
         If the caller is canceled while waiting, any marks taken are restored.
 
         Args:
-            marked: entries that are marked, by cache key.
+            marked: entries that are marked, keyed by cache key.
 
         Returns:
             None if Redis did not respond.
@@ -451,8 +451,8 @@ class ResultCache(RedisStore):
 
         Args:
             ttl_s: seconds to keep them. 0 means they are not stored.
-            finished_at_s: Unix times at which they were finished, by cache key, to distinguish
-                their marks from those for earlier results. Missing: not known.
+            finished_at_s: Unix times at which they were finished, keyed by cache key, to
+                distinguish their marks from those for earlier results. Missing: not known.
         """
         if values := self._keep(results, ttl_s, finished_at_s, is_known=False):
             await self._redis.put(

@@ -19,7 +19,7 @@ MAX_ETAG_CHARS = 1024
 
 
 class FetchedUrls:
-    """All tenants' fetched files. Never raises, because forgotten files are fetched again."""
+    """All tenants' fetched files. Never raises, because forgotten files are just fetched again."""
 
     def __init__(self, redis: RecordsRedis) -> None:
         self._prefix = redis.prefix

@@ -39,7 +39,7 @@ leave no room for the step.
 """
 _PLANNED: dict[int, Planned] = {1: "stored", 0: "known", -1: "ended", -2: "no_room"}
 WINDOW_JOBS = 64
-"""Approximate number of jobs that each step of a run has in the topic at a time."""
+"""Approximate number of jobs that each step of a run has in the topic at once."""
 _STATES = "shared/stores/record_states.lua"
 _BUDGET = ("shared/stores/retention.lua", "shared/stores/record_budget.lua")
 OPEN = load_script("shared/stores/flow_open.lua")
@@ -128,7 +128,7 @@ class FlowRuns:
         return Marked(bool(is_open), items, done, *facts, counting)
 
     async def look(self, jobs: Sequence[tuple[str, Sequence[int]]]) -> list[Look]:
-        """Returns whether jobs still need to be done.
+        """Returns whether jobs still need to be run.
 
         Args:
             jobs: each job's run and item indexes.
@@ -238,4 +238,4 @@ class RunState(NamedTuple):
     steps: dict[int, StepState]
     """Steps by number. Steps not known yet are missing."""
     outcomes: dict[int, bytes]
-    """Outcomes of finished items by index."""
+    """Outcomes of finished items, keyed by index."""

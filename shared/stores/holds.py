@@ -24,7 +24,7 @@ from shared.stores.redis_client import load_script
 LOOK_AGAIN_S = 1.0
 """How long a due hold is reserved for the instance that took it."""
 VOID_S = 600
-"""How long before an abandoned hold can no longer be created."""
+"""How long an abandoned hold stays marked as void, so that it can't be created."""
 _CREATED = load_script("shared/stores/hold_created.lua")
 _DUE = load_script("shared/stores/holds_due.lua")
 

@@ -1,13 +1,13 @@
 """Finds the key store at PENSTOCK_KEYS_URL and the names that its plans and keys may use.
 
 In a file, for example one mounted by Secret Manager or Kubernetes, which the API only reads. The
-CLI first appends an audit event to FILE.audit.jsonl, then replaces the whole file. When keys were
-last used is not recorded.
+CLI first appends an audit event to FILE.audit.jsonl, then replaces the whole file. Last-used times
+are not recorded.
 
 In Redis: one hash, a stream of audit events, and a hash of last uses. The directory is a single
-value with a version, so readers never see a partial change and concurrent writers don't undo each
+versioned value, so readers never see a partial change and concurrent writers don't undo each
 other's changes. No key has a TTL, so Redis doesn't evict anything. A Redis that has lost its data
-has no version. Readers then keep their snapshot, and a copy of it in their region's Redis.
+has no version. Readers then keep their snapshots, and a copy in their region's Redis.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -134,7 +134,7 @@ class KeyRedis(RedisStore):
             await self._commands.run_script(_USES, [self._used], 2 * MAX_KEYS, *pairs)
 
     async def uses(self) -> dict[str, int]:
-        """Returns when keys were last used, by ID in Unix seconds."""
+        """Returns when keys were last used, in Unix seconds, keyed by ID."""
         used = await self._commands.run("HGETALL", self._used)
         return {key_id.decode(): int(used_s) for key_id, used_s in used.items()}
 
@@ -162,7 +162,10 @@ class KeyCopy(RedisStore):
         await self._commands.run("SET", self._key, data, "EX", max(1, round(keep_s)))
 
     async def read(self) -> tuple[StoredDocument, float] | None:
-        """Returns the copy and the last time it was known to be current. None if there is none."""
+        """Returns the copy and the last time at which it was known to be current.
+
+        None if there is none.
+        """
         data = await self._commands.run("GET", self._key)
         if data is None:
             return None
@@ -296,7 +299,7 @@ def _to_disk(descriptor: int) -> None:
 
 
 def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
-    """Returns the store at `url`, not yet open.
+    """Returns the store at `url`, not yet opened.
 
     Args:
         url: `file:///PATH`, or a Redis URL.

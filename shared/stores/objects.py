@@ -8,12 +8,12 @@ obstore's synchronous calls run in threads. Its asynchronous calls abort the pro
 obstore 0.12.1) if it exits soon after a call, because the responding thread still holds Python
 objects.
 
-Large objects are written in pieces, so they do not need to fit in memory.
+Large objects are written in pieces, so they don't have to fit in memory.
 
 Signed links to objects let responses and webhooks refer to an image instead of including it.
-api/routes/files.py serves them, in another format if `media_type` differs from the object's. The
-signature is HMAC-SHA256 (RFC 2104) over key, media type and expiry, so none of these can be
-changed.
+api/routes/files.py serves them, converting the format if `media_type` differs from the object's.
+The signature is HMAC-SHA256 (RFC 2104) over the key, media type, and expiry, so none of these can
+be changed.
 
 Calls raise Unavailable if the store is unreachable.
 """
@@ -47,11 +47,11 @@ from shared.models.blob import INLINE_LIMIT_BYTES, Blob
 from shared.process.concurrency import FairPermits
 
 PART_BYTES = 8 * 1024 * 1024
-"""Parts are uploaded one at a time. S3 and GCS require at least 5 MiB, except for the last."""
+"""Parts are uploaded one at a time. S3 and GCS require at least 5 MiB, except for the last part."""
 WRITE_BYTES = 1024 * 1024
 """Pieces are collected up to this size, because each write uses a thread."""
 MEMORY_BYTES = 2 * PART_BYTES + WRITE_BYTES
-"""Memory used by a writer: a part being collected, and one being uploaded."""
+"""Memory used by a writer: one part being collected and one being uploaded."""
 
 TIMEOUT_S = 10.0
 """Maximum duration of a put or get, including retries."""
@@ -60,13 +60,13 @@ SCOPES = ["https://www.googleapis.com/auth/devstorage.read_write"]
 THREADS = 32
 """Threads wait for the store, so the number needed depends on the store's latency. With a bucket 30
 ms away in each direction, a call takes 65 ms, and 8 threads stored 112 files of 100 kB per second,
-compared with 147 for a nearby bucket.
+compared with 147 per second for a nearby bucket.
 
 An owner gets at most half of the threads, so that one tenant's uploads can't lock out others.
 """
 OWNER_SEGMENTS = 3
-"""Keys of a tenant's objects start with two folders and the tenant's digest, which takes turns
-as one owner across all folders.
+"""Keys of a tenant's objects start with two folders and the tenant's digest, so a tenant takes
+turns as one owner across all folders.
 
 Other keys identify content within this many segments, so each takes turns separately.
 """
@@ -162,7 +162,7 @@ class ObjectWriter:
 
 
 def object_key(folder: str, data: bytes, media_type: str) -> str:
-    """Returns the key of `data`: `folder`, its BLAKE2b digest (256 bits) in hex, extension."""
+    """Returns the key for `data`: `folder`, its BLAKE2b digest (256 bits) in hex, and extension."""
     return key_of_digest(folder, hashlib.blake2b(data, digest_size=32).hexdigest(), media_type)
 
 
@@ -175,7 +175,7 @@ async def store_if_large(blob: Blob, objects: ObjectStore) -> Blob:
     """Returns the blob for a message. A large blob is moved to the object store."""
     if blob.data is None or len(blob.data) <= INLINE_LIMIT_BYTES:
         return blob
-    # Hashing 64 MiB takes 0.1 s, which would stall every request in the instance.
+    # Hashing 64 MiB takes 0.1 s, which would stall every request on the instance.
     key = await asyncio.to_thread(object_key, "inputs", blob.data, blob.media_type)
     await objects.put(key, blob.data, blob.media_type)
     return Blob(blob.media_type, object_key=key)
@@ -218,7 +218,7 @@ class ObjectStore:
     Args:
         url: `file://DIR` (relative to the working directory, or absolute with a third slash),
             `gs://BUCKET/PREFIX`, `s3://BUCKET/PREFIX`, or `memory://` (private to this object).
-        setting: setting with the URL, for errors.
+        setting: the setting that contains the URL, for error messages.
 
     Raises:
         ConfigurationError: the URL has a different form, or its folder can't be created.
@@ -290,7 +290,7 @@ class ObjectStore:
             return bytes(await self._work(key, call))
 
     async def listing(self, folder: str, limit: int, after: str = "") -> list[StoredObject]:
-        """Returns up to `limit` objects below a folder, in key order.
+        """Returns up to `limit` objects in a folder and its subfolders, in key order.
 
         Args:
             folder: folder without a trailing slash.
@@ -301,7 +301,7 @@ class ObjectStore:
             return await self._work(folder, partial(_list, self._store, folder, limit, after))
 
     async def modified_before(self, folder: str, before_s: float) -> AsyncIterator[StoredObject]:
-        """Yields the objects below a folder last written before `before_s` (Unix time)."""
+        """Yields the objects anywhere in a folder last written before `before_s` (Unix time)."""
         _check(folder)
         with _translate_errors("list", folder):
             chunks = await self._work(
@@ -389,7 +389,7 @@ def _list(source: Any, folder: str, limit: int, after: str) -> list[StoredObject
     objects: list[StoredObject] = []
     for chunk in obstore.list(source, folder, offset=after or None, chunk_size=LIST_CHUNK):
         objects += map(_to_stored_object, chunk)
-        # A bucket lists in order, but a folder doesn't.
+        # A bucket lists objects in order, but a folder doesn't.
         if len(objects) >= limit and not isinstance(source, store.LocalStore):
             break
     return sorted(objects)[:limit]
@@ -478,7 +478,7 @@ class UrlSigner:
     """Signs and validates links.
 
     Args:
-        secret: the same in all instances, so that any instance can serve any link. Empty: random
+        secret: the same on all instances, so that any instance can serve any link. Empty: random
             per process.
         clock: Unix seconds, for tests.
     """

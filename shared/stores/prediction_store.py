@@ -46,7 +46,7 @@ DELETE = load_script(*_BUDGET, _STATES, "shared/stores/record_delete.lua")
 
 
 class ListedRecord(NamedTuple):
-    """A prediction in its tenant's list: record ID, and creation time in Unix seconds."""
+    """A prediction in its tenant's list: the record ID, and the creation time in Unix seconds."""
 
     record: str
     created_at_s: float
@@ -56,7 +56,7 @@ class PredictionStore:
     """The stored predictions of all tenants.
 
     Args:
-        max_bytes: budget for all tenants together, in bytes.
+        max_bytes: combined budget for all tenants, in bytes.
     """
 
     def __init__(self, redis: RecordsRedis, *, max_bytes: int = BUDGET_BYTES) -> None:
@@ -77,7 +77,7 @@ class PredictionStore:
         hold: bytes = b"",
         created_at_s: float | None = None,
     ) -> int:
-        """Creates a prediction's record in state `starting`.
+        """Creates a prediction's record in the `starting` state.
 
         Returns the number of the tenant's unfinished predictions, including this one. 0 if the
         record already exists.
@@ -165,7 +165,7 @@ class PredictionStore:
         Returns False if the current document differs from `replaces` or no longer exists.
 
         Args:
-            keep_s: how many seconds to keep it from now. None means as long as before.
+            keep_s: how many seconds from now to keep it. None means as long as before.
             replaces: the document that it replaces. Empty if it is new.
 
         Raises:
@@ -190,7 +190,7 @@ class PredictionStore:
         Its cost is kept for the process that has yet to settle it.
 
         Args:
-            known: record as read by the caller. It must be over.
+            known: the record as read by the caller. It must be over.
             deadline_s: Unix time until which the broker may deliver its job.
 
         Returns:

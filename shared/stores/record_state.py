@@ -17,10 +17,10 @@ OVER: frozenset[State] = frozenset({"succeeded", "failed", "canceled"})
 class Claim(NamedTuple):
     """The result of claiming a job.
 
-    `state` is `processing` if the job still needs to be done. Otherwise it has ended, and `reply`
-    is the first reply, or None if it was canceled without one. `attempt` counts claims from 1.
-    `unfinished` counts earlier claims still open since the job last made progress. `alone` counts
-    the ones whose workers were running only this job when they died.
+    `state` is `processing` if the job still needs to be run. Otherwise the record has ended, and
+    `reply` is the first reply, or None if it was canceled without one. `attempt` counts claims,
+    starting at 1. `unfinished` counts earlier claims that are still open since the job last made
+    progress. `alone` counts those whose workers were running only this job when they died.
     """
 
     state: State
@@ -59,7 +59,7 @@ class Finish(NamedTuple):
 class Record(msgspec.Struct, kw_only=True):
     """The current state of a record.
 
-    Times are Unix seconds, 0 for events that have not happened.
+    Times are in Unix seconds, with 0 for events that have not happened.
     """
 
     state: State
@@ -76,11 +76,11 @@ class Record(msgspec.Struct, kw_only=True):
     logs: str = ""
     """Text printed by the model so far.
 
-    Only the end of it if it is long. Set only during processing, or if the record was ended
+    If it is long, only the end is kept. Set only during processing, or if the record was ended
     elsewhere.
     """
     logs_left_out: int = 0
-    """Number of characters omitted before it."""
+    """Number of characters omitted before that text."""
     created_at_s: float = 0.0
     started_at_s: float = 0.0
     ended_at_s: float = 0.0

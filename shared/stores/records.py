@@ -14,8 +14,8 @@ finished nor released since the job last continued), `alone` (open claims whose 
 only this job), `reply` (the encoded ReplyBody), `step`, `steps`, and `*_at_s` (Unix seconds). A
 prediction also has `document`, `keep_s` and `published` (shared/stores/prediction_store.py). Only
 the scripts next to this file (record_*.lua) write records. Claims and finishes arrive in bulk, so
-their scripts take several records, because a script for 100 records costs little more than a script
-for one.
+their scripts take multiple records: a script for 100 records costs little more than a script for
+one.
 
 Calls raise Unavailable if Redis does not respond.
 """
@@ -50,12 +50,12 @@ EndState = Literal["succeeded", "failed", "canceled"]
 """The final states of a record."""
 
 JOB_KEEP_S = 120
-"""How long the record of a job that is not a prediction is kept after its last change, in seconds,
-for late attempts.
+"""How long, in seconds, the record of a job that is not a prediction is kept after its last change,
+to handle late attempts.
 """
 LATE_LOOK_S = 0.5
-"""How long after its deadline a waiter with an open connection still checks whether the record
-ended, in seconds.
+"""How long after its deadline, in seconds, a waiter with an open connection still checks whether
+the record has ended.
 """
 LISTEN_POLL_S = 1.0
 LISTEN_PAUSE_S = 0.5
@@ -123,7 +123,7 @@ class Records:
     async def read_again(self, record: str, document: bytes) -> Record | None:
         """Like `read`, for a caller that already has the document, which never changes.
 
-        This keeps following a prediction cheap, no matter how large its request.
+        This keeps following a prediction cheap, no matter how large its request is.
 
         Args:
             document: the document as read or created.
@@ -153,7 +153,7 @@ class Records:
         return [None] * len(records) if answers is None else list(answers)
 
     async def finish(self, record: str, state: EndState, reply: bytes) -> Finish | None:
-        """Ends a record with the encoded ReplyBody `reply`, unless it has one.
+        """Ends a record with the encoded ReplyBody `reply`, unless it already has one.
 
         If a caller canceled it, only a reply with the `canceled` state is accepted.
         """

@@ -1,7 +1,7 @@
 """The Redis that stores job records and everything that belongs to a record.
 
-One connection serves all of its stores: `Records`, `PredictionStore` and the stores of flow runs,
-holds, queues, tokens, previews, webhook attempts and fetched URLs.
+A single connection serves all of its stores: `Records`, `PredictionStore`, and the stores for flow
+runs, holds, queues, tokens, previews, webhook attempts, and fetched URLs.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class RecordsRedis(RedisLink):
     """The connection, with the keys used by several stores.
 
     Args:
-        prefix: prefix of every key, for several deployments on one Redis.
+        prefix: prefix for every key, so that several deployments can share one Redis.
         retry_s: upper bound of the first pause before a background retry.
     """
 
@@ -38,10 +38,10 @@ class RecordsRedis(RedisLink):
         )
         self.prefix = prefix
         self.predictions_key = f"{prefix}predictions"
-        """Start of the keys for the prediction budget, holds and lists."""
+        """Prefix of the keys for the prediction budget, holds, and lists."""
         self.canceled_channel = f"{prefix}canceled"
         self.small_commands = self.commands("the prediction store")
-        """For stores with small entries. They share round trips."""
+        """For stores whose entries are small. They share round trips."""
 
     def record_key(self, record: str) -> str:
         return f"{self.prefix}record:{record}"

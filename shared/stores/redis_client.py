@@ -1,12 +1,12 @@
 """A connection to Redis shared by many callers, with a hard time limit and a circuit breaker.
 
 Each operation has a batcher. The batcher makes one round trip at a time, and calls made during a
-round trip share the next one. So 128 callers cost one connection and a few commands, not 128. The
+round trip share the next one. So 128 callers take one connection and a few commands, not 128. The
 breaker opens after FAILURES consecutive round trips that failed or were too slow. Calls then return
 immediately, and a background task retries until Redis responds in time.
 
 Redis runs a Lua script atomically, so no other command comes between its reads and writes. A script
-is one .lua file or several: functions first, then the code that calls them.
+is one or more .lua files: functions first, then the code that calls them.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ Got = TypeVar("Got")
 FAILURES = 3
 """Consecutive failed round trips before the breaker opens.
 
-A single failure may be a hiccup on this machine.
+A single failure may just be a hiccup on this machine.
 """
 CONNECT_LIMIT_S = 1.0
 """Time limit for the background retry, which may need name resolution and a TLS handshake."""
@@ -65,7 +65,7 @@ log = logging.getLogger(__name__)
 
 
 class Script(NamedTuple):
-    """A script, and the digest by which Redis identifies it once it has run it (EVALSHA)."""
+    """A script, and the digest by which Redis identifies it after it has run once (EVALSHA)."""
 
     text: str
     digest: str
@@ -215,7 +215,10 @@ class _PacksInC:
     """
 
     def pack_command(self, *words: Argument) -> list[bytes]:
-        """Returns a command in wire format. Its first word may be several words, as in redis-py."""
+        """Returns a command in wire format.
+
+        Its first word may consist of several words, as in redis-py.
+        """
         if isinstance(words[0], str) and " " in words[0]:
             words = (*words[0].split(), *words[1:])
         return [hiredis.pack_command(words)]  # type: ignore[arg-type]  # its stub knows one word
@@ -225,14 +228,14 @@ class _PacksInC:
 
 
 async def find_eviction_fault(client: redis.asyncio.Redis) -> str:
-    """Returns the reason this Redis may drop keys without a TTL. Empty if it keeps them.
+    """Returns the reason this Redis might drop keys without a TTL. Empty if it keeps them.
 
     Raises:
         RedisError, OSError: Redis did not respond.
     """
     try:
         memory = await client.info("memory")
-    except ResponseError:  # these credentials may not query it
+    except ResponseError:  # these credentials are not allowed to query it
         return ""
     policy = str(memory.get("maxmemory_policy", ""))
     if not policy.startswith(EVICTS_ALL):
@@ -248,9 +251,9 @@ class RedisLink:
 
     Args:
         retry_s: upper bound of the first pause before a background retry.
-        field: setting with the URL, named in errors about it.
+        field: the setting that contains the URL, named in error messages.
         checks_policy: True to check, after a start or an outage, that Redis does not evict keys
-            without a TTL. A wrong policy is logged. Only one use of each Redis should check.
+            without a TTL. A wrong policy is logged. Only one user of each Redis should check.
     """
 
     def __init__(
@@ -278,7 +281,7 @@ class RedisLink:
         self._tripped = asyncio.Event()
         self._batchers: list[Batcher[Any, Any]] = []
         self._idle: list[AbstractConnection] = []
-        """Connections for round trips: as many as have ever been used concurrently, at most."""
+        """Connections for round trips: at most as many as have ever been used concurrently."""
 
     def batcher(
         self, operation: str, send: Callable[[list[Sent]], Coroutine[Any, Any, list[Got]]]
@@ -289,11 +292,11 @@ class RedisLink:
         return batcher
 
     def commands(self, store: str) -> Commands:
-        """Adds a batcher for commands. `store` is its name in errors."""
+        """Adds a batcher for commands. `store` is its name in error messages."""
         return Commands(self, store)
 
     async def __aenter__(self) -> Self:
-        # One connection listens and one retries. Round trips have separate connections.
+        # One connection listens and one retries. Round trips use separate connections.
         self.client = self._connect(2)
         self._up.set()
         self._gauge.set(1)
@@ -363,8 +366,9 @@ class RedisLink:
 
     def _connect(self, connections: int) -> redis.asyncio.Redis:
         try:
-            # No retries by redis-py, because they would double every limit here. No timeout either,
-            # because it needs a timer per reply, and `within` limits each round trip as a whole.
+            # No redis-py retries, because they would double every limit here. No timeout either,
+            # because it would need a timer per reply, and `within` limits each round trip as a
+            # whole.
             client = redis.asyncio.Redis.from_url(
                 self._url,
                 socket_timeout=None,
@@ -399,8 +403,8 @@ class RedisLink:
         if error is None:
             self._failures = 0
         elif not isinstance(error, ResponseError):
-            # A rejection (out of memory, read-only replica) is a timely reply, so it does not
-            # count.
+            # A rejection (out of memory, read-only replica) is a timely reply, so it isn't a
+            # failure.
             self._failures += 1
             if self._failures >= FAILURES and self.is_up:
                 log.warning("redis is unreachable", extra={"use": self._use, "reason": repr(error)})
@@ -437,7 +441,7 @@ class RedisLink:
 
     async def _answers_in_time(self) -> bool:
         try:
-            # The first ping may have to connect. Only the second shows how fast Redis is.
+            # The first ping may have to connect. Only the second one shows how fast Redis is.
             await within(CONNECT_LIMIT_S, self._ping())
             await within(self._timeout_s, self._ping())
         except REDIS_FAILURES:

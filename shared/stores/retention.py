@@ -6,7 +6,7 @@ a prediction or use a key, and the cache would stay empty.
 
 shared/stores/retention.lua has the functions called by these stores' scripts. They count each
 tenant's entry bytes. If a new entry does not fit, the largest tenant's oldest entry is dropped. A
-tenant therefore loses nothing to a tenant that sends more.
+tenant therefore never loses anything to a tenant that sends more.
 
 The counts are kept alongside the entries, not in them. If an entry is removed without its count (by
 an operator, or by a release without budgets), the count is dropped later, when its turn comes.

@@ -46,12 +46,12 @@ def decode_chunk(data: bytes) -> Chunk:
 
 
 def merge_chunks(written: Sequence[Chunk], first: int) -> Chunk | None:
-    """Returns one chunk with all units from `first`.
+    """Returns one chunk containing all units from `first` on.
 
     None if there are none, or if `first` is in the middle of a chunk without lengths. Pieces that
     follow pieces stored by release 0.1.0 become tokens too.
     """
-    is_last = written and written[-1].first == first  # as for nearly every token
+    is_last = written and written[-1].first == first  # true for nearly every token
     if is_last and (len(written) == 1 or written[-2].first < first):
         return written[-1]
     parts = written[bisect_left(written, first, key=lambda chunk: chunk.first) :]

@@ -6,8 +6,8 @@ that each token appears exactly once:
 
 - Only the worker with the latest claim of a record may append, and only while the record is
   being processed.
-- Each entry follows the last one without a gap. An entry's ID includes the total number of tokens,
-  so a repeated append has no effect.
+- Each entry follows the previous one without a gap. An entry's ID includes the total number of
+  tokens, so a repeated append has no effect.
 - A worker that could not reach Redis for a while appends the missing tokens later.
 
 Streams expire, and a generation has a limited number of tokens. The reply contains the whole text
@@ -38,9 +38,11 @@ KEPT_S = 600
 """Counted from the last token. A reader that returns later gets the text from the record."""
 
 READER_S = 10
-"""How long a reader is considered present after it last reported."""
+"""How long a reader is considered present after last reporting."""
 MAX_ITEMS = 64
-"""Maximum number of items in a streamed prediction. The API rejects more (api/chat_bodies.py)."""
+"""Maximum number of items in a streamed prediction. The API rejects larger ones
+(api/chat_bodies.py).
+"""
 
 _APPEND = load_script("shared/stores/token_append.lua")
 _READ = load_script("shared/stores/token_read.lua")
@@ -49,7 +51,7 @@ _DELIVERED = load_script("shared/stores/token_delivered.lua")
 READ_EVERY_S = 0.05
 """Same as the workers' write interval."""
 SURE_SHARE = 0.8
-"""Fraction of the time between tokens that must pass before polling for the next ones."""
+"""Fraction of the time between tokens that must elapse before polling for the next ones."""
 MAX_GAP_S = 0.5
 """Maximum pause between polls, no matter how slow the model is."""
 FIRST_SHARE = 0.05
@@ -72,7 +74,8 @@ class TokenStreams:
         Returns:
             For each chunk, the resulting number of tokens in its stream. If it is less than the
             chunk's end, earlier tokens are missing, so append everything from there. None: another
-            worker has the item now, or the record has ended. None for all: Redis did not respond.
+            worker has the item now, or the record has ended. None for all chunks: Redis did not
+            respond.
         """
         keys = [key for write in written for key in self._keys(write.record, write.item)]
         args: list[str | bytes | float] = [KEPT_S]
@@ -104,7 +107,7 @@ class TokenStreams:
         ]
 
     async def written(self, wanted: Sequence[tuple[str, int]]) -> list[list[Chunk]]:
-        """Returns all of several items' chunks, for a worker that continues them.
+        """Returns all chunks of several items, for a worker that continues them.
 
         Args:
             wanted: each item's record and index.
@@ -186,7 +189,7 @@ def _parse_delivery(read: int, prompt: bytes) -> Delivered | None:
 
 
 class ReadPace:
-    """Determines when to check for an item's next tokens, which is shortly before they may arrive.
+    """Determines when to check for an item's next tokens: shortly before they are likely to arrive.
 
     The shorter of the last two gaps counts, so one pause does not change the pace. Before the first
     token, pauses grow with the wait, so the first token is late by only a small fraction of that
@@ -257,7 +260,7 @@ class TokenReader:
     async def follow(
         self, record: str, items: int, limit_s: float
     ) -> AsyncGenerator[dict[int, Tokens]]:
-        """Yields the items' tokens, from the first one on, until their record has ended.
+        """Yields the items' tokens, starting with the first, until their record has ended.
 
         Args:
             limit_s: interval without new tokens after which an empty result is yielded, repeatedly.
@@ -270,7 +273,7 @@ class TokenReader:
             self._reading = asyncio.create_task(self._read_all())
         try:
             while mine & self._readers:
-                # Costs a third of asyncio.timeout, and every stream event waits here.
+                # Costs a third as much as asyncio.timeout, and every stream event waits here.
                 timer = loop.call_later(limit_s, has_news.set)
                 try:
                     await has_news.wait()

@@ -15,7 +15,7 @@ from shared.stores.redis_client import load_script
 
 MAX_KEPT = 100
 KEPT_S = 2 * 24 * 3600
-"""Longer than events are retried."""
+"""Longer than the period in which events are retried."""
 REPLAY_EVERY_S = 5
 MAX_REASON_CHARS = 200
 
@@ -30,7 +30,7 @@ class WebhookLog:
         self._commands = redis.small_commands
 
     async def add(self, record: str, attempt: WebhookAttempt) -> int | None:
-        """Adds an attempt and returns its number, from 1.
+        """Adds an attempt and returns its number, starting at 1.
 
         Never raises, because losing an entry is acceptable. A lost entry has no number.
         """
@@ -52,13 +52,13 @@ class WebhookLog:
         return [_attempt(entry) for entry in entries]
 
     async def keep_end(self, record: str, end: bytes) -> None:
-        """Stores the data for a webhook whose prediction is deleted before the notification."""
+        """Stores the data for a webhook whose prediction is deleted before it has been notified."""
         await self._commands.run("SET", self._end_key(record), end, "EX", KEPT_S)
 
     async def end_of(self, record: str) -> bytes | None:
         """Returns the data that `keep_end` stored.
 
-        None if there is none or the webhook was notified.
+        None if there is no such data, or if the webhook was notified.
         """
         end: bytes | None = await self._commands.run("GET", self._end_key(record))
         return end
@@ -98,11 +98,11 @@ class WebhookAttempt(msgspec.Struct, kw_only=True):
     error: str | None = None
     """The reason there was no response, or the problem with it."""
     attempt: int = 1
-    """The attempt's number for this webhook-id."""
+    """The attempt number for this webhook-id."""
 
 
 def webhook_keys(prefix: str, record: str) -> tuple[str, str, str]:
-    """Returns a record's keys: log, attempt counts and the last replay."""
+    """Returns a record's keys: the log, the attempt counts, and the last replay."""
     start = f"{prefix}webhooks:{record}"
     return f"{start}:log", f"{start}:attempts", f"{start}:replayed"
 

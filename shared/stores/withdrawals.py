@@ -6,7 +6,7 @@ was withdrawn (shared/stores/cache.py). So there is no need to search for entrie
 processes' memory, and a result on its way into the cache isn't found either. The entries themselves
 expire as usual.
 
-The hash has no TTL, so Redis doesn't evict it. The counts remain when a withdrawal ends. So if the
+The hash has no TTL, so Redis doesn't evict it. The counts remain after a withdrawal ends. So if the
 hash is missing, it must have been lost, and processes keep their snapshots.
 """
 
@@ -56,7 +56,7 @@ class Withdrawal(msgspec.Struct, frozen=True):
 
 
 class Withdrawals(msgspec.Struct, frozen=True):
-    """Snapshot of withdrawn revisions and withdrawal counts, by `revision_id`."""
+    """Snapshot of withdrawn revisions and withdrawal counts, keyed by `revision_id`."""
 
     withdrawn: Mapping[str, Withdrawal] = msgspec.field(default_factory=dict)
     purges: Mapping[str, int] = msgspec.field(default_factory=dict)
@@ -160,7 +160,7 @@ class LiveWithdrawals:
             raise withdrawn_error(model)
 
     def purges(self, model: Model) -> int:
-        """Returns how many times this revision was withdrawn.
+        """Returns how many times this revision has been withdrawn.
 
         Results cached before the last withdrawal are not read.
         """
@@ -175,7 +175,7 @@ class LiveWithdrawals:
             self._note(str(error) or f"no response within {READ_LIMIT_S:g} s")
             return
         if read is None:
-            # Otherwise, withdrawn revisions would be served again.
+            # Otherwise, results of withdrawn revisions would be served again.
             self._note("Redis has lost them" if self._known.purges else "")
             return
         self._note("")
@@ -211,5 +211,5 @@ def withdrawn_error(model: Model) -> ModelWithdrawn:
 
 
 def no_withdrawals() -> LiveWithdrawals:
-    """Returns an instance without withdrawals, for tests and tools. It need not be entered."""
+    """Returns an instance with no withdrawals, for tests and tools. It need not be entered."""
     return LiveWithdrawals(WithdrawalStore(NO_REDIS))

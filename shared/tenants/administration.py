@@ -1,6 +1,6 @@
 """Changes to the key directory, for both the command line and the admin API.
 
-Each change reads the directory, replaces it unless it has been changed since then, and logs the
+Each change reads the directory, replaces it unless it has changed in the meantime, and logs the
 action. As a result, two concurrent changes both take effect.
 """
 
@@ -104,7 +104,7 @@ class Administration:
 
     Args:
         actor: the actor, formatted as in `AuditEvent`.
-        served: names that plans and keys may use. If None, they are not known, so models and
+        served: names that plans and keys may use. If None, the names are not known, so models and
             webhooks are not checked.
     """
 
@@ -243,7 +243,7 @@ class Administration:
         return await self._change_key("key.revoke", key_id, revoke, check)
 
     async def set_plan(self, name: str, plan: Plan | None) -> None:
-        """Creates or replaces a plan, or removes it if None.
+        """Creates or replaces a plan, or removes it if the plan is None.
 
         Raises:
             NotThere: the plan to remove does not exist.
@@ -275,7 +275,7 @@ class Administration:
         await self._change("plan.remove" if plan is None else "plan.set", name, change)
 
     async def set_tenant(self, tenant: str, plan: str | None) -> StoredTenant:
-        """Assigns a plan, or the default plan if None, to a tenant. Returns the tenant.
+        """Assigns a plan, or the default plan if None is given, to a tenant. Returns the tenant.
 
         Raises:
             BadInput: the plan does not exist, or the tenant's name is invalid.
@@ -461,7 +461,7 @@ def _refuse(mistakes: Iterator[Mistake]) -> None:
 
 
 def _check_unused(plan: str, document: Document) -> None:
-    """Rejects the removal of a plan that tenants use, by name or as the default."""
+    """Rejects removing a plan that tenants use, by name or as the default."""
     if plan == DEFAULT_PLAN_NAME:
         raise InUse(
             f"the plan {plan!r} can't be removed because tenants without an assigned plan "

@@ -2,7 +2,7 @@
 
     pk_live_4fJ0aQz81LmN_ + 43 characters of secret + 6 of checksum
 
-The parts follow GitHub's tokens
+The parts are modeled on GitHub's tokens
 (https://github.blog/engineering/platform-security/behind-githubs-new-authentication-token-formats/).
 The prefix lets scanners find leaked keys. The checksum is the CRC32 of everything before it, in
 base62, so a typo is rejected without a lookup, and scanners can distinguish a key from a random
@@ -65,7 +65,7 @@ def parse_key(text: str) -> ApiKey | None:
 
 
 def checksum(text: str) -> str:
-    """Returns the CRC32 of `text` (ASCII) as six digits in base62."""
+    """Returns the CRC32 of `text` (ASCII) as six base62 digits."""
     number, digits = zlib.crc32(text.encode("ascii")), ""
     for _ in range(CHECKSUM_LENGTH):
         number, digit = divmod(number, len(ALPHABET))
@@ -76,7 +76,7 @@ def checksum(text: str) -> str:
 def hash_of(salt: bytes, key: ApiKey) -> bytes:
     """Returns the value that is stored in place of the key: SHA-256 of the salt and key.
 
-    Slow hashes are for passwords, which can be guessed; 256 random bits can't.
+    Slow hashes are for passwords, which can be guessed; 256 random bits can't be.
     """
     return hashlib.sha256(salt + key.text.encode("ascii")).digest()
 

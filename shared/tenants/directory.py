@@ -110,7 +110,7 @@ class StoredKey(
     """SHA-256 of the salt and key, in hex."""
     created_s: Seconds
     previous_hash: _Hash = ""
-    """The same, for the secret before the last rotation."""
+    """Same as above, but for the secret before the last rotation."""
     previous_until_s: Seconds = 0
     """Unix time until which the previous secret is accepted."""
     scopes: tuple[Scope, ...] = ("all",)
@@ -181,7 +181,7 @@ class Directory:
         self._entries = {key.id: _entry(key, document) for key in document.keys}
 
     def find(self, key: ApiKey, now_s: float) -> Found:
-        """Finds a key's owner. Takes one digest and two comparisons for every key."""
+        """Finds a key's owner. Computes one digest and makes two comparisons for every key."""
         entry = self._entries.get(key.id, _NOBODY)
         key_hash = hash_of(entry.salt, key)
         # No shortcuts: unknown IDs, wrong secrets and rejected keys all take the same time.
@@ -285,7 +285,7 @@ def decode_document(data: bytes, source: str) -> Document:
 
     Args:
         data: JSON.
-        source: where the document came from, for errors.
+        source: where the document came from, for error messages.
 
     Raises:
         ConfigurationError: the document is invalid. `field` and the message contain the path.
@@ -295,7 +295,7 @@ def decode_document(data: bytes, source: str) -> Document:
     except msgspec.ValidationError as error:
         reason, _, field_path = str(error).partition(" - at `$")
         field_path = field_path.rstrip("`")
-        # It does not include user-chosen names, so the line is known up to there.
+        # It does not include user-chosen names, so the line is known only up to that point.
         steps = _STEP.finditer(field_path.partition("[...]")[0])
         line = line_of(data, tuple(int(step[2]) if step[2] else step[1] for step in steps))
         raise _wrong(source, line, field_path.lstrip("."), reason) from error
@@ -351,12 +351,12 @@ def _wrong(source: str, line: int, field_path: str, reason: str) -> Configuratio
 
 
 def line_of(data: bytes, path: tuple[str | int, ...]) -> int:
-    """Returns the line number, from 1, of the value at `path` in a JSON document.
+    """Returns the line number, starting at 1, of the value at `path` in a JSON document.
 
     Args:
         data: a document. If it ends or stops being valid JSON, the line just before that point is
             returned.
-        path: names and numbers from the root. Following stops at a step that does not exist.
+        path: names and numbers from the root. Traversal stops at a step that does not exist.
     """
     text, at = data.decode(errors="replace"), 0
     with contextlib.suppress(ValueError, IndexError, RecursionError):

@@ -83,7 +83,7 @@ class KeyStore(Protocol):
         ...
 
     async def read(self, version: str = "") -> StoredDocument | None:
-        """Reads the directory. Returns None if its version is still `version`.
+        """Reads the directory. Returns None if the directory's version is still `version`.
 
         Raises:
             NoDirectory: the store does not have a directory.

@@ -38,10 +38,10 @@ class Rates(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Limits(Rates, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tenant's or a key's limits over all models."""
+    """A tenant's or a key's limits across all models."""
 
     max_in_flight: Count | None = None
-    """Maximum number of items waiting for workers at the same time, over all instances."""
+    """Maximum number of items waiting for workers at the same time, across all instances."""
     budget_usd_per_month: Usd | None = None
     """Budget per calendar month (UTC). Requests beyond it are rejected."""
     max_priority: Priority = "interactive"
@@ -74,7 +74,7 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
         tuple[Annotated[float, msgspec.Meta(gt=0, le=1)], ...],
         msgspec.Meta(max_length=MAX_WARNINGS),
     ] = (0.8, 1.0)
-    """Shares of the budget at which the webhook is called, once a month for each."""
+    """Shares of the budget at which the webhook is called, once a month per share."""
     budget_webhook: Annotated[str, msgspec.Meta(max_length=MAX_WEBHOOK_CHARS)] = ""
     """URL to notify. Empty if there is none."""
     on_limit_store_outage: OnOutage = "deny"
@@ -82,7 +82,7 @@ class Plan(Limits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     know the amount spent: `deny` rejects them, `allow` assumes that the budget is unspent.
     """
     batch_price_share: Share = 0.5
-    """The fraction of the list price that batch lines cost."""
+    """The fraction of the list price charged for batch lines."""
 
     storage_max_bytes: Count | None = None
     """Maximum total bytes in the tenant's files, including prediction files and batch outputs. None

@@ -1,7 +1,9 @@
-"""Rules for plans and keys beyond their format. A plan or key that breaks them could never work.
+"""Rules for plans and keys that go beyond their format.
 
-A directory that is already stored is read without these rules, because the catalog may have
-changed. The rules apply to every change, and to a file when the API starts.
+A plan or key that breaks them could never work.
+
+A directory that is already stored is read without applying these rules, because the catalog may
+have changed. The rules apply to every change, and to a file when the API starts.
 """
 
 from __future__ import annotations
@@ -44,8 +46,7 @@ def document_mistakes(document: Document, served: Served | None, now_s: float) -
     Revoked and expired keys are skipped.
 
     Args:
-        served: available names. If None, they are not known, so models and webhooks are not
-            checked.
+        served: available names. If None, they are unknown, so models and webhooks are not checked.
     """
     for name, plan in document.plans.items():
         yield from (mistake.below("plans", name) for mistake in plan_mistakes(plan, served))

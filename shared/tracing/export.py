@@ -41,7 +41,9 @@ from shared.tracing.spans import Attributes, Kind, TraceContext
 CLOSE_LIMIT_S = 2.0
 """Time limit for sending the remaining spans at exit. After SIGTERM, the API has 10 s in total."""
 MAX_LINKS = 8
-"""Maximum links per span. Each link costs 8 µs, and a batch of 32 jobs would have a thousand."""
+"""Maximum links per span. Each link costs 8 µs, and a batch of 32 jobs would otherwise have a
+thousand.
+"""
 QUEUE_SPANS = 2048
 """The default for OTEL_BSP_MAX_QUEUE_SIZE. Takes about 2 MB."""
 SPANS = Counter(
@@ -205,7 +207,7 @@ class _CountedExporter(SpanExporter):
 
 
 class _BoundedQueue(SpanProcessor):
-    """The SDK's batching, with a queue limit that, unlike the SDK's, counts dropped spans."""
+    """The SDK's batching, but its queue limit counts dropped spans."""
 
     def __init__(self, exporter: _CountedExporter) -> None:
         self._exporter = exporter

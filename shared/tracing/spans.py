@@ -5,7 +5,8 @@ are not sampled, these functions do nothing. Payloads, keys, and text from calle
 attributes.
 
 https://www.w3.org/TR/trace-context/: a malformed `traceparent` is ignored, and the request starts a
-new trace. If only `tracestate` is malformed, only that is dropped. Neither makes a request fail.
+new trace. If only `tracestate` is malformed, just that header is dropped. Neither makes a request
+fail.
 """
 
 from __future__ import annotations
@@ -282,7 +283,7 @@ def _kind_of(error: BaseException) -> str:
 
 
 def is_recorded(parent: TraceContext | None) -> bool:
-    """Returns whether spans under `parent` are kept, so that it is worth collecting attributes."""
+    """Returns whether spans under `parent` are kept, so collecting attributes is worthwhile."""
     return _Installed.tracer is not None and parent is not None and parent.is_sampled
 
 

@@ -1,9 +1,9 @@
 """Sends rows to BigQuery: stores them on disk until they are sent, and wraps Google's client.
 
 Rows are stored in segments of JSON lines, in a folder that processes may share. Each owner locks
-its segments. A lock (flock) is released when its process exits, however that happens. A segment
-that can be locked therefore has no living owner, and whichever process locks it sends its rows.
-Nothing is fsynced: written rows survive a crash of the process, but not of the machine.
+its segments. A lock (flock) is released when its process exits, no matter how. A segment that can
+be locked therefore has no live owner, and whichever process locks it sends its rows. Nothing is
+fsynced: written rows survive a crash of the process, but not of the machine.
 
 A segment that waits for a long time is compressed to a fifth of its size. A packed segment is a
 gzip file with the same lines. Its name includes the number of rows, so that they can be counted
@@ -11,8 +11,8 @@ without reading the file: `<segment>.<rows>.gz`. It is renamed into place before
 removed. If a process dies in between, both remain, and the packed one counts.
 
 Google's client writes rows and runs queries. Its errors are translated, and rejected rows are
-separated from the rows to retry. The sending thread imports it with the first rows, because the
-import takes longer than the API's startup.
+separated from the rows to retry. The sending thread imports it when the first rows arrive, because
+the import takes longer than the API's startup.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ def pack(path: Path, data: bytes, rows: int) -> tuple[Path, int]:
         The packed segment, and its size in bytes.
 
     Raises:
-        OSError: the disk did not accept the packed segment. The original segment is unchanged.
+        OSError: the packed segment could not be written to disk. The original segment is unchanged.
     """
     packed = path.with_name(f"{path.stem}.{rows}{PACKED_SUFFIX}")
     half_made = packed.with_name(packed.name + HALF_MADE)
@@ -291,7 +291,7 @@ class Spool:
     def _decode(self, data: bytes) -> list[Fields]:
         """Reads only complete lines.
 
-        A writer that died in mid-line never reported that line as safe.
+        A writer that died mid-line never reported that line as safe.
         """
         rows, unreadable = [], []
         for line in data.split(b"\n")[:-1]:
@@ -323,7 +323,7 @@ class Spool:
         """Compresses segments without an owner, up to `most` of them.
 
         Raises:
-            OSError: the disk does not accept the packed segments. The original segments are
+            OSError: the packed segments could not be written to disk. The original segments are
                 unchanged.
         """
         waiting = (
@@ -364,8 +364,8 @@ class Spool:
                 else:
                     data = file.read()
                     segments[path] = SegmentSize(data.count(b"\n"), len(data))
-        # In place, because other threads count at the same time, and must not see fewer rows than
-        # there are.
+        # Updated in place, because other threads count at the same time and must not see too few
+        # rows.
         self.unowned.update(segments)
         for path in before.keys() - segments.keys():
             self.unowned.pop(path, None)

@@ -9,8 +9,8 @@ Google's client is synchronous. The sender determines where the rows go (shared/
 
 The journal holds the rows that BigQuery doesn't have yet: on disk first, and in memory until they
 are sent. `Journal.append` runs on the event loop. It writes rows with one write(2) to the page
-cache, which costs less than waking a thread. Everything else is called from the thread. If the disk
-rejects rows or is slow, the thread takes over. Rows then wait in memory, and are considered safe
+cache, which costs less than waking a thread. Everything else is called from the thread. If disk
+writes fail or are slow, the thread takes over. Rows then wait in memory, and are considered safe
 only once they are on disk or in BigQuery.
 """
 
@@ -69,7 +69,7 @@ An insertAll takes BigQuery tens of milliseconds or more. If batches were sent o
 would take hours to catch up after an outage of minutes.
 """
 HURRY_S = 0.05
-"""How long rows wait for more rows while jobs wait for them because the disk rejects writes."""
+"""How long rows wait for more rows while jobs wait for them because disk writes fail."""
 CLOSE_S = 2.0
 """Time limit for the last sends when closing. A container has ten seconds for its whole shutdown.
 """
@@ -142,8 +142,8 @@ class Journal:
         self._retry_disk_at_s = 0.0
         self._disk_pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         self._is_losing = False
-        # At the end, two threads put rows on disk: the writer's, which may hang in a request, and
-        # the caller of `close`.
+        # At shutdown, two threads write rows to disk: the writer's, which may hang in a request,
+        # and the caller of `close`.
         self._saving = threading.Lock()
 
     def open(self) -> None:
@@ -360,8 +360,8 @@ class Journal:
             if has_disk:
                 self._saving.release()
         with self.changed:
-            # Jobs of the other rows were never acked, so they are delivered again, and their rows
-            # are rewritten.
+            # The other rows' jobs were never acked, so they are redelivered, and their rows are
+            # rewritten.
             self._lose(sum(row.on_safe is None for row in self._unsaved))
             self._unsaved.clear()
             self._seal()
@@ -466,7 +466,7 @@ class RowWriter:
         sender: the rows' destination. Each table has a separate writer and folder, so that a
             missing table doesn't delay another table's rows.
         spool_dir: folder for rows on disk. Processes may share it.
-        spool_max_bytes: limit on rows without a living owner. Beyond that, new rows stay in memory.
+        spool_max_bytes: limit on rows without a live owner. Beyond that, new rows stay in memory.
     """
 
     def __init__(
@@ -557,7 +557,7 @@ class RowWriter:
                 log.warning(
                     "rows not sent", extra={"reason": error.message, "pending": self.pending}
                 )
-            except Exception as error:  # a bug may cause a pause, but must not cost all later rows
+            except Exception as error:  # a bug may cause a pause, but must not lose all later rows
                 log.error("sending rows failed; this is a bug", exc_info=error)
             else:
                 pauses, takes_open = backoff(FIRST_PAUSE_S, MAX_PAUSE_S), not is_sent

@@ -103,7 +103,7 @@ async def _addresses(host: str, port: int, reach: Reach, resolve: Resolve) -> li
         raise Unavailable(reason, public=reason) from error
     for address in addresses:
         if not reach.allows(ip_address(address)):
-            # Without the address, so that callers can't look up names in our network.
+            # Omits the address, so that callers can't look up names in our network.
             raise UrlForbidden(f"{host} resolves to an address that is not public")
     return list(addresses)
 

@@ -1,8 +1,8 @@
 """URLs that callers ask us to connect to: webhooks, and inputs to fetch.
 
-They must not lead into our own network. A URL is checked here without resolving its host, because
-the host may resolve to something else later. The code that connects also checks the host's
-addresses (shared/web/pinned_http.py).
+They must not lead into our network. A URL is checked here without resolving its host, because the
+host may resolve to something else later. The code that connects also checks the host's addresses
+(shared/web/pinned_http.py).
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Domains for documentation and tests are allowed, because people try them out.
 
 
 class UrlForbidden(BadInput):
-    """The URL leads somewhere callers must not be able to make us connect to."""
+    """The URL leads somewhere that callers must not make us connect to."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,8 +94,8 @@ def parse_public_url(text: str, reach: Reach) -> URL:
 def is_within(url: URL, beginnings: Sequence[str]) -> bool:
     """Returns whether a URL starts with one of `beginnings`, which end with a slash.
 
-    A path with a `.` or `..` part, however it is spelled, never matches, because servers interpret
-    such parts differently.
+    A path with a `.` or `..` segment, however it is spelled, never matches, because servers
+    interpret such segments differently.
     """
     parts = unquote(url.raw_path).replace("\\", "/").split("/")
     if "." in parts or ".." in parts:

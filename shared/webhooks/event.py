@@ -148,7 +148,7 @@ def decode_budget_event(data: bytes) -> BudgetEvent:
 
 
 def tenant_secrets(setting: str, tenant: str) -> list[str]:
-    """Returns the secrets that sign on behalf of `tenant`, as known to its receivers.
+    """Returns the secrets that sign on behalf of `tenant`, in the form its receivers know.
 
     Callers should use the first one.
 

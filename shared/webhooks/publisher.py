@@ -45,7 +45,7 @@ class WebhookPublisher:
             )
 
     async def publish_batch(self, event: BatchEvent) -> None:
-        """Publishes that a batch has finished.
+        """Announces that a batch has finished.
 
         Raises:
             PenstockError: see Publisher.publish.
@@ -54,7 +54,7 @@ class WebhookPublisher:
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
     async def publish_budget(self, event: BudgetEvent) -> None:
-        """Publishes that a share of a budget has been spent.
+        """Announces that a share of a budget has been spent.
 
         Raises:
             PenstockError: see Publisher.publish.
@@ -63,7 +63,7 @@ class WebhookPublisher:
         await self._publisher.publish(WEBHOOKS_TOPIC_ID, data, attributes)
 
     async def replay(self, record: str) -> None:
-        """Publishes again that the prediction `record` has finished.
+        """Announces again that the prediction `record` has finished.
 
         Raises:
             PenstockError: see Publisher.publish.

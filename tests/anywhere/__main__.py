@@ -61,7 +61,7 @@ class Result:
 
 
 def copy_tree(machine: Machine) -> None:
-    """Copies this tree's sources, and its history if git is there, to the machine's folder."""
+    """Copies this tree's sources, and its history if git is installed, to the machine's folder."""
     folder = machine.folder
     if (ROOT / ".git").exists() and shutil.which("git") and not folder.exists():
         clone = ["git", "clone", "--quiet", "--no-hardlinks", str(ROOT), str(folder)]
@@ -82,7 +82,7 @@ def copy_tree(machine: Machine) -> None:
 
 
 def variables_of(machine: Machine, caches: Path, *, is_setup: bool) -> dict[str, str]:
-    """A step's whole environment, as a new shell would have it for the machine's user."""
+    """A step's complete environment, as in a new shell for the machine's user."""
     variables = dict(usual_variables()) | machine.variables
     if machine.home is not None:
         variables["HOME"] = str(machine.home)
@@ -99,7 +99,7 @@ def variables_of(machine: Machine, caches: Path, *, is_setup: bool) -> dict[str,
 
 
 class Run:
-    """One environment: its machine, and its steps, which run one after the other."""
+    """One environment: its machine, and its steps, which run sequentially."""
 
     def __init__(self, name: str, machine: Machine, caches: Path) -> None:
         self._name = name
@@ -162,7 +162,7 @@ def children_cpu_s() -> float:
 
 @contextmanager
 def busy_loops(count: int, cores: Sequence[int] | None) -> Iterator[None]:
-    """Runs processes that compute all the time, on these cores."""
+    """Runs busy-looping processes on these cores."""
     program = f"import os; os.sched_setaffinity(0, {cores or sorted(os.sched_getaffinity(0))})"
     command = [sys.executable, "-c", f"{program}\nwhile True: pass"]
     processes = [subprocess.Popen(command) for _ in range(count)]

@@ -35,7 +35,7 @@ class Machine:
         step_variables: environment variables for all steps except `make setup`.
         options: launcher options for all steps.
         step_options: launcher options for all steps except `make setup`.
-        busy_loops: number of processes that compute alongside the steps, on the same cores.
+        busy_loops: number of busy-looping processes to run alongside the steps, on their cores.
         is_in_memory: True if the clone is on a separate, in-memory file system.
     """
 
@@ -198,7 +198,7 @@ ENVIRONMENTS: Mapping[str, Sequence[str]] = {
     "other-projects": ("user", "read-only-home", "no-compiler", "others", "no-ipv6"),
     "busy-core": ("user", "one-core", "busy"),
 }
-"""Each environment's conditions. All clones are below the folder for temporary files."""
+"""Each environment's conditions. All clones are under the folder for temporary files."""
 
 
 def prepare_machine(base: Path, conditions: Sequence[str]) -> Machine:
@@ -241,12 +241,12 @@ def copy_compiled_code(home: Path) -> None:
 
 
 def is_reachable(folder: Path) -> bool:
-    """Returns whether any user may use a folder's programs."""
+    """Returns whether any user may run a folder's programs."""
     return folder.is_dir() and all(place.stat().st_mode & 1 for place in (folder, *folder.parents))
 
 
 def usual_variables() -> Iterator[tuple[str, str]]:
-    """This process's variables that another user's shell would have too: indexes, certificates."""
+    """This process's variables that another user's shell would also have: indexes, certificates."""
     for name, value in os.environ.items():
         if name.startswith(("PIP_", "UV_", "SSL_")) and name != "UV_CACHE_DIR":
             yield name, value

@@ -99,7 +99,7 @@ def hide_processes() -> None:
 
 
 def make_read_only(folder: str) -> None:
-    """Prevents all users, including root, from writing below a folder."""
+    """Prevents all users, including root, from writing under a folder."""
     mount(folder, Path(folder), flags=_BIND)
     mount("none", Path(folder), flags=_REMOUNT | _BIND | _READ_ONLY)
 
@@ -146,7 +146,7 @@ def refusals(names: Sequence[str]) -> list[tuple[int, int, int, int]]:
         found += [(number, _ENOSYS, 0, 0) for number in _LANDLOCK]
     if "namespaces" in names:
         found += [(calls["unshare"], _EPERM, 0, 0), (calls["mount"], _EPERM, 0, 0)]
-        # The flags of clone3 are in memory. The C library then calls clone.
+        # The flags of clone3 are in memory. The C library then falls back to clone.
         found.append((calls["clone3"], _ENOSYS, 0, 0))
         found.append((calls["clone"], _EPERM, _JUMP_IF_SET, _NEW_USER))
     if "ipv6" in names:

@@ -83,7 +83,7 @@ def run_up(log: Path) -> str:
 
 def main() -> int:
     """Runs the step. Returns 1 and prints the log if it failed."""
-    # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that.
+    # A shell makes its background processes ignore Ctrl-C, and their children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "up.log")

@@ -235,7 +235,7 @@ charsets = chosen(
 
 
 def as_form(fields: dict[str, Any], charset: str) -> Asked:
-    """A form with an image, with texts encoded in the charset named in its header, if possible."""
+    """A form with an image, and texts encoded in the charset named in its header, if possible."""
     parts = []
     for name, value in fields.items():
         text = str(value).encode("utf-7" if charset == "utf-7" else "utf-8", "surrogatepass")

@@ -1,5 +1,6 @@
-"""An API over an in-memory broker, for tests that need nothing else; without Redis unless a test
-provides one.
+"""An API over an in-memory broker, for tests that need nothing else.
+
+It has no Redis unless a test provides one.
 """
 
 from collections.abc import AsyncIterator

@@ -1,4 +1,4 @@
-"""A tenant with many predictions of many models."""
+"""A tenant with many predictions from many models."""
 
 import asyncio
 import itertools
@@ -38,7 +38,7 @@ CROWD = Catalog(tuple(_crowd()))
 
 
 async def store_predictions(api: ApiUnderTest, redis_url: str, tenant: str) -> None:
-    """Stores PREDICTIONS of all models, one per second, with the results of the first three."""
+    """Stores PREDICTIONS from all models, one per second, with the results of the first three."""
     done = {}
     async with RecordStores(redis_url) as stores:
         for model, given in _INPUTS.items():

@@ -81,7 +81,7 @@ def _block(title: str, media_type: str, example: Any) -> Iterator[str]:
 
 
 def _dump(value: Any, indent: int = 0) -> str:
-    """JSON with a line for each value that is short."""
+    """JSON with each short value on one line."""
     text = json.dumps(value)
     if len(text) + indent <= MAX_CHARS or not value or not isinstance(value, dict | list):
         return text
@@ -120,7 +120,7 @@ def _errors(page: dict[str, Any]) -> list[str]:
 
 
 def example_of(body: dict[str, Any], page: dict[str, Any]) -> Any:
-    """The example of a body, or of its schema. None: there is no example."""
+    """The example for a body or its schema. None: there is no example."""
     if "example" in body:
         return body["example"]
     schema = body.get("schema", body)

@@ -91,7 +91,7 @@ def png_of(given: ImageInput) -> bytes:
 
 
 LAST_WORD = "END"
-"""The last word of a text that stops by itself."""
+"""The last word of a text that stops on its own."""
 MAX_PROMPT_WORDS = 10
 """Extra words in an image prompt are reported as truncated, as a real worker reports truncated
 tokens.
@@ -108,10 +108,9 @@ class FakeWorker:
     While `go` is cleared, every reply is held back. `broken` texts and prompts fail. With a cache,
     results are stored as a real worker stores them. `jobs` lists jobs in order of arrival. With
     `is_silent`, it takes jobs and never replies. `stores_results_in` receives all images. Jobs from
-    the requests in `unreadable` get a reply that they are invalid. With a `preparer`, a text is
-    checked and truncated as in a real worker, and its vector consists of its token ids. `jitter`
-    makes replies arrive out of order. With records, predictions are claimed and finished as in a
-    real worker.
+    the requests in `unreadable` are reported as invalid. With a `preparer`, a text is checked and
+    truncated as in a real worker, and its vector consists of its token ids. `jitter` makes replies
+    arrive out of order. With records, predictions are claimed and finished as in a real worker.
     """
 
     def __init__(

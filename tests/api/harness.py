@@ -166,7 +166,7 @@ def api_with_redis(**settings: object) -> Any:
 
 
 class PromptServer(uvicorn.Server):
-    """Shuts down as soon as it is asked to, with the same steps as uvicorn.
+    """Shuts down as soon as requested, using the same steps as uvicorn.
 
     Uvicorn checks ten times a second whether to exit and then pauses for a tenth of a second, which
     would slow down each test that starts an API.

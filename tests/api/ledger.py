@@ -157,7 +157,7 @@ class Ledger:
         """Returns Redis's counts by month, after every instance has returned its unused leases."""
         limiters = [*(api.dependencies.limiter for api in self.apis), *self.limiters]
         for limiter in limiters:
-            with suppress(Unavailable):  # it lost Redis a moment ago
+            with suppress(Unavailable):  # it lost its connection to Redis a moment ago
                 await limiter.give_back(math.inf)
         counted = {}
         async with redis.asyncio.Redis.from_url(self.redis_url) as client:

@@ -11,7 +11,7 @@ from tests.limits import WAIT_LIMIT_S
 
 TEXT = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 WAIT = {"prefer": "wait=60"}
-"""The longest possible wait, because decoding an image is slow while the machine is busy."""
+"""The longest possible wait, because decoding an image is slow when the machine is busy."""
 OVER = {"succeeded", "failed", "canceled"}
 
 

@@ -28,7 +28,7 @@ from tests.keys import bearer, keys_url
 
 pytestmark = pytest.mark.anyio
 DATA = bytes(range(256)) * 400
-"""Larger than files that are sent inside messages. Only workers read it."""
+"""Larger than files that are sent inline in messages. Only workers read it."""
 SHA256 = hashlib.sha256(DATA).hexdigest()
 MAX_BYTES = 200_000
 

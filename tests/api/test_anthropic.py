@@ -113,7 +113,7 @@ async def test_calls_of_tools_are_blocks_whole_and_streamed(api: ApiUnderTest) -
 async def test_arguments_that_are_no_sound_json_are_left_out(
     api: ApiUnderTest, arguments: str
 ) -> None:
-    """The second one is cut off. A model that repeats itself generates such text."""
+    """The second one is cut off. A model that repeats itself generates text like this."""
     said = f'say <tool_call>{{"name":"weather","arguments":{arguments}'
     said += "" if "[" in arguments else "}</tool_call>"
     body = asked(said, tools=[TOOL], max_tokens=1)

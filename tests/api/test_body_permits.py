@@ -100,4 +100,4 @@ async def test_pieces_of_a_tenant_keep_their_order_and_who_leaves_is_passed_over
     tasks[2].cancel()
     await asyncio.gather(*tasks, return_exceptions=True)
     assert came == [0, 1, 3, 4, 5]
-    await turns.take("a")  # nothing is left over from any of them
+    await turns.take("a")  # none of them leaves anything behind

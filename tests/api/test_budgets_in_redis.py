@@ -24,8 +24,8 @@ UNCACHED = {"cache-control": "no-store"}
 CAT = {"model": TEXT_MODEL.name, "input": "a cat", "encoding_format": "base64"}
 ONE = {"version": TEXT_MODEL.name, "input": {"text": "a cat"}}
 ROUNDS = 130
-"""Each round leaves about 50 kB of responses and as much in predictions, in total three times
-Redis's capacity.
+"""Each round leaves about 50 kB of responses and as much in predictions, three times Redis's
+capacity in total.
 """
 
 
@@ -105,7 +105,7 @@ async def test_predictions_under_way_leave_room_for_other_tenants(tmp_path: Path
                 break
         assert last.status_code == 429
         assert int(last.headers["retry-after"]) >= 1
-        assert "leave no room" in last.json()["detail"]
+        assert "take up all the storage" in last.json()["detail"]
         created = [
             await api.http.post("/v1/predictions", json=ONE, headers=QUIET) for _ in range(10)
         ]

@@ -348,7 +348,7 @@ def _is_well_refused(answer: httpx.Response, case: Case, field: Field, value: An
     """True if the rejection includes the field's name and a reason."""
     error = answer.json()["error"]
     is_named = error["param"] == (case.place[0] if case.place else field.name)
-    # Missing ids are reported in OpenAI's words.
+    # Missing ids are reported in OpenAI's wording.
     is_shown = field.name in error["message"] or repr(value) in error["message"]
     has_reason = len(error["message"]) > len(field.name) + len("unknown")
     return answer.status_code in (400, 404) and is_named and is_shown and has_reason

@@ -1,4 +1,4 @@
-"""The pool of image processes, seen from outside: bounded, ordered, and without wasted work.
+"""The image process pool, seen from the outside: bounded, ordered, and without wasted work.
 
 Nothing here depends on elapsed time: signals suspend and resume the processes.
 """

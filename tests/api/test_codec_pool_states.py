@@ -29,7 +29,7 @@ PROCESSES = 2
 """Processes per tenant."""
 ALL_PROCESSES = PROCESSES + SPARE_PROCESSES
 TURNS = 30
-"""Number of event loop iterations after which nothing more happens by itself."""
+"""Number of event loop iterations after which nothing more happens on its own."""
 EXPECTED = (Overloaded, DeadlineExceeded, Unavailable, BadInput)
 
 

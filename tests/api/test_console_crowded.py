@@ -58,7 +58,7 @@ class Traffic:
 
 
 async def open_view(page: Page, address: str) -> Traffic:
-    """Opens a view as in a new tab, and waits until it asks for nothing more."""
+    """Opens a view as in a new tab, and waits until it makes no more requests."""
     await page.goto("about:blank")
     traffic = Traffic(page)
     await page.goto(address)

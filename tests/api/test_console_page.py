@@ -54,7 +54,7 @@ def test_no_markup_is_made_from_text(file: str) -> None:
     source = (CONSOLE / file).read_text()
     assert not re.search(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(", source)
     assert not re.search(r"<script(?![^>]*src=)|<style|\sstyle=|\son\w+=\"|javascript:", source)
-    # Only tries that the reader wants to keep outlive the tab, never a key.
+    # Only tries that the user chooses to keep outlive the tab; a key never does.
     assert "localStorage" not in source or file == "js/history.js"
     assert "document.cookie" not in source
 

@@ -176,9 +176,7 @@ async def test_a_stream_that_was_read_in_part_costs_its_whole_work(
 async def test_a_budget_reserves_the_most_work_and_the_longest_time(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """A key is rejected if it has less left than the maximum cost, no matter what the actual cost
-    is.
-    """
+    """A key with less left than the maximum cost is rejected, whatever the actual cost."""
     async with charged(redis_url, tmp_path, BATCHED, deadline={"longest_s": 60}) as world:
         http = world.api.http
         body = {"version": "mine", "input": {"text": "a"}}

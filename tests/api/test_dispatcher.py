@@ -108,7 +108,7 @@ async def test_leader_who_hangs_up_before_its_job_exists_hands_over(
     answer = await joined
     assert texts_right(answer, "a")
     assert origins(answer) == ["miss"]
-    # The leader's item was never published, so its row is the API's.
+    # The leader's item was never published, so the API writes its row.
     assert [(row.status, row.error_code) for row in harness.rows] == [("canceled", "canceled")]
 
 
@@ -221,7 +221,7 @@ async def test_answer_whose_reply_got_lost_is_found_in_the_record(
         reply = ReplyBody([ItemOutcome(0, "succeeded", Receipt(cache="miss"), result)])
         await harness.stores.records.finish(ask.get_name(), "succeeded", encode_reply_body(reply))
         assert texts_right(await ask, "a")
-        assert harness.rows == []  # the worker has it, so its row is the worker's
+        assert harness.rows == []  # the worker has it, so the worker writes its row
 
 
 async def test_job_that_every_caller_has_left_is_canceled(

@@ -1,4 +1,4 @@
-"""The room that tenants share: no tenant fills it by itself, and no part of it stays idle."""
+"""The room tenants share: no tenant can fill it on its own, and no part of it stays idle."""
 
 from collections import Counter
 

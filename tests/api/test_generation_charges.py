@@ -1,4 +1,4 @@
-"""A streamed text that ends early costs only its delivered tokens, through API and worker."""
+"""A streamed text that ends early costs only its delivered tokens, across API and worker."""
 
 import asyncio
 import json

@@ -112,7 +112,7 @@ async def test_stream_that_nobody_can_resume_is_canceled_at_once(
     body: dict[str, Any],
     headers: dict[str, str],
 ) -> None:
-    """Its reader has received no event yet, so it has no id to resume from."""
+    """Its reader has received no events yet, so it has no id to resume from."""
     monkeypatch.setattr("api.predictions.generation_stream.LEFT_S", 10 * WAIT_LIMIT_S)
     api.worker.go.clear()
     asking = asyncio.create_task(api.http.post(path, json=body, headers=headers))

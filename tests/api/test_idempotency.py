@@ -371,7 +371,7 @@ async def test_first_answer_stays(redis_url: str) -> None:
         async with asyncio.timeout(WAIT_LIMIT_S):
             while (await two.claim("n", "f", "c2")).state != "acquired":  # noqa: ASYNC110 - Redis's clock decides
                 await asyncio.sleep(0.01)
-        await one.release("n", "c1")  # no longer its own to release
+        await one.release("n", "c1")  # no longer its key to release
         assert await one.complete("n", "acme", "f", "c1", b"late, but first") == b"late, but first"
         assert await two.complete("n", "acme", "f", "c2", b"second") == b"late, but first"
         assert await one.claim("n", "f", "c3") == KeyClaim("completed", b"late, but first")

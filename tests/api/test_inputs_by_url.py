@@ -539,7 +539,7 @@ async def asked_for_slow(files: FileServer) -> None:
 async def test_requests_at_the_same_time_share_a_download(
     tmp_path: Path, files: FileServer, stores: RecordStores
 ) -> None:
-    """All of them are from one tenant, in any number: waiting requests hold no permit."""
+    """All of them are from one tenant, in any number, because waiting requests hold no permit."""
     one = fetcher(tmp_path, files.settings, stores.fetched_urls, here)
     slow, small = f"{files.url}/slow", files.add("/small", b"a")
     async with asyncio.TaskGroup() as group:

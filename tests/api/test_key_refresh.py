@@ -303,7 +303,7 @@ async def test_wrong_keys_are_looked_for_once_a_second(
 
 
 class Broken(KeyFile):
-    """A store with a bug that shows from its second read on."""
+    """A store with a bug that shows up from the second read on."""
 
     reads = 0
 

@@ -68,7 +68,7 @@ async def test_revoked_key_is_refused_by_all_processes_within_seconds(
 
 
 async def test_key_works_in_the_next_line_of_a_script(tmp_path: Path, redis_url: str) -> None:
-    """The key was created by the command line or at another instance, and is used immediately."""
+    """The key was created from the command line or on another instance, and works immediately."""
     await first_key(redis_url)
     async with (
         running_api(settings_for(tmp_path, keys_url=redis_url)) as api,

@@ -1,6 +1,6 @@
 """No matter how a request ends, its response, its rows, and its key's and tenant's counters agree.
 
-There is one test for each ending. Each compares the three books and checks which key pays how much.
+There is one test for each ending. Each compares the three books and checks how much each key pays.
 """
 
 import asyncio
@@ -52,7 +52,7 @@ async def world(redis_url: str, tmp_path: Path) -> AsyncIterator[LedgerWorld]:
 
 
 def words(count: int, start: int = 0) -> list[str]:
-    """Distinct texts of four letters each.
+    """Distinct four-letter texts.
 
     A message has 16 items; the model's batch size is four.
     """
@@ -65,7 +65,7 @@ def code_of(answer: httpx.Response) -> str:
 
 
 def replies(world: LedgerWorld, count: int) -> Callable[[], bool]:
-    """True if workers have answered `count` items."""
+    """True if workers have replied to `count` items."""
     return lambda: len(world.harness.rows) >= count
 
 
@@ -113,7 +113,7 @@ async def caller_hangs_up_at_once(world: LedgerWorld) -> dict[str, float]:
 
 
 async def caller_hangs_up_with_a_part_done(world: LedgerWorld) -> dict[str, float]:
-    """The first message has its reply; only one batch of the second does."""
+    """The first message has received its reply; only one batch of the second has."""
     texts = words(32)
     world.harness.process.holds = texts[20]
     await world.hang_up("one", texts, replies(world, 16))
@@ -292,7 +292,7 @@ async def unpaid_results_of_a_bad_request_are_asked_for_again(
 
 
 async def unpaid_results_are_asked_for_together(world: LedgerWorld) -> dict[str, float]:
-    """If several requests ask at the same time, only one pays, even if a request repeats texts."""
+    """If several requests come in at once, only one pays, even if a request repeats texts."""
     texts = words(3)
     await _leave_unpaid(world, texts)
     asked = (world.ledger.embed("one", [*texts, *texts]) for _ in range(4))
@@ -747,7 +747,7 @@ async def _begun(world: LedgerWorld, key: str, *more: str) -> asyncio.Task[httpx
 
 
 def _waiters(world: LedgerWorld) -> int:
-    """How many of the three texts are being waited for in the API."""
+    """How many of the three texts the API is waiting for."""
     flights = world.api.dependencies.dispatcher._single_flight._by_key.values()
     return sum(one.waiters for one in flights if getattr(one.item.input, "text", "") in words(3))
 

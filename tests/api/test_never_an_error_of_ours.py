@@ -41,7 +41,7 @@ async def api(
 
 
 async def _answered(api: ApiUnderTest, request: bytes) -> tuple[int, bytes]:
-    """The response to a request sent as is, without a client that would repair it."""
+    """The response to a request sent as is, bypassing any client that would repair it."""
     host, port = api.url.removeprefix("http://").split(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     try:

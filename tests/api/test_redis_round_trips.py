@@ -24,7 +24,7 @@ from tests.record_stores import RecordStores
 pytestmark = pytest.mark.anyio
 
 REQUESTS = 8
-"""Reports to other instances occasionally pass too, so the lowest count is used."""
+"""Reports to other instances occasionally pass through too, so the lowest count is used."""
 
 
 @asynccontextmanager

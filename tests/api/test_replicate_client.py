@@ -150,7 +150,8 @@ async def test_models_are_listed_for_each_client_in_its_shape(
     assert page[0].latest_version.id == (await client.models.async_get(TEXT_REF)).latest_version.id
     openai = api.openai(api_key=KEY)
     assert [model.id async for model in openai.models.list()] == names
-    # Clients with another name get OpenAI's format under /v1; elsewhere there is only Replicate's.
+    # Clients with a different name get OpenAI's format under /v1; elsewhere there is only
+    # Replicate's.
     keyed = {"authorization": f"Bearer {KEY}"}
     assert (await api.http.get("/v1/models", headers=keyed)).json()["object"] == "list"
     assert len((await api.http.get("/models", headers=keyed)).json()["results"]) == len(names)

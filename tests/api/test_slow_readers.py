@@ -36,13 +36,13 @@ TOKENS = 64
 COUNT = [{"role": "user", "content": "count"}]
 COUNTED = "".join(f"3-{number} " for number in range(TOKENS))
 ROOM_BYTES = 64 * 1024
-"""The size of a segment on the loopback interface. With less room, the kernel sends in bursts 0.2 s
-apart.
+"""The size of a segment on the loopback interface. With less buffer space, the kernel sends in
+bursts 0.2 s apart.
 """
 LONG_TOKENS, STEP_TOKENS = 1000, 50
-"""Several times the room between the API and a reader, including log probabilities."""
+"""Several times the buffer space between the API and a reader, including log probabilities."""
 LEAVING, PATIENT = 200, 20
-"""Number of readers that leave at once, and how many of them wait for a token first."""
+"""Number of readers that disconnect at once, and how many of them wait for a token first."""
 KEY_S = 600
 """Longer than the test takes, so that no key expires before it is checked."""
 
@@ -66,7 +66,7 @@ class RoomlessServer(PromptServer):
 async def roomy(
     redis_url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[ApiUnderTest]:
-    """An API with room for all the readers that leave at once, and for long texts.
+    """An API with room for all the readers that disconnect at once, and for long texts.
 
     Its responses start before there are any tokens.
     """
@@ -178,7 +178,7 @@ async def test_a_reader_that_stops_holds_up_nobody_and_gets_all_later(
 async def test_what_a_socket_does_not_take_is_not_read_for_it(
     roomy: ApiUnderTest, reads: dict[str, list[int]]
 ) -> None:
-    """The kernel has some room. The API buffers one read and no more."""
+    """The kernel has some buffer space. The API buffers one read and no more."""
     roomy.worker.written = asyncio.Semaphore(0)
     asked = chat(
         messages=COUNT, max_tokens=LONG_TOKENS, stream=True, logprobs=True, top_logprobs=20
@@ -237,7 +237,7 @@ async def test_readers_that_leave_leave_nothing_behind(
     before = len(asyncio.all_tasks())
 
     async def leave(http: httpx.AsyncClient, *, is_patient: bool) -> None:
-        # Too long to finish before its reader leaves.
+        # Too long to finish before its reader disconnects.
         body = chat(messages=COUNT, max_tokens=LONG_TOKENS, stream=True)
         async with http.stream("POST", "/v1/chat/completions", json=body) as answer:
             assert answer.status_code == 200
@@ -265,8 +265,8 @@ async def test_readers_that_leave_leave_nothing_behind(
             await asyncio.sleep(0.01)
     with redis.Redis.from_url(redis_url) as client:
         keys = {kind: [*client.scan_iter(match=f"*{kind}:*")] for kind in ("tokens", "reader")}
-        # Of the clients that left at a heartbeat, some had tokens and were marked as readers, and
-        # some weren't.
+        # Of the clients that disconnected at a heartbeat, some had tokens and were marked as
+        # readers, and some weren't.
         assert all(PATIENT <= len(found) <= LEAVING for found in keys.values()), keys
         assert [key for found in keys.values() for key in found if client.ttl(key) == -1] == []
 

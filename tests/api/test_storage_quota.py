@@ -162,7 +162,7 @@ async def test_upload_of_unknown_length_counts_as_it_arrives(
 
 
 async def test_files_fetched_by_url_count(tmp_path: Path, redis_url: str) -> None:
-    """This includes files that no request refers to any longer: everything stored counts."""
+    """This includes files that no request refers to anymore: everything stored counts."""
     keys = keys_url(tmp_path, a="alice", b="bob")
     (tmp_path / "server").mkdir()
     async with serving_files(tmp_path / "server") as files:

@@ -75,6 +75,6 @@ def test_what_a_dead_worker_held_is_at_most_a_second_of_work_beyond_two_batches(
     _, far_site = sites
     killed = kill_with_full_hand(far_site, LOAD, lead_s=2 * LEAD_S, limit_s=WAIT_LIMIT_S)
     assert killed.held > TWO_BATCHES, "its hand was not full"
-    # The clock hand came around again, and every request got a response, or this would not have
+    # The hand's jobs were redelivered, and every request got a response, or this would not have
     # finished.
     assert 0 < killed.redelivered_s <= HELD_MAX_S, killed

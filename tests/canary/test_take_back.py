@@ -59,7 +59,7 @@ async def test_good_revision_stays(redis_url: str, tmp_path: Path) -> None:
         assert not await world.taken_back()
         shares = Counter(answer.headers["x-penstock-revision"] for answer in answers)
         assert set(shares) == {"1", "2"}
-        assert 60 <= shares["2"] <= 140  # of 200 with a share of one half: 99.9999 % of all draws
+        assert 60 <= shares["2"] <= 140  # of 200 with a share of one half: 99.9999% of all draws
         await world.until_rows(200)
         rows = [row for row in world.rows() if row.tenant != COMPARISON_TENANT]
         assert Counter(row.revision for row in rows) == shares

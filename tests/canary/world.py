@@ -158,7 +158,7 @@ class CanaryWorld:
         return await asyncio.gather(*(self.ask(**headers) for _ in range(count)))
 
     async def until_serving(self) -> None:
-        """Waits until the API sends its share to the canary."""
+        """Waits until the API sends the canary its share."""
         router = self.api.dependencies.dispatcher.canaries
         async with asyncio.timeout(WAIT_LIMIT_S):
             while not router.is_serving(CANARY):  # noqa: ASYNC110  (it looks by the clock)

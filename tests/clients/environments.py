@@ -1,4 +1,4 @@
-"""An environment for each client, below var/clients.
+"""An environment for each client, under var/clients.
 
 It is created once, and recreated when the pinned versions change.
 """

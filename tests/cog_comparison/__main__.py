@@ -112,7 +112,7 @@ def _have_equal_shape(theirs: Outcome, again: Outcome, ours: Outcome) -> bool:
 
 
 async def run_with_cog(fixture: Fixture, python: str) -> list[Outcome]:
-    """Starts Cog's server with a copy of a class, and sends its inputs one after another."""
+    """Starts Cog's server with a copy of a class, and sends its inputs one at a time."""
     with copied(fixture) as folder:
         server = CogServer(
             folder,
@@ -126,7 +126,7 @@ async def run_with_cog(fixture: Fixture, python: str) -> list[Outcome]:
 
 
 async def run_with_penstock(fixture: Fixture) -> list[Outcome]:
-    """Starts a copy of a class as a worker does, and computes its inputs one after another."""
+    """Starts a copy of a class as a worker does, and computes its inputs one at a time."""
     with copied(fixture) as folder:
         try:
             interface = await asyncio.to_thread(check, folder)
@@ -148,7 +148,7 @@ def copied(fixture: Fixture) -> Iterator[Path]:
 async def run_all(
     runner: ClassRunner, requests: Sequence[Request], interface: ModelInterface | None
 ) -> list[Outcome]:
-    """Starts a class, computes inputs one after another, and stops it.
+    """Starts a class, computes inputs one at a time, and stops it.
 
     Args:
         interface: checks each input as the API does. None: the runner checks.
@@ -178,7 +178,7 @@ async def predict(
 
 
 def wrong_input(interface: ModelInterface, request: Request) -> str:
-    """Checks an input as the API does. Returns what is wrong, or an empty text."""
+    """Checks an input as the API does. Returns what is wrong, or an empty string."""
     values = {name: value for name, value in request.values.items() if value is not None}
     for file in request.files:
         name = str(file.at[0])

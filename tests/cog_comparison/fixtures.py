@@ -80,7 +80,7 @@ class Fixture(NamedTuple):
 
 
 def read_fixtures(folder: Path, work: Path) -> list[Fixture]:
-    """Reads all of a folder's fixtures, and unpacks its test scripts below another folder."""
+    """Reads all of a folder's fixtures, and unpacks its test scripts under another folder."""
     fixtures = []
     for path in sorted(folder.rglob("*.txtar")):
         script, files = split_txtar(path.read_text(encoding="utf-8", errors="surrogateescape"))

@@ -58,7 +58,7 @@ class ClassRunner(Protocol):
     """A way to run a folder's class."""
 
     async def start(self) -> str:
-        """Loads and sets up the class. Returns the reason if that failed, or an empty text."""
+        """Loads and sets up the class. Returns the reason if that failed, or an empty string."""
 
     async def predict(self, request: Request) -> Outcome:
         """Computes one prediction, and cancels it after `cancel_after_s` if that is set."""

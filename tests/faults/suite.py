@@ -43,7 +43,7 @@ class Findings:
     costs_wrong: list[str]
     """Requests whose rows charge a different amount than their responses reported."""
     counters_off: list[str]
-    """Tenants' and keys' budgets that are below their rows, or above them by more than kills
+    """Tenants' and keys' budgets that are below their rows, or above them by more than the kills
     explain.
     """
     took_s: float

@@ -22,7 +22,7 @@ SEED = 752
 and a restarted worker.
 """
 SEED_WITH_ARCHIVE = 16480
-"""The same with a row archive that is killed and a BigQuery that hangs."""
+"""Same as SEED, with a killed row archive and a hanging BigQuery."""
 
 
 FAR_S = 0.025

@@ -1,4 +1,4 @@
-"""A model is withdrawn under traffic, with the operator's command, and served again.
+"""A model is withdrawn under traffic, with the operator's command, and then served again.
 
 Uses two API instances and two workers. Redis is killed while the model is withdrawn.
 """
@@ -52,9 +52,7 @@ def penstock(world: World, *words: str) -> str:
 
 @dataclass
 class Callers:
-    """Callers that send new texts all the time, plus one constant text, which is therefore
-    cached.
-    """
+    """Callers that keep sending new texts, plus one constant text, which is therefore cached."""
 
     world: World
     http: aiohttp.ClientSession
@@ -140,7 +138,7 @@ async def withdrawn_and_served_again(world: World) -> Callers:
             world.processes[name].resume()
         ends = [await over(callers, name) for name in waiting]
         refused = [read for read in ends if read["status"] == "failed"]
-        assert refused  # a worker has 3 s to learn of it, and may start other batches until then
+        assert refused  # a worker has 3 s to find out, and may start other batches until then
         assert all(WORDS in read["error"] for read in refused), refused
         assert {read["status"] for read in ends} <= {"failed", "succeeded"}
         assert callers.wrong == []

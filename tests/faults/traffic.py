@@ -36,7 +36,7 @@ A job that is stuck until the next message arrives shows up here, because no mes
 """
 PREDICTION_SHARE, CANCEL_SHARE, REPEAT_SHARE, HANG_UP_SHARE = 0.1, 0.1, 0.02, 0.05
 PATIENCE_S = 0.2
-"""Maximum patience of callers that hang up."""
+"""Maximum time that callers wait before they hang up."""
 TRANSIENT = frozenset({409, 429, 500, 502, 503, 504})
 
 Vector = NDArray[np.float32]

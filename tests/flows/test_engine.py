@@ -1,4 +1,4 @@
-"""The flow engine by itself: messages in any order or twice, and processes that die anywhere."""
+"""The flow engine on its own: messages in any order or twice, and processes that die anywhere."""
 
 from __future__ import annotations
 
@@ -390,7 +390,7 @@ async def test_run_goes_on_whose_api_instance_died_while_it_published(
 
 @pytest.mark.anyio
 async def test_run_that_a_reader_ends_counts_what_was_noted_before(redis_url: str) -> None:
-    """A worker that comes too late changes nothing, and its row reflects that."""
+    """A worker that is too late changes nothing, and its row reflects that."""
     async with RecordStores(redis_url) as stores:
         workers = Workers(stores, random.Random(1), dies=False)
         await workers.start("a cat on a mat")

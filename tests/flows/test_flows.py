@@ -331,7 +331,7 @@ async def test_runs_canceled_and_deleted_at_the_same_moment_count_as_their_rows(
 
 
 async def cancel_and_delete(flows: World, run_id: str, who: dict[str, str]) -> None:
-    """Does both at the same moment, and deletes again if the cancel came second."""
+    """Does both at the same time, and deletes again if the cancel came second."""
     url = f"/v1/predictions/{run_id}"
     canceling = flows.http.post(f"{url}/cancel", headers=who)
     _, deleted = await asyncio.gather(canceling, flows.http.delete(url, headers=who))

@@ -211,7 +211,7 @@ def cluster(
 
 
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, made: Cluster) -> None:
-    """kubectl configured for this cluster, and a gcloud that knows one image."""
+    """kubectl configured for this cluster, and a gcloud that knows about one image."""
     kubectl = shutil.which("kubectl")
     assert kubectl is not None  # or the overlay was not rendered
     folder = tmp_path / "bin"

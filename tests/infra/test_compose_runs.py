@@ -94,7 +94,7 @@ class Machine:
         return Process(name, self.command(name), self.folder, environment=environment)
 
     def run(self, name: str, *words: str) -> str:
-        """Runs a service that exits by itself and returns its output."""
+        """Runs a service that exits on its own and returns its output."""
         done = subprocess.run(
             [*self.command(name), *words],
             env=self.environment(name),

@@ -128,7 +128,7 @@ def test_a_changed_class_is_reloaded_and_its_callers_wait(up: Up) -> None:
 
         # Broken sources change nothing.
         change(up.log_path.parent, "def predict(:\n")
-        wait_until(lambda: "mine unchanged; " in up.said, START_LIMIT_S)
+        wait_until(lambda: "mine is unchanged because " in up.said, START_LIMIT_S)
         assert "SyntaxError" in up.said or "invalid syntax" in up.said
         served = len(callers.outputs)
         wait_until(lambda: len(callers.outputs) > served + 3, WAIT_LIMIT_S)

@@ -1,4 +1,4 @@
-"""`penstock up` with classes whose `setup` takes long, never finishes, or fails."""
+"""`penstock up` with classes whose `setup` takes a long time, never finishes, or fails."""
 
 from __future__ import annotations
 

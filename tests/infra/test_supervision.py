@@ -1,4 +1,4 @@
-"""Parts that die are restarted, after increasing pauses, but not forever."""
+"""Parts that die are restarted, with increasing pauses, but not forever."""
 
 import sys
 from collections.abc import Callable, Iterator

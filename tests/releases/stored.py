@@ -10,7 +10,7 @@ import redis
 Plain: TypeAlias = str | dict[str, str]
 """Bytes: text as is, everything else as `{"base64": …}`."""
 LEASES_S = 60
-"""Keys that expire sooner are leases or marks left by a process that was alive."""
+"""Keys that expire sooner are leases or marks left by a process that was still running."""
 
 
 def plain(data: bytes) -> Plain:

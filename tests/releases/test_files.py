@@ -118,7 +118,7 @@ async def stores(clock: MovedClock, redis_url: str) -> AsyncIterator[RecordStore
 async def api(
     release: Release, clock: MovedClock, redis_url: str, tmp_path: Path
 ) -> AsyncIterator[ApiUnderTest]:
-    """This tree's API, running on what the release left."""
+    """This tree's API, running on the data that the release left."""
     shutil.copytree(release.folder / "objects", tmp_path / "objects")
     settings = settings_for(
         tmp_path, redis_url=redis_url, keys_url=redis_url, secret="of a release"
@@ -311,7 +311,7 @@ def test_directory_of_keys_is_read(release: Release) -> None:
 
 
 def test_directory_of_keys_names_only_what_it_uses() -> None:
-    """The previous release reads it, and rejects fields it does not know."""
+    """The previous release reads it, and rejects fields it does not recognize."""
     plan = Plan(weight=2.0, per_model={"mini": Rates(requests_per_min=5)})
     key = msgspec.structs.replace(stored("a", "acme"), limits=Limits(max_in_flight=3))
     document = Document(plans={"team": plan}, keys=(key,))

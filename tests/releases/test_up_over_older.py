@@ -1,4 +1,4 @@
-"""`penstock up` on the state that the last release left, and back again.
+"""`penstock up` on the state that the last release left, and then the reverse.
 
 The last release is killed with images in its queue, as if the power had failed. This tree draws
 them, and returns the stored data: predictions, a response under an Idempotency-Key, a batch and its
@@ -168,7 +168,8 @@ def test_state_of_the_last_release_and_back(tmp_path: Path) -> None:
         newer = owner.waits_for([owner.asks("of the newer one")])
         hold_worker(up)
         queued_newer = [owner.asks(f"queued later {number}") for number in range(QUEUED)]
-    # 0.1.0 rejects tables with more columns than it knows. Later releases leave them as they are.
+    # 0.1.0 rejects tables with more columns than it knows about. Later releases leave them as they
+    # are.
     (folder / "var/bigquery").rename(folder / "var/bigquery.newer")
     with powered(folder, older, ports) as (_, owner):
         assert len(owner.waits_for(queued_newer)) == QUEUED

@@ -53,7 +53,7 @@ PROJECT = "release"
 INBOXES = 2
 """One for the API, and one for the batch runner."""
 QUIET_S = 2.0
-"""Seconds without a message after which none can still be on its way."""
+"""Seconds without a message after which none can still be in transit."""
 CLASS = """
 class Predictor(BasePredictor):
     def predict(self, text: str, times: int = 2) -> Iterator[str]:

@@ -46,7 +46,7 @@ GIVEN: Mapping[str, frozenset[str]] = MappingProxyType(
         "docs/reference/own-models.md": frozenset({"pydantic"}),
     }
 )
-"""Names that stand for something of the reader's."""
+"""Names that stand for something the reader supplies."""
 
 
 def check_python_code(block: Block, earlier: Iterable[Block]) -> None:

@@ -1,4 +1,4 @@
-"""Checks shell samples without running them: their syntax, their programs, and what they name.
+"""Checks shell samples without running them: their syntax, their programs, and the names they use.
 
 `penstock` commands are parsed by the command line itself, requests with curl are looked up in the
 OpenAPI document, and targets, modules and files must exist.

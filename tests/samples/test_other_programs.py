@@ -40,7 +40,7 @@ INCOMPLETE = {
     "helm": r"requires (at least )?\d+ argument|flag needs an argument",
     "kubectl": r"required flag|flag needs an argument",
 }
-"""Each program's message about a missing value, which prose may leave out."""
+"""Each program's message about a missing value, which prose may omit."""
 
 
 def read_block_commands() -> set[tuple[str, ...]]:

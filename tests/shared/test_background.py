@@ -1,6 +1,6 @@
 """A task that runs alongside requests until it is stopped.
 
-A task that exits by itself is logged as a bug.
+A task that exits on its own is logged as a bug.
 """
 
 import asyncio

@@ -177,7 +177,7 @@ def test_job_of_a_newer_release_is_read_by_an_older_one_and_the_reverse() -> Non
     old = {name: value for name, value in attributes.items() if name not in facts}
     row = row_of(decode_job(data, old).envelope, failure(0, BadInput("no")), MINI)
     assert (row.plan, row.user_agent_family, row.batch_id) == (None, None, None)
-    # Attributes that a release does not know must not prevent it from reading a job.
+    # Attributes that a release does not recognize must not prevent it from reading a job.
     assert decode_job(data, attributes | {"fact_of_tomorrow": "x"}).envelope.plan == "team"
 
 

@@ -33,7 +33,7 @@ def test_query_that_takes_too_long_is_ended_where_it_runs(client: Client) -> Non
     assert raised.value.public_message == ("the query took longer than 0.3 s; use a shorter range")
     (job,) = client.list_jobs()
     # It was stopped either by its own limit or by our cancellation, so nothing keeps running for a
-    # caller who has left.
+    # caller that has disconnected.
     job.reload()
     if job.state != "DONE":
         with pytest.raises(Exception, match="cancel"):

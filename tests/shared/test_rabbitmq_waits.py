@@ -106,7 +106,7 @@ async def test_publishing_goes_on_when_the_exchange_was_not_confirmed(linked: Li
 async def test_publishes_that_wait_for_room_are_sent_after_the_connection_broke(
     linked: Linked,
 ) -> None:
-    """Nothing drains the queue to the socket any longer, but the channel is not closed yet."""
+    """Nothing drains the queue to the socket anymore, but the channel is not closed yet."""
     async with linked.transport(answer_limit_s=WAIT_LIMIT_S) as transport:
         await transport.publish("jobs", b"first", {})
         linked.link.hang_up_unread()

@@ -73,7 +73,7 @@ class Counts:
 
 
 class Predictions(RuleBasedStateMachine):
-    """API keys that take everything they can, and a quiet key that stays below its share."""
+    """API keys that use everything they can, and a quiet key that stays below its share."""
 
     url = ""
     number = itertools.count()

@@ -1,6 +1,4 @@
-"""Rows during a long outage: compressed on disk, within limits, and each delivered once in the
-end.
-"""
+"""Rows during a long outage: compressed on disk, within limits, and each delivered once."""
 
 from __future__ import annotations
 
@@ -131,7 +129,7 @@ def test_anybody_can_read_a_packed_segment(tmp_path: Path) -> None:
 async def test_outage_under_load_costs_no_row_and_little_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """BigQuery is killed in mid-operation and comes back while rows keep arriving."""
+    """BigQuery is killed mid-operation and comes back while rows keep arriving."""
     monkeypatch.setattr("shared.usage.writer.MEMORY_ROWS", 500)
     server, spool_dir, number = Server(tmp_path), tmp_path / "spool", 0
 

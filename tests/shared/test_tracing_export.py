@@ -1,4 +1,4 @@
-"""A collector that is down, slow or rejecting costs spans, but never delays anything else."""
+"""A collector that is down, slow or rejecting requests loses spans, but delays nothing else."""
 
 from __future__ import annotations
 

@@ -51,7 +51,7 @@ def exported(collector: Collector, trace: TraceContext, name: str = "done") -> R
 
 
 def test_without_an_endpoint_nothing_of_the_sdk_is_imported() -> None:
-    # redis imports the SDK's metrics by itself if the SDK is installed.
+    # redis imports the SDK's metrics on its own if the SDK is installed.
     code = (
         "import sys, api.__main__, workers.__main__, workers.functions.dependencies;"
         "from shared.tracing.setup import traced\n"

@@ -8,6 +8,6 @@ from workers.runtime.pooled_process import PooledProcess
 
 @pytest.fixture
 async def process(pool: ModelPool) -> PooledProcess:
-    """The first process in the file's own pool, once it is ready."""
+    """The first process in the file's own pool, once the process is ready."""
     await pool.processes[0].ready()
     return pool.processes[0]

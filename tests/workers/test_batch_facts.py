@@ -1,4 +1,4 @@
-"""Facts about an item's batch in its row: padding, and whether the item waited for the model."""
+"""Facts about an item's batch in its row: padding, and whether it waited for the model."""
 
 from __future__ import annotations
 

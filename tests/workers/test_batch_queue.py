@@ -151,7 +151,7 @@ class Model(RuleBasedStateMachine):
             could = [one for one in self.model if one.tenant == tenant and one.key == key]
             assert taken == sorted(could, key=lambda one: one.order)[: len(taken)]
         for one in batch:
-            self.model.remove(one)  # fails if it was taken before
+            self.model.remove(one)  # fails if it was already taken
 
     @invariant()
     def agrees(self) -> None:

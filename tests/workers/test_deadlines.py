@@ -1,4 +1,4 @@
-"""Deadlines stop work no matter where it is: queued, prepared, between two steps, in delivery.
+"""Deadlines stop work wherever it is: queued, prepared, between two steps, or in delivery.
 
 Late work is free.
 """
@@ -313,7 +313,10 @@ async def test_answer_to_an_instance_that_is_gone_is_neither_charged_nor_kept(
 async def test_late_attempt_repeats_what_was_answered_in_time(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """The worker died between reply and rows. The reply was delivered, so it is charged."""
+    """The worker died between sending the reply and writing the rows.
+
+    The reply was delivered, so it is charged.
+    """
     async with running_worker(redis_url, tmp_path) as harness:
         result = EmbeddingResult(b"cat", 3)
         first = ReplyBody(

@@ -27,8 +27,9 @@ PODS = "/api/v1/namespaces/penstock/pods"
 
 @dataclass
 class Cluster:
-    """Nodes and the pods on each. `held`: pods that their disruption budget protects from
-    eviction.
+    """Nodes, and the pods on each of them.
+
+    `held`: pods that their disruption budget protects from eviction.
     """
 
     nodes: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -37,7 +38,7 @@ class Cluster:
     held: set[str] = field(default_factory=set)
     url: str = ""
     cuts_off: bool = False
-    """True if responses break off before the end of the body."""
+    """True if responses are cut off before the end of the body."""
 
     def add(self, name: str, *pods: str, gpus: int = 1, failed_at: str | None = None) -> None:
         self.nodes[name] = {
@@ -178,7 +179,7 @@ def test_a_disruption_budget_is_asked_again(cluster: Cluster, account: Path) -> 
 def test_no_more_than_a_tenth_at_a_time(
     cluster: Cluster, account: Path, nodes: int, most: int
 ) -> None:
-    """Even if a driver reports every GPU as broken, nine tenths of them keep running."""
+    """Even if a driver reports every GPU as broken, nine tenths of them stay in use."""
     for number in range(nodes):
         cluster.add(f"n{number:03}", f"w{number}", failed_at=f"2026-11-26T10:{number % 60:02}:00Z")
     done = look(cluster, account)
@@ -186,7 +187,7 @@ def test_no_more_than_a_tenth_at_a_time(
     assert done.cordoned[0] == "n000", "the longest failed first"
     assert len(cluster.pods) == nodes - most
     assert look(cluster, account).cordoned == []
-    # The autoscaler deletes empty nodes, and then it is the next node's turn.
+    # The autoscaler deletes empty nodes, and then the next node gets its turn.
     del cluster.nodes["n000"]
     assert len(look(cluster, account).cordoned) == 1
 

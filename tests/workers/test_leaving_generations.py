@@ -158,7 +158,7 @@ def messages_of(
     resident = ResidentModels([lambda: model], [folder], loaded={0: model})
     resident.open()
     model.steps = 0
-    # Advance the clock far enough that every step reports its tokens.
+    # Advances the clock far enough that every step reports its tokens.
     now_s = itertools.count(0.0, CHUNKS_EVERY_S * 2)
     caller, process = socket.socketpair()
     with caller, process:

@@ -1,8 +1,7 @@
 """Until its reply is on its way, a lone job in a worker does not wait for anything remote.
 
-The job arrives, and the reply leaves. In between, nothing waits for a confirmation from the broker
-or for Redis, so a request takes four trips between the broker and its clients, plus the model's
-time.
+The job arrives, and the reply leaves. In between, nothing waits for a broker confirmation or for
+Redis, so a request takes four trips between the broker and its clients, plus the model's time.
 """
 
 import asyncio

@@ -1,5 +1,6 @@
-"""A worker whose GPU fails does not reply with errors. It exits, and another worker computes
-everything it held.
+"""A worker whose GPU fails does not return errors.
+
+It exits, and another worker computes everything it held.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ class Letters:
 model_process.model_for = lambda *given, **named: Letters()
 sys.exit(model_process.main())
 """
-"""Fails as many times as a file has letters."""
+"""Fails as many times as there are letters in a file."""
 NAMES = [f"n{letter}" for letter in "abcdefgh"]
 
 

@@ -1,5 +1,6 @@
-"""Weights that leave and come back. On a CPU, where pinned memory is ordinary memory, the same code
-moves them.
+"""Weights that are offloaded and loaded back.
+
+On a CPU, the same code moves them, but pinned memory is ordinary memory.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ ROOM = 10**9
 
 
 class Holder:
-    """A model as offload sees it: our own object with a network somewhere inside."""
+    """A model as offloading sees it: our own object with a network somewhere inside."""
 
     def __init__(self, network: torch.nn.Module) -> None:
         self.device_name = "cuda, as it were"

@@ -1,6 +1,4 @@
-"""A job that kills its process each time, on real model processes, is given up on, and other jobs
-are not affected.
-"""
+"""A job that kills its real model process every time is abandoned; others are not affected."""
 
 from __future__ import annotations
 

@@ -64,7 +64,7 @@ def test_a_weight_is_a_right_to_more_slots() -> None:
 def test_as_many_yield_as_a_long_text_needs() -> None:
     held = texts("aaaaa", room=0.2)
     assert chosen(Text("b", room=0.4), held) == [held[4], held[3]]
-    # Even all excess slots together would not be enough, so no text is interrupted needlessly.
+    # Even all excess slots combined would not be enough, so no text is interrupted needlessly.
     assert chosen(Text("b", room=0.9), held) == []
 
 

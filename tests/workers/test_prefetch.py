@@ -62,7 +62,7 @@ def weights(
 
 
 def found(folder: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The path a worker uses if the store is mounted and the hub is unreachable."""
+    """The path that a worker uses when the store is mounted and the hub is unreachable."""
 
     def no_hub(repository: str, revision: str) -> Path:
         raise AssertionError(NOBODY)

@@ -1,7 +1,6 @@
-"""Interactive work goes before `batch` priority, which never stops.
+"""Interactive work runs ahead of `batch` priority work, which never stops entirely.
 
-If an item kills its model process, that item is eventually given up on, and every other item gets a
-result.
+An item that kills its model process is eventually abandoned, and every other item gets a result.
 """
 
 from __future__ import annotations

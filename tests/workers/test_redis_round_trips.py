@@ -26,7 +26,7 @@ async def asked(harness: WorkerHarness, text: str, age_s: float) -> Reply:
 
 
 def gave_up() -> float:
-    """How often a caller went on without Redis because it did not respond."""
+    """How often a caller went ahead without Redis because it did not respond."""
     known = [("penstock_cache_errors_total", "get"), ("penstock_records_errors_total", "claim")]
     return sum(REGISTRY.get_sample_value(name, {"operation": one}) or 0.0 for name, one in known)
 

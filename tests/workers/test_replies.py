@@ -30,7 +30,7 @@ ATTRIBUTES = {
     "attempt": "1",
     "api_instance": "api-1",
 }
-"""A job's attributes in releases without direct replies, except for the inbox and the slot."""
+"""A job's attributes in releases without direct replies, excluding the inbox and the slot."""
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""Replies that are ready together share messages, if the API instance supports that."""
+"""Replies that are ready at the same time share messages, if the API instance supports that."""
 
 import time
 from pathlib import Path

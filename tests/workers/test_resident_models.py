@@ -17,7 +17,7 @@ from workers.models.base import OnStep, PreparedItem
 from workers.runtime.resident_models import ResidentModels, weights_bytes
 
 BYTES = 100_000_000
-"""Each model's file size: far more than this process grows when it loads a model that only
+"""Each model's file size, which is far more than this process grows when it loads a model that only
 counts.
 """
 

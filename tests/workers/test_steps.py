@@ -544,7 +544,7 @@ async def read_until(harness: WorkerHarness, record: str, tokens: int) -> list[C
 
 
 def assert_gapless(chunks: list[Chunk]) -> None:
-    """Asserts that each token arrived once, in order, and as the model spells it."""
+    """Asserts that each token arrived once, in order, and as spelled by the model."""
     at = 0
     for chunk in chunks:
         assert chunk.first == at

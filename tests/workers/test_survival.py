@@ -137,7 +137,7 @@ async def test_late_attempt_repeats_the_first_answer_in_its_rows(
 
 
 async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_path: Path) -> None:
-    """Like an item whose model processes died, it gets three deaths, two of them on its own."""
+    """Like an item whose model processes died, it gets three deaths, two of them while alone."""
     async with running_worker(redis_url, tmp_path) as harness:
         for number in range(3):
             await harness.stores.records.claim(["req"])
@@ -158,7 +158,7 @@ async def test_job_that_three_workers_died_with_is_given_up(redis_url: str, tmp_
 async def test_jobs_whose_workers_died_with_all_of_them_succeed(
     redis_url: str, tmp_path: Path
 ) -> None:
-    """Each of the five dead workers held twenty jobs, so no single job gets the blame."""
+    """Each of the five dead workers held twenty jobs, so no single job gets blamed."""
     names = [f"req{number}" for number in range(20)]
     async with running_worker(redis_url, tmp_path) as harness:
         for _ in range(5):
@@ -171,7 +171,7 @@ async def test_jobs_whose_workers_died_with_all_of_them_succeed(
 
 
 async def test_jobs_of_one_dead_worker_share_batches(redis_url: str, tmp_path: Path) -> None:
-    """If run one by one, each of a full worker's jobs would take a whole batch's time."""
+    """If run one by one, each of a full worker's jobs would take as long as a whole batch."""
     names = [f"req-{letter}" for letter in "abcdef"]
     async with running_worker(redis_url, tmp_path) as harness:
         await harness.stores.records.claim(names)
@@ -196,7 +196,7 @@ async def attempts_of(harness: WorkerHarness, record_id: str) -> int:
 
 
 async def died_twice_with(harness: WorkerHarness, *records: str) -> None:
-    """Leaves the state that two workers leave when they die with these jobs."""
+    """Recreates the state that two workers leave behind when they die with these jobs."""
     for _ in range(2):
         await harness.stores.records.claim(list(records))
 
@@ -227,7 +227,7 @@ async def test_death_counts_against_the_job_that_runs_alone(redis_url: str, tmp_
 
         harness.stores.records.note_alone = noting  # type: ignore[method-assign]
         await harness.send("waits", request_id="waits", age_s=10)
-        # It is on its own only while it is being prepared.
+        # It has the worker to itself only while it is being prepared.
         await asyncio.wait_for(prepared.wait(), WAIT_LIMIT_S)
         assert await deaths_if_killed_now(harness, "runs") == (3, 1)
         assert (await deaths_if_killed_now(harness, "waits"))[1] == 0

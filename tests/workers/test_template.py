@@ -148,8 +148,8 @@ async def test_a_template_starts_no_thread_and_loads_the_libraries(
 def _memory_bytes(process: psutil.Process, kind: Literal["private", "rss"]) -> int:
     """A process's memory: either all resident memory, or only what it shares with no other process.
 
-    This excludes the CUDA libraries that come with a GPU build of torch, because nothing here uses
-    them, and the amount touched varies between processes.
+    This excludes the CUDA libraries in a GPU build of torch, because nothing here uses them, and
+    the number of touched pages varies between processes.
     """
     maps = [one for one in process.memory_maps() if not _CUDA.search(one.path)]
     return sum(one.rss if kind == "rss" else one.private_clean + one.private_dirty for one in maps)
@@ -172,7 +172,7 @@ async def test_an_image_model_on_a_gpu_is_forked_and_draws() -> None:
         assert process.pid is not None
         forked = psutil.Process(process.pid)
         assert forked.ppid() == template.pid
-        # A process that had to start its program again has different arguments.
+        # A process that had to restart its program has different arguments.
         assert forked.cmdline() == template.cmdline()
         assert process.device_name == torch.cuda.get_device_name()
         (result,) = (await process.run([IMAGE], timeout_s=START_LIMIT_S)).results

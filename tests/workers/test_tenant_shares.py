@@ -15,7 +15,7 @@ LONG_S = 60.0
 
 
 class Worker:
-    """A worker whose processes compute one item at a time, each for as long as the test decides."""
+    """A worker whose processes each compute one item at a time, for as long as the test decides."""
 
     def __init__(self, processes: int = 2) -> None:
         self.queue = PriorityQueue(1, max_items=1, shares=TenantShares())

@@ -279,7 +279,7 @@ async def test_unreadable_job_is_answered_at_once(
         ) as dead:
             message: ReceivedMessage = await asyncio.wait_for(anext(aiter(dead)), WAIT_LIMIT_S)
         assert message.data == data
-        # Details about our faulty message are for operators, not for callers.
+        # Details about our malformed message are for operators, not for callers.
         reason = message.attributes["penstock_reason"]
         assert reason
         assert reason not in reply.body.error.message

@@ -1,6 +1,4 @@
-"""A worker with an in-memory broker, a real Redis and a fake model process, and its callers'
-side.
-"""
+"""A worker with an in-memory broker, a real Redis and a fake model process."""
 
 from __future__ import annotations
 
@@ -368,7 +366,7 @@ class WorkerHarness:
 
 
 class RowList(list[Row]):
-    """Rows are safe at once, unless they are `held`."""
+    """Rows are safe immediately, unless they are `held`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -431,7 +429,7 @@ async def running_worker(
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker on `pool`, or on a fake model process that the test controls.
 
-    It runs flow steps if it is given their `catalog`.
+    It runs flow steps if given their `catalog`.
     """
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
     broker, name = broker or InMemoryBroker(), model.name
@@ -506,7 +504,7 @@ async def _receive(harness: WorkerHarness) -> None:
 
 
 def replies_in(message: ReceivedMessage) -> list[Reply]:
-    """The replies in a message, whether one or several."""
+    """The replies in a message, which may be one or several."""
     if not is_reply_batch(message.attributes):
         return [decode_reply(message.data, message.attributes)]
     slot = message.attributes.get("slot", "")

@@ -81,7 +81,7 @@ def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings) -> 
 
 
 def _own_texts(entry: Model, folder: Path) -> list[PreparedText]:
-    """Returns a few dozen texts of varying length, used if there is no artifact."""
+    """Returns a few dozen texts of varying lengths, used if there is no artifact."""
     texts = calibration_texts()
     return prepare_texts(TextPreparer(folder), texts[:: max(1, len(texts) // CALIBRATION_TEXTS)])
 

@@ -1,7 +1,7 @@
 """Finds the number of tokens per batch for a model on this device, by timing larger batches.
 
-On a GPU's host, a call takes the same time whatever its size, so small models need large batches.
-On a CPU, a larger batch only takes longer (decision 145).
+On a GPU's host, a call takes the same time regardless of its size, so small models need large
+batches. On a CPU, a larger batch just takes longer (decision 145).
 """
 
 from __future__ import annotations
@@ -13,15 +13,15 @@ import msgspec
 from workers.models.base import OutOfMemory
 
 MIN_GAIN = 1.07
-"""Minimum speedup that justifies a batch of twice the size. Less may be noise."""
+"""Minimum speedup that justifies doubling the batch size. Less may be noise."""
 DEADLINE_SHARE = 1 / 20
 """Maximum duration of a batch, as a share of the model's default deadline.
 
-An item may wait for two others.
+An item may have to wait for two other batches.
 """
 MIN_TOKENS = 256
 ROOM_WHEN_FULL = 4
-"""Part of the tokens that did not fit into the device's memory which two batches may have.
+"""Fraction of the tokens that did not fit into device memory that two batches may use.
 
 Half of them might fit, and a GPU has two batches in flight.
 """
@@ -32,12 +32,12 @@ class BudgetTiming(msgspec.Struct, kw_only=True):
 
     tokens: int
     tokens_per_s: float = 0.0
-    """Rate of all model processes together, or 0 if the batch did not fit into device memory."""
+    """Combined rate of all model processes, or 0 if the batch did not fit into device memory."""
     batch_s: float = 0.0
 
 
 Measure = Callable[[int], BudgetTiming]
-"""Times batches of a number of tokens until the device has finished them.
+"""Times batches with a given number of tokens until the device has finished them.
 
 Raises:
     OutOfMemory: the device has too little memory.
@@ -47,10 +47,11 @@ Raises:
 def find_budget(
     measure: Measure, usual_tokens: int, max_tokens: int, deadline_s: float
 ) -> tuple[int, list[BudgetTiming]]:
-    """Returns the tokens that a batch should have, and all timings in order.
+    """Returns the number of tokens that a batch should have, and all timings in order.
 
-    Doubles the usual number while that pays. If it already takes too long, continues with the
-    largest half, quarter or eighth that should not, so that a slow device times few batches.
+    Doubles the usual number for as long as that pays off. If it already takes too long, continues
+    with the largest half, quarter or eighth that should not, so that a slow device times few
+    batches.
 
     Args:
         usual_tokens: tokens in the first batch.

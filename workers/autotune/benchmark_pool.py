@@ -37,7 +37,9 @@ from workers.tasks.base import Resources
 from workers.tasks.embedding import encoder_model
 
 _SHAPES = ((1, 8), (1, 32), (4, 16), (4, 64), (1, 192))
-"""Texts and tokens of the calls timed to fit a call's cost. They differ widely on purpose."""
+"""Texts and tokens of the calls that are timed to estimate a call's cost. They differ widely on
+purpose.
+"""
 _REPEATS = 3
 _CALL_TOKENS_MAX = 16384
 
@@ -98,7 +100,7 @@ def open_model(
     model = cast(InferenceModel, make(entry, folder, resources))
     model.setup()
     model.warmup()
-    # On a CPU, its own CPU seconds are measured, so other programs don't distort the figures.
+    # On a CPU, it measures their own CPU seconds, so other programs don't distort the figures.
     _opened[target] = _LoadedTarget(
         model, time.process_time if model.device_name == "cpu" else time.perf_counter
     )
@@ -152,18 +154,18 @@ def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> in
 
 
 def device_name(target: BenchmarkTarget) -> str:
-    """Returns the name of the device that a loaded candidate computes on."""
+    """Returns the name of the device on which a loaded candidate computes."""
     return _load_target(target).model.device_name
 
 
 def call_s(target: BenchmarkTarget, text: PreparedText) -> float:
-    """Returns the seconds of a call with one short text."""
+    """Returns how many seconds a call with one short text takes."""
     opened, batch = _load_target(target), [_of_length(text, _SHAPES[0][1])]
     return min(_time_s(opened, batch) for _ in range(_REPEATS))
 
 
 def peak_memory_bytes(target: BenchmarkTarget) -> int:
-    """Returns the maximum memory of this process, or its GPU memory on a GPU."""
+    """Returns this process's maximum memory, or its maximum GPU memory if it uses a GPU."""
     if _load_target(target).model.device_name == "cpu" or "torch" not in sys.modules:
         return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
     return int(sys.modules["torch"].cuda.max_memory_allocated())
@@ -208,8 +210,8 @@ class BenchmarkPool:
     so that they can be timed in alternation. For a large model, or on a GPU, only the last
     candidate stays loaded.
 
-    Every method raises ModelFailed if a process died or took too long, as well as the model's
-    errors.
+    Every method raises ModelFailed if a process died or took too long, and also raises the model's
+    own errors.
 
     Args:
         libraries: modules to import before the processes are forked.
@@ -244,7 +246,7 @@ class BenchmarkPool:
         self._end()
 
     def _end(self) -> None:
-        # Kills the processes first, because a shutdown would wait for hanging calls.
+        # Kills the processes first, because a shutdown would wait for calls that hang.
         for process in multiprocessing.active_children():
             process.kill()
         for executor in self._executors:
@@ -307,7 +309,7 @@ class BenchmarkPool:
     def reading(
         self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float
     ) -> Timing:
-        """Returns the total rate of all processes in `layout`."""
+        """Returns the combined rate of all processes in `layout`."""
         begun = [
             executor.submit(throughput, self._target, texts, call_cost, seconds)
             for executor in self._executors[: layout.processes]

@@ -9,13 +9,15 @@ from workers.models.artifact import Artifact, Variant
 from workers.models.backend import Backend
 
 CPU_PROCESSES_MAX = 4
-"""Maximum number of processes, each of which holds the model's weights. Beyond four, more threads
-are just as good.
+"""Maximum number of processes, each of which holds the model's weights. Beyond four, adding threads
+works just as well.
 """
 
 
 LONE_THREADS_MAX = 8
-"""Maximum threads for ONNX Runtime. More threads don't speed up a single short text's products."""
+"""Maximum threads for ONNX Runtime. More threads don't speed up the products for a single short
+text.
+"""
 
 
 def candidates(
@@ -58,7 +60,7 @@ def _beyond(variant: Variant, tolerance: float) -> Finding:
 
 
 def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
-    """Returns torch in the entry's precision, or else in every precision the device supports."""
+    """Returns torch in the entry's precision, or in every precision the device supports."""
     precisions: list[str] = [entry.precision]
     if entry.rerank == "cross-encoder":
         precisions = ["fp32" if entry.precision == "auto" else entry.precision]
@@ -80,11 +82,11 @@ def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
 def layouts(
     processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch"
 ) -> list[Layout]:
-    """Returns the layouts to measure, preferred one first. Given values (not 0) are kept.
+    """Returns the layouts to measure, with the preferred one first. Given values (not 0) are kept.
 
-    On a GPU, threads don't matter and several processes would share its time, so the default is one
-    process per GPU. ONNX Runtime's threads sleep while they wait, so every process can have one per
-    core: a single batch uses all of them, and under load the processes share them at no cost.
+    On a GPU, threads don't matter and multiple processes would share its time, so the default is
+    one process per GPU. ONNX Runtime's threads sleep while they wait, so every process can have one
+    per core: a single batch uses all of them, and under load the processes share them at no cost.
     Torch's threads spin, so its processes divide the cores.
     """
     cores = machine.cores

@@ -17,7 +17,7 @@ from workers.autotune.batch_budget import BudgetTiming
 from workers.models.backend import Backend
 
 PROVISIONAL_S = 24 * 60 * 60.0
-"""How long a provisional choice is used. The first start after that measures again."""
+"""How long a provisional choice remains valid. The first start after that measures again."""
 
 
 class Layout(NamedTuple):
@@ -74,12 +74,15 @@ class Choice(msgspec.Struct, kw_only=True, tag="choice"):
     budgets: list[BudgetTiming] = []
 
     def batch(self, entry: Model) -> Batch:
-        """Returns the limits of a batch, at most the entry's."""
+        """Returns a batch's limits, which are at most the entry's."""
         return batch_of_tokens(entry, self.batch_tokens) if self.batch_tokens else entry.usual_batch
 
 
 class Refusal(msgspec.Struct, kw_only=True, tag="refusal"):
-    """The catalog entry allows no candidate. `message` is the message of a ConfigurationError."""
+    """The catalog entry does not allow any of the candidates.
+
+    `message` is the message of a ConfigurationError.
+    """
 
     message: str
 

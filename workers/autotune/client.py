@@ -28,7 +28,8 @@ from workers.runtime.child_process import child_environment
 SCHEME = 5
 """Part of every fingerprint. Incremented when the way choices are made changes."""
 CHOOSE_LIMIT_S = 180.0
-"""Time limit for a choice, enough for two workers in turn, each importing torch on a busy machine.
+"""Time limit for a choice, which is enough for two workers in turn, each importing torch on a busy
+machine.
 """
 
 BACKEND_INFO = Gauge(
@@ -131,8 +132,8 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
     except TimeoutError:
         return _fallback(entry, tuning, f"choosing a backend took longer than {CHOOSE_LIMIT_S:g} s")
     finally:
-        # Also kills its benchmark processes, which are in its session. All are gone if it exited
-        # normally.
+        # Also kills its benchmark processes, which are in the same session. All are gone if it
+        # exited normally.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)
         await process.wait()

@@ -1,4 +1,4 @@
-"""Finds the fastest option by timing all of them alternately until two quiet rounds agree."""
+"""Finds the fastest option by timing all of them in alternation until two quiet rounds agree."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ MARGIN = 1.05
 """How many times faster a later option must be, because short measurements are noisy."""
 LAYOUT_MARGIN = 1.3
 """The same for layouts. The first layout computes a single text on all cores, which is 1.7 times as
-fast on two cores. Under load, it is 6 to 20% slower, so with a smaller margin, the choice was
+fast on two cores. Under load, it is 6 to 20% slower, so with a smaller margin the choice would be
 random.
 """
 DISTURBED = 0.25
-"""A reading is void if other programs had the cores for this fraction of its time."""
+"""A reading is void if other programs had the cores for this fraction of its duration."""
 ROUNDS_MAX = 6
 
 
@@ -52,7 +52,7 @@ Measure = Callable[[Option], Timing]
 
 
 class Contest:
-    """Times options and finds the winner. The time limit covers all calls of `decide` together.
+    """Times options and finds the winner. The time limit applies to all calls to `decide` combined.
 
     Args:
         limit_s: no round starts after this time.

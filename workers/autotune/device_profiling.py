@@ -18,7 +18,7 @@ from shared.models.catalog import Model
 from shared.models.catalog_file import read_catalog
 from shared.models.device_profile import SUFFIX, DeviceProfile, ImageTiming
 from shared.models.tasks.embedding import EmbeddingTask, TextInput
-from shared.models.tasks.image import IMAGE, ImageInput
+from shared.models.tasks.image import ImageInput, ImageTask
 from shared.settings import WorkerSettings
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.choice import Choice
@@ -52,7 +52,7 @@ def profile_device(settings: WorkerSettings, say: Say) -> Path:
     )
     if isinstance(entry.definition, EmbeddingTask):
         profile = _profile_encoder(entry, folder, settings, say)
-    elif entry.task == IMAGE.name:
+    elif isinstance(entry.definition, ImageTask):
         profile = _profile_images(entry, folder, settings, say)
     else:
         raise ConfigurationError(
@@ -103,7 +103,7 @@ def _rates(
     sizes: Sequence[int],
     say: Say,
 ) -> dict[int, float]:
-    """Returns tokens per second by tokens per batch, as far as they fit into the memory."""
+    """Returns tokens per second by tokens per batch, for the sizes that fit into memory."""
     rates = {}
     for tokens in sizes:
         try:
@@ -197,7 +197,7 @@ def _time_images(
 
 
 def _time_batch_of_images(model: InferenceModel, batch: Sequence[PreparedImage]) -> float:
-    """Returns seconds until all images are files, which includes the device's work.
+    """Returns the number of seconds until all images are files, including the device's work.
 
     Raises:
         PenstockError: an image failed.

@@ -1,10 +1,10 @@
 """Chooses a backend: the fastest candidate within the tolerance of torch fp32.
 
-Then finds the tokens per batch for it (batch_budget.py).
+Then determines the number of tokens per batch for that backend (batch_budget.py).
 
 It waits until the cores are idle, so that other programs do not distort measurements.
 
-A prior estimates which backend is likely the fastest on this hardware. It orders the candidates,
+A prior estimates which backend is likely to be fastest on this hardware. It orders the candidates,
 rules out backends that never won, and decides if measurements disagree. Its sources are in
 docs/measurements/embeddings.md.
 """
@@ -42,8 +42,8 @@ _PLAIN = ("onnx-fp32", "onnx-int8", "torch-fp32", "torch-bf16")
 _VNNI_FLAGS = frozenset({"avx512_vnni", "avx_vnni", "amx_int8", "i8mm"})
 
 QUIET_LIMIT_S = 10.0
-"""How long to wait for quiet, which is longer than a local stack's other workers take to start on
-two cores. After that, we measure anyway.
+"""How long to wait for the machine to become quiet, which is longer than a local stack's other
+workers take to start on two cores. After that, the measurement starts anyway.
 """
 _SAMPLE_S = 0.3
 _SAMPLES = 2
@@ -53,7 +53,7 @@ _QUIET_SHARE = 0.85
 MEASURE_LIMIT_S = 10.0
 """No round starts after this time. Loading libraries takes extra time."""
 BUSY_LIMIT_S = 2.0
-"""Same limit for a busy machine, because rounds there are likely to be disturbed."""
+"""The same limit for a busy machine, where rounds are likely to be disturbed."""
 RATE_S = 0.5
 READ_AGAIN_S = 1.0
 """Duration up to which a batch is timed twice, because the first time may include loading a GPU's
@@ -67,7 +67,7 @@ _LENGTHS = (9, 11, 60, 13, 12, 210, 10, 70, 14, 44, 12, 8, 52, 16, 11, 240, 13, 
 """Token counts of the timed texts: 60% about 12, 30% about 60, 10% about 230."""
 
 Measure = Callable[[BenchmarkPool, Backend, Layout, Sequence[PreparedText]], Timing]
-"""Measures the throughput of a loaded backend in a layout with these texts."""
+"""Measures a loaded backend's throughput in a layout with these texts."""
 
 LIBRARY_OF = {
     "torch": "workers.models.embedding.encoder_torch",
@@ -78,7 +78,7 @@ log = logging.getLogger(__name__)
 
 
 def prior_rank(backend: Backend, machine: Machine, *, is_gpu: bool) -> int:
-    """Returns the rank of `backend` on this hardware. 0 is likely the fastest."""
+    """Returns the rank of `backend` on this hardware. 0 is likely to be the fastest."""
     if is_gpu:
         order: tuple[str, ...] = _ON_GPU
     elif machine.has_bf16:
@@ -114,7 +114,7 @@ def await_quiet(
 ) -> bool:
     """Waits until `cores` are idle.
 
-    Returns True once they are idle or if that is unknown, and False after `limit_s`.
+    Returns True once they are idle or if their state is unknown, and False after `limit_s`.
 
     Args:
         cores: number of cores that will be used.
@@ -139,7 +139,7 @@ def await_quiet(
 
 @dataclass(frozen=True)
 class SearchSpec:
-    """The input of a search.
+    """A search's input.
 
     `processes` and `threads` are 0 if undecided. `texts` are used if there is no artifact.
     `memory_fraction` is the fraction of a GPU's memory that each process may use.
@@ -166,11 +166,11 @@ class SearchSpec:
 
     @property
     def finds_budget(self) -> bool:
-        """True if the entry allows larger batches than usual."""
+        """True if the entry allows batches that are larger than usual."""
         return self.entry.batch != self.entry.usual_batch
 
     def forms(self, backend: Backend) -> list[Layout]:
-        """Returns the layouts in which to measure `backend`, preferred one first."""
+        """Returns the layouts in which to measure `backend`, with the preferred one first."""
         return layouts(
             self.processes, self.threads, self.machine, is_gpu=self.is_gpu, backend=backend.backend
         )
@@ -191,7 +191,7 @@ def choose(
 ) -> Choice:
     """Returns the fastest candidate within the tolerance, in its fastest layout.
 
-    Falls back to the hardware's prior if noise is too high.
+    Falls back to the hardware's prior if there is too much noise.
 
     First loads all candidates and checks them against torch fp32, which noise does not affect. Then
     waits for quiet.
@@ -240,7 +240,7 @@ def _find_budget(
 ) -> None:
     """Times batches in the chosen backend and layout, and adds the result to `choice`.
 
-    Without a result, for example because a process died, batches have the usual size for a day.
+    If there is no result, such as when a process died, batches have the usual size for a day.
     """
 
     def measure_batch(tokens: int) -> BudgetTiming:
@@ -264,7 +264,7 @@ def time_batch(
     tokens: int,
     meter: Measure = measure,
 ) -> BudgetTiming:
-    """Times batches of `tokens` in the chosen backend, which is loaded, and layout.
+    """Times batches of `tokens` using the chosen backend, which is already loaded, and layout.
 
     Raises:
         OutOfMemory: the device has too little memory.
@@ -283,7 +283,7 @@ def time_batch(
 
 
 def _texts_of(mix: Sequence[PreparedText], tokens: int) -> list[PreparedText]:
-    """Returns texts of the mix with this many tokens in total, or a few less."""
+    """Returns texts from the mix with this many tokens in total, or slightly fewer."""
     again = cycle(mix)
     texts = [next(again)]
     free = tokens - texts[0].length
@@ -320,9 +320,9 @@ def _fitting(
 
 
 def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> str:
-    """Returns the reason torch fp32 need not be measured in addition to `fit`.
+    """Returns the reason why torch fp32 need not be measured in addition to `fit`.
 
-    Empty if it must be.
+    Empty if it must be measured.
     """
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""

@@ -1,4 +1,4 @@
-"""`python -m workers.functions`: runs the functions of a RabbitMQ deployment until SIGTERM."""
+"""`python -m workers.functions`: runs a RabbitMQ deployment's functions until SIGTERM."""
 
 from __future__ import annotations
 

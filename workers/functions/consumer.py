@@ -39,9 +39,11 @@ MESSAGES = Gauge(
 )
 
 MESSAGES_IN_HAND = 128
-"""Maximum messages held per queue. Webhook receivers are slow and must not delay each other."""
+"""Maximum number of messages held per queue. Webhook receivers are slow and must not delay each
+other.
+"""
 STOP_LIMIT_S = 20.0
-"""How long handlers may take to finish after shutdown starts. Unfinished messages are
+"""How long handlers may take to finish once shutdown has started. Unfinished messages are
 redelivered.
 """
 
@@ -49,7 +51,7 @@ log = logging.getLogger(__name__)
 
 
 class QueueDepths:
-    """Checks the queues of a catalog's models periodically."""
+    """Periodically checks the queues for a catalog's models."""
 
     def __init__(self, admin: RabbitAdmin, catalog: Catalog) -> None:
         self._admin = admin
@@ -75,7 +77,7 @@ class QueueDepths:
     async def look(self) -> None:
         """Checks once.
 
-        Queues that can't be read have no value, because an old value would be misleading.
+        Queues that can't be read have no value, because an outdated value would be misleading.
         """
         try:
             counts = await asyncio.gather(*map(self._admin.waiting_messages, self._subscriptions))

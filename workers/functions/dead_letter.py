@@ -2,7 +2,7 @@
 
 A process may die after any step, so if the message is redelivered, every step is repeated. This is
 safe, because the caller accepts only one reply, and events and rows have IDs. A job that a worker
-has already replied to is left alone; workers send such jobs here for inspection.
+has already replied to is left unchanged; workers send such jobs here for inspection.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ class DeadLetters:
                 await self._answer(envelope, message)
 
     async def _end_step(self, envelope: Envelope, message: ReceivedMessage) -> None:
-        """Fails a flow step's items, and thus the run unless the step has a default."""
+        """Fails a flow step's items, which also fails the run unless the step has a default."""
         items, error = _reading(message)
         facts = {
             "request_id": envelope.request_id,
@@ -153,9 +153,9 @@ class DeadLetters:
         DEAD_LETTERS.labels("answered" if ours else "none").inc()
 
     async def _forward(self, envelope: Envelope, message: ReceivedMessage) -> bool:
-        """Hands a job that no canary worker could finish to the other revision.
+        """Forwards a job that no canary worker could finish to the other revision.
 
-        Returns whether the job was a canary's.
+        Returns whether the job belonged to a canary.
         """
         if (model := model_of_canary(envelope.model)) is None:
             return False
@@ -192,7 +192,7 @@ class DeadLetters:
         DEAD_LETTERS.labels(end).inc()
 
     async def _end(self, envelope: Envelope, ours: ReplyBody) -> tuple[ReplyBody, str] | None:
-        """Finishes the record. Returns the reply from this or an earlier attempt.
+        """Finishes the record. Returns the reply from this attempt or an earlier one.
 
         Returns None if the job was already finished elsewhere.
         """
@@ -243,7 +243,7 @@ class DeadLetters:
 
 @contextmanager
 def _refusal_logged(topic_id: str) -> Iterator[None]:
-    """Ignores a missing topic, because its subscribers are gone and retrying is useless."""
+    """Ignores a missing topic, because its subscribers are gone and retrying is pointless."""
     try:
         yield
     except BadInput as error:

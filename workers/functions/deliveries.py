@@ -1,4 +1,6 @@
-"""Writes a row for each attempt to deliver an event. Problems with rows never make a delivery fail.
+"""Writes a row for each attempt to deliver an event.
+
+Problems with rows never cause a delivery to fail.
 
 Redis holds the delivery state: when output was last sent, and which predictions have finished. This
 is only for ordering and rate limiting. Without Redis, events are still delivered, possibly more
@@ -57,14 +59,17 @@ log = logging.getLogger(__name__)
 
 
 class DeliveryState(RedisStore):
-    """Predictions' delivery state. An async context manager that opens even without Redis."""
+    """Predictions' delivery state.
+
+    An async context manager that opens even if Redis is unavailable.
+    """
 
     def __init__(self, redis_url: str) -> None:
         super().__init__(RedisLink("webhooks", redis_url, timeout_s=0.25, up=UP, errors=ERRORS))
         self._commands = self._link.commands("the webhook delivery state")
 
     async def admit(self, record: str, event: str) -> DeliveryDecision:
-        """Returns whether an event is due, late, or too soon after the last one of its kind."""
+        """Returns whether an event is due, late, or too soon after the previous one of its kind."""
         sent_key, spare_ms = self._key(record, event), THROTTLE_MS if event in THROTTLED else 0
         answer = None
         with contextlib.suppress(Unavailable):  # better to send it twice than not at all
@@ -85,7 +90,7 @@ class DeliveryState(RedisStore):
     async def refused_since(self, delivery_id: str, now_s: float) -> float | None:
         """Returns when an event was first rejected, in Unix seconds.
 
-        Returns `now_s` if this is its first rejection, or None if that is unknown.
+        Returns `now_s` if this is its first rejection, or None if it is unknown.
         """
         key = self._key(delivery_id, "refused")
         with contextlib.suppress(Unavailable):
@@ -122,7 +127,7 @@ class Deliveries:
 
     @asynccontextmanager
     async def recorded(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
-        """A context for an attempt, which sets its row's `status_code` and `outcome`."""
+        """A context for an attempt, which sets the `status_code` and `outcome` of its row."""
         began_s = time.time()
         try:
             yield

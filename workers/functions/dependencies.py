@@ -162,8 +162,8 @@ class RowTable:
             group.error = error
             return
         except BaseException:
-            # The task that sends on behalf of other tasks may be canceled, in which case the result
-            # is unknown.
+            # The task that sends on behalf of other tasks may be canceled, which leaves the result
+            # unknown.
             group.error = Unavailable("BigQuery: the call was cut off")
             raise
         for fields, reason in refused:

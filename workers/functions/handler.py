@@ -171,7 +171,7 @@ class Request(Protocol):
 
     @property
     def method(self) -> str:
-        """The HTTP method, in capitals."""
+        """The HTTP method, in uppercase."""
 
     @property
     def url(self) -> _Url:
@@ -182,7 +182,7 @@ class Request(Protocol):
         """The headers by name, in lowercase."""
 
     def stream(self) -> AsyncIterator[bytes]:
-        """Yields the body in chunks as they arrive."""
+        """Yields the body's chunks as they arrive."""
 
 
 async def handle_push(
@@ -226,7 +226,8 @@ async def handle_message(message: ReceivedMessage, function: str, handle: Handle
         }
         log.error("message unreadable", extra=facts)
     except ReceiverBusy as error:
-        # Not a failure, and too frequent to log. The webhook counter includes it by outcome.
+        # This is not a failure, and it happens too often to log. The webhook counter counts it by
+        # outcome.
         return error.message
     except (PenstockError, TimeoutError) as error:
         FAILED.labels(function).inc()

@@ -8,8 +8,8 @@ CloudEvents and raw pushes (handler.py explains why).
 
 `reports` handles a Cloud Scheduler call: it aggregates past days, or checks the current day's hours
 for anomalies. The body is JSON: `{}` for the most recent days, `{"from": "2026-10-01", "to":
-"2026-10-31"}` for a backfill, `{"only": "anomalies"}` for the hours that are over. Cloud Scheduler
-retries any call that doesn't get a 2xx response.
+"2026-10-31"}` for a backfill, `{"only": "anomalies"}` for the hours that have ended. Cloud
+Scheduler retries any call that doesn't get a 2xx response.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ from workers.functions.settings import FunctionSettings
 
 MAX_BODY_BYTES = 4096
 GRACE_S = 30.0
-"""How long a run may exceed its limit to finish its current step."""
+"""How far a run may exceed its time limit to finish its current step."""
 
 RUNS = Counter(
     "penstock_reports_runs_total",

@@ -24,14 +24,14 @@ from shared.errors import ConfigurationError, PenstockError, Unavailable
 GOOGLE_CERTS_URL = "https://www.googleapis.com/oauth2/v1/certs"
 ISSUERS = frozenset({"accounts.google.com", "https://accounts.google.com"})
 CERTS_KEPT_S = 600.0
-"""Google publishes a new key days before signing with it."""
+"""Google publishes a new key days before it starts signing with it."""
 CLOCK_SKEW_S = 10
 # Cloud Run replaces the signature with this text after checking it.
 REMOVED_SIGNATURE = "SIGNATURE_REMOVED_BY_GOOGLE"
 
 
 class PushRefused(PenstockError):
-    """The caller may not call."""
+    """The caller is not allowed to call."""
 
     code = "push_refused"
     public_by_default = None

@@ -35,7 +35,7 @@ MAX_OF_RECEIVER = 6
 MAX_UNPROVEN = 4
 """Maximum concurrent deliveries per tenant to receivers not known to respond quickly.
 
-Halved for each failure to respond since the last response, down to one.
+Halved each time a receiver fails to respond, since the last response, down to one.
 """
 MAX_WAITING = 8
 """Maximum number of deliveries per tenant that may wait for a quick receiver."""
@@ -47,7 +47,7 @@ MIN_PAUSE_S = 5.0
 MAX_PAUSE_S = 60.0
 """How long a receiver is left alone after failing to respond.
 
-With these pauses, it takes up a slot for a quarter of the time.
+With these pauses, it occupies a slot for a quarter of the time.
 """
 MAX_RECEIVERS = 10_000
 """Maximum number of remembered receivers. The least recently used receivers are forgotten."""
@@ -87,7 +87,7 @@ class _Tenant:
 
 
 class Turn:
-    """One delivery's turn. Rates the receiver by how long the post takes."""
+    """One delivery's turn. Rates the receiver based on how long the post takes."""
 
     def __init__(
         self,
@@ -104,12 +104,12 @@ class Turn:
 
     @contextmanager
     def posting(self) -> Iterator[None]:
-        """A context that posts, and raises Unavailable if there is no response."""
+        """A context for posting, which raises Unavailable if there is no response."""
         began_s = self._clock()
         try:
             yield
         except Unavailable:
-            # A receiver that refuses connections immediately delays nobody.
+            # A receiver that immediately refuses connections does not delay anyone.
             self._judge(self._clock() - began_s, is_answered=self._clock() - began_s < QUICK_S)
             raise
         self._judge(self._clock() - began_s, is_answered=True)
@@ -143,7 +143,7 @@ class ReceiverPermits:
 
     @asynccontextmanager
     async def taken(self, tenant: str, url: str) -> AsyncIterator[Turn]:
-        """A context that delivers to a tenant's receiver.
+        """A context for delivering to a tenant's receiver.
 
         Raises:
             ReceiverBusy: there is no room now. The broker should redeliver the message.

@@ -105,7 +105,7 @@ class WebhookClient:
     """Posts to one webhook.
 
     Args:
-        allow_private: if True, any address and plain http are allowed, for a single machine.
+        allow_private: if True, any address and plain http are allowed, for use on a single machine.
         resolve: returns all addresses of a host and port.
     """
 
@@ -136,7 +136,7 @@ class WebhookClient:
         except UrlForbidden as error:
             raise WebhookUrlForbidden(error.message, field="webhook") from error
         except (ClientError, OSError, ValueError) as error:
-            # aiohttp's own timeouts are TimeoutError, which is an OSError.
+            # aiohttp's own timeouts raise TimeoutError, which is an OSError.
             reason = f"{url.host}: {str(error) or type(error).__name__}"
             raise Unavailable(reason, public=reason) from error  # about the caller's own receiver
 
@@ -322,7 +322,7 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
     """Returns a delivery's headers as defined by Standard Webhooks.
 
     Args:
-        setting: the secrets, in the format of shared.webhooks.event.tenant_secrets.
+        setting: the secrets, in the format used by shared.webhooks.event.tenant_secrets.
         webhook_id: ID that is the same for every attempt to deliver one event.
     """
     now_s = int(time.time())
@@ -341,14 +341,14 @@ def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> d
 async def end_of(
     answer: WebhookResponse, message: ReceivedMessage, delivery_id: str, state: DeliveryState
 ) -> str:
-    """Returns the outcome that a response to an event implies for its message.
+    """Returns the outcome for an event's message, based on the response to the event.
 
     A rejected event's hour of retries starts with its first rejection. Time spent waiting before
     that does not count.
 
     Args:
         delivery_id: ID that is the same for every attempt.
-        state: remembers the first rejection.
+        state: stores the first rejection.
 
     Raises:
         Unavailable: the delivery should be retried.
@@ -372,7 +372,7 @@ class _Notice(NamedTuple):
 
     kind: str
     identity: str
-    """The same each time the event is announced, so that the event's ID is the same too."""
+    """It is the same each time the event is announced, so that the event's ID is the same too."""
     data: dict[str, Any]
     facts: dict[str, str]
     """Fields for log entries."""

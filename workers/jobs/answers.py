@@ -1,6 +1,6 @@
 """Computes a job's reply and its record's state from its items' outcomes.
 
-A generation that finishes without a result is charged for the tokens its readers received.
+A generation that ends without a result is charged for the tokens that its readers received.
 """
 
 from __future__ import annotations
@@ -43,8 +43,9 @@ async def with_delivered(streams: TokenStreams, pulled: PulledJob, body: ReplyBo
 
     Receipts count those tokens.
 
-    A custom class's item without a result keeps the pieces yielded so far. If its caller stopped
-    it, only the pieces that were read are kept; otherwise all are kept and none are charged.
+    A custom class's item without a result keeps the pieces that it has yielded so far. If its
+    caller stopped it, only the pieces that were read are kept; otherwise, all pieces are kept and
+    none are charged.
 
     Raises:
         Unavailable: Redis did not respond.
@@ -85,7 +86,7 @@ def _with_partial(
 
 
 def _is_charged_as_read(outcome: ItemOutcome, item: Item) -> bool:
-    """Returns whether the tokens read are charged. A class may reject an input late."""
+    """Returns whether the tokens read are charged. A class may reject an input at a late stage."""
     is_text = isinstance(item.input, GenerationInput)
     return outcome.status in ENDED_BY_CALLER or (is_text and is_ended_by_caller(outcome))
 

@@ -48,7 +48,7 @@ class BatchRun:
     async def start(self, on_over: Callable[[], None]) -> str:
         """Sends the batch.
 
-        If the process died before that, returns the reason, otherwise an empty string.
+        If the process has died by then, returns the reason, otherwise an empty string.
 
         Args:
             on_over: called when the batch has finished.
@@ -67,7 +67,7 @@ class BatchRun:
             await self.close()
             return error.message
         self._running.done.add_done_callback(lambda _: on_over())
-        self.stop_unwanted()  # the batch's callers may have left while it was waiting
+        self.stop_unwanted()  # the batch's callers may have disconnected while it was waiting
         return ""
 
     @property
@@ -92,7 +92,7 @@ class BatchRun:
         self._counted = self._busy.start(priorities)
 
     def stop_unwanted(self) -> None:
-        """Cancels the batch if all of its callers have left."""
+        """Cancels the batch if all of its callers have disconnected."""
         if self._running is not None and all(queued.is_unwanted for queued in self.batch):
             self._running.cancel()
 

@@ -1,10 +1,10 @@
-"""Compares a canary's outputs in both revisions' workers, if only workers have the code to do so.
+"""Compares a canary's outputs from both revisions' workers, if only workers have the code for that.
 
 The API compares all other outputs (api/dispatch/canary_comparison.py). A custom class decides for
-itself which outputs are close, and it only computes predictions, for which the API does not wait.
-The canary's worker therefore has the other revision recompute a share of its items, including its
-own output in the input, and that revision's worker compares the two outputs. As in the API, this
-has `batch` priority, does not belong to a tenant, and costs nothing.
+itself which outputs are close, and it computes only predictions, which the API does not wait for.
+The canary's worker therefore has the other revision recompute a share of its items, sending its own
+output along with the input, and that revision's worker compares the two outputs. As in the API,
+this has `batch` priority, does not belong to a tenant, and costs nothing.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Extra tasks for workers whose model has a canary: counting for the comparison, and draining.
 
-Workers of both revisions count the results of their items. The canary's workers report that they
-are alive. If none are alive, or the canary was rolled back, the other revision's workers also pull
-from the canary's subscriptions and forward the jobs, so that none are stranded.
+Workers for both revisions count their items' results. The canary's workers report that they are
+alive. If none are alive, or the canary was rolled back, the other revision's workers also pull from
+the canary's subscriptions and forward the jobs, so that none are stranded.
 
 Canary jobs that fail or take too long are handed over to the other revision. The caller therefore
 gets the other revision's response instead of the canary's error.
@@ -43,7 +43,7 @@ DRAIN_MESSAGES = 64
 DRAIN_RETRY_S = 5.0
 LAST_COUNT_LIMIT_S = 1.0
 ROUNDING_S = 0.01
-"""Tolerance for a remaining time, because it is the difference of two Unix times."""
+"""Tolerance for a remaining time, because it is the difference between two Unix times."""
 
 
 class Forwarding:
@@ -59,14 +59,14 @@ class Forwarding:
 
     @staticmethod
     def wants(outcomes: Sequence[ItemOutcome]) -> bool:
-        """Returns whether the other revision must try, because an item failed for whatever reason.
+        """Returns whether the other revision must try, because an item failed for any reason.
 
-        An invalid input fails there too, but with the error messages callers are used to.
+        An invalid input also fails there, but with the error messages that callers are used to.
         """
         return any(outcome.status == "failed" for outcome in outcomes)
 
     def begin(self, pulled: PulledJob, reason: str) -> None:
-        """Closes a job here, unless it is already over, and forwards it in the background."""
+        """Closes a job here, unless it has already ended, and forwards it in the background."""
         if not pulled.is_over:
             pulled.end()
             self._registry.spawn(self.forward(pulled, reason))
@@ -250,7 +250,7 @@ class CanaryShare:
 
 
 def _is_of_model(outcome: ItemOutcome) -> bool:
-    """Returns whether the revision, not the caller, may be at fault."""
+    """Returns whether the revision, rather than the caller, may be at fault."""
     error = outcome.error
     if error is None:
         return True

@@ -95,8 +95,8 @@ def _receipt_of_leaver(pulled: PulledJob, item: Item, queued: QueuedItem) -> Rec
     """Returns the receipt for an item whose caller leaves while its batch continues for others.
 
     If another caller is waiting for the same item, that caller pays for the whole item. The part of
-    a stream that was read is charged to its reader, because the remaining caller may also leave
-    without reading anything.
+    a stream that was read is charged to its reader, because the remaining caller may also
+    disconnect without reading anything.
     """
     is_last = all(other is pulled or other.is_unwanted for other, _ in queued.waiters)
     spent = queued.spent_work() if is_last else None

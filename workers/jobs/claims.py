@@ -15,7 +15,7 @@ from workers.scheduling.job import PulledJob
 
 UNFINISHED_MAX, ALONE_MAX = 3, 2
 """Number of worker deaths after which a job is given up on. Counted separately for all workers that
-held the job and for workers in which it ran by itself. As with model processes, deaths with other
+held the job and for workers that ran it by itself. As with model processes, deaths with other
 causes are not counted against any job.
 """
 
@@ -37,7 +37,7 @@ class Claims:
         """Claims jobs' records. Waits only for jobs that may have been delivered before.
 
         Nearly all jobs are on their first delivery, and are claimed in the background. If such a
-        job turns out to have finished already, it is dropped wherever it is by then.
+        job turns out to be already finished, it is dropped wherever it is by then.
         """
         first, repeated = list[PulledJob](), list[PulledJob]()
         for pulled in pulled_jobs:
@@ -55,7 +55,7 @@ class Claims:
     async def mark_alone(self, pulled_jobs: Iterable[PulledJob]) -> AsyncIterator[None]:
         """Marks jobs that have killed workers as this worker's only work, inside the context.
 
-        If this worker dies as well, its death therefore counts against them.
+        If this worker also dies, its death therefore counts against those jobs.
         """
         marked = []
         for pulled in pulled_jobs:

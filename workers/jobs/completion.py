@@ -10,7 +10,7 @@ steps. All such jobs with the same inbox go through each step together, in one t
 (`_finish_together`).
 
 Pure functions convert the outcomes of a job's items to the record's state, and the record to rows.
-A generation that finishes without a result is charged for the tokens its readers received.
+A generation that ends without a result is charged for the tokens that its readers received.
 
 Results that are too large for a message are stored in the object store. Records and the cache
 contain keys for the largest results; replies also contain keys for smaller ones.
@@ -74,7 +74,7 @@ class Completion:
 
     `registry` holds the jobs until then, and `replies` publishes their replies. `canary` is this
     worker's part in the comparison of two revisions, and `forwarding` hands over jobs that this
-    revision can't do. They are None if the model has no canary and isn't one.
+    revision can't complete. They are None if the model has no canary and isn't one.
     """
 
     has_flows: ClassVar = False
@@ -183,7 +183,7 @@ class Completion:
         If any is late, all are finished one by one, as are jobs whose records Redis did not finish.
         """
         ours = self._bodies_of(jobs)
-        if any(state_of(body) != "succeeded" for body in ours):  # some are late by now
+        if any(state_of(body) != "succeeded" for body in ours):  # some are late by this point
             for pulled in jobs:
                 self._spawn(pulled, self.finish(pulled))
             return
@@ -281,7 +281,7 @@ class Completion:
             return
         record_spans(pulled, self.model, self.worker.device)
         try:
-            # Together, because the store may be far away.
+            # Done together, because the store may be far away.
             outcomes = await asyncio.gather(
                 *(self.large_results.store(pulled.envelope, outcome) for outcome in outcomes)
             )
@@ -313,8 +313,8 @@ class Completion:
         has_record = pulled.envelope.has_record
         deliver = self._record_then_reply if has_record else self._record_and_reply
         answered = await deliver(pulled, ours)
-        # After the reply, which a caller waits for. Until then an identical item is coalesced with
-        # the queued one.
+        # Done after the reply, because a caller is waiting for that. Until then an identical item
+        # is coalesced with the queued one.
         await self.fill_cache([(pulled, answered)])
         subscribed = pulled.envelope.webhook_events
         if subscribed:

@@ -127,7 +127,7 @@ class JobConsumer:
         Returns the tasks, which stop only on an error. The caller cancels them.
 
         Args:
-            on_queued: called when there is more to take.
+            on_queued: called when there are more items to take.
             on_unwanted: called when a running batch may have lost its last caller.
         """
         self._subscriptions = subscriptions
@@ -307,7 +307,7 @@ class JobConsumer:
     def _work_of_refusal(self, item: Item, error: PenstockError) -> int:
         """Returns the work counted for an input that could not be prepared.
 
-        Measuring an input of a custom class takes little work, unless it reached its time limit.
+        Measuring a custom class's input takes little work, unless it reached its time limit.
         """
         if isinstance(item.input, CustomInput) and isinstance(error, BadInput):
             return 1
@@ -331,5 +331,5 @@ class JobConsumer:
                 self._completion.settle(pulled, pulled.without_model(item, ready))
             elif not self.queue.coalesce(
                 pulled, item
-            ):  # an identical item from this admission may be queued by now
+            ):  # an identical item from this admission may have been queued by now
                 self.queue.add(ready, pulled, item, before)

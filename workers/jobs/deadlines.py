@@ -25,7 +25,7 @@ class Clock(Protocol):
 
 
 class SystemClock:
-    """The system clock, with timers of the running event loop."""
+    """The system clock, with the running event loop's timers."""
 
     def now_s(self) -> float:
         """Returns Unix seconds."""
@@ -37,7 +37,7 @@ class SystemClock:
 
 
 class Deadlines:
-    """Watches jobs until they are over.
+    """Watches jobs until they end.
 
     Args:
         on_start_expired: called at a job's queue limit, if that is before its deadline.

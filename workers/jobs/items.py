@@ -42,7 +42,7 @@ from workers.scheduling.tenant_shares import TenantShares
 log = logging.getLogger(__name__)
 
 LINGER_S = 1.0
-"""How long a finished item can still be coalesced with.
+"""How long other items can still be coalesced with a finished item.
 
 By then, its result has reached the cache.
 """
@@ -68,7 +68,7 @@ class ModelQueue:
     """Queues items, coalesces identical items, and drops canceled and late items.
 
     Args:
-        on_queued: called when there is more to take.
+        on_queued: called when there are more items to take.
     """
 
     def __init__(self, model: Model, completion: Completion, on_queued: Callable[[], None]) -> None:
@@ -141,7 +141,7 @@ class ModelQueue:
 
     def take(self, processes: int) -> list[QueuedItem]:
         """Returns the next batch for one of `processes`. Empty if no wanted item is waiting."""
-        self._earliest_s = float("-inf")  # its item may be taken, so recompute it on demand
+        self._earliest_s = float("-inf")  # its item may have been taken, so recompute it on demand
         return self._queue.take(processes, self._is_wanted, time.time())
 
     def admit(self, inside: Collection[QueuedItem], processes: int) -> list[QueuedItem]:
@@ -150,7 +150,7 @@ class ModelQueue:
         return self._queue.admit(inside, processes, self._is_wanted, time.time())
 
     def to_preempt(self, inside: Collection[QueuedItem]) -> list[QueuedItem]:
-        """Returns one process's items to preempt for another item."""
+        """Returns one process's items to preempt in favor of another item."""
         return self._queue.to_preempt(inside, self._is_wanted)
 
     def item_ended(self, queued: QueuedItem, done: BatchResult) -> None:
@@ -162,7 +162,7 @@ class ModelQueue:
         self._queue.adjust_budget(was_short=False)
 
     def requeue_preempted(self, queued: QueuedItem) -> None:
-        """Queues an item again because the device had too little memory for it."""
+        """Requeues an item because the device had too little memory for it."""
         self._queue.batch_ended([queued])
         self._queue.adjust_budget(was_short=True)
         self._queue.add(queued)
@@ -176,7 +176,7 @@ class ModelQueue:
         self._queue.discard_unwanted(self._is_wanted)
 
     def batch_ended(self, batch: list[QueuedItem], done: BatchResult) -> None:
-        """Records that a batch ran, its duration, and whether the device had enough memory."""
+        """Records that a batch ran, how long it took, and whether the device had enough memory."""
         self._queue.batch_ended(batch)
         self._queue.adjust_budget(was_short=done.out_of_memory)
         if not done.steps_saved and not done.has_failed:
@@ -197,7 +197,7 @@ class ModelQueue:
     def forget(self, queued: QueuedItem) -> None:
         """Stops coalescing with this item.
 
-        An identical item is now found in the cache or computed again.
+        After this, an identical item is found in the cache or computed again.
         """
         key = queued.cache_key
         if key and self._by_cache_key.get(key) is queued:
@@ -292,7 +292,7 @@ class BatchResults:
         watched = {
             pulled for pulled, is_watched in zip(predictions, reported, strict=True) if is_watched
         }
-        # By now, the process may be running its next batch.
+        # By this point, the process may be running its next batch.
         if watched and any(running is batch for running in self._queue.running):
             watch([index for index, queued in enumerate(batch) if _wait_for(queued, watched)])
 
@@ -311,7 +311,7 @@ class BatchResults:
     ) -> None:
         """Writes the progress of admitted items. Each item has a separate step and step count.
 
-        A prediction with several items is only as far along as the slowest one. Calls `watch` with
+        A prediction with several items is only as far along as its slowest item. Calls `watch` with
         the items whose previews have viewers.
         """
         reported: dict[PulledJob, tuple[int, int]] = {}
@@ -360,7 +360,8 @@ class BatchResults:
 
     async def _pass_on(self, batch: Sequence[QueuedItem], previews: Previews) -> None:
         for index, preview in previews.images.items():
-            # On a thread, because libwebp releases the interpreter for the milliseconds it takes.
+            # On a thread, because libwebp releases the interpreter lock for the milliseconds it
+            # takes.
             encoded = await asyncio.to_thread(encode_preview, preview)
             for pulled, item in batch[index].open_waiters():
                 if pulled.shown_in:
@@ -409,7 +410,7 @@ class BatchResults:
             self._queue.requeue(QueuedItem(queued.prepared, None, time.time(), coalesced))
 
     def retry(self, batch: list[QueuedItem], reason: str, *, was_shared: bool = False) -> None:
-        """Queues a batch again after its model process died.
+        """Requeues a batch after its model process died.
 
         Items that caused too many deaths fail.
 
@@ -510,7 +511,7 @@ class TokenOutput:
         due: list[tuple[dict[_Reader, int], _Reader, Chunk]] = []
         for queued, sent in list(self._open.items()):
             readers = _readers(queued)
-            if not readers:  # a preempted item may lose its readers while it is waiting
+            if not readers:  # a preempted item may lose its readers while it waits
                 del self._open[queued]
             for reader in readers:
                 chunk = merge_chunks(queued.written, sent.get(reader, 0))
@@ -526,7 +527,7 @@ class TokenOutput:
         if ends is None:  # no Redis, so everything is sent with the next tokens
             return
         for (sent, reader, chunk), end in zip(due, ends, strict=True):
-            # A reader whose record is now claimed by another worker gets nothing more from this
+            # A reader whose record has been claimed by another worker gets nothing more from this
             # one.
             sent[reader] = end if end is not None else _NEVER
             self._has_more |= end is not None and end < chunk.end
@@ -543,7 +544,10 @@ class TokenOutput:
             self._completion.registry.spawn(self._notify_of_output(pulled))
 
     async def _notify_of_output(self, pulled: PulledJob) -> None:
-        """Publishes events until the output stops growing. Completion has a separate event."""
+        """Publishes events until the output stops growing.
+
+        Completion is reported by a separate event.
+        """
         notified = 0
         while not pulled.is_over and (pieces := self._grown[pulled]) > notified:
             notified = pieces
@@ -587,7 +591,7 @@ def _readers(queued: QueuedItem) -> list[_Reader]:
 
 
 def to_compute(queued: QueuedItem) -> Prepared:
-    """Returns an item in the form sent to the model process, with its tenant and earlier output."""
+    """Returns an item as sent to the model process, with its tenant and earlier output."""
     prepared = queued.prepared
     if not isinstance(prepared, PreparedPrompt | PreparedCustom):
         return prepared

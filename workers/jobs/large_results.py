@@ -40,7 +40,7 @@ KEEP_LIMIT_S = 60.0
 
 
 class LargeResults:
-    """Stores results' blobs that are too large for a record or for a reply.
+    """Stores results' blobs that are too large for a record or a reply.
 
     Args:
         reply_limit_bytes: maximum size of a blob in a reply, at most the maximum in a record.
@@ -97,7 +97,7 @@ class LargeResults:
                 own_key, data = key + result.blob_suffix(number), blob.data or b""
                 if own_key not in self._streamed:
                     await self._put(own_key, data, blob.media_type, envelope.deadline_s)
-                # Another step may look up its cached result by these bytes.
+                # Another step may use these bytes to look up its cached result.
                 digest = content_digest(data) if envelope.flow else ""
                 blob = Blob(blob.media_type, object_key=own_key, digest=digest)
                 stored_bytes += len(data)

@@ -17,7 +17,7 @@ from shared.stores.objects import ObjectStore
 from workers.models.base import Prepared, Preparer, WithoutModel
 
 _Ready = Prepared | WithoutModel | PenstockError
-"""An item for the model, an item that needs no model, or the error for an invalid item."""
+"""An item for the model, a result that needs no model, or the error for an invalid item."""
 SOURCE_LIMIT_BYTES = 64 * 1024 * 1024
 """Maximum size of a source fetched from the object store."""
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Preprocessor:
-    """Prepares all items in one call together.
+    """Prepares all items in a single call.
 
     Args:
         on_thread: True to prepare on a thread, because preparing takes milliseconds.
@@ -74,8 +74,8 @@ class Preprocessor:
         try:
             return self._preparer.prepare(inputs)
         except Exception:
-            # The boundary with tokenizers and templates. An input that crashes one of them fails on
-            # its own. Otherwise, it would kill this worker and the next one to get the job.
+            # This is the boundary with tokenizers and templates. An input that crashes one of them
+            # fails by itself. Otherwise, it would kill this worker and the next one to get the job.
             if len(inputs) > 1:
                 return [ready for value in inputs for ready in self._prepare_inputs([value])]
             log.warning("input not prepared", exc_info=True)

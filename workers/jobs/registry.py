@@ -1,8 +1,8 @@
 """A worker's jobs for one model, and the messages it sends to the broker about them.
 
-Each job is acked, handed back, or still in progress. Replies that are ready together and go to the
-same inbox share messages if the API instance supports it, so the broker carries, bills for, and
-delivers one message instead of many.
+Each job is acked, handed back, or still in progress. Replies that are ready at the same time and go
+to the same inbox share messages if the API instance supports it, so the broker carries, bills for,
+and delivers one message instead of many.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ REASON_LIMIT_BYTES = 1000
 
 
 class JobRegistry:
-    """Holds pulled jobs, and the background tasks that work on them, until both are done.
+    """Holds pulled jobs, and the background tasks that work on them, until both are finished.
 
     Flow control limits how many jobs and tasks there are. Only this class acks or nacks a job.
     """
@@ -64,7 +64,7 @@ class JobRegistry:
         self.completion = SmoothedDuration()
         """Measures the time between a job's last item outcome and its ack."""
         self.is_leaving = False
-        """True if the worker is shutting down. If it then dies, no job is at fault."""
+        """True if the worker is shutting down. If it dies after that, no job is at fault."""
 
     def add(self, pulled: PulledJob) -> None:
         """Holds `pulled` until it is acked or handed back."""
@@ -133,7 +133,7 @@ class JobRegistry:
         await self._idle.wait()
 
     def spawn(self, work: Coroutine[Any, Any, None]) -> None:
-        """Runs `work`, which concerns a held job, as a background task."""
+        """Runs `work`, which belongs to a held job, as a background task."""
         task = asyncio.create_task(work)
         self._idle.clear()
         self._tasks.add(task)
@@ -183,8 +183,8 @@ class ReplyPublisher:
     async def publish_all(self, replies: Sequence[EncodedReply]) -> list[bool | PenstockError]:
         """Publishes replies for one inbox, and waits until the broker has them.
 
-        Returns what `publish` would return or raise for each. Replies in one message all succeed or
-        fail together.
+        Returns what `publish` would return or raise for each reply. Replies in one message all
+        succeed or fail together.
         """
         sent: list[bool | PenstockError] = []
         publishing = [self._publish_some(some) for some in _messages_of(replies)]

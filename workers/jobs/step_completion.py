@@ -1,4 +1,4 @@
-"""Completes flow step jobs: marks their items, continues the run, writes rows, acks.
+"""Completes flow step jobs: marks their items as done, continues the run, writes rows, acks.
 
 As with any job, the ack comes last, once the broker has the next steps' messages. If this worker
 dies before that, the message is delivered again, its items are found to be done, and the run
@@ -57,7 +57,7 @@ class StepCompletion(Completion):
         self._engine = flows
 
     async def without_ended_steps(self, pulled_jobs: Sequence[PulledJob]) -> Sequence[PulledJob]:
-        """Closes jobs whose items are done or whose run is over. Returns the other jobs."""
+        """Closes jobs whose items are done or whose run has ended. Returns the other jobs."""
         of_flows = [pulled for pulled in pulled_jobs if pulled.envelope.flow]
         try:
             looks = await self._engine.look([pulled.job for pulled in of_flows])
@@ -111,7 +111,7 @@ class StepCompletion(Completion):
             return list(outcomes)
         retried = [outcome.index for outcome in outcomes if may_retry(pulled.job, outcome)]
         if retried:
-            # Otherwise the claim would count as a worker that died while holding these items.
+            # Otherwise, the claim would count as if a worker died while holding these items.
             await self._records.release([ReleasedClaim(pulled.record)])
             pulled.is_released = True
             await self._engine.retry(pulled.job, retried)

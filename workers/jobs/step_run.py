@@ -43,7 +43,9 @@ TIMEOUT_S = 300.0
 
 
 class StepRun:
-    """One batch. The caller notifies it when items are waiting, and when callers may have left.
+    """One batch.
+
+    The caller notifies it when items are waiting, and when callers may have disconnected.
 
     Args:
         max_s: time limit per item. None means no limit.
@@ -136,7 +138,7 @@ class StepRun:
             self._process.preempt(sorted(self._preempted))
 
     def drop_unwanted(self) -> None:
-        """Stops items whose callers have all left."""
+        """Stops items whose callers have all disconnected."""
         gone = [
             slot
             for slot, queued in self._inside.items()
@@ -252,7 +254,10 @@ class StepRun:
             done.results = [Failure.from_error(error)]
 
     def _fail(self, failure: Failure) -> None:
-        """Handles a failure of all admitted items. If there was only one item, it is the cause."""
+        """Handles the simultaneous failure of all admitted items.
+
+        If there was only one item, it is the cause.
+        """
         if len(self._inside) > 1:
             self._retry(failure.message)
             return

@@ -62,9 +62,9 @@ class Manifest(msgspec.Struct, kw_only=True):
     """The contents of manifest.json.
 
     `made_by`: the versions of torch, transformers, onnx and onnxruntime. `measured_on`: the CPU's
-    instruction sets that affect speed. `relative_speed` is valid only for the same instruction
-    sets, while quality is valid for any (see session_options in
-    workers/models/embedding/encoder_onnx.py). A worker that has a choice measures both for itself.
+    instruction sets that affect speed. `relative_speed` applies only to the same instruction sets,
+    while quality applies to any (see session_options in workers/models/embedding/encoder_onnx.py).
+    A worker that has a choice measures both for itself.
     `refused`: the variants that were measured but rejected, with the tolerance that each one
     missed.
     """
@@ -110,7 +110,7 @@ class Artifact:
 def find_artifact(artifacts_dir: Path, model: str, digest: str) -> Artifact | None:
     """Returns `model`'s artifact for source files with this `digest`.
 
-    None if it doesn't exist or is broken (which is logged).
+    None if it doesn't exist or is broken, which is logged.
     """
     folder = artifacts_dir / model / digest
     if not folder.is_dir():
@@ -232,7 +232,7 @@ def locked(path: Path) -> Iterator[None]:
 def new_artifact(artifacts_dir: Path, model: str, digest: str) -> Iterator[Path]:
     """Yields an empty folder for a new artifact, which is published if the block succeeds.
 
-    A replaced artifact's open files stay readable.
+    Open files of a replaced artifact stay readable.
 
     Raises:
         ConfigurationError: the folder is not a complete artifact.

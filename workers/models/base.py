@@ -21,7 +21,7 @@ from shared.models.tasks.text import RESPONSE_FORMAT, TokenChunk, TokenCount, To
 GPU_LOST_STATUS = 87
 """Exit status of a model process that has lost its GPU."""
 WithoutModel = TokenCount | TextTokens
-"""Results for inputs that need no model."""
+"""Results for inputs that don't need a model."""
 OnStep = Callable[[int, int], None]
 """Called as on_step(step, steps) after each step of a batch, counting from 1.
 
@@ -41,7 +41,7 @@ class Prepared(msgspec.Struct, kw_only=True):
 
     `key`: only items with equal keys may share a batch. `length`: the item's work, in its task's
     unit, which counts against the batch budget. If a model pads, every item in a call costs as much
-    as the longest. `room`: the part of the budget that the item takes if items join and leave
+    as the longest one. `room`: the part of the budget that the item takes if items join and leave
     between steps. 0 means the same as `length`.
     """
 
@@ -125,10 +125,10 @@ class PreparedPrompt(Prepared, tag="prompt", omit_defaults=True):
 
     `ids` and `written_ids` are token IDs as little-endian uint32. `written_ids` were generated
     before another worker died, or before the text was preempted. The model continues from there.
-    `written_text` is the part of them that readers have seen, and `written_cached_tokens` is the
-    number of cached prompt tokens reported to those readers. `json_schema` constrains the tokens,
-    and `checked_schema`, if any, must match the whole text. The other fields have the same meaning
-    as in GenerationInput.
+    `written_text` is the part of their text that readers have seen, and `written_cached_tokens` is
+    the number of cached prompt tokens reported to those readers. `json_schema` constrains the
+    tokens, and `checked_schema`, if any, must match the whole text. The other fields have the same
+    meaning as in GenerationInput.
 
     `owner`: only prompts with the same owner share the keys and values of equal prefixes, because
     `cached_tokens` reveals sharing. If it is empty, nothing is shared.
@@ -174,9 +174,9 @@ class PreparedFile(msgspec.Struct, array_like=True):
 class PreparedCustom(Prepared, tag="custom", omit_defaults=True):
     """A custom class's input. `length` is its work.
 
-    Null stands for each file in `values`. `written_pieces` and `written_text`: the number and text
-    of the pieces that another process has already streamed. The class yields these pieces again,
-    but they are not streamed again.
+    Each file is represented by a null in `values`. `written_pieces` and `written_text`: the number
+    and text of the pieces that another process has already streamed. The class yields these pieces
+    again, but they are not streamed again.
     """
 
     values: dict[str, Any]
@@ -210,12 +210,12 @@ class Preparer(Protocol):
 
         An invalid input becomes a BadInput naming its field.
 
-        For an input that needs no model, the outcome is its result.
+        For an input that doesn't need a model, the outcome is its result.
         """
 
 
 class LoadedModel(Protocol):
-    """A model in a model process, used by one thread."""
+    """A model in a model process, used by a single thread."""
 
     device_name: str
     """The GPU's name, or `cpu`. Known after setup."""
@@ -239,7 +239,7 @@ class InferenceModel(LoadedModel, Protocol):
     """True if each item costs as much as the longest item in its call. Known after setup."""
 
     def groups(self, batch: Sequence[PreparedItem]) -> list[list[int]]:
-        """Splits a batch into groups of indices. Each group is one call of `predict`."""
+        """Splits a batch into groups of indices. Each group is one call to `predict`."""
 
     def computed_work(self, lengths: Sequence[int]) -> int:
         """Returns the work of one call with items of these lengths, including padding."""
@@ -259,8 +259,8 @@ class OverlappingModel(Protocol):
     """An InferenceModel whose device can compute while the interpreter does other work."""
 
     overlaps: bool
-    """True if `predict` may be called on two threads at once, because the device computes one call
-    while the other is being prepared or read. Known after setup.
+    """True if `predict` may be called on two threads at once, because the device can compute one
+    call while the other is being prepared or read. Known after setup.
     """
 
 
@@ -269,8 +269,8 @@ class StepEnd(msgspec.Struct):
 
     `results`: finished items. `preempted`: items that have to wait and start over, because the
     device had too little memory for all of them. `work`: the step's total work for all items, in
-    tokens or pixels, or 0 if unknown. `waiting`: admitted items that the step did not compute,
-    because they wait for something other than the device.
+    tokens or pixels, or 0 if unknown. `waiting`: admitted items that the step did not compute
+    because they are waiting for something other than the device.
     """
 
     results: dict[int, Result | PenstockError] = {}
@@ -313,8 +313,8 @@ class SteppedModel(LoadedModel, Protocol):
 class Resumable(Protocol):
     """A SteppedModel whose items can be interrupted, and resume if they are admitted again.
 
-    A text carries along its generated tokens. An image resumes if its process still has it;
-    otherwise it starts over.
+    A text carries its generated tokens along. An image resumes if its process still has it, and
+    otherwise starts over.
     """
 
     def interrupt(self, slot: int) -> TokenChunk | None:
@@ -340,9 +340,9 @@ class Previewer(Protocol):
     """A model that can draw its unfinished items between two steps."""
 
     def preview(self, indices: Sequence[int]) -> Sequence[RgbImage | None]:
-        """Returns small images of the items at these indices of the call.
+        """Returns small images of the items at these indices in the call.
 
-        None if it can't draw them.
+        None if the model can't draw them.
 
         May only be called within `on_step`.
         """
@@ -355,6 +355,6 @@ class OutOfMemory(ModelFailed):
 class GpuLost(BaseException):
     """The process can no longer use its GPU. The items are not at fault and can run elsewhere.
 
-    Not an Exception, because at the boundary with the model libraries an Exception fails the items.
+    Not an Exception, because an Exception at the boundary with the model libraries fails the items.
     This exception makes the process exit, so the items are retried.
     """

@@ -74,8 +74,8 @@ class ProcessClient(Protocol):
     ) -> RunningBatch:
         """Sends one batch for model number `model` as soon as the process can accept it.
 
-        `timeout_s` counts from when the batch is the oldest one in the process, not counting the
-        time in which the model is set up.
+        `timeout_s` starts counting when the batch becomes the oldest one in the process, and
+        excludes the time in which the model is set up.
 
         Raises:
             ModelProcessDied: the process died before accepting the batch.
@@ -103,7 +103,7 @@ class ProcessClient(Protocol):
     def admit(self, items: Sequence[Prepared]) -> int | None:
         """Adds items to the batch that runs in steps. Returns the first item's slot.
 
-        None if no batch is running. If the batch has just ended, which its final message reports,
+        None if no batch is running. If the batch has just ended, as its final message reports,
         these items get no separate outcome.
         """
 

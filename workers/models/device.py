@@ -1,6 +1,6 @@
 """Sets up a model process's torch device, and CPU computation: threads and bf16.
 
-A model on a CPU computes with as many threads as there are free cores. A computation's threads spin
+A model on a CPU runs with as many threads as there are free cores. A computation's threads spin
 while they wait for one another, so a thread without a core delays the others, and their spinning
 delays the process that has that core. For example, two workers with two threads each on the same
 two cores together generated 114 tokens/s, compared to 364 with one thread each (decision 24).
@@ -27,7 +27,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 _WINDOW_S = 0.3
 """Length of a computation window that is evaluated as a whole."""
 _FREE = 0.75
-"""Minimum share of the time for which a thread must have a core. Any less means too many threads.
+"""Minimum share of the time that a thread must have a core. Any less means too many threads.
 """
 _FIRST_PAUSE_S, _MAX_PAUSE_S = 4.0, 64.0
 """Pause before trying more threads. It doubles each time the new number is too high again."""
@@ -76,9 +76,9 @@ def attention_without_plans(device: torch.device) -> Iterator[None]:
     """Disables cuDNN's attention on a GPU, for calls whose shapes keep changing.
 
     torch prefers it on GPUs with compute capability 9 and 10. cuDNN builds a plan for each new
-    number and length of texts, which made a step take ten times as long in modelscope/FunASR#3704.
-    Setting TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment would also affect this process's
-    image models, whose shapes rarely change.
+    combination of text count and length, which made a step take ten times as long in
+    modelscope/FunASR#3704. Setting TORCH_CUDNN_SDPA_DEPRIORITIZED=1 in the environment would also
+    affect this process's image models, whose shapes rarely change.
     """
     if device.type != "cuda":
         yield
@@ -90,7 +90,7 @@ def attention_without_plans(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def memory_errors() -> Iterator[None]:
-    """Translates torch's out-of-memory errors to OutOfMemory, and a lost GPU to GpuLost."""
+    """Translates torch's out-of-memory errors into OutOfMemory, and a lost GPU into GpuLost."""
     try:
         yield
     except torch.OutOfMemoryError as error:

@@ -1,4 +1,4 @@
-"""Errors of transformers and safetensors while they load a model's folder."""
+"""Errors that transformers and safetensors raise while loading a model's folder."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ def list_of(repository: str, revision: str) -> PurePosixPath:
 
 
 def find_copy(weights_dir: Path, repository: str, revision: str) -> Path | None:
-    """Returns the folder of a complete copy below `weights_dir`, or None."""
+    """Returns the folder of a complete copy under `weights_dir`, or None."""
     listed = weights_dir / list_of(repository, revision)
     folder = weights_dir / folder_of(repository, revision)
     try:
@@ -309,7 +309,7 @@ def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: 
 
 
 def _download(store: ObjectStore, prefix: str, folder: Path) -> int:
-    """Copies all objects below `prefix` into `folder`. Returns the number of objects."""
+    """Copies all objects under `prefix` into `folder`. Returns the number of objects."""
     count = 0
     for page in obstore.list(store, prefix or None):
         for entry in page:

@@ -14,13 +14,13 @@ from workers.models.reports import BatchResult, check_result
 
 SHARED_WEIGHTS_SHARE = 0.5
 """Initial guess for a model whose steps each read all weights once: a step that generates a token
-for every slot takes twice the fixed time. SmolLM2-135M: 16 texts take 1.8 to 4.1 times as long as
-one (docs/reference/generation.md).
+for every slot takes twice the fixed time. With SmolLM2-135M, 16 texts take 1.8 to 4.1 times as long
+as one (docs/reference/generation.md).
 """
 
 
 class StepRoom:
-    """A model's room in a process, and how much of it the steps so far left unused."""
+    """A model's room in a process, and how much of it the steps have left unused so far."""
 
     def __init__(self, model: Model) -> None:
         self._max_items = model.batch.max_items
@@ -49,7 +49,7 @@ class _Item:
 
     started_at_s: float
     room: int
-    """The part of the budget the item takes."""
+    """The part of the budget the item takes up."""
     steps: int = 0
     item_steps: int = 0
     """Number of items per step, summed over all of this item's steps."""

@@ -24,7 +24,7 @@ INPUTS = ("input_ids", "attention_mask")
 _PARAGRAPH = 4
 """Number of sentences in a medium-length text: about 60 tokens.
 
-A whole line is about 170 tokens, one and a half about 250.
+A whole line is about 170 tokens, and one and a half lines are about 250.
 """
 
 _LIST_WORDS = (8, 12, 20, 40, 60, 90, 120, 150, 180, 180, 180, 200, 200, 200, 200, 200)

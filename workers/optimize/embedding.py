@@ -68,7 +68,7 @@ Others remain as exported.
 
 _JUDGED_TOGETHER = 8
 _TIMED_EVERY = 4
-"""Every n-th text is timed, in a worker's batches, which takes a tenth of a second per round."""
+"""Every n-th text is timed, in worker-like batches, which takes a tenth of a second per round."""
 _ROUNDS = 3
 
 _Precision = Literal["fp32", "fp16", "int8"]
@@ -153,8 +153,8 @@ def fuse_graph(
     Args:
         has_all_heads: True if the graph has all the heads specified in `config`. Attention is fused
             only then.
-        to_fp16: converts weights and inner values to fp16. The inputs keep their types, and the
-            states are returned in fp32.
+        to_fp16: converts weights and intermediate values to fp16. The inputs keep their types, and
+            the states are returned in fp32.
 
     Returns:
         A description of the resulting operators by kind, or of why nothing was fused.
@@ -235,7 +235,7 @@ class Baseline:
 
         Quality is the worse of individual texts and batches, because padding and the scaling of
         INT8 activations matter only in batches. Speed is the best of several alternating rounds, so
-        that other load on the machine disturbs both alike.
+        that other load on the machine affects both equally.
 
         Raises:
             ConfigurationError: the variant can't be loaded.
@@ -417,7 +417,7 @@ class _VariantBuilder:
     def _has_types(self) -> bool:
         """True only if the tokenizer returns types.
 
-        An input that is always 0 would slow every call down.
+        An input that is always 0 would slow down every call.
         """
         return any(text.type_ids for text in self.texts) and takes_types(self._model)
 

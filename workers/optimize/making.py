@@ -156,7 +156,7 @@ def _make(
 def _list_refused(
     there: Artifact | None, verdicts: Sequence[Verdict], tolerance: float
 ) -> dict[str, float]:
-    """Returns the tolerance that each refused variant missed, now or in the existing artifact."""
+    """Returns the tolerance that each rejected variant missed, now or in the existing artifact."""
     refused = {} if there is None else dict(there.manifest.refused)
     for verdict in verdicts:
         if verdict.is_accepted:

@@ -47,7 +47,7 @@ def prune(model: Any, texts: Sequence[PreparedText], *, neurons: float, heads: f
         model: a transformer with BERT's architecture, in fp32.
         texts: texts for measuring importance and for the refit.
         neurons: fraction of each layer's inner neurons to cut, 0 to 1.
-        heads: fraction of each layer's attention heads to cut, 0 to 1. At least one head stays.
+        heads: fraction of each layer's attention heads to cut, 0 to 1. At least one head remains.
 
     Raises:
         ConfigurationError: the model has no such layers.

@@ -68,8 +68,8 @@ def _nearest(similarities: np.ndarray, count: int) -> np.ndarray:
 def psnr_db(image: np.ndarray, reference: np.ndarray) -> float:
     """Returns the peak signal-to-noise ratio (dB) of two images with values from 0 to 1.
 
-    10 log10(1 / MSE), as in ITU-T J.340. Returns 100 for two equal images, and minus infinity for
-    an image that is not finite.
+    10 log10(1 / MSE), as in ITU-T J.340. Returns 100 for two identical images, and minus infinity
+    for an image that is not finite.
     """
     error = float(np.mean((image.astype(np.float64) - reference) ** 2))
     if not np.isfinite(error):

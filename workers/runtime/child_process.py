@@ -14,10 +14,10 @@ from typing import Protocol
 from shared.errors import ModelFailed
 
 GOMP_SPINS = "10000"
-"""How many times a torch thread checks for the other threads in its computation before it sleeps,
+"""How many times a torch thread polls for the other threads in its computation before it sleeps,
 which takes 0.2 ms.
 
-By default it checks 300,000 times, which takes longer than the system lets it run. When two
+By default it polls 300,000 times, which takes longer than the system lets it run. When two
 computations had all of their threads on one core, a step took seconds (decision 24).
 """
 _STATUS_LIMIT_S = 1.0
@@ -56,7 +56,7 @@ def child_environment(threads: int) -> dict[str, str]:
         "TOKENIZERS_PARALLELISM": "false",
         # Makes torch count GPUs without initializing CUDA, which would not survive a fork.
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",
-        # Keeps glibc from returning each batch's memory to the kernel. Yields 3 to 5 % more tokens
+        # Keeps glibc from returning each batch's memory to the kernel. Yields 3 to 5% more tokens
         # per second.
         "MALLOC_MMAP_THRESHOLD_": str(256 * 1024 * 1024),
         "MALLOC_TRIM_THRESHOLD_": str(512 * 1024 * 1024),

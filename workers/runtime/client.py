@@ -273,7 +273,7 @@ class ModelClient:
             self._writer.write(encode_watch(number, list(slots)))
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Frees these models' memory between two batches."""
+        """Frees these models' memory between batches."""
         turns = await self._take_turns(-1, is_overlapping=False)
         try:
             if not self._reason:
@@ -361,7 +361,7 @@ class ModelClient:
             pending.on_steps(message)
 
     def _end(self, pending: _Pending) -> asyncio.Future[BatchResult | StepsEnded] | None:
-        """Admits the next batch. Returns this one's future, unless its caller is gone."""
+        """Admits the next batch. Returns this batch's future, unless its caller is gone."""
         del self._pending[pending.number]
         pending.timer.cancel()
         for other in self._pending.values():  # its time limit starts once it is the oldest

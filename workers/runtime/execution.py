@@ -165,7 +165,7 @@ class BatchSteps:
 class StepReporter(BatchSteps):
     """Reports progress, and stops batch `number` if it is canceled.
 
-    It reads the socket between two steps, because a thread for this would slow down every batch.
+    It reads the socket between steps, because a thread for this would slow down every batch.
 
     Args:
         previewer: the model, or None if it can't draw previews.
@@ -239,7 +239,7 @@ class StepReporter(BatchSteps):
 class BatchExecution:
     """Computes one batch, group by group.
 
-    A group that fails is halved until the bad item is on its own.
+    A group that fails is halved until the bad item is isolated.
     """
 
     def __init__(self, model: InferenceModel, steps: BatchSteps) -> None:
@@ -297,7 +297,7 @@ class BatchExecution:
     def _count_padding(self, lengths: Sequence[int], slots: Sequence[int]) -> None:
         computed = self._model.computed_work(lengths)
         self.padded_work += computed
-        for slot in slots:  # counted before, if a larger group has failed
+        for slot in slots:  # already counted if a larger group failed
             self.padded.pop(slot, None)
         if sum(lengths) < computed:
             shares = _share_work(computed, lengths, is_even=self._model.pads)
@@ -316,7 +316,7 @@ def _share_work(computed: int, lengths: Sequence[int], *, is_even: bool) -> list
 
 
 class StepPreviews:
-    """Reports the progress of batch `number`'s items to the I/O process between two steps."""
+    """Reports the progress of batch `number`'s items to the I/O process between steps."""
 
     def __init__(
         self, model: ProgressReporter, number: int, send: Callable[[ServerMessage], None]
@@ -423,7 +423,7 @@ class StepExecution:
         self._send(StepsEnded(self._batch.number, failure, switched))
 
     def _obey(self, model: SteppedModel) -> bool:
-        """Reads the socket between two steps. Returns whether there is another step to run."""
+        """Reads the socket between steps. Returns whether there is another step to run."""
         while select.select([self._connection], [], [], 0)[0]:
             message = read_client_message(self._connection)
             if message is None:

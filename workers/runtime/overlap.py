@@ -82,7 +82,7 @@ class OverlappedBatches:
 
 
 class CancelCheck(BatchSteps):
-    """Stops a canceled batch between two calls to the model."""
+    """Stops a canceled batch between calls to the model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -92,7 +92,7 @@ class ProcessPool:
 
 
 class ModelPool(ProcessPool):
-    """The processes that compute a worker's models.
+    """The processes that run a worker's models.
 
     Each place in the pool has all models. Our own models share one model process, and each custom
     class has a separate process.

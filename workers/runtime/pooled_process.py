@@ -1,8 +1,8 @@
 """A place in a worker's pool: the processes that take turns on one device.
 
-A worker's models are computed by one model process plus a separate process for each custom class.
-To the worker, they look like a single process that has some of the models loaded and runs one
-model's batches at a time.
+A worker's models run in one model process plus a separate process for each custom class. To the
+worker, they look like a single process that has some of the models loaded and runs one model's
+batches at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class PooledProcess:
     """Processes that take turns on one device.
 
     Args:
-        launches: how to start the processes. Together they compute all models in the pool.
+        launches: how to start the processes. Together they run all models in the pool.
         memory_budget_bytes: limit for all of their models together. 0 means no limit.
     """
 
@@ -107,7 +107,7 @@ class PooledProcess:
         on_step: OnProgress | None = None,
         on_previews: OnPreviews | None = None,
     ) -> RunningBatch:
-        """Sends a batch of items with equal keys as soon as the process can accept it.
+        """Sends a batch of items with the same key as soon as the process can accept it.
 
         Args:
             batch: at least one item.
@@ -192,7 +192,7 @@ class PooledProcess:
         return ended
 
     def _find(self, model: int) -> tuple[_Host, int]:
-        """Returns the process that computes a model, and the model's number there."""
+        """Returns the process that runs a model, and the model's number there."""
         host = next(host for host in self._hosts if model in host.models)
         return host, host.models.index(model)
 

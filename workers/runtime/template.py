@@ -2,7 +2,7 @@
 
 A fork is ready in a fraction of the time that importing torch takes, and all forks share the memory
 pages of libraries and weights. The first fork request starts the template. If the template dies,
-the next request restarts it, and the processes it has forked live on.
+the next request restarts it, and the processes it has forked keep running.
 
 Between the I/O process and the template, one message is one packet. The I/O process sends a
 ForkRequest with two descriptors: the model process's end of its socket, and its output pipe. The

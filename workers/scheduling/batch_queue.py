@@ -9,7 +9,7 @@ work per round, in proportion to its weight. As in Linux's fq_codel (RFC 8290, s
 take items while its deficit is above 0, and pays back any excess in the following rounds. A
 tenant's turn therefore doesn't depend on its next item's length.
 - **Within a tenant**: earliest deadline first, then order of arrival for equal deadlines.
-- **Keys**: only items with equal keys share a batch. The tenant whose turn it is leads with its
+- **Keys**: only items with the same key share a batch. The tenant whose turn it is leads with its
     first item, whose key becomes the batch's key. Other items with that key follow in the order of
     their tenants' turns. All of them are charged, so a tenant gains nothing by using keys. In this
     way, a tenant may run ahead of its turn by at most one batch.
@@ -23,8 +23,8 @@ The bounds, with quantum q = budget / HEAVIEST x weight and longest item l:
 - For two tenants i, j that are always waiting: |work_i / weight_i - work_j / weight_j| is at most 2
 x budget / HEAVIEST + l_i / weight_i + l_j / weight_j. With several keys, add one budget / weight
 for each of the two tenants, for the batches that ran ahead of their turn.
-- When an item arrives for a tenant without debts and all keys are equal, the batches before the one
-with the tenant's first item contain at most 2 x q_j + l_j work from each other tenant j. With
+- When an item arrives for a tenant without debts and all keys are the same, the batches before the
+one with the tenant's first item contain at most 2 x q_j + l_j work from each other tenant j. With
 several keys, each such item from another tenant may bring along a batch of its key.
 - A tenant with nothing waiting keeps no deficit. It keeps any excess until its round comes, so it
     can't get more by sending items one at a time.
@@ -82,7 +82,7 @@ class Batchable(Protocol):
 
     @property
     def key(self) -> str:
-        """Only items with equal keys share a batch."""
+        """Only items with the same key share a batch."""
 
     @property
     def length(self) -> int:
@@ -231,7 +231,7 @@ class BatchQueue(Generic[ItemT]):
 
     @property
     def is_full(self) -> bool:
-        """True if as many items are waiting as a batch may have, or as much work."""
+        """True if enough items, or enough work, is waiting to fill a batch."""
         return len(self._filed) >= self.max_items or self._work >= self.budget
 
     @property

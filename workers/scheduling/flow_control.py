@@ -26,7 +26,7 @@ class FlowControl:
 
     Args:
         held: the number of jobs for a nearby broker, which is two batches per process.
-        completion: time from when a job's last item finishes until the job's ack.
+        completion: time from when a job's last item finishes until the job is acked.
         ack_linger_s: how long acks wait to be sent together.
     """
 

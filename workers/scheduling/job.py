@@ -118,12 +118,12 @@ class PulledJob:
     def tolerated_crashes(self) -> int:
         """Worker crashes tolerated before the job is treated as a poison pill.
 
-        When a node is lost, all of its jobs are redelivered, which is a second of work or more. Run
-        one by one, each job would take as long as a batch.
+        When a node is lost, all of its jobs are redelivered, which amounts to a second of work or
+        more. Run one by one, each job would take as long as a batch.
 
-        A generation tolerates more, because it takes long, a caller is waiting, it continues from
-        its last token, and generations run one by one take many times as long. A generation that
-        crashes kills only its model process, and those deaths are counted separately.
+        A generation tolerates more, because it takes a long time, a caller is waiting, it continues
+        from its last token, and generations run one by one take many times as long. A generation
+        that crashes kills only its model process, and those deaths are counted separately.
         """
         is_text = isinstance(self.items[0].input, GenerationInput)
         return GENERATION_TOLERATED_CRASHES if is_text else TOLERATED_CRASHES
@@ -153,7 +153,7 @@ class PulledJob:
 
     @property
     def is_fresh(self) -> bool:
-        """True if the API checked the cache so recently that checking again is useless.
+        """True if the API checked the cache so recently that checking again is pointless.
 
         A job takes one broker round trip to get here: half from the API and half to the worker.
         """
@@ -301,7 +301,7 @@ class QueuedItem:
 
     @property
     def key(self) -> str:
-        """The compatibility key. Only items with equal keys share a batch."""
+        """The compatibility key. Only items with the same key share a batch."""
         return self.prepared.key
 
     @property

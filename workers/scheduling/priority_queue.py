@@ -65,7 +65,7 @@ item.
 An interactive item may have to wait for it.
 """
 RECENT_S = 60.0
-"""How long after an interactive item traffic is considered interactive."""
+"""How long traffic is considered interactive after an interactive item."""
 BATCH_SHARE = 1 / 16
 """Share of the work that `batch` priority gets while interactive items are always waiting.
 
@@ -583,7 +583,7 @@ class PriorityQueue:
     def batch_died(self, batch: list[QueuedItem], *, was_shared: bool = False) -> list[QueuedItem]:
         """Queues `batch` again after its model process died. Returns the items to give up on.
 
-        `was_shared`: True if the process had another batch, so no item was alone.
+        `was_shared`: True if the process had another batch, so no item was running alone.
         """
         self.batch_ended(batch)
         for queued in batch:

@@ -1,9 +1,9 @@
 """Keeps one tenant from taking all of a worker's slots, if the model's items can't be interrupted.
 
-A custom class without `predict_batch` computes an item from start to end, which may take minutes.
-If one tenant had all slots in all processes, others would have to wait for one of its items to
-finish. Therefore, while other tenants are using the model, a tenant whose items take a long time
-doesn't get the last free slot.
+A custom class without `predict_batch` computes an item from start to finish, which may take
+minutes. If one tenant had all slots in all processes, others would have to wait for one of its
+items to finish. Therefore, while other tenants are using the model, a tenant whose items take a
+long time doesn't get the last free slot.
 
 - A tenant whose items in the last hour have all been short (SHORT_S) may take all slots, because
   others wait no longer than that. So may a tenant that is the only one using the model (OTHERS_S),

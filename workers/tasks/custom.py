@@ -21,7 +21,7 @@ class CustomWorker(WorkerTask):
     variant_prefix = "custom"
 
     def usual_variants(self, *, has_gpu: bool, cuts: bool) -> tuple[str, ...]:
-        """Returns nothing, because a class is used as it is."""
+        """Returns nothing, because a class is used as is."""
         return ()
 
     def has_own_process(self, entry: Model) -> bool:

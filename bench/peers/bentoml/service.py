@@ -1,4 +1,4 @@
-"""BentoML with adaptive batching: a batchable API over lists of at most 32 texts."""
+"""BentoML with adaptive batching: a batchable API for lists of at most 32 texts."""
 # mypy: disable-error-code="import-not-found,import-untyped,misc,untyped-decorator"
 
 from __future__ import annotations

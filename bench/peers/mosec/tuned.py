@@ -1,6 +1,7 @@
-"""Manually tuned Mosec: two workers with one thread each, batches sorted by length, run by four.
+"""Manually tuned Mosec: two one-thread workers, batches sorted by length, run four at a time.
 
-The precision is in MINILM_DTYPE (float32 or bfloat16). The whole batch's texts are tokenized once.
+The precision is in MINILM_DTYPE (float32 or bfloat16). All of the batch's texts are tokenized at
+once.
 """
 # mypy: disable-error-code="import-not-found,import-untyped,misc"
 

@@ -13,7 +13,7 @@ from tests.connecting import connected
 from tests.limits import START_LIMIT_S
 from tests.process import Process, free_port, listens
 
-# The same examples each time, so that a failure is caused by the change;
+# Uses the same examples each time, so that any failure is caused by the change;
 # `--hypothesis-profile=explore` tries others.
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)

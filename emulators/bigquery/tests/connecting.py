@@ -36,7 +36,7 @@ def rows_of(client: bigquery.Client, sql: str, **config: Any) -> list[tuple[Any,
 def request(
     endpoint: str, verb: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, dict[str, str], Any]:
-    """Returns a response's status, headers by lower-case name, and JSON.
+    """Returns a response's status, headers by lowercase name, and JSON.
 
     The JSON is None if the response has no body.
     """

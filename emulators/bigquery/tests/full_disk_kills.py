@@ -1,4 +1,4 @@
-"""`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs, with a disk that is sometimes full.
+"""`python -m tests.full_disk_kills FOLDER KILLS`: SIGKILLs a server whose disk is sometimes full.
 
 The run takes place in a mount namespace (`unshare --map-root-user --mount`), where it may mount a
 small disk.
@@ -39,7 +39,7 @@ class Ledger:
 
 
 class Disk:
-    """An in-memory disk. A full one gets space by growing."""
+    """An in-memory disk. A full disk gets space by growing."""
 
     def __init__(self, folder: Path) -> None:
         self._folder, self._mib = folder, DISK_MIB

@@ -349,7 +349,7 @@ def _named(name: str) -> Any:
 
 
 def send(address: str, seed: int, count: int) -> Found:
-    """Sends requests from a seed, one after another. A tenth are raw bytes."""
+    """Sends requests generated from a seed, one after another. A tenth are raw bytes."""
     generator, findings = Generator(seed), Found()
     for number in range(count):
         if number % 10 == 9:
@@ -411,7 +411,7 @@ def memory_bytes(pid: int) -> int:
 
 
 def main() -> int:
-    """Does the long run and prints the results. Returns 1 if anything was wrong."""
+    """Performs the long run and prints the results. Returns 1 if anything was wrong."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--requests", type=int, default=25_000)
     parser.add_argument("--seed", type=int, default=1)

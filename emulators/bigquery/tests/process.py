@@ -109,7 +109,8 @@ def free_port() -> int:
     """Returns a free TCP port on 127.0.0.1, reserved while this process runs."""
     for _ in range(PORT_TRIES):
         port = _random.randrange(*FREE_PORTS)
-        # The UDP port with the same number serves as the reservation. It ends with this process.
+        # The UDP port with the same number serves as the reservation. It lasts until this process
+        # ends.
         claim = socket.socket(socket.AF_INET, socket.SOCK_DGRAM)
         try:
             claim.bind(("127.0.0.1", port))

@@ -1,4 +1,4 @@
-"""SIGKILL right after each confirming response: the change still exists after a restart.
+"""A confirmed change survives a SIGKILL sent right after the confirming response.
 
 The kill comes as soon as the response has been read, before the server does anything else.
 """

@@ -1,4 +1,4 @@
-"""Ten SIGKILLs during inserts: no row whose insert was confirmed is lost."""
+"""Ten SIGKILLs during inserts: no confirmed row is lost."""
 
 import threading
 from pathlib import Path

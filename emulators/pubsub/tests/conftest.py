@@ -11,7 +11,7 @@ from pubsub_emulator.server import PubsubServer, serve
 from tests.wire import TOPIC, Wire, connect
 from tests.world import KeptWorld, World, kept_world
 
-# The same examples each time, so that a failure is caused by the change;
+# Uses the same examples each time, so that any failure is caused by the change;
 # `--hypothesis-profile=explore` tries others.
 settings.register_profile("repeatable", derandomize=True, deadline=None, print_blob=True)
 settings.register_profile("explore", deadline=None, print_blob=True, max_examples=1000)

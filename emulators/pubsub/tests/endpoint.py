@@ -11,7 +11,7 @@ from tests.limits import WAIT_LIMIT_S
 class Endpoint:
     """Each POST uses up one of `answers`; the last one repeats forever.
 
-    `next_post` waits with a limit.
+    `next_post` waits with a time limit.
     """
 
     def __init__(self, url: str) -> None:

@@ -1,4 +1,4 @@
-"""A real HTTP server on a thread, for endpoints whose responses the test chooses."""
+"""A real HTTP server in a thread, for endpoints whose responses the test chooses."""
 
 import threading
 from collections.abc import Iterator

@@ -1,6 +1,6 @@
 """`python -m tests.malformed COUNT [SEED]`: sends requests that no client would send.
 
-They are generated from all methods' descriptors: wrong names, huge numbers, odd masks, unknown
+They are generated from all methods' descriptors: wrong names, huge numbers, unusual masks, unknown
 enums, truncated protobufs, bytes that are not HTTP/2. Half of them use REST. The server must reject
 each with a reason, stay alive, and free the memory.
 """
@@ -143,7 +143,7 @@ async def run(server: KeptServer, count: int, seed: int) -> Counter[str]:
     """Sends `count` requests. Returns the number of responses by status.
 
     Raises:
-        AssertionError: a status or a message was one that no client should get.
+        AssertionError: a response had a status or a message that no client should get.
     """
     requests, statuses = Requests(seed), Counter[str]()
     endpoint, methods = server.endpoint, unary_methods(Broker(lambda: 1e9))

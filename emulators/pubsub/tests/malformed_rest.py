@@ -41,7 +41,7 @@ class RestRequests:
     """Generates HTTP requests as bytes from a seed.
 
     Args:
-        fill: fills a protobuf request at random.
+        fill: fills a protobuf request with random values.
         kinds: class of each call's request.
     """
 

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.anyio
 
 @dataclass(frozen=True)
 class Caller:
-    """A client, given by the value of its `x-goog-api-client` header. Empty: no header."""
+    """A client, identified by the value of its `x-goog-api-client` header. Empty: no header."""
 
     library: str = ""
 

@@ -1,4 +1,4 @@
-"""A real server on a directory, killed in mid-traffic and restarted, as Google's client sees it."""
+"""A real server on a directory, killed mid-traffic and restarted, as seen by Google's client."""
 
 import threading
 from collections.abc import Callable, Iterator

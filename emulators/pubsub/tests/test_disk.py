@@ -158,7 +158,7 @@ async def test_thread_of_commits_does_one_after_another_and_tells_what_failed() 
             await failed
         assert await last == [0, 1, 2]
         assert all(future.done() for future in futures)
-        # Nobody is waiting for this one any more; it must not block the next.
+        # Nobody is waiting for this one anymore; it must not block the next.
         thread.do(partial(done.append, 3)).cancel()
         assert await thread.do(lambda: list(done)) == [0, 1, 2, 3]
         thread.do(partial(done.append, 4))

@@ -93,7 +93,7 @@ class World:
         )
 
     def leave(self, consumer: Consumer, subscription_id: str = "workers") -> None:
-        """The consumer leaves, with or without outstanding messages."""
+        """The consumer disconnects, with or without outstanding messages."""
         self.broker.registry.subscriptions[subscription_path(subscription_id)].leave(consumer)
 
     def pull(self, subscription_id: str = "workers", max_messages: int = 1000) -> list[Pulled]:

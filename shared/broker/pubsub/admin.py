@@ -1,6 +1,6 @@
 """Creates and deletes topics and subscriptions, for an instance's inbox and for local stacks.
 
-Requests never wait for these calls. The service allows 6,000 such calls per minute and project
+Requests never wait for these calls. The service allows 6,000 such calls per minute per project
 (quota `administratorPerMinutePerProject`), shared by all instances.
 """
 
@@ -55,14 +55,14 @@ class PubSubAdmin:
         await self._channels.close()
 
     async def ensure_topic(self, topic_id: str) -> bool:
-        """Creates a topic unless it exists. Returns whether it was created."""
+        """Creates a topic if it doesn't exist. Returns whether it was created."""
         request = _Topic(name=topic_path(self._project, topic_id))
         return await self._create("Publisher/CreateTopic", _Topic, request)
 
     async def ensure_subscription(
         self, subscription_id: str, settings: SubscriptionSettings
     ) -> bool:
-        """Creates a subscription unless it exists. Returns whether it was created.
+        """Creates a subscription if it doesn't exist. Returns whether it was created.
 
         The push settings of an existing subscription are updated.
 
@@ -211,7 +211,7 @@ class PubSubAdmin:
         request.message_retention_duration.FromSeconds(settings.retention_s)
         if settings.push_endpoint:
             request.push_config.push_endpoint = settings.push_endpoint
-        request.expiration_policy.SetInParent()  # set but without a TTL: never expires
+        request.expiration_policy.SetInParent()  # set but without a TTL: it never expires
         if settings.expires_after_s:
             request.expiration_policy.ttl.FromSeconds(settings.expires_after_s)
         if settings.retry_min_s is not None:

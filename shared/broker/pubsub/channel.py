@@ -1,4 +1,4 @@
-"""Channels to Pub/Sub, its raw protobuf classes, retries, ack batches and errors.
+"""Pub/Sub channels, raw protobuf classes, retries, ack batches, and errors.
 
 The proto-plus wrappers cost about 0.1 ms per message, so only the underlying classes are used. The
 full names of topics and subscriptions are built here as well.
@@ -29,7 +29,7 @@ from shared.process.concurrency import backoff, jittered
 log = logging.getLogger(__name__)
 
 if TYPE_CHECKING:
-    # These classes are created at run time, so type checkers know them only by name.
+    # These classes are created at run time, so type checkers know only their names.
     RawMessage: TypeAlias = Any
 else:
     RawMessage = Any
@@ -65,7 +65,7 @@ REFUSED_CALLER = frozenset(
 )
 
 _MIN_ATTEMPT_S, _MAX_ATTEMPT_S = 0.05, 5.0
-"""Time limits for one attempt. The longer one still abandons a dead connection in time."""
+"""Time limits for one attempt. Even the longer one abandons a dead connection in time."""
 
 REQUEST_LIMIT_IDS = 1000
 REQUEST_LIMIT_BYTES = 500_000
@@ -74,7 +74,7 @@ https://docs.cloud.google.com/pubsub/quotas#resource_limits
 """
 QUEUE_LIMIT_IDS = 50_000
 REQUESTS_IN_FLIGHT = 4
-"""With only one, acks to a distant broker would wait for earlier acks for up to a round trip."""
+"""With only one, acks to a distant broker would wait up to a round trip for earlier acks."""
 RETRY_S = 10.0
 """How long to retry a batch of acks.
 
@@ -126,11 +126,11 @@ def parse_endpoint(endpoint: str) -> CallTarget:
 
 
 class Channels:
-    """Opens channels to one endpoint, each with a separate connection, and closes all of them.
+    """Opens channels to one endpoint, each with a separate connection, and closes them all.
 
-    Connections are not shared, because each carries about 100 streams and any further streams wait,
-    as in https://github.com/googleapis/nodejs-pubsub/issues/550. Open streaming pulls on the same
-    connection would delay publishes and acks.
+    Connections are not shared, because each carries about 100 streams and any additional streams
+    have to wait, as in https://github.com/googleapis/nodejs-pubsub/issues/550. Open streaming pulls
+    on the same connection would delay publishes and acks.
     """
 
     def __init__(self, endpoint: str) -> None:
@@ -142,13 +142,13 @@ class Channels:
         """Loads the machine's credentials if the endpoint needs them.
 
         Raises:
-            ConfigurationError: the machine does not have credentials.
+            ConfigurationError: the machine has no credentials.
         """
         if not self._endpoint.is_secure:
             return
         host = self._endpoint.target.rpartition(":")[0]
         try:
-            # This reads files and may call the metadata server, so it must not run in the event
+            # This reads files and may call the metadata server, so it must not run on the event
             # loop.
             credentials, _ = await asyncio.to_thread(google.auth.default, default_scopes=SCOPES)
         except DefaultCredentialsError as error:
@@ -177,7 +177,8 @@ class Channels:
 
 def _channel_options(is_secure: bool) -> list[tuple[str, int]]:
     # A plain gRPC server disconnects clients that ping an idle connection more often than every 5
-    # minutes. Google's front end allows pings every 30 s, which an idle pull behind a NAT needs.
+    # minutes. Google's front end allows pings every 30 s, which are needed for an idle pull behind
+    # a NAT.
     keepalive_ms = 30_000 if is_secure else 310_000
     return [
         ("grpc.use_local_subchannel_pool", 1),
@@ -218,10 +219,10 @@ class Method:
         """Retries until an attempt succeeds, with jittered pauses after transient failures.
 
         Args:
-            end_s: event loop time after which no attempt starts.
+            end_s: event loop time after which no new attempt starts.
 
         Raises:
-            aio.AioRpcError: the last attempt's failure.
+            aio.AioRpcError: the error from the last attempt.
         """
         loop = asyncio.get_running_loop()
         pauses = backoff()
@@ -238,7 +239,7 @@ class Method:
 
 @lru_cache(maxsize=1024)
 def routing(name: str, value: str) -> tuple[tuple[str, str], ...]:
-    """Returns the metadata that Google's front end routes a call by (google.aip.dev/4222)."""
+    """Returns the metadata that Google's front end uses to route a call (google.aip.dev/4222)."""
     return (("x-goog-request-params", f"{name}={quote(value, safe='')}"),)
 
 
@@ -262,9 +263,9 @@ def _serialize(message: RawMessage) -> bytes:
 class AckQueue:
     """Sends one subscription's acks and nacks in the background.
 
-    The first ack is sent immediately. Acks queued while it is in flight are sent together
-    afterward. With a positive `linger_s`, an ack that is not urgent waits for that long, or until
-    `linger_messages` acks are queued, and up to REQUESTS_IN_FLIGHT requests may be in flight.
+    The first ack is sent immediately. Acks queued while it is in flight are then sent together.
+    With a positive `linger_s`, a non-urgent ack waits for that long, or until `linger_messages`
+    acks are queued, and up to REQUESTS_IN_FLIGHT requests may be in flight.
     """
 
     def __init__(
@@ -283,8 +284,8 @@ class AckQueue:
         self._linger_messages = linger_messages
         self._acks: deque[str] = deque()
         self._nacks: deque[str] = deque()
-        # Lingering acks are numerous, and later messages wait until the broker has received those
-        # acks.
+        # There can be many lingering acks, and later messages wait until the broker has received
+        # those acks.
         self._requests_in_flight = REQUESTS_IN_FLIGHT if linger_s else 1
         self._sending: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
@@ -347,8 +348,8 @@ class AckQueue:
             while self._acks or self._nacks:
                 await self._send_some()
         finally:
-            # In the same iteration as the last check of the queues. Otherwise, an ack queued in
-            # between would never be sent.
+            # This runs in the same iteration as the last check of the queues. Otherwise, an ack
+            # queued in between would never be sent.
             self._sending.discard(cast(asyncio.Task[None], asyncio.current_task()))
 
     async def _send_some(self) -> None:

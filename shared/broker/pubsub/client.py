@@ -11,20 +11,20 @@ deadline. Order matters only within an ordering key, with one request in flight 
 best effort: a lost ack causes a second delivery.
 
 Rejected alternatives:
-- Google's own subscriber: threads per subscription (five each in 2.44.0), a 10 ms batch timer for
-  publishing by default, and lease management that shares the GIL with callbacks.
-- Its generated asyncio clients: no batching, flow control, leases or reconnects, and proto-plus
-  objects at about 0.1 ms per message.
-- Acks on the pulling stream: each is a separate write, and they are lost with the stream. Unary
+- Google's own subscriber: it uses several threads per subscription (five each in 2.44.0), a 10 ms
+  batch timer for publishing by default, and lease management that shares the GIL with callbacks.
+- Its generated asyncio clients: they have no batching, flow control, leases, or reconnects, and use
+  proto-plus objects at about 0.1 ms per message.
+- Acks on the pulling stream: each is a separate write, and they are lost if the stream is. Unary
   requests on another connection can be retried.
 - A timer that collects messages before a publish: it slows down the idle case. Sending whatever is
   queued after each request batches equally well under load.
-- Exactly-once delivery: it adds latency and works only within a region. The cache key and
+- Exactly-once delivery: it adds latency and works only within one region. The cache key and
   (request_id, part) make redelivery harmless.
 
-Reasons to reconsider: an asyncio subscriber by Google with leases and flow control, or a measured
-need for more than one core of broker client in a process (which would call for a native client
-behind the same interface).
+Reasons to reconsider: a Google asyncio subscriber with leases and flow control, or a measured need
+for more than one core of broker client in a process (which would call for a native client behind
+the same interface).
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ from shared.errors import InputTooLarge, Overloaded, Unavailable
 
 REQUEST_LIMIT_MESSAGES = 1000
 REQUEST_LIMIT_BYTES = 9_000_000
-"""Less than the service's 10 MB limit, which includes the request's overhead."""
+"""Less than the service's 10 MB limit, which includes request overhead."""
 QUEUE_LIMIT_MESSAGES = 20_000
 QUEUE_LIMIT_BYTES = 128 * 1024 * 1024
 REQUESTS_IN_FLIGHT = 4
@@ -75,7 +75,7 @@ OPEN_S = 5.0
 After that, the subscription retries in the background.
 """
 CLOSE_S = 2.0
-"""Time limit for a subscription's last acks."""
+"""Time limit for sending a subscription's last acks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -240,8 +240,8 @@ class _TopicQueue:
             self._round_trip.record(asyncio.get_running_loop().time() - began_s)
         except aio.AioRpcError as error:
             if error.code() is StatusCode.INVALID_ARGUMENT and len(batch) > 1:
-                # One bad message fails its whole request. Sent individually, only the bad one
-                # fails.
+                # One bad message fails its whole request. When messages are sent individually, only
+                # the bad one fails.
                 for pending in batch:
                     await self._send([pending])
                 return

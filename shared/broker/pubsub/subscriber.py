@@ -38,8 +38,8 @@ FATAL = frozenset(
     }
 )
 FATAL_TRIES = 4
-"""Attempts before giving up. A new subscription or permission may not have reached every region
-yet: https://docs.cloud.google.com/pubsub/docs/reliability-intro
+"""Attempts before giving up. A new subscription or permission may not have propagated to every
+region yet: https://docs.cloud.google.com/pubsub/docs/reliability-intro
 """
 HEARTBEAT_S = 30.0
 """Interval between empty requests that keep an idle stream open, as in Google's own clients."""
@@ -50,18 +50,18 @@ STREAMS_PER_CHANNEL = 80
 MAX_STREAMS = 8
 """Beyond this number, a single stream replaces all but the first.
 
-Messages held on the old streams come on top of that until they are acked.
+Until they are acked, messages held on the old streams come on top of that.
 """
 MIN_GROWTH = 0.25
 """A new stream is opened for at least this fraction of the number already held."""
 MAX_LEASE_S = 3600.0
-"""After this time, a message counts as lost even if its holder is alive, as in Google's own
+"""After this time, a message is considered lost even if its holder is alive, as in Google's own
 clients.
 """
 EXTENSION_PART = 0.7
 """Duration of an extension as a fraction of the ack deadline.
 
-The remaining two thirds allow for event loop and network pauses and for another attempt.
+The remaining two thirds leave room for event loop and network pauses and another attempt.
 """
 LOOKS_AN_EXTENSION = 12
 
@@ -70,8 +70,8 @@ class Leases:
     """Maintains the leases of all held messages.
 
     A message is delivered with a lease of `ack_deadline_s`, for which the service requires at least
-    10 s. Extensions may be shorter (API comments of ModifyAckDeadline: 0 to 600 s), so messages
-    that have been held for longer come back sooner if their holder dies.
+    10 s. Extensions may be shorter (API comments on ModifyAckDeadline: 0 to 600 s), so messages
+    that have been held longer come back sooner if their holder dies.
     """
 
     def __init__(self, path: str, modify: Method, ack_deadline_s: int) -> None:
@@ -91,7 +91,7 @@ class Leases:
         return len(self._held)
 
     def hold(self, message: ReceivedMessage) -> None:
-        """Starts maintaining the lease of `message`, which was just received."""
+        """Starts maintaining the lease on `message`, which was just received."""
         since_s = message.received_at_s
         if not self._held:
             self._any_held.set()
@@ -119,7 +119,7 @@ class Leases:
                 await self._any_held.wait()
             await asyncio.sleep(jittered(period_s))
             self._drop_lost()
-            # A batch that can't be sent must not delay other batches past their leases.
+            # A batch that can't be sent must not delay other batches until their leases expire.
             await asyncio.gather(*(self._extend(ids, 4 * period_s) for ids in self._due()))
 
     def _due(self) -> Iterator[list[str]]:
@@ -174,7 +174,7 @@ class _Lease:
 
 
 class PullChannel:
-    """A channel for StreamingPull calls. A connection has room for a limited number."""
+    """A channel for StreamingPull calls. A connection has room for a limited number of them."""
 
     def __init__(self, channel: aio.Channel) -> None:
         self.open_call: Any = channel.stream_stream(
@@ -195,7 +195,7 @@ class _PullStream:
     """A StreamingPull call that is reopened whenever it ends.
 
     Args:
-        max_messages: maximum number of unacked messages that the broker may send on it.
+        max_messages: maximum number of unacked messages that the broker may send on this stream.
         max_bytes: maximum total size of these messages, in bytes. 0 means no limit.
     """
 
@@ -309,7 +309,8 @@ class StreamSubscription:
     Args:
         max_messages: maximum number of messages on the first stream. Also limits the number of
             messages held here if the broker ignores it.
-        max_bytes: maximum bytes of these messages, plus messages added by `hold`. 0 means no limit.
+        max_bytes: maximum total bytes of these messages and those added by `hold`. 0 means no
+            limit.
     """
 
     def __init__(
@@ -366,7 +367,7 @@ class StreamSubscription:
             held -= self._end_streams(len(self._streams) - 1)
 
     def _end_streams(self, kept: int) -> int:
-        """Closes all streams but the first `kept`. Returns how many messages they had room for."""
+        """Closes all but the first `kept` streams. Returns how many messages they had room for."""
         ended, self._streams = self._streams[kept:], self._streams[:kept]
         for stream in ended:
             ending = asyncio.create_task(stream.stop())
@@ -425,14 +426,15 @@ class StreamSubscription:
         if self._is_stopped:
             return
         self._is_stopped = True
-        # Half-closed, not canceled, so that messages in transit still arrive and are returned.
+        # Half-closed rather than canceled, so that messages in transit still arrive and are
+        # returned.
         await asyncio.gather(*(stream.stop() for stream in self._streams), *self._ending)
         while self._received:
             self.nack(self._received.popleft())
         self._wake()
 
     async def close(self, timeout_s: float) -> None:
-        """Returns all held messages and sends the last acks, within `timeout_s`."""
+        """Returns all held messages and sends the last acks, all within `timeout_s`."""
         await self.stop()
         for ack_id in self._leases.release_all():
             self._acks.nack(ack_id)
@@ -463,7 +465,7 @@ class StreamSubscription:
     async def wait_for_room(self) -> None:
         """Waits while more messages are held than the streams may hold.
 
-        Redelivery after lost leases may exceed the broker's flow control.
+        Redelivery after lost leases may exceed the broker's flow control limits.
         """
         while max(len(self._leases), len(self._received)) > 100 + 2 * sum(
             stream.max_messages for stream in self._streams
@@ -472,7 +474,7 @@ class StreamSubscription:
             await self._room.wait()
 
     def fail(self, error: aio.AioRpcError) -> None:
-        """Ends the subscription after the broker permanently rejected a stream."""
+        """Ends the subscription after the broker permanently rejects a stream."""
         message = f"{self.first_request.subscription}: {error.code().name}: {error.details()}"
         is_gone = error.code() in (StatusCode.NOT_FOUND, StatusCode.FAILED_PRECONDITION)
         self._end = Unavailable(message) if is_gone else ConfigurationError(message)

@@ -27,7 +27,7 @@ from shared.process.concurrency import backoff
 
 CALLS_IN_FLIGHT = 8
 ATTEMPTS = 3
-"""Minimum number of attempts per call while the broker does not respond."""
+"""Minimum number of attempts per call when the broker does not respond."""
 UNLIMITED = 1_000_000
 """Maximum deliveries of a message whose subscription has no dead-letter topic.
 
@@ -60,7 +60,7 @@ class RabbitAdmin:
         await self._connection.close()
 
     async def ensure_topic(self, topic_id: str) -> bool:
-        """Creates a topic unless it exists. Returns whether it was created."""
+        """Creates a topic if it doesn't exist. Returns whether it was created."""
         name = topic_name(self._project, topic_id)
         if await self._exists(exchange=name):
             return False
@@ -75,7 +75,7 @@ class RabbitAdmin:
     async def ensure_subscription(
         self, subscription_id: str, settings: SubscriptionSettings
     ) -> bool:
-        """Creates a subscription unless it exists. Returns whether it was created."""
+        """Creates a subscription if it doesn't exist. Returns whether it was created."""
         queue = queue_name(self._project, subscription_id)
         key = binding_key(settings.topic_id, settings.filter)
         if not await self._exists(exchange=topic_name(self._project, settings.topic_id)):
@@ -115,11 +115,11 @@ class RabbitAdmin:
         return await self._exists(queue=queue_name(self._project, subscription_id))
 
     async def waiting_messages(self, subscription_id: str) -> int | None:
-        """Returns the number of messages not held by a consumer.
+        """Returns the number of messages not held by any consumer.
 
         None if the subscription does not exist.
 
-        Pub/Sub has a metric for this but no such call.
+        Pub/Sub has a metric for this but no equivalent call.
         """
         queue = queue_name(self._project, subscription_id)
         return await self._until(lambda: waiting(self._connection, queue), f"look at {queue}")

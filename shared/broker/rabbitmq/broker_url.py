@@ -19,7 +19,7 @@ def broker_url(broker: str) -> URL:
             `amqps://` are also accepted.
 
     Raises:
-        ConfigurationError: the setting is not such a URL.
+        ConfigurationError: the setting is not a valid URL of this form.
     """
     try:
         parts = urlsplit(broker)

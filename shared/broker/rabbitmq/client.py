@@ -8,8 +8,8 @@ serves as flow control.
 Decision 67 lists rejected alternatives: aio-pika's robust connections, exclusive reply queues, one
 exchange per topic, a queue per pause.
 
-If the connection breaks or no response arrives, a message is published again until the broker
-confirms it.
+If the connection breaks or no response arrives, a message is republished until the broker confirms
+it.
 """
 
 from __future__ import annotations
@@ -55,15 +55,15 @@ OPEN_S = 5.0
 After that, the subscription retries in the background.
 """
 CLOSE_S = 2.0
-"""Time limit for a subscription's last acks."""
+"""Time limit for sending a subscription's last acks."""
 
 
 class ConfirmedPublisher:
     """Publishes on one channel at a time. The number of unconfirmed messages is bounded.
 
     Args:
-        connection: connection to publish on. The broker may block this connection while short of
-            memory or disk, so consumers should not share it.
+        connection: connection to publish on. The broker may block this connection while it is short
+            of memory or disk space, so consumers should not share it.
         topic_exists: returns whether a topic exists. Called if no queue receives a message.
     """
 
@@ -147,7 +147,7 @@ class ConfirmedPublisher:
         self, topic_id: str, data: bytes, properties: spec.Basic.Properties, timeout_s: float
     ) -> None:
         action = f"publish to {topic_id}"
-        # Callers with little time left must not all wait for a channel that does not confirm.
+        # Callers with little time left must not all wait on a channel that does not confirm.
         limit_s = min(self._connection.answer_limit_s, timeout_s / 2)
         failure: PenstockError = Unavailable(f"{action}: no response within {timeout_s:g} s")
         try:
@@ -179,7 +179,7 @@ class ConfirmedPublisher:
         properties: spec.Basic.Properties,
         limit_s: float,
     ) -> object:
-        """Returns the confirmation, or the message if no queue received it."""
+        """Returns the confirmation, or returns the message if no queue received it."""
         waits = await self._open_channel()
         began_s = asyncio.get_running_loop().time()
         try:
@@ -231,7 +231,7 @@ class ConfirmedPublisher:
         return waits
 
     async def _check_topic(self, topic_id: str) -> None:
-        """Checks a topic without subscribers, which is valid if the topic exists."""
+        """Checks a topic without subscribers, which is valid as long as the topic exists."""
         if topic_id in self._known:
             return
         if not await self._topic_exists(topic_id):
@@ -246,7 +246,7 @@ class RabbitTransport:
     Implements shared.broker.transport.Transport.
 
     Args:
-        project: prefix of all names, so that several deployments may share a vhost.
+        project: prefix for all names, so that several deployments can share a vhost.
         broker: broker URL. See broker_url.
         answer_limit_s: maximum seconds to wait for a response before retrying. Increases with each
             attempt.
@@ -310,8 +310,9 @@ class RabbitTransport:
 
         Args:
             delays_s: seconds that a returned message waits in the broker without being held: the
-                first value after the first attempt, and so on, then always the last value. The
-                subscription must have been created with these delays (see delay_queue).
+                first value applies after the first attempt, and so on; after that, the last value
+                always applies. The subscription must have been created with these delays (see
+                delay_queue).
         """
         queue = queue_name(self.project, subscription_id)
         subscription = QueueSubscription(

@@ -16,11 +16,11 @@ from shared.process.concurrency import backoff
 
 CONNECT_LIMIT_S = 5.0
 MAX_PAUSE_S = 2.0
-"""Pause between connection attempts. A restarting broker is back within seconds."""
+"""Pause between connection attempts. A restarting broker comes back within seconds."""
 HEARTBEAT_S = 10
 """The broker and the client drop a connection after two or three of these intervals without data.
 
-A dying process closes its connection immediately. This is for machines and networks that disappear.
+A dying process closes its connection immediately. This is for machines and networks that go down.
 """
 
 BROKEN = (
@@ -31,8 +31,8 @@ BROKEN = (
     TimeoutError,
     StopAsyncIteration,
 )
-"""Errors that aiormq raises when a channel or its connection is closed, or the broker rejects a
-call.
+"""Errors that aiormq raises when a channel or its connection is closed, or when the broker rejects
+a call.
 
 The last one is raised if a connection is lost during its handshake.
 """
@@ -57,10 +57,10 @@ class BrokerConnection:
         """Opens a channel.
 
         Args:
-            confirms: True if the broker should confirm messages published on it.
+            confirms: True if the broker should confirm messages published on the channel.
 
         Raises:
-            Unavailable: the broker is unreachable, or this connection was closed permanently.
+            Unavailable: the broker is unreachable, or this connection has been closed permanently.
             ConfigurationError: the broker rejects our credentials or the vhost.
         """
         try:

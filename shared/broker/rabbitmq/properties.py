@@ -15,8 +15,8 @@ from shared.errors import BadInput
 ATTRIBUTE_LIMIT, NAME_LIMIT_BYTES, VALUE_LIMIT_BYTES = 100, 128, 1024
 """Pub/Sub's limits, so that both brokers accept the same messages.
 
-AMQP allows 128 bytes for a name, and pamqp truncates longer ones without an error. This many
-attributes fit in the single frame that headers may occupy.
+AMQP allows 128 bytes for a name, and pamqp silently truncates longer ones. This many attributes fit
+in the single frame allotted to headers.
 """
 KEY_LIMIT_BYTES = 255
 _OWN = ("x-", "CC", "BCC")
@@ -26,7 +26,7 @@ _DELIVERY_COUNT = "x-delivery-count"
 _DEATHS = "x-death"
 _REASON = "penstock_reason"
 _EXPIRED = "no worker picked it up in time"
-"""That attribute's value for a message that waited longer than its queue keeps messages.
+"""The attribute's value for a message that waited longer than its queue's retention time.
 
 Not set for a message that used up its attempts, because the broker does not report the number of
 attempts.
@@ -54,7 +54,7 @@ def properties_of(
 
 
 def returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic.Properties:
-    """Returns the properties for a message that goes to a delay queue after `attempt` attempts."""
+    """Returns the properties for a message sent to a delay queue after `attempt` attempts."""
     old = delivered.header.properties
     headers = {
         name: value

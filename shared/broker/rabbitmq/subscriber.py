@@ -37,9 +37,9 @@ log = logging.getLogger(__name__)
 REFUSALS = 4
 """Attempts before giving up. A new queue may not yet be known to every node of a cluster."""
 RETRY_MIN_S, RETRY_MAX_S = 0.1, 10.0
-"""Pause before a returned message is redelivered. The same as on Pub/Sub.
+"""Pause before a returned message is redelivered. Same as on Pub/Sub.
 
-RabbitMQ itself redelivers immediately, so the message is held for this time.
+RabbitMQ itself redelivers immediately, so the message is held for this long.
 """
 
 MAX_CONSUMERS = 16
@@ -130,7 +130,7 @@ class QueueSubscription:
         self._waits: ChannelWaits | None = None
         self._runs = AckRuns()
         self._consumers: list[tuple[str, int]] = []
-        """Tags of the consumers on the channel, each with its prefetch count."""
+        """Tags of the channel's consumers, each with its prefetch count."""
         self._wanted = max_messages
         self._resizing = asyncio.Event()
         self._end: PenstockError | None = None
@@ -162,7 +162,7 @@ class QueueSubscription:
 
     @property
     def is_connected(self) -> bool:
-        """True if the broker delivers new messages."""
+        """True if the broker is delivering new messages."""
         return self._is_open and not self._is_stopped
 
     def __aiter__(self) -> QueueSubscription:
@@ -313,12 +313,12 @@ class QueueSubscription:
                     self._held[held.message.ack_id] = held
                     self._give_back_later(held)
                     return
-        # Since RabbitMQ 4.3, a nack is not a failed attempt, so a poison message would be
-        # redelivered forever.
+        # Since RabbitMQ 4.3, a nack does not count as a failed attempt, so a poison message would
+        # be redelivered forever.
         rejected = waits.channel.basic_reject(_tag(held), requeue=True, wait=False)
         await waits.within(self._answer_limit_s, rejected)
-        # Done only now, because an ack for a run must not include a message whose reject has not
-        # been written.
+        # This is done only now, because an ack for a run must not include a message whose reject
+        # has not been written.
         if self._on_channel(held):
             self._runs.settle(_tag(held))
 

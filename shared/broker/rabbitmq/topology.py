@@ -1,8 +1,8 @@
 """Maps topics, subscriptions and filters to exchanges, queues and routing keys, and queries them.
 
-One direct exchange carries all messages of a project, so a deleted topic can't close a channel that
-other topics are published on. A message has its topic's routing key, plus one key per attribute
-used in filters. The broker routes by all of them (the BCC header of
+One direct exchange carries all of a project's messages, so a deleted topic can't close a channel
+that other topics are published on. A message has its topic's routing key, plus a key for each
+attribute used in filters. The broker routes by all of them (the BCC header of
 https://www.rabbitmq.com/docs/sender-selected), and delivers a message to each queue only once.
 
 Delay queues hold messages before they are redelivered. A failed query closes its channel, so each

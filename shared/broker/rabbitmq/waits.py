@@ -1,7 +1,7 @@
 """Limits for waiting on the broker: no wait may outlast its channel.
 
-If the connection breaks while an aiormq call waits for room to write, aiormq never ends that call
-or any later call.
+If the connection breaks while an aiormq call is waiting for room to write, that call and all later
+calls never return.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class ChannelWaits:
         """Waits for a response from the broker.
 
         Raises:
-            TimeoutError: no response arrived within `limit_s`, although the channel is open.
+            TimeoutError: no response arrived within `limit_s`, even though the channel is open.
             aiormq.AMQPError: the broker rejected the call. aiormq.ChannelInvalidStateError: the
             channel was closed.
         """
@@ -70,7 +70,7 @@ async def close_channel(channel: Channel) -> None:
 
 
 def longer(limit_s: float) -> float:
-    """Returns the next time limit to use after no response arrived within `limit_s`."""
+    """Returns the next time limit to use when no response arrived within `limit_s`."""
     return min(2 * limit_s, MAX_ANSWER_LIMIT_S)
 
 

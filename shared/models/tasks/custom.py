@@ -220,7 +220,7 @@ class CustomResult(TaskResult, tag="custom"):
     output: Any
     files: list[Blob] = msgspec.field(default_factory=list)
     places: list[FilePlace] = msgspec.field(default_factory=list)
-    """Positions of the files in the output."""
+    """Positions of files in the output."""
     streams: str = ""
     """Same as in the model's interface."""
     metrics: dict[str, Any] = msgspec.field(default_factory=dict)
@@ -347,9 +347,9 @@ class CustomInput(TaskInput, tag="custom"):
     places: list[FilePlace] = msgspec.field(default_factory=list)
     """Positions of the files."""
     is_streamed: bool = False
-    """True if the output's pieces are streamed while they are computed."""
+    """True if the output's pieces are streamed as they are computed."""
     compared_with: CustomResult | None = None
-    """A canary's output for this input, which is computed again for comparison."""
+    """A canary's output for this input, which is recomputed for comparison."""
     context: dict[str, str] = msgspec.field(default_factory=dict)
     """Available to the class as `current_scope().context`."""
 
@@ -406,7 +406,7 @@ def _without_files(
 
 
 def usual_suffix(file: Blob) -> str:
-    """Returns the usual extension for such files.
+    """Returns the usual extension for this type of file.
 
     Many programs use it to determine the file type.
     """
@@ -417,7 +417,7 @@ def usual_suffix(file: Blob) -> str:
 def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[Any]) -> Any:
     """Returns a copy of a value with URIs in these positions.
 
-    The value may be shown again with other URIs.
+    The value may be shown again with different URIs.
     """
     if not places:
         return value
@@ -496,7 +496,7 @@ class CustomTask(Task):
         return not interface_of(entry).batches
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """Returns 0, because outputs must be equal, or close enough in the class's judgment."""
+        """Returns 0, because outputs must be equal, or close enough as judged by the class."""
         return 0.0
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
@@ -559,7 +559,7 @@ def stores_files(entry: CatalogEntry) -> bool:
 
 
 def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
-    """Checks that the limits on work are set if the class weighs its items, and only then.
+    """Checks that the work limits are set if the class weighs its items, and not otherwise.
 
     Raises:
         ValueError: the limits are missing or superfluous.

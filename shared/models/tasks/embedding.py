@@ -1,4 +1,4 @@
-"""Embedding: converts a text, or its tokens, to a vector."""
+"""Embedding: converts a text, or its tokens, into a vector."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from shared.models.tasks.base import (
 )
 
 Truncate = Literal["none", "end", "start"]
-"""How to handle a text that is too long for its model: reject it, or cut it on the named side.
+"""How to handle a text that is too long for its model: reject it, or truncate it on the named side.
 
-The default on the wire is `end`, because earlier releases offered no choice. The API sends `none`
-unless the caller sets it.
+The wire default is `end`, because earlier releases offered no choice. The API sends `none` unless
+the caller sets it.
 """
 
 BYTES_PER_TOKEN = 4
@@ -36,17 +36,18 @@ OpenAI assumes the same for its limits (https://platform.openai.com/tokenizer).
 SPECIAL_TOKENS = 2
 
 MAX_BATCH_TOKENS = 32_768
-"""Default upper bound of a batch. Larger ones gained nothing on an H200 (docs/measurements/gpu.md).
+"""Default upper bound on a batch. Larger batches gained nothing on an H200
+(docs/measurements/gpu.md).
 """
 USUAL_BATCH_TOKENS = 2048
 """Tokens per batch on a device that was not measured. On CPUs, larger batches gain nothing."""
 TOKENS_PER_ITEM = 32
-"""Shortest average text that fills a batch of the default size."""
+"""Shortest average text length at which a batch of the default size is full."""
 USUAL_BATCH_ITEMS = USUAL_BATCH_TOKENS // TOKENS_PER_ITEM
 BATCHES_ADMITTED = 4
-"""Full batches that an API instance admits by default.
+"""Number of full batches that an API instance admits by default.
 
-An overlapping GPU has two, a third one waits in the worker, and a fourth one is on its way.
+An overlapping GPU has two, a third waits in the worker, and a fourth is on its way.
 """
 USUAL_IN_FLIGHT = 512
 
@@ -116,14 +117,14 @@ class TextInput(TaskInput, tag="text"):
     text: str
     truncate: Truncate = "end"
     max_tokens: int = 0
-    """Maximum tokens to read, without special tokens. 0 means as many as the model takes."""
+    """Maximum tokens to read, without special tokens. 0 means as many as the model accepts."""
 
     def estimate_work(self, entry: CatalogEntry) -> int:
         """Returns a token count based on the text's length."""
         return cut_estimate(estimate_tokens(self.text), self.max_tokens)
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns one token per byte plus special tokens, limited to the model's maximum."""
+        """Returns one token per byte plus special tokens, capped at the model's maximum."""
         tokens = bound_tokens(self.text)
         read = min(tokens, self.max_tokens) if self.max_tokens else tokens
         return WorkBound(bound_window(read + SPECIAL_TOKENS, entry))
@@ -145,7 +146,7 @@ class TokensInput(TaskInput, tag="tokens"):
         return len(self.tokens) + SPECIAL_TOKENS
 
     def bound_work(self, entry: CatalogEntry) -> WorkBound:
-        """Returns the number of tokens including special tokens, limited to the model's maximum."""
+        """Returns the number of tokens, including special tokens, capped at the model's maximum."""
         return WorkBound(bound_window(len(self.tokens) + SPECIAL_TOKENS, entry))
 
     def cache_form(self) -> tuple[object, ...]:
@@ -178,8 +179,8 @@ class TextTokens(TaskResult, tag="text_tokens"):
     """A text's token start positions, and how many tokens its model reads at once.
 
     `starts`: each token's start character, as little-endian uint32. `begins_word`: one byte per
-    token, 1 if the token is the first in a word. If a text is cut between words, its parts have the
-    same tokens as the whole.
+    token, 1 if the token is the first in a word. If a text is split between words, its parts have
+    the same tokens as the whole.
     """
 
     starts: bytes
@@ -191,12 +192,12 @@ class TextTokens(TaskResult, tag="text_tokens"):
 
 
 class EmbeddingResult(TaskResult, tag="embedding"):
-    """One vector as little-endian float32, and the text's token count including special tokens."""
+    """One vector as little-endian float32, and the text's token count, including special tokens."""
 
     vector: bytes
     tokens: int
     truncated_tokens: int = 0
-    """Tokens that were cut because the text was too long for the model."""
+    """Number of tokens cut because the text was too long for the model."""
 
     def find_wrong_number(self) -> str:
         """Returns the reason a vector can't be compared with others."""
@@ -221,9 +222,9 @@ class EmbeddingResult(TaskResult, tag="embedding"):
 
 
 def batch_of_tokens(entry: CatalogEntry, tokens: int) -> Batch:
-    """Returns the batch limits of an encoder that computes `tokens` at a time.
+    """Returns the batch limits for an encoder that computes `tokens` at a time.
 
-    At most the entry's, with proportionally fewer items, but not fewer than usual.
+    At most the entry's limits, with proportionally fewer items, but not fewer than usual.
     """
     batch = entry.batch
     most = batch.max_tokens or MAX_BATCH_TOKENS
@@ -256,7 +257,7 @@ class EmbeddingTask(Task):
         }
 
     def check_entry(self, entry: CatalogEntry) -> None:
-        """Requires dimensions, and a backend for its precision."""
+        """Requires dimensions, and a backend that supports its precision."""
         if entry.backend == "torch" and entry.precision == "int8":
             raise ValueError("embeddings in precision int8 require backend onnx or auto")
         if entry.backend == "onnx" and entry.precision == "bf16":
@@ -276,7 +277,7 @@ class EmbeddingTask(Task):
         return entry.tolerance.cosine
 
     def result_bytes(self, entry: CatalogEntry) -> int:
-        """Returns a vector's size in base64, which is a third larger than its bytes."""
+        """Returns a vector's size in base64, which is a third larger than its raw bytes."""
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
@@ -290,7 +291,7 @@ class EmbeddingTask(Task):
         return StepInput(TextInput(text, values.get("truncate") or "none"))
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
-        """Returns one token per byte in the longest text, limited to the model's maximum."""
+        """Returns one token per byte in the longest text, capped at the model's maximum."""
         return WorkBound(bound_window(entry.text.max_input_bytes + SPECIAL_TOKENS, entry))
 
 

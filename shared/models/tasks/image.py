@@ -25,7 +25,7 @@ from shared.models.tasks.base import (
 )
 
 _MAX_TOLD = 50
-"""Maximum adapter names listed in an error. The model's schema lists all the names."""
+"""Maximum number of adapter names listed in an error. The model's schema lists all the names."""
 
 MAX_PROMPT_CHARS = 32_000
 
@@ -48,7 +48,7 @@ class ChosenAdapter(msgspec.Struct, frozen=True, array_like=True):
 
 
 class ControlInput(msgspec.Struct, omit_defaults=True):
-    """A ControlNet to draw an image with, by its name in the catalog, and the control's image.
+    """A ControlNet to draw an image with, by its name in the catalog, and the control image.
 
     `digest`: digest of the ControlNet's entry. `scale` multiplies its contribution. `start` and
     `end`: the range of steps, from 0 to 1, in which it contributes.
@@ -89,8 +89,8 @@ class ImageInput(TaskInput, tag="image"):
     `mask`: a grayscale image at the output size. `image` is redrawn only where the mask is not
     black. `control`: a ControlNet that guides the drawing; `more_controls` are additional ones.
     `ip_adapter`: a reference image for the drawing. `clip_skip`: how many of CLIP's last layers to
-    skip for `prompt`. `guidance_rescale`: how much of the contrast added by guidance is removed
-    again, from 0 to 1 (https://arxiv.org/abs/2305.08891).
+    skip for `prompt`. `guidance_rescale`: how much of the contrast added by guidance is removed,
+    from 0 to 1 (https://arxiv.org/abs/2305.08891).
     """
 
     prompt: str
@@ -154,7 +154,7 @@ class ImageInput(TaskInput, tag="image"):
         return WorkBound(self.width * self.height * max(1, steps))
 
     def cache_form(self) -> tuple[object, ...]:
-        """Returns every parameter. 7 and 7.0 are the same guidance scale.
+        """Returns every parameter. 7 and 7.0 count as the same guidance scale.
 
         Files are represented by their digests.
         """
@@ -212,7 +212,7 @@ class ImageResult(TaskResult, tag="image"):
     seed: int
     pixel_steps: int
     truncated_tokens: int | None = None
-    """Number of tokens cut off because a prompt was too long for the model. None if unknown."""
+    """Number of tokens cut because a prompt was too long for the model. None if unknown."""
     adapter: str | None = None
     """Name of the adapter used to draw the image, if any."""
 
@@ -225,7 +225,7 @@ class ImageResult(TaskResult, tag="image"):
         return msgspec.structs.replace(self, image=blobs[0])
 
     def to_output(self, media_type: str, link_to: LinkTo) -> str:
-        """Returns a `data:` URI for a small image that needs no conversion, otherwise a URL."""
+        """Returns a `data:` URI for a small image that needs no conversion; otherwise, a URL."""
         if self.image.data is not None and media_type == self.image.media_type:
             return f"data:{media_type};base64,{base64.b64encode(self.image.data).decode()}"
         return link_to(self.image.object_key)
@@ -235,7 +235,7 @@ class ImageResult(TaskResult, tag="image"):
 
     @classmethod
     def count_truncated(cls, results: Sequence[TaskResult], *, is_asked: bool = True) -> int | None:
-        """Returns the tokens lost from the prompts.
+        """Returns the number of tokens cut from the prompts.
 
         All images in a request have the same prompts.
         """

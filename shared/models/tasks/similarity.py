@@ -1,4 +1,4 @@
-"""Similarity: computes the cosine between two texts' vectors."""
+"""Similarity: computes the cosine similarity of two texts' vectors."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class SimilarityInput(TaskInput, tag="similarity"):
     truncate: Truncate = "end"
     max_tokens: int = 0
     """Maximum tokens to read from `text`, without special tokens. 0 means as many as the model
-    takes.
+    accepts.
     """
 
     def estimate_work(self, entry: CatalogEntry) -> int:
@@ -69,7 +69,7 @@ class SimilarityResult(TaskResult, tag="similarity"):
     score: float
     tokens: int
     truncated_tokens: int = 0
-    """Tokens cut from both texts because a text was too long for the model."""
+    """Number of tokens cut from both texts because a text was too long for the model."""
 
     def find_wrong_number(self) -> str:
         """Returns the reason a score can't be used for ranking."""
@@ -83,7 +83,7 @@ class SimilarityResult(TaskResult, tag="similarity"):
 
 
 class SimilarityTask(EmbeddingTask):
-    """Sentence encoders used only for cosines, and cross-encoders.
+    """Sentence encoders used only for cosine similarity, and cross-encoders.
 
     Entries are the same as for embedding. Cross-encoders do not have dimensions.
     """

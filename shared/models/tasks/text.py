@@ -40,7 +40,7 @@ FinishReason = Literal["stop", "length"]
 TEMPLATE_TOKENS = 8
 """Approximate number of tokens that a chat template adds to a message."""
 MAX_TEMPLATE_TOKENS = 512
-"""Maximum number of tokens that a chat template adds on its own: a system message, the date,
+"""Maximum number of tokens that a chat template adds on its own: a system message, the date, and
 instructions for calling tools. A message's framing has fewer tokens than its JSON has bytes.
 """
 INDENTED = 2
@@ -65,7 +65,7 @@ STEP_FIELDS: Mapping[str, Any] = {
     "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
     "stop": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
 }
-"""A text model's inputs as a flow step, as JSON Schema, the same as for a prediction."""
+"""A text model's inputs as a flow step, as JSON Schema; the same as for a prediction."""
 
 ID_BYTES = 4
 
@@ -74,7 +74,7 @@ class TokenLogprob(msgspec.Struct, omit_defaults=True):
     """A token's log probability, and those for the most likely tokens at its position."""
 
     token: str
-    """The token's text. Bytes that are not a complete character are shown as U+FFFD."""
+    """The token's text. Bytes that do not form a complete character are shown as U+FFFD."""
     logprob: float
     data: bytes = b""
     """The text's bytes."""
@@ -105,7 +105,7 @@ class TokenChunk(msgspec.Struct, omit_defaults=True):
 class GenerationInput(TaskInput, tag="generation"):
     """The prompt to continue, and the options. Either `messages` or `prompt` is set.
 
-    `messages` and `tools` have OpenAI's format. They are passed to the model's chat template
+    `messages` and `tools` use OpenAI's format. They are passed to the model's chat template
     unchanged.
     """
 
@@ -129,7 +129,7 @@ class GenerationInput(TaskInput, tag="generation"):
     frequency_penalty: float = 0.0
     presence_penalty: float = 0.0
     min_p: float = 0.0
-    """Keeps tokens whose probability is at least this fraction of the most likely token's."""
+    """Keeps tokens at least this fraction as probable as the most likely token."""
     repetition_penalty: float = 1.0
     """For tokens that occur in the prompt or the text, positive logits are divided by this, and
     negative ones are multiplied.
@@ -137,7 +137,7 @@ class GenerationInput(TaskInput, tag="generation"):
     logit_bias: dict[int, float] = msgspec.field(default_factory=dict)
     """Biases added to token logits before anything else is applied."""
     template_options: dict[str, Any] = msgspec.field(default_factory=dict)
-    """Variables of the chat template."""
+    """Chat template variables."""
     is_echoed: bool = False
     """True if the result includes the prompt's text, with its tokens' log probabilities if
     requested.
@@ -148,7 +148,7 @@ class GenerationInput(TaskInput, tag="generation"):
     json_schema: str = ""
     """JSON schema, serialized, that the text must match. Empty if there is none."""
     schema_field: str = RESPONSE_FORMAT
-    """Request field from which the schema comes. Any field other than the default means that the
+    """Request field that supplied the schema. Any field other than the default means that the
     schema describes a call.
     """
     is_streamed: bool = False
@@ -162,8 +162,8 @@ class GenerationInput(TaskInput, tag="generation"):
         """Rejects a prompt that is far too long, before it is tokenized.
 
         Raises:
-            ContextLengthExceeded: the prompt is too long. Its number of tokens is estimated from
-                its size.
+            ContextLengthExceeded: the prompt is too long. The number of tokens is estimated from
+                the prompt's size.
         """
         prompt = self._estimate_prompt()
         if prompt > FAR_ABOVE * context_tokens:
@@ -226,7 +226,7 @@ class GenerationInput(TaskInput, tag="generation"):
     def cache_form(self) -> tuple[object, ...]:
         """Returns all fields except `is_streamed`, which does not affect the text."""
         names = (name for name in self.__struct_fields__ if name != "is_streamed")
-        # As JSON, because messages are nested and the template sees the order of their keys.
+        # As JSON, because messages are nested and the template sees their key order.
         fields = {name: getattr(self, name) for name in names}
         return ("generation", msgspec.json.encode(fields).decode())
 
@@ -248,9 +248,13 @@ class GenerationResult(TaskResult, tag="generation"):
     prompt_text: str = ""
     """The prompt's text, only if requested."""
     prompt_logprobs: list[TokenLogprob] = msgspec.field(default_factory=list)
-    """An echoed prompt's log probabilities. The first token's is 0, without alternatives."""
+    """An echoed prompt's log probabilities. The first token's log probability is 0, without
+    alternatives.
+    """
     stop_sequence: str = ""
-    """The stop sequence that ended the generation. Empty if it ended for another reason."""
+    """The stop sequence that ended the generation. Empty if the generation ended for another
+    reason.
+    """
 
     def find_wrong_number(self) -> str:
         """Describes a log probability that is invalid."""
@@ -315,14 +319,14 @@ class GenerationTask(Task):
             )
 
     def budget(self, entry: CatalogEntry) -> int:
-        """Returns the number of tokens whose keys and values are kept at a time."""
+        """Returns the number of tokens whose keys and values are kept at once."""
         assert entry.batch.max_tokens is not None, (
             "validated when the catalog was read; this is a bug"
         )
         return entry.batch.max_tokens
 
     def tolerance(self, entry: CatalogEntry) -> float:
-        """Returns 0, because generations have no distance."""
+        """Returns 0, because generations have no distance measure."""
         return 0.0
 
     def result_bytes(self, entry: CatalogEntry) -> int:

@@ -78,7 +78,7 @@ async def answers(client: Any, file_id: str | None) -> list[dict[str, Any]]:
 
 @dataclass
 class Running:
-    """A runner and its own rows."""
+    """A runner and its rows."""
 
     runner: BatchRunner
     task: asyncio.Task[None]

@@ -374,7 +374,7 @@ async def test_request_larger_than_the_limit_is_told_so(ten: list[Limiter]) -> N
 async def test_request_larger_than_the_limit_is_told_so_after_its_preparation(
     ten: list[Limiter],
 ) -> None:
-    """Preparation has used part of the limit. The rest would fit by itself."""
+    """Preparation has used part of the limit. The rest would fit on its own."""
     limiter, caller = ten[0], Caller(tenant="acme", plan=Plan(tokens_per_min=10))
     account = limiter.account(caller, "mini", "tokens")
     taken = await limiter.reserve_rates(account, demand(4, items=0))
@@ -457,7 +457,7 @@ async def test_spent_budget_stays_spent_without_redis(redis_url: str, clock: Clo
         for limiter in three:
             with pytest.raises(BudgetExceeded):
                 await ask(limiter, caller, demand(usd=0.1))
-        # None of this budget has been spent, which is known as well.
+        # None of this budget has been spent, and that is known too.
         other = Caller(tenant="other", plan=Plan(budget_usd_per_month=0.9))
         assert await let_in(three, other, demand(usd=0.1), 30) == 9
         assert await is_let_in(three[1], caller, demand(usd=0.0)), "what is free"

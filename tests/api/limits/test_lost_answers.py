@@ -94,7 +94,7 @@ async def setup(redis_url: str, links: Links) -> AsyncIterator[Setup]:
     ):
         limiter = Limiter(store, clock=clock)
         await limiter.register()
-        await store.take([])  # so that Redis knows the script
+        await store.take([])  # so that Redis has the script
         yield Setup(limiter, links, clock, client)
     clock.close()
 

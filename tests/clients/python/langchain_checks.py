@@ -103,7 +103,7 @@ class Paint(BaseModel):
 
 
 class City(BaseModel):
-    """A city. A small model does not stop by itself if more fields are allowed."""
+    """A city. A small model does not stop on its own if more fields are allowed."""
 
     model_config = ConfigDict(extra="forbid")
     name: str = Field(max_length=24)

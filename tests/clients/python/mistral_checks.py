@@ -69,7 +69,7 @@ def process(name: str, **fields: Any) -> tuple[Any, float]:
 
 def plain(text: str) -> str:
     """A text's words, separated by single spaces."""
-    # A line that ends with a hyphen continues in the next one.
+    # A line that ends with a hyphen continues on the next one.
     return " ".join(re.sub(r"^#+ ", "", text, flags=re.M).split()).replace("- ", "-")
 
 

@@ -17,7 +17,7 @@ from tests.limits import START_LIMIT_S
 
 STAGES = Path("infra/terraform")
 CHECKER = os.environ.get("TFOFFLINE", "")
-"""A stand-in for Terraform's providers. Google's own would require an account."""
+"""A stand-in for Terraform's providers. Google's would require an account."""
 
 REGIONS = {"europe-west4": {"index": 0}, "europe-west1": {"index": 1}}
 PROJECT = "example-project"

@@ -30,7 +30,7 @@ KINDS: dict[str, type[Settings]] = {
 }
 SERVERS = {"pubsub", "bigquery", "redis"}
 ONCE = {"provision", "proxy-volumes", "keys"}
-"""Services that exit by themselves."""
+"""Services that exit on their own."""
 
 
 def variables(*names: str) -> dict[str, str]:

@@ -17,7 +17,7 @@ def test_every_base_is_given_by_the_build(name: str) -> None:
     text = (FOLDER / f"{name}.Dockerfile").read_text(encoding="utf-8")
     base = "CUDA_BASE" if name == "worker" else "PYTHON_BASE"
     names = {stage.name for stage in stages(name)}
-    # `scratch` is empty rather than an image.
+    # `scratch` is an empty base, not an image.
     assert all(stage.base in names | {f"${{{base}}}", "scratch"} for stage in stages(name))
     assert len(stages(name)) > 1
     # Without a default, no build uses whatever a tag currently refers to.
@@ -89,7 +89,7 @@ def no_registry(folder: Path) -> dict[str, str]:
 
 
 def test_digest_that_the_bot_proposed_is_what_a_build_stands_on(tmp_path: Path) -> None:
-    """Once the bot's pull request is merged, a build uses its digest without asking a registry."""
+    """Once the bot's pull request is merged, builds use its digest without querying a registry."""
     was, now = (f"sha256:{letter * 64}" for letter in "ab")
     path = "infra/docker/bases.env"
     pinned = pull_request(path, Path(path).read_text(), was)

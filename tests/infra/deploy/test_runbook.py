@@ -64,7 +64,7 @@ BOUNDS = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
 
 
 def part(title: str) -> str:
-    """Returns the text below one of the alert page's headings."""
+    """Returns the text under one of the alert page's headings."""
     return PAGES["troubleshoot"].partition(f"\n## {title}\n")[2].partition("\n## ")[0]
 
 

@@ -41,7 +41,7 @@ ANSWERS = {
 }
 """,
 }
-"""Google's responses that the stand-in does not know, as files that take precedence over ours."""
+"""Google's responses that the stand-in lacks, as files that take precedence over ours."""
 HOOK = """#!/bin/sh
 # Stands for Terraform: tells what it was given, and keeps the providers up until it is told to end.
 printf %s "$TF_REATTACH_PROVIDERS" > "{out}.new" && mv "{out}.new" "{out}"

@@ -133,7 +133,7 @@ class Operator:
         return found
 
     def state(self) -> dict[str, dict[str, Any]]:
-        """The resources Terraform knows, by address."""
+        """The resources Terraform knows about, by address."""
         shown = self.types('terraform -chdir="$ROOT" show -json')
         module = json.loads(shown[shown.index("{") :])["values"]["root_module"]
         return {one["address"]: one for one in _resources(module) if one["mode"] == "managed"}

@@ -161,8 +161,9 @@ def test_a_row_written_twice_counts_once(empty: bigquery.Client) -> None:
 
 
 def test_a_row_that_says_nothing_was_delivered_counts(empty: bigquery.Client) -> None:
-    """Order does not matter. Among several such rows, the worker's counts, because it knows
-    more.
+    """Order does not matter.
+
+    If there are several such rows, the worker's row counts, because it has more information.
     """
     worker = {"cost_usd": 0.5, "charged_share": 1.0, "tokens": 3, "inference_ms": 1.5}
     api = {"attempt": None, "status": "canceled", "cost_usd": 0.0, "charged_share": 0.0}

@@ -50,7 +50,7 @@ async def kept(objects: FragileStore, table: TableOfRows, folder: Path) -> Kept:
 
 
 def each_once(count: int) -> Kept:
-    """Each of `count` rows once, with nothing left on the way."""
+    """Each of `count` rows once, with nothing left in transit."""
     wanted = [f"r:{number}" for number in range(count)]
     return Kept(dict.fromkeys(wanted, 1), sorted(wanted), [])
 

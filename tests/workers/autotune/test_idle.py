@@ -12,7 +12,7 @@ pytestmark = pytest.mark.slow
 
 
 class Script:
-    """A clock advanced by each sleep, and the share of two cores that is idle during each sleep."""
+    """A clock that each sleep advances, and how much of two cores is idle during each sleep."""
 
     def __init__(self, *shares: float) -> None:
         self._shares: Iterator[float] = iter(shares)

@@ -1,4 +1,4 @@
-"""The order of backends derived from the hardware alone, for each kind of hardware."""
+"""The backend order derived from the hardware alone, for each kind of hardware."""
 
 import pytest
 

@@ -155,7 +155,7 @@ def spec(folder: Path, artifacts_dir: Path) -> SearchSpec:
     assert artifact is not None
     entry = ENTRY.model_copy(
         update={"backend": "onnx"}
-    )  # torch takes seconds to import, so it is used only where it matters
+    )  # torch takes seconds to import, so it is imported only where needed
     return SearchSpec(entry, folder, artifact, PLAIN_CPU, "cpu", 0, 0, TEXTS)
 
 
@@ -163,7 +163,7 @@ choose = partial(choose_when_quiet, quiet=lambda cores: True)
 
 
 def speeds(**texts_per_s: float) -> Measure:
-    """A meter that knows each result by variant name, with 2 x 1 ahead of 2 x 2."""
+    """A meter with a fixed result for each variant name, with 2 x 1 ahead of 2 x 2."""
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
@@ -341,7 +341,7 @@ def larger(spec: SearchSpec, **batch: int) -> SearchSpec:
 
 
 def calls(call_s: float, token_s: float, died_at: int = 2**40) -> Measure:
-    """A meter with a fixed time per call. It counts the tokens that it is asked to compute."""
+    """A meter with a fixed time per call. It counts the tokens it has to compute."""
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
@@ -427,7 +427,7 @@ def test_nothing_within_the_tolerance_is_refused(spec: SearchSpec) -> None:
 
 
 def with_bf16(spec: SearchSpec, cosine: float) -> SearchSpec:
-    """A machine that computes in bf16 and has no artifact, with this tolerance."""
+    """A machine that computes in bf16 with this tolerance and has no artifact."""
     machine = replace(PLAIN_CPU, flags=("avx512_bf16",))
     entry = ENTRY.model_copy(
         update={"tolerance": ENTRY.tolerance.model_copy(update={"cosine": cosine})}

@@ -1,4 +1,4 @@
-"""The functions as functions-framework runs them, behind real pushes and between real servers."""
+"""The functions as run by functions-framework, with real pushes and real servers."""
 
 from __future__ import annotations
 
@@ -112,7 +112,7 @@ async def world(
     table: bigquery.Client,
     pubsub_endpoint: str,
 ) -> AsyncIterator[World]:
-    """A separate model for the test, with everything that provisioning creates for a model."""
+    """A separate model for the test, with everything provisioned for it."""
     redis_url = functions_settings["PENSTOCK_REDIS_URL"]
     async with (
         PubSubAdmin(PROJECT, pubsub_endpoint) as admin,

@@ -1,4 +1,4 @@
-"""A finished batch is reported to a receiver in the format of OpenAI's events."""
+"""A finished batch is reported to a receiver in OpenAI's event format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A dead letter's caller, record and row, through the function as called by Pub/Sub."""
+"""A dead letter's caller, record and row, when Pub/Sub calls the function."""
 
 from __future__ import annotations
 

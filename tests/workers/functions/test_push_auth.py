@@ -1,4 +1,4 @@
-"""Only the subscription's account may call, with a token signed by Google for us."""
+"""Only the subscription's account may call, using a token that Google signed for us."""
 
 from __future__ import annotations
 
@@ -125,5 +125,5 @@ async def test_function_asks_who_calls(issuer: Issuer, guarded_url: str) -> None
             )
             for signer in (Issuer(), issuer)
         ]
-    # The message is useless, so it is acknowledged. Only the caller's identity was tested.
+    # The message is invalid, so it is acknowledged. Only the caller's identity was tested.
     assert [answer.status_code for answer in (nobody, other, ours)] == [401, 401, 204]

@@ -32,7 +32,7 @@ def depth() -> float | None:
 
 
 async def settled(depths: QueueDepths, wanted: int) -> float | None:
-    """The depth as soon as it is `wanted`, or the latest depth when time runs out."""
+    """Returns the depth once it is `wanted`, or the latest depth when time runs out."""
     with suppress(TimeoutError):
         async with asyncio.timeout(WAIT_LIMIT_S):
             while depth() != wanted:

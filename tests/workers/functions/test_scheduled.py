@@ -22,7 +22,7 @@ pytestmark = pytest.mark.slow
 
 @pytest.fixture
 def url(functions_port: int, table: bigquery.Client) -> str:
-    """The function's URL. The tables it writes to exist."""
+    """The function's URL. The tables it writes to already exist."""
     return f"http://127.0.0.1:{functions_port}/reports"
 
 

@@ -60,7 +60,7 @@ async def test_clients_verify_what_comes(world: World, receiver: Receiver) -> No
 async def test_end_of_a_deleted_prediction_is_told_without_its_data(
     world: World, receiver: Receiver
 ) -> None:
-    """A caller who deletes a finished prediction still wants to be notified that it finished."""
+    """A caller who deletes a finished prediction still wants the notification that it finished."""
     prediction = await world.create(receiver.url)
     await finish(world)
     unreadable = await world.count("penstock_functions_unreadable_total", "webhook", 0)
@@ -264,8 +264,7 @@ async def test_refusals_are_repeated_for_an_hour(
 ) -> None:
     receiver.statuses = [404, status]
     await world.create(receiver.url)
-    # No matter how long the event has already waited its turn, the hour starts at the first
-    # rejection.
+    # No matter how long the event has already waited, the hour starts at the first rejection.
     assert await world.push_event("start", 2 * age_s) == 503
     before = await world.count(METRIC, end, 0)
     redis = Redis.from_url(functions_settings["PENSTOCK_REDIS_URL"])

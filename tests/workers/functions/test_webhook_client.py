@@ -220,7 +220,7 @@ async def test_function_does_not_go_to_this_machine(
 ) -> None:
     """Calls go through the endpoint, without the setting that allows private addresses.
 
-    The push is unwrapped, which makes no difference.
+    The push is unwrapped, but that makes no difference.
     """
     await world.create(f"https://127.0.0.1:{receiver.port}/hook")
     event = json.dumps({"id": world.request_id, "event": "start"})

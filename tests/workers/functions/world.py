@@ -1,4 +1,4 @@
-"""The functions' surroundings in a test: a model's topics, an inbox, records, rows."""
+"""The functions' environment in a test: a model's topics, an inbox, records, rows."""
 
 from __future__ import annotations
 

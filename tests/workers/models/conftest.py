@@ -93,7 +93,7 @@ def tiny_xl(catalog: Catalog, tiny_xl_folder: Path) -> TinyPipeline:
 
 @pytest.fixture(scope="session", params=["sd", "sdxl"])
 def family(request: pytest.FixtureRequest) -> TinyPipeline:
-    """Each pipeline family whose images can join a running batch."""
+    """Each pipeline family that lets images join a running batch."""
     if request.param == "sd":
         return TinyPipeline(
             *(request.getfixturevalue(name) for name in ("tiny_folder", "tiny_preparer", "tiny"))

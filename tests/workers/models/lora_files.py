@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 UNET = ("attn1.to_q", "attn2.to_k", "attn2.to_v", "attn1.to_out.0", "ff.net.0.proj")
 TEXTS = ("self_attn.q_proj", "self_attn.v_proj", "self_attn.out_proj", "mlp.fc1")
 STRENGTH = 0.3
-"""Strength of the weights: an image looks quite different but is still an image."""
+"""Weight strength at which an image looks quite different but is still an image."""
 
 Chosen = dict[str, dict[str, torch.nn.Module]]
 """Layers by pipeline part and name."""

@@ -10,7 +10,7 @@ KEPT_PIPELINES = 8
 
 
 def plain_pipeline(kind: Any, folder: Path) -> Any:
-    """A folder's pipeline, with a scheduler that has not drawn anything yet.
+    """A folder's pipeline, with a scheduler that has not been used yet.
 
     Tests share it. A test that changes the pipeline's networks must load a separate one.
     """
@@ -22,7 +22,7 @@ def plain_pipeline(kind: Any, folder: Path) -> Any:
 @lru_cache(maxsize=KEPT_PIPELINES)
 def _read(kind: Any, folder: Path) -> Any:
     index = json.loads((folder / "model_index.json").read_text())
-    # diffusers requires the names of the parts that a folder lacks.
+    # diffusers requires the names of any parts missing from a folder.
     left_out = {name: None for name, place in index.items() if place == [None, None]}
     pipeline = kind.from_pretrained(folder, local_files_only=True, **left_out)
     pipeline.set_progress_bar_config(disable=True)

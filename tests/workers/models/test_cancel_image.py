@@ -41,8 +41,7 @@ async def test_image_canceled_at_step_3_stops_within_one_step(
     canceled_at = next(step for step, _ in told if step >= 3)
     assert told[0][1] == 100
     assert done.steps_saved is not None
-    # The Cancel message is in transit while the next steps may be running; each takes a few
-    # milliseconds.
+    # The next steps may run while the Cancel message is in transit; each takes a few milliseconds.
     assert 0 < done.steps_saved < 100 - canceled_at
     running.cancel()  # it has finished, so this is harmless
     after = await asyncio.wait_for(

@@ -62,14 +62,14 @@ def run(unet: Any, vae: Any, count: int, timestep: float) -> list[torch.Tensor]:
 
 
 def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
-    """Dynamo and its guards are real; the C++ compiler, which takes a minute, is left out."""
+    """Dynamo and its guards are real, but the C++ compiler, which takes a minute, is left out."""
     torch._dynamo.reset()
     plain, (unet, vae) = networks(), networks()
     compile_parts(unet, vae, shapes=1, backend="aot_eager")
     run(unet, vae, 2, 7.0)
     calls: list[str] = []
     for name, part in (("unet", unet.conv_in), ("vae", vae.decoder.conv_in)):
-        # A compiled graph has no modules for a hook to see; only eager calls get here.
+        # A compiled graph has no modules for a hook to see, so only eager calls get here.
         part.register_forward_hook(lambda module, args, output, name=name: calls.append(name))
     with only_what_is_compiled():
         for count, timestep, eager in (
@@ -79,7 +79,7 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
         ):
             calls.clear()
             kept = run(unet, vae, count, timestep)
-            # The VAE works image by image, so it sees no new shape.
+            # The VAE processes images one by one, so it sees no new shape.
             assert calls == (["unet"] if eager else []), (count, timestep)
             run(unet, vae, count, 400.0)  # the returned result is a copy
             for ours, other in zip(kept, run(*plain, count, timestep), strict=True):
@@ -87,7 +87,7 @@ def test_shapes_of_warm_up_are_compiled_and_no_others() -> None:
 
 
 def test_the_next_start_finds_what_was_compiled(cache: Path) -> None:
-    """A compiler that has forgotten everything acts as a new process would.
+    """A compiler with a cleared cache acts like one in a new process.
 
     A matrix product needs no C++.
     """

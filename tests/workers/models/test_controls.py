@@ -33,7 +33,7 @@ from workers.models.base import PreparedImage, Preparer, SteppedModel
 from workers.models.image.model import ImageModel
 from workers.tasks import WORKER_TASKS, preparer_for
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+# Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),

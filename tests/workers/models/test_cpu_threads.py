@@ -48,7 +48,7 @@ class Machine:
 
 
 def settled(free: float) -> Machine:
-    """A machine that has computed long enough to know how many cores are free."""
+    """A machine that has computed long enough to determine how many cores are free."""
     machine = Machine(free)
     machine.compute(10)
     return machine

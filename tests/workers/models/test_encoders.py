@@ -82,7 +82,7 @@ def batch() -> tuple[np.ndarray, np.ndarray]:
 
 
 def join(values: np.ndarray) -> np.ndarray:
-    """All items' values, one item after another."""
+    """All items' values, concatenated."""
     joined: np.ndarray = values[np.arange(values.shape[1]) < LENGTHS[:, None]]
     return joined
 

@@ -25,7 +25,7 @@ from workers.models.base import InferenceModel, PreparedImage, Preparer
 from workers.models.device import Device
 from workers.models.image.model import ImageModel
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+# Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning")]
 
 TEXT = ImageInput(
@@ -106,7 +106,7 @@ def test_a_scheduler_is_made_once(
 ) -> None:
     """Creating dpm2's scheduler takes half a second.
 
-    Each image gets a copy that has not drawn anything.
+    Each image gets a copy that has not been used yet.
     """
     made: list[str] = []
     kind = getattr(diffusers, SCHEDULERS[name].class_name)

@@ -30,7 +30,7 @@ from tests.workers.models.test_image_steps import prepared
 from workers.models.image.model import ImageModel
 from workers.tasks import preparer_for
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+# Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -125,7 +125,7 @@ def drawer(catalog: Catalog, family: TinyPipeline, files: dict[str, Path]) -> Dr
 def by_diffusers(
     pipeline: Any, drawer: Drawer, value: ImageInput, file: Path, scale: float
 ) -> np.ndarray:
-    """The image that diffusers draws with one adapter on its own."""
+    """The image that diffusers draws with a single adapter."""
     pipeline.load_lora_weights(file, adapter_name="one")
     pipeline.set_adapters(["one"], [scale])
     try:
@@ -271,7 +271,7 @@ def test_least_recently_used_adapters_make_room(small: Drawer) -> None:
 
 
 def test_more_adapters_at_a_time_than_fit_wait_for_each_other(small: Drawer) -> None:
-    """No image starves: an image that waits for room gets it before later arrivals do."""
+    """No image starves: one that is waiting for room gets it before later arrivals do."""
     values = [
         small.with_adapter(msgspec.structs.replace(ASKED, seed=seed), f"a{seed % 6}")
         for seed in range(8)
@@ -311,7 +311,7 @@ def test_a_read_delays_no_step_of_others(
     assert (end.waiting, end.work) == ([99], 0)
     small.model.drop(99)
     assert adapters.waiting == []
-    # The thread gets an end-of-file and drops what it has read.
+    # The thread gets an end-of-file and discards what it has read.
     pipe.open("wb").close()
     small.alone(small.with_adapter(ASKED, "a0"))
 

@@ -25,7 +25,7 @@ from tests.workers.models import lora_files
 from tests.workers.models.test_image import pixels
 from tests.workers.models.test_image_adapters import ASKED, DEEP, Drawer, loaded
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+# Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -138,7 +138,7 @@ def negative_shape(file: Path, world: World) -> None:
 
 
 def shape_of_large_numbers(file: Path, world: World) -> None:
-    """Multiplying so many numbers takes quadratic time."""
+    """Multiplying that many numbers takes quadratic time."""
     declare(file, {"dtype": "F32", "shape": [2**63] * 100_000, "data_offsets": [0, 8]})
 
 
@@ -207,7 +207,7 @@ def many_patterns(file: Path, world: World) -> None:
 
 
 def many_blocks(file: Path, world: World) -> None:
-    """Each tensor is in a separate block, as in files from kohya's scripts."""
+    """Each tensor is in its own block, as in files from kohya's scripts."""
     names = (f"lora_unet_input_blocks_{number}_1_proj.alpha" for number in range(10_000))
     lora_files.write(file, {name: torch.zeros(1) for name in names})
 
@@ -243,7 +243,7 @@ BAD: dict[str, tuple[Callable[[Path, World], None], str]] = {
 
 @pytest.mark.parametrize("kind", ["text as shape", "list as shape", "large numbers"])
 def test_header_costs_no_more_than_its_bytes(world: World, tmp_path: Path, kind: str) -> None:
-    """A tiny file may declare huge sizes, which must cost neither memory nor CPU time."""
+    """A tiny file may declare huge sizes, which must not cost memory or CPU time."""
     BAD[kind][0](tmp_path / "bad.safetensors", world)
     bad = world.by_url((tmp_path / "bad.safetensors").read_bytes())
     world.drawer.run((0, msgspec.structs.replace(ASKED, seed=9)))

@@ -125,7 +125,7 @@ def test_a_strength_is_refused_where_it_is_ignored(checked: Path, kontext: Path)
 
 
 def test_without_the_file_no_image_is_edited(kontext: Path) -> None:
-    """The API would reserve and charge for only some of the steps."""
+    """Otherwise, the API would reserve and charge for only some of the steps."""
     entry = read_image_entry(kontext.parent / "models.yaml", "tiny").as_model()
     entry = entry.model_copy(
         update={"image": entry.image.model_copy(update={"scheduler": "default"})}
@@ -263,7 +263,7 @@ def test_an_entry_that_the_pipeline_cannot_have_is_refused(
 def test_an_error_while_drawing_is_shown_by_its_cause_alone(
     tmp_path: Path, tiny_folder: Path
 ) -> None:
-    """Runs in a separate process, because pytest collects this process's log."""
+    """Runs in a separate process, because pytest captures this process's log."""
     folder = shutil.copytree(tiny_folder, tmp_path / "model")
     change_json(folder / "scheduler/scheduler_config.json", prediction_type="nonsense")
     (tmp_path / "models.yaml").write_text(CATALOG.format(folder=folder))

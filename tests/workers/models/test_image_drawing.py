@@ -28,7 +28,7 @@ from workers.models.image.model import ImageModel
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:.torch.jit.script_method:DeprecationWarning"),
-    # Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+    # Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
 ]
 
@@ -82,7 +82,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
         pipeline = plain_pipeline(kind, folder)
         sizes = {}
         if isinstance(pipeline, XL):
-            # The conditioning of an uncropped training image of this size.
+            # The conditioning for an uncropped training image of this size.
             size = (value.height, value.width)
             sizes = {"original_size": size, "target_size": size, "crops_coords_top_left": (0, 0)}
         source = {}
@@ -117,7 +117,7 @@ def reference(folder: Path, inputs: Sequence[ImageInput]) -> list[np.ndarray]:
 def test_the_pixels_are_those_of_plain_diffusers(
     family: TinyPipeline, request_: ImageInput, change: dict[str, Any]
 ) -> None:
-    """The images are drawn in a whole batch, and in a batch that they join one after the other."""
+    """The images are drawn as one batch, and in a batch that they join one by one."""
     value = msgspec.structs.replace(request_, scheduler="default", **change)
     if value.image is not None:
         value.image = png(value.width, value.height)
@@ -131,7 +131,7 @@ def test_the_pixels_are_those_of_plain_diffusers(
 
 
 def without_last_layer(folder: Path, value: ImageInput) -> np.ndarray:
-    """Plain Stable Diffusion's image for a prompt encoded by CLIP without its last layer."""
+    """Plain Stable Diffusion's image for a prompt that CLIP encoded without its last layer."""
     whole = diffusers.StableDiffusionPipeline.from_pretrained(folder, safety_checker=None)
     whole.set_progress_bar_config(disable=True)
     parts = dict(whole.components)
@@ -205,9 +205,7 @@ def joining(
 
 @pytest.fixture(scope="module")
 def in_sizes(catalog: Catalog, tiny_folder: Path) -> ImageModel:
-    """A model planned for batches of 1, 2 and 4, without the compiler (which test_compiled.py
-    runs).
-    """
+    """A model planned for batches of 1, 2 and 4, without the compiler (see test_compiled.py)."""
     entry = catalog.default("image")
     image = entry.image.model_copy(update={"compile": "always"})
     batch = entry.batch.model_copy(update={"max_items": 4})

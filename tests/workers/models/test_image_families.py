@@ -40,7 +40,7 @@ pytestmark = [
 ]
 
 FLOWS = {"stable_diffusion_3": {"negative_prompt", "clip_skip"}, "flux": set[str]()}
-"""Each family's options, by the test module that writes its pipeline."""
+"""Each family's options, keyed by the test module that writes its pipeline."""
 OWN = msgspec.structs.replace(TEXT, scheduler="default", steps=4, guidance_scale=4.0)
 OWN_FROM_IMAGE = msgspec.structs.replace(OWN, image=FROM_IMAGE.image, strength=0.6)
 MASK = box(16, 16, 48, 48)
@@ -121,7 +121,7 @@ def plain(folder: Path, value: ImageInput) -> np.ndarray:
         size = value.height, value.width
         latents = pipeline._unpack_latents(latents, *size, pipeline.vae_scale_factor)
     config = pipeline.vae.config
-    # Stable Diffusion 3's pipeline for masks forgets the shift when it decodes.
+    # Stable Diffusion 3's pipeline for masks omits the shift when it decodes.
     with torch.inference_mode():
         decoded = pipeline.vae.decode(latents / config.scaling_factor + config.shift_factor).sample
     drawn = pipeline.image_processor.postprocess(decoded, output_type="pil")[0]
@@ -145,7 +145,7 @@ def far(one: np.ndarray, other: np.ndarray) -> int:
 def test_pixels_are_those_of_plain_diffusers(
     flow: TinyPipeline, value: ImageInput, change: dict[str, Any]
 ) -> None:
-    """The images are drawn in a whole batch, and in a batch that they join one after the other."""
+    """The images are drawn as one batch, and in a batch that they join one by one."""
     value = msgspec.structs.replace(value, **change)
     if value.image is not None:
         value.image = png(value.width, value.height)
@@ -337,7 +337,7 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, flow: TinyPipeline) -> N
 def test_steps_of_a_compiled_shape_run_nothing_eagerly(
     catalog: Catalog, flow: TinyPipeline
 ) -> None:
-    """Dynamo and its guards are real; the C++ compiler, which takes a minute, is left out."""
+    """Dynamo and its guards are real, but the C++ compiler, which takes a minute, is left out."""
     torch._dynamo.reset()
     tiny = loaded(entry_of(catalog), flow.folder)
     pipeline = stepped(tiny)._main
@@ -458,7 +458,7 @@ def test_a_family_that_no_code_names_draws_as_plain_diffusers(
             **given,
         ).images[0]
         assert far(mine, np.asarray(drawn).astype(int)) <= 1
-    # In diffusers 0.42.1, the pipeline for masks looks for a setting that Chroma does not have.
+    # In diffusers 0.42.1, the mask pipeline looks for a setting that Chroma does not have.
     with pytest.raises(BadInput, match="only draws from text or from an image"):
         stepped(tiny).admit(0, prepared(tiny.preparer, MASKED))
     with pytest.raises(BadInput, match="is not supported by this model; omit it") as caught:

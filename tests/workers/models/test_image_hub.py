@@ -26,7 +26,7 @@ pytestmark = [pytest.mark.slow(about_s=90), pytest.mark.filterwarnings("ignore")
 
 TASKS = [(name, kind) for name, family in FAMILIES.items() for kind in family.tasks]
 SEPARATE = {"HiDreamImagePipeline"}
-"""Pipelines whose prompts have encoder layers first and rows second, so each prompt is its own
+"""Pipelines whose prompts put encoder layers first and rows second, so each prompt is its own
 batch.
 """
 TOLERANCE = 1e-5
@@ -76,7 +76,7 @@ class Tiny(NamedTuple):
         return lambda: own(self.pipeline)(**self.arguments(seed, steps, side))[0]
 
     def alone(self, seed: int, steps: int, side: int = SIDE) -> torch.Tensor:
-        """The latents that the pipeline draws on its own."""
+        """The latents that the pipeline draws by itself."""
         mine = copy.copy(self.pipeline)
         scheduler = self.pipeline.scheduler
         object.__setattr__(mine, "scheduler", type(scheduler).from_config(scheduler.config))
@@ -101,7 +101,7 @@ def make(name: str, kind: str, dtype: torch.dtype = torch.float32) -> Tiny:
 
 
 def run(hub: Hub, arrivals: Mapping[int, tuple[int, Callable[[], Any]]]) -> dict[int, Any]:
-    """Adds each item before its step, and runs until all have finished."""
+    """Adds each item before its step, and runs until all of them have finished."""
     ended: dict[int, Any] = {}
     for step in range(200):
         for name, (joins, draw) in arrivals.items():
@@ -147,7 +147,10 @@ def test_items_draw_together_what_they_draw_alone(name: str, kind: str) -> None:
 
 
 class Weighted(diffusers.ModelMixin):  # type: ignore[misc]
-    """A denoiser with a weight, like diffusers' denoisers. The weight determines its type."""
+    """A denoiser with a weight, like diffusers' denoisers.
+
+    The weight determines the denoiser's dtype.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -240,7 +243,7 @@ class Fault(NamedTuple):
 
 
 class Scarce(Batching):
-    """A device that only has room for `rows` rows, on which some items' calls fail."""
+    """A device that has room for only `rows` rows and on which some items' calls fail."""
 
     def __init__(self, rows: int, failing: set[int]) -> None:
         self.rows = rows
@@ -326,7 +329,7 @@ def run_with_faults(
 
 
 def check(outcome: Any, alone: torch.Tensor, kind: str, *, is_late: bool, rows: int) -> None:
-    """Checks the outcome of an item for which a fault was planned, possibly after it finished."""
+    """Checks the outcome of an item with a planned fault, which it may have finished before."""
     if outcome is None:
         assert kind == "drop"
     elif rows < 2:

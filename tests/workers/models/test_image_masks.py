@@ -1,4 +1,4 @@
-"""Masks: the area outside stays identical bit by bit, and the area inside matches diffusers."""
+"""Masks: the area outside stays bit-identical, and the area inside matches diffusers."""
 
 import io
 from pathlib import Path
@@ -39,7 +39,7 @@ from workers.models.base import Preparer, SteppedModel
 from workers.models.image.model import ImageModel
 from workers.tasks import preparer_for
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+# Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -88,7 +88,7 @@ def stepped(family: TinyPipeline) -> SteppedModel:
 
 @pytest.fixture(scope="session")
 def alone(family: TinyPipeline, stepped: SteppedModel) -> Alone:
-    """Draws images step by step. A whole batch does not support masks."""
+    """Draws images step by step. Masks are not supported when a whole batch is drawn at once."""
     return Alone(lambda value: result_alone(stepped, family.preparer, value))
 
 
@@ -120,7 +120,7 @@ def test_gray_mixes_source_and_drawing(family: TinyPipeline, stepped: SteppedMod
 def test_masked_and_unmasked_images_are_drawn_together_as_alone(
     family: TinyPipeline, stepped: SteppedModel, alone: Alone, schedulers: list[str]
 ) -> None:
-    """Covers all schedulers in the batch, and images that join and leave at any time."""
+    """Covers every scheduler in the batch, and images that join and leave at any time."""
     masked = [
         msgspec.structs.replace(
             MASKED,

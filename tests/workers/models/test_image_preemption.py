@@ -1,4 +1,4 @@
-"""Preempted images wait in their process and resume where they stopped."""
+"""Preempted images wait in their process and resume where they left off."""
 
 import asyncio
 import threading
@@ -35,7 +35,7 @@ pytestmark = [
 
 LONG = msgspec.structs.replace(TEXT, steps=6)
 LARGE = msgspec.structs.replace(TEXT, width=192, height=192, steps=2)
-"""Large enough that its file is written on a thread."""
+"""Large enough that a thread writes its file."""
 ENDLESS = msgspec.structs.replace(TEXT, steps=100)
 
 
@@ -78,7 +78,7 @@ class Watched(ImageModel):
 
 
 def with_room(catalog: Catalog, images: int) -> Model:
-    """A model's entry whose batches have room for this many images."""
+    """A model entry whose batches have room for this many images."""
     entry = catalog.default("image")
     return entry.model_copy(update={"batch": entry.batch.model_copy(update={"max_items": images})})
 
@@ -97,7 +97,7 @@ def work_of(value: ImageInput) -> int:
 
 @contextmanager
 def counted(model: Watched, *values: ImageInput) -> Iterator[None]:
-    """Checks that the block computes each of these images' steps exactly once."""
+    """Checks that each of these images' steps is computed exactly once inside the block."""
     before = model.work
     yield
     assert model.work - before == sum(map(work_of, values))

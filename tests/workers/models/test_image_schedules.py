@@ -1,5 +1,4 @@
-"""For any sequence of events, an image gets the same pixels and charge as if it were drawn on its
-own.
+"""No matter what happens, an image gets the same pixels and charge as if it were drawn by itself.
 
 Other images join, are canceled, are preempted by more urgent ones, start over, fail, and run out of
 memory.
@@ -46,9 +45,7 @@ SLOTS = 3
 
 
 class Arrival(NamedTuple):
-    """An image, the step before which it joins, and the event that happens to it after some
-    steps.
-    """
+    """An image, the step before which it joins, and an event that affects it after some steps."""
 
     joins: int
     value: ImageInput
@@ -112,7 +109,7 @@ class Worker:
         """Each image's steps so far."""
         self._waiting: list[int] = []
         self.work = 0
-        """Pixels computed in all steps."""
+        """Pixels computed across all steps."""
         self.has_lost_work = False
         """True if an image had to start over, or was canceled."""
         self._due = {slot for slot, one in enumerate(plan) if one.event != "nothing"}

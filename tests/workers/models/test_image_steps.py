@@ -40,7 +40,7 @@ from workers.models.image.vae import encode
 from workers.runtime.resident_models import offload
 from workers.tasks import WORKER_TASKS, preparer_for
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+# Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -55,7 +55,7 @@ OTHERS = [
 ]
 """Each differs in something that batch keys require all images in a whole batch to share."""
 UNSTEADY = ("dpm2", "dpm2_a")
-"""In a few steps with strong guidance, these turn small differences into large ones.
+"""Given a few steps with strong guidance, these turn small differences into large ones.
 
 For some seeds, plain diffusers turns a change of one ten-millionth in the latents into 10 levels.
 """
@@ -153,7 +153,7 @@ def test_pixels_are_those_of_an_image_alone(
     schedulers: Sequence[str],
     request_: ImageInput,
 ) -> None:
-    """Covers all schedulers in the batch, and images that join and leave at any time."""
+    """Covers every scheduler in the batch, and images that join and leave at any time."""
     mine = [
         msgspec.structs.replace(
             request_,
@@ -283,7 +283,7 @@ def test_compiled_sizes_are_filled_up(catalog: Catalog, family: TinyPipeline, al
 def test_tasks_and_schedulers_mix_without_compiling_again(
     catalog: Catalog, family: TinyPipeline, alone: Alone, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Dynamo and its guards are real; the C++ compiler, which takes a minute, is left out."""
+    """Dynamo and its guards are real, but the C++ compiler, which takes a minute, is left out."""
     torch._dynamo.reset()
     eager = partial(compile_parts, backend="aot_eager")
     monkeypatch.setattr("workers.models.image.pipeline.compile_parts", eager)
@@ -296,7 +296,7 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
     model.warmup()
     graphs = counters["stats"]["unique_graphs"]
     calls: list[int] = []
-    # A compiled graph has no modules for a hook to see; only eager calls get here.
+    # A compiled graph has no modules for a hook to see, so only eager calls get here.
     model._main.unet.conv_in.register_forward_hook(lambda *given: calls.append(1))
     mask = Blob("image/png", encode(np.full((64, 64, 3), 255, np.uint8)))
     guided = msgspec.structs.replace(TEXT, guidance_scale=3.0)
@@ -318,7 +318,10 @@ def test_tasks_and_schedulers_mix_without_compiling_again(
 
 
 def only_rows(model: ImageModel, monkeypatch: pytest.MonkeyPatch, most: int) -> list[int]:
-    """Makes the UNet run out of memory on more than `most` rows. Returns its calls' row counts."""
+    """Makes the UNet run out of memory on more than `most` rows.
+
+    Returns the row count of each call.
+    """
     unet = model._main.unet
     forward, rows = type(unet).forward, list[int]()
 
@@ -354,9 +357,7 @@ def test_calls_are_halved_when_memory_is_short(
 def test_younger_images_start_over_when_one_does_not_fit(
     catalog: Catalog, tiny_folder: Path, tiny_preparer: Preparer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The oldest image already has the device to itself, so there will never be more room for
-    it.
-    """
+    """The oldest image already has the device to itself, so it will never have more room."""
     model = own_model(catalog, tiny_folder)
     only_rows(model, monkeypatch, most=1)
     for slot in range(3):

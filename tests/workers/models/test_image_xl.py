@@ -1,7 +1,7 @@
 """Features that only Stable Diffusion XL has, in whole batches and in batches that items join.
 
 test_image_drawing.py compares its pixels with plain diffusers, and test_image_steps.py tests that
-other images in the batch change nothing.
+other images in the batch have no effect.
 """
 
 import json
@@ -89,7 +89,7 @@ def test_no_negative_prompt_is_zeros_or_an_empty_text_as_the_folder_says(
 def test_equal_timesteps_at_the_start_are_counted_as_by_the_pipeline(
     catalog: Catalog, tiny_xl_folder: Path
 ) -> None:
-    """A scheduler that searches for its first timestep, instead of counting, takes the second."""
+    """A scheduler that searches for its first timestep, instead of counting, picks the second."""
     tiny = loaded(catalog, tiny_xl_folder)
     assert isinstance(tiny.model, ImageModel)
     tiny.model._own_scheduler = scheduler = diffusers.EulerDiscreteScheduler(
@@ -188,7 +188,7 @@ def test_vae_has_its_type_back_where_memory_ran_out(
 def test_images_get_no_watermark(
     tiny_xl_folder: Path, catalog: Catalog, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """diffusers adds a watermark if a package for it happens to be installed."""
+    """diffusers adds a watermark if a package for that happens to be installed."""
 
     class Watermark:
         def apply_watermark(self, images: torch.Tensor) -> torch.Tensor:

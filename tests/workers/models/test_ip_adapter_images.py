@@ -1,4 +1,4 @@
-"""IP-Adapters before the model: catalog entries, and the part of an image that encoders read."""
+"""IP-Adapters without a model: catalog entries, and the part of an image that encoders see."""
 
 import io
 from typing import Any

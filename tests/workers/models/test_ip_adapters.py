@@ -38,7 +38,7 @@ from workers.models.reports import ItemEnded, StepMessage
 from workers.runtime.pool import HostedModel, ModelPool
 from workers.tasks import WORKER_TASKS, preparer_for
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+# Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),
@@ -149,7 +149,8 @@ def test_images_without_an_ip_adapter_are_those_of_a_model_without_any(
             drawn(model, family.preparer, [value])
     usual = drawn(family.model, family.preparer, values)
     # Images of the same size share a call, so both calls have the same number of images. Any
-    # difference is rounding by libraries that choose their thread count by the machine's load.
+    # difference is rounding in libraries that choose their thread count based on the machine's
+    # load.
     for one, other in zip(drawing.together(*values), usual, strict=True):
         assert np.abs(one - other).max() <= 1
 

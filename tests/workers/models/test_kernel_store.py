@@ -81,7 +81,7 @@ def test_the_second_worker_reads_what_the_first_compiled(tmp_path: Path) -> None
         (tmp_path / "disk").rename(tmp_path / f"disk-of-{number}")
     first, second, third = found
     assert first == [False, 0, 1, True]
-    # Found, not compiled. A worker that found everything writes nothing new.
+    # Found, not compiled. A worker that finds everything in the store writes nothing new.
     assert second == third == [True, 1, 0, False]
     assert len(files(tmp_path / "mount")) == 1
 

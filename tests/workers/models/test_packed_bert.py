@@ -1,6 +1,6 @@
 """Packed texts get the same vectors as texts run individually, and a GPU never waits for the host.
 
-`varlen_attn` needs a GPU and 16 bits. On a CPU, `attend` below replaces it.
+`varlen_attn` needs a GPU and a 16-bit dtype. On a CPU, `attend` below replaces it.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def texts_of(lengths: Sequence[int], seed: int = 5) -> tuple[np.ndarray, np.ndar
 
 
 def join(values: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """All items' values, one item after another."""
+    """All items' values, concatenated."""
     joined: np.ndarray = values[np.arange(values.shape[1]) < lengths[:, None]]
     return joined
 

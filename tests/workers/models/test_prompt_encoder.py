@@ -1,4 +1,4 @@
-"""The tiny pipeline's encoded prompts: each is encoded once, and its lost tokens are counted."""
+"""The tiny pipeline's prompts: each is encoded once, and the tokens it loses are counted."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -77,7 +77,7 @@ def test_tokens_left_out_are_counted_in_both_prompts(pipeline: Any) -> None:
     prompts, most = Prompts(), pipeline.tokenizer.model_max_length
     for _ in range(2):
         assert encode(prompts, pipeline, "a")[2] == 0
-        # Two of the maximum are special tokens.
+        # The maximum includes two special tokens.
         assert encode(prompts, pipeline, "a " * (most - 2))[2] == 0
         assert encode(prompts, pipeline, "a " * (most + 3), "a " * (most - 1))[2] == 5 + 1
 

@@ -35,7 +35,7 @@ and so on.
 
 @pytest.fixture(scope="module")
 def asked(catalog: Catalog) -> ImageInput:
-    """A request that lacks only the prompt and otherwise has the catalog's defaults."""
+    """A request that has the catalog's defaults and lacks only the prompt."""
     usual = catalog.default("image").image
     return ImageInput(
         "", usual.width, usual.height, usual.steps, usual.guidance_scale, 0, usual.scheduler
@@ -73,7 +73,7 @@ def pixels(result: ImageResult) -> Pixels:
 
 
 def shown(image: Pixels, order: Callable[[DetectedShape], float] = lambda figure: figure.x) -> str:
-    """Describes an image: its figures in `order` (default: left to right) and its background."""
+    """Describes an image: its figures in `order` (left to right by default) and its background."""
     reading = read(image)
     figures = ", ".join(
         f"{figure.color} {figure.shape}" for figure in sorted(reading.figures, key=order)
@@ -189,7 +189,7 @@ def test_caption_outside_its_world_gets_an_image(draw_with: Draw, with_sources: 
 
 def test_caption_is_cut_where_the_tokenizer_ends(draw_with: Draw) -> None:
     caption = "a large red circle on a white background"
-    # 28 tokens, two of which are the start and the end: 18 more words are read, and the rest are
+    # Of the 28 tokens, two are the start and the end, so 18 more words are read and the rest are
     # not.
     full = f"{caption} {'on white ' * 9}".strip()
     alone, cut, longer = (

@@ -22,7 +22,7 @@ from tests.workers.models.test_image_steps import difference, prepared, run
 from workers.models.image.deep_cache import DeepCache
 from workers.models.image.model import ImageModel
 
-# Some of diffusers' schedulers use an old way to convert between torch and numpy 2.
+# Some of diffusers' schedulers use an outdated conversion between torch and NumPy 2.
 pytestmark = [
     pytest.mark.slow(about_s=60),
     pytest.mark.filterwarnings("ignore:__array_:DeprecationWarning"),

@@ -140,7 +140,7 @@ class ZeroEncoder:
 
 
 def test_text_without_a_direction_has_no_score(entry: Model) -> None:
-    """A score of 0 would claim that the text is unrelated to everything."""
+    """A score of 0 would imply that the text is unrelated to everything."""
     encoder = EmbeddingModel(entry.model_copy(update={"dimensions": 2}), ZeroEncoder())
     texts = [PreparedText(key="", length=1, ids=bytes((token, 0, 0, 0))) for token in (0, 1, 2)]
     pairs = [PreparedPair(key="", length=2, text=text, query=texts[2]) for text in texts]

@@ -16,7 +16,7 @@ from tests.workers.models.tiny_stable_diffusion_3 import (
 
 
 def write_folder(folder: Path, shipped: Path, **scheduler: Any) -> Path:
-    """Writes a folder as found on the Hub.
+    """Writes a folder in the Hub's format.
 
     Args:
         shipped: a pipeline's folder. It is not used.

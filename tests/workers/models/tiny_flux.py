@@ -24,7 +24,7 @@ SHIFTING = {"shift": 3.0, "use_dynamic_shifting": True, "base_shift": 0.5, "max_
 def write_folder(
     folder: Path, shipped: Path, *, is_told_guidance: bool = True, **scheduler: Any
 ) -> Path:
-    """Writes a folder as found on the Hub.
+    """Writes a folder in the Hub's format.
 
     Args:
         shipped: folder of the pipeline whose tokenizer is copied.

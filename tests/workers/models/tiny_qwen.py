@@ -23,7 +23,7 @@ WIDTH = 16
 
 
 def write_folder(folder: Path) -> Path:
-    """Writes a folder as found on the Hub."""
+    """Writes a folder in the Hub's format."""
     torch.manual_seed(11)
     tokenizer = _tokenizer()
     parts = qwen_parts() | {"tokenizer": tokenizer, "text_encoder": _encoder(tokenizer)}

@@ -20,14 +20,14 @@ from transformers import (
 )
 
 CLIP_WIDTH, T5_WIDTH = 16, 32
-"""The two CLIP encoders are side by side, and together they are as wide as T5."""
+"""The two CLIP encoders' outputs are side by side, and together they are as wide as T5's."""
 LATENT_CHANNELS = 16
 
 
 def write_folder(
     folder: Path, shipped: Path, *, has_t5: bool = True, trained: bool = False, **scheduler: Any
 ) -> Path:
-    """Writes a folder as found on the Hub.
+    """Writes a folder in the Hub's format.
 
     Args:
         shipped: folder of the pipeline whose tokenizer is copied.

@@ -22,7 +22,7 @@ MEANS = {"latents_mean": [0.5, -1.0, 2.0, 0.0], "latents_std": [3.0, 2.0, 4.0, 1
 def write_folder(
     folder: Path, shipped: Path, *, distilled: bool = False, refines: bool = False, **options: Any
 ) -> Path:
-    """Writes a folder as found on the Hub.
+    """Writes a folder in the Hub's format.
 
     Args:
         shipped: folder of the pipeline whose VAE and tokenizer are copied.
@@ -74,7 +74,7 @@ def _vae(shipped: Path, *, overflows: bool, means: bool) -> Any:
 
     Args:
         shipped: the pipeline's folder that contains the VAE.
-        overflows: numbers between two of its layers are too large for fp16.
+        overflows: values between two of its layers are too large for fp16.
         means: the VAE has statistics for its four-channel latents, and random weights.
     """
     if means:

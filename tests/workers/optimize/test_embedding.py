@@ -190,7 +190,7 @@ def test_wrong_wish_is_refused(
 
 @contextmanager
 def making(tiny_bert: Path, tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
-    """The command as a process that has just started creating a graph."""
+    """The command in a process that has just started creating a graph."""
     catalog = tmp_path / "models.yaml"
     catalog.write_text(ENTRY.format(folder=tiny_bert, tolerance=0.9))
     words = ["tiny", "--models-file", str(catalog), "--artifacts-dir", str(tmp_path / "artifacts")]

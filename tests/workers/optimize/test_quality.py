@@ -1,4 +1,4 @@
-"""Quality measures, on cases whose values are known."""
+"""Quality measures, in cases with known values."""
 
 import numpy as np
 import pytest

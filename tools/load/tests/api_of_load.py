@@ -1,4 +1,4 @@
-"""An API for `penstock load`: it lists two models, and answers as the test specifies."""
+"""An API for `penstock load`: it lists two models, and responds as the test specifies."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any
 from aiohttp import web
 
 FOREIGN = "x-of-a-proxy"
-"""A header on answers that don't come from Penstock."""
+"""A header on responses that don't come from Penstock."""
 Answer = Callable[[dict[str, Any]], Awaitable[web.StreamResponse]]
 MODELS = {
     "data": [
@@ -24,7 +24,7 @@ MODELS = {
 
 
 async def answer_texts(body: dict[str, Any]) -> web.StreamResponse:
-    """Answers like the API: tokens in the body, cost in a header."""
+    """Responds like the API: tokens in the body, cost in a header."""
     reply = {"data": [], "usage": {"total_tokens": 7}}
     headers = {"x-penstock-cost-usd": "0.00000007", "x-penstock-cache": "miss"}
     return web.json_response(reply, headers=headers)
@@ -40,7 +40,7 @@ class FakeApi:
     seen: asyncio.Event = field(default_factory=asyncio.Event)
     """Set with each request."""
     reads: list[dict[str, Any]] = field(default_factory=list)
-    """States of a prediction in the order in which it is polled. The last one repeats."""
+    """A prediction's states, in the order in which polling returns them. The last one repeats."""
     read_headers: list[dict[str, str]] = field(default_factory=list)
 
 

@@ -94,7 +94,7 @@ def test_hours_follow_the_curve(day: Day) -> None:
 
 
 def _wave(day: Day, hour: int) -> float:
-    """Returns how much of the wave is over at an hour: the integral of 1 - swing cos."""
+    """Returns how much of the wave has passed by a given hour: the integral of 1 - swing cos."""
     turn = hour / 24
     return turn - day.swing * math.sin(2 * math.pi * turn) / (2 * math.pi)
 
@@ -104,7 +104,7 @@ def test_bursts_are_short_and_mostly_of_one_tenant() -> None:
     model = DayModel(share=1, sizes=((1.0, 5, 15),))
     day = Day(requests=100_000, tenants=tenants, models={"a": model}, zipf=0, rush_share=0, swing=0)
     minutes = Counter(int(arrival.at_s // 60) for arrival in arrivals_of(day))
-    # 3,000 requests in six two-minute periods, compared with 67 in each minute of the day.
+    # 3,000 requests in six two-minute periods, versus 67 per minute for the rest of the day.
     busy = [minute for minute, count in minutes.items() if count > 150]
     assert 12 <= len(busy) <= 18
     whose = Counter(

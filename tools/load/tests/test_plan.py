@@ -1,4 +1,4 @@
-"""A plan contains only requests that the target can serve; others are rejected by name."""
+"""A plan contains only requests that the target can serve; errors name the others."""
 
 from __future__ import annotations
 

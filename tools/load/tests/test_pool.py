@@ -20,7 +20,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Ends:
-    """Collects the requests that ended, with their bodies."""
+    """Collects the requests that have ended, along with their bodies."""
 
     def __init__(self) -> None:
         self.exchanges: list[Exchange] = []

@@ -1,4 +1,4 @@
-"""A replay sends every request that is due, whatever its outcome, and the ledger records each."""
+"""A replay sends every request that is due, whatever its outcome, and the ledger records it."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ async def test_endings_without_an_answer_are_told_apart(tmp_path: Path) -> None:
 
 @pytest.mark.anyio
 async def test_speed_and_duration_bound_what_is_sent(tmp_path: Path) -> None:
-    # An hour of a trace in 0.1 s; the hour after that is never waited for.
+    # One hour of a trace in 0.1 s; the test never waits for the hour after that.
     arrivals = [text(100 + 36 * number) for number in range(101)] + [text(1e9)]
     async with serving() as api:
         ledger, tally = await replayed(

@@ -65,7 +65,7 @@ def _walk(node: Any, asked: Asked) -> None:
 
 
 def queries() -> Iterator[tuple[str, str]]:
-    """Yields the location and text of every query, with numbers in place of variables."""
+    """Yields every query's location and text, with numbers in place of variables."""
     alerts = json.loads(_fill("alerts.json.tftpl"))
     for key, alert in alerts.items():
         yield f"alert {key}", alert["query"]
@@ -97,7 +97,7 @@ def grafana() -> Any:
 
 
 def google_dashboard() -> Any:
-    """Returns the dashboard for Cloud Monitoring, as filled in by Terraform."""
+    """Returns the Cloud Monitoring dashboard, as filled in by Terraform."""
     return json.loads(_fill("dashboard.json.tftpl"))
 
 

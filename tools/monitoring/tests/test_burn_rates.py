@@ -1,6 +1,6 @@
 """Alerts by kind of error. If promtool is installed, it runs the rules for Prometheus;
 
-the simulation's evaluator runs the alerts for Cloud Monitoring.
+the simulation's evaluator runs the Cloud Monitoring alerts.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def items(end: str, *parts: tuple[int, float], model: str = "m") -> Counted:
 
 
 def both(key: str, model: str = "m") -> Fired:
-    """Returns the alert for a model, and for all together."""
+    """Returns the alert for one model, and the alert for all models together."""
     return {(key, model), (key, None)}
 
 
@@ -180,7 +180,7 @@ def test_alerts_of_cloud_monitoring(case: Case) -> None:
 
 
 def samples(counted: Counted, every_min: int) -> list[tuple[int, float]]:
-    """Returns (minute, value) of each scrape. A counter starts at 0."""
+    """Returns each scrape's (minute, value). A counter starts at 0."""
     points, value, minute = [(0, 0.0)], 0.0, 0
     for length, per_min in counted.parts:
         for _ in range(length // every_min):
@@ -201,7 +201,7 @@ def minutes(case: Case) -> int:
 def test_rules_of_prometheus(tmp_path: Path) -> None:
     if shutil.which("promtool") is None:
         pytest.skip("promtool is not installed")
-    # Evaluated only every few minutes, so days take seconds.
+    # Evaluated only every few minutes, so that simulating days takes seconds.
     seldom = {"groups": [group | {"interval": "4m"} for group in rules(BOUNDS, "file")["groups"]]}
     (tmp_path / "rules.yaml").write_text(json.dumps(seldom), encoding="utf-8")
     tests = {

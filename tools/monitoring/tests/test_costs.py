@@ -18,7 +18,7 @@ PRICES = " or ".join(
     f"label_replace(vector({usd}), 'worker', '{worker}', '', '')"
     for worker, usd in (("texts", 0.5), ("images", 2))
 )
-"""As written by Terraform: one worker's price in dollars per hour."""
+"""As written by Terraform: the hourly price of one worker in dollars."""
 
 
 def query(terms: Terms, title: str) -> str:
@@ -33,11 +33,13 @@ def query(terms: Terms, title: str) -> str:
 
 
 def series() -> list[dict[str, str]]:
-    """Returns two hours of series. Three pods of `texts` take 0.25 s per item, one of `images` 4 s.
+    """Returns two hours of series.
+
+    Three pods of `texts` take 0.25 s per item, and one pod of `images` takes 4 s.
 
     A text takes 0.375 s in the model, 0.125 s of which are spare.
 
-    The cache answers 2 texts per second and no images.
+    The cache serves 2 texts per second and no images.
     """
     pods = [("texts", "MiniLM", n, 40, 15, 5) for n in range(3)]
     pods += [("images", "SD", 0, 15, 60, 0)]
@@ -65,7 +67,7 @@ def series() -> list[dict[str, str]]:
             {"texts": 1500 / 7200, "images": 2000 / 900},
             {"texts": 1500 / 7200, "images": 500 / 900},
         ),
-        # 2 texts/s at 0.25 s: half a worker.
+        # 2 texts/s at 0.25 s each take half a worker.
         ("Saved by the cache per hour", {"texts": 0.25}, {"texts": 0.25}),
     ],
     ids=lambda value: value if isinstance(value, str) else "",

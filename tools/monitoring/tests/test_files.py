@@ -28,7 +28,7 @@ def test_repository_has_what_the_code_makes() -> None:
 
 
 def test_grafana_knows_every_field_of_its_dashboard() -> None:
-    """Grafana's own models read it, dropping unknown fields, and write it again."""
+    """Grafana's own models parse it, dropping unknown fields, and serialize it again."""
     dashboard = grafana()
     read = grafana_models.Dashboard.from_json(dashboard)
     again = json.loads(JSONEncoder().encode(read))

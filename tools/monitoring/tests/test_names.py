@@ -43,7 +43,7 @@ print(json.dumps({c._name: [c._type, list(c._labelnames)] for c in REGISTRY._col
 """
 _SAMPLES = {"counter": ["_total"], "histogram": ["_bucket", "_sum", "_count"], "gauge": [""]}
 FROM_THE_COLLECTOR = "worker"
-"""Label on the workers' series: infra/kubernetes/cluster/pod-monitoring.yaml,
+"""Label on the workers' series, set in infra/kubernetes/cluster/pod-monitoring.yaml and
 penstock_monitoring/files.py.
 """
 OF_GOOGLE = {

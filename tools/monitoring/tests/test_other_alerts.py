@@ -179,7 +179,7 @@ SILENT: list[tuple[str, list[Series]]] = [
 
 
 def firing(given: Iterable[Alert], series: Iterable[Series]) -> set[str]:
-    """Returns the alerts whose queries return something after an hour."""
+    """Returns the alerts whose queries return a series after an hour."""
     stored = TimeSeries()
     for stream in series:
         for minute in range(HOUR + 1):

@@ -134,10 +134,10 @@ def test_unusual_hours_are_those_of_the_table(client: bigquery.Client) -> None:
 
 
 def test_grafana_knows_every_field() -> None:
-    """Grafana's own models read it, dropping unknown fields, and write it again."""
+    """Grafana's own models parse it, dropping unknown fields, and serialize it again."""
     original = json.loads(json.dumps(usage_dashboard()))
     again = json.loads(JSONEncoder().encode(grafana_models.Dashboard.from_json(original)))
-    for dashboard in (original, again):  # queries have different models than dashboards
+    for dashboard in (original, again):  # queries use different models than dashboards
         for panel in dashboard["panels"]:
             panel.pop("targets", None)
     assert missing(original, again) == []

@@ -1,4 +1,4 @@
-"""A batch for a class with `predict_batch`, sent to the class's runner and returned whole.
+"""A batch for a class with `predict_batch`, sent to its runner and returned as a whole.
 
 If a call raises, exits, or returns the wrong number of outputs, its batch fails and is then
 computed in halves until the culprit is isolated. If the system killed the process, the batch is
@@ -103,8 +103,7 @@ class ClassBatch:
         else:
             number = frame.message.get("id", BATCH)
             if number not in self._numbers or number in self._answers:
-                # Ensures that anything it sends later is never mistaken for another batch's
-                # response.
+                # Ensures that nothing it sends later is mistaken for another batch's response.
                 raise WrongAnswer("it sent a response to a different request")
             self._answers[number] = frame
         self._changed.set()
@@ -231,7 +230,10 @@ class ClassBatch:
                 await self._changed.wait()
 
     def _note_logs(self, slots: Sequence[int], printed: PrintedLogs) -> None:
-        """Keeps the output of a call with one item. With several items, its owner is unknown."""
+        """Keeps the output of a one-item call.
+
+        With several items, it is unknown which one printed it.
+        """
         if len(slots) == 1:
             self._logs[slots[0]] = PublicLogs(self._process.paths).add(printed, is_all=True)
         else:

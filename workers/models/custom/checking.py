@@ -38,7 +38,7 @@ INSPECTION_LIMIT_S = 300.0
 class Inspected(NamedTuple):
     """A class's interface, and notes for its author.
 
-    `notes`: cog.yaml settings that have no effect here. `printed`: its module's output during
+    `notes`: cog.yaml settings that have no effect here. `printed`: what its module printed during
     import.
     """
 
@@ -50,7 +50,7 @@ class Inspected(NamedTuple):
 def inspect_folder(folder: Path) -> Inspected:
     """Imports a folder's class in a separate process, without calling `setup`, and inspects it.
 
-    If the catalog has an entry for it, the process gets the entry's variables.
+    If the catalog has an entry for it, the process gets that entry's variables.
 
     Raises:
         ConfigurationError: the folder does not contain a class that can be served. The message
@@ -126,7 +126,7 @@ def _limits_of_view(folder: Path, runner: RunnerProcess) -> list[str]:
 def show_inspection(folder: Path) -> ModelInterface:
     """Inspects a class as `inspect_folder` does, and prints its output and the notes to stderr.
 
-    Notes about cog.yaml come first, because the class may be failing due to an ignored setting.
+    Notes about cog.yaml come first, because an ignored setting may be why the class fails.
     """
     early = read_notes(_check_folder(folder))
     for note in early:
@@ -191,7 +191,7 @@ def check_class(folder: Path, *, only_if_changed: bool) -> Iterator[str]:
     """Inspects a class and writes its interface. Yields human-readable lines.
 
     Args:
-        only_if_changed: if the interface on disk is current, only installs the packages.
+        only_if_changed: if the interface on disk is up to date, only installs the packages.
 
     Raises:
         ConfigurationError: the class can't be served.

@@ -34,8 +34,8 @@ from workers.models.custom.sources import Sources, read_sources
 from workers.models.custom.variables import EntryVariables, variables_of
 
 FIRST_PAUSE_S, MAX_PAUSE_S = 2.0, 60.0
-"""Pause before restarting a class whose `setup` fails after it once succeeded. The pause doubles
-with each failure.
+"""Pause before restarting a class whose `setup` fails after having succeeded once. The pause
+doubles with each failure.
 """
 GPU_LOST = "AcceleratorError: CUDA error: "
 """Prefix of error messages after which a process can no longer compute on the GPU.
@@ -45,7 +45,7 @@ No caller's input can cause an error that starts like this.
 MAX_LAST_READS = 8
 """Maximum number of one-megabyte reads from a process that has exited.
 
-Its own data fits in the socket buffer, but a surviving child may send data forever.
+Its own data fits in the socket buffer, but a surviving child may keep sending data forever.
 """
 USED_UP = "leftover memory or disk usage from earlier predictions must not make this one fail"
 
@@ -79,7 +79,7 @@ class ClassProcess:
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
         make_room: frees the device if the class can't be set up alongside other models.
-        on_change: called when the class has been set up, when set-up fails, and when the process
+        on_change: called when the class has been set up, when setup fails, and when the process
             exits.
     """
 
@@ -105,16 +105,18 @@ class ClassProcess:
         """Time limit for each later `setup`."""
         self._runner: RunnerProcess | None = None
         self._answer: asyncio.Future[Frame | None] | None = None
-        """A process's first message. None as the result means it exited without sending one."""
+        """A process's first message. A result of None means that the process exited without sending
+        one.
+        """
         self._starting: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[Any]] = set()
         self._kills: dict[int, asyncio.TimerHandle] = {}
         self._pause_s = FIRST_PAUSE_S
         self._start_at_s = 0.0
-        """Earliest time for the next start, because the last `setup` failed."""
+        """Earliest time of the next start, because the last `setup` failed."""
         self._failure: NotSetUp | None = None
         self._reason = ""
-        """The reason the last set-up failed. Callers may read it once paths have been removed from
+        """The reason the last setup failed. Callers may read it once paths have been removed from
         it.
         """
         self._sources_of_runner: Sources
@@ -130,9 +132,9 @@ class ClassProcess:
         """Numbers of the running predictions, including dropped ones."""
         self._numbers = 0
         self.setup_s = 0.0
-        """How long the last set-up took."""
+        """How long the last setup took."""
         self.set_up_at_s = 0.0
-        """When the last set-up finished, in Unix seconds."""
+        """When the last setup finished, in Unix seconds."""
         self.unconfined: Sequence[str] = ()
 
     @property
@@ -187,7 +189,7 @@ class ClassProcess:
             self._starting.add_done_callback(self._on_started)
 
     def take_failure(self) -> NotSetUp | None:
-        """Returns the last set-up's error, if it failed. Returns each error only once."""
+        """Returns the last setup's error, if it failed. Returns each error only once."""
         failure, self._failure = self._failure, None
         return failure
 
@@ -406,7 +408,7 @@ class ClassProcess:
         messages: Sequence[tuple[dict[str, Any], Sequence[bytes]]],
         numbers: Sequence[int],
     ) -> None:
-        """Sends messages in one piece, as much as the process will read. The rest follows.
+        """Sends messages all at once, as far as the process reads them. The rest follows.
 
         `numbers`: numbers of the predictions that the messages start, or BATCH.
         """
@@ -427,7 +429,7 @@ class ClassProcess:
     def cancel(self, number: int) -> None:
         """Cancels a prediction, and kills the process if the prediction does not stop.
 
-        The prediction gets as long as set-up took, so no caller can keep a class in `setup`.
+        The prediction gets as long as setup took, so no caller can keep a class in `setup`.
         """
         runner = self.runner
         limit_s = max(KILL_AFTER_S, self.setup_s)
@@ -478,7 +480,7 @@ class ClassProcess:
         return ModelProcessDied(reason)
 
     async def renew_if_used_up(self) -> bool:
-        """Stops the process if its predictions left too little memory or disk.
+        """Stops the process if its predictions left too little memory or disk space.
 
         This includes a process that is already being killed for this reason, so that the next
         prediction doesn't fail because of it. Call this only while nothing is running. Returns
@@ -507,7 +509,7 @@ def paths_of(folder: Path, sources: Sources, runner: RunnerProcess) -> PathRemov
 
 
 def _end(runner: RunnerProcess, reason: str) -> int:
-    """Kills a process if there is a reason, and waits for it to exit. Returns its exit status."""
+    """Kills a process if a reason is given, and waits for it to exit. Returns its exit status."""
     if reason:
         runner.kill(reason)
     return runner.close()

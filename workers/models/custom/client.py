@@ -166,10 +166,10 @@ class ClassClient:
         """Does nothing, because a prediction can't be interrupted and resumed."""
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Does nothing, because a class draws no previews."""
+        """Does nothing, because classes don't produce previews."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Stops the process between two batches. It is restarted on the next use."""
+        """Stops the process between batches. It is restarted on the next use."""
         async with self._turn:
             await self._process.end("another model needs its memory")
             self._process.take_end()

@@ -2,14 +2,14 @@
 
 uv creates an environment from the class's requirements and cog, without any of our packages. Its
 name is a digest of everything that determines its contents: the requirements, the interpreter, and
-the Cog version. Models with equal requirements therefore share an environment, and a changed
+the Cog version. Models with identical requirements therefore share an environment, and a changed
 requirement creates a new one. An environment is created next to its final location and then
-renamed, so any existing environment is complete. Environments in a worker's image are created by
-the same function when the image is built (infra/docker/worker.Dockerfile).
+renamed, so any existing environment is complete. Environments in a worker image are created by the
+same function when the image is built (infra/docker/worker.Dockerfile).
 
-A package that is built from source runs its own code. That code runs under the same conditions as
-the class: without our variables, without capabilities, and with write access only to the
-environment and uv's cache.
+Building a package from source runs the package's own code. That code runs under the same
+restrictions as the class: without our variables, without capabilities, and with write access only
+to the environment and uv's cache.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from shared.settings import ClassSettings, read_settings
 from workers.models.custom.sources import OVERRIDES, AskedPackages, read_packages
 
 INSTALL_LIMIT_S = 1800.0
-"""Time limit per installation. torch with CUDA's libraries is 3 GB."""
+"""Time limit per installation. torch with the CUDA libraries is 3 GB."""
 WAIT_S = 0.1
 MAX_INCLUDED_FILES = 20
 LAST_LINES = 20
@@ -52,7 +52,7 @@ _PASSED_ON = re.compile(
 )
 """The variables passed to uv. None of them are ours."""
 _UNHURRIED = {"UV_COMPILE_BYTECODE_TIMEOUT": "0"}
-"""Disables uv's timeout of one minute, because torch takes that long on a busy machine.
+"""Disables uv's one-minute timeout, because torch takes that long on a busy machine.
 INSTALL_LIMIT_S still applies.
 """
 _ROOT = Path(__file__).resolve().parents[3]
@@ -71,7 +71,7 @@ class Interpreter(NamedTuple):
 
 
 def python_for(folder: Path) -> str:
-    """Returns the interpreter with a class's packages. Creates its environment if it is missing.
+    """Returns an interpreter that has a class's packages. Creates its environment if it is missing.
 
     Creating one may take minutes. A class without its own packages runs with our interpreter.
 
@@ -93,7 +93,7 @@ def python_for(folder: Path) -> str:
 
 
 def unmet(folder: Path) -> list[str]:
-    """Describes the class's environment requests that can't be met here."""
+    """Describes any of the class's environment requests that can't be met here."""
     requested = read_packages(folder)
     return [*_find_other_cog(requested), *_find_other_python(requested)]
 
@@ -134,7 +134,7 @@ def _has_version(python: Interpreter, wanted: str) -> bool:
 
 
 def _interpreter(wanted: str) -> Interpreter:
-    """Returns a Python of this version, or ours if the machine doesn't have one."""
+    """Returns a Python interpreter of this version, or ours if the machine doesn't have one."""
     ours = _our_python()
     if not wanted or _has_version(ours, wanted):
         return ours

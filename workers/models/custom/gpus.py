@@ -27,7 +27,8 @@ def gpu_name(device: str, driver: Path = _DRIVER) -> str:
 
     Args:
         device: `cpu`, `cuda`, `cuda:N` or `auto`.
-        driver: the folder with a folder for each GPU (NVIDIA driver README, "The /proc interface").
+        driver: the folder that contains one folder per GPU (NVIDIA driver README, "The /proc
+            interface").
     """
     if device in ("cpu", "auto"):
         return "cpu"

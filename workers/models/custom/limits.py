@@ -1,13 +1,13 @@
 """Limits on a runner and everything it starts: memory, disk, processes. Also kills all of them.
 
-A system limit on address space (RLIMIT_AS) doesn't help, because CUDA reserves more than the
-machine has. In a container, we can't create a control group, so a thread checks ten times a second.
-A process's private and shared memory count, but mapped files don't, because the system can reclaim
-their pages.
+A system limit on address space (RLIMIT_AS) doesn't help, because CUDA reserves more address space
+than the machine has memory. In a container, we can't create a control group, so a thread checks the
+limits ten times a second. A process's private and shared memory count, but mapped files don't,
+because the system can reclaim their pages.
 
 Disk use is also measured, because quotas need privileges that a container lacks, and an in-memory
 file system would use a scarcer resource. The system itself keeps any single file below the limit
-(RLIMIT_FSIZE, set in the runner), so only several files together can exceed it between two counts.
+(RLIMIT_FSIZE, set in the runner), so only several files together can exceed it between counts.
 """
 
 from __future__ import annotations
@@ -23,22 +23,22 @@ from pathlib import Path
 
 LOOK_EVERY_S = 0.1
 WHOLE_EVERY = 20
-"""One check in this many covers everything the runner has started. The other checks cover only the
+"""One in this many checks covers everything the runner has started. The other checks cover only the
 runner.
 """
 MAX_PROCESSES = 512
 DEFAULT_SHARE = 0.8
 """Share of the machine's or control group's memory, if the entry does not specify a limit."""
 MAX_ENTRIES = 500_000
-"""Maximum number of files and folders below the scratch folder."""
+"""Maximum number of files and folders under the scratch folder."""
 MAX_OUTSIDE = 10_000
 """Maximum number of files to remember outside the scratch folder."""
 MIN_DISK_BYTES = 16 * 1024 * 1024
 """Minimum limit when the disk is full, so that a class that writes nothing can still be served."""
 COUNT_SHARE, USUAL_COUNT_SHARE = 0.1, 0.01
-"""Maximum share of the time spent counting files: when the disk is filling up, and otherwise."""
+"""Maximum share of time spent counting files: while the disk is filling up, and otherwise."""
 MAX_REST_S = 30.0
-"""Maximum time between two counts, as long as counting stays within COUNT_SHARE."""
+"""Maximum time between counts, as long as counting stays within COUNT_SHARE."""
 END_LIMIT_S = 2.0
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _PROC = Path("/proc")
@@ -138,7 +138,7 @@ def _namespace(pid: int) -> str:
 
 def memory_of(pid: int) -> int:
     """Returns a process's private and shared memory in bytes, or 0 if it has exited."""
-    with contextlib.suppress(OSError, KeyError, ValueError):  # an ended process has no such lines
+    with contextlib.suppress(OSError, KeyError, ValueError):  # an exited process has no such lines
         lines = (_PROC / str(pid) / "status").read_text(errors="replace").splitlines()
         fields = dict(line.split(":", 1) for line in lines if ":" in line)
         return sum(int(fields[field].split()[0]) * 1024 for field in ("RssAnon", "RssShmem"))
@@ -167,7 +167,8 @@ class DiskUse:
 
     Includes the files in its scratch folder, including its `/tmp`, deleted files that are still
     open, and files that the family was seen writing elsewhere, such as in the shared `/tmp` if it
-    doesn't have a private one. Blocks count, not file sizes, because holes take no disk space.
+    doesn't have a private one. Counts blocks rather than file sizes, because holes take up no disk
+    space.
     """
 
     def __init__(self, scratch: Path, most_bytes: int) -> None:
@@ -185,7 +186,7 @@ class DiskUse:
         self._turn = threading.Lock()
 
     def may_be_above(self) -> bool:
-        """True if free disk space has dropped enough since the last count to repeat it."""
+        """True if free disk space has dropped enough since the last count to justify a new one."""
         return self.has_lost_much() and self._compute_rest_s() >= self._took_s / COUNT_SHARE
 
     def has_lost_much(self) -> bool:
@@ -233,13 +234,13 @@ class DiskUse:
         return reason
 
     def is_half_full(self) -> bool:
-        """Returns whether half of the space available at the first call is used."""
+        """Returns whether half of the space available at the first call has been used."""
         if self._first_bytes is None:
             self.count(set())
             self._first_bytes = max(0, self._bytes)
         elif self.has_lost_much():
-            # Regardless of how recent the last count is. Otherwise a prediction's leftovers would
-            # be counted during the next prediction, which would then fail because of them.
+            # No matter how recent the last count is. Otherwise a prediction's leftovers would be
+            # counted during the next prediction, which would then fail because of them.
             self.count(set())
         return self._holds_half()
 
@@ -270,7 +271,7 @@ class DiskUse:
                             if stat.S_ISDIR(status.st_mode):
                                 waiting.append(entry.path)
             except (FileNotFoundError, NotADirectoryError):
-                continue  # it has been removed since
+                continue  # it has since been removed
             except OSError as error:
                 return size_bytes, f"it has an unreadable folder: {error.strerror}"
         return size_bytes, ""
@@ -312,7 +313,7 @@ def _free_room(folder: Path) -> tuple[int, int]:
 
 
 def _count_bytes(status: os.stat_result, counted: set[tuple[int, int]]) -> int:
-    """Returns the bytes that a file takes up on disk. 0 if already counted under another name."""
+    """Returns a file's bytes on disk, or 0 if already counted under another name."""
     identity = (status.st_dev, status.st_ino)
     if identity in counted:
         return 0

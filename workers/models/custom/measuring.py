@@ -60,11 +60,11 @@ def measure(
 ) -> ModelMeasurement:
     """Measures a class in a separate process, the way workers run it.
 
-    Each input is first computed once without being counted. A class that computes several items at
-    a time is measured with 1, 2, 4, and more items, up to its maximum.
+    Each input first runs once without being counted. A class that computes several items at a time
+    is measured with 1, 2, 4, and more items, up to its maximum.
 
     Args:
-        inputs: at least one, as typical as possible.
+        inputs: at least one input, each as typical as possible.
 
     Raises:
         ConfigurationError: the class can't be set up.
@@ -156,7 +156,7 @@ def _entry(folder: Path, interface: ModelInterface) -> Model:
 
 
 def _work_per_item(entry: Model, folder: Path, inputs: Sequence[PreparedCustom]) -> float:
-    """Returns the average work per input according to the class."""
+    """Returns the average work per input as reported by the class."""
     aside = AsideClass(entry, folder)
     try:
         return statistics.fmean(map(aside.weigh, inputs))
@@ -173,7 +173,7 @@ def _sizes(most: int) -> list[int]:
 
 
 class MeasuredClass:
-    """A class in its process, with timed batches."""
+    """A class running in its process, with timed batches."""
 
     def __init__(self, client: ClassClient, interface: ModelInterface) -> None:
         self._client = client
@@ -241,7 +241,7 @@ def read_inputs(
 
     Args:
         assignments: NAME=VALUE and NAME=@PATH pairs for one input.
-        lines: a file with one JSON object of inputs per line. Files are written as a string
+        lines: a file with one JSON object of inputs per line. A file is written as a string,
             `@PATH`, relative to this file's folder.
 
     Raises:
@@ -360,7 +360,10 @@ def _describe_measurement(device: str, conditions: Conditions, inputs: int, load
 
 
 def _cpu_model() -> str:
-    """Returns the CPU's model name. On Linux it is in this file, on other systems in `platform`."""
+    """Returns the CPU's model name.
+
+    On Linux, it comes from this file; on other systems, from `platform`.
+    """
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -391,7 +394,8 @@ def write_measurement(folder: Path, measurement: ModelMeasurement) -> Path:
     """Writes penstock.measured.json. Returns its path.
 
     Raises:
-        ConfigurationError: the file can't be written, or the author has a file with that name.
+        ConfigurationError: the file can't be written, or the author already has a file with that
+            name.
     """
     text = measurement.model_dump_json(indent=2) + "\n"
     return MEASUREMENT_FILE.write(folder.expanduser(), text)

@@ -21,7 +21,7 @@ MAX_READ_BYTES = 256 * 1024
 READ_BYTES_PER_S, MAX_BURST_BYTES = 8 * 1024 * 1024, 16 * 1024 * 1024
 """Average rate and burst size for reading output.
 
-A class that prints faster has to wait, without delaying others.
+A class that prints faster has to wait, but doesn't delay others.
 """
 PAUSE_S = 0.002
 """Pause between two reads. Otherwise, a class that prints short lines would cause one read per
@@ -183,7 +183,7 @@ class PrintedOutput:
 
 
 class KeptText:
-    """The last MAX_LOG_CHARS characters of a growing text, without secrets.
+    """The last MAX_LOG_CHARS characters of growing text, without secrets.
 
     Args:
         hidden: values that are replaced throughout the text.
@@ -238,7 +238,7 @@ class HiddenValues:
         self._values = sorted(long, key=len, reverse=True)
 
     def clear(self, text: str) -> str:
-        """Returns a text without the hidden values."""
+        """Returns the text without the hidden values."""
         for value in self._values:
             text = text.replace(value, HIDDEN)
         return text
@@ -287,7 +287,7 @@ class BoundedShow:
         self._left_out = 0
 
     def __call__(self, text: str) -> None:
-        """Shows a text, or the start of it."""
+        """Shows the text, or the beginning of it."""
         now_s = time.monotonic()
         gained = (now_s - self._looked_s) * SHOWN_BYTES_PER_S
         self._room, self._looked_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s

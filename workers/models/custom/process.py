@@ -34,7 +34,7 @@ from workers.models.custom.scratch import Scratch
 KILL_AFTER_S = 2.0
 """How long a canceled prediction has to stop on its own."""
 MAX_WAITING_BYTES = 512 * 1024 * 1024
-"""Maximum data waiting to be sent to a process that isn't reading."""
+"""Maximum amount of data waiting to be sent to a process that isn't reading."""
 SAID = frozenset({"error", "failed", "log", "batch_error"})
 """Message fields that contain text from the class or from an exception it raised."""
 _PASSED_ON = (
@@ -49,7 +49,7 @@ _PASSED_ON = (
     "NVIDIA_DRIVER_CAPABILITIES",
     "OMP_WAIT_POLICY",
     "COG_WEIGHTS",
-    # Marks processes of the local stack, so that leftovers are found if the stack is killed.
+    # Marks the local stack's processes, so that leftovers can be found if the stack is killed.
     "STARTED_BY",
 )
 """The only variables a runner gets from our environment. None of them contain our keys, addresses,
@@ -132,7 +132,7 @@ class RunnerProcess:
     Args:
         environment: variables set by cog.yaml and the entry.
         hidden: values of secrets, which are replaced in the class's output and exceptions.
-        resources: limits for the process and everything it starts. None means the same as for an
+        resources: limits for the process and everything it starts. None has the same effect as an
             entry without limits.
         denied_ports: TCP ports to which it may not connect.
         inspects_only: True if it exits once the class has been inspected.
@@ -182,11 +182,11 @@ class RunnerProcess:
         self.killed_for = ""
         """The reason we killed the process."""
         self.is_at_fault = False
-        """True if we killed the process because of the class's behavior, so the same would happen
-        again.
+        """True if we killed the process because of the class's behavior, so a retry would end the
+        same way.
         """
         self.unconfined: list[str] | None = None
-        """Descriptions of the confinement that this system doesn't support.
+        """Descriptions of the confinement features that this system doesn't support.
 
         None if the process has not started.
         """
@@ -208,7 +208,7 @@ class RunnerProcess:
         variables: Mapping[str, str],
         theirs: socket.socket,
     ) -> tuple[subprocess.Popen[bytes], int]:
-        """Starts the process. Returns it and the pipe with its output."""
+        """Starts the process. Returns the process and the pipe that carries its output."""
         scratch = self._scratch.path
         program = _PROGRAM.format(
             root=str(_ROOT), fd=theirs.fileno(), scratch=str(scratch), **options
@@ -292,7 +292,7 @@ class RunnerProcess:
         return frames
 
     def send(self, message: dict[str, Any], blobs: Sequence[bytes] = ()) -> None:
-        """Sends a message, as much as the process will read. `receive` sends the rest.
+        """Sends a message, or as much of it as the process will read. `receive` sends the rest.
 
         A process that has exited doesn't receive it; `receive` reports that.
         """
@@ -339,7 +339,7 @@ class RunnerProcess:
         self.kill(reason)
 
     def read_only_files(self) -> list[str]:
-        """Returns the files in its folder that it can't write because they are only links."""
+        """Returns the files in its folder that it can't write to because they are only links."""
         return self._scratch.find_linked_files()
 
     @property

@@ -28,7 +28,7 @@ class PathRemover:
 
     Args:
         scratch: the process's scratch folder, or None if there is none. The class's working folders
-            and the folders of its input files, all below it, are removed too.
+            and the folders of its input files, all under it, are removed too.
         folders: other folders to remove, such as the class's folder.
     """
 
@@ -44,12 +44,12 @@ class PathRemover:
         self._paths = re.compile(f"{roots}{_PYTHON}")
 
     def remove(self, text: str) -> str:
-        """Returns a text without the folders. A folder on its own becomes a dot."""
+        """Returns the text without the folders. A folder on its own becomes a dot."""
         return self._paths.sub(lambda match: "." if match[1] == "" else "", text)
 
 
 class PublicLogs:
-    """One prediction's output as its caller may read it, with positions in that text."""
+    """One prediction's output as its caller may see it, with positions in that text."""
 
     def __init__(self, paths: PathRemover) -> None:
         self._paths = paths
@@ -60,7 +60,7 @@ class PublicLogs:
         self.printed = PrintedLogs()
 
     def add(self, printed: PrintedLogs, *, is_all: bool = False) -> PrintedLogs:
-        """Processes what the process has printed since the prediction started.
+        """Handles what the process has printed since the prediction started.
 
         Args:
             printed: all of the output so far, or only the end if it is long.

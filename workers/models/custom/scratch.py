@@ -2,8 +2,8 @@
 
 The view contains the folder's files: small files as copies, and large files as copies that share
 their blocks (ioctl_ficlone(2)) or, if the file system doesn't support that, as links. The class is
-loaded from there, so it reads and writes next to its own file and by relative paths. As in one of
-Cog's containers, its files are private, including an `output.png` from an earlier run. If the
+loaded from there, so it can read and write next to its own file and use relative paths. As in one
+of Cog's containers, its files are private, including an `output.png` from an earlier run. If the
 system permits it, the runner mounts the folder below the view (confinement.py), and no links are
 needed.
 """
@@ -25,7 +25,7 @@ WORKING_DIR = "src"
 LEFT_AFTER_S = 60.0
 """Minimum age for removing a leftover folder. A younger folder may be about to be locked."""
 MAX_COPIED_BYTES = 8 * 1024 * 1024
-"""Larger files are linked and can't be written."""
+"""Larger files are linked and can't be written to."""
 MAX_COPIES_BYTES = 64 * 1024 * 1024
 """Maximum total size of the copies."""
 MAX_ENTRIES = 10_000
@@ -33,7 +33,9 @@ MAX_ENTRIES = 10_000
 folders.
 """
 MAX_LINKED_ENTRIES = 1000
-"""Maximum entries, at all levels, in a linked folder to copy. A larger folder stays a link."""
+"""Maximum number of entries, at all levels, for a linked folder to be copied. A larger folder stays
+a link.
+"""
 LINKED = frozenset(
     {"__pycache__", "node_modules", "venv", "site-packages", ".git", ".hg", ".svn", ".tox", ".venv"}
 )
@@ -125,7 +127,7 @@ def _size_of(entry: os.DirEntry[str]) -> int:
 
 
 def _is_open(entry: os.DirEntry[str], above: set[Path]) -> bool:
-    """True for a folder that a class may write into. `above`: folders that it must not be."""
+    """True for a folder that a class may write into. `above`: folders to exclude."""
     if entry.name in LINKED or entry.is_dir(follow_symlinks=False):
         return entry.name not in LINKED
     with contextlib.suppress(OSError):  # a link to itself
@@ -149,7 +151,10 @@ def _is_small(folder: Path) -> bool:
 
 
 def _copy_file(entry: os.DirEntry[str], place: Path, room_bytes: int) -> int:
-    """Copies a file if it is small or can share its blocks. Returns the bytes it takes, or 0."""
+    """Copies a file if it is small or can share its blocks.
+
+    Returns the number of bytes it takes up, or 0.
+    """
     with contextlib.suppress(OSError):
         size = entry.stat().st_size
         if entry.is_file() and size <= min(MAX_COPIED_BYTES, room_bytes):

@@ -19,7 +19,7 @@ REDIS_PORT, RABBITMQ_PORT, HTTPS_PORT = 6379, 5672, 443
 def service_ports(settings: Settings) -> list[int]:
     """Returns the TCP ports of Redis, the broker, BigQuery, and the cloud's metadata server.
 
-    The latter is omitted if the broker is on this machine, as with `penstock up`.
+    The last one is omitted if the broker is on this machine, as with `penstock up`.
     """
     ports = {
         urlsplit(url).port or usual

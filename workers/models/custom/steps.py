@@ -37,8 +37,7 @@ log = logging.getLogger(__name__)
 class ClassSteps:
     """One run of a class until no items are left. Computes up to `interface.concurrency` at a time.
 
-    on_message: called with the items' results, but never during a call of one of these methods.
-            methods.
+    on_message: called with the items' results, but never during a call to one of these methods.
     """
 
     def __init__(
@@ -61,7 +60,7 @@ class ClassSteps:
         self._slots = 0
         """Number of items admitted so far."""
         self._charged_s: float | None = None
-        """Time up to which the process has been charged for. None if it is not ready."""
+        """Time up to which the process's use has been charged. None if it is not ready."""
         self._reported_s = 0.0
         self._timers: dict[str, asyncio.TimerHandle] = {}
 

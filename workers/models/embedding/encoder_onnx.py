@@ -152,7 +152,7 @@ class OnnxEncoder:
 
 
 def session_options(threads: int) -> onnxruntime.SessionOptions:
-    """Returns every session's options: `threads`, and settings for equal results on every CPU."""
+    """Returns all sessions' options: `threads`, and settings for identical results on any CPU."""
     options = onnxruntime.SessionOptions()
     options.intra_op_num_threads = threads
     options.inter_op_num_threads = 1
@@ -163,7 +163,7 @@ def session_options(threads: int) -> onnxruntime.SessionOptions:
     if not has_vnni():
         # Products of unsigned activations and signed weights would saturate at 16 bits, which
         # reduces accuracy. This makes ONNX Runtime use unsigned weights, whose products are exact.
-        # With VNNI, these cost 50 % more.
+        # With VNNI, these cost 50% more.
         options.add_session_config_entry("session.x64quantprecision", "1")
     options.log_severity_level = 3
     return options

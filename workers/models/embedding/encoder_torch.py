@@ -14,8 +14,8 @@ model supports this (see `runs_unpadded`).
 Importing transformers takes two seconds and 170 MiB, so a plain BERT is read without it (see
 bert_weights.py).
 
-On a GPU, BERT and related models in 16 bits compute packed texts (see packed_bert.py). Other models
-compute padded batches.
+On a GPU, 16-bit BERT and related models process packed texts (see packed_bert.py). Other models
+process padded batches.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _LENGTHS = "penstock_lengths"
 _PRODUCTS_FROM_TOKENS = 128
 """From this length on, two matrix products are faster than torch's flash attention in bf16.
 
-With MiniLM's heads, which are 32 wide, and 230 tokens: 1.2 ms per layer instead of 1.6.
+With MiniLM's heads, which are 32 wide, 230 tokens take 1.2 ms per layer instead of 1.6.
 """
 _TRIED_LENGTHS = (3, 11, 6)
 _TRIED_APART = 0.02
@@ -73,8 +73,8 @@ _STEP_TOKENS = 16
 """In bf16, the number of rows is padded to a multiple of this.
 
 oneDNN compiles a product for each row count, which takes a millisecond and about 100 KiB, and
-concatenated texts can have any row count. Measured with MiniLM over thousands of batches: 3 to 6%
-less time, and a process grows by 0.3 GiB instead of 0.6.
+concatenated texts can have any row count. With MiniLM over thousands of batches, this took 3 to 6%
+less time, and a process grew by 0.3 GiB instead of 0.6.
 """
 _ANY_COUNT_TOKENS = 64
 """Up to this count, rows are not padded.
@@ -439,7 +439,7 @@ class TorchEncoder:
         elif self._precision != "fp32":
             _narrow_linear_layers(model, DTYPES[self._precision])
         self._model = model.to(self._device)
-        # On a GPU, a padded batch takes few kernels, but separate texts take many.
+        # On a GPU, a padded batch needs few kernels, but separate texts need many.
         self._first_position = runs_unpadded(self._model) if self._device.type == "cpu" else None
 
     def _check_precision(self) -> None:

@@ -1,9 +1,10 @@
 """BERT and related models on a GPU: packed texts in 16 bits, without padding or waiting.
 
-A batch's texts form one row of tokens. Attention is given the positions at which texts start, and
+A batch's texts form one row of tokens. Attention receives the positions at which texts start, and
 computes all texts in one call per layer (`torch.nn.attention.varlen`, Flash Attention). Padded
-attention would compute filler. On GPUs with compute capability 9 and 10, it would also build a plan
-for each new number and length of texts, and that takes tens of milliseconds (decision 4).
+attention would also compute filler. On GPUs with compute capability 9 and 10, it would also build a
+plan for each new combination of text count and length, and that takes tens of milliseconds
+(decision 4).
 
 Weights, states, and products use 16 bits. Products and layer norms accumulate in fp32, and pooling
 and normalization are computed in fp32.

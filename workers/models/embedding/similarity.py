@@ -153,7 +153,7 @@ class SimilarityModel:
         ]
 
     def _units(self, texts: Sequence[PreparedText], on_step: OnStep) -> dict[bytes, np.ndarray]:
-        """Returns the vectors of texts, scaled to length 1, by their token IDs.
+        """Returns texts' vectors, scaled to length 1, keyed by their token IDs.
 
         A vector without a direction becomes NaN, as does its score, which is then rejected.
         """

@@ -156,7 +156,7 @@ class TextPreparer:
 def too_long(tokens: int, limit: int) -> ContextLengthExceeded:
     """Returns the error for a text with too many tokens.
 
-    It starts like OpenAI's message, because clients and proxies check for that.
+    It starts the same way as OpenAI's message, because clients and proxies check for that.
     """
     return ContextLengthExceeded(
         f"This model's maximum context length is {limit} tokens, "

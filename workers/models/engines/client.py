@@ -195,10 +195,10 @@ class EngineClient:
             self._run.preempt(slots)
 
     def watch(self, slots: Sequence[int]) -> None:
-        """Does nothing, because a text has no previews."""
+        """Does nothing, because text has no previews."""
 
     async def evict(self, models: Sequence[int]) -> None:
-        """Stops the engine between two runs. It is restarted on the next use."""
+        """Stops the engine between runs. It is restarted on the next use."""
         async with self._turn:
             engine, self._engine = self._engine, None
             self._started.clear()

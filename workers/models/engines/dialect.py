@@ -22,7 +22,7 @@ CUT = "the stream ended before the text was complete"
 Post = Callable[[str, Mapping[str, Any]], AbstractAsyncContextManager[EngineResponse]]
 """Called as post(path, body). Leaving the context stops the computation."""
 Chances = Mapping[int, float]
-"""Log probabilities by token, for the chosen token and the likeliest ones."""
+"""Log probabilities by token, for the chosen token and the most likely ones."""
 
 
 @dataclass(frozen=True)
@@ -59,11 +59,11 @@ class Launch:
 class Asked:
     """A request to the engine: the tokens to read, and how many to generate after them.
 
-    `slot`, `salt`: only requests with the same slot, or the same salt, share the results for equal
-        prefixes. `keeps`: True if the slot keeps its results for the same tokens. `counts`: True if
-        the number of cached tokens must be reported. `echoes`: True if the prompt's log
-        probabilities must be reported. `bias`: added to tokens' logits, in place of the item's.
-        `allowed`: a mask of the tokens to choose from.
+    `slot`, `salt`: only requests with the same slot, or the same salt, share the results for
+        identical prefixes. `keeps`: True if the slot keeps its results for the same tokens.
+        `counts`: True if the number of cached tokens must be reported. `echoes`: True if the
+        prompt's log probabilities must be reported. `bias`: added to tokens' logits, in place of
+        the item's. `allowed`: a mask of the tokens to choose from.
     """
 
     ids: Sequence[int]
@@ -96,7 +96,7 @@ class Reply:
 
     @property
     def is_written(self) -> bool:
-        """True if it is more than a report about the prompt."""
+        """True if it contains more than a report about the prompt."""
         return bool(self.tokens) or self.has_ended or self.has_lost
 
 

@@ -20,13 +20,14 @@ import httptools
 import msgspec
 
 GATHER_S, MAX_GATHER_S = 0.0006, 0.01
-"""Time for each stream's data to arrive after the first stream's, and its maximum for all streams.
+"""How long to wait for each stream's data after the first stream's, and the maximum for all
+streams.
 
-A stream that is alone does not wait.
+A lone stream does not wait.
 """
 CONNECT_LIMIT_S = 30.0
 RETRY_S = 0.01
-"""Pause before another attempt to connect while the server's queue of connections is full."""
+"""Pause before another attempt to connect while the server's connection queue is full."""
 READ_BYTES = 32 * 1024
 
 
@@ -114,7 +115,7 @@ class EngineResponse:
         """Returns the whole body.
 
         Raises:
-            OSError: the connection was lost before.
+            OSError: the connection was already lost.
         """
         while not self._is_whole:
             await self._receive()

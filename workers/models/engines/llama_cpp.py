@@ -68,7 +68,7 @@ chosen, and their relative probabilities stay the same (to within 1e-4).
 _EXCLUDED_BIAS = -1e9
 _FORCING = 1e4
 _LOOKED_UP = 256
-"""Nearly every chosen token is among this many of the likeliest tokens."""
+"""Nearly every chosen token is among this many of the most likely tokens."""
 _SAFE_LINES = re.compile(r"[\d.]+ [EW] +(srv|slot|que|init|load)\b|GGML_ASSERT|.*\.cpp:\d+: ")
 
 
@@ -87,7 +87,7 @@ class LlamaCpp(EngineDialect):
         """Returns whether all tokens and log probabilities are preserved.
 
         A stream omits the log probabilities of tokens that end within a character. Penalties also
-        count the prompt. A grammar always starts from its beginning.
+        count the prompt. A grammar always starts from the beginning.
         """
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         is_begun = bool(item.json_schema) and has_written
@@ -159,7 +159,7 @@ class LlamaCpp(EngineDialect):
     async def _look_up(
         self, post: Post, item: PreparedPrompt, asked: Asked, token: int
     ) -> dict[int, float]:
-        """Returns the log probabilities for a token and for the likeliest tokens.
+        """Returns the log probabilities for a token and for the most likely tokens.
 
         The engine is forced to choose a token that is a whole character, and still reports the
         tokens that it would have preferred.
@@ -189,7 +189,7 @@ def settings_of(entry: Model, folder: Path, threads: int) -> dict[str, Any]:
     """
     slots = entry.batch.max_items
     # With separate caches, a token attends only to its own text. In a shared cache, it attends to
-    # all texts' tokens, which yields 17 tokens/s instead of 26 with 16 texts.
+    # all texts' tokens, which yields 17 tokens/s instead of 26 for 16 texts.
     context_tokens = -(-entry.generation.context_tokens // _CACHE_STEP) * _CACHE_STEP
     shares_cache = slots * entry.generation.context_tokens > entry.budget
     return {
@@ -299,7 +299,7 @@ class Chance(msgspec.Struct):
 
 
 class Chosen(Chance):
-    """Log probabilities of a token and the likeliest tokens."""
+    """Log probabilities of a token and the most likely tokens."""
 
     top_logprobs: list[Chance] = []
 

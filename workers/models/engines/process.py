@@ -29,9 +29,9 @@ SOCKETS = "/tmp"
 Custom classes see a private folder at that path instead (workers/models/custom/runner).
 """
 SPINS = "1000"
-"""How many times a thread checks for the other threads in its step before it sleeps. By default it
-checks for as long as the system lets it run. While other programs were also using the cores, a
-token took 8 s instead of 0.04 s.
+"""How many times a thread polls for the other threads in its step before it sleeps. By default it
+polls for as long as the system lets it run. While other programs were also using the cores, a token
+took 8 s instead of 0.04 s.
 """
 END_LIMIT_S = 5.0
 LAST_LINES_LIMIT_S = 1.0
@@ -147,7 +147,7 @@ class EngineProcess:
 
     @property
     def memory_bytes(self) -> int:
-        """The whole process tree's resident memory."""
+        """Resident memory of the whole process tree."""
         return sum(_measure_memory(pid) for pid in list_tree(self.pid))
 
     def last_lines(self) -> str:
@@ -211,7 +211,7 @@ class EngineProcess:
 
 
 class _Output:
-    """A pipe for a process's and its children's output.
+    """A pipe for the output of a process and its children.
 
     The pipe that asyncio creates stays open while a child has it open, and `wait` waits for that
     child.

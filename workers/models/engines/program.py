@@ -1,9 +1,9 @@
 """The program in an engine's process: a server on a Unix socket, llama.cpp's or a command.
 
-It imports nothing of ours. The first line of its standard input is a JSON object (`Launch.settings`
-in workers/models/engines/dialect.py), because other processes could read its arguments and
-environment. A command still gets its options as arguments and its key in a variable, because it
-does not support any other way.
+It imports none of our code. The first line of its standard input is a JSON object
+(`Launch.settings` in workers/models/engines/dialect.py), because other processes could read its
+arguments and environment. A command still gets its options as arguments and its key in a variable,
+because it supports no other way.
 
 If its standard input closes, its parent has exited. It then stops the server, removes the socket's
 folder, and kills its whole process group.

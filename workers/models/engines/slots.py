@@ -1,7 +1,7 @@
 """An engine's slots, and the turns of owners whose prompts are read in parts.
 
 An engine keeps the keys and values of the last text in each slot. A generation gets its owner's
-free slot whose text has the longest common start. A slot last used by a different owner starts
+free slot whose text has the longest common prefix. A slot last used by a different owner starts
 empty, because otherwise the time a prompt takes would reveal other owners' prompts.
 """
 
@@ -58,7 +58,7 @@ class EngineSlots:
 
 
 def _common(first: Sequence[int], second: Sequence[int]) -> int:
-    """Returns the number of tokens that both have in common at the start."""
+    """Returns the length of their common prefix, in tokens."""
     length = min(len(first), len(second))
     return next((at for at in range(length) if first[at] != second[at]), length)
 
@@ -95,7 +95,7 @@ class ReadingPermits:
         self._reading = 0
         self._waiting: list[ReadingPermit] = []
         self._last: dict[str, int] = {}
-        """When each owner read last, counted in parts."""
+        """When each owner last read, counted in parts."""
 
     async def begin(self, owner: str, tokens: int) -> ReadingPermit:
         """Waits until this many of an owner's tokens may be read, at most `most`."""

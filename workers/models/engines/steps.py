@@ -32,7 +32,7 @@ class Engine:
     Args:
         slots: how many texts the engine generates at a time.
         part_tokens: number of prompt tokens that the engine reads at a time.
-        shares_with_all: True if all owners share the results for equal prefixes.
+        shares_with_all: True if all owners share the results for identical prefixes.
     """
 
     def __init__(

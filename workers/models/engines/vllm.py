@@ -110,7 +110,7 @@ class Vllm(EngineDialect):
         )
 
     def can_stream(self, item: PreparedPrompt, *, has_written: bool) -> bool:
-        """Returns whether the grammar and penalties see the whole text.
+        """Returns whether the grammar and penalties cover the whole text.
 
         Tokens generated earlier are part of the prompt, which both ignore.
         """
@@ -213,7 +213,7 @@ def _options(entry: Model, gpu_share: float) -> dict[str, Any]:
 def _options_of_cpu(config: dict[str, Any], blocks: int) -> dict[str, Any]:
     """Returns options with the size of keys and values in fp32, which is the maximum.
 
-    Otherwise, vLLM wants a share of the whole machine to be free.
+    Otherwise, vLLM requires a share of the whole machine to be free.
     """
     try:
         heads = config["num_attention_heads"]

@@ -1,17 +1,18 @@
 """A transformers decoder on a device, with the keys and values of several generations.
 
 On a CPU, linear layers may have 4-bit weights, in groups that each have one scale and one offset. A
-single text's speed is limited by how fast weights are read from memory, so needing only a third of
-bf16's bytes pays off. Many concurrent generations share each read of the weights, and are faster in
-bf16.
+single text's speed is limited by how fast weights are read from memory, so reading only a third as
+many bytes as in bf16 pays off. Many concurrent generations share each read of the weights, and are
+faster in bf16.
 
 The groups are the same as in GGUF's Q4_1, whose weights are reproduced exactly, except that scales
 are in bf16. A layer whose shape does not allow such groups keeps its weights, and so do embeddings.
 The output layer gets 8 bits, with one scale per row, because its errors are errors in the logits.
 
 On a CPU, a Llama's forward pass uses few operators. A small operator takes at least a microsecond
-regardless of its work, and transformers' own modules use about two thousand of them for one token.
-Here, one product returns queries, keys, and values, and another returns both halves of the MLP.
+no matter how little it does, and transformers' own modules use about two thousand of them for one
+token. Here, one product returns queries, keys, and values, and another returns both halves of the
+MLP.
 """
 
 from __future__ import annotations
@@ -59,13 +60,13 @@ _TRIAL_TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.3, torch.float16: 0.0
 """Maximum difference from the logits computed with transformers' own attention, relative to the
 largest logit.
 
-A wrong attention computes completely different numbers.
+An incorrect attention implementation produces completely different numbers.
 """
 _INT4 = "int4"
 
 
 def is_llama(model: torch.nn.Module) -> bool:
-    """Returns whether LlamaPass can compute the model. Subclasses may differ from it."""
+    """Returns whether LlamaPass can run the model. Subclasses may differ from it."""
     return type(model) is LlamaForCausalLM
 
 
@@ -290,7 +291,7 @@ def choose_dtype(precision: str, device_type: str) -> torch.dtype:
     """Returns the data type for activations, keys and values.
 
     Args:
-        precision: precision from the catalog entry, `auto` included.
+        precision: precision from the catalog entry, including `auto`.
         device_type: `cpu` or `cuda`.
 
     Raises:

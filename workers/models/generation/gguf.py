@@ -1,8 +1,8 @@
 """Converts a GGUF file, once, to a folder like the ones on the Hugging Face Hub.
 
-For torch, its weights become floats. Their precision doesn't change, because information lost in
-quantization can't be recovered. An engine reads the file itself, so the engine's folder has a link
-to the file, the tokenizer, and the chat template.
+For torch, its weights are converted to floats. Their precision doesn't change, because information
+lost in quantization can't be recovered. An engine reads the file itself, so the engine's folder has
+a link to the file, the tokenizer, and the chat template.
 
 `python -m workers.models.generation.gguf SOURCE FOLDER [converted|described]` does so manually.
 """
@@ -44,7 +44,7 @@ _PART = re.compile(r"-\d{5}-of-")
 
 
 def converted(path: Path, cache_dir: Path) -> Path:
-    """Returns a GGUF file's folder for torch, below `cache_dir`, creating it if necessary.
+    """Returns a GGUF file's folder for torch, under `cache_dir`, creating it if necessary.
 
     Raises:
         ConfigurationError: the file can't be read, or the `gguf` package is missing.
@@ -53,7 +53,7 @@ def converted(path: Path, cache_dir: Path) -> Path:
 
 
 def described(path: Path, cache_dir: Path) -> Path:
-    """Returns a GGUF file's folder for an engine, below `cache_dir`, creating it if necessary.
+    """Returns a GGUF file's folder for an engine, under `cache_dir`, creating it if necessary.
 
     Raises:
         ConfigurationError: the file can't be read, or the `gguf` package is missing.

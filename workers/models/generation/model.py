@@ -1,4 +1,4 @@
-"""A language model with continuous batching: generations join and leave between two tokens.
+"""A language model with continuous batching: generations join and leave between tokens.
 
 A step reads at most `generation.chunk_tokens` prompt tokens, with tenants taking turns, and
 generates one token for each text whose prompt has been read. A long prompt therefore delays the
@@ -87,7 +87,7 @@ class PrefillOrder:
 
     def __init__(self) -> None:
         self._last: dict[str, int] = {}
-        """When each owner read last, counted in parts."""
+        """When each owner last read, counted in parts."""
 
     def order(self, owners: Sequence[str]) -> list[int]:
         """Returns indices of `owners` in round-robin order."""

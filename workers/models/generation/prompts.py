@@ -420,7 +420,7 @@ class PromptPreparer:
 
 
 class _Marks:
-    """Hides text that spells control tokens, in messages, from the template's tokenizer."""
+    """Hides control tokens spelled out in messages from the template's tokenizer."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self._texts = sorted(texts, key=len, reverse=True)
@@ -443,7 +443,7 @@ class _Marks:
         return value
 
     def split(self, text: str) -> list[tuple[str, bool]]:
-        """Returns the parts of a rendered text, each with whether it was hidden."""
+        """Returns the parts of a rendered text, each with a flag for whether it was hidden."""
         first, *others = text.split(f"\ue000{self._nonce}:")
         parts = [(first, False)]
         for other in others:

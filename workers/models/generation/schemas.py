@@ -5,9 +5,9 @@ that a list's items are unique, or that exactly one of several forms matches. Su
 accepted anyway. The rest of the schema is checked once the text is complete, and a text that
 violates it fails.
 
-A schema's size is limited, because all texts in a batch pay for it at each token. So is the work
-for the check, which delays them too. If parts refer to others twice, level after level, checking
-even a small schema could take more than a day.
+A schema's size is limited, because all texts in a batch pay for it at each token. The work for the
+check is limited too, because it also delays them. If parts refer to others twice, level after
+level, checking even a small schema could take more than a day.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ character counts as six. At this length, each token takes 2 ms, and at 60,000 it
 MAX_DEPTH = 100
 """Maximum nesting depth of objects and lists in a schema. The matcher supports 124."""
 MAX_MULTIPLES = 20_000
-"""The maximum sum of all `multipleOf`, ignoring decimal points and trailing zeros. A grammar has a
-state for each remainder, so its time and memory are proportional: this many take 0.3 s, a million
-take 28 s.
+"""The maximum sum of all `multipleOf` values, ignoring decimal points and trailing zeros. A grammar
+has a state for each remainder, so its time and memory are proportional to the sum: this many take
+0.3 s, and a million take 28 s.
 """
 MAX_EVALUATIONS = 100_000
 """Maximum evaluations of a schema's parts for one text, which take about 0.1 s."""
 MAX_EXPLAINED = 5_000
-"""Maximum evaluations for which a reason is found. Finding the reason takes far longer than the
-check itself.
+"""Maximum number of evaluations for which a reason is determined. Finding the reason takes far
+longer than the check itself.
 """
 _BRACKETS = {"{": 1, "[": 1, "}": -1, "]": -1}
 _STRING = re.compile(r'"(?:[^"\\]++|\\.)*+"?', re.DOTALL)
@@ -99,7 +99,7 @@ def check_size(json_schema: str) -> None:
     """Checks a schema's size before doing anything else with it.
 
     Raises:
-        ValueError: the schema, or a text or number in it, is too large or too deep, or the schema
+        ValueError: the schema, or a string or number in it, is too large or too deep, or the schema
             is not JSON.
     """
     size_bytes = len(json_schema.encode())
@@ -130,7 +130,7 @@ def _json_length(text: str) -> int:
 
 
 def _find_matched_texts(schema: Any) -> Iterator[str]:
-    """Returns all texts in a schema, except annotations."""
+    """Returns all strings in a schema, except annotations."""
     waiting = [schema]
     while waiting:
         part = waiting.pop()
@@ -150,8 +150,8 @@ def _find_matched_texts(schema: Any) -> Iterator[str]:
 class GrammarSchema(NamedTuple):
     """A schema in the form that the model follows.
 
-    `followed` is the grammar's schema, as JSON. `checked` is the schema against which a whole text
-    is checked. It is empty if the grammar follows all of the schema.
+    `followed` is the grammar's schema, as JSON. `checked` is the schema against which the complete
+    text is checked. It is empty if the grammar follows all of the schema.
     """
 
     followed: str
@@ -271,7 +271,7 @@ class _Evaluations:
 
     def __init__(self, schema: Mapping[str, Any]) -> None:
         self.schemas = list(_walk_schemas(schema))
-        """All parts of it that may be schemas."""
+        """All of its parts that may be schemas."""
         self._roots = [schema, *(part for part in self.schemas if "$id" in part)]
         self._named: dict[str, list[Mapping[str, Any]]] = {}
         for part in self.schemas:
@@ -357,7 +357,7 @@ def _of_inner(schema: Mapping[str, Any], value: Any) -> Iterator[tuple[Any, Any]
 def _of_object(schema: Mapping[str, Any], value: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
     properties = _named(schema.get("properties"))
     patterns = _named(schema.get("patternProperties")).values()
-    # A name is compared with each pattern, even if any value is right.
+    # A name is compared with each pattern, even if any value is valid.
     of_all = [pattern if isinstance(pattern, dict) else _ANYTHING for pattern in patterns]
     of_all += [part for keyword in _OF_VALUES if isinstance(part := schema.get(keyword), dict)]
     for name, inner in value.items():
@@ -413,7 +413,7 @@ def _validator(schema: str) -> Any:
 
 
 def _number(text: str) -> int | float:
-    """Converts a number. JSON has only one kind, so a maxItems of 2.0 means 2."""
+    """Converts a number. JSON has only one kind of number, so a maxItems of 2.0 means 2."""
     number = float(text)
     return int(number) if number.is_integer() else number
 

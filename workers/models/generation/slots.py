@@ -31,7 +31,7 @@ _STEP_TOKENS = 64
 class KvRow:
     """A row, and the tokens whose keys and values it contains.
 
-    They stay when the generation leaves.
+    They remain after the generation leaves.
     """
 
     number: int
@@ -40,7 +40,7 @@ class KvRow:
     """Only generations with the same owner may use the row's tokens. Empty if none may."""
     is_taken: bool = False
     freed: int = 0
-    """Increases with each row that becomes free."""
+    """Increases each time a row is freed."""
 
 
 class KvRows:
@@ -119,7 +119,7 @@ class ForwardPass:
 
     Args:
         rows: the number of the first row, and of the row after the last one.
-        starts: how many tokens each row has before, int64 [rows].
+        starts: how many tokens each row already has, int64 [rows].
         tokens: how many tokens each row gets.
         capacity: maximum number of tokens in a row.
     """

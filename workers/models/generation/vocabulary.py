@@ -162,7 +162,7 @@ class Vocabulary:
     def _try_token(self, matcher: LLMatcher) -> None:
         """Tries a token.
 
-        Some schemas fail only here, such as schemas with too many alternatives.
+        Some schemas, such as those with too many alternatives, fail only here.
         """
         mask = np.empty(-(-self.grammar_size // 32), np.uint32)
         matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)

@@ -102,7 +102,8 @@ def choose(logits: Row, item: PreparedPrompt, position: int) -> int:
     if item.min_p > 0:
         weights = np.where(weights >= item.min_p * weights.max(), weights, 0.0)
     sums = np.cumsum(weights)
-    # A token without weight is never chosen, because its sum does not exceed the previous token's.
+    # A token with zero weight is never chosen, because its sum does not exceed the previous
+    # token's.
     at = int(np.searchsorted(sums, uniform(item.seed, position) * sums[-1], side="right"))
     at = min(at, int(np.flatnonzero(weights)[-1]))
     return at if tokens is None else int(tokens[at])
@@ -133,7 +134,7 @@ def _top_p(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int
 def largest(values: npt.NDArray[np.floating], count: int) -> npt.NDArray[np.int64]:
     """Returns the positions of the `count` largest values, largest first.
 
-    For equal values, the first positions come first.
+    Equal values are ordered by position.
     """
     if count >= len(values):
         return np.argsort(-values, kind="stable")
@@ -280,8 +281,8 @@ class Writing:
         """Processes the prompt's log probabilities from an engine.
 
         Args:
-            chances: for each token, the log probabilities of the likeliest tokens and of the token
-                itself. None for the first token.
+            chances: for each token, the log probabilities of the most likely tokens and of the
+                token itself. None for the first token.
         """
         for token, row in zip(self._prompt_ids, chances, strict=False):
             if row is not None:
@@ -295,7 +296,7 @@ class Writing:
         """Processes a token that an engine chose.
 
         Args:
-            chances: the log probabilities of the likeliest tokens and of this one. None if not
+            chances: the log probabilities of the most likely tokens and of this one. None if not
                 requested.
         """
         if chances is not None and token not in self._vocabulary.ends:
@@ -383,7 +384,7 @@ class Writing:
             self.finish = "stop"
 
     def end(self) -> None:
-        """Ends the text here, because an engine knows additional tokens that end a text.
+        """Ends the text here, because an engine recognizes additional tokens that end a text.
 
         Raises:
             SchemaNotMatched: the text does not match the schema.

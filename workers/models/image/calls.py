@@ -1,7 +1,7 @@
 """Calls to shared modules: which ones can share a batch, and how they are joined and split.
 
 Tensors whose first dimension equals the call's row count are concatenated along it. Everything else
-must be equal in all calls of a batch. A timestep with one element becomes one per row, because
+must be identical in all calls in a batch. A timestep with one element becomes one per row, because
 schedulers differ in its type and shape and could not share batches otherwise.
 """
 
@@ -33,7 +33,8 @@ class UnsplittableError(Exception):
 class Digests:
     """Digests of the tensors that stay constant across one item's calls.
 
-    Reading a tensor waits for the device, so each tensor is read once rather than at every step.
+    Reading a tensor requires waiting for the device, so each tensor is read once rather than at
+    every step.
     """
 
     def __init__(self) -> None:
@@ -53,7 +54,7 @@ class Digests:
 
 
 class Part:
-    """A function of a shared module that items call, such as the denoiser or the VAE decoder.
+    """A shared module's function that items call, such as the denoiser or the VAE decoder.
 
     Args:
         name: the module's name in its pipeline, plus the method unless it is the call itself.

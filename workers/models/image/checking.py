@@ -34,7 +34,7 @@ def check_model(name: str, device: str) -> Iterator[str]:
 
     Raises:
         ConfigurationError: the entry is invalid, or its pipeline can't be loaded.
-        ModelFailed: the model can't draw either from text or from an image.
+        ModelFailed: the model can't draw from either text or an image.
     """
     settings = read_settings(ModelSettings)
     written = read_image_entry(settings.models_file, name)

@@ -72,8 +72,8 @@ class DeepCache:
         Args:
             values: the UNet's arguments, by parameter name.
             features: features from an earlier step, for all rows.
-            added: the summed ControlNet residuals for the whole UNet. The outer part uses those for
-                its own layers.
+            added: the summed ControlNet residuals for the whole UNet. The outer part uses the ones
+                for its own layers.
 
         Returns:
             The UNet's output, [rows, channels, height, width].

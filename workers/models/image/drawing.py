@@ -114,8 +114,8 @@ class Drawing:
             arguments["mask_image"] = _squares(item, scale)
             unet = getattr(self.pipeline, "unet", None)
             if unet is not None and unet.config.in_channels == _FOUR_CHANNELS:
-                # For UNets trained with masks. Other pipelines would encode the masked source for
-                # nothing, consuming random numbers in the process.
+                # For UNets trained with masks. Other pipelines would needlessly encode the masked
+                # source, consuming random numbers in the process.
                 size = item.height // scale, item.width // scale
                 arguments["masked_image_latents"] = torch.zeros(1, _FOUR_CHANNELS, *size)
         # Options that the pipeline does not support have already been rejected.

@@ -10,7 +10,7 @@ attends to it too (Ye et al. 2023, https://arxiv.org/abs/2308.06721). The image 
 a few tokens. Each layer attends to these tokens with the adapter's keys and values, and adds
 `scale` times the result to its result for the prompt. One UNet call can mix images with and without
 an adapter, different adapters, and different reference images. Hooks on the layers add to the rows
-with an adapter. Other rows' results stay the same, down to the last bit.
+with an adapter. Other rows' results stay bit-for-bit the same.
 """
 
 from __future__ import annotations
@@ -347,7 +347,7 @@ class _Batch:
                 _by_head(keys, heads),
                 _by_head(values, heads),
             )
-            # In fp32, just as a Python number times a 16-bit tensor is computed.
+            # In fp32, which is also how a Python number times a 16-bit tensor is computed.
             scaled = (row.scales.view(-1, 1, 1) * seen.transpose(1, 2).flatten(2)).to(seen.dtype)
             whole = attended.index_select(0, row.where) + scaled
             attended = attended.index_copy(0, row.where, whole)

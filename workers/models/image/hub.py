@@ -28,7 +28,7 @@ from workers.models.device import memory_errors
 from workers.models.image.calls import Call, Digests, Part, UnsplittableError, join, split
 
 PYTHON_LIMIT_S = 60.0
-"""How long Python code may run between two calls. A scheduler takes about a millisecond."""
+"""How long Python code may run between calls. A scheduler takes about a millisecond."""
 MAX_CALLS = 64
 """Maximum encoder calls an item makes per step before the other items get their turn."""
 RECOVERS_AFTER = 64
@@ -46,7 +46,7 @@ log = logging.getLogger(__name__)
 
 
 class StuckError(Exception):
-    """A pipeline was interrupted because it ran too long between two calls."""
+    """A pipeline was interrupted because it ran too long between calls."""
 
     def __str__(self) -> str:
         return "the pipeline took too long between two steps"
@@ -59,7 +59,7 @@ class Batching:
         """Changes a call once, before it is computed."""
 
     def key(self, call: Call) -> Hashable:
-        """Returns a key. Calls with equal keys can share a batch."""
+        """Returns a key. Calls with the same key can share a batch."""
         return call.key
 
     def cover(self, calls: Sequence[Call]) -> Sequence[int]:
@@ -128,7 +128,7 @@ class Hub:
 
     Args:
         batching: decides which calls are computed together.
-        python_limit_s: how long a pipeline may run Python code between two calls.
+        python_limit_s: how long a pipeline may run Python code between calls.
     """
 
     def __init__(
@@ -310,7 +310,7 @@ def _autocast(autocast: _Autocast) -> Iterator[None]:
 
 
 class _RowLimits:
-    """The maximum rows that fit in memory, per kind of call."""
+    """The maximum number of rows that fit in memory, per kind of call."""
 
     def __init__(self) -> None:
         self._rows: dict[Hashable, int] = {}
@@ -377,7 +377,7 @@ class _Watchdog:
             self._thread.start()
 
     def end(self) -> None:
-        """Records that the pipeline returned. Withdraws an interruption that was not delivered."""
+        """Records that the pipeline returned. Cancels an interruption that was not delivered."""
         with contextlib.suppress(StuckError), self._lock:
             self._since_s = _NEVER_S
             if self._has_fired:
@@ -402,7 +402,7 @@ class _Watchdog:
 def _interrupt(thread_id: int, error: type[Exception] | None) -> None:
     """Raises an error in a thread's Python code.
 
-    None withdraws an error that has not been raised yet.
+    None cancels an error that has not been raised yet.
     """
     raised = None if error is None else ctypes.py_object(error)
     ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread_id), raised)

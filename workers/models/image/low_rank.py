@@ -6,7 +6,7 @@ are computed in the same few matrix products, as in S-LoRA (https://arxiv.org/ab
 batch with many adapters costs little more than one with a single adapter.
 
 A forward hook on the layer adds the result. The layer itself is not replaced, may be quantized, and
-returns exactly the same results as before, to the last bit, for rows without an adapter.
+returns bit-for-bit the same results as before for rows without an adapter.
 """
 
 from __future__ import annotations

@@ -65,7 +65,8 @@ Compiling a size can take a minute if it isn't cached on disk.
 """
 _WARMUP_STEPS = 4
 _ENCODED_AT_ONCE = 128 * 128
-"""Maximum pixels in an image that is encoded without a thread. Its PNG takes under a millisecond.
+"""Maximum pixels in an image that is encoded without a thread. Encoding its PNG takes under a
+millisecond.
 """
 _PNG_THREADS = 4
 
@@ -86,8 +87,8 @@ log = logging.getLogger(__name__)
 class ImageModel:
     """Draws images prepared by ImagePreparer, using a diffusers pipeline.
 
-    Images join between two steps and leave when they are done (see SteppedModel). Batches whose
-    images all start at once are drawn the same way.
+    Images join between steps and leave when they are done (see SteppedModel). Batches whose images
+    all start at once are drawn the same way.
     """
 
     device_name = ""
@@ -386,7 +387,7 @@ class ImageModel:
         if not self._drawings and not self._encoding:
             self.adapters.pause()
             return end
-        # Their files are encoded on threads, which takes no time from the step.
+        # Their files are encoded on threads, which takes no time away from the step.
         end.waiting += self._encoding
         oldest = next(iter(self._drawings), None)
         with torch.inference_mode(), self._forbid_compiling():
@@ -431,11 +432,11 @@ class ImageModel:
         return contextlib.nullcontext()
 
     def preview(self, indices: Sequence[int]) -> list[RgbImage | None]:
-        """Returns small images between two steps. See workers.models.base.Previewer."""
+        """Returns small images between steps. See workers.models.base.Previewer."""
         return [self.image(slot) for slot in indices]
 
     def image(self, slot: int) -> RgbImage | None:
-        """Returns a small image of an item between two steps, or None if it can't be drawn."""
+        """Returns a small image of an item between steps, or None if it can't be drawn."""
         drawing = self._drawings.get(slot)
         if drawing is None or drawing.latents is None:
             return None
@@ -456,7 +457,7 @@ class ImageModel:
             self._hub.drop(slot)
 
     def interrupt(self, slot: int) -> None:
-        """Sets an image aside. If an equal item is admitted later, it resumes there.
+        """Sets an image aside. If an identical item is admitted later, it resumes there.
 
         Together, set-aside images take up at most one batch's budget. To make room, the oldest
         images are dropped and have to start over.

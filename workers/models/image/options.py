@@ -150,7 +150,10 @@ def schedulers_of(own: Any) -> tuple[str, ...]:
 
 
 def _max_clip_skip(pipeline: Any) -> int:
-    """Returns how many CLIP layers can be skipped. With two encoders, the last one always is."""
+    """Returns how many CLIP layers can be skipped.
+
+    With two encoders, the last layer is always skipped.
+    """
     encoders = [getattr(pipeline, name, None) for name in ("text_encoder", "text_encoder_2")]
     layers = [encoder.config.num_hidden_layers for encoder in encoders if encoder is not None]
     return min(layers, default=0) - int(hasattr(pipeline, "text_encoder_2"))

@@ -30,7 +30,7 @@ class Shared:
     """Replaces a shared module in one item's pipeline.
 
     Args:
-        parts: the intercepted parts, keyed by method. An empty name is the call itself.
+        parts: the intercepted parts, keyed by method. An empty name stands for the call itself.
         settings: `config` values that differ from the module's own.
         shift: value added to the latents before decoding.
     """

@@ -34,7 +34,7 @@ class LostTokens:
     def count(self) -> int | None:
         """Number of lost tokens in all texts.
 
-        None if none of the pipeline's tokenizers has cut any.
+        None if none of the pipeline's tokenizers has cut any off.
         """
         return -sum(lost for _, lost in self.by_text.values()) if self.by_text else None
 
@@ -56,7 +56,7 @@ def _is_full(masks: torch.Tensor, at: int, limit: int) -> bool:
 
 
 class _CountingTokenizer:
-    """Replaces a tokenizer in an item's pipeline and counts the tokens it cuts."""
+    """Replaces a tokenizer in an item's pipeline and counts the tokens it cuts off."""
 
     def __init__(self, tokenizer: Any, lost: LostTokens) -> None:
         self.__dict__.update(_tokenizer=tokenizer, _counts=lost)

@@ -1,7 +1,7 @@
 """The adapters in a model process's memory, and the images waiting for adapters to load.
 
-An adapter is read in a thread while steps continue, and put into memory between two steps. The
-least recently used adapters are evicted to make room. An adapter that an image is using stays.
+An adapter is read in a thread while steps continue, and put into memory between steps. The least
+recently used adapters are evicted to make room. An adapter that an image is using stays.
 
 Adapter files that callers specify by URL are stored on the worker's disk. The API has already
 fetched them into the object store. Each file is stored under its tenant's digest, so tenants share

@@ -85,7 +85,7 @@ class RowBatching(Batching):
         call.added = add_up(drawing.controls, call.values, drawing.calls, drawing.steps)
 
     def key(self, call: Call) -> Hashable:
-        """Returns the call's key. Calls with equal keys share a batch."""
+        """Returns the call's key. Calls with the same key share a batch."""
         drawing: Drawing = call.owner
         if not call.part.is_denoiser:
             return call.key
@@ -166,7 +166,7 @@ class RowBatching(Batching):
     def _guide(self, call: Call, output: Any) -> Any:
         """Returns two rows from which the pipeline computes the requested noise.
 
-        Pipelines compute `without + scale * (with - without)`, which for two equal rows is that
+        Pipelines compute `without + scale * (with - without)`, which for two identical rows is that
         row.
         """
         drawing: Drawing = call.owner

@@ -1,6 +1,6 @@
 """Turns latents into images: the VAE, the copy to the host, previews, and PNG.
 
-Latents are decoded the way diffusers pipelines do after their loops. A preview between two steps is
+Latents are decoded the way diffusers pipelines do after their loops. A preview between steps is
 drawn by the same VAE. Its latents are averaged first, so that the decoded image is small: the VAE's
 time is proportional to the number of pixels. Linear factors for the latent channels (as in
 https://discuss.huggingface.co/t/decoding-latents-to-rgb-without-upscaling/23204) take microseconds,
@@ -24,7 +24,7 @@ from workers.models.base import PreparedImage, RgbImage
 PNG_LEVEL = 1
 """The zlib compression level.
 
-A 512 x 512 photograph takes 28 ms. The default, 6, takes 50 ms and saves 12 %.
+A 512 x 512 photograph takes 28 ms. The default, 6, takes 50 ms and saves 12%.
 """
 
 MAX_SIDE = {"cuda": 256}
@@ -84,7 +84,7 @@ class HostCopy:
     """A CUDA event. None if the copy has already finished."""
 
     def wait(self) -> list[np.ndarray | None]:
-        """Waits for the copy. Returns bytes [height, width, 3] per image, None if not finite."""
+        """Waits for the copy. Returns bytes [height, width, 3] per image, or None if not finite."""
         if self.is_there is not None:
             self.is_there.synchronize()
         are_finite = self.finite.tolist()
@@ -127,7 +127,7 @@ def encode(pixels: np.ndarray) -> bytes:
 
 
 def draw_preview(pipeline: Any, latents: torch.Tensor, width: int, height: int) -> RgbImage | None:
-    """Draws a small image from latents between two steps. None if they can't be decoded.
+    """Draws a small image from latents between steps. None if they can't be decoded.
 
     Neither the latents nor any random number generator is changed.
 

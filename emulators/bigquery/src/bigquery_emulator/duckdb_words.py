@@ -65,12 +65,12 @@ _OWN_WORDS = re.compile(
 
 
 def is_of_the_database(text: str) -> bool:
-    """True if a message contains a term that only this server uses."""
+    """Returns True if a message contains a term that only this server uses."""
     return text == _FALLBACK or _OWN_WORDS.search(text) is not None
 
 
 def message_of(error: Exception) -> str:
-    """Returns a DuckDB error's text, without the error kind, in terms that users know.
+    """Returns a DuckDB error's text, without the error kind, in terms that users understand.
 
     Args:
         error: any `duckdb.Error`, or a UnicodeDecodeError, which replaces an error whose message
@@ -83,7 +83,7 @@ def message_of(error: Exception) -> str:
 
 
 def in_googlesql(text: str) -> str:
-    """Returns a message's first line in terms that users know.
+    """Returns a message's first line in terms that users understand.
 
     Args:
         text: DuckDB's message, without the leading error kind.

@@ -160,7 +160,7 @@ class BugError(ServiceError):
 
 
 def is_unavailable(error: Exception) -> bool:
-    """True if DuckDB can't read or write its file, for example because the disk is full."""
+    """Returns True if DuckDB can't read or write its file, for example because the disk is full."""
     # When the disk is full, DuckDB raises either error, depending on whether it notices during a
     # commit or elsewhere.
     is_unwritten = isinstance(error, duckdb.TransactionException) and "Could not write" in str(

@@ -69,7 +69,7 @@ class Store:
             self._data_dir.mkdir(parents=True, exist_ok=True)
             self._place = str(self._data_dir / FILE_NAME)
             spill_dir = str(self._data_dir / "spill")
-        # If the data is not on disk, a query that exceeds the memory fails. By default, DuckDB
+        # If the data is not on disk, a query that runs out of memory fails. By default, DuckDB
         # would spill to the working directory.
         self._root.execute(f"SET GLOBAL temp_directory = {_literal(spill_dir)}")
         try:

@@ -66,7 +66,7 @@ class Threads:
     async def append(self, function: Callable[..., _Found], *args: object) -> _Found:
         """Runs a short function that only adds rows.
 
-        Waits for other such functions, but not for the writer.
+        Waits for other functions of this kind, but not for the writer.
 
         Raises:
             BusyError: the other functions took more than a minute.
@@ -87,7 +87,10 @@ class Threads:
         *args: object,
         interrupt: Callable[[], None] = _nothing,
     ) -> _Found:
-        """Runs a job's change. Waits for others for as long as its job may take. See `query`."""
+        """Runs a job's change. Waits for other changes for as long as its job may take.
+
+        See `query`.
+        """
         return await self._run(self._writer, None, interrupt, function, *args)
 
     async def _run(
@@ -108,7 +111,8 @@ class Threads:
             if work.cancel():
                 raise
             with anyio.CancelScope(shield=True):
-                # Repeatedly, because an interrupt between two of a session's statements is lost.
+                # Interrupts repeatedly, because an interrupt between two of a session's statements
+                # is lost.
                 while not done.done():
                     interrupt()
                     await asyncio.wait((done,), timeout=_INTERRUPT_EVERY_S)

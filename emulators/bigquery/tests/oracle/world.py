@@ -210,7 +210,7 @@ class World:
         return Found(self._comparable(rows, sql))
 
     def _comparable(self, rows: list[tuple[Any, ...]], sql: str) -> list[tuple[Any, ...]]:
-        """Returns the rows in the query's order if it has one, else in a fixed order."""
+        """Returns the rows in the query's order if it has one, otherwise in a fixed order."""
         # Most queries return one row, and analyzing would take a third of their time.
         if len(rows) < 2:
             return rows

@@ -54,7 +54,7 @@ class HttpConnection:
     ) -> HttpAnswer:
         """Send one request to the URL's host and return the response.
 
-        The caller limits the time. Interrupting a request closes the connection.
+        The caller sets the time limit. Interrupting a request closes the connection.
 
         Args:
             target: path, including the leading slash.

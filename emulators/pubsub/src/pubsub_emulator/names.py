@@ -54,7 +54,7 @@ def check_range(field: str, value: float, minimum: float, maximum: float) -> Non
     """Reject a value outside `minimum`..`maximum`, naming the field as the service does.
 
     Raises:
-        InvalidArgument: the message has the field, the value and the bound.
+        InvalidArgument: it is out of range; the message has the field, the value and the bound.
     """
     if value < minimum:
         raise InvalidArgument(

@@ -133,7 +133,7 @@ class _Stream:
         self._woken.set()
 
     async def write(self, context: Any) -> None:
-        """Send messages whenever some are ready, until the client leaves."""
+        """Send messages whenever some are ready, until the client disconnects."""
         while True:
             self._woken.clear()
             failure = self._failure or self.consumer.ended

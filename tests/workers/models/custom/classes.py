@@ -40,9 +40,9 @@ _INTERFACES: dict[tuple[str, str], ModelInterface] = {}
 def entry_of(folder: Path, **more: Any) -> Model:
     """Returns a folder's catalog entry. Adds its interface unless `more` contains one.
 
-    Inspecting a class takes a process and 0.3 s of CPU time, so it happens only once for equal
-    sources. The process that serves a class inspects it again and rejects a class that does not
-    match its entry.
+    Inspecting a class takes a process and 0.3 s of CPU time, so identical sources are inspected
+    only once. The process that serves a class inspects it again and rejects it if it does not match
+    its entry.
     """
     given = {"name": "mine", "task": "custom", "source": f"local:{folder}", **more}
     if "interface" not in given:

@@ -49,7 +49,7 @@ class CogServer:
         return Prediction(answer.get("output"), error, str(answer.get("logs", "")))
 
     def _post(self, body: dict[str, Any]) -> dict[str, Any]:
-        """Retries while the last prediction's slot is still being freed."""
+        """Retries while the previous prediction's slot is still being freed."""
         until_s = time.monotonic() + WAIT_LIMIT_S
         while True:
             answer: dict[str, Any] = self._client.post("/predictions", json=body).json()
@@ -66,7 +66,7 @@ class CogServer:
 def serve_by_cog(
     folder: Path, interface: ModelInterface, name: str = "Predictor"
 ) -> Iterator[CogServer]:
-    """Serves the class `name` from a folder's predict.py, with the schema that we inferred."""
+    """Serves the class `name` from a folder's predict.py, using the schema we inferred."""
     schemas = {"Input": interface.inputs, "Output": interface.output}
     (folder / ".cog").mkdir()
     schema = {"components": {"schemas": schemas}}

@@ -40,8 +40,8 @@ class StepEnd:
 class StartedClass:
     """Starts a pool with one process, as a worker does, and feeds it through `PooledProcess`.
 
-    Tests number the predictions. A new batch starts whenever nothing is running, and further
-    predictions join the running batch, as in a worker.
+    Tests number the predictions. As in a worker, a new batch starts whenever nothing is running,
+    and later predictions join the running batch.
 
     Args:
         entry: catalog entry, with its interface.
@@ -260,8 +260,9 @@ class OperatorsLog:
         return self._file.read_text(encoding="utf-8", errors="replace")
 
     def wait_for(self, text: str) -> str:
-        """Waits until the log contains a text, then returns the whole log. A worker forwards output
-        with a delay.
+        """Waits until the log contains a text, then returns the whole log.
+
+        A worker forwards output after a delay.
         """
         until_s = time.monotonic() + WAIT_LIMIT_S
         while text not in (log := self.look()):

@@ -134,7 +134,7 @@ def test_endless_output_takes_little_of_the_io_process(
 ) -> None:
     """The I/O process also holds other models' leases.
 
-    The test measures its CPU time, which load does not affect.
+    The test measures CPU time, which is not affected by load.
     """
     for name in ("loud", "other"):
         (tmp_path / name).mkdir()
@@ -215,7 +215,7 @@ class Predictor(BasePredictor):
 def test_large_json_takes_little_of_the_io_process(
     tmp_path: Path, start_class: StartClass, method: str
 ) -> None:
-    """The I/O process neither parses the JSON nor writes it.
+    """The I/O process neither parses nor writes the JSON.
 
     Parsing 4 MiB of small objects takes a second.
     """

@@ -1,4 +1,4 @@
-"""Inputs and outputs compared with Cog's own server: each case runs in both."""
+"""Inputs and outputs compared with Cog's own server, by running each case in both."""
 
 from __future__ import annotations
 
@@ -146,8 +146,8 @@ REFUSED = {
     "bytes": "output: a value of type bytes can't be sent as JSON",
     "complex number": "output: a value of type complex can't be sent as JSON",
     "key that is a tuple": "output: a value of type tuple can't be a field name",
-    "nested too deeply": "nested deeper than",
-    "contains itself": "nested deeper than",
+    "nested too deeply": "must not be nested more than",
+    "contains itself": "must not be nested more than",
 }
 
 

@@ -247,7 +247,7 @@ def test_files_go_in_and_out(tmp_path: Path, started: Start) -> None:
 
 @pytest.mark.parametrize("body", [PYDANTIC, ASYNC], ids=KINDS)
 def test_a_canceled_batch_is_stopped_and_the_next_one_computed(started: Start, body: str) -> None:
-    """The process stays the same and need not be set up again."""
+    """The process stays the same and does not need another setup."""
     body = body.replace("one.text * one.times", "f'{one.text} {os.getpid()}'")
     model = started(body)
     before = compute(model, {"text": "c"}, {"text": "d"})

@@ -1,4 +1,4 @@
-"""Our files in a class's folder, next to files that the author uses for other purposes."""
+"""Our files in a class's folder, next to the author's own files."""
 
 from __future__ import annotations
 

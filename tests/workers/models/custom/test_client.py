@@ -1,4 +1,4 @@
-"""A class's client as a worker drives it: which items join a run, and which end with it."""
+"""A class's client as a worker uses it: which items join a run, and which finish with it."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ async def test_a_batch_whose_caller_is_canceled_ends_before_the_next(
 
 @pytest.mark.parametrize("first", ["text 0", "exit"])
 async def test_items_admitted_at_an_end_join_the_run(client: ClassClient, first: str) -> None:
-    """Admits items when another one ends, normally or with its process, as a worker does."""
+    """Admits another item when one ends, either normally or with its process, as a worker does."""
     outputs: dict[int, object] = {}
 
     def on_message(message: StepMessage) -> None:

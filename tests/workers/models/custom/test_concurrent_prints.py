@@ -1,4 +1,4 @@
-"""Output of concurrent predictions: each gets every line it printed, and no others."""
+"""Output of concurrent predictions: each gets every line it printed and no other lines."""
 
 from __future__ import annotations
 
@@ -187,7 +187,7 @@ def test_a_task_that_outlives_its_prediction_prints_to_the_operators_log(
 def test_errors_that_are_noticed_later_are_in_no_logs(
     tmp_path: Path, start_class: StartClass, operators_log: OperatorsLog
 ) -> None:
-    """A garbage collection raises them, in the context of any prediction."""
+    """A garbage collection raises them, in any prediction's context."""
     body = """
     import gc
 

@@ -1,4 +1,4 @@
-"""A class's isolation: how much its code can see of our processes."""
+"""A class's isolation: how much of our processes its code can see."""
 
 from __future__ import annotations
 
@@ -224,9 +224,7 @@ for old, new in (
 
 @pytest.fixture
 def outside() -> Iterator[Path]:
-    """A folder that is neither below /tmp nor in the scratch folder, no matter where the clone
-    is.
-    """
+    """A folder that is neither below /tmp nor in the scratch folder, wherever the clone is."""
     with tempfile.TemporaryDirectory(dir="/var/tmp") as folder:
         if Path("/tmp").resolve() in Path(folder).resolve().parents:
             pytest.skip("/var/tmp is below /tmp on this system")
@@ -286,8 +284,8 @@ def below_tmp() -> Iterator[Path]:
 def linked_class(below_tmp: Path, outside: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A class folder below /tmp. Some of its files are links, and so is its path.
 
-    The links are relative and absolute, and point to files and folders, below /tmp and outside,
-    through other links, and in a circle.
+    The links are relative and absolute; they point to files and folders below /tmp and outside,
+    through other links, and in a cycle.
     """
     folder, near = below_tmp / "real" / "class", below_tmp / "real" / "near"
     for place in (folder, near, below_tmp / "far", below_tmp / "hub" / "blobs"):

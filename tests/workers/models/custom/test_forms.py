@@ -114,7 +114,7 @@ def test_large_packages_are_there_for_who_imports_them(
 def test_files_that_hide_modules_do_so_for_the_class_alone(
     tmp_path: Path, start_class: StartClass, name: str
 ) -> None:
-    """An asyncio loop needs two of these modules, and Cog's HTTP client needs the third."""
+    """An asyncio loop needs two of these modules, and Cog's HTTP client the third."""
     body = """
     class Predictor(BasePredictor):
         async def predict(self, a: int) -> bool:
@@ -459,7 +459,7 @@ def test_a_cancellation_that_comes_with_its_prediction_is_heard(
     model.drop(2)
     assert output_of(model.steps_until(1), 1) == before
     assert output_of(compute(model, {"a": 0.0})) == before
-    # A process that missed a cancellation would have been killed by now.
+    # A process that missed a cancellation would have been killed by this point.
     assert output_of(compute(model, {"a": 3.0})) == before
 
 

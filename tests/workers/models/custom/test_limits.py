@@ -34,7 +34,7 @@ def test_it_is_a_part_of_what_there_is(
 
 
 def test_a_process_that_has_ended_takes_no_memory() -> None:
-    """Its parent has not waited for it yet. The limit watcher must keep running."""
+    """Its parent has not reaped it yet. The limit watcher must keep running."""
     child = os.fork()
     if child == 0:
         os._exit(0)

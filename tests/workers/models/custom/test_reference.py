@@ -1,4 +1,4 @@
-"""Each row and paragraph of docs/reference/own-models.md names the tests that prove it."""
+"""Each row and paragraph of docs/reference/own-models.md names the tests that verify it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def _is_head(blocks: list[Block], at: int) -> bool:
 
 
 NO_PROMISE = ("",)
-"""Used instead of tests: the text only introduces the following blocks."""
+"""Used instead of tests when the text only introduces the blocks that follow."""
 PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
     "Custom models": {
         "`task: custom` serves": ("test_cog_contract.py::test_the_version_is_pinned_and_named",),

@@ -1,6 +1,4 @@
-"""A class's working directory: it has the class's files, and anything written there stays
-private.
-"""
+"""A class's working directory contains its files, and what it writes there stays private."""
 
 from __future__ import annotations
 

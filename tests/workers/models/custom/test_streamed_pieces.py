@@ -1,4 +1,4 @@
-"""Pieces from a class that starts over: readers get only the pieces they lack, or none."""
+"""Pieces from a class that starts over: readers get only the pieces they are missing, if any."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A catalog entry's variables: they reach its class, and secrets reach nothing else."""
+"""A catalog entry's variables reach its class, and secrets reach nothing else."""
 
 from __future__ import annotations
 

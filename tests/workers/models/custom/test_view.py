@@ -1,4 +1,4 @@
-"""A class's view of its folder: every file can be read and written, but none is changed."""
+"""A class's view of its folder: every file is readable and writable, but none is changed."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Twenty classes as people write them around a server, a command or a download in `setup`.
+"""Twenty classes as people write them to wrap a server, a command or a download in `setup`.
 
-The programs they start are stand-ins of a few lines each, named and used like the real ones.
-Nothing in the classes depends on where they run.
+The programs they start are stand-ins of a few lines each, with the same names and usage as the real
+ones. Nothing in the classes depends on where they run.
 """
 
 from __future__ import annotations

@@ -18,7 +18,7 @@ from typing import Any, ClassVar
 
 FIRST_TOKEN = 20
 TOKENS_BEFORE = 4
-"""Number of tokens before the engine dies, in a stream in which it dies after the head."""
+"""Number of tokens before the engine dies, for a stream that it cuts off after the head."""
 
 
 class FakeEngine(BaseHTTPRequestHandler):

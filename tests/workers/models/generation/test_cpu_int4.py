@@ -1,4 +1,4 @@
-"""Text models with 4-bit weights, compared with weights rounded by the test itself."""
+"""Text models with 4-bit weights, compared with weights that the test rounds itself."""
 
 from pathlib import Path
 from typing import Any

@@ -1,6 +1,7 @@
 """Engines that die at each point in a response.
 
-Their texts must be handed back, so that another worker can continue them. A failure would end them.
+Their texts must be handed back, so that another worker can continue them. A failure would end the
+texts.
 """
 
 from __future__ import annotations

@@ -79,7 +79,7 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(
     with torch.inference_mode():
         chances = loaded(torch.tensor([ids])).logits[0].log_softmax(-1)
     item = tiny.prompt(ids, 1, logprobs=2, is_echoed=True, owner="t")
-    tiny.run(model, tiny.prompt(ids, 1, owner="t"))  # whose keys and values could be shared
+    tiny.run(model, tiny.prompt(ids, 1, owner="t"))  # whose keys and values could have been shared
     beside = tiny.prompt(PROMPTS[1], 9)
     found, other = tiny.run(model, item, beside)
     assert other == tiny.run(model, beside)[0]

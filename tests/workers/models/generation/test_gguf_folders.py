@@ -1,5 +1,6 @@
-"""Folders with converted GGUF files: complete or absent. In these tests, a script does the
-converting.
+"""Folders with converted GGUF files: complete or absent.
+
+In these tests, a script does the conversion.
 """
 
 import os

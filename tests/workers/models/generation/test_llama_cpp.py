@@ -161,7 +161,7 @@ async def test_it_writes_what_transformers_writes(
 async def test_log_probabilities_are_those_of_the_model_whole_characters_or_not(
     engine: PooledProcess, reference: tiny.Generate
 ) -> None:
-    """The model's tokens are bytes, most of which are not whole characters."""
+    """The model's tokens are bytes, most of which are not complete characters."""
     wanted, chances = reference(IDS, 12)
     (result,) = await run(engine, tiny.prompt(IDS, 12, logprobs=2))
     assert len(result.logprobs) == len(wanted)
@@ -208,7 +208,7 @@ async def _interrupt_schema(engine: PooledProcess, logprobs: int) -> None:
 async def test_penalties_count_what_was_written_only(
     engine: PooledProcess, reference: tiny.Generate
 ) -> None:
-    """The first token is in the prompt, but it is generated all the same."""
+    """The first token is in the prompt, but the model generates it anyway."""
     wanted, _ = reference(IDS, 1)
     prompt = [*IDS, *wanted, *IDS]
     (plain,) = await run(engine, tiny.prompt(prompt, 1))
@@ -282,7 +282,7 @@ async def test_each_slot_has_its_own_cache_if_the_budget_has_room(
 async def test_all_of_the_budget_is_of_use_whatever_the_slots_have_kept(
     weights: Path, slots: int
 ) -> None:
-    """With 8 slots, the slots share one cache."""
+    """With 8 slots, the slots share a single cache."""
     changes = {"batch": {"max_tokens": 640, "max_items": slots}}
     async with opened(weights, **changes) as engine:
         for number in range(6):
@@ -314,7 +314,7 @@ async def test_a_dropped_text_frees_its_slot(weights: Path) -> None:
 async def test_the_first_tokens_of_all_texts_are_reported_together(
     weights: Path, monkeypatch: pytest.MonkeyPatch, texts: int
 ) -> None:
-    """The first tokens wait for one another, and for nothing else."""
+    """The first tokens wait only for one another."""
     monkeypatch.setattr(steps, "GATHER_S", 10 * WAIT_LIMIT_S)
     batch = {"max_tokens": 8192, "max_items": texts}
     async with opened(weights, **LONG | {"batch": batch}) as engine:
@@ -417,7 +417,7 @@ async def test_nobody_else_reaches_it_and_it_knows_nothing_of_ours(
     async with opened(weights) as engine:
         proc = Path(f"/proc/{engine.pid}")
         await run(engine, tiny.prompt(IDS, 4))
-        if os.geteuid() == 0:  # others may not read it at all
+        if os.geteuid() == 0:  # others must not be able to read it at all
             assert b"a-secret-of-ours" not in (proc / "environ").read_bytes()
         command = (proc / "cmdline").read_bytes()
         assert command.split(b"\0")[3].endswith(b"program.py")

@@ -38,7 +38,7 @@ def guessing(folder: Path) -> GenerationModel:
 
 
 def _steps(model: GenerationModel, item: PreparedPrompt) -> tuple[Any, int, list[int]]:
-    """The outcome of an item run by itself, its number of steps, and its chunks' ids."""
+    """The outcome of an item run by itself, its step count, and its chunks' ids."""
     model.admit(0, item)
     ids: list[int] = []
     for number in range(1, 500):

@@ -1,4 +1,4 @@
-"""How long checking a whole text against a schema may hold up the batch's other texts."""
+"""How long checking a whole text against a schema may delay the batch's other texts."""
 
 import json
 import re

@@ -70,7 +70,7 @@ def test_keys_and_values_have_the_precision_of_the_entry(
 def test_it_shows_the_cache_of_llama_cpp(
     folder: Path, capsys: pytest.CaptureFixture[str], budget: int, tokens: int
 ) -> None:
-    """The context is shared by all texts, or one per text if the budget has room for that."""
+    """All texts share the context, or each has its own if the budget has room for that."""
     from tests.workers.models.generation.gguf_file import write_gguf
 
     write_gguf(folder)

@@ -63,9 +63,9 @@ LONG = {
     },
 }
 QUEUED = 40
-"""More texts than slots, so some are unfinished no matter how late the test kills their engine."""
+"""More texts than slots, so some are unfinished no matter when the test kills their engine."""
 BLOCK = 32
-"""Only whole blocks of this many tokens are cached."""
+"""Only complete blocks of this many tokens are cached."""
 
 pytestmark = pytest.mark.slow(about_s=240)
 needs_vllm = [
@@ -275,7 +275,7 @@ class TestEngine:
         writer.write(b"GET /v1/models HTTP/1.0\r\n\r\n")
         assert b" 401 " in await reader.readline()
         writer.close()
-        if os.geteuid() == 0:  # others may not read it at all
+        if os.geteuid() == 0:  # others must not be able to read it at all
             assert b"a-secret-of-ours" not in read_environments(engine.pid or 0)
 
     async def test_an_engine_that_dies_gives_its_texts_back_and_is_started_again(
@@ -353,7 +353,7 @@ class Answer:
 
 
 class Server:
-    """Returns the next response to each request, and records the requests."""
+    """Returns the next canned response to each request and records the requests."""
 
     def __init__(self, *answers: Answer) -> None:
         self._answers = list(answers)
@@ -418,7 +418,7 @@ NO_NUMBER = {
 async def test_bad_answers_are_told_apart(
     folder: Path, answer: Answer, error: type[Exception], reason: str
 ) -> None:
-    """A schema is only at fault if it was sent, which is not the case for a piece of a text."""
+    """A schema is only at fault if it was sent, which is not the case for part of a text."""
     item = tiny.prompt(IDS, 4, logprobs=0, json_schema="{}")
     with pytest.raises(error, match=reason):
         await Vllm(entry(), Vocabulary(folder)).ask(Server(answer).post, item, asked_of(item))

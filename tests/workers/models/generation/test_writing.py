@@ -45,7 +45,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 def write(
     model: GenerationModel, item: PreparedPrompt
 ) -> tuple[list[TokenChunk], GenerationResult]:
-    """Returns all chunks of an item run by itself, taken after each step, and its result."""
+    """Returns all chunks of an item run by itself, collected after each step, and its result."""
     model.admit(0, item)
     chunks: list[TokenChunk] = []
     while True:
@@ -169,7 +169,7 @@ def test_stops_are_found_as_by_looking_at_the_whole_text(text: str, stops: list[
         if found is not None:
             at, stop = found
             assert shown <= at
-            # The stop text that is complete first, which may not be the one that starts first.
+            # The stop text that is completed first, which may not be the one that starts first.
             assert stop in stops
             assert part[at:] == stop
             return
@@ -231,7 +231,7 @@ ENDLESS = {
 @pytest.mark.parametrize("liked", ["0", "7", "\n", " ", "\t", "-", "."])
 @pytest.mark.parametrize("kind", ENDLESS)
 def test_json_of_a_model_that_repeats_itself_ends(folder: Path, kind: str, liked: str) -> None:
-    """The model would generate 0.000 or line after line until it runs out of tokens."""
+    """Otherwise, the model could generate 0.000 or line after line until it runs out of tokens."""
     schema, vocabulary = ENDLESS[kind], Vocabulary(folder)
     writing = Writing(tiny.prompt(PROMPT, 400, json_schema=json.dumps(schema)), vocabulary)
     known = [vocabulary.token_bytes(token) for token in range(vocabulary.size)]

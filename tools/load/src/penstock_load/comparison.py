@@ -8,7 +8,7 @@
 - A request for which no connection could be opened has no row.
 - For each hour, tenant, and model, the report has the ledger's totals.
 
-`check` queries BigQuery until the whole ledger has arrived or the time is up.
+`check` queries BigQuery until the whole ledger has arrived or time runs out.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ class Comparison:
     told_by_rows: Counter[str] = field(default_factory=Counter)
     """Requests without a response, by ending and by their rows' status."""
     others: int = 0
-    """Requests from the same tenants' other callers in the same hours."""
+    """Requests from other callers of the same tenants in the same hours."""
     groups: int = 0
     tokens: int = 0
     cost_usd: float = 0.0
@@ -184,7 +184,8 @@ def _answer_differences(line: LedgerLine, rows: Sequence[RowOfLoad]) -> Iterator
     if line.status == 200 or line.cost_usd is not None:
         items = {row.item for row in rows if row.status != REFUSED}
         if missing := sorted(set(range(line.items)) - items):
-            # Tokens and cost differ by the same items, so the difference is not reported again.
+            # Tokens and cost differ because of the same items, so the difference is not reported
+            # again.
             yield from (("row missing", f"of item {item}; {answer.rstrip()}") for item in missing)
             return
         if set(statuses) - {"succeeded"} and line.status == 200:
@@ -305,7 +306,7 @@ def check(
     only after `wait_s`.
 
     Args:
-        wait_s: seconds within which differences may disappear.
+        wait_s: how many seconds differences have to disappear.
         clock: returns seconds. Tests replace it.
 
     Raises:

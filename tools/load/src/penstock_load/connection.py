@@ -95,7 +95,7 @@ class Connection(asyncio.Protocol):
         self._transport.close()
 
     def abort(self, status: int) -> None:
-        """Disconnects. The open request gets `status` as soon as the connection is lost."""
+        """Disconnects. The open request gets `status` if the connection is lost."""
         if self._exchange is not None:
             self._exchange.status = status
         self.is_open = False

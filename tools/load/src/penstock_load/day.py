@@ -1,4 +1,4 @@
-"""A synthetic day: a wave with a rush at noon and bursts, split among tenants and models.
+"""A synthetic day: a wave with a noon rush and bursts, split among tenants and models.
 
 Shares are exact to the request: counts are rounded by largest remainder, and only the order is
 random. Within a time slot, requests arrive at random, like a Poisson process with a known number of
@@ -20,10 +20,10 @@ from shared.errors import BadInput
 
 DAY_S = 86_400.0
 SLOT_S = 300.0
-"""Seconds during which the rate counts as constant."""
+"""Seconds during which the rate is assumed constant."""
 SLOTS = int(DAY_S / SLOT_S)
 RUSH_FROM_S, RUSH_FOR_S = 43_200.0, 7_200.0
-"""The rush of the simulator's scenario `day`."""
+"""The rush in the simulator's `day` scenario."""
 BURST_FOR_S = 120.0
 
 Mix = Sequence[tuple[float, int, int]]
@@ -42,7 +42,7 @@ NUMBERS = {
     "cancel_within_s": 86_400,
     "batch_share": 1,
 }
-"""Upper bounds of the day's numbers. The lower bound is 0."""
+"""Upper bounds for the day's numbers. The lower bound is 0."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,7 +50,7 @@ class DayModel:
     """A model used in the day.
 
     Args:
-        share: the model's part of the requests, relative to the shares of the other models.
+        share: the model's share of the requests, relative to the other models' shares.
         items: number of items per request.
     """
 
@@ -67,12 +67,12 @@ class Day:
         requests: total requests in the day, 1.4 million in `day` of docs/explanation/simulation.md.
         tenants: number of tenants. The k-th tenant has a share of 1 / k ** zipf.
         seed: seed for all random numbers.
-        zipf: inequality of tenants. 0 makes all tenants equal.
-        swing: amplitude of the wave. 0.6: 0.4 to 1.6 times the mean, lowest at midnight.
-        rush_share: the share of requests in the rush at noon.
+        zipf: how unequal the tenants are. 0 makes all tenants equal.
+        swing: amplitude of the wave. 0.6 means 0.4 to 1.6 times the mean, lowest at midnight.
+        rush_share: share of requests in the noon rush.
         bursts: number of bursts. Each one comes from one tenant.
         burst_share: share of requests in all bursts.
-        repeat_share: share of requests that repeat an earlier one of the same tenant and model.
+        repeat_share: share of requests that repeat an earlier one from the same tenant and model.
         cancel_share: share of requests whose caller disconnects.
         cancel_within_s: maximum time that such a caller waits.
         batch_share: share of requests at `batch` priority.
@@ -131,7 +131,7 @@ class Day:
 
 
 def arrivals_of(day: Day) -> list[Arrival]:
-    """Returns the requests of a day in order. The same day produces the same requests."""
+    """Returns a day's requests in order. The same day produces the same requests."""
     chance = np.random.default_rng(day.seed)
     tenants = _shuffle(chance, _apportion(day.requests, day.tenant_shares()))
     at_s = _times(day, chance)
@@ -167,7 +167,7 @@ def arrivals_of(day: Day) -> list[Arrival]:
 
 
 class _Groups:
-    """Decides which requests repeat an earlier one of their tenant and model."""
+    """Decides which requests repeat an earlier one for their tenant and model."""
 
     def __init__(self, day: Day) -> None:
         self._random = random.Random(day.seed)
@@ -185,7 +185,7 @@ class _Groups:
         self._to_come -= 1
         if is_repeat and known:
             self._left -= 1
-            # Some inputs are requested more often than others: the older ones.
+            # Some inputs, namely the older ones, are requested more often than others.
             return known[int(len(known) * self._random.random() ** 2)]
         known.append((str(number), shape))
         return known[-1]
@@ -242,9 +242,9 @@ def _shuffle(chance: np.random.Generator, values: Ints) -> Ints:
 
 
 def _apportion(count: int, shares: Sequence[float]) -> Ints:
-    """Returns `count` indexes from 0 to len(shares) - 1, each as often as its share demands.
+    """Returns `count` indexes from 0 to len(shares) - 1, each as often as its share requires.
 
-    Rounds by largest remainder, so the counts add up and none is off by one or more.
+    Rounds by largest remainder, so the counts add up and every count is off by less than one.
     """
     exact = np.asarray(shares, dtype=np.float64) / sum(shares) * count
     counts = np.floor(exact).astype(np.int64)

@@ -5,9 +5,9 @@ from __future__ import annotations
 import msgspec
 
 LOST, UNANSWERED, UNCONNECTED, CANCELED = 0, -1, -2, -3
-"""Statuses of requests without a response: the connection broke, the time was up, no connection
-could be opened, or the caller disconnected. Only an unconnected request certainly never reached the
-server.
+"""Statuses of requests without a response: the connection broke, time ran out, no connection could
+be opened, or the caller disconnected. Only for an unconnected request is it certain that it never
+reached the server.
 """
 
 
@@ -28,7 +28,7 @@ class Exchange(msgspec.Struct, omit_defaults=True):
     ended_s: float = 0.0
     """Seconds since the start of the replay."""
     number: int = -1
-    """Index of the request in its order."""
+    """The request's index in sending order."""
     lag_ms: float = 0.0
     """Time spent waiting for a connection."""
     cost_usd: float | None = None
@@ -36,5 +36,5 @@ class Exchange(msgspec.Struct, omit_defaults=True):
 
     @property
     def overhead_ms(self) -> float:
-        """Returns how much time the pipeline added to the model's."""
+        """Returns how much time the pipeline added to the model's time."""
         return self.round_trip_ms - self.inference_ms

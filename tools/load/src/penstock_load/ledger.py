@@ -53,7 +53,7 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     ending: Ending = "answered"
     """`foreign`: something in front of Penstock responded, such as a proxy.
 
-    `unconnected`: the request was never sent. For all endings other than `answered`, only the rows
+    `unconnected`: the request was never sent. For every ending except `answered`, only the rows
     show the result.
     """
     status: int = 0
@@ -68,7 +68,7 @@ class LedgerLine(msgspec.Struct, frozen=True, omit_defaults=True):
     key_id: str = ""
     """The public part of the key."""
     steps: dict[str, tuple[int, int]] = {}
-    """For a flow, keyed by step ID: the number of items, and how many of them did not succeed."""
+    """For a flow, maps each step ID to the number of items and how many of them did not succeed."""
 
 
 class Ledger(NamedTuple):
@@ -77,7 +77,7 @@ class Ledger(NamedTuple):
     head: LedgerHead
     lines: list[LedgerLine]
     cut_lines: int
-    """1 if the last line is incomplete because the writer died while writing it, otherwise 0."""
+    """1 if the last line is incomplete because the writer died mid-write, otherwise 0."""
 
 
 class LedgerWriter:
@@ -133,7 +133,7 @@ def translated(path: Path) -> Iterator[None]:
 
 @contextmanager
 def opened_ledger(path: Path, head: LedgerHead) -> Iterator[LedgerWriter]:
-    """Opens a writer for a new file, and closes it at the end.
+    """Opens a writer for a new file, and closes it on exit.
 
     Raises:
         ConfigurationError: the file exists, or can't be written.

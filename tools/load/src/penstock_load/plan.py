@@ -1,4 +1,4 @@
-"""The plan of a replay: arrivals of a day or a trace, for the target's models and tenants."""
+"""A replay's plan: arrivals of a day or a trace, for the target's models and tenants."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from shared.errors import BadInput, ConfigurationError
 
 
 class LoadPlan(NamedTuple):
-    """The arrivals to send, and the form of each model's requests."""
+    """The arrivals to send, and the request form for each model."""
 
     arrivals: Sequence[Arrival]
     forms: Mapping[str, RequestForm]
 
 
 class DayOptions(NamedTuple):
-    """Options of a day on the command line."""
+    """Command-line options for a day."""
 
     requests: int
     tenants: int
@@ -37,7 +37,7 @@ class DayOptions(NamedTuple):
 
 
 def run_id(now: datetime | None = None) -> str:
-    """Returns a new name for a replay, with which all its request IDs start."""
+    """Returns a new name for a replay, used as the prefix of all its request IDs."""
     moment = now or datetime.now(UTC)
     return f"load-{moment:%Y%m%dT%H%M%S}-{secrets.token_hex(3)}"
 

@@ -64,8 +64,9 @@ class ConnectionPool:
         """Sends a request, or queues it for a connection.
 
         Args:
-            number: identifies it in its exchange and for `cancel`.
-            due_s: when it is due, by time.perf_counter(). Its latency counts from then.
+            number: identifies the request in its exchange and for `cancel`.
+            due_s: when it is due, according to time.perf_counter(). Its latency is measured from
+                then.
         """
         if self._idle:
             # The most recently used connection, because the server is least likely to have closed

@@ -1,4 +1,4 @@
-"""Sends arrivals when they are due, whether or not earlier requests have gotten a response.
+"""Sends arrivals when they are due, whether or not earlier requests have received a response.
 
 The ledger records each outcome.
 """
@@ -33,7 +33,7 @@ SERVER_ERROR = 500
 FAILED_RUN = 500
 """Status in the ledger for a prediction that was created but did not succeed."""
 YIELD_EVERY = 32
-"""If a replay is late, it handles responses after this many requests."""
+"""If a replay is late, it pauses to handle responses after this many requests."""
 
 
 class Show(Protocol):
@@ -48,7 +48,7 @@ class Pace:
     """The speed and limits of a replay.
 
     Args:
-        speed: seconds of the trace per second.
+        speed: seconds of trace time per second.
         most_in_flight: requests that become due at this limit are counted but not sent.
         duration_s: requests due after this time are not sent. 0 means no limit.
     """
@@ -113,7 +113,7 @@ class Replay:
     Args:
         target: API and keys to use.
         run: prefix of all request ids.
-        forms: request forms for all models of the arrivals, by model.
+        forms: request forms for all of the arrivals' models, by model.
         ledger: receives a line for each request.
         show: receives the progress every second.
     """
@@ -158,7 +158,7 @@ class Replay:
 
         Raises:
             OSError: nothing listens at the target; no request was sent. ConfigurationError: the
-            ledger can no longer be written, and without it nothing is sent.
+            ledger can no longer be written, and nothing is sent without it.
         """
         await self._pool.open(1)
         self._began_s, self._began_at_s = time.perf_counter(), time.time()
@@ -368,7 +368,10 @@ class Replay:
 
 
 def _line_of_run(line: LedgerLine, run: _Run) -> LedgerLine:
-    """Completes a line when its prediction ends. One left open by a stop has no response."""
+    """Completes a line when its prediction ends.
+
+    A line left open when the replay is stopped has no response.
+    """
     if not run.is_over:
         return msgspec.structs.replace(line, ending="unanswered", status=0)
     steps = {step.id: (step.items, step.failed) for step in run.metrics.steps}

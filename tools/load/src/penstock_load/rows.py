@@ -41,7 +41,7 @@ class RowOfLoad(NamedTuple):
 
 
 class UsageGroup(NamedTuple):
-    """A tenant's usage of a model during an hour."""
+    """A tenant's usage of a model in one hour."""
 
     hour: datetime
     tenant: str | None
@@ -92,7 +92,7 @@ class LoadRows:
         """Returns the report `usage_hours` for these tenants.
 
         Raises:
-            Unavailable: BigQuery is unreachable, or refused.
+            Unavailable: BigQuery is unreachable or rejected the query.
         """
         runner = ReportRunner(self._client, self._dataset, self._most_bytes)
         question = ReportQuestion(since, until, tenants=tuple(tenants))

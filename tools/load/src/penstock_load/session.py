@@ -1,6 +1,6 @@
 """Runs a replay from the first request to the summary, and stops it gracefully.
 
-Progress is shown as a live table on a terminal, and otherwise as a line every LINE_EVERY_S.
+Progress is shown as a live table on a terminal, or otherwise as a line every LINE_EVERY_S.
 """
 
 from __future__ import annotations

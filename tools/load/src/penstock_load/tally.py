@@ -31,7 +31,7 @@ class ReplayProgress(NamedTuple):
 
 
 class Tally:
-    """Counts requests when they become due and when they end."""
+    """Counts requests when they come due and when they end."""
 
     def __init__(self) -> None:
         self.due = 0
@@ -53,7 +53,7 @@ class Tally:
         """Counts a request that has ended.
 
         Args:
-            waited_ms: time from when it was due to its end.
+            waited_ms: time from when it was due until it ended.
         """
         self.by_outcome[outcome_of(line)] += 1
         self.tokens += line.tokens or 0
@@ -77,7 +77,7 @@ class Tally:
         )
 
     def summary(self, took_s: float) -> dict[str, Any]:
-        """Returns all results, for people and programs.
+        """Returns all results in human- and machine-readable form.
 
         Args:
             took_s: time from the first request to the last response.

@@ -83,7 +83,7 @@ class Target:
         }
 
     def caller(self, tenant: str) -> LoadCaller:
-        """Returns the key for a tenant's requests. With `keys`, each of its tenants is known."""
+        """Returns the key for a tenant's requests. With `keys`, all of their tenants are known."""
         return self._callers[tenant] if self.keys else self._only
 
     def models(self) -> dict[str, ServedModel]:

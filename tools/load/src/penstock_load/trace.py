@@ -1,4 +1,6 @@
-"""Traces: recorded arrivals in CSV or JSONL. `penstock simulate` reads the times of the same files.
+"""Traces: recorded arrivals in CSV or JSONL.
+
+`penstock simulate` reads the arrival times from the same files.
 
 at_s,tenant,model,size,group,items,deadline_s,cancel_after_s,lane
 0.013,acme,all-MiniLM-L6-v2,12,a,1,,,
@@ -37,7 +39,7 @@ class Arrival(msgspec.Struct, frozen=True, omit_defaults=True):
     size: Annotated[int, msgspec.Meta(ge=0, le=MAX_SIZE)] = 0
     """Number of words in a text, or of steps in an image. 0 means a typical number."""
     group: str = ""
-    """Requests in one group have the same input, and images the same seed.
+    """Requests in the same group have the same input, and images also have the same seed.
 
     Empty means a separate group.
     """
@@ -72,7 +74,7 @@ def read_times(path: Path) -> list[float]:
     """Reads the times of a trace, in seconds from its start, in order.
 
     Raises:
-        ConfigurationError: the file can't be read, or a line does not have a number `at_s`.
+        ConfigurationError: the file can't be read, or a line does not have a numeric `at_s`.
     """
     try:
         return sorted(float(line["at_s"]) for _, line in _read_numbered(path))

@@ -1,5 +1,5 @@
 """Objectives, alerts, and dashboards, defined once and rendered for Google and for Prometheus.
 
-`python -m penstock_monitoring` writes the files in `rendered/`, of which Terraform reads two.
+`python -m penstock_monitoring` writes the files in `rendered/`, two of which Terraform reads.
 `penstock monitoring` writes files for your own Prometheus and Grafana.
 """

@@ -17,8 +17,7 @@ RUNBOOK = "docs/how-to/troubleshoot.md"
 
 HARDWARE_XIDS = (48, 62, 64, 74, 79, 92, 95, 109, 119, 120, 136, 140, 143, 155, 156, 158)
 """Driver errors that mean the GPU failed, rather than a program (docs.nvidia.com/deploy/xid-errors,
-and the node monitoring agent of EKS). infra/kubernetes/gpu-nodes/gpu-monitor.json has the same
-list.
+and EKS's node monitoring agent). infra/kubernetes/gpu-nodes/gpu-monitor.json has the same list.
 """
 _XIDS = " or ".join(f"DCGM_FI_DEV_XID_ERRORS == {xid}" for xid in HARDWARE_XIDS)
 _HPA = "max by (location, horizontalpodautoscaler) (kube_horizontalpodautoscaler_"
@@ -100,7 +99,7 @@ _OTHERS = (
     ),
     Alert("keys-unread", "Keys: can't be read", "CRITICAL", "min(penstock_keys_up) < 1", for_s=120),
     Alert(
-        # Without metrics, objectives stay silent, and an API that is down exports none.
+        # Without metrics, objectives stay silent, and an API that is down doesn't export any.
         "metrics-missing",
         "Metrics: none arrive from the API",
         "CRITICAL",
@@ -189,7 +188,7 @@ _CLUSTER = (
         "Workers: pods wait for a place",
         "WARNING",
         'sum by (location) (kube_pod_status_phase{phase="Pending",pod=~"worker-.+"}) > 0',
-        # A node takes several minutes, and longer if a different type is used instead.
+        # A node takes several minutes to start, and longer if a different type is used instead.
         for_s=1200,
     ),
     Alert(
@@ -201,14 +200,14 @@ _CLUSTER = (
         for_s=900,
     ),
 )
-"""Alerts on GPUs, pods, and autoscalers, regardless of where the cluster is."""
+"""Alerts on GPUs, pods, and autoscalers, no matter where the cluster runs."""
 
 
 ON_GOOGLE = (
     Alert(
         *_OUTSIDE,
         "CRITICAL",
-        # From at least two locations, because one location may itself be cut off.
+        # From at least two locations, because a single location might itself be cut off.
         "count by (check_id) (monitoring_googleapis_com:uptime_check_check_passed"
         '{monitored_resource="uptime_url"} == 0) > 1',
         for_s=120,
@@ -225,7 +224,8 @@ ON_GOOGLE = (
     Alert(
         *_SHORT_OF_MEMORY,
         "WARNING",
-        # Old results are evicted first, at 80 % of a node. Memory above that can't be evicted.
+        # Old results are evicted first, when a node is 80% full. Memory above that can't be
+        # evicted.
         "max by (instance_id) (memorystore_googleapis_com:instance_memory_maximum_utilization"
         '{monitored_resource="memorystore.googleapis.com/Instance"}) > 0.9',
         for_s=600,
@@ -277,7 +277,7 @@ OF_FUNCTIONS = (
         "Reports: a scheduled run fails",
         "WARNING",
         'sum by (run) (increase(penstock_reports_runs_total{outcome!="done"}[1h])) > 0',
-        # Cloud Scheduler's own log also includes runs that did not reach the function.
+        # Cloud Scheduler's own log also includes runs that never reached the function.
         log_filter='resource.type="cloud_scheduler_job"'
         ' AND resource.labels.job_id=~"^${service}-" AND severity>=ERROR',
     ),

@@ -1,8 +1,8 @@
 """Writes alerts and dashboards into folders, both for the repository and for users.
 
-- A Prometheus that runs alongside the local stack gets a configuration, with its alerts as rules:
-in a separate file, and as objects for two operators. Ratios are recorded, so that a graph shows the
-values an alert used, and windows of several days are evaluated only every two minutes.
+- A Prometheus that runs alongside the local stack gets a configuration, with its alerts as rules,
+both in a separate file and as objects for two operators. Ratios are recorded, so that a graph shows
+the values an alert used, and windows of several days are evaluated only every two minutes.
 - Cloud Monitoring gets templates, which Terraform reads with `templatefile`, replacing `${…}` with
 targets and prices. Its alerts can't use recorded series, so they contain the full expression.
 """
@@ -121,7 +121,7 @@ def log_alerts_template() -> str:
 
 
 def dashboard_template() -> str:
-    """Returns the dashboard without its name, as JSON."""
+    """Returns the dashboard as JSON, without its name."""
     panels = [panel for section in sections(TERMS) for panel in section.panels] + [OLDEST_JOB]
     in_a_row = COLUMNS // WIDTH
     tiles = [
@@ -258,7 +258,7 @@ def prometheus_config(catalog: Catalog, ports: Ports, rules_file: str) -> dict[s
     """Returns the Prometheus configuration for `penstock up`.
 
     Args:
-        catalog: the models. Series of their workers get a `worker` label.
+        catalog: the models. Their workers' series get a `worker` label.
         rules_file: path of the rules, relative to the configuration.
     """
     workers = [

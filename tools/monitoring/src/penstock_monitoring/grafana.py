@@ -26,7 +26,7 @@ _UNITS: dict[Unit, str] = {
 TERMS = Terms(
     Bounds({name: f"(1 - ${name})" for name in DEFAULT_TARGETS}, ""), " * $worker_hour_usd"
 )
-"""Its variables hold targets and prices, so that a reader can change them in the page."""
+"""Its variables hold targets and prices, so that readers can change them on the page."""
 
 
 def dashboard(

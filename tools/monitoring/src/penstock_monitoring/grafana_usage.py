@@ -2,7 +2,7 @@
 
 Its panels contain GoogleSQL on the views of infra/bigquery. In a query, Grafana replaces
 $__timeFilter, $__timeGroup and ${...} with the page's time range, the chart's step and the
-variables. The filter on `day` reaches the partitions of the views.
+variables. The filter on `day` prunes the views' partitions.
 https://grafana.com/docs/plugins/grafana-bigquery-datasource/latest/query-editor/
 """
 
@@ -39,7 +39,7 @@ _UNITS: dict[UsageUnit, str] = {
     "usd": "currencyUSD",
 }
 _FORMATS = {"bars": 0, "lines": 0, "table": 1}
-"""Formats of the data source: time series, or a table."""
+"""Data source formats: time series, or a table."""
 
 
 @dataclass(frozen=True)
@@ -198,7 +198,7 @@ def usage_dashboard(dataset: str = "penstock") -> dict[str, Any]:
     """Returns the dashboard.
 
     Args:
-        dataset: initial value of the dataset variable. It may name a dataset of another project, as
+        dataset: initial value of the dataset variable. It may name a dataset in another project, as
             PROJECT.DATASET.
     """
     panels: list[dict[str, Any]] = []

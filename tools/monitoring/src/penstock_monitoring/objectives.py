@@ -1,8 +1,8 @@
 """Service level objectives, and PromQL for their error ratios and burn rates.
 
-Windows and burn rates follow the SRE workbook, chapter 5 ("Alerting on SLOs", table 5-8 and
+Windows and burn rates follow chapter 5 of the SRE workbook ("Alerting on SLOs", table 5-8 and
 "Multiwindow, Multi-Burn-Rate Alerts", https://sre.google/workbook/alerting-on-slos/). A burn rate
-of 1 uses up the budget of PERIOD in PERIOD.
+of 1 uses up PERIOD's budget in exactly PERIOD.
 """
 
 from __future__ import annotations
@@ -12,14 +12,14 @@ from dataclasses import dataclass
 from typing import Literal, TypeAlias, get_args
 
 PERIOD = "28d"
-"""Period of an error budget: four whole weeks, so that each has the same number of weekends."""
+"""An error budget's period: four full weeks, so that each has the same number of weekends."""
 DEFAULT_TARGETS = {"availability": 0.999, "deadlines": 0.99}
 """Share of events that must be good. Same values as in Terraform's variable `slos`."""
 DEFAULT_LEAST_BAD_EVENTS = 10
 DEFAULT_WORKER_HOUR_USD = 0.853624271
-"""Price of a g2-standard-8 on demand in us-central1, with one L4 (infra/terraform/prices.yaml)."""
+"""On-demand price of a g2-standard-8 in us-central1, with one L4 (infra/terraform/prices.yaml)."""
 Scope: TypeAlias = Literal["model", "all"]
-"""Each model separately, or all models together without a label."""
+"""Each model separately, or all models together, which has no label."""
 SCOPES: tuple[Scope, ...] = get_args(Scope)
 _NO_PROBES = 'route!~"/health|/healthz|/livez|/readyz"'
 
@@ -28,9 +28,9 @@ _NO_PROBES = 'route!~"/health|/healthz|/livez|/readyz"'
 class Objective:
     """A required share of good events.
 
-    Status 504 does not count against availability, because the deadline that passed may have been
-    chosen by the caller. 429 is not an event at all: within the limits of a plan, `deadlines`
-    counts it as `refused`.
+    Status 504 does not count against availability, because the caller may have chosen the deadline
+    that passed. 429 is not an event at all: within a plan's limits, `deadlines` counts it as
+    `refused`.
     """
 
     name: Literal["availability", "deadlines"]
@@ -62,7 +62,7 @@ OBJECTIVES = (AVAILABILITY, DEADLINES)
 
 @dataclass(frozen=True)
 class BurnRate:
-    """An alert condition: the budget burns this fast in a long window and also in a short one.
+    """An alert condition: the budget burns this fast in both a long window and a short one.
 
     The short window resolves the alert soon after the errors stop.
     """
@@ -73,9 +73,9 @@ class BurnRate:
 
 
 FAST = (BurnRate(14.4, "1h", "5m"), BurnRate(6, "6h", "30m"))
-"""Requires action now: 2 % of a 30-day budget in an hour, or 5 % in six."""
+"""Requires action now: 2% of a 30-day budget in an hour, or 5% in six hours."""
 SLOW = (BurnRate(3, "1d", "2h"), BurnRate(1, "3d", "6h"))
-"""Requires action this week: 10 % in a day, or in three."""
+"""Requires action this week: 10% in one day, or in three days."""
 
 
 @dataclass(frozen=True)
@@ -106,8 +106,8 @@ def bad_events(objective: Objective, window: str, scope: Scope) -> str:
 
 def _increase(metric: str, matchers: str, window: str, scope: Scope) -> str:
     if scope == "model":
-        # Some requests fail before their model is known. They count only toward all models
-        # together.
+        # Some requests fail before their model is known. They count only toward the total for all
+        # models.
         matchers = ",".join(filter(None, [matchers, 'model!=""']))
         return f"sum by (model) (increase({metric}{{{matchers}}}[{window}]))"
     return f"sum(increase({metric}{f'{{{matchers}}}' if matchers else ''}[{window}]))"
@@ -116,7 +116,7 @@ def _increase(metric: str, matchers: str, window: str, scope: Scope) -> str:
 def error_ratio(objective: Objective, window: str, scope: Scope) -> str:
     """Returns PromQL for the share of bad events in a window.
 
-    No series until there is a bad event.
+    There is no series until there is a bad event.
     """
     bad = bad_events(objective, window, scope)
     return f"{bad} / {valid_events(objective, window, scope)}"
@@ -131,9 +131,9 @@ def budget_left(objective: Objective, bounds: Bounds, scope: Scope) -> str:
 def burns(objective: Objective, rates: tuple[BurnRate, ...], bounds: Bounds) -> str:
     """Returns PromQL for models whose budget burns at one of the rates. The total has no label.
 
-    Few events prove little: one bad event among 20 would be a burn rate of 50. So a minimum number
-    of bad events is also required. A minimum number of all events would silence a small service
-    that is down.
+    A few events prove little: one bad event out of 20 would be a burn rate of 50. So a minimum
+    number of bad events is also required. A minimum number of total events would silence alerts for
+    a small service that is down.
     """
     return " or ".join(_burns(objective, rate, bounds, scope) for scope in SCOPES for rate in rates)
 

@@ -1,4 +1,4 @@
-"""Contents of the dashboards: sections of panels with their PromQL, for Google and Grafana.
+"""The dashboards' contents: sections of panels with their PromQL, for Google and Grafana.
 
 The labels `model` and `lane` come from the API. `worker` is added by the collector to all pods of a
 model, because their own metrics don't name their deployment.
@@ -25,7 +25,7 @@ SAVED_WORKERS = (
     f"sum by (worker) (({_ITEM_S})"
     f" * on (model) group_left () sum by (model) (rate({_FROM_CACHE}[5m])))"
 )
-"""PromQL: worker seconds per second that cached results would have taken."""
+"""PromQL: worker seconds per second that the cache saved."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Terms:
 
     bounds: Bounds
     by_worker_usd: str
-    """PromQL appended to a vector by `worker`, which converts workers to dollars per hour."""
+    """PromQL that `worker` appends to a vector to convert workers to dollars per hour."""
 
 
 def sections(terms: Terms) -> tuple[Section, ...]:

@@ -1,9 +1,8 @@
 """How many workers the autoscaler requests under a given load, for both plans and simulations.
 
-Quotas and limits sized for the average number would hold back the autoscaler, because it counts
-arrivals over a short period, in which their number varies, and requests even more workers while it
-catches up after a step. tools/planning/tests/simulation/test_bounds.py compares the rule to
-simulations.
+Quotas and limits sized for the average would hold back the autoscaler: it counts arrivals over a
+short period, so their number varies, and it requests even more workers while it catches up after a
+step. tools/planning/tests/simulation/test_bounds.py compares the rule to simulations.
 """
 
 from __future__ import annotations
@@ -15,15 +14,15 @@ from infra.kubernetes.autoscaling import ARRIVED, MAX_UTILIZATION, UTILIZATION
 
 ARRIVED_S = float(ARRIVED.removesuffix("s"))
 CHANCE = 4.0
-"""How many standard deviations of the arrivals within ARRIVED_S to allow for.
+"""How many standard deviations to allow for in the arrivals within ARRIVED_S.
 
-One in 30,000 intervals exceeds this, which is one in 31 days.
+One in 30,000 intervals exceeds this, or about one in 31 days.
 """
 
 
 def usual_workers(load: float) -> int:
     """Returns the number of workers for a constant load in Erlangs, without variation."""
-    # If a load fills its workers exactly, a rounding error must not require one more.
+    # If a load exactly fills its workers, a rounding error must not add one more.
     return math.ceil(load / UTILIZATION * (1 - 1e-12))
 
 

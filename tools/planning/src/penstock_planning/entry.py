@@ -40,7 +40,7 @@ def explained(error: ValidationError, where: str) -> ConfigurationError:
     """Converts the first validation error into a ConfigurationError that names the field.
 
     Args:
-        where: the file or option from which it was read.
+        where: the file or option that it was read from.
     """
     first = error.errors()[0]
     place = [str(part) for part in first["loc"]]

@@ -1,4 +1,4 @@
-"""Figures from device profiles (`penstock optimize MODEL --device`), in place of assumptions."""
+"""Figures from device profiles (`penstock optimize MODEL --device`) instead of assumptions."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ def find_profile(profiles: Profiles, model: Model) -> DeviceProfile | None:
 
 
 def with_served_batches(catalog: Catalog, profiles: Profiles = ()) -> Catalog:
-    """Returns the catalog with the batches that workers will use.
+    """Returns the catalog with the batch sizes that workers will use.
 
-    They depend on the device. On a device without a profile, they are assumed to be the usual ones.
+    They depend on the device. On a device without a profile, they are assumed to have the default
+    values.
     """
     models = []
     for model in catalog.models:
@@ -35,9 +36,9 @@ def with_served_batches(catalog: Catalog, profiles: Profiles = ()) -> Catalog:
 def find_seconds(
     model: Model, load: Mapping[str, Any], profiles: Profiles, where: str
 ) -> dict[str, Any]:
-    """Returns `seconds_per_item` and its source for a load that doesn't have them.
+    """Returns `seconds_per_item` and its source for a load that doesn't specify them.
 
-    Empty if there are no profiles, or if they don't contain such a model's figures.
+    Empty if there are no profiles, or if they don't include figures for such a model.
 
     Args:
         load: a model's rates or its load in a scenario, not validated yet.
@@ -85,7 +86,7 @@ def tokenizing_notes(
     """Yields models whose workers would get more texts than one process can tokenize.
 
     Args:
-        texts_per_s: texts per second and worker, by model name.
+        texts_per_s: texts per second for each worker, by model name.
     """
     for model in models:
         profile = find_profile(profiles, model)

@@ -1,4 +1,4 @@
-"""Each task's typical item: its work, plus an input and a result as sent in messages."""
+"""Each task's typical item: its work, plus an input and a result in message form."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class TaskSamples(NamedTuple):
     """One task's samples, for one of its models."""
 
     work: Callable[[Model, float | None], float | None]
-    """Returns a typical item's work in the task's unit, or None if unknown. Takes the units the
-    operator expects, or None.
+    """Returns a typical item's work in the task's unit, or None if unknown. Takes the number of
+    units that the operator expects, or None.
     """
     input: Callable[[Model, int], Input]
     """Returns an input of this size, in bytes."""

@@ -1,4 +1,4 @@
-"""Catalogs, rates and plans used by the tests of `penstock deploy plan`."""
+"""Catalogs, rates and plans used by the `penstock deploy plan` tests."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ NO_PRICES = Prices(sources={}, prices={})
 
 
 def entry(name: str = "texts", **given: Any) -> Model:
-    """Returns an embedding model on its own GPU."""
+    """Returns an embedding model with its own GPU."""
     fields: dict[str, Any] = {
         "name": name,
         "task": "embedding",

@@ -1,4 +1,4 @@
-"""Plans and simulations with the figures of `penstock optimize --device`."""
+"""Plans and simulations that use figures from `penstock optimize --device`."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def test_a_profile_replaces_seconds_and_batch(
     found = plan(capsys, words(tmp_path, rates, profile(), profile(**OF_IMAGES)))
     assert (found["texts"]["service_s"], found["texts"]["batch"]) == (0.001, 81)
     assert found["texts"]["rate"]["measured"] == "NVIDIA L4: made up for a test"
-    assert found["images"]["service_s"] == 1.0  # of four at a time, at the default size
+    assert found["images"]["service_s"] == 1.0  # for each of four at a time, at the default size
 
 
 def test_without_a_profile_the_batch_is_the_usual_one(

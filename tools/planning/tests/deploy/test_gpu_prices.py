@@ -1,4 +1,4 @@
-"""The GPU price view matches the price lists at any time."""
+"""The GPU price view always matches the price lists."""
 
 import datetime as dt
 

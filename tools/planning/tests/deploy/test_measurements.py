@@ -1,4 +1,4 @@
-"""`penstock deploy plan` with the figures of `penstock models measure`."""
+"""`penstock deploy plan` with figures from `penstock models measure`."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_a_measured_model_needs_no_seconds(
     write_measured(folder / "mine" / "penstock.measured.json")
     words = ["--models", str(catalog(folder)), "--rate", "mine=2:8"]
     (model,) = plan(capsys, *words)["models"]
-    # Four items take a second.
+    # Four items together take one second.
     assert (model["service_s"], model["batch"]) == (0.25, 4)
     assert model["rate"]["measured"] == "on a CPU of a test"
     assert (model["rate"]["input_bytes"], model["rate"]["output_bytes"]) == (1000, 9000)
@@ -162,7 +162,7 @@ def test_more_memory_than_a_worker_has_is_noted(
 
 @pytest.fixture
 def weighing(folder: Path) -> Path:
-    """Writes a class with `work`: 4 inputs at a time take a second, with a work of 10 each."""
+    """Writes a class with `work`: 4 inputs with a work of 10 each take a second together."""
     changed = INTERFACE.model_dump() | {"weighs": True, "batches": True}
     interface = ModelInterface.model_validate(changed)
     (folder / "mine" / "penstock.schema.json").write_text(interface.as_json)
@@ -184,7 +184,7 @@ def planned(
 
 def test_items_count_by_their_work(weighing: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert planned(weighing, capsys, "{mean_per_s: 10}") == (0.25, 4, 4)
-    # Three times the measured work takes three times as long, and two fit into a batch.
+    # Three times the measured work takes three times as long, and only two items fit in a batch.
     assert planned(weighing, capsys, "{mean_per_s: 10, work_per_item: 30}") == (0.75, 2, 11)
     rate = "{mean_per_s: 10, work_per_item: 30, seconds_per_work: 0.1, measured: x}"
     assert planned(weighing, capsys, rate) == (3.0, 2, 43)
@@ -242,7 +242,8 @@ def test_a_simulation_counts_the_same_work(weighing: Path) -> None:
         "start_replicas": 4,
     }
     document = {"duration_s": 600, "settle_s": 0, "catalog": models, "models": {"mine": load}}
-    # Two items of 0.3 s are a full batch, and 1.2 Erlangs keep 4 workers of two processes at 15 %.
+    # Two items of 0.3 s each fill a batch, and 1.2 Erlangs keep 4 workers with two processes each
+    # 15% busy.
     result = simulate(scenario_of(document))
     (summary,) = result.summary.models
     assert summary.served == pytest.approx(2400, rel=0.1)

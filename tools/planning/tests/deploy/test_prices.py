@@ -1,4 +1,4 @@
-"""Prices have sources and dates, steps and free amounts count once, and gaps are reported."""
+"""Prices have sources and dates, price steps and free tiers apply once, and gaps are reported."""
 
 from __future__ import annotations
 
@@ -73,8 +73,8 @@ def test_a_month_adds_up() -> None:
     priced = {cost.item: cost for cost in plan.costs}
     gpus = priced["GPU nodes l4-x1, spot"]
     assert (gpus.mean_usd, gpus.peak_usd) == (0.5 * 730, 15 * 0.5 * 730)
-    # A job is small and billed as 1,000 bytes: it is published, and delivered to workers and to the
-    # `batch` priority.
+    # A job is small enough to be billed as 1,000 bytes: it is published once, and delivered to the
+    # workers' subscription and to the one for `batch` priority.
     jobs = 10 * 730 * 3600 * 3 * 1000 / 2**40
     assert priced["Pub/Sub, jobs: 1 publish, 2 deliveries"].mean == pytest.approx(jobs)
     replies = priced["Pub/Sub, direct replies: 1 publish, 1 delivery"].mean
@@ -144,7 +144,7 @@ def test_rows_by_way_of_the_archive_are_loaded_and_not_inserted() -> None:
     )
     written = priced["row archive, objects written and listed"]
     passes, month_s = 3 * 730 * 3600 / 120, 730 * 3600
-    # One API instance and one worker each put an object every ten seconds, or one per 500 rows.
+    # One API instance and one worker each write an object every ten seconds, or one per 500 rows.
     puts = 2 * month_s / 10 + 30 * month_s / 500
     listed = passes + 403 * 3 * 730 / 24
     assert written.mean == pytest.approx((puts + listed + 3 * passes) / 1000)
@@ -192,7 +192,7 @@ async def test_a_pass_of_the_archive_takes_as_many_calls_as_are_priced() -> None
     store.calls.clear()
     await RowArchive(store, "rows", TableOfRows()).run_once()
     assert (store.calls["list"], store.calls["write"]) == (1, costs.PASS_WRITES)
-    # The file is read when its day is merged, which is priced with its pass.
+    # The file is read when its day is merged, a read that is priced with its pass.
     assert store.calls["read"] == 5 + costs.PASS_READS - 1
 
 

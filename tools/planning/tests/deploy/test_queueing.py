@@ -1,4 +1,4 @@
-"""Known values of Erlang's formulas, and properties for any number of servers."""
+"""Known values from Erlang's formulas, and properties for any number of servers."""
 
 import math
 from functools import partial
@@ -16,7 +16,7 @@ loads = st.floats(0.001, 200)
 @pytest.mark.parametrize(
     ("servers", "load", "share"),
     [
-        (1, 0.5, 0.5),  # M/M/1: the share of time that the server is busy
+        (1, 0.5, 0.5),  # M/M/1: the share of time during which the server is busy
         (2, 1.0, 1 / 3),
         (3, 2.0, 4 / 9),
         (10, 8.0, 0.4092),

@@ -16,7 +16,7 @@ rates = st.floats(0.001, 2000)
 
 
 def test_workers_are_load_over_utilization() -> None:
-    # 100 requests/s x 2 items x 60 % misses x 10 ms = 1.2 Erlangs; 1.2 / 0.7 = 1.71.
+    # 100 requests/s x 2 items x 60% misses x 10 ms = 1.2 Erlangs; 1.2 / 0.7 = 1.71.
     plan = plan_of(entry(), rates={"texts": rate(100, items_per_request=2, hit_share=0.4)})
     (workers,) = plan.sites[0].workers
     assert workers.computed_peak_per_s == pytest.approx(120)
@@ -40,7 +40,7 @@ def test_a_short_deadline_takes_more_workers() -> None:
 
 
 def test_distance_to_the_broker_is_held_and_counted() -> None:
-    # 16 items in 16 x 3.125 ms = 50 ms, 1 item per job: 320 jobs per second.
+    # 16 items take 16 x 3.125 ms = 50 ms; with 1 item per job, that is 320 jobs per second.
     demand = {"texts": rate(100, seconds_per_item=1 / 320)}
     near, usual, far, moon = (
         plan_of(entry(), rates=demand, broker_round_trip_s=trip_s).sites[0].workers[0]
@@ -52,7 +52,7 @@ def test_distance_to_the_broker_is_held_and_counted() -> None:
     assert far.held_jobs == moon.held_jobs == 2 * 16 + 320, "at most a second of work"
     assert usual.repeated_s == pytest.approx(usual.held_jobs / 320)
     assert (near.most_busy, usual.most_busy) == (1.0, 1.0)
-    # By Little's law: 352 jobs held, each for 10.02 s and a batch of 50 ms.
+    # By Little's law, 352 jobs are held, each for 10.02 s plus a batch time of 50 ms.
     assert moon.most_busy == pytest.approx(352 / (320 * 10.07))
     assert moon.processes_peak > usual.processes_peak
     assert far.answer_s - near.answer_s == pytest.approx(2.0, abs=0.1), (
@@ -137,7 +137,7 @@ TEXT: dict[str, Any] = {
 
 
 def test_texts_are_sized_by_their_tokens() -> None:
-    # 8,192 tokens of keys and values are 16 texts of 300 tokens, or 8 of 1,000.
+    # 8,192 tokens of keys and values hold 16 texts of 300 tokens, or 8 texts of 1,000.
     for tokens, items in ((300, 16), (1000, 8)):
         demand = {"texts": rate(10, seconds_per_item=0.2, tokens_per_item=tokens)}
         plan = plan_of(entry(**TEXT), rates=demand)
@@ -163,7 +163,7 @@ def test_workers_for_texts_follow_from_tokens_of_full_workers(
 
 
 def test_texts_wait_for_a_place_and_not_for_a_batch() -> None:
-    # A full worker generates 16 texts in 16 s, so it has room for another one every second.
+    # A full worker generates 16 texts in 16 s, so it has room for a new one every second.
     demand = {"texts": rate(0.6, seconds_per_item=1.0)}
     text = plan_of(entry(**TEXT, deadline={"default_s": 30}), rates=demand).sites[0].workers[0]
     assert text.processes_peak == 1
@@ -189,8 +189,8 @@ def test_a_text_model_without_a_gpu_is_one_process_with_all_cores() -> None:
 
 
 def test_instances_of_the_api_hold_what_is_in_flight() -> None:
-    # A response takes about 0.1 s of network time and 0.16 s of batch time: at 1,000 per second,
-    # some 270 are open.
+    # A response takes about 0.1 s of network time and 0.16 s of batch time, so at 1,000 per second,
+    # about 270 are open.
     plan = plan_of(entry(), rates={"texts": rate(1000)})
     assert plan.sites[0].api_peak == 4
     assert plan_of(entry(), rates={"texts": rate(1000, hit_share=1)}).sites[0].api_peak == 1

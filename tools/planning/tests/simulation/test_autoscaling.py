@@ -1,4 +1,4 @@
-"""The deployed rules under load: decision 43's promises."""
+"""The deployed rules keep decision 43's promises under load."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ from penstock_planning.simulation.world import simulate
 pytestmark = pytest.mark.slow(about_s=12)
 
 NODE_S, POD_S, SEEN_S = 150.0, 60.0, 60.0
-"""Start times of a node and a pod in the shipped scenarios, plus the autoscaler's reaction time."""
+"""Startup times of a node and a pod in the shipped scenarios, plus the autoscaler's reaction time.
+"""
 SMALL = (
     "models.sd-1-5.arrivals=[{kind: constant, per_s: 5}]",
     "models.sd-1-5.start_replicas=10",
@@ -51,7 +52,7 @@ def test_constant_load_has_constant_workers(
     assert model.replicas.most <= 1.1 * model.replicas.mean
     assert model.p95_s is not None
     assert model.p95_s < most_p95_s
-    # GPUs kept warm for one more worker make up a tenth of such a small number.
+    # With so few GPUs, those kept warm for one more worker make up a tenth.
     assert summary.worker_busy_share >= 0.6
     assert model.served == model.arrived - model.open
 
@@ -126,8 +127,8 @@ def test_batch_priority_keeps_no_workers_that_callers_left() -> None:
         "models.sd-1-5.start_replicas=20",
     )
     last = result.recorder.samples[-1]
-    # Callers send work for two workers at 0.7. An equal amount at `batch` priority waits for idle
-    # workers.
+    # Callers send enough work for two workers at 0.7. An equal amount at `batch` priority waits for
+    # idle workers.
     assert last.replicas <= 4
 
 
@@ -156,8 +157,8 @@ def test_nobody_asking_leaves_no_worker() -> None:
 
 
 def test_region_without_gpus_gets_the_workers_of_the_other() -> None:
-    # Callers in the first region send enough work for eight workers, but it gets only two GPUs.
-    # Arrivals request three workers in the other region, which does the rest of the ten workers'
+    # Callers in the first region send work for eight workers, but it gets only two GPUs. Arrivals
+    # cause the other region to request three workers, but it does the rest of the ten workers'
     # work.
     result = run(
         "sd-constant",

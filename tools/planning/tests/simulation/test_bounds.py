@@ -63,7 +63,7 @@ def test_plan_and_simulation_ask_for_the_same_gpus(
 
 
 def test_worker_without_a_gpu_counts_once_for_both_processes() -> None:
-    # Work for 12 processes, on pods of two. The autoscaler used to request 18 pods.
+    # Work for 12 processes, on pods with two each. The autoscaler used to request 18 pods.
     load = {"arrivals": [{"kind": "constant", "per_s": 12}], "start_replicas": 6}
     entry = {"gpu": {"type": "none"}, "replicas": {"min": 2, "max": 50}}
     (summary,) = simulate(
@@ -98,7 +98,7 @@ def test_shipped_loads_fit(name: str, per_s: float) -> None:
     entry = {"replicas": {"min": 2, "max": 150}}
     quota = requested(entry, per_s, seconds_per_item=2.0)[1]
     assert summary.gpus_to_request == quota
-    # The plan used to request 59 nodes where sd-constant had 62.
+    # The plan used to request 59 nodes for sd-constant, which reached 62.
     assert summary.gpus_most <= quota <= 1.2 * summary.gpus_most
 
 

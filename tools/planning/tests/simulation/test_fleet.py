@@ -49,7 +49,7 @@ def test_a_node_for_each_worker_and_the_buffer() -> None:
 
 
 def test_workers_share_a_gpu_and_its_time() -> None:
-    # Two workers that take one second per job on one GPU, always busy: two jobs take two seconds.
+    # Two workers share one GPU, each taking one second per job, so two jobs take two seconds.
     alone = run(replicas=2, per_s=10, cluster={"buffer": 0})
     shared = run(replicas=2, share=2, per_s=10, cluster={"buffer": 0})
     assert set(nodes(alone).values()) == {2}
@@ -65,7 +65,8 @@ def test_a_worker_with_idle_neighbors_has_the_whole_gpu() -> None:
 
 
 def test_a_lost_worker_gives_its_jobs_back() -> None:
-    # Jobs of 60 s outlast the notice. Their next workers come with new nodes.
+    # Jobs of 60 s take longer than the notice period. The workers that replace them come with new
+    # nodes.
     lost = [{"kind": "spot_loss", "at_s": 20, "share": 1.0}]
     stream = {"kind": "constant", "per_s": 0.5, "spacing": "even", "until_s": 5}
     result = simulate(

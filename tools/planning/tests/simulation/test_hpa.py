@@ -1,4 +1,4 @@
-"""The algorithm, checked with the examples in Kubernetes' documentation and source."""
+"""The algorithm, checked against the examples in Kubernetes' documentation and source."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_bounds_hold() -> None:
 
 
 def test_scaling_down_by_four_pods_or_a_tenth_takes_the_larger_change() -> None:
-    # kubernetes.io: of 80 replicas, 8 are removed in the first minute; 10 % of 72 is 7.2, so 8 more
+    # kubernetes.io: of 80 replicas, 8 are removed in the first minute; 10% of 72 is 7.2, so 8 more
     # are removed; at 40, four pods are removed at a time.
     policies = [
         {"type": "Pods", "value": 4, "periodSeconds": 60},

@@ -1,4 +1,4 @@
-"""The deployed rules when items join between steps: decision 73's promises."""
+"""The deployed rules keep decision 73's promises when items join between steps."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from penstock_planning.simulation.world import simulate
 pytestmark = pytest.mark.slow(about_s=10)
 
 START_S = 150.0 + 60.0 + 60.0 + 60.0 + 60.0
-"""A node, a pod, the time for the autoscaler to see and order them, a step of more than four
-workers, and the deadline of the texts that arrived before.
+"""The startup of a node and a pod, the time for the autoscaler to notice and order them, a step of
+more than four workers, and the deadline of the texts that arrived earlier.
 """
 
 
@@ -23,7 +23,7 @@ def run(name: str, *changes: str) -> SimulationResult:
 
 
 def wanted(result: SimulationResult, model: str, per_s: float) -> float:
-    """Returns the number of workers whose full steps do the work at 0.7 utilization."""
+    """Returns the number of workers that can do the work with full steps at 0.7 utilization."""
     steps = result.scenario.models[model].steps
     assert steps is not None
     places = {"writer": 16, "sd-1-5": 8}[model]
@@ -77,8 +77,8 @@ def test_images_that_join_count_as_those_that_do_not() -> None:
     needed = math.ceil(wanted(result, "sd-1-5", 3))
     assert needed <= model.replicas.least
     assert model.replicas.most <= needed + 2
-    # Without arrivals, as in a region whose callers use other regions, busy workers must have the
-    # same effect.
+    # Even without arrivals, as in a region whose callers use other regions, busy workers must have
+    # the same effect.
     assert result.summary.worker_busy_share == pytest.approx(
         result.summary.worker_work_share, rel=0.1
     )

@@ -44,7 +44,7 @@ def ask(series: TimeSeries, query: str | None) -> float | None:
 
 def test_messages_of_both_priorities_are_seconds_of_work(series: TimeSeries) -> None:
     for priority, count in zip(PRIORITIES, (30, 12), strict=True):
-        # Both instances of the functions show the same queue.
+        # Both of the functions' instances report the same queue.
         for pod in ("functions-a", "functions-b"):
             waits(series, priority, count, pod=pod)
     assert ask(series, QUERIES.messages()) == 42 * GUESS_S

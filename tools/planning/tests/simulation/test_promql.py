@@ -134,7 +134,7 @@ def test_one_sample_has_no_increase() -> None:
 
 
 def test_an_increase_is_not_extrapolated_below_zero() -> None:
-    # Prometheus: a counter that starts within the range starts at zero, not before.
+    # Prometheus: a counter that starts within the range is taken to start at zero.
     assert counted([50.0, 60.0], [0.0, 10.0], 0.0, 60.0) == pytest.approx(10.0)
 
 

@@ -105,7 +105,7 @@ def test_what_waits_takes_workers_by_its_deadline() -> None:
 
 
 def test_callers_who_hang_up_buy_no_gpus() -> None:
-    # A thousand per second, none of which any worker ever finishes.
+    # A thousand per second, none of which is ever finished by any worker.
     assert World().api(per_s=1000.0).ask(QUERIES.arrivals()) == MAX_STEP
     busy = World().api(per_s=1000.0).worker("a", 1.0)
     assert busy.ask(QUERIES.arrivals()) == 2 * MAX_STEP

@@ -1,4 +1,4 @@
-"""Tests query results when workers start and end."""
+"""Tests query results as workers start and stop."""
 
 from __future__ import annotations
 

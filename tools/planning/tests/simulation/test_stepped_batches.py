@@ -1,4 +1,4 @@
-"""Workers whose items join and leave between steps: results that can be calculated by hand."""
+"""Workers whose items join and leave between steps, with results calculated by hand."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tools.planning.tests.simulation.worlds import scenario
 PLACES, STEPS = 4, 100
 FIXED_S, EACH_S, FIRST_S = 0.02, 0.005, 0.1
 FULL_S = FIRST_S + STEPS * (FIXED_S + PLACES * EACH_S) / PLACES
-"""Seconds of a full worker that an item takes."""
+"""Seconds of a full worker's time that an item takes."""
 TRIP_S = 0.1
 
 

@@ -1,4 +1,4 @@
-"""Whole runs: theory as the oracle, conservation, determinism, and consequences of events."""
+"""Whole runs: agreement with theory, conservation, determinism, and effects of events."""
 
 from __future__ import annotations
 

@@ -73,9 +73,9 @@ def _element_of(hint: Any, part: str) -> Any:
 
 
 def _without_errors(output: Any) -> Any:
-    """Returns an output type without exceptions.
+    """Returns an output type with exception types removed.
 
-    Methods that return errors for single items use `Output | Exception`.
+    Methods that return errors for individual items use `Output | Exception`.
     """
     if typing.get_origin(output) not in (typing.Union, UnionType):
         return output

@@ -62,7 +62,8 @@ __all__ = ["FieldInfo", "adt", "cog", "cog_predictor", "inspector"]
 def import_all() -> None:
     """Immediately imports everything that would otherwise be imported on first use.
 
-    Later imports may find other modules: a class's folder comes before the standard library.
+    Later imports may find different modules, because a class's folder comes before the standard
+    library.
     """
     for name in ("asyncio", "requests", "urllib.request"):
         importlib.import_module(name)

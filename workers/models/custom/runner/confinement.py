@@ -6,7 +6,7 @@ The runner dies with its parent. It is the first process that the system kills i
 It has no capabilities, so it can't look into other processes even if it runs as root: the system
 lets a process read `/proc/<pid>/environ` and memory only for processes whose capabilities don't
 exceed its own (ptrace(2), "Ptrace access mode checking"). Its `/tmp` is private, and it can write
-only there and below its scratch folder.
+only there and under its scratch folder.
 
 - Landlock (landlock(7)) prevents writing anywhere else. Reading is not restricted. A restricted
 process can't look into processes outside, so it can't read their `/proc/<pid>/environ` or their
@@ -19,7 +19,7 @@ capability for it, or user namespaces, which not all systems grant to everyone (
 
 - In such a namespace, the class's folder is mounted below the class's view of it (overlayfs,
 available to everyone from Linux 5.11 on), so the class may change every file, and its changes are
-stored in its scratch folder. The view also appears at `/src`, where Cog has it.
+stored in its scratch folder. The view also appears at `/src`, where Cog puts it.
 
 `run_confined` does the same for a program, such as a package installer.
 """
@@ -43,9 +43,9 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _CAPABILITIES = 64
 NAME = b"penstock-class"
 SHARED_MEMORY = "/dev/shm"
-"""Shared memory of libraries that use several processes."""
+"""Shared memory for multi-process libraries."""
 DEVICES = "/dev"
-"""Device files may be written, as CUDA does with /dev/nvidia*. No rule covers ioctl, so all are
+"""Device files are writable, because CUDA writes to /dev/nvidia*. No rule covers ioctl, so all are
 allowed (LANDLOCK_ACCESS_FS_IOCTL_DEV is not handled), and no rule covers reading, because CUDA
 reads /proc/driver/nvidia and /sys.
 """
@@ -93,7 +93,7 @@ class Confined(NamedTuple):
     """The result of confining this process.
 
     Attributes:
-        missing: descriptions of the confinement that this system doesn't support.
+        missing: descriptions of the confinement features that this system doesn't support.
         view: path of the class's view of its folder, which is `/src` if possible.
     """
 
@@ -141,8 +141,8 @@ def confine(
     """Gives up everything that a class's code doesn't need.
 
     Args:
-        scratch: the folder below which the process may write. It contains the view.
-        read_only: folders the process reads, which stay in place if they are below `/tmp`.
+        scratch: the folder under which the process may write. It contains the view.
+        read_only: folders the process reads, which stay in place if they are under `/tmp`.
         followed: more such folders. The targets of their symbolic links stay in place as well.
         denied_ports: TCP ports it may not connect to.
         max_file_bytes: maximum size of a file the process writes. 0 means unlimited.
@@ -206,12 +206,12 @@ def abi_version() -> int:
 
 
 def restrict_writes(folders: Sequence[str], files_of: Sequence[str] = ()) -> int:
-    """Allows this process to change files only below these folders.
+    """Allows this process to change files only under these folders.
 
     `no_new_privs` must be set.
 
     Args:
-        folders: everything below them may be written, created and removed. Missing folders are
+        folders: everything under them may be written, created and removed. Missing folders are
             skipped.
         files_of: folders whose files may be written, but not created or removed. They stay open: a
             rule applies to an inode, and /proc recreates an inode once it is no longer open
@@ -245,8 +245,8 @@ def deny_tcp(ports: Sequence[int]) -> bool:
     """Keeps this process from connecting to these TCP ports on any machine.
 
     Landlock only supports lists of allowed ports, so all others are allowed one by one, which takes
-    0.2 s. Every rule set also prevents moving files between folders (EXDEV) unless it allows it,
-    even a rule set that is only about ports, so this one allows it everywhere.
+    0.2 s. Every rule set, even one that covers only ports, also prevents moving files between
+    folders (EXDEV) unless it allows such moves, so this one allows them everywhere.
 
     Returns:
         True if it succeeded, which requires ABI 4 or later (Linux 6.7).
@@ -268,7 +268,7 @@ def deny_tcp(ports: Sequence[int]) -> bool:
 def _allow_tcp(ruleset: int, ports: Iterable[int]) -> None:
     rule = _NetPort(_CONNECT_TCP, 0)
     call = _syscall()
-    # Created once: creating them again for each port takes three times as long.
+    # Created only once, because recreating them for each port takes three times as long.
     numbers = [ctypes.c_long(number) for number in (_ADD_RULE, ruleset, _NET_PORT)]
     reference, flags = ctypes.byref(rule), ctypes.c_long(0)
     for port in ports:
@@ -330,7 +330,7 @@ class KeptPlaces(NamedTuple):
 def find_places(read: Sequence[str], followed: Sequence[str]) -> KeptPlaces:
     """Resolves these paths and, for `followed`, any links inside them.
 
-    Folders that links lead to are also searched for links, if they are below `/tmp`. The search
+    Folders that links lead to are also searched for links, if they are under `/tmp`. The search
     stops after MAX_SEARCHED_ENTRIES files and folders.
     """
     paths, links = dict[Path, None](), dict[Path, Path]()
@@ -395,7 +395,7 @@ def take_private_tmp(folder: Path, kept: KeptPlaces) -> bool:
 
     Args:
         folder: the new `/tmp`, which is created.
-        kept: places below `/tmp` that stay at their paths.
+        kept: places under `/tmp` that stay at their paths.
 
     Returns:
         True if it succeeded. If not, `/tmp` is unchanged.
@@ -419,7 +419,7 @@ def take_private_tmp(folder: Path, kept: KeptPlaces) -> bool:
 
 
 def _outermost(paths: Sequence[Path]) -> list[Path]:
-    """Returns the paths below `/tmp`, excluding those inside another one."""
+    """Returns the paths under `/tmp`, excluding those inside another one."""
     below = [path for path in paths if Path(TMP) in path.parents]
     return [path for path in below if not any(other in path.parents for other in below)]
 

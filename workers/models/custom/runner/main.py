@@ -8,8 +8,8 @@ It receives `{"id", "input", "files", "context"}` with the files' bytes, and `{"
 A class with `predict_batch` receives `{"batch"}`, the number of predictions whose frames follow. It
 responds to them together, or with `{"batch_error", "kind"}` if the batch failed as a whole.
 
-A runner started only for questions does not set up the class. It responds to an input with its
-`work`, and to `{"id", "outputs", "files"}` with whether the two outputs are `close`.
+A runner started only to answer questions does not set up the class. It responds to an input with
+its `work`, and to `{"id", "outputs", "files"}` with whether the two outputs are `close`.
 
 A synchronous class runs on the main thread, where SIGUSR1 raises Cog's cancellation exception. An
 asynchronous one runs as tasks, and a cancellation cancels one of them.
@@ -87,7 +87,7 @@ def main(
     """Serves a folder's class until the socket is closed.
 
     Args:
-        scratch: the folder below which the process may write. It contains the view of the class's
+        scratch: the folder under which the process may write. It contains the view of the class's
             folder, which becomes the working directory.
         denied_ports: TCP ports to which it may not connect.
         disk_bytes: maximum size of a file the process writes. 0 means unlimited.
@@ -173,7 +173,7 @@ def _serve(connection: socket.socket, loaded: loading.Loaded, *, is_aside: bool)
 def _event_loop() -> asyncio.AbstractEventLoop:
     """Returns this process's event loop.
 
-    A synchronous class doesn't have one, and starts sooner without asyncio.
+    A synchronous class doesn't have one, and starts faster without asyncio.
     """
     import asyncio
 
@@ -188,7 +188,7 @@ async def _await_value(one: Any) -> Any:
 
 
 def words_of(error: BaseException) -> str:
-    """Returns an error's type and text. Our own errors have only a text."""
+    """Returns an error's type and text. Our own errors have only text."""
     if isinstance(error, SystemExit):
         return f"the model called sys.exit({error.code!r})"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
@@ -211,7 +211,7 @@ def text_of(error: BaseException) -> str:
 
 
 def encodable(text: str) -> str:
-    """Makes a text encodable as UTF-8. Replaces halves of surrogate pairs with question marks."""
+    """Makes text encodable as UTF-8. Replaces halves of surrogate pairs with question marks."""
     return text.encode(errors="replace").decode()
 
 
@@ -260,7 +260,7 @@ class _Prediction:
         return outputs
 
     def _write_files(self) -> Iterator[tuple[list[str | int], Path]]:
-        """Writes the received files. Yields each one's place and path."""
+        """Writes the received files. Yields the place and path of each."""
         if self._frame.blobs:
             self._folder = Path(tempfile.mkdtemp(prefix="prediction-"))
         for number, (where, data) in enumerate(self._receive_parts()):
@@ -277,7 +277,7 @@ class _Prediction:
         return zip(self._frame.message["files"], self._frame.blobs, strict=True)
 
     def _file_of(self, at: list[str | int], path: Path) -> Any:
-        """Returns a file as the class requests it: its path, or an open file."""
+        """Returns a file in the form the class requests: its path, or an open file."""
         if self._fields[str(at[0])].type.primitive is not adt.PrimitiveType.FILE:
             return cog.Path(path)
         file = path.open("rb")
@@ -442,7 +442,7 @@ class SyncRunner:
         failure: Callable[[BaseException], bytes],
         predictions: Sequence[_Prediction],
     ) -> None:
-        """Runs predictions and sends the response, or the failure if the class raises.
+        """Runs predictions and sends the response, or the failure if the class raises an exception.
 
         Args:
             answer: runs them and returns the response's frames. failure: returns the frame for an

@@ -194,7 +194,7 @@ def _fields(kind: type) -> dict[str, Any] | None:
 
 
 def _strip(hint: Any) -> Any:
-    """Returns a type without the names and annotations around it."""
+    """Returns a type stripped of the names and annotations around it."""
     while True:
         if typing.get_origin(hint) is typing.Annotated:
             if adt._unwrap_opaque(hint)[1]:

@@ -83,7 +83,7 @@ class MarkedText(io.TextIOWrapper):
     """
 
     def write(self, text: str, /) -> int:
-        """Writes text at once, in UTF-8."""
+        """Writes text immediately, in UTF-8."""
         self.buffer.write(text.encode(errors="backslashreplace"))
         return len(text)
 

@@ -35,7 +35,7 @@ def expire(store: Store, catalog: TableCatalog, now_ms: int) -> None:
         try:
             _expire_table(store, catalog, table, now_ms)
         except (ServiceError, ValueError, TypeError, KeyError, ArithmeticError, duckdb.Error):
-            # An unreadable table must not affect others or the server.
+            # An unreadable table must not affect other tables or the server.
             log.exception("the expiration of %s can't be applied", table.key)
 
 

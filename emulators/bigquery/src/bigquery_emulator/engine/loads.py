@@ -277,7 +277,7 @@ def _header_names(header: list[tuple[int, list[Cell] | str]]) -> list[str]:
 def _csv_row(names: list[str], cells: list[Cell], text_names: set[str], null: str) -> Json:
     row: dict[str, Any] = {}
     for name, (cell, is_quoted) in zip(names, cells, strict=False):
-        # Between quotes it is an empty string, unless there is a custom marker for NULL.
+        # A quoted empty cell is an empty string, unless there is a custom marker for NULL.
         is_text = is_quoted and not null and name in text_names
         row[name] = None if cell == null and not is_text else cell
     return row

@@ -44,7 +44,7 @@ _RAISED = re.compile(r"[\"']bq: (.*)[\"'](?: to INT32|, expected format)", re.DO
 _RAISED_AS_IT_IS = re.compile(r"(?:executing the UDF: \w+|Input Error): bq: (.*)", re.DOTALL)
 """An error raised by a Python function or by the ERROR function."""
 _UNKNOWN_ZONE = re.compile(r"Unknown TimeZone '(?:bq: (.*embedded BigQuery)|(.*?))'!", re.DOTALL)
-"""A macro's rejection of a time zone that is invalid or that DuckDB does not know."""
+"""A macro's rejection of a time zone that is invalid or that DuckDB does not support."""
 _UNKNOWN_COLUMN = re.compile(r'Referenced (?:column|table) "([^"]+)" not found')
 # Called with the session that is about to run, so that the session can be interrupted.
 OnCursor = Callable[[Cursor], None]
@@ -163,7 +163,7 @@ class Queries:
             InvalidQueryError: the statement failed and changed nothing.
             StoppedError: the session was interrupted.
         """
-        # Checks and changes see the same snapshot of the data, because rows are being streamed
+        # Checks and changes see the same snapshot of the data, because rows are streamed
         # concurrently.
         with _translated(statement), self._store.transaction() as cursor:
             on_cursor(cursor)

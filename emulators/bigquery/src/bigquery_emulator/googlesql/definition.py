@@ -13,7 +13,7 @@ def parse_definition(sql: str) -> exp.Expr:
     """Parses a data definition.
 
     Raises:
-        InvalidQueryError: there is a syntax error. The message has the line and column.
+        InvalidQueryError: there is a syntax error. The message includes the line and column.
         UnsupportedError: this server does not support the statement.
     """
     try:
@@ -35,7 +35,7 @@ def _syntax_message(error: sqlglot.errors.SqlglotError) -> str:
 
 
 def definition_kind(tree: exp.Expr) -> str:
-    """Returns a data definition's statementType in the API."""
+    """Returns the API's statementType for a data definition."""
     if isinstance(tree, exp.Command):
         return f"ALTER_{_find_altered_kind(tree)}"
     kind = str(tree.args.get("kind") or "TABLE").upper()

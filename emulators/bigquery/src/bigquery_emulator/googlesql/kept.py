@@ -22,7 +22,7 @@ class LookedUp:
     find: Callable[[TableKey], TableResource]
     states: dict[TableKey, tuple[int, str]] = field(default_factory=dict)
     is_lasting: bool = True
-    """False if the statement also read something that can change anytime: INFORMATION_SCHEMA."""
+    """False if the statement also read INFORMATION_SCHEMA, which can change at any time."""
 
     def __call__(self, key: TableKey) -> TableResource:
         """Finds a table and records it."""

@@ -81,7 +81,7 @@ class Names:
 
 @dataclass(frozen=True)
 class NamedSource:
-    """A name in a statement: for the analyzer, for DuckDB, and for the partition check."""
+    """A name in a statement, as used by the analyzer, DuckDB and the partition check."""
 
     named: NamedTable
     source: TableSource
@@ -124,8 +124,7 @@ def look_up(
 def likely_sources(sql: str, names: Names) -> tuple[dict[str, NamedSource], list[str]] | None:
     """Guesses from a statement's words which tables it may name.
 
-    Guessing too many names does no harm, because the analyzer only looks up names that the
-    statement reads.
+    Extra guesses are harmless, because the analyzer only looks up names that the statement reads.
 
     Args:
         names: the context for resolving names.

@@ -28,8 +28,8 @@ _PLAIN_ZONE = re.compile(r"UTC|(?!SystemV|Canada)[A-Z][a-z]+/[A-Z][A-Za-z_]+")
 class Parameters:
     """A statement's parameters.
 
-    `types` are for the analyzer. `sql` has DuckDB's SQL for each parameter, by lower-case name or
-    by position from 1. `values` are the values for the placeholders.
+    `types` are for the analyzer. `sql` has DuckDB's SQL for each parameter, by lowercase name or by
+    position from 1. `values` are the values for the placeholders.
     """
 
     types: ParameterTypes
@@ -53,7 +53,7 @@ def is_plain_zone(name: str) -> bool:
 
 
 def is_zone_parameter(sql: str) -> bool:
-    """True if this SQL is a parameter whose value is such a zone."""
+    """True if this SQL is a parameter whose value is one of these zones."""
     return sql.startswith("CAST($bq_zone_") and sql.endswith(" AS VARCHAR)")
 
 

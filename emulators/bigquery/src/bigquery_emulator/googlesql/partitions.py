@@ -52,7 +52,7 @@ def check_partition_filters(tree: Node, reads: Mapping[str, ReadTable]) -> None:
         reads: tables by the analyzer's keys.
 
     Raises:
-        InvalidQueryError: names the table and its column.
+        InvalidQueryError: the filter is missing; the message names the table and its column.
     """
     checks = _Checks(reads)
     if tree.kind in ("UpdateStmt", "DeleteStmt"):
@@ -197,7 +197,7 @@ def _keys_of_windows(scan: Node) -> frozenset[int]:
 
 
 def _find_pruning(conditions: Iterable[Node | None]) -> frozenset[int]:
-    """Returns the columns on which these conditions, all of which hold, permit partition skips."""
+    """Returns columns on which these conditions, joined by AND, allow skipping partitions."""
     return frozenset().union(
         *(_find_pruning_columns(condition) for condition in conditions if condition is not None)
     )

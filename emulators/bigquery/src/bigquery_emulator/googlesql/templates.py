@@ -1,6 +1,6 @@
 """Caches statements that differ only in literals, so that they are analyzed only once.
 
-Dashboards and reports send the same statement with different days and ids. A translated statement
+Dashboards and reports send the same statement with different dates and IDs. A translated statement
 is stored as a template, with marks in place of literals whose values did not affect the
 translation. Such literals are whole numbers, strings, and plain dates and timestamps that are
 compared with something or inserted. All other literals must be identical for the template to apply,

@@ -52,7 +52,7 @@ class Statement:
     """A statement ready for DuckDB.
 
     `kind` is the API's statementType. `checks` are queries that must run first: they fail if the
-    statement must fail. `columns` are the lower-case names of the columns read, by table number.
+    statement must fail. `columns` are the lowercase names of the columns read, by table number.
     `schema` has the fields of a query's result. `definition` is the parsed tree of a data
     definition, which has no `sql`. `target` is the table changed by INSERT, UPDATE, DELETE or
     MERGE. `gives_all` is true if a query returns all rows of a table.
@@ -214,7 +214,7 @@ class Translator:
         """Returns a statement's tree, the tables it may read (by name), and its text."""
         likely = likely_sources(sql, names)
         if likely is not None:
-            # Asking the analyzer for the names costs half as much as analyzing the statement.
+            # Getting the names from the analyzer costs half as much as analyzing the statement.
             with suppress(InvalidQueryError):
                 tree, read_sql = self._tree(sql, *likely, parameters)
                 return tree, likely[0], read_sql

@@ -210,8 +210,8 @@ async def _results(
         **{name: details[name] for name in _STATEMENT_RESULTS if name in details},
     }
     if job.result is None:
-        # Without `totalRows`, because clients identify a query by that field, even if the query has
-        # no rows.
+        # Sent without `totalRows`, because clients identify a query by that field, even if the
+        # query has no rows.
         return results
     result = job.result
     count = min(count, _DEFAULT_PAGE_ROWS)

@@ -94,7 +94,7 @@ async def body_parts(request: Request) -> AsyncIterator[bytes]:
     unpacking = zlib.decompressobj(_GZIP_WINDOW_BITS)
     try:
         async for part in request.stream():
-            # In chunks, because a kilobyte may decompress to a megabyte.
+            # Decompressed in chunks, because a kilobyte may decompress to a megabyte.
             while part:
                 yield unpacking.decompress(part, _UNPACKED_BYTES)
                 part = unpacking.unconsumed_tail

@@ -35,7 +35,7 @@ _DEFAULT_PAGE_ROWS = 10_000
 
 
 class InsertIds:
-    """The last minute's insertIds, so that a row that is sent twice is stored once.
+    """The insertIds from the last minute, so that a row that is sent twice is stored only once.
 
     As in the service, this is best effort.
     """

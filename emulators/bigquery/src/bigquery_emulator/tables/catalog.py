@@ -180,7 +180,7 @@ class TableCatalog:
                 if filled_by is not None:
                     physical.fill(cursor, table, schema, filled_by)
                 if old is not None:
-                    # Only now, because the old table accepts rows while the new one is being
+                    # Done only now, because the old table accepts rows while the new one is being
                     # filled.
                     held.enter_context(self.shapes.changing(key))
                     stored.drop_table(cursor, old)

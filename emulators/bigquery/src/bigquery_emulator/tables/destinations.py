@@ -41,7 +41,7 @@ def parse_destination(config: Json, default_write: str) -> TableDestination:
     """Parses the destination in a job's configuration.
 
     Args:
-        config: the query's, load's or copy's configuration.
+        config: the query, load or copy configuration.
         default_write: WRITE_APPEND for a load, WRITE_EMPTY for other jobs.
 
     Raises:

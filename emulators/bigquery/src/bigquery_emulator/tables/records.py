@@ -1,4 +1,4 @@
-"""Checks incoming rows: each of a JSON object's fields against the schema, by name and mode.
+"""Checks each field of an incoming JSON object against the schema, by name and mode.
 
 Used by insertAll and load jobs. Single values are checked in `values`.
 """

@@ -52,7 +52,7 @@ def _structure(field: Field) -> Any:
     if field.type == "RECORD":
         inner: Any = {nested.name: _structure(nested) for nested in field.fields}
     else:
-        # BYTES are strings here, converted by the cast, which knows the escapes.
+        # BYTES are strings here, converted by the cast, which handles the escapes.
         inner = "VARCHAR" if field.type == "BYTES" else field.element_type
     return [inner] if field.mode == "REPEATED" else inner
 
@@ -110,7 +110,7 @@ def wire_rows(schema: Schema, values: Sequence[tuple[Any, ...]], is_micros: bool
         values: row by row, as DuckDB's Python client returns them for `readable_columns`.
         is_micros: see `read_rows`.
     """
-    # Column by column, so that a type's format is selected only once.
+    # Done column by column, so that a type's format is selected only once.
     columns_found = zip(*values, strict=True)
     written = [
         _wire_column(field, column, is_micros)
@@ -211,7 +211,7 @@ def _size(name: str, field: Field) -> str:
     if field.mode == "REPEATED":
         if field.type in _WIDTHS:
             return f"coalesce(len({name}) * {_WIDTHS[field.type]}, 0)"
-        # A string of unknown length inside an array or a record: its JSON's size is close.
+        # A string of unknown length inside an array or a record: its JSON's size is close enough.
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"
     if field.type == "RECORD":
         return f"coalesce(strlen(CAST(to_json({name}) AS VARCHAR)), 0)"

@@ -1,4 +1,4 @@
-"""Keeps row streaming and changes to the same table apart."""
+"""Prevents row streaming from overlapping with changes to the same table."""
 
 import threading
 import time

@@ -13,7 +13,7 @@ _SIGN = 2**63
 
 
 def fingerprint64(data: bytes) -> int:
-    """Returns the fingerprint of some bytes as an INT64."""
+    """Returns the fingerprint of a byte string as an INT64."""
     size = len(data)
     if size <= 16:
         digest = _hash_0_to_16(data, size)

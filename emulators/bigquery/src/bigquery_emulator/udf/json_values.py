@@ -1,4 +1,4 @@
-"""JSON as GoogleSQL stores it: an object's names are sorted, and the first of equal names counts.
+"""JSON as GoogleSQL stores it: an object's names are sorted, and the first of any duplicates wins.
 
 Source: https://cloud.google.com/bigquery/docs/reference/standard-sql/data-types#json_type
 """
@@ -19,7 +19,7 @@ Step = str | int
 
 
 def read_json(text: str) -> Any:
-    """Parses a JSON text. If an object has equal names, the first one counts.
+    """Parses a JSON text. If an object has duplicate names, the first one wins.
 
     Raises:
         ValueError: the text is not valid JSON (NaN is not), or is nested too deeply.

@@ -69,7 +69,7 @@ class BigQueryLoop:
         return self._subscription.settings.ack_deadline_s
 
     async def _is_usable(self) -> bool:
-        """Check the table, unless it was usable the last time. Publishes the result."""
+        """Check the table, unless it was usable last time. Publishes the result."""
         if self._columns is not None:
             return True
         try:

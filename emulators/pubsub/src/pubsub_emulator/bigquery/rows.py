@@ -16,7 +16,7 @@ Row = dict[str, Any]
 Column = Mapping[str, Any]
 """A field in a table's schema, in the format of `tables.get`."""
 Columns = Mapping[str, Column]
-"""By lower-case name, because BigQuery's names are not case-sensitive."""
+"""By lowercase name, because BigQuery's names are not case-sensitive."""
 
 METADATA_COLUMNS = ("subscription_name", "message_id", "publish_time", "attributes")
 _EPOCH = datetime(1970, 1, 1, tzinfo=UTC)

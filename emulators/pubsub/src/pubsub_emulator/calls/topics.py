@@ -46,7 +46,7 @@ class TopicCalls:
         return self._registry.topic(request.topic).proto
 
     def update_topic(self, request: Any) -> Any:
-        """Change the fields in the mask, for an existing topic."""
+        """Change an existing topic's masked fields."""
         topic = self._registry.topic(request.topic.name)
         proto = checked_topic(merge_update(topic.proto, request.topic, request.update_mask))
         check_schema_settings(proto, topic.proto, self._registry.schema)

@@ -117,7 +117,7 @@ class Call(Protocol):
         """Return the seconds until the caller gives up. None if it never does."""
 
     def invocation_metadata(self) -> Iterable[tuple[str, str | bytes]] | None:
-        """Return the headers, with names in lower case."""
+        """Return the headers, with names in lowercase."""
 
 
 Answer = Callable[[Any, Call], Awaitable[bytes]]

@@ -41,7 +41,7 @@ def to_request(
         body: the raw body. It is ignored if the rule has no body.
 
     Raises:
-        InvalidArgument: a field is invalid. The message has the field and the problem.
+        InvalidArgument: a field is invalid. The message states the field and the problem.
     """
     fields: dict[str, Any] = {}
     if rule.body == "*":

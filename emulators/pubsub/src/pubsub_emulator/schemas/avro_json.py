@@ -31,7 +31,7 @@ def check_json(schema: avro.schema.Schema, message: bytes, budget: Budget) -> No
     """Reject a message that is not exactly one value of a schema.
 
     Raises:
-        Mismatch: contains the location and the reason.
+        Mismatch: the message does not match; contains the location and the reason.
     """
     try:
         value = json.loads(message.decode(), parse_constant=_refuse_constant)

@@ -38,7 +38,7 @@ def check_binary(root: MessageType, message: bytes, budget: Budget) -> None:
     """Reject bytes that are not a message of the given type.
 
     Raises:
-        Mismatch: contains the location and the reason.
+        Mismatch: the message does not match; contains the location and the reason.
     """
     whole = (0, len(message))
     reader = _Reader(message, budget)

@@ -10,7 +10,7 @@ def check_changes(latest: MessageType, revised: MessageType) -> None:
     Source: https://cloud.google.com/pubsub/docs/commit-schema-revision
 
     Raises:
-        Malformed: names a field that differs.
+        Malformed: there is another change; the message names a field that differs.
     """
     compared = set()
     pairs = [(latest, revised)]

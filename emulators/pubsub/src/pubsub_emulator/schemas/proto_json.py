@@ -40,7 +40,7 @@ def check_json(root: MessageType, message: bytes, budget: Budget) -> None:
     """Reject JSON that is not a message of the given type.
 
     Raises:
-        Mismatch: contains the location and the reason.
+        Mismatch: the message does not match; contains the location and the reason.
     """
     try:
         value = json.loads(

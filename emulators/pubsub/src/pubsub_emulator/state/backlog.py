@@ -142,7 +142,7 @@ class Backlog:
         self.consumers.busy(consumer, len(self._queue.ready))
 
     def leave(self, consumer: Consumer) -> None:
-        """Disconnect a consumer. Its leases stay until they are acked, nacked or expire."""
+        """Disconnect a consumer. Its leases last until they are acked or nacked, or expire."""
         self.consumers.leave(consumer, len(self._queue.ready))
 
     def serialized(self, deliveries: Iterable[Delivery]) -> bytes:

@@ -1,8 +1,8 @@
 """A subscription's deliveries, their consumers, and waking consumers for new deliveries.
 
 Consumers take as much as they have capacity for; nothing is queued for them here. A stream that
-can't write therefore leaves messages to others, and messages that arrive while it is writing go out
-in one response.
+can't write therefore leaves messages for others, and messages that arrive while it is writing go
+out in one response.
 """
 
 from collections.abc import Callable

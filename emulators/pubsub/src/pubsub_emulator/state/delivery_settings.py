@@ -29,7 +29,7 @@ class DeliverySettings:
     dead_letter_topic: str
     minimum_backoff_s: float
     maximum_backoff_s: float
-    """Both 0: no retry policy; messages are redelivered immediately."""
+    """If both are 0, there is no retry policy, and messages are redelivered immediately."""
     push_endpoint: str
     kind: Kind
 

@@ -46,12 +46,12 @@ class ChangeJournal:
         """Record a new message. It stays until it is dropped."""
 
     def drop(self, sequence: int) -> None:
-        """Record that no subscription or snapshot holds a message any longer."""
+        """Record that no subscription or snapshot holds a message anymore."""
 
     def offered(self, sequence: int) -> None:
         """Record that a message's publisher is waiting for the response.
 
-        Until the response is sent, the message may be withdrawn.
+        Until the response is sent, the message may be rolled back.
         """
 
     def hold(

@@ -1,7 +1,7 @@
 """Unacked messages by ordering key, oldest first, and which of them a consumer has.
 
-Several messages with the same key may be outstanding, all at one consumer. If one is redelivered,
-so are the ones after it. Source: https://cloud.google.com/pubsub/docs/ordering
+Several messages with the same key may be outstanding, all held by one consumer. If one is
+redelivered, so are the ones after it. Source: https://cloud.google.com/pubsub/docs/ordering
 """
 
 import bisect

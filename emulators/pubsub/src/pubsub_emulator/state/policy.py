@@ -31,7 +31,7 @@ def check_version(field: str, version: int) -> None:
     """Reject a policy version that does not exist.
 
     Raises:
-        InvalidArgument: the message has the field and the version.
+        InvalidArgument: the message includes the field and the version.
     """
     if version not in VERSIONS:
         raise InvalidArgument(

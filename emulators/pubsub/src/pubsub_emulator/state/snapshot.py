@@ -90,7 +90,7 @@ def check_expire_time(snapshot: Snapshot, expire_s: float, now_s: float) -> None
     """Reject an expiration (seconds since the epoch) in the past or later than the original one.
 
     Raises:
-        InvalidArgument: the message has the limit.
+        InvalidArgument: the expiration is invalid; the message has the limit.
     """
     if expire_s <= now_s:
         raise InvalidArgument(

@@ -108,7 +108,7 @@ class SubscriptionState:
         self.backlog.consumers.join(consumer)
 
     def leave(self, consumer: Consumer) -> None:
-        """Disconnect a consumer. Its leases stay until they are acked, nacked or expire."""
+        """Disconnect a consumer. Its leases last until they are acked or nacked, or expire."""
         self.touch()
         self.backlog.leave(consumer)
 
@@ -141,7 +141,7 @@ class SubscriptionState:
         self._arm_expiration()
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Withdraw messages, including leased and acked ones. Acks for them have no effect."""
+        """Roll back messages, including leased and acked ones. Acks for them have no effect."""
         self.backlog.withdraw(sequences)
         for message in [message for message in self._acked if message.sequence in sequences]:
             self._journal.release(message, self.holder)

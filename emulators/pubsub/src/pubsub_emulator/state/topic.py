@@ -144,7 +144,7 @@ class Topic:
             self._arm_log_timer()
 
     def withdraw(self, sequences: Collection[int]) -> None:
-        """Remove withdrawn messages from the log."""
+        """Remove rolled-back messages from the log."""
         for message in [message for message in self.log if message.sequence in sequences]:
             self._journal.release(message, self.holder)
             self.log.remove(message)

@@ -262,7 +262,7 @@ class Database:
             (free,) = self._connection.execute("PRAGMA freelist_count").fetchone()
             if free <= SPARE_PAGES:
                 return False
-            # Not with `execute`, which runs only the first step of a statement that returns no
+            # Doesn't use `execute`, which runs only the first step of a statement that returns no
             # rows, and so would return only one page.
             self._connection.executescript(f"PRAGMA incremental_vacuum({SHRINK_PAGES})")
             if free > SPARE_PAGES + SHRINK_PAGES:

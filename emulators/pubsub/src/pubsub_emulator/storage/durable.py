@@ -18,7 +18,7 @@ from pubsub_emulator.storage.commit_thread import CommitThread
 from pubsub_emulator.storage.database import Database, WriteFailed
 
 LAZY_S = 0.1
-"""How long acks and attempts wait for a publish, and the pause between tries on a full disk."""
+"""How long acks and attempts wait for a publish, and the pause between retries on a full disk."""
 COMMIT_LIMIT_S = 30.0
 MAX_UNWRITTEN_BYTES = 64 * 1024**2
 """Maximum bytes waiting to be written. Publishes that exceed it are rejected."""
@@ -60,13 +60,13 @@ class DurableJournal(ChangeJournal):
         self._pending.keep(message.sequence, message.serialized)
 
     def drop(self, sequence: int) -> None:
-        """Record that no subscription or snapshot holds a message any longer."""
+        """Record that no subscription or snapshot holds a message anymore."""
         self._pending.drop(sequence)
 
     def offered(self, sequence: int) -> None:
         """Record that a message's publisher is waiting for the response.
 
-        Until the response is sent, the message may be withdrawn.
+        Until the response is sent, the message may be rolled back.
         """
         self._pending.offered.add(sequence)
 
@@ -94,15 +94,15 @@ class DurableJournal(ChangeJournal):
         """Wait until everything recorded so far is in the file.
 
         Raises:
-            ServerUnavailable: the changes could not be written and offered messages were withdrawn,
-                or they were not written in time.
+            ServerUnavailable: the changes could not be written and offered messages were rolled
+                back, or they were not written in time.
         """
         await self._written(self._pending)
 
     async def acks_committed(self) -> None:
         """Wait until all acks recorded so far are in the file.
 
-        On a full disk, the first commit fails, which withdraws messages and frees space. The next
+        On a full disk, the first commit fails, which rolls back messages and frees space. The next
         commit contains the acks.
 
         Raises:
@@ -146,7 +146,7 @@ class DurableJournal(ChangeJournal):
         """Commit until the block ends, and once more after that.
 
         Args:
-            withdraw: withdraws messages, by sequence, from all holders.
+            withdraw: removes messages, by sequence, from all holders.
         """
         try:
             self._database.take_reserve()
@@ -187,7 +187,7 @@ class DurableJournal(ChangeJournal):
     async def _wait(self) -> None:
         """Wait until a commit is due, up to `LAZY_S`."""
         self._woken.clear()
-        # Not with `asyncio.timeout`, which is several times slower; this runs before each commit.
+        # Avoids `asyncio.timeout`, which is several times slower; this runs before each commit.
         timer = asyncio.get_running_loop().call_later(LAZY_S, self._woken.set)
         try:
             await self._woken.wait()
@@ -215,7 +215,7 @@ class DurableJournal(ChangeJournal):
 
     async def _resume(self, thread: CommitThread) -> None:
         # Return pages that acks left unused, so that newly accepted messages don't have to be
-        # withdrawn again.
+        # rolled back again.
         try:
             await thread.do(self._database.give_back)
             await thread.do(self._database.probe)

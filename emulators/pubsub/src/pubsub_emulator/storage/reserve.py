@@ -31,8 +31,8 @@ class Reserve:
     def take(self) -> bool:
         """Create the file, or extend it. Returns whether the disk had enough space."""
         try:
-            # Even if the file exists: a process killed here leaves it shorter, and a copy may have
-            # holes.
+            # Done even if the file exists: a process killed here leaves it shorter, and a copy may
+            # have holes.
             with self._path.open("ab") as file:
                 os.posix_fallocate(file.fileno(), 0, RESERVE_BYTES)
         except OSError:

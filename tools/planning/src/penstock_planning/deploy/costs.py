@@ -30,12 +30,12 @@ ARCHIVE_CPU = 1
 ARCHIVE_TABLES = 3
 """Tables whose objects are listed in each archive pass (infra/row_archive/__main__.py)."""
 ARCHIVE_DAYS_MORE, ARCHIVE_DELETED_DAYS = 3, 7
-"""How many days longer the archive keeps rows than BigQuery does, and for how many days deleted
+"""How many more days the archive keeps rows than BigQuery does, and for how many days deleted
 objects are billed (infra/terraform/platform/row_archive.tf).
 """
 PASS_WRITES, PASS_READS = 3, 2
-"""Operations in a pass that has rows, apart from listing and reading its objects: two writes of the
-list, and one write of a file. The list is read once, and so is the file when its day is merged
+"""Operations in a pass that has rows, aside from listing and reading its objects: two writes to the
+list, and one file write. The list is read once, and so is the file when its day is merged
 (infra/row_archive/archive.py).
 """
 ARMOR_RULES = 4
@@ -71,7 +71,7 @@ class Cost:
 def cost_table(
     sites: Sequence[Site], volumes: Sequence[Volume], platform: Platform, prices: Prices
 ) -> list[Cost]:
-    """Returns all rows: per region, then for resources that the regions share."""
+    """Returns all rows: each region's, then those for shared resources."""
     bill = _Bill(prices)
     for site in sites:
         _region(bill, site, platform)
@@ -88,7 +88,7 @@ def cost_table(
 class _Bill:
     """Looks up prices while rows are added.
 
-    Rows with the same price share its free amount and its steps.
+    Rows with the same price share its free tier and its price steps.
     """
 
     def __init__(self, prices: Prices) -> None:
@@ -221,7 +221,7 @@ def _machine(pool: Pool, kind: str) -> str:
 
 
 def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] | None:
-    """Returns the cost of GPU nodes without spot, at mean and peak. None if a price is missing."""
+    """Returns the cost of non-spot GPU nodes, at mean and peak. None if a price is missing."""
     total = [0.0, 0.0]
     for pool in (pool for site in sites for pool in site.pools):
         price = prices.prices.get(_machine(pool, "on-demand"))
@@ -234,7 +234,7 @@ def on_demand_usd(sites: Sequence[Site], prices: Prices) -> tuple[float, float] 
 
 
 def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> None:
-    """Adds the cost of messages. A publish and each delivery are billed."""
+    """Adds the cost of messages. Each publish and each delivery is billed."""
     times = 1 + JOB_DELIVERIES
     jobs = {
         volume.model: None
@@ -304,7 +304,7 @@ def _archive(
         ),
     )
     passes = ARCHIVE_TABLES * SECONDS / platform.rows.every_s
-    # An object contains the rows from one linger period, at most one batch. No object is empty.
+    # An object contains the rows from one linger period, up to one batch. No object is empty.
     mean, peak = (
         min(rows, count * SECONDS / ObjectSender.linger_s + rows / BATCH_ROWS) for count in writers
     )
@@ -327,7 +327,7 @@ def _archive(
         (mean + reads) / 1000,
         (peak + reads) / 1000,
     )
-    # Objects put by writers are deleted, and so are a day's small files once they are merged.
+    # Objects written by writers are deleted, and so are a day's small files once they are merged.
     packed = sum(volume.items * volume.packed_row_bytes for volume in volumes) / DAYS / GIB
     item = f"row archive, rows of {days_kept:g} days and what was deleted"
     days = days_kept + 2 * ARCHIVE_DELETED_DAYS

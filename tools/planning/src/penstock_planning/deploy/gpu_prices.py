@@ -1,7 +1,7 @@
 """`python -m penstock_planning.deploy.gpu_prices`: writes the `gpu_prices` view from price lists.
 
-Run this after changing prices.yaml or gpus.yaml. A test compares the files. A node has one GPU, so
-its machine's price is the GPU's price plus the prices of its cores and memory.
+Run this after changing prices.yaml or gpus.yaml. A test checks that the files are up to date. A
+node has one GPU, so its machine's price is the GPU's price plus the prices of its cores and memory.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _HEAD = """\
 
 
 class GpuPrice(NamedTuple):
-    """The hourly price of a node with one GPU in a region, from a day on (UTC)."""
+    """The hourly price of a node with one GPU in a region, starting on a given day (UTC)."""
 
     gpu_type: str
     spot: bool
@@ -37,7 +37,7 @@ class GpuPrice(NamedTuple):
 
 
 def gpu_prices(prices: Prices, gpu_types: Mapping[str, GpuType]) -> Iterator[GpuPrice]:
-    """Yields the prices of all GPU types that have prices. Machines do not have stepped prices."""
+    """Yields the prices of all GPU types that have prices. Machines do not have tiered prices."""
     for gpu_type, node in gpu_types.items():
         for kind, spot in KINDS.items():
             price = prices.prices.get(f"machine/{node.machine_type}/{kind}")

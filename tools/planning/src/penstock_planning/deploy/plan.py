@@ -1,6 +1,6 @@
 """`penstock deploy plan`: sizes a deployment based on the catalog, rates, variables, and prices.
 
-A plan also includes quotas and limits: amounts to request, and known defaults.
+A plan also includes quotas and limits: how much to request, and the known defaults.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ RUN_QUOTAS = "depends on the region; cloud.google.com/run/docs/configuring/max-i
 SUBSCRIPTIONS_OF_A_TOPIC = 10_000
 """docs.cloud.google.com/bigquery/docs/analytics-hub-introduction, limitations."""
 SUBSCRIPTIONS_OF_A_PROJECT = 10_000
-"""Quota from infra/terraform/platform/variables.tf, taken from older copies of Pub/Sub's quota
+"""Quota from infra/terraform/platform/variables.tf, taken from older versions of Pub/Sub's quota
 page.
 """
 INSERT_MB_PER_S = {"EU": 1000, "US": 1000}
@@ -277,7 +277,7 @@ def make_plan(
 
 
 def _texts_per_worker(sites: Sequence[Site]) -> dict[str, float]:
-    """Returns each model's items per second and worker at the peak, in the busiest region."""
+    """Returns each model's items per second per worker at the peak, in the busiest region."""
     busiest: dict[str, float] = {}
     for members in (members for site in sites for members in site.workers):
         per_s = members.computed_peak_per_s / max(1, members.pods_peak)
@@ -321,7 +321,7 @@ def _site(
 def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
     """Returns the load on a model's workers.
 
-    If its canary is withdrawn, the stable workers get all of it.
+    If its canary is rolled back, the stable workers take over its whole load.
     """
     rate = rates.models.get(model.public_name, ModelRate(mean_per_s=0))
     if not isinstance(model, Revision):
@@ -386,7 +386,7 @@ def _gpu_limits(
 
 
 def _reduce_slots(platform: Platform, most_slots: int) -> dict[str, int]:
-    """Returns the slot settings that exceed `most_slots`, reduced to it."""
+    """Returns the slot settings that exceed `most_slots`, reduced to that limit."""
     configured = {name: getattr(platform.inboxes, name) for name in ("slots", "kept_slots")}
     return {
         name: most_slots

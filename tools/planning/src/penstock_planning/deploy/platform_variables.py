@@ -21,13 +21,14 @@ from shared.errors import ConfigurationError
 from shared.models.entry import GpuTypeName
 
 MAX_REPLY_SUBSCRIPTIONS = 9000
-"""Maximum reply subscriptions, out of a project's 10,000. Terraform has the same limit."""
+"""Maximum number of reply subscriptions, out of a project's 10,000. Terraform has the same limit.
+"""
 MAX_REGIONS = 16
 INBOX_STRIDE = 1000
 """A region's inboxes are numbered from this value times its index, as in Terraform."""
 MEMORY = r"^[0-9.]+(Gi|Mi)$"
 INSTANCES_TO_INBOXES = 2
-"""The old and new revision of the API lease inboxes at the same time."""
+"""The API's old and new revisions lease inboxes at the same time."""
 _TERRAFORM = Path(infra.__file__).parent / "terraform"
 VARIABLES_FILE = _TERRAFORM / "platform" / "variables.tf"
 OPTIONS_FILE = _TERRAFORM / "modules" / "options" / "variables.tf"
@@ -39,8 +40,8 @@ class _Variable(Entry):
     # they are.
     model_config = ConfigDict(extra="allow", frozen=True)
     VARIABLE: ClassVar[str] = ""
-    """The variable's name in Terraform, whose options are accepted. If empty, only the class's
-    fields are.
+    """The variable's name in Terraform, whose attributes are accepted. If empty, only the class's
+    fields are accepted.
     """
 
     @classmethod
@@ -235,7 +236,7 @@ class Platform(_Variable):
 
     @property
     def home(self) -> str:
-        """The region with the lowest index, which contains everything that exists once."""
+        """The region with the lowest index, which contains every singleton resource."""
         return min(self.regions, key=lambda name: self.regions[name].index)
 
     def overflow_in(self, region: str) -> str | None:
@@ -246,7 +247,7 @@ class Platform(_Variable):
     def in_regions(self, names: Sequence[str]) -> Platform:
         """Returns the platform in these regions.
 
-        Known regions keep their settings, and new ones get an index.
+        Known regions keep their settings, and new ones are assigned an index.
 
         Raises:
             ConfigurationError: there are more than 16 regions, the number that the address range
@@ -271,7 +272,9 @@ class Platform(_Variable):
 
 
 def read_platform(path: Path | None) -> Platform:
-    """Reads the variables in a `.tfvars.json` file. Returns Terraform's defaults without one.
+    """Reads the variables in a `.tfvars.json` file.
+
+    Returns Terraform's defaults if there is no file.
 
     Raises:
         ConfigurationError: the file can't be read, or a variable is invalid.

@@ -22,21 +22,24 @@ class Source(Entry):
 
     url: str = Field(pattern=r"^https?://.+")
     seen: datetime.date
-    """The day on which the prices were read."""
+    """The day on which the prices were looked up."""
     dated: datetime.date | None = None
-    """The date on the page or file. None if it does not have one."""
+    """The date given on the page or in the file. None if there isn't one."""
     note: str = ""
 
 
 class Step(Entry):
-    """A price from the previous step up to an amount. Without `up_to`, for everything above."""
+    """A price that applies from the previous step up to an amount.
+
+    Without `up_to`, applies to everything above.
+    """
 
     up_to: float | None = Field(None, gt=0)
     usd: float = Field(ge=0)
 
 
 Usd = dict[str, float | tuple[Step, ...]]
-"""Prices, keyed by region or location. `any` is for all others."""
+"""Prices, keyed by region or location. `any` applies to all others."""
 
 
 class EarlierPrice(Entry):
@@ -55,7 +58,7 @@ class ListPrice(Entry):
     free: float = Field(0.0, ge=0)
     """Free units per month."""
     since: datetime.date | None = None
-    """The day (UTC) from which the price holds. Required if there are earlier prices."""
+    """The day (UTC) from which the price applies. Required if there are earlier prices."""
     earlier: tuple[EarlierPrice, ...] = ()
     """Earlier prices, oldest first. Used by reports on past months, not by plans."""
 
@@ -82,14 +85,14 @@ class ListPrice(Entry):
         return self
 
     def history(self) -> list[tuple[datetime.date, Usd]]:
-        """Returns all prices with the day from which each holds, oldest first."""
+        """Returns all prices with the day from which each applies, oldest first."""
         older = [(price.since, price.usd) for price in self.earlier]
         return [*older, (self.since or datetime.date.min, self.usd)]
 
     def cost_usd(self, place: str, amount: float, before: float = 0.0) -> float | None:
-        """Returns the monthly cost of `amount` units at a place, in addition to `before` units.
+        """Returns the monthly cost of `amount` units in a location, on top of `before` units.
 
-        Returns None without a price.
+        Returns None if there is no price.
         """
         steps = self.usd.get(place, self.usd.get(ANYWHERE))
         if steps is None:

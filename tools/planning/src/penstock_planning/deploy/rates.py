@@ -24,7 +24,7 @@ FIELD = "measurement"
 """A model's field for the path of its penstock.measured.json, relative to the rates file."""
 
 BROKER_ROUND_TRIP_S = 0.05
-"""Time within a region from publish to receipt over Pub/Sub: p90 46.8 ms with Google's Go client at
+"""Time from publish to receipt over Pub/Sub within a region: p90 46.8 ms with Google's Go client at
 100 messages/s (https://github.com/davidxia/cloud-message-latency, "Metrics", 2021).
 """
 MAX_BROKER_ROUND_TRIP_S = 5.0
@@ -135,7 +135,7 @@ def _check_measurement(model: Model, measurement: ModelMeasurement, path: Path) 
 
 
 class ModelRate(ItemLoad):
-    """The requests for a model, and the resources that one of its items takes.
+    """The requests for a model, and the resources used by one of its items.
 
     Seconds are required if there are requests.
     """
@@ -208,12 +208,12 @@ class DemandRates(Entry):
     late_share: float = Field(0.001, gt=0, lt=1)
     """Share of requests at the peak that may wait past the deadline."""
     api_requests_per_s: float | None = Field(None, gt=0)
-    """Measured rate of an API instance. Without it, only its concurrency counts."""
+    """Measured throughput of an API instance. Without it, only its concurrency counts."""
     broker_round_trip_s: float = Field(BROKER_ROUND_TRIP_S, ge=0, le=MAX_BROKER_ROUND_TRIP_S)
     """Seconds from a worker to the broker and back, as measured by
     `penstock_worker_round_trip_seconds`.
 
-    A job and its reply each take one.
+    A job and its reply take one round trip each.
     """
 
     @model_validator(mode="after")
@@ -226,7 +226,7 @@ class DemandRates(Entry):
 
 
 def read_rates(path: Path, catalog: Catalog, profiles: Profiles = ()) -> DemandRates:
-    """Reads a rates file. Seconds that it doesn't have come from device profiles.
+    """Reads a rates file. Any seconds it lacks come from device profiles.
 
     Raises:
         ConfigurationError: the file can't be read, or a field is invalid, missing or names an
@@ -242,7 +242,7 @@ def read_rates(path: Path, catalog: Catalog, profiles: Profiles = ()) -> DemandR
 
 
 def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
-    """Returns the same rates with a different round trip to the broker.
+    """Returns the same rates with a different broker round trip.
 
     Raises:
         ConfigurationError: the value is out of range.

@@ -30,7 +30,7 @@ def reply_times(replies: Replies, platform: Platform) -> int:
 
 
 def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float | None:
-    """Returns the billed TiB of replies per month, or None if their size is unknown."""
+    """Returns the monthly billed TiB of replies, or None if their size is unknown."""
     size_bytes = volume.reply_bytes[replies]
     if size_bytes is None:
         return None
@@ -44,7 +44,7 @@ def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -
         direct, slots = (replies_tib(volume, kind, platform) for kind in ("direct", "slots"))
         if price is None or not direct or not slots:
             continue
-        # Either other traffic uses up the free amount, or the free amount is small.
+        # Either other traffic uses up the free tier, or the free tier is small.
         direct_usd = price.cost_usd("", direct, before=price.free)
         slots_usd = price.cost_usd("", slots, before=price.free)
         if direct_usd is not None and slots_usd is not None:

@@ -140,7 +140,7 @@ def _nodes(plan: DeployPlan) -> str:
 
 
 def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, ...]]:
-    """Yields the preferred places first, then those used when they are out of stock."""
+    """Yields the preferred places first, then the places used when those are out of stock."""
     nodes = plan.platform.nodes
     variables = plan.platform.regions[site.region]
     most = plan.platform.regions[site.region].max_gpus or nodes.max_gpus

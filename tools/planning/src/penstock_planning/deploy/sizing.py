@@ -2,14 +2,14 @@
 
 The number of workers follows from the load, the autoscaler's target utilization (decision 43), and
 the wait that the deadline allows. Quotas and limits also allow for what the autoscaler requests
-when arrivals vary. A model's workers are the servers of one queue, because all of them pull from
+when arrivals vary. A model's workers are servers of a single queue, because all of them pull from
 one subscription. Arrivals are assumed to be Poisson and service times exponential (M/M/c). One
-model's batches vary less than that, and M/D/c waits less than M/M/c at the same load, so the result
-is conservative. With continuous batching, the servers are the slots of all workers, each as slow as
-in a full worker. Workers that serve several models are also the servers of one queue. The models'
-loads add up, each wait is as long as the longest of the models' full batches, and the shortest
-slack applies. Not modeled: a request with more items than fit in a batch, all of which arrive at
-once.
+model's batches vary less than that, and waits in M/D/c are shorter than in M/M/c at the same load,
+so the result is conservative. With continuous batching, the servers are the slots of all workers,
+each as slow as in a full worker. Workers that serve several models also act as servers of one
+queue. The models' loads are added up, each wait is as long as the longest full batch of any model,
+and the shortest slack applies. Not modeled: a request with more items than fit in a batch, all of
+which arrive at once.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def servers_needed(
         service_s: seconds for which an arrival occupies a server, or one of its places.
         wait_s: seconds that an arrival may wait for a server. Above 0.
         late_share: share of arrivals that may wait longer.
-        places: places per server, if items join and leave one by one. An arrival waits for any
+        places: places per server, if items join and leave one at a time. An arrival waits for any
             place on any server, and each place does its share of the server's work.
 
     Returns:
@@ -87,7 +87,7 @@ def erlang_c(servers: int, load: float) -> float:
 
 
 def mean_wait_s(servers: int, load: float, service_s: float) -> float:
-    """Returns the mean wait of an arrival in seconds: C(c, a) s / (c - a), for a < c."""
+    """Returns an arrival's mean wait in seconds: C(c, a) s / (c - a), for a < c."""
     return erlang_c(servers, load) * service_s / (servers - load) if load else 0.0
 
 
@@ -111,7 +111,8 @@ class Workers:
     pods_mean: int
     pods_peak: int
     pods_most: int
-    """Workers that the autoscaler requests at the peak, with varying load or while catching up."""
+    """Workers that the autoscaler requests at the peak, with a varying load or while catching up.
+    """
     answer_s: float
     """Seconds from request to response at the peak, without hits: network, mean wait, one batch."""
     held_jobs: int
@@ -119,12 +120,12 @@ class Workers:
     (shared/models/service_rate.py).
     """
     most_busy: float
-    """Share of its time in which a process can run, no matter how much work there is.
+    """Share of its time during which a process can run, no matter how much work there is.
 
     Below 1 if it would have to hold more jobs than allowed because the broker is too far away.
     """
     repeated_s: float
-    """Process seconds for the jobs a process holds. This work is lost if it dies."""
+    """Process seconds for the jobs a process holds. This work is lost if the process dies."""
 
     @property
     def batch_s(self) -> float:
@@ -154,7 +155,7 @@ class Pool:
 
     @property
     def name(self) -> str:
-        """Terraform's name of the on-demand pool.
+        """Terraform's name for the on-demand pool.
 
         Its other pools end in `-spot` and `-on-<overflow>`.
         """
@@ -200,7 +201,7 @@ class _Demand:
     hand: _Hand
 
     def load(self, requests_per_s: float) -> float:
-        """Returns the load in Erlangs: the number of workers kept busy."""
+        """Returns the load in Erlangs, which is the number of workers kept busy."""
         computed_per_s = requests_per_s * self.rate.items_per_request * (1 - self.rate.hit_share)
         return computed_per_s * self.service_s / self.hand.most_busy
 
@@ -230,11 +231,11 @@ def size_workers(
     """Returns the workers for the fraction `share` of their models' rates, by model.
 
     Offered load = items per second x (1 - hit share) x seconds per item. There are enough workers
-    to keep utilization at the target, and to keep the share that waits past the deadline at
-    `late_share` or less (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU:
-    with n busy places an item takes n times as long as with one, plus the overhead of sharing.
-    Texts join and leave between steps, so they wait for a place on a worker instead of a batch. If
-    their worker has other models, they wait for the worker itself.
+    to keep utilization at the target and the share that waits past the deadline at `late_share` or
+    less (Erlang C). With time-sharing, each of n workers gets an n-th of a GPU: with n busy places
+    an item takes n times as long as with one, plus the overhead of sharing. Texts join and leave
+    between steps, so they wait for a place on a worker instead of a batch. If their worker has
+    other models, they wait for the worker itself.
 
     Raises:
         ConfigurationError: a full batch takes longer than the deadline.
@@ -340,8 +341,8 @@ def size_site(
 ) -> Site:
     """Returns nodes and API instances for a region that gets the fraction `share` of all requests.
 
-    Models are assumed to peak at the same time. `buffer` places per class are kept warm in
-    addition.
+    Models are assumed to peak at the same time. An additional `buffer` places per class are kept
+    warm.
 
     Raises:
         ConfigurationError: a model's GPU type, or the overflow type, is not in any allowed zone of

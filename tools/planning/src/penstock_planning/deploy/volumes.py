@@ -47,10 +47,10 @@ KINDS: tuple[Replies, ...] = get_args(Replies)
 SLOT: Mapping[Replies, str] = {"direct": "", "slots": "7"}
 REQUEST_ID = "req_" + "0" * 32
 NOW_S = 1_790_000_000.25
-"""Any fixed time, because only the length of the text matters."""
+"""Any fixed time, because only the text's length matters."""
 
 SAMPLE_ROWS = 50
-"""Rows per object, to calculate their compressed size.
+"""Rows per object, used to calculate their compressed size.
 
 Busy writers put more rows into an object.
 """
@@ -58,7 +58,7 @@ Busy writers put more rows into an object.
 
 @dataclass(frozen=True)
 class Volume:
-    """One model's month, in all regions together.
+    """One model's volumes for a month, across all regions.
 
     None means unknown because the rates don't specify an item's size.
     """
@@ -74,7 +74,7 @@ class Volume:
     reply_bytes: Mapping[Replies, int | None]
     """Billed bytes of each publish or delivery of a reply, on either topic."""
     shared_replies: int
-    """Maximum replies that share a message: a full batch for one instance."""
+    """Maximum number of replies that share a message: a full batch for one instance."""
     shared_reply_bytes: int | None
     """Billed bytes of each publish or delivery of such a message."""
     row_bytes: int
@@ -122,7 +122,7 @@ def volume(model: Model, rate: ModelRate) -> Volume:
 
 
 def _apart(model: Model, size_bytes: int | None, limit_bytes: int) -> int:
-    """Returns the bytes that go to the object store instead of a message.
+    """Returns the bytes that go to the object store instead of into a message.
 
     Texts and vectors never go there.
     """
@@ -169,7 +169,9 @@ def _reply_body(model: Model, output_bytes: int | None, items: int) -> ReplyBody
 
 
 def shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
-    """Returns the maximum replies that share a message. Replies that name an object share none.
+    """Returns the maximum number of replies that share a message.
+
+    Replies that refer to an object don't share a message.
 
     Args:
         size_bytes: one reply's billed bytes, or None if unknown.
@@ -226,7 +228,7 @@ def sample_row(model: Model, chance: random.Random) -> Fields:
 
 
 def row_days() -> float:
-    """Returns the days after which a row is dropped: the partition's expiration."""
+    """Returns the number of days after which a row is dropped: the partition's expiration."""
     return float(bigquery.table_options()["timePartitioning"]["expirationMs"]) / 86_400_000
 
 

@@ -1,8 +1,8 @@
 """Requests, and one region's API, which admits or rejects them like api/dispatch/admission.py.
 
-The service rate is estimated by the same class that the API uses. One estimate represents all
-instances in a region: each of n instances has 1/n of the items and the rate, so they expect the
-same waits. Tenants are not modeled, so everything that is waiting counts as being ahead.
+The service rate is estimated by the same class that the API uses. One estimate represents all of a
+region's instances: each of n instances has 1/n of the items and the rate, so they expect the same
+waits. Tenants are not modeled, so everything that is waiting counts as being ahead.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class SimulatedJob:
 
 
 class ApiSite:
-    """A region's instances, for one model.
+    """A region's API instances, for one model.
 
     Args:
         concurrency: number of requests that one instance holds.
@@ -122,7 +122,7 @@ class ApiSite:
         return wait_s <= left_s
 
     def answered(self, job: SimulatedJob, now_s: float, took_s: float) -> None:
-        """Records a response in time, of which `took_s` seconds were spent in the model."""
+        """Records a response that arrived in time, after spending `took_s` seconds in the model."""
         self.rate.record_completed(now_s, job.items, self.in_flight, took_s)
         self._count(job, -1)
 

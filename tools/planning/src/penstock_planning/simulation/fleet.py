@@ -1,4 +1,4 @@
-"""GPU nodes of one class in a region, managed like the cluster autoscaler does."""
+"""One class's GPU nodes in a region, managed the way the cluster autoscaler manages them."""
 
 from __future__ import annotations
 
@@ -40,16 +40,16 @@ class Fleet:
         self._chance = chance
         self._made = 0
         self.nodes: list[Node] = []
-        """Nodes that are ordered, running, or on notice. All of them are paid for from the time
-        they are ordered.
+        """Nodes that have been ordered, are running, or have received notice. All of them are paid
+        for from the time they are ordered.
         """
         self._pending: deque[SimulatedWorker] = deque()
         self.is_out_of_stock = False
         self.is_lost = False
         self.emptied_s: list[float] = []
-        """Times when nodes with a failed GPU were cordoned."""
+        """Times at which nodes with a failed GPU were cordoned."""
         self._retired_busy_s = self._retired_s = 0.0
-        """Total seconds that deleted nodes were busy, and that they existed."""
+        """Total seconds that deleted nodes were busy, and total seconds that they existed."""
         env.process(self._scale())
 
     # Pods
@@ -207,7 +207,7 @@ class Fleet:
 
     @property
     def gpu_busy_s(self) -> float:
-        """Total seconds in which a node's GPU was busy, over all nodes so far."""
+        """Total seconds during which nodes' GPUs were busy, over all nodes so far."""
         now_s = self._env.now
         return self._retired_busy_s + sum(
             node.busy_s + (now_s - node.since_s if node.busy else 0.0) for node in self.nodes

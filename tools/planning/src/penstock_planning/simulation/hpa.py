@@ -17,7 +17,7 @@ SYNC_S = 15.0
 """--horizontal-pod-autoscaler-sync-period of kube-controller-manager."""
 
 Reading = tuple[float | None, float]
-"""A metric's total over all pods, None if it could not be read, and its target per pod."""
+"""A metric's total over all pods (None if it could not be read), and its target per pod."""
 
 
 class HorizontalPodAutoscaler:
@@ -63,7 +63,7 @@ class HorizontalPodAutoscaler:
         return None if len(wanted) < len(readings) and highest < replicas else highest
 
     def _wanted(self, replicas: int, value: float, target: float) -> int:
-        # The metrics API has a resolution of thousandths.
+        # The metrics API has a resolution of one thousandth.
         usage, target = math.floor(value * 1000), math.floor(target * 1000)
         ratio = usage / (target * replicas)
         lower = 1 - self._behavior.scaleDown.tolerance

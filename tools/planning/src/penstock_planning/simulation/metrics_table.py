@@ -1,6 +1,6 @@
-"""The metrics available to rules. A rule that uses a new metric needs a row here.
+"""The metrics that rules can use. A rule that uses a new metric needs a row here.
 
-A row returns the values of one target at a time, with the labels that distinguish them.
+A row returns one target's values at a time, with the labels that distinguish them.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ BUSY_DIGITS = 3
 LOST_GPUS = "penstock_worker_lost_gpus_total"
 """A counter per pod. Only alerts query it."""
 XID_ERRORS = "DCGM_FI_DEV_XID_ERRORS"
-"""DCGM's gauge per GPU: the last driver error."""
+"""DCGM's gauge for each GPU: the last driver error."""
 
 OF_API: dict[str, Callable[[ApiSite], Values]] = {
     "penstock_api_items_in_flight": lambda site: (

@@ -38,7 +38,7 @@ class StepsLoad(Entry):
         return max(1, round(more_s / self.per_item_s)) if self.per_item_s else 1
 
     def item_s(self, slots: int) -> float:
-        """Returns the seconds per item for a worker whose slots are all taken."""
+        """Returns the seconds per item for a worker whose slots are all occupied."""
         return self.first_s + self.count * self.step_s(slots) / slots
 
 

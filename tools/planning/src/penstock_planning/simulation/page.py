@@ -190,7 +190,7 @@ def _middles(edges: Column) -> list[float]:
 def _percentiles(
     result: SimulationResult, times: Any, values: Any, which: tuple[int, ...]
 ) -> list[list[float]]:
-    """Returns one line per percentile over the buckets. An empty bucket has no value."""
+    """Returns one line per percentile across the buckets. An empty bucket has no value."""
     at_s, all_values = np.asarray(times), np.asarray(values)
     order = np.argsort(at_s, kind="stable")
     cuts = np.searchsorted(at_s[order], _edges(result)[1:-1])

@@ -1,7 +1,7 @@
 """Evaluates the autoscaler's PromQL queries over simulated time series.
 
-It uses the parser promql-parser, which follows Prometheus. Unsupported expressions are rejected by
-name, so that a rule is never simulated incorrectly.
+It uses promql-parser, a parser that follows Prometheus. An error names any unsupported expression,
+so that a rule is never simulated incorrectly.
 
 Semantics: prometheus.io/docs/prometheus/latest/querying; extrapolation of `rate` and `increase` as
 in prometheus/prometheus, promql/functions.go, `extrapolatedRate`.
@@ -82,7 +82,9 @@ def _divide_by_zero(left: float) -> float:
 
 
 def increase(series: Series, first: int, last: int, from_s: float, to_s: float) -> float | None:
-    """Returns a counter's growth, extrapolated to the range. None for fewer than two samples.
+    """Returns a counter's growth, extrapolated to the range.
+
+    None if there are fewer than two samples.
 
     Args:
         first: index of its first sample in the range.
@@ -130,7 +132,7 @@ def number(value: Value) -> float:
 
 
 def only(vector: Vector) -> float:
-    """Returns the only element of a vector. NaN unless there is exactly one, like `scalar`."""
+    """Returns a vector's only element. NaN unless there is exactly one, like `scalar`."""
     return next(iter(vector.values())) if len(vector) == 1 else math.nan
 
 
@@ -190,13 +192,13 @@ class PromQuery:
         """Lookback in seconds."""
 
     def value(self, series: TimeSeries, now_s: float) -> Value:
-        """Returns the value, a number or a vector by labels, at a time in seconds."""
+        """Returns the value at a time in seconds: a number, or a vector keyed by labels."""
         return self._evaluate(_Moment(series, now_s, now_s))
 
 
 @dataclass(frozen=True, slots=True)
 class _Moment:
-    """The time to evaluate at, and the query's time, up to which samples have arrived."""
+    """The evaluation time, and the query's time, up to which samples have arrived."""
 
     series: TimeSeries
     at_s: float
@@ -348,7 +350,8 @@ class _Compiler:
 
         def step(at: _Moment) -> Value:
             groups: dict[Labels, list[float]] = {}
-            # A subquery's times are multiples of its step, regardless of the query's time.
+            # A subquery's evaluation times are multiples of its step, regardless of the query's
+            # time.
             first = math.floor((at.at_s - range_s) / step_s) + 1
             for turn in range(first, math.floor(at.at_s / step_s) + 1):
                 moment = _Moment(at.series, turn * step_s, at.now_s)

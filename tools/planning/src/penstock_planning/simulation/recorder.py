@@ -9,11 +9,11 @@ from enum import Enum
 
 
 class RequestEnd(Enum):
-    """A request's outcome. Every request has exactly one."""
+    """A request's outcome. Every request has exactly one outcome."""
 
     SERVED = "served"
     REFUSED = "refused"
-    """429: no capacity, or the response would be late."""
+    """429: there is no capacity, or the response would be late."""
     EXPIRED = "expired"
     """504: its deadline passed."""
     LOST = "lost"
@@ -33,7 +33,7 @@ class ModelRecord:
     answer_s: array[float] = field(default_factory=lambda: array("d"))
     """Seconds until the response."""
     queue_s: array[float] = field(default_factory=lambda: array("d"))
-    """Seconds until the batch started."""
+    """Seconds until its batch started."""
     ended_s: array[float] = field(default_factory=lambda: array("d"))
     """End times of requests that were not served."""
 
@@ -77,6 +77,6 @@ class Recorder:
         self.worker_work_s = 0.0
         self.worker_ready_s = 0.0
         self.alerted_s: list[float] = []
-        """Times when the alert on failed GPUs started firing."""
+        """Times at which the alert on failed GPUs started firing."""
         self.lost_workers: Counter[str] = Counter()
         """Workers that terminated, by reason."""

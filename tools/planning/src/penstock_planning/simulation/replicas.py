@@ -32,8 +32,8 @@ class SimulatedDeployment:
     """Workers in a region, for one model or shared by several.
 
     Args:
-        service: service of the workers' models.
-        fleet: nodes that they run on.
+        service: the service for the workers' models.
+        fleet: the nodes they run on.
         rules: rules for rollouts and drains.
         recorder: records the work of terminated workers.
     """
@@ -57,7 +57,7 @@ class SimulatedDeployment:
         self._recorder = recorder
         self.wanted = 0
         self.workers: list[SimulatedWorker] = []
-        """Pods that count, by age. Terminating pods don't."""
+        """Pods that count, ordered by age. Terminating pods don't."""
         self.leaving: list[SimulatedWorker] = []
         self._made = 0
 
@@ -68,7 +68,7 @@ class SimulatedDeployment:
             self._reconcile()
 
     def start_with(self, count: int) -> None:
-        """Adds workers that are ready at the start. The fleet has places for them."""
+        """Adds workers that are ready at the start. The fleet has room for them."""
         self.wanted = count
         for _ in range(count):
             worker = self._create_worker()
@@ -97,7 +97,7 @@ class SimulatedDeployment:
             self._create()
         surplus = len(self.workers) - self.wanted
         if surplus > 0:
-            # First pods that are not ready, then the newest ones, as a ReplicaSet ranks them.
+            # First pods that are not ready, then the newest ones, in a ReplicaSet's order.
             ranked = sorted(self.workers, key=lambda one: (one.is_ready, -one.ready_s))
             for worker in ranked[:surplus]:
                 self._delete(worker, "scaled down")
@@ -240,7 +240,7 @@ class SimulatedDeployment:
 
 
 def _share(share: str, replicas: int) -> float:
-    """Returns a number of pods from a number or a percentage of the replicas."""
+    """Returns a number of pods, given a number or a percentage of the replicas."""
     return replicas * float(share[:-1]) / 100 if share.endswith("%") else float(share)
 
 
@@ -306,7 +306,7 @@ class Autoscaler:
     def sync(self, now_s: float, replicas: int) -> int:
         """Runs the HPA's loop, every 15 s.
 
-        It asks KEDA for the metrics, which are read at that time.
+        It requests the metrics from KEDA, which reads them at that time.
         """
         if replicas == 0:
             return 0

@@ -31,7 +31,7 @@ class FleetCost:
 
 @dataclass(frozen=True)
 class ReplicaRange:
-    """Replicas over time in all regions together, after the scenario has settled."""
+    """Replicas over time across all regions, once the scenario has settled."""
 
     least: int
     most: int
@@ -79,9 +79,9 @@ class FlowSummary:
 
 @dataclass(frozen=True)
 class GpuFailureSummary:
-    """Consequences of a `gpu_failure`, in seconds after it.
+    """Consequences of a `gpu_failure`, in seconds since the failure.
 
-    None if not before the end of the run.
+    None if it did not happen before the end of the run.
     """
 
     at_s: float
@@ -90,7 +90,7 @@ class GpuFailureSummary:
     emptied_s: float | None
     """When the last of its nodes had been cordoned and drained."""
     replaced_s: float | None
-    """When all workers that the autoscaler wants were ready again, on other nodes."""
+    """When all of the workers that the autoscaler wanted were ready again on other nodes."""
 
 
 @dataclass(frozen=True)
@@ -101,15 +101,15 @@ class RunSummary:
     flows: tuple[FlowSummary, ...]
     gpus_most: int
     gpus_to_request: int
-    """GPUs for which `penstock deploy plan` requests quota at the highest rate of this load."""
+    """GPUs for which `penstock deploy plan` requests quota at this load's highest rate."""
     gpus_mean: float
     gpu_hours: float
     gpu_busy_share: float
-    """Share of paid GPU time in which the GPU was busy."""
+    """Share of paid GPU time during which the GPU was busy."""
     worker_busy_share: float
-    """Share of ready workers' time in which they were busy."""
+    """Share of ready workers' time during which they were busy."""
     worker_work_share: float
-    """Used share of ready workers' capacity. Lower if steps were not full."""
+    """Share of ready workers' capacity that was used. Lower if steps were not full."""
     dollars: float | None
     """Cost of GPU nodes. None if a price is unknown."""
     dollars_per_day: float | None
@@ -126,7 +126,7 @@ class SimulationResult:
     recorder: Recorder
     fleets: tuple[FleetCost, ...]
     emptied_s: tuple[float, ...] = ()
-    """Times when nodes with a failed GPU had been drained."""
+    """Times by which nodes with a failed GPU had been drained."""
 
     @cached_property
     def summary(self) -> RunSummary:
@@ -188,7 +188,7 @@ class SimulationResult:
             )
 
     def _find_all_ready_s(self, after_s: float) -> float | None:
-        """Returns the first sample after a time in which no worker is missing."""
+        """Returns the first sample after a given time at which no worker is missing."""
         missing: dict[float, int] = {}
         for sample in self.recorder.samples:
             if sample.at_s > after_s:

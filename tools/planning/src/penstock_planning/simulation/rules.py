@@ -1,7 +1,7 @@
 """The deployed rules for autoscaling, rollouts, and draining, read from the overlay.
 
-The overlay is written by the same code as `python -m infra.kubernetes`, and rendered the way
-Kustomize does it, to the extent its files require: resources, components, strategic merges.
+The same code as `python -m infra.kubernetes` writes the overlay, which is rendered as Kustomize
+would, to the extent that its files require: resources, components, strategic merges.
 tests/infra/simulation compares both if kubectl is installed.
 """
 
@@ -53,7 +53,7 @@ class _Read(BaseModel):
 
 
 class ScalingPolicy(_Read):
-    """A limit on changes by scaling within a period."""
+    """A limit on scaling changes within a period."""
 
     type: Literal["Percent", "Pods"]
     value: int
@@ -110,7 +110,7 @@ class AutoscalerRules(_Read):
 
 
 class WorkerRules(_Read):
-    """Rules in the manifests for workers of one or several models."""
+    """Rules in the manifests for workers of one or more models."""
 
     models: tuple[str, ...]
     slug: str

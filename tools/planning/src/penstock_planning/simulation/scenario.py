@@ -20,7 +20,7 @@ MAX_BASES = 8
 
 
 class ScenarioRegion(Entry):
-    """A region of the deployment."""
+    """A region in the deployment."""
 
     share: float = Field(gt=0, le=1)
     """Share of all requests."""
@@ -29,7 +29,7 @@ class ScenarioRegion(Entry):
 
 
 class Cluster(Entry):
-    """Delays of nodes and pods, and how much capacity is kept warm.
+    """Delays for nodes and pods, and how much capacity is kept warm.
 
     For sources see docs/explanation/simulation.md.
     """
@@ -52,21 +52,21 @@ class Cluster(Entry):
 
 
 class ScenarioApi(Entry):
-    """The API of each region."""
+    """Each region's API."""
 
     max_instances: int = Field(ApiVariable().max_instances, ge=1)
     concurrency: int = Field(ApiVariable().concurrency, ge=1)
     trip_s: Seconds = 0.1
-    """Round trip over Pub/Sub: 2 x BROKER_ROUND_TRIP_S of penstock_planning/deploy/rates.py."""
+    """Round trip over Pub/Sub: 2 x BROKER_ROUND_TRIP_S from penstock_planning/deploy/rates.py."""
 
 
 class ScenarioBroker(Entry):
-    """Settings for the delivery of jobs to workers by Pub/Sub."""
+    """Settings for how Pub/Sub delivers jobs to workers."""
 
     delivery: Literal["random", "idle_first"] = "random"
     """`random`: to any worker whose flow control has room. Pub/Sub guarantees nothing better."""
     lease_s: Seconds = 20.0
-    """Lease of a job held by a worker (PubSubTransport.subscribe), renewed after each third."""
+    """Lease of a job held by a worker (PubSubTransport.subscribe), renewed at each third."""
     round_trip_s: Seconds = 0.0
     """Seconds from a worker to its broker and back.
 
@@ -74,22 +74,22 @@ class ScenarioBroker(Entry):
     immediately. A request's trip time is `api.trip_s`.
     """
     batches_held: int | None = Field(None, ge=1)
-    """Full batches that a worker holds at any distance.
+    """Number of full batches that a worker holds at any distance.
 
-    None means like real workers, which hold two near the broker, and more the farther away they are
-    (shared/models/service_rate.py).
+    None means the same as real workers, which hold two near the broker, and more the farther away
+    they are (shared/models/service_rate.py).
     """
 
 
 class Metrics(Entry):
-    """Delays until queries see a sample."""
+    """Delays before queries see a sample."""
 
     scrape_s: float = Field(10.0, gt=0)
     """Interval of PodMonitoring and the API's collector
     (infra/kubernetes/cluster/pod-monitoring.yaml).
     """
     age_s: Seconds = 5.0
-    """Delay from a scrape until queries see it."""
+    """Delay after a scrape before queries see it."""
     has_stale_markers: bool = False
     """True if queries immediately see that a target is gone.
 
@@ -99,7 +99,7 @@ class Metrics(Entry):
     pubsub_sample_s: float = Field(60.0, gt=0)
     """Sampling interval of Pub/Sub's gauges."""
     pubsub_age_s: Seconds = 120.0
-    """Delay until queries see them (cloud.google.com/monitoring/api/metrics_gcp)."""
+    """Delay before queries see them (cloud.google.com/monitoring/api/metrics_gcp)."""
 
 
 class SpotLoss(Entry):
@@ -126,26 +126,26 @@ class StockOut(Entry):
 class GpuFailure(Entry):
     """GPUs fail, each on a different node (decision 98).
 
-    Their workers leave, and their nodes are drained and deleted.
+    Their workers exit, and their nodes are drained and deleted.
     """
 
     kind: Literal["gpu_failure"]
     at_s: Seconds
     count: int = Field(1, ge=1)
     gpu: str | None = None
-    """A GPU type in models.yaml. None means all."""
+    """A GPU type from models.yaml. None means all."""
     region: str | None = None
     """None means all."""
     worker_leaves_s: Seconds = 20.0
-    """Time until a worker has lost its GPU twice in a row, which ends it. An assumption."""
+    """Time until a worker has lost its GPU twice in a row, which makes it exit. An assumption."""
     node_emptied_s: Seconds = 45.0
-    """Time until the node reports it in a condition and workers/gpu_nodes.py, which checks every 15
-    s, has cordoned the node. An assumption.
+    """Time until the node reports the failure in a condition and workers/gpu_nodes.py, which checks
+    every 15 s, has cordoned the node. An assumption.
     """
 
 
 class RegionLoss(Entry):
-    """A region is gone for a while: API, nodes and workers. Callers use the others."""
+    """A region goes down for a while: its API, nodes and workers. Callers use the others."""
 
     kind: Literal["region_loss"]
     at_s: Seconds
@@ -174,14 +174,15 @@ class RolloutEvent(Entry):
 
 
 class SetReplicas(Entry):
-    """An operator sets a model's number of workers in each region, instead of the autoscaler."""
+    """An operator, rather than the autoscaler, sets a model's number of workers in each region."""
 
     kind: Literal["set_replicas"]
     at_s: Seconds
     model: str
     count: int = Field(ge=0)
     is_kill: bool = False
-    """True if surplus workers die immediately with the jobs they hold, instead of draining."""
+    """True if surplus workers die immediately along with the jobs they hold, instead of draining.
+    """
 
 
 Event = Annotated[
@@ -191,13 +192,13 @@ Event = Annotated[
 
 
 class ScenarioFlow(Entry):
-    """The runs of a flow. Each step is a request with one item to its model."""
+    """The runs of a flow. Each step is a one-item request to its model."""
 
     steps: tuple[str, ...] = Field(min_length=1)
     """The models in order."""
     arrivals: tuple[Arrivals, ...] = Field(min_length=1)
     deadline_s: float = Field(60.0, gt=0)
-    """Deadline for all steps together."""
+    """Deadline for all steps combined."""
 
 
 class Scenario(Entry):
@@ -213,9 +214,9 @@ class Scenario(Entry):
     models: dict[str, ModelLoad] = Field(min_length=1)
     """Load by model name in the catalog. Models without an entry are not simulated."""
     workers: tuple[dict[str, Any], ...] = ()
-    """The catalog's `workers` list, if its entries are here."""
+    """The catalog's `workers` list, if its entries are specified here."""
     flows: dict[str, ScenarioFlow] = Field({})
-    """Flows by name. Their steps add to the load of their models."""
+    """Flows by name. Their steps add to their models' load."""
     regions: dict[str, ScenarioRegion] = Field(
         {"us-central1": ScenarioRegion(share=1.0)}, min_length=1
     )
@@ -271,7 +272,7 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
 
 
 def _read(path: Path, nested: int = 0) -> Any:
-    """Returns the contents of a file, including what it inherits from its `base`."""
+    """Returns a file's contents, including what it inherits from its `base`."""
     if nested > MAX_BASES:
         raise ConfigurationError(
             f"{path}: base: exceeds the maximum of {MAX_BASES} levels", field="base"
@@ -334,7 +335,7 @@ def _with(document: Any, keys: list[str], value: Any) -> Any:
 
 
 def _with_paths(document: Any, folder: Path) -> Any:
-    """Resolves a scenario's paths, which are relative to it."""
+    """Resolves a scenario's paths, which are relative to the scenario file."""
     if isinstance(document, dict):
         if isinstance(document.get("catalog"), str):
             document = document | {"catalog": folder / document["catalog"]}

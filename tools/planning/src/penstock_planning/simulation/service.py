@@ -1,9 +1,10 @@
 """A model's service: its subscriptions, and the jobs that workers in all regions pull from them.
 
-A whole batch consists of the requests waiting when a worker's model becomes idle. In a batch of
-steps (continuous batching, decision 62), all steps between two changes take the same time, so only
-changes are events: an item is admitted, has read its prompt, or is done. Changes do not wait for
-the end of a step. An item is admitted immediately, and a late one leaves with the next change.
+A whole batch consists of the requests that are waiting when a worker's model becomes idle. In a
+batch of steps (continuous batching, decision 62), all steps between two changes take the same time,
+so the only events are changes: an item is admitted, its prompt has been read, or it has finished.
+Changes do not wait for a step to end. An item is admitted immediately, and a late one leaves with
+the next change.
 """
 
 from __future__ import annotations
@@ -83,7 +84,7 @@ class WholeBatches:
         took_s = self._load.batch_s(items)
         if self._load.spread == "exponential":
             took_s = self._chance.expovariate(1 / took_s)
-        # Running processes time-share the GPU. The number at the start of the batch counts.
+        # Running processes time-share the GPU. The number at the start of the batch is what counts.
         took_s *= worker.slowed(self._load.kept_when_sharing)
         in_batch_priority = 0
         for job in jobs:
@@ -145,7 +146,7 @@ class WholeBatches:
             worker.vacate(now_s)
 
     def stop(self, worker: SimulatedWorker) -> list[SimulatedJob]:
-        """Stops a worker's batches, finished or not. Returns its jobs."""
+        """Stops a worker's batches, whether finished or not. Returns its jobs."""
         jobs = worker.running
         for batch in list(worker.computing):
             self._end(batch)
@@ -195,7 +196,7 @@ class SteppedBatches:
         self._schedule(worker, inside)
 
     def _admitted(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
-        """Yields interactive jobs first. In addition, `batch` priority gets 1/4 of the slots."""
+        """Yields interactive jobs first. `batch` priority also gets 1/4 of the slots."""
         free = self._slots - sum(job.items for job in worker.running)
         has_callers = any(not job.is_batch_priority for job in worker.running)
         for priority in (INTERACTIVE, BATCH):
@@ -334,7 +335,7 @@ class Service:
         # A model that computes in steps holds a fixed number of jobs (workers/worker.py).
         self._holds_more = broker.batches_held is None and load.steps is None
         self.queues: tuple[deque[SimulatedJob], deque[SimulatedJob]] = (deque(), deque())
-        """Jobs that are published but have not reached a worker."""
+        """Jobs that have been published but have not reached a worker."""
         self._open: list[SimulatedWorker] = []
         self._idle: dict[SimulatedWorker, None] = {}
         self._deadlines: deque[SimulatedJob] = deque()
@@ -481,7 +482,7 @@ class Service:
             self._free(worker, ended)
 
     def _free_later(self, worker: SimulatedWorker, ended: list[int]) -> Steps:
-        """Frees permits when replies and acks have traveled, and the next jobs arrive."""
+        """Frees permits once replies and acks have arrived, along with the next jobs."""
         yield self._env.timeout(self._refill_s)
         if not worker.is_gone:
             self._free(worker, ended)
@@ -538,7 +539,7 @@ class Service:
     def drain(self, worker: SimulatedWorker) -> simpy.Event:
         """Stops a worker from pulling.
 
-        The event fires when it has finished the jobs that it holds.
+        The event fires when the worker has finished the jobs that it holds.
         """
         worker.is_draining = True
         self._close(worker)
@@ -549,13 +550,13 @@ class Service:
         return worker.drained
 
     def leave(self, worker: SimulatedWorker) -> None:
-        """Removes a worker. The broker gets back the jobs that it still held."""
+        """Removes a worker. The jobs that it still held go back to the broker."""
         self._hand_back(self._take_from(worker))
 
     def lose_gpu(self, worker: SimulatedWorker) -> None:
         """Handles a worker's failed GPU.
 
-        The worker keeps its running jobs, to try them again, and continues to pull.
+        The worker keeps its running jobs in order to retry them, and continues to pull.
         """
         jobs = self._work.stop(worker) if worker.running else []
         for job in sorted(jobs, key=_age, reverse=True):

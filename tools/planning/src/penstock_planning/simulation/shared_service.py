@@ -1,4 +1,4 @@
-"""Workers shared by several models: each pod is a worker of each model, in turn."""
+"""Workers shared by several models: each pod is a worker for each model, in turn."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from shared.errors import ConfigurationError
 
 
 class SharedService:
-    """Workers shared by several models: a pod is a worker of each, in turn.
+    """Workers shared by several models: each pod is a worker for each model, in turn.
 
-    Each part pulls from its model's subscription. One of them computes at a time, in whole batches.
+    Each part pulls from its model's subscription. They compute one at a time, in whole batches.
 
     Raises:
         ConfigurationError: a model has `steps`, which is not supported here.
@@ -57,12 +57,15 @@ class SharedService:
         return part
 
     def drain(self, pod: SimulatedWorker) -> simpy.Event:
-        """Stops a pod from pulling. The event fires when it has finished the jobs that it holds."""
+        """Stops a pod from pulling.
+
+        The event fires when the pod has finished the jobs that it holds.
+        """
         pod.is_draining = True
         return self._env.all_of([service.drain(part) for service, part in self._of(pod)])
 
     def leave(self, pod: SimulatedWorker) -> None:
-        """Removes a pod. The broker gets back the jobs that it still held."""
+        """Removes a pod. The jobs that it still held go back to the broker."""
         pod.settle(self._env.now)
         pod.is_draining = pod.is_gone = True
         for service, part in self._of(pod):
@@ -80,7 +83,7 @@ class SharedService:
             service.lose_gpu(part)
 
     def _of(self, pod: SimulatedWorker) -> Iterator[tuple[Service, SimulatedWorker]]:
-        # A pod has no parts before it is warm.
+        # A pod has no parts until it is warm.
         return zip(self._services, pod.parts, strict=False)
 
 

@@ -1,4 +1,4 @@
-"""Request streams in a scenario, and the times at which requests arrive."""
+"""A scenario's request streams, and the times at which requests arrive."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Constant(_Arrivals):
 
 
 class Wave(_Arrivals):
-    """A sine between two rates, with the minimum at the start. A day has 86400 s."""
+    """A sine wave between two rates, with the minimum at the start. A day has 86400 s."""
 
     kind: Literal["wave"]
     least_per_s: float = Field(ge=0)
@@ -47,7 +47,7 @@ class Wave(_Arrivals):
 
 
 class StepArrivals(_Arrivals):
-    """One rate, and a different rate from a certain time on."""
+    """One rate, and a different rate from a given time on."""
 
     kind: Literal["step"]
     before_per_s: float = Field(ge=0)

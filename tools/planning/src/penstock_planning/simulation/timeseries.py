@@ -1,4 +1,4 @@
-"""Time series as seen by queries: samples with an age, as after a scrape."""
+"""Time series as queries see them: samples that appear late, as after a scrape."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Labels = tuple[tuple[str, str], ...]
 """Sorted pairs of name and value."""
 
 TRIMMED_AT = 2048
-"""Number of samples in a series at which the older half is dropped, if no query looks back that
+"""Number of samples at which the older half of a series is dropped, if no query looks back that
 far.
 """
 
@@ -29,7 +29,7 @@ class Series:
     has_fallen: bool = False
     """True if a value was ever lower than the previous one, as after a counter reset."""
     ended_s: float = math.inf
-    """Time when its target disappeared and Prometheus writes a staleness marker."""
+    """Time at which its target disappeared and Prometheus writes a staleness marker."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,10 @@ class Matcher:
     value: str
 
     def fits(self, labels: Labels) -> bool:
-        """Returns whether labels meet the condition. As in Prometheus, a missing label is empty."""
+        """Returns whether labels meet the condition.
+
+        As in Prometheus, a missing label counts as empty.
+        """
         value = dict(labels).get(self.label, "")
         tests: dict[str, Callable[[], bool]] = {
             "=": lambda: value == self.value,
@@ -56,7 +59,7 @@ class TimeSeries:
     """All series by metric name and labels.
 
     Args:
-        kept_s: longest lookback of the queries. Older series and samples may be dropped.
+        kept_s: the queries' longest lookback. Older series and samples may be dropped.
     """
 
     def __init__(self, kept_s: float = math.inf) -> None:
@@ -67,7 +70,7 @@ class TimeSeries:
     def append(
         self, name: str, labels: Labels, at_s: float, value: float, age_s: float = 0.0
     ) -> None:
-        """Adds a sample. A series' samples must be added in order of time."""
+        """Adds a sample. A series' samples must be added in chronological order."""
         of_name = self._by_name.setdefault(name, {})
         series = of_name.get(labels)
         if series is None:

@@ -53,7 +53,7 @@ class RunningBatch:
 
 
 class Node:
-    """A machine with one GPU, which `places` workers share in time."""
+    """A machine with one GPU, time-shared by `places` workers."""
 
     __slots__ = (
         "busy",
@@ -79,10 +79,10 @@ class Node:
         self.busy = 0
         """Number of workers that are computing now."""
         self.busy_s = 0.0
-        """Seconds in which at least one of them computed."""
+        """Seconds during which at least one of them was computing."""
         self.ordered_s = 0.0
         self.since_s = 0.0
-        """Start of the current state: idle or computing."""
+        """Start of the current state, either idle or computing."""
 
     @property
     def free(self) -> int:
@@ -114,14 +114,14 @@ class SimulatedWorker:
     is_draining: bool = False
     is_gone: bool = False
     is_new: bool = True
-    """True if it has the newest version of its Deployment."""
+    """True if it runs its Deployment's newest version."""
     ready_s: float = -1.0
     held: tuple[deque[SimulatedJob], deque[SimulatedJob]] = field(
         default_factory=lambda: (deque(), deque())
     )
     """Jobs waiting here, by priority: interactive, batch."""
     held_jobs: list[int] = field(default_factory=lambda: [0, 0])
-    """By priority: jobs waiting or running here, and jobs whose acks are on their way."""
+    """By priority: jobs waiting or running here, and jobs whose acks are in transit."""
     most_held: list[int] = field(default_factory=lambda: [0, 0])
     """Maximum number of jobs it holds in each priority."""
     ahead: tuple[HeldAhead, HeldAhead] = field(default_factory=lambda: (HeldAhead(), HeldAhead()))
@@ -142,7 +142,7 @@ class SimulatedWorker:
     others: tuple[SimulatedWorker, ...] = ()
     """For such a part, the other parts, which take turns running."""
     take_turn: Callable[[], None] | None = None
-    """For such a part, lets it run, if it can."""
+    """For such a part, runs it if possible."""
     inside: Inside | None = None
     """Set if the worker admits items between steps."""
     step_time: StepTime | None = None
@@ -153,11 +153,11 @@ class SimulatedWorker:
     """A counter in its metrics, like `batches`."""
     batches: int = 0
     busy_s: float = 0.0
-    """Seconds in which it computed."""
+    """Seconds during which it was computing."""
     work_s: float = 0.0
-    """Seconds in which a full worker would have done the same work."""
+    """Seconds that a full worker would have taken to do the same work."""
     busy_parts: tuple[float, float] = (0.0, 0.0)
-    """Share of each priority in its current computation."""
+    """Each priority's share of its current computation."""
     busy_average: tuple[float, float] = (0.0, 0.0)
     busy_since_s: float = 0.0
 
@@ -190,7 +190,7 @@ class SimulatedWorker:
 
     @property
     def has_free_process(self) -> bool:
-        """Returns whether a process could start a whole batch while others compute."""
+        """Returns whether a process could start a whole batch while others are computing."""
         return 0 < len(self.computing) < self.processes
 
     @property
@@ -219,19 +219,19 @@ class SimulatedWorker:
             self.count(batch, now_s)
 
     def count(self, batch: RunningBatch, now_s: float) -> None:
-        """Counts the work of one process in a batch, as a fraction of the worker."""
+        """Counts one process's work on a batch, as a fraction of the worker."""
         part_s = (now_s - batch.counted_s) / self.processes
         batch.counted_s = now_s
         self.busy_s += part_s
         self.work_s += part_s
 
     def set_busy_of_batches(self, now_s: float) -> None:
-        """Sets its load from the batches that its processes are computing."""
+        """Sets its load based on the batches that its processes are computing."""
         share = sum(batch.batch_share for batch in self.computing) / self.processes
         self.set_busy((len(self.computing) / self.processes - share, share), now_s)
 
     def slowed(self, kept_when_sharing: float) -> float:
-        """Returns the current slowdown factor caused by others on the same GPU."""
+        """Returns the current slowdown factor caused by other workers on the same GPU."""
         node = self.node
         assert node is not None
         return 1.0 if node.busy <= 1 else node.busy / kept_when_sharing

@@ -1,6 +1,6 @@
-"""Assembles a scenario and runs it, including its failures and operators' actions.
+"""Assembles and runs a scenario, including its failures and operators' actions.
 
-Request arrivals are computed a minute at a time. Metrics reach the time series as they would from
+Request arrivals are computed a minute at a time. Metrics reach the time series as they would with
 real collectors: at intervals, late, and with gaps. Parts are stored by model and region.
 """
 
@@ -77,7 +77,7 @@ SiteKey = tuple[str, str]
 """Model and region."""
 
 FLOW_SEED = 1
-"""Separates the flows' random numbers from the models'."""
+"""Keeps the flows' random numbers separate from the models'."""
 BROKER_WAIT_S = float(ApiSettings.model_fields["broker_wait_s"].default)
 ROUND_TRIPS = 2
 """Equals ROUND_TRIPS of api/dispatch/model_window.py."""
@@ -96,7 +96,7 @@ MIN_SAMPLE_S = 5.0
 
 @dataclass
 class Parts:
-    """The parts of the simulated world, which events change."""
+    """The parts of the simulated world that events change."""
 
     services: dict[str, Service]
     """Services, keyed by model. Workers in all regions pull from one subscription."""
@@ -129,7 +129,7 @@ class Scraper:
 
     Args:
         broker_wait_s: how long published jobs may be in transit or wait at the broker.
-        has_gpu_failures: True if GPUs fail, so that metrics that only alerts query are needed.
+        has_gpu_failures: True if GPUs fail, so that the metrics used only by alerts are needed.
     """
 
     def __init__(
@@ -151,7 +151,7 @@ class Scraper:
         self.away: list[tuple[str, ...]] = []
         """Current outages: prefixes of metric names that are not scraped.
 
-        An empty prefix matches all.
+        An empty prefix matches everything.
         """
         self._forget_s = 0.0
         self._scraped: dict[tuple[str, Labels], None] = {}
@@ -515,7 +515,7 @@ class World:
         env, load, chance = self.env, self.scenario.models[name], self._chance
         service, record = self.parts.services[name], self.recorder.models[name]
         limit_s = load.deadline_s or self.models[name].deadline.default_s
-        # The reply takes time as well.
+        # The reply also takes time.
         limit_s -= self.scenario.api.trip_s
         generator = np.random.default_rng([self.scenario.seed, number])
         for times in arrival_times(stream, self.scenario.duration_s, generator):
@@ -537,7 +537,7 @@ class World:
                     service.refuse()
 
     def _arrive_runs(self, name: str, stream: Arrivals, number: int) -> Steps:
-        """Starts runs of a flow.
+        """Starts a flow's runs.
 
         The API sees the flow instead of requests to its steps' models.
         """

@@ -26,8 +26,8 @@ _WIDER = {"INTEGER": ("NUMERIC", "FLOAT"), "NUMERIC": ("FLOAT",)}
 class Shape:
     """A table's future shape.
 
-    `sources` has DuckDB's SQL over the old columns for each field that is kept. `is_only_wider`
-    means that no new table is needed: columns were added or are no longer required.
+    `sources` maps each field that is kept to DuckDB SQL over the old columns. `is_only_wider` means
+    that no new table is needed: columns were added or are no longer required.
     """
 
     schema: Schema
@@ -37,7 +37,7 @@ class Shape:
 
 
 def altered(table: TableResource, actions: list[str], evaluate: Evaluate) -> Shape:
-    """Returns the table after an ALTER TABLE statement's actions.
+    """Returns the table after applying an ALTER TABLE statement's actions.
 
     Args:
         table: the table or view.

@@ -10,7 +10,7 @@ _UNITS = ("HOUR", "DAY", "MONTH", "YEAR")
 
 
 def columns(node: exp.Schema) -> Schema:
-    """Returns a column list's fields.
+    """Returns the fields in a column list.
 
     Raises:
         InvalidError: BigQuery rejects a name or type.

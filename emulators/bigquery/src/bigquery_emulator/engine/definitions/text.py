@@ -95,7 +95,7 @@ def _nested(tokens: Sequence[Token]) -> Iterator[tuple[Token, int]]:
         if token.token_type in _CLOSING:
             depth -= 1
         elif angles and set(token.text) == {">"}:
-            # The end of a STRUCT<...> or ARRAY<...>; a token may contain two.
+            # The end of a STRUCT<...> or ARRAY<...>; a single token may close two.
             angles -= len(token.text)
         yield token, depth + angles
         if token.token_type in _OPENING:

@@ -36,27 +36,27 @@ _SQL_NAMES = {"INTEGER": "INT64", "FLOAT": "FLOAT64", "BOOLEAN": "BOOL"}
 
 
 def dataset_rows(dataset: DatasetResource) -> list[Row]:
-    """Returns a dataset's row in SCHEMATA."""
+    """Returns the SCHEMATA row for a dataset."""
     key, location = dataset.key, dataset.settings.get("location", "US")
     times = (dataset.created_ms, dataset.modified_ms)
     return [(key.project, key.dataset_id, None, *times, location, _NONE)]
 
 
 def table_rows(table: TableResource) -> list[Row]:
-    """Returns a table's or view's row in TABLES."""
+    """Returns the TABLES row for a table or view."""
     kind, is_insertable = ("VIEW", "NO") if table.view_query is not None else ("BASE TABLE", "YES")
     return [(*named(table), kind, is_insertable, "NO", table.created_ms, _NONE)]
 
 
 def view_rows(table: TableResource) -> list[Row]:
-    """Returns a view's row in VIEWS. Empty for a table."""
+    """Returns the VIEWS row for a view. Empty for a table."""
     if table.view_query is None:
         return []
     return [(*named(table), table.view_query, None, "YES")]
 
 
 def column_rows(table: TableResource) -> list[Row]:
-    """Returns a table's or view's rows in COLUMNS."""
+    """Returns the COLUMNS rows for a table or view."""
     clustering = [name.lower() for name in table.settings.get("clustering", {}).get("fields", [])]
     partitioned = table.partitioning.column.lower() if table.partitioning else None
     rows: list[Row] = []
@@ -76,7 +76,7 @@ def column_rows(table: TableResource) -> list[Row]:
 
 
 def field_path_rows(table: TableResource) -> list[Row]:
-    """Returns a table's or view's rows in COLUMN_FIELD_PATHS, including nested fields."""
+    """Returns the COLUMN_FIELD_PATHS rows for a table or view, including nested fields."""
     return [
         (*named(table), column.name, path, sql_type(field), field.description, _NONE, None)
         for column in table.schema

@@ -19,7 +19,7 @@ JOBS = (
 
 
 def job_row(job: BigQueryJob) -> Row:
-    """Returns a job's row in JOBS."""
+    """Returns the JOBS row for a job."""
     config = job.configuration.get(job.kind.lower(), {})
     details = job.statistics.get("query", {})
     error = None if job.error is None else job.error.proto()

@@ -17,7 +17,7 @@ _DAY_MS = 86_400_000
 
 
 def dataset_rows(dataset: DatasetResource) -> list[Row]:
-    """Returns a dataset's rows in SCHEMATA_OPTIONS."""
+    """Returns the SCHEMATA_OPTIONS rows for a dataset."""
     options = _shared(dataset.settings)
     for name, key in (
         ("default_table_expiration_days", "defaultTableExpirationMs"),
@@ -29,7 +29,7 @@ def dataset_rows(dataset: DatasetResource) -> list[Row]:
 
 
 def table_rows(table: TableResource) -> list[Row]:
-    """Returns a table's or view's rows in TABLE_OPTIONS."""
+    """Returns the TABLE_OPTIONS rows for a table or view."""
     settings = table.settings
     options = _shared(settings)
     if "expirationTime" in settings:

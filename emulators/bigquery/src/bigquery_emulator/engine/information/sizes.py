@@ -25,7 +25,7 @@ _LEGACY_TABLE, _LEGACY_VIEW = 1, 2
 
 
 def partition_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """Returns a table's rows in PARTITIONS. Empty for a view."""
+    """Returns the PARTITIONS rows for a table. Empty for a view."""
     if table.view_query is not None:
         return []
     return [
@@ -35,7 +35,7 @@ def partition_rows(cursor: Cursor, table: TableResource) -> list[Row]:
 
 
 def storage_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """Returns a table's row in TABLE_STORAGE. Empty for a view."""
+    """Returns the TABLE_STORAGE row for a table. Empty for a view."""
     if table.view_query is not None:
         return []
     parts = _partitions(cursor, table)
@@ -48,7 +48,7 @@ def storage_rows(cursor: Cursor, table: TableResource) -> list[Row]:
 
 
 def legacy_rows(cursor: Cursor, table: TableResource) -> list[Row]:
-    """Returns a table's or view's row in `__TABLES__`. Times are in milliseconds since 1970."""
+    """Returns the `__TABLES__` row for a table or view. Times are in milliseconds since 1970."""
     kind = _LEGACY_TABLE if table.view_query is None else _LEGACY_VIEW
     times = (table.created_ms, table.modified_ms)
     return [(*named(table), *times, *table_size(cursor, table), kind)]

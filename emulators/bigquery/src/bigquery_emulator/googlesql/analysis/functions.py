@@ -1,4 +1,4 @@
-"""BigQuery functions that the analyzer lacks.
+"""BigQuery functions that the analyzer doesn't support.
 
 Some are described to the analyzer here. The others are only listed by name, so that they can be
 rejected.
@@ -52,7 +52,7 @@ NOT_HERE_BEGINNINGS = ("AI.", "KEYS.", "KLL_QUANTILES.", "ML.")
 
 
 def is_not_here(name: str) -> bool:
-    """True if BigQuery has a function with this name but this server does not."""
+    """Returns True if BigQuery has a function with this name but this server does not."""
     name = name.upper()
     return name in NOT_HERE or name.startswith(NOT_HERE_BEGINNINGS)
 

@@ -49,7 +49,8 @@ def _config() -> wasmtime.Config:
     config.epoch_interruption = True
     config.max_wasm_stack = _STACK_BYTES
     if sys.platform == "linux" and platform.machine() in _MACHINES:
-        # Code that runs on every CPU of this architecture, so that it can be part of an image.
+        # Generates code that runs on every CPU of this architecture, so that it can be part of an
+        # image.
         config.target = f"{platform.machine()}-unknown-linux-gnu"
     _enable_cache(config)
     return config
@@ -73,11 +74,11 @@ def _enable_cache(config: wasmtime.Config) -> None:
 
 
 class AnalyzerModule:
-    """The loaded module and an instance of it. Takes calls from any thread, one at a time.
+    """The loaded module and an instance of it. Accepts calls from any thread, one at a time.
 
     wasmtime stores the machine code in the user's cache (22 MB): the first load on a machine takes
-    10 s and 1.1 GB of memory; later loads take 0.2 s. Running this package as a program does the
-    first load.
+    10 s and 1.1 GB of memory; later loads take 0.2 s. Running this package as a program triggers
+    the first load.
     """
 
     def __init__(self) -> None:
@@ -88,7 +89,7 @@ class AnalyzerModule:
         self._watchdog = _Watchdog(self._engine.increment_epoch)
         self._instance: _Instance | None = None
         self.generation = 0
-        """Number of instances that have broken. Everything registered in them is gone."""
+        """The number of instances that have broken. Everything registered in them is gone."""
 
     def call(self, method: str, request: Message, answer: type[Answer]) -> Answer:
         """Calls a method of ZetaSQL's local service.
@@ -118,10 +119,10 @@ class AnalyzerModule:
 
 
 class _Watchdog:
-    """Stops calls that take too long. There is only one call at a time.
+    """Stops calls that take too long. Only one call runs at a time.
 
     A single thread watches all calls and exits after a while without any. A timer per call would
-    start a thread for each.
+    start a thread for each call.
     """
 
     def __init__(self, stop: Callable[[], None]) -> None:

@@ -53,7 +53,7 @@ class Node:
         return str(values.values_by_number[getattr(message, name)].name)
 
     def has(self, name: str) -> bool:
-        """True if this kind of node has a field, set or not."""
+        """True if this kind of node has the field, whether or not it is set."""
         return name in _paths(self._message.DESCRIPTOR)
 
     def children(self) -> list[Node]:

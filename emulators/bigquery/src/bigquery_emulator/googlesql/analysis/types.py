@@ -121,7 +121,7 @@ def type_name(kind: TypeProto) -> str:
 
 
 def struct_field_names(kind: TypeProto) -> list[str]:
-    """Returns a struct's field names in DuckDB: BigQuery's names, or for example `_field_2`.
+    """Returns a struct's DuckDB field names: BigQuery's names, or names such as `_field_2`.
 
     Duplicate names are numbered too, because DuckDB requires unique names.
     """

@@ -311,7 +311,7 @@ def _percentile(name: str) -> Callable[[Call, str], str]:
 def _exact(place: float) -> str:
     """Returns a percentile as a DECIMAL, which DuckDB multiplies as exactly as GoogleSQL does.
 
-    The lost digits would matter only for more rows than fit into memory. The value is truncated
+    The lost digits would matter only with more rows than fit in memory. The value is truncated
     rather than rounded, so that an exact percentile that falls on a row stays there.
     """
     digits = Decimal(place).quantize(Decimal(1).scaleb(-_PLACE_DIGITS), ROUND_DOWN, _PLACE_CONTEXT)

@@ -118,7 +118,7 @@ def _cast(value: str, source: TypeProto, target: TypeProto) -> str:
 
 
 def _cast_struct(value: str, source: TypeProto, target: TypeProto) -> str:
-    """Casts a struct by position. DuckDB's own cast would go by name."""
+    """Casts a struct by position. DuckDB's own cast matches fields by name."""
     names = struct_field_names(target)
     parts = []
     for place, (own, wanted) in enumerate(

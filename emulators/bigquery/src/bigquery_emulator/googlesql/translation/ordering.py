@@ -13,8 +13,8 @@ from bigquery_emulator.googlesql.translation.scope import Scope
 def order_by(items: Sequence[Node], scope: Scope, *, is_one_key: bool = False) -> str:
     """Returns the keys after ORDER BY.
 
-    NULL comes before all values, and NaN between NULL and the numbers. DuckDB puts NaN after the
-    numbers.
+    NULL sorts before all values, and NaN sorts between NULL and the numbers. DuckDB puts NaN after
+    the numbers.
 
     Args:
         is_one_key: True if only one key is allowed, as for a RANGE frame with an offset.

@@ -26,7 +26,7 @@ class Scope:
         prefix: prefix for its column names, so that a view's columns don't collide with surrounding
             ones.
         sources: tables by the analyzer's keys.
-        parameters: DuckDB's SQL for each parameter, by lower-case name or by position from 1.
+        parameters: DuckDB's SQL for each parameter, by lowercase name or by position from 1.
     """
 
     prefix: str

@@ -61,7 +61,7 @@ _OFFSETS = {
     "z": f"[-+](?:(?:{_HOURS})(?:[0-5][0-9])?|14(?:00)?)",
     "Ez": f"[-+](?:(?:{_HOURS})(?::?[0-5][0-9])?|14(?::?00)?)|Z",
 }
-"""Possible endings of a text with an offset from UTC."""
+"""Possible endings of a string with a UTC offset."""
 _OFFSET_AT_END = re.compile("(?<!%)%(Ez|z)$")
 _READ_AS = {
     **{"F": "%Y-%m-%d", "h": "%b", "R": "%H:%M", "T": "%H:%M:%S", "X": "%H:%M:%S"},
@@ -178,7 +178,7 @@ def parsed(kind: str) -> Translate:
 
 
 def _read(value: str, pattern: str) -> str:
-    """Returns the time in a text. Short and full names of days and months are interchangeable."""
+    """Returns the time in a string. Short and full names of days and months are interchangeable."""
     seconds = ("%S", "%S.%f") if "%E*S" in pattern else ("",)
     patterns = dict.fromkeys(
         _replaced(pattern, {"a": day, "A": day, "b": month, "B": month, "E*S": second})

@@ -162,8 +162,7 @@ def _timestamp(call: Call) -> str:
         raise call.refused()
     value, zone = call.sql[0], call.zone(1)
     if zone.startswith("bq.zone("):
-        # An invalid zone is an error, and so is an invalid time, but neither is if the other
-        # argument is NULL.
+        # An invalid zone or time is an error, unless the other argument is NULL.
         zone = f"bq.zone(CASE WHEN {value} IS NOT NULL THEN {call.sql[1]} END)"
         value = f"(CASE WHEN {call.sql[1]} IS NOT NULL THEN {value} END)"
     if kinds[0] == types.TYPE_STRING:

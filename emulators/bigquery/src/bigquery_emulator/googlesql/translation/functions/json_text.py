@@ -35,7 +35,7 @@ _FORMS_OF_JSON = {
     types.TYPE_NUMERIC: "bq.json_numeric_value({0})",
     types.TYPE_JSON: "CAST({0} AS VARCHAR)",
 }
-"""In a JSON value, all numbers are numbers. In JSON text, wide numbers are strings."""
+"""A JSON value stores all numbers as numbers. JSON text stores wide numbers as strings."""
 
 
 def json_text(value: str, kind: TypeProto, depth: int = 0, *, is_json: bool = False) -> str:
@@ -65,7 +65,7 @@ def _struct(value: str, kind: TypeProto, depth: int, is_json: bool) -> str:
     parts: dict[str, str] = {}
     for field, name in zip(kind.struct_type.field, struct_field_names(kind), strict=True):
         if is_json and field.field_name in parts:
-            continue  # JSON keeps only the first of equal names
+            continue  # JSON keeps only the first of any duplicate names
         head = f"bq.json_of_text({text(field.field_name)}) || ':'"
         inner = json_text(f"({value}).{quoted(name)}", field.field_type, depth, is_json=is_json)
         # TO_JSON_STRING keeps all of them.

@@ -18,7 +18,7 @@ _INT, _DOUBLE, _NUMERIC = types.TYPE_INT64, types.TYPE_DOUBLE, types.TYPE_NUMERI
 
 
 def _by_type(**forms: Translate | str) -> Translate:
-    """Returns a translation with one form for each type of first argument: `int` and so on."""
+    """Returns a translation with one form per first-argument type: `int` and so on."""
     kinds = {"int": _INT, "double": _DOUBLE, "numeric": _NUMERIC}
     by_kind = {kinds[name]: form for name, form in forms.items()}
 

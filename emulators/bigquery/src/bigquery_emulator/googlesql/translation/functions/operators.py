@@ -78,7 +78,7 @@ def comparison(operator: str, left: str, right: str, may_be_nan: list[bool]) -> 
             return plain
         both = f"isnan({left}) AND isnan({right})"
         return f"(CASE WHEN {both} THEN {'false' if operator == '=' else 'true'} ELSE {plain} END)"
-    # The side that would be the greater one.
+    # The side that would be greater.
     greater, other = (right, left) if operator in ("<", "<=") else (left, right)
     if not may_be_nan[0 if greater is left else 1]:
         return plain

@@ -19,7 +19,7 @@ class Call:
     """A function call.
 
     Attributes:
-        name: ZetaSQL's name in lower case, such as `date_trunc` or `$add`.
+        name: ZetaSQL's name in lowercase, such as `date_trunc` or `$add`.
         sql: arguments in DuckDB's SQL. Empty for an argument that is a name, such as a date part.
     """
 
@@ -52,7 +52,7 @@ class Call:
     def zone(self, place: int) -> str:
         """Returns DuckDB's SQL for an argument that names a time zone."""
         name, sql = self.text(place), self.sql[place]
-        # Most are like `Europe/Berlin`, which a macro does not need to validate.
+        # Most are names such as `Europe/Berlin`, which a macro does not need to validate.
         is_plain = is_zone_parameter(sql) if name is None else is_plain_zone(name)
         return sql if is_plain else f"bq.zone({sql})"
 
@@ -80,8 +80,8 @@ def tried(nodes: Sequence[Node], sql: Sequence[str], write: Callable[[list[str]]
     """Returns SQL that yields NULL if a function fails for some arguments.
 
     Errors in the arguments themselves must still be raised, so TRY contains only columns. Other
-    arguments are passed as list elements. Constants need that too, because DuckDB evaluates their
-    conditions in advance, when TRY does not catch an error.
+    arguments are passed as list elements. Constants need this too, because DuckDB evaluates their
+    conditions in advance, where TRY does not catch errors.
 
     Args:
         write: returns the function's SQL, given the arguments.

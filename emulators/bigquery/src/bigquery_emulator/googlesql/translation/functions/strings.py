@@ -268,7 +268,7 @@ def _contains_substr(call: Call) -> str:
 
 
 def _find_text(value: str, kind: TypeProto, wanted: str, depth: int = 0) -> str:
-    """Tests whether a value, or a value nested in it, contains a text. NULL if unknown."""
+    """Tests whether a value, or a value nested in it, contains a string. NULL if unknown."""
     if kind.type_kind == types.TYPE_STRUCT:
         parts = [
             _find_text(f"struct_extract_at({value}, {place})", field.field_type, wanted, depth)
