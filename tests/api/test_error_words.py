@@ -26,7 +26,7 @@ OURS = re.compile(
 PLACE = re.compile(r"[a-z_][a-z0-9_]*(\[\w+\]|\.[A-Za-z0-9_-]+)*")
 TYPES = {"str", "int", "float", "bool", "list", "dict"}
 ACCEPTED = re.compile(
-    r"should|at most|at least|require[ds]|unknown parameter|not supported|\bsend\b|\buse\b|leave|omit"
+    r"should|at most|at least|require[ds]|unknown parameter|not supported|\bsend\b|\buse\b|omit"
     r"|\bname\b|one of|either|not allowed|must|longer than"
     r"|needed|is not .+ or |expected an? "
 )
