@@ -109,7 +109,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "The folder": {
-        "run.py or predict.py has the class": (
+        "run.py or predict.py contains the class": (
             "test_rows.py::test_a_class_is_found_without_cog_yaml",
             "test_forms.py::test_output_is_that_of_the_class",
             "test_forms.py::test_what_cog_yaml_asks_for_in_vain_is_named",
@@ -162,7 +162,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Setup": {
-        "Each process of a worker calls `setup` once": (
+        "Each of a worker's processes calls `setup` once": (
             "test_setup.py::test_a_later_setup_has_the_limit_of_its_entry",
             "infra/test_slow_setup.py::test_slow_endless_and_failing_setups_hold_up_nobody",
             "infra/deploy/test_class_entries.py::test_probes_leave_a_class_the_time_of_its_entry",
@@ -191,14 +191,14 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Variables and secrets": {
-        "Only the processes of the class": (
+        "Only the class's processes": (
             "test_variables.py::test_commands_give_a_class_what_its_entry_says",
             "test_variables.py::test_a_class_is_measured_with_its_variables",
             "test_variables.py::test_values_and_secrets_of_the_entry_reach_the_class",
             "test_variables.py::test_an_entry_that_is_wrong_is_refused_without_its_value",
             "test_rows.py::test_bounds_of_an_entry_are_those_of_the_page",
         ),
-        "The catalog has references": (
+        "The catalog contains references": (
             "test_rows.py::test_variables_that_are_too_large_are_refused",
             "test_variables.py::test_secrets_are_in_nothing_that_is_shown",
             "test_variables.py::test_a_secret_in_two_pieces_is_found",
@@ -224,7 +224,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "A class may have `predict_batch`": (
             "test_batches.py::test_a_batch_has_an_output_for_each_input_in_order",
         ),
-        "The fields of the element": (
+        "The element's fields": (
             "test_batches.py::test_the_fields_of_the_element_are_the_inputs",
             "api/test_custom_batches.py::test_the_queue_forms_batches",
             "api/test_custom_batches.py::test_only_equal_values_of_the_key_share_a_batch",
@@ -280,7 +280,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
             "api/test_custom_charges.py::test_work_counts_toward_its_limit_by_the_minute",
             "test_weighing.py::test_a_loop_is_killed_and_others_are_weighed",
         ),
-        "For each prediction the API reserves": (
+        "For each prediction, the API reserves": (
             "api/test_custom_charges.py::test_a_budget_reserves_the_most_work_and_the_longest_time",
             "test_weighing.py::test_a_wrong_weight_fails_its_item_alone",
             "api/test_custom_charges.py::test_what_fails_costs_nothing",
@@ -317,7 +317,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "Canaries": {
-        "Outputs of a canary": (
+        "A canary's outputs": (
             "api/test_custom_canary.py::test_outputs_of_a_canary_are_compared",
             "api/test_custom_canary.py::test_what_the_class_cant_compare_counts_as_nothing",
             "api/test_custom_canary.py::"
@@ -394,7 +394,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`Iterator[Path]`": (
             "api/test_custom_models.py::test_files_are_streamed_as_they_are_made",
         ),
-        "As with Cog, the value counts": (
+        "As with Cog, the value matters": (
             "test_as_cog.py::test_outputs_pass_whatever_the_class_declares",
             "test_as_cog.py::test_outputs_that_json_cannot_carry_fail_with_their_place",
             "test_output_types.py::test_schema_says_what_is_known_of_a_type",
@@ -582,7 +582,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         ),
     },
     "What it can reach": {
-        "The class's process sees no key": (
+        "The class's process can't see any key": (
             "test_forms.py::test_the_class_sees_no_key_and_no_process_of_ours",
             "test_confinement.py::test_a_user_without_rights_is_confined_as_well",
             "api/test_hostile_classes.py::test_what_a_class_left_behind_ends_with_it",
