@@ -66,6 +66,16 @@ async def test_tries_outlive_the_tab_if_the_reader_wants_it(page: Page) -> None:
     assert await page.evaluate("localStorage.length") == 0
 
 
+async def test_an_input_that_the_chat_has_no_fields_for_opens_the_form(
+    api: ApiUnderTest, page: Page
+) -> None:
+    body = {"version": "writer", "input": {"prompt": "say hello", "top_p": 0.5}}
+    created = (await api.http.post("/v1/predictions", json=body, headers={"prefer": "wait"})).json()
+    await page.goto(f"{api.url}/console#try/writer?again={created['id']}")
+    await expect(page.get_by_role("button", name="Run", exact=True)).to_be_visible()
+    await expect(page.get_by_label("Top P")).to_have_value("0.5")
+
+
 async def test_an_answer_streams_and_has_its_facts(api: ApiUnderTest, page: Page) -> None:
     api.worker.written = asyncio.Semaphore(0)
     await page.get_by_label("System prompt").fill("You are a miller.")
