@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import os
+import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 
 import pytest
@@ -13,24 +12,33 @@ from shared.process.process_tree import list_threads
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
+_START_THREADS = """
+import threading
+print(flush=True)
+while True:
+    threads = [threading.Thread(target=int) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+"""
+
 
 @pytest.fixture
-def ending_threads() -> Iterator[None]:
-    stop = threading.Event()
+def ending_threads() -> Iterator[int]:
+    """Yields the ID of a process whose threads exit all the time.
 
-    def start_threads() -> None:
-        while not stop.is_set():
-            thread = threading.Thread(target=int)
-            thread.start()
-            thread.join()
-
-    starter = threading.Thread(target=start_threads)
-    starter.start()
-    yield
-    stop.set()
-    starter.join()
+    It isn't the process of the tests, which may have hundreds of threads, all listed each time.
+    """
+    with subprocess.Popen(
+        [sys.executable, "-c", _START_THREADS], stdout=subprocess.PIPE
+    ) as process:
+        assert process.stdout is not None
+        process.stdout.readline()
+        yield process.pid
+        process.kill()
 
 
-def test_thread_that_ends_while_threads_are_listed_is_left_out(ending_threads: None) -> None:
-    for _ in range(500):
-        assert list_threads(os.getpid())
+def test_thread_that_ends_while_threads_are_listed_is_left_out(ending_threads: int) -> None:
+    for _ in range(2_000):
+        list_threads(ending_threads)
