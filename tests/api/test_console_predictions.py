@@ -138,11 +138,13 @@ async def test_a_prediction_is_changed_and_sent_again(api: ApiUnderTest, page: P
     done = await predict(api, "say hello")
     await page.goto(f"{api.url}/console#predictions/{done['id']}")
     await page.get_by_role("link", name="Change and retry").click()
-    message = page.get_by_label("Message", exact=True)
-    await expect(message).to_have_value("say hello")
-    await message.fill("say goodbye")
-    await page.get_by_role("button", name="Send").click()
-    await expect(page.get_by_role("article", name="Answer")).to_contain_text("goodbye")
+    prompt = page.get_by_label("Prompt", exact=True)
+    await expect(prompt).to_have_value("say hello")
+    await prompt.fill("say goodbye")
+    await page.get_by_role("button", name="Run", exact=True).click()
+    await expect(page.get_by_role("heading", name="Result")).to_be_visible()
+    newest = (await api.http.get("/v1/predictions")).json()["results"][0]
+    assert newest["input"]["prompt"] == "say goodbye"
 
 
 async def test_a_stream_that_fails_once_continues(api: ApiUnderTest, page: Page) -> None:

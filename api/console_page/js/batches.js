@@ -2,7 +2,7 @@
 // `#batches?status=failed&after=ID` is the address of a page, and `#batches/ID` that of a batch.
 
 import { ApiError, call } from "./api.js";
-import { badge, button, failure, h, put, sayThenOpen, table } from "./dom.js";
+import { badge, button, failure, h, listing, put, sayThenOpen } from "./dom.js";
 import { cancelButton, fileButtons, isOpen, linkTo, progress, showBatch } from "./batch.js";
 import { addressOf, filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
 import { moment } from "./timing.js";
@@ -43,7 +43,7 @@ async function fill(rows, params, again, signal) {
   }
   put(
     rows,
-    data.length ? table("Batches", HEADS, data.map((batch) => row(batch, params, () => redraw(batch, rows, again), signal))) : none(params),
+    data.length ? listing("Batches", HEADS, data.map((batch) => row(batch, params, () => redraw(batch, rows, again), signal))) : none(params),
     pageLinks(VIEW, params, "after", hasMore && last),
   );
 }

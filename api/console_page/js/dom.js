@@ -108,6 +108,18 @@ export function copyButton(label, what, text, shown) {
   return button(label, copy, { class: "quiet", onError: select });
 }
 
+/** A table that always fits: cells wrap, and if it is narrow, each row becomes a block with the heads in it. */
+export function listing(caption, heads, rows) {
+  const made = table(caption, heads, rows);
+  made.classList.add("listing");
+  for (const row of made.querySelectorAll("tbody tr")) {
+    [...row.cells].forEach((cell, at) => {
+      cell.dataset.head = heads[at];
+    });
+  }
+  return made;
+}
+
 /** A table that scrolls if it is too wide. */
 export function table(caption, heads, rows) {
   const head = h(

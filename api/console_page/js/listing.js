@@ -134,5 +134,5 @@ export function keepFocusOn(href, place) {
 
 /** The ID of a key, as a link to its entries. */
 export function keyLink(view, params, id) {
-  return id ? h("a", { href: addressWith(view, params, "api_key_id", id) }, id) : "–";
+  return id ? h("a", { class: "whole", href: addressWith(view, params, "api_key_id", id) }, id) : "–";
 }

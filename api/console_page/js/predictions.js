@@ -2,7 +2,7 @@
 // `#predictions?model=NAME&cursor=CURSOR` is the address of a page, and `#predictions/ID` that of a prediction.
 
 import { call } from "./api.js";
-import { badge, button, h, keepFocus, put, say, sayThenOpen, table } from "./dom.js";
+import { badge, button, h, keepFocus, listing, put, say, sayThenOpen } from "./dom.js";
 import { ENDS, follow } from "./follow.js";
 import { againLink, summary } from "./history.js";
 import { filtersOf, keepFocusOn, keyLink, listControls, pageLinks, queryOf } from "./listing.js";
@@ -44,7 +44,7 @@ async function fill(rows, params, again, signal) {
   put(
     rows,
     found.length
-      ? table(
+      ? listing(
           "Predictions",
           HEADS,
           found.map((prediction) => row(prediction, cost, params, acts.get(prediction.id))),
@@ -88,17 +88,17 @@ function row(prediction, cost, params, act) {
   const { id, metrics } = prediction;
   const usd = metrics.cost_usd;
   return [
-    h("div", {}, h("a", { href: linkTo(prediction) }, moment(prediction.created_at)), h("div", { class: "hint" }, id)),
+    h("div", {}, h("a", { href: linkTo(prediction) }, moment(prediction.created_at)), h("div", { class: "hint id", title: id }, id)),
     badge(prediction.status),
     modelOf(prediction),
     h(
       "div",
       {},
-      h("span", { class: "clip" }, summary(prediction.input)),
+      h("span", { class: "clip", title: summary(prediction.input) }, summary(prediction.input)),
       prediction.error && h("span", { class: "hint clip", title: prediction.error }, prediction.error),
     ),
     timeBar(metrics, { isSmall: true }),
-    usd === undefined ? "–" : h("span", { title: dollars(usd) }, cost(usd)),
+    usd === undefined ? "–" : h("span", { class: "whole", title: dollars(usd) }, cost(usd)),
     keyLink(VIEW, params, prediction.api_key_id),
     act,
   ];
