@@ -367,12 +367,12 @@ class WorkerSettings(ClassSettings):
     artifacts_dir: Path = Path("var/artifacts")
     """Folder with optimized artifacts and the backends chosen on this machine."""
     processes: int = Field(0, ge=0)
-    """Number of model processes. 0: as measured (embeddings on a CPU), one (a text model with a
-    whole CPU), otherwise one per GPU or per core (at most 4).
+    """Number of model processes. 0: one (a text model with a whole CPU), otherwise one per GPU or
+    per core (at most 4).
     """
     threads: int = Field(0, ge=0)
-    """Threads per model process on a CPU. 0: as measured (embeddings), one per core (a text model
-    with a whole CPU), otherwise 1.
+    """Threads per model process on a CPU. 0: one per core (a text model with a whole CPU, or
+    embeddings with ONNX Runtime), a share of the cores (embeddings with torch), otherwise 1.
     """
     memory_fraction: float = Field(1.0, gt=0, le=1)
     """Fraction of GPU memory that each model process may use."""

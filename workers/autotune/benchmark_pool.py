@@ -25,7 +25,6 @@ from shared.errors import ModelFailed, PenstockError
 from shared.models.catalog import Model
 from shared.models.tasks.embedding import EmbeddingResult
 from workers.autotune.choice import Layout
-from workers.autotune.contest import Timing
 from workers.autotune.hardware import KEPT_OPEN_MAX_BYTES, Machine
 from workers.models.backend import Backend
 from workers.models.base import InferenceModel, PreparedText
@@ -306,33 +305,21 @@ class BenchmarkPool:
     def device_name(self) -> str:
         return self._ask_first(device_name, self._target)
 
-    def reading(
+    def texts_per_s(
         self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float
-    ) -> Timing:
+    ) -> float:
         """Returns the combined rate of all processes in `layout`."""
         begun = [
             executor.submit(throughput, self._target, texts, call_cost, seconds)
             for executor in self._executors[: layout.processes]
         ]
-        return self._read(self._gather(begun, CALL_LIMIT_S), layout)
-
-    def _read(self, throughputs: Sequence[Throughput], layout: Layout) -> Timing:
-        by_wall = sum(throughput.texts / throughput.wall_s for throughput in throughputs)
-        if self._is_gpu:
-            return Timing(by_wall)
+        measured = self._gather(begun, CALL_LIMIT_S)
         cores = self._machine.cores
-        cpu_s = sum(throughput.cpu_s for throughput in throughputs)
-        rate, wanted_cores = by_wall, layout.processes * layout.threads
-        if layout.threads == 1 or layout.processes >= cores:
-            # They keep the cores busy, so their CPU seconds show the rate on an otherwise idle
-            # machine.
-            rate = sum(throughput.texts / throughput.cpu_s for throughput in throughputs) * min(
-                1.0, cores / layout.processes
-            )
-        elif self._target.backend.backend == "onnx":
-            wanted_cores = layout.processes  # its other threads sleep when they have no work
-        wanted_s = max(throughput.wall_s for throughput in throughputs) * min(cores, wanted_cores)
-        return Timing(rate, max(0.0, 1 - cpu_s / wanted_s))
+        if self._is_gpu or (layout.threads > 1 and layout.processes < cores):
+            return sum(each.texts / each.wall_s for each in measured)
+        # They keep the cores busy, so their CPU seconds show the rate on an otherwise idle machine.
+        rate = sum(each.texts / each.cpu_s for each in measured)
+        return rate * min(1.0, cores / layout.processes)
 
     def _ask_first(
         self, ask: Callable[Given, Answer], *args: Given.args, **named: Given.kwargs

@@ -23,8 +23,11 @@ text.
 def candidates(
     entry: Model, artifact: Artifact | None, machine: Machine, *, is_gpu: bool
 ) -> tuple[list[Backend], list[Finding]]:
-    """Returns backends the entry, artifact, and machine allow, and findings on all others."""
-    listed, left_out = [], []
+    """Returns backends the entry, artifact, and machine allow, and findings on all others.
+
+    The ones that are likely to be faster come first.
+    """
+    listed, left_out = list[Backend](), []
     if artifact is not None and entry.backend != "torch":
         for variant in sorted(
             artifact.manifest.variants, key=lambda variant: -variant.relative_speed
@@ -42,9 +45,8 @@ def candidates(
                     backend="onnx", precision=variant.precision, variant=variant.name, graph=graph
                 )
             )
-    if entry.backend != "onnx":
-        listed += _torch(entry, machine, is_gpu=is_gpu)
-    return listed, left_out
+    of_torch = [] if entry.backend == "onnx" else _torch(entry, machine, is_gpu=is_gpu)
+    return [*of_torch, *listed] if is_gpu else [*listed, *of_torch], left_out
 
 
 def _beyond(variant: Variant, tolerance: float) -> Finding:
@@ -79,30 +81,24 @@ def _torch(entry: Model, machine: Machine, *, is_gpu: bool) -> list[Backend]:
     ]
 
 
-def layouts(
+def choose_layout(
     processes: int, threads: int, machine: Machine, *, is_gpu: bool, backend: str = "torch"
-) -> list[Layout]:
-    """Returns the layouts to measure, with the preferred one first. Given values (not 0) are kept.
+) -> Layout:
+    """Returns the processes and threads for an embedding model. Given values (not 0) are kept.
 
     On a GPU, threads don't matter and multiple processes would share its time, so the default is
     one process per GPU. ONNX Runtime's threads sleep while they wait, so every process can have one
-    per core: a single batch uses all of them, and under load the processes share them at no cost.
-    Torch's threads spin, so its processes divide the cores.
+    per core: a single batch uses all of them, and under load the processes share them at little
+    cost. Torch's threads spin, so its processes divide the cores.
     """
     cores = machine.cores
     if is_gpu:
-        return [Layout(processes or max(1, len(machine.gpus)), threads or 1)]
-    if processes and threads:
-        return [Layout(processes, threads)]
+        return Layout(processes or max(1, len(machine.gpus)), threads or 1)
     many = processes or max(1, min(CPU_PROCESSES_MAX, cores // (threads or 1)))
-    if backend == "onnx":
-        wide = Layout(many, threads or max(min(cores, LONE_THREADS_MAX), _part(cores, many)))
-        return [wide] if threads else _distinct([wide, Layout(many, _part(cores, many))])
-    if processes:
-        return _distinct([Layout(processes, 1), Layout(processes, _part(cores, processes))])
-    if threads:
-        return _distinct([Layout(many, threads), Layout(1, threads)])
-    return _distinct([Layout(many, _part(cores, many)), Layout(1, cores)])
+    part = _part(cores, many)
+    return Layout(
+        many, threads or (max(min(cores, LONE_THREADS_MAX), part) if backend == "onnx" else part)
+    )
 
 
 def choose_unmeasured_layout(
@@ -131,7 +127,3 @@ def choose_shared_layout(layout: Layout, machine: Machine) -> Layout:
 
 def _part(cores: int, processes: int) -> int:
     return max(1, cores // processes)
-
-
-def _distinct(listed: list[Layout]) -> list[Layout]:
-    return list(dict.fromkeys(listed))

@@ -45,16 +45,14 @@ class TuningSettings(msgspec.Struct, frozen=True, kw_only=True):
 class Finding(msgspec.Struct, kw_only=True):
     """The measurements of one candidate.
 
-    Cosines compare it with torch fp32 on the calibration set. The keys of `texts_per_s` are
-    Layout.name. `disturbance` is the maximum share of a timing during which other programs had the
-    cores. `reason` explains why the candidate was ruled out, or is empty.
+    Cosines compare it with torch fp32 on the calibration set. `texts_per_s` is 0 if it was not
+    timed. `reason` explains why the candidate was ruled out, or is empty.
     """
 
     name: str
     cosine_min: float = 0.0
     cosine_mean: float = 0.0
-    texts_per_s: dict[str, float] = {}
-    disturbance: float = 0.0
+    texts_per_s: float = 0.0
     reason: str = ""
 
 

@@ -18,14 +18,14 @@ from prometheus_client import Gauge
 from shared.errors import ConfigurationError
 from shared.models.catalog import Model
 from shared.settings import WorkerSettings
-from workers.autotune.candidates import layouts
+from workers.autotune.candidates import choose_layout
 from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice
 from workers.autotune.hardware import this_machine
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import choose_unmeasured_backend
 from workers.runtime.child_process import child_environment
 
-SCHEME = 5
+SCHEME = 6
 """Part of every fingerprint. Incremented when the way choices are made changes."""
 CHOOSE_LIMIT_S = 180.0
 """Time limit for a choice, which is enough for two workers in turn, each importing torch on a busy
@@ -153,9 +153,9 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
 def _fallback(entry: Model, tuning: TuningSettings, reason: str) -> Choice:
     log.warning("no backend could be chosen", extra={"model": entry.name, "reason": reason})
     machine = this_machine()
-    layout = layouts(
+    layout = choose_layout(
         tuning.processes, tuning.threads, machine, is_gpu=machine.computes_on_gpu(tuning.device)
-    )[0]
+    )
     return Choice(
         backend=choose_unmeasured_backend(entry), layout=layout, reason=reason, is_provisional=True
     )

@@ -3,9 +3,9 @@ import pytest
 from shared.models.catalog import Model
 from workers.autotune.candidates import (
     candidates,
+    choose_layout,
     choose_shared_layout,
     choose_unmeasured_layout,
-    layouts,
 )
 from workers.autotune.choice import Layout
 from workers.autotune.hardware import Machine, this_machine
@@ -51,41 +51,41 @@ def test_torch_in_what_the_machine_computes_itself(
 @pytest.mark.parametrize(
     ("processes", "threads", "machine", "expected"),
     [
-        (0, 0, machine_of(1), [(1, 1)]),
-        (0, 0, machine_of(2), [(2, 1), (1, 2)]),
-        (0, 0, machine_of(16), [(4, 4), (1, 16)]),
-        (1, 0, machine_of(2), [(1, 1), (1, 2)]),
-        (3, 0, machine_of(2), [(3, 1)]),
-        (0, 2, machine_of(8), [(4, 2), (1, 2)]),
-        (2, 3, machine_of(2), [(2, 3)]),
-        (0, 0, machine_of(8, gpus=2), [(2, 1)]),
-        (3, 0, machine_of(8, gpus=1), [(3, 1)]),
+        (0, 0, machine_of(1), (1, 1)),
+        (0, 0, machine_of(2), (2, 1)),
+        (0, 0, machine_of(16), (4, 4)),
+        (1, 0, machine_of(2), (1, 2)),
+        (3, 0, machine_of(2), (3, 1)),
+        (0, 2, machine_of(8), (4, 2)),
+        (2, 3, machine_of(2), (2, 3)),
+        (0, 0, machine_of(8, gpus=2), (2, 1)),
+        (3, 0, machine_of(8, gpus=1), (3, 1)),
     ],
 )
 def test_layouts_fill_the_cores_and_leave_what_is_given(
-    processes: int, threads: int, machine: Machine, expected: list[tuple[int, int]]
+    processes: int, threads: int, machine: Machine, expected: tuple[int, int]
 ) -> None:
-    found = layouts(processes, threads, machine, is_gpu=bool(machine.gpus))
-    assert found == [Layout(*one) for one in expected]
+    found = choose_layout(processes, threads, machine, is_gpu=bool(machine.gpus))
+    assert found == Layout(*expected)
 
 
 @pytest.mark.parametrize(
     ("processes", "threads", "cores", "expected"),
     [
-        (0, 0, 1, [(1, 1)]),
-        (0, 0, 2, [(2, 2), (2, 1)]),
-        (0, 0, 16, [(4, 8), (4, 4)]),
-        (0, 0, 64, [(4, 16)]),
-        (1, 0, 2, [(1, 2)]),
-        (0, 1, 2, [(2, 1)]),
-        (2, 3, 2, [(2, 3)]),
+        (0, 0, 1, (1, 1)),
+        (0, 0, 2, (2, 2)),
+        (0, 0, 16, (4, 8)),
+        (0, 0, 64, (4, 16)),
+        (1, 0, 2, (1, 2)),
+        (0, 1, 2, (2, 1)),
+        (2, 3, 2, (2, 3)),
     ],
 )
 def test_processes_of_onnx_runtime_may_each_have_all_cores(
-    processes: int, threads: int, cores: int, expected: list[tuple[int, int]]
+    processes: int, threads: int, cores: int, expected: tuple[int, int]
 ) -> None:
-    found = layouts(processes, threads, machine_of(cores), is_gpu=False, backend="onnx")
-    assert found == [Layout(*one) for one in expected]
+    found = choose_layout(processes, threads, machine_of(cores), is_gpu=False, backend="onnx")
+    assert found == Layout(*expected)
 
 
 def test_processes_of_several_models_divide_the_cores() -> None:

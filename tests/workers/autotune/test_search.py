@@ -7,7 +7,6 @@ import multiprocessing
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -21,10 +20,8 @@ from shared.errors import ConfigurationError, ModelFailed
 from shared.models.catalog import Model
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.choice import Layout
-from workers.autotune.contest import Timing
 from workers.autotune.hardware import Machine
-from workers.autotune.search import MEASURE_LIMIT_S, Measure, SearchSpec
-from workers.autotune.search import choose as choose_when_quiet
+from workers.autotune.search import MEASURE_LIMIT_S, Measure, SearchSpec, choose
 from workers.models.artifact import (
     CALIBRATION,
     Calibration,
@@ -159,18 +156,13 @@ def spec(folder: Path, artifacts_dir: Path) -> SearchSpec:
     return SearchSpec(entry, folder, artifact, PLAIN_CPU, "cpu", 0, 0, TEXTS)
 
 
-choose = partial(choose_when_quiet, quiet=lambda cores: True)
-
-
 def speeds(**texts_per_s: float) -> Measure:
-    """A meter with a fixed result for each variant name, with 2 x 1 ahead of 2 x 2."""
+    """A meter with a fixed result for each variant name."""
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
-        return Timing(
-            texts_per_s[backend.name.replace("-", "_")] * (1.4 if layout.threads == 1 else 1.0)
-        )
+    ) -> float:
+        return texts_per_s[backend.name.replace("-", "_")]
 
     return meter
 
@@ -185,15 +177,12 @@ def test_the_faster_of_two_within_the_tolerance_is_chosen(
     assert choice.backend.name == best
     assert Path(choice.backend.graph).name == f"{best}.onnx"
     assert choice.backend.call_tokens > 0
-    assert choice.layout == Layout(2, 1)
+    assert choice.layout == Layout(2, 2)
     assert not choice.is_provisional
     findings = {finding.name: finding for finding in choice.findings}
-    rate = {"exact": exact, "again": again}[best]
-    assert findings[best].texts_per_s == {"2 x 2": rate, "2 x 1": pytest.approx(1.4 * rate)}
-    other = "again" if best == "exact" else "exact"
-    assert list(findings[other].texts_per_s) == ["2 x 2"]  # only the winner gets layouts
+    assert (findings["exact"].texts_per_s, findings["again"].texts_per_s) == (exact, again)
     assert findings["exact"].cosine_min == pytest.approx(1.0, abs=1e-6)
-    assert findings["spoiled"].texts_per_s == {}
+    assert findings["spoiled"].texts_per_s == 0
     assert findings["spoiled"].cosine_min < 0.9999
     assert "below the tolerance of 0.9999" in findings["spoiled"].reason
     assert "noise.onnx" in findings["noise"].reason
@@ -212,127 +201,72 @@ def test_given_processes_and_threads_stand(spec: SearchSpec) -> None:
     one = replace(spec, processes=1, threads=1)
     choice = choose(one, meter=speeds(exact=50, again=40))
     assert choice.layout == Layout(1, 1)
-    assert {finding.name: list(finding.texts_per_s) for finding in choice.findings}["exact"] == [
-        "1 x 1"
-    ]
 
 
 def test_a_candidate_whose_process_dies_is_left_out(spec: SearchSpec) -> None:
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
+    ) -> float:
         if backend.name == "exact":
             for process in multiprocessing.active_children():
                 process.kill()
-        return pool.reading(texts, backend.call_tokens, layout, 0.0)._replace(disturbance=0.0)
+        return pool.texts_per_s(texts, backend.call_tokens, layout, 0.0)
 
     choice = choose(spec, meter=meter)
     assert choice.backend.name == "again"
     assert [finding.reason for finding in choice.findings if finding.name == "exact"] == [
         "its process died"
     ]
-    assert all(rate > 0 for finding in choice.findings for rate in finding.texts_per_s.values())
+    assert choice.findings[-1].texts_per_s > 0
 
 
-def replayed(*rounds: dict[str, tuple[float, float]]) -> Measure:
-    """A meter that returns texts/s and disturbance by variant name, round by round.
-
-    The last round repeats forever.
-    """
+def replayed(*rounds: dict[str, float]) -> Measure:
+    """A meter that returns texts/s by variant name, round by round."""
     turns: Counter[str] = Counter()
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
-        turn = min(turns[backend.name], len(rounds) - 1)
+    ) -> float:
         turns[backend.name] += 1
-        texts_per_s, disturbance = rounds[turn][backend.name]
-        return Timing(texts_per_s, disturbance)
+        return rounds[turns[backend.name] - 1][backend.name]
 
     return meter
-
-
-EXACT_WINS = {"exact": (100.0, 0.0), "again": (50.0, 0.0)}
-AGAIN_WINS = {"exact": (50.0, 0.1), "again": (100.0, 0.1)}
-NOISE = {"exact": (10.0, 0.0), "again": (100.0, 0.5)}
 
 
 @pytest.mark.parametrize(
     ("rounds", "best"),
     [
-        ((EXACT_WINS, AGAIN_WINS, AGAIN_WINS), "again"),
-        ((EXACT_WINS, AGAIN_WINS, EXACT_WINS), "exact"),
-        ((NOISE, NOISE, EXACT_WINS), "exact"),
-        ((NOISE, EXACT_WINS, NOISE, NOISE, EXACT_WINS), "exact"),
+        (({"exact": 100.0, "again": 50.0}, {"exact": 40.0, "again": 80.0}), "exact"),
+        (({"exact": 10.0, "again": 50.0}, {"exact": 40.0, "again": 20.0}), "again"),
     ],
 )
-def test_rounds_count_until_two_without_noise_agree(
-    spec: SearchSpec, rounds: tuple[dict[str, tuple[float, float]], ...], best: str
+def test_the_best_of_alternating_readings_counts(
+    spec: SearchSpec, rounds: tuple[dict[str, float], ...], best: str
 ) -> None:
-    choice = choose(replace(spec, threads=1), meter=replayed(*rounds))
-    assert (choice.backend.name, choice.is_provisional) == (best, False)
-
-
-def test_noise_without_end_leaves_the_hardwares_prior(spec: SearchSpec) -> None:
-    choice = choose(spec, meter=replayed(NOISE), quiet=lambda cores: False)
-    assert (choice.backend.name, choice.layout) == ("exact", Layout(2, 2))
-    assert choice.is_provisional
-    assert choice.backend.call_tokens > 0
-    assert "6 of 6 rounds were disturbed" in choice.reason
-    assert {finding.name: finding.disturbance for finding in choice.findings}["again"] == 0.5
-
-
-def test_layouts_that_no_two_rounds_agree_on_leave_the_usual_one(spec: SearchSpec) -> None:
-    def meter(
-        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
-        is_noisy = layout.threads == 1
-        return Timing(100.0 if backend.name == "again" else 50.0, 0.9 if is_noisy else 0.0)
-
-    choice = choose(spec, meter=meter)
-    assert (choice.backend.name, choice.layout, choice.is_provisional) == (
-        "again",
-        Layout(2, 2),
-        True,
-    )
+    assert choose(spec, meter=replayed(*rounds)).backend.name == best
 
 
 def test_measuring_ends_at_its_limit(spec: SearchSpec) -> None:
     now_s: Iterator[float] = iter(np.arange(100) * 2 * MEASURE_LIMIT_S)
     clock: Callable[[], float] = lambda: next(now_s)  # noqa: E731
     choice = choose(spec, meter=speeds(exact=50, again=1000), clock=clock)
-    assert (choice.backend.name, choice.is_provisional) == ("exact", True)
+    assert choice.backend.name == "exact"
+    reasons = {finding.name: finding.reason for finding in choice.findings}
+    assert reasons["again"] == "not measured: exceeded 10 s"
+    assert reasons["exact"] == ""
 
 
-@pytest.mark.parametrize(("is_quiet", "best"), [(True, "again"), (False, "exact")])
-def test_on_a_machine_that_is_not_quiet_fewer_rounds_are_begun(
-    spec: SearchSpec, is_quiet: bool, best: str
-) -> None:
-    now_s: Iterator[float] = iter(np.arange(100) * 1.5)  # for each reading
-    choice = choose_when_quiet(
-        replace(spec, threads=1),
-        meter=replayed(NOISE, AGAIN_WINS),
-        clock=lambda: next(now_s),
-        quiet=lambda cores: is_quiet,
-    )
-    assert (choice.backend.name, choice.is_provisional) == (best, not is_quiet)
-
-
-def test_all_is_loaded_before_it_is_waited_for_quiet_and_nothing_timed(spec: SearchSpec) -> None:
-    happened: list[str] = []
+def test_all_is_loaded_before_anything_is_timed(spec: SearchSpec) -> None:
+    timed: list[tuple[str, int]] = []
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
-        happened.append(backend.name)
-        return Timing(50.0)
+    ) -> float:
+        timed.append((backend.name, len(multiprocessing.active_children())))
+        return 50.0
 
-    def quiet(cores: int) -> bool:
-        happened.append(f"quiet for {cores}: {len(multiprocessing.active_children())} pool")
-        return True
-
-    choose(replace(spec, threads=1), meter=meter, quiet=quiet)
-    assert happened[:3] == ["quiet for 2: 2 pool", "exact", "again"]
+    choose(spec, meter=meter)
+    assert timed == [("exact", 2), ("again", 2)] * 2
 
 
 def larger(spec: SearchSpec, **batch: int) -> SearchSpec:
@@ -345,11 +279,11 @@ def calls(call_s: float, token_s: float, died_at: int = 2**40) -> Measure:
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
+    ) -> float:
         tokens = sum(text.length for text in texts)
         if tokens >= died_at:
             raise ModelFailed("its process died")
-        return Timing(layout.processes * len(texts) / (call_s + tokens * token_s))
+        return layout.processes * len(texts) / (call_s + tokens * token_s)
 
     return meter
 
@@ -380,11 +314,10 @@ def test_the_first_batch_of_a_size_may_be_slow(spec: SearchSpec) -> None:
 
     def meter(
         pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
-        timing = steady(pool, backend, layout, texts)
+    ) -> float:
         is_first = len(texts) not in seen
         seen.add(len(texts))
-        return Timing(timing.texts_per_s / 10) if is_first else timing
+        return steady(pool, backend, layout, texts) / (10 if is_first else 1)
 
     assert choose(larger(spec), meter=meter).batch_tokens == 32_768
 
@@ -456,32 +389,6 @@ def test_torch_in_bf16_spares_measuring_it_in_fp32(spec: SearchSpec) -> None:
         "torch-fp32",
         "not measured: torch is faster with fewer bits",
     )
-
-
-@pytest.mark.parametrize(("narrow", "best"), [(120.0, Layout(2, 2)), (140.0, Layout(2, 1))])
-def test_the_layout_that_is_better_for_a_lone_text_may_be_a_little_slower(
-    spec: SearchSpec, narrow: float, best: Layout
-) -> None:
-    def meter(
-        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
-        return Timing(narrow if layout.threads == 1 else 100.0)
-
-    assert choose(spec, meter=meter).layout == best
-
-
-def test_one_backend_alone_is_timed_with_its_layouts_only(spec: SearchSpec) -> None:
-    timed: list[str] = []
-
-    def meter(
-        pool: BenchmarkPool, backend: Backend, layout: Layout, texts: Sequence[PreparedText]
-    ) -> Timing:
-        timed.append(layout.name)
-        return Timing(100.0)
-
-    choice = choose(replace(with_bf16(spec, 0.99), processes=0, threads=0), meter=meter)
-    assert timed == ["2 x 1", "1 x 2"] * 2
-    assert (choice.layout, choice.is_provisional) == (Layout(2, 1), False)
 
 
 def test_without_an_artifact_torch_is_compared_with_itself(spec: SearchSpec) -> None:
