@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from shared.messages import Envelope, ItemOutcome
 from shared.models.catalog import Model
 from shared.money.charge import device_share_of
-from shared.usage.row import Row, row_of
+from shared.usage.row import Row, rows_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,13 +24,17 @@ class WorkerInfo:
     """True if the worker runs on a spot node. None if unknown."""
 
 
-def row_for(
-    model: Model, info: WorkerInfo, envelope: Envelope, outcome: ItemOutcome, replied_at_s: float
-) -> Row:
-    """Returns the row that this worker writes for an item."""
-    return row_of(
+def rows_for(
+    model: Model,
+    info: WorkerInfo,
+    envelope: Envelope,
+    outcomes: Sequence[ItemOutcome],
+    replied_at_s: float,
+) -> list[Row]:
+    """Returns the rows that this worker writes for a job's items."""
+    return rows_of(
         envelope,
-        outcome,
+        outcomes,
         model,
         replied_at_s=replied_at_s,
         region=info.region,

@@ -53,7 +53,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.withdrawals import withdrawn_error
 from shared.tracing.spans import STAGE, Attributes, record
-from shared.usage.row import RowSink, row_of
+from shared.usage.row import RowSink, rows_of
 
 log = logging.getLogger(__name__)
 
@@ -458,13 +458,14 @@ class Dispatcher:
         if not ours:
             return
         envelope = envelope_of(request, self._api_instance)
-        for outcome in as_delivered(ours, is_delivered=is_delivered):
-            row = row_of(envelope, outcome, request.model, region=self._region)
+        delivered = as_delivered(ours, is_delivered=is_delivered)
+        rows = rows_of(envelope, delivered, request.model, region=self._region)
+        for row, outcome in zip(rows, delivered, strict=True):
             if outcome.receipt.inference_ms is not None:
                 row.device_share = device_share_of(request.model)
             if outcome.result is None:
                 row.attempt = None  # makes the worker's row count if neither has a result
-            self._rows.write(row)
+        self._rows.write(*rows)
 
 
 def _count_items(state: RequestState) -> None:

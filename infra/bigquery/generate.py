@@ -65,7 +65,7 @@ def _column(field: msgspec.structs.FieldInfo, about: str) -> dict[str, str]:
     kinds = [kind for kind in get_args(declared) or (declared,) if kind is not NoneType]
     is_time = field.name.endswith("_at_s")
     return {
-        "name": field.name.removesuffix("_s") if is_time else field.name,
+        "name": field.encode_name,
         "type": "TIMESTAMP" if is_time else _TYPES[kinds[0]],
         "mode": "REQUIRED" if field.required else "NULLABLE",
         "description": about,

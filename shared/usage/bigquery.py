@@ -161,7 +161,7 @@ class Segment:
         Raises:
             OSError: not all of the lines could be written.
         """
-        lines = b"".join(_ENCODER.encode(row) + b"\n" for row in rows)
+        lines = _ENCODER.encode_lines(rows)
         taken_bytes = os.write(self._fd, lines)
         self.size_bytes += taken_bytes
         if taken_bytes < len(lines):

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, Protocol, TypeVar
 
 import msgspec
 
 from shared.messages import Envelope, ItemOutcome
 from shared.models.catalog import Model
-from shared.money.charge import SHARED, charge_of, price_of
+from shared.money.charge import SHARED, ItemPrice, charge_of, price_of
 
 T = TypeVar("T")
 Shown = Annotated[T, "tenants see it"]
 """Marks a column that tenants see."""
 
 
-class Row(msgspec.Struct, kw_only=True, omit_defaults=True):
+def _column_of(field: str) -> str:
+    return field.removesuffix("_s") if field.endswith("_at_s") else field
+
+
+class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename=_column_of):
     """One row of the usage table, one per item: the only declaration of its columns.
 
     BigQuery's schema and the tenants' view are generated from it (infra/bigquery/generate.py): a
@@ -177,34 +181,59 @@ def row_of(
     replied_at_s: float | None = None,
     **facts: Any,
 ) -> Row:
-    """Returns an item's row: envelope, receipt, charge, and `facts` known to the writer.
+    """Returns one item's row. See `rows_of`."""
+    return rows_of(envelope, [outcome], model, replied_at_s=replied_at_s, **facts)[0]
+
+
+def rows_of(
+    envelope: Envelope,
+    outcomes: Sequence[ItemOutcome],
+    model: Model | None,
+    *,
+    replied_at_s: float | None = None,
+    **facts: Any,
+) -> list[Row]:
+    """Returns the rows of a job's items: envelope, receipt, charge, and `facts` from the writer.
 
     Args:
         model: its catalog entry, or None if that no longer exists.
         replied_at_s: Unix time of the response. Default: now.
-        facts: additional fields of the row (worker, region …).
+        facts: additional fields of the rows (worker, region …).
     """
-    return Row(
-        row_id=f"{envelope.request_id}:{outcome.index}",
-        item=outcome.index,
-        model=model.public_name if model else envelope.model,
-        status=outcome.status,
-        api_instance=envelope.api_instance or None,
-        error_code=outcome.error.code if outcome.error else None,
-        attempt=envelope.attempt,
-        flow=envelope.flow or None,
-        step=envelope.step or None,
+    now_s = replied_at_s or time.time()
+    price = price_of(model, envelope.received_at_s, envelope.price_share) if model else None
+    same = {
+        "model": envelope.model,
+        "api_instance": envelope.api_instance or None,
+        "attempt": envelope.attempt,
+        "flow": envelope.flow or None,
+        "step": envelope.step or None,
+        "published_at_s": envelope.published_at_s or None,
+        "replied_at_s": now_s,
+        "total_ms": (now_s - envelope.received_at_s) * 1000,
         **envelope.row_columns(),
-        **_work(envelope, outcome, model),
-        **_times(envelope, outcome, replied_at_s or time.time()),
         **facts,
-    )
+    }
+    if model is not None and price is not None:
+        same |= {"model": model.public_name, "task": model.task, "price_version": price.version}
+    return [
+        Row(
+            row_id=f"{envelope.request_id}:{outcome.index}",
+            item=outcome.index,
+            status=outcome.status,
+            error_code=outcome.error.code if outcome.error else None,
+            queue_ms=_queue_ms(envelope, outcome, now_s),
+            **same,
+            **_work(outcome, model, price),
+        )
+        for outcome in outcomes
+    ]
 
 
-def _work(envelope: Envelope, outcome: ItemOutcome, model: Model | None) -> dict[str, Any]:
+def _work(outcome: ItemOutcome, model: Model | None, price: ItemPrice | None) -> dict[str, Any]:
     """Returns the work done for the item, and its cost."""
     receipt = outcome.receipt
-    known = {name: getattr(receipt, name) for name in receipt.__struct_fields__}
+    known = msgspec.structs.asdict(receipt)
     del known["is_delivered_in_part"]  # already included in the charge
     del known["spent_work"]  # counts only toward limits
     # A repeated answer may come from another revision.
@@ -215,28 +244,18 @@ def _work(envelope: Envelope, outcome: ItemOutcome, model: Model | None) -> dict
         known["cold_start"] = None
     elif receipt.padded_tokens is None and receipt.cache not in SHARED:
         known["padded_tokens"] = receipt.tokens
-    if model is None:
-        return known | {"cost_usd": 0.0, "charged_share": 0.0}
-    price = price_of(model, envelope.received_at_s, envelope.price_share)
+    if model is None or price is None:
+        known["cost_usd"] = known["charged_share"] = 0.0
+        return known
     charge = charge_of(price, outcome)
-    return known | {
-        "task": model.task,
-        "cost_usd": charge.cost_usd,
-        "list_price_usd": charge.list_price_usd,
-        "charged_share": charge.charged_share,
-        "price_version": price.version,
-        "batch_capacity": model.batch.max_items if receipt.batch_size is not None else None,
-    }
+    known["cost_usd"] = charge.cost_usd
+    known["list_price_usd"] = charge.list_price_usd
+    known["charged_share"] = charge.charged_share
+    known["batch_capacity"] = model.batch.max_items if receipt.batch_size is not None else None
+    return known
 
 
-def _times(envelope: Envelope, outcome: ItemOutcome, now_s: float) -> dict[str, Any]:
-    """Returns the times of the item that are not part of its receipt."""
-    published_at_s, queue_ms = envelope.published_at_s or None, None
-    if published_at_s is not None:
-        queue_ms = ((outcome.receipt.pulled_at_s or now_s) - published_at_s) * 1000
-    return {
-        "published_at_s": published_at_s,
-        "replied_at_s": now_s,
-        "queue_ms": queue_ms,
-        "total_ms": (now_s - envelope.received_at_s) * 1000,
-    }
+def _queue_ms(envelope: Envelope, outcome: ItemOutcome, now_s: float) -> float | None:
+    if not envelope.published_at_s:
+        return None
+    return ((outcome.receipt.pulled_at_s or now_s) - envelope.published_at_s) * 1000

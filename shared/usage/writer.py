@@ -73,10 +73,6 @@ HURRY_S = 0.05
 CLOSE_S = 2.0
 """Time limit for the last sends when closing. A container has ten seconds for its whole shutdown.
 """
-COLUMNS = [
-    name.removesuffix("_s") if name.endswith("_at_s") else name for name in Row.__struct_fields__
-]
-
 FAILURES = Counter(
     "penstock_rows_send_failures_total", "Requests to BigQuery that failed; their rows are kept"
 )
@@ -424,12 +420,9 @@ def _disk_errors_counted(operation: str) -> Iterator[None]:
 
 
 def fields_of(row: Row) -> Fields:
-    """Returns the row as BigQuery columns: `*_at_s` loses its unit, and None is omitted."""
-    return {
-        column: value
-        for column, value in zip(COLUMNS, msgspec.structs.astuple(row), strict=True)
-        if value is not None
-    }
+    """Returns the row as BigQuery columns. None is omitted."""
+    fields: Fields = msgspec.to_builtins(row)
+    return fields
 
 
 def fields_by_name(row: msgspec.Struct) -> Fields:

@@ -51,7 +51,7 @@ from shared.usage.row import Row, RowSink
 from shared.webhooks.event import EventName
 from shared.webhooks.publisher import WebhookPublisher
 from workers import metrics
-from workers.identity import WorkerInfo, row_for
+from workers.identity import WorkerInfo, rows_for
 from workers.jobs.answers import (
     answer_after_reply,
     answer_of,
@@ -396,14 +396,12 @@ class Completion:
         """Writes one row per item, and acks the jobs when all rows are safe."""
         rows, counts = list[Row](), Counter[tuple[str, str]]()
         for model, envelope, outcome in planned:
-            rows.append(row_for(model, self.worker, envelope, outcome, time.time()))
+            rows += rows_for(model, self.worker, envelope, [outcome], time.time())
         for pulled, answered in answers:
             replied_at_s = answered.replied_at_s or time.time()
-            for outcome in outcomes_by_item(pulled.items, answered):
-                counts[outcome.status, outcome.receipt.cache] += 1
-                rows.append(
-                    row_for(self.model, self.worker, pulled.envelope, outcome, replied_at_s)
-                )
+            outcomes = outcomes_by_item(pulled.items, answered)
+            counts.update((outcome.status, outcome.receipt.cache) for outcome in outcomes)
+            rows += rows_for(self.model, self.worker, pulled.envelope, outcomes, replied_at_s)
         for labels, count in counts.items():
             metrics.ITEMS.labels(*labels).inc(count)
 
