@@ -125,7 +125,9 @@ def test_programs_of_a_first_deploy_are_named_before_it() -> None:
     assert scripts
     text += "".join(Path(name).read_text(encoding="utf-8") for name in scripts)
     used = set(re.findall(rf"(?:^|[|;&(!]) *({INSTALLED}) ", text, re.MULTILINE))
-    asked = re.search(r"^On your machine: (.+?)\. ", PAGES["deploy"], re.MULTILINE | re.DOTALL)
+    asked = re.search(
+        r"^On your machine, you need (.+?)\. ", PAGES["deploy"], re.MULTILINE | re.DOTALL
+    )
     assert asked is not None
     assert used - set(re.findall(r"\w+", asked[1].lower())) == set()
     assert {"gcloud", "kubectl", "terraform", "jq"} <= used
