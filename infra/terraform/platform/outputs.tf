@@ -4,12 +4,12 @@ output "address" {
 }
 
 output "api_keys_secret" {
-  description = "Secret with the directory of API keys, tenants and plans (docs/how-to/keys.md)."
+  description = "Secret with the directory of API keys, tenants, and plans (docs/how-to/keys.md)."
   value       = google_secret_manager_secret.default["api-keys"].secret_id
 }
 
 output "api_urls" {
-  description = "URLs of the API by region; all the same with a domain."
+  description = "API URL by region. With a domain, they are all the same."
   value = {
     for name, region in module.region :
     name => var.domain == null ? region.api.uri : "https://${var.domain}"
@@ -17,22 +17,22 @@ output "api_urls" {
 }
 
 output "attestor" {
-  description = "The attestor that approves images (nodes.binary_authorization); null: nodes do not require an attestation."
+  description = "Attestor that approves images (nodes.binary_authorization); null: nodes don't require an attestation."
   value       = one([for attestor in google_binary_authorization_attestor.release : attestor.id])
 }
 
 output "attestor_key" {
-  description = "The key version with which it signs."
+  description = "Key version that the attestor signs with."
   value       = one([for key in data.google_kms_crypto_key_version.release : key.name])
 }
 
 output "clusters" {
-  description = "The clusters by region."
+  description = "Cluster name by region."
   value       = { for name, cluster in module.cluster : name => cluster.name }
 }
 
 output "deployments" {
-  description = "Input for rendering the manifests of each region's workers; infra/kubernetes/overlay.py reads it."
+  description = "Input for rendering each region's worker manifests, read by infra/kubernetes/overlay.py."
   value = {
     for name, region in local.options.regions : name => {
       compute_classes = local.options.nodes.compute_classes
@@ -57,7 +57,7 @@ output "deployments" {
 }
 
 output "outside" {
-  description = "The same for each cluster outside Google, with the audience of its workers' tokens."
+  description = "Like deployments, for clusters outside Google. Includes the audience of their workers' tokens."
   value = {
     for name, cluster in local.options.outside : name => {
       audience        = "//${local.outside_pools[name]}/providers/${google_iam_workload_identity_pool_provider.outside[name].workload_identity_pool_provider_id}"
@@ -80,12 +80,12 @@ output "outside" {
 }
 
 output "registry" {
-  description = "Registry for images."
+  description = "Image registry."
   value       = "${google_artifact_registry_repository.default.location}-docker.pkg.dev/${var.project_id}/${google_artifact_registry_repository.default.repository_id}"
 }
 
 output "topics" {
-  description = "Topic, subscriptions and dead-letter topic of each model."
+  description = "Each model's topic, subscriptions, and dead-letter topic."
   value = {
     for name, model in module.model : name => {
       batch_subscription_id   = model.batch_subscription_id
@@ -97,7 +97,7 @@ output "topics" {
 }
 
 output "weights_bucket" {
-  description = "Bucket for weights; a source in models.yaml names it as gs://BUCKET/PREFIX."
+  description = "Bucket for weights. A source in models.yaml refers to it as gs://BUCKET/PREFIX."
   value       = module.weights.name
 }
 

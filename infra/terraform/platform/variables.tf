@@ -27,7 +27,7 @@ locals {
 }
 
 variable "alert_tokens" {
-  description = "Tokens for alerts.slack and alerts.pagerduty: Slack's OAuth token, and the integration key of each PagerDuty service. Never stored in a plan or state: pass them to any apply that creates a channel or raises alerts.tokens_version."
+  description = "Tokens for alerts.slack and alerts.pagerduty: Slack's OAuth token, and each PagerDuty service's integration key. They are never stored in a plan or state, so pass them to any apply that creates a channel or increments alerts.tokens_version."
   type        = any
   default     = {}
   ephemeral   = true
@@ -45,55 +45,55 @@ variable "alert_tokens" {
 }
 
 variable "alerts" {
-  description = "Recipients: emails and Slack channels get all alerts, PagerDuty services only critical ones. runbook_url: where the runbook can be read (a URL of docs/how-to/troubleshoot.md; null: notifications only name its section). oldest_job_s: the age at which a waiting job raises an alert."
+  description = "Alert recipients: emails and Slack channels get all alerts, PagerDuty services only critical ones. runbook_url: https URL of docs/how-to/troubleshoot.md (null: notifications only name its section). oldest_job_s: age in seconds at which a waiting job raises an alert."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "analysts" {
-  description = "Members who may read a tenant's rows in BigQuery, by tenant name, such as group:analysts@example.com. Each tenant gets a dataset of views, DATASET_tenant_NAME."
+  description = "Members who may read a tenant's rows in BigQuery, such as group:analysts@example.com, by tenant name. Each tenant gets a dataset of views, DATASET_tenant_NAME."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "api" {
-  description = "The API on Cloud Run, and how long it keeps predictions and responses to Idempotency-Keys. With keys_in_redis, API keys are in the records' Redis, where the admin API can change them. Without an image, the API is not created: the first apply creates the registry to which the image is pushed."
+  description = "The API on Cloud Run, and how long it keeps predictions and responses stored under an Idempotency-Key. keys_in_redis: API keys are in the records Redis, where the admin API can change them. Without an image, the API is not created, because the first apply creates the registry that the image is pushed to."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "armor" {
-  description = "Requests per minute from one address: above the first limit they are rejected, above the second the address is banned for a minute."
+  description = "Maximum requests per minute from one address. Above requests_per_min, requests are rejected; above ban_above_per_min, the address is banned for a minute."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "batches" {
-  description = "Batch runners (/v1/batches): instances of a Cloud Run worker pool. With none, batches wait until they expire, unless a runner exists elsewhere. Each runner has an inbox in the home region."
+  description = "Batch runners (/v1/batches), as instances of a Cloud Run worker pool. With none, batches wait until they expire, unless a runner exists elsewhere. Each runner has an inbox in the home region."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "budget" {
-  description = "Monthly budget of the project, in units of the currency; null: none. The caller needs permissions on the billing account."
+  description = "The project's monthly budget, in units of the currency; null: none. Applying it requires permissions on the billing account."
   type        = any
   default     = null
 }
 
 variable "cache" {
-  description = "Memorystore for Valkey in each region: size, version and replicas."
+  description = "Memorystore for Valkey in each region: size, version, and replicas."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "dataset" {
-  description = "BigQuery dataset of the rows."
+  description = "BigQuery dataset for the rows."
   type        = string
   default     = "penstock"
   nullable    = false
@@ -105,7 +105,7 @@ variable "dataset" {
 }
 
 variable "dataset_location" {
-  description = "Location of the dataset: a region, EU or US."
+  description = "Location of the dataset: a region, EU, or US."
   type        = string
   default     = "EU"
   nullable    = false
@@ -117,21 +117,21 @@ variable "dataset_location" {
 }
 
 variable "deletion_protection" {
-  description = "True to protect services, caches, clusters and the table from deletion, and buckets and dataset from being emptied."
+  description = "If true, services, caches, clusters, and the table can't be deleted, and buckets and the dataset can't be deleted unless they are empty."
   type        = bool
   default     = true
   nullable    = false
 }
 
 variable "delivery" {
-  description = "The workers' subscriptions: lease, retention and redelivery."
+  description = "Lease, retention, and redelivery settings of the workers' subscriptions."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "domain" {
-  description = "Domain of the API; its A record must point to the output `address`. Null: no load balancer, and each region answers on its run.app address."
+  description = "Domain of the API. Its A record must point to the output `address`. Null: no load balancer, and each region has a run.app address."
   type        = string
   default     = null
 
@@ -142,14 +142,14 @@ variable "domain" {
 }
 
 variable "functions" {
-  description = "Images of the functions; each function exists once its image is set. reports: also the time of its daily run (schedule, in cron format) and the billing time zone (time_zone)."
+  description = "Function images; a function exists once its image is set. reports also has the time of the daily run (schedule, in cron format) and the billing time zone (time_zone)."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "gpu_hour_usd" {
-  description = "Dollars per hour for a machine with one GPU, by type, for the dashboard's costs. Default: on-demand prices in the home region, from infra/terraform/prices.yaml."
+  description = "USD per hour for a machine with one GPU, by GPU type, for the dashboard's costs. Default: on-demand prices in the home region, from infra/terraform/prices.yaml."
   type        = map(number)
   default     = {}
   nullable    = false
@@ -161,21 +161,21 @@ variable "gpu_hour_usd" {
 }
 
 variable "inboxes" {
-  description = "The pool of reply inboxes: how many per region, and slots per inbox. Use twice the number of API instances, so that a new revision can start alongside the old one. `kept_slots`: slots that stay while revisions with more of them are serving; only needed to lower `slots`."
+  description = "The pool of reply inboxes: inboxes per region, and slots per inbox. Use twice as many inboxes as API instances, so that a new revision can start alongside the old one. kept_slots: slots to keep while revisions that use more slots are still running; needed only to lower slots."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "invoices" {
-  description = "Invoice terms, for the API and the reports function: seller (name and address, in lines), and a tax on the total (tax_name, and tax_percent from 0 to 100). Default: no seller and no tax."
+  description = "Invoice terms, for the API and the reports function: seller (name and address, in lines) and a tax on the total (tax_name, and tax_percent from 0 to 100). Default: no seller and no tax."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "keep_messages_in_regions" {
-  description = "True if Pub/Sub may store messages only in the regions in `regions`."
+  description = "If true, Pub/Sub stores messages only in the regions in `regions`."
   type        = bool
   default     = false
   nullable    = false
@@ -199,7 +199,7 @@ variable "labels" {
 }
 
 variable "models_file" {
-  description = "The catalog; null: models.yaml at the top of the repository."
+  description = "The catalog; null: models.yaml in the root of the repository."
   type        = string
   default     = null
 
@@ -237,7 +237,7 @@ variable "models_file" {
 }
 
 variable "namespace" {
-  description = "Kubernetes namespace of the workers; it is part of their permissions."
+  description = "The workers' Kubernetes namespace. Their permissions include it."
   type        = string
   default     = "penstock"
   nullable    = false
@@ -254,7 +254,7 @@ variable "namespace" {
 }
 
 variable "network_cidr" {
-  description = "Addresses of all regions, a /10; each region gets a sixteenth."
+  description = "Address range of all regions, at least a /10; each region gets a sixteenth."
   type        = string
   default     = "10.64.0.0/10"
   nullable    = false
@@ -273,28 +273,28 @@ variable "network_cidr" {
 }
 
 variable "nodes" {
-  description = "Nodes of the clusters. `compute_classes` uses ComputeClasses instead of node pools; `overflow` is the GPU type that takes over when another is out of stock."
+  description = "Nodes of the clusters. compute_classes: uses ComputeClasses instead of node pools. overflow: GPU type to use when another is out of stock."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "objects_days" {
-  description = "Days after which the objects in each folder are deleted: responses to Idempotency-Keys, batches with their files, files of predictions, inputs (including those of dead letters), results."
+  description = "Days after which objects are deleted, by folder: responses stored under an Idempotency-Key, batches with their files, prediction files, inputs (including inputs of dead letters), and results."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "outside" {
-  description = "Clusters outside Google whose workers pull the same jobs: issuer of their tokens (and its keys, if Google can't reach it), their models (null: all), and a separate Redis for the cache (null: the home region's). All of them must be able to reach the records' Redis, see docs/how-to/deploy.md."
+  description = "Clusters outside Google whose workers pull the same jobs: the issuer of their tokens (and its keys, if Google can't reach it), their models (null: all), and a Redis for their cache (null: the home region's). They must be able to reach the records Redis; see docs/how-to/deploy.md."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "prefix" {
-  description = "First part of every name."
+  description = "First part of every resource name."
   type        = string
   default     = "penstock"
   nullable    = false
@@ -311,7 +311,7 @@ variable "prefix" {
 }
 
 variable "project_id" {
-  description = "Project of everything."
+  description = "Project in which everything is created."
   type        = string
   nullable    = false
 
@@ -322,21 +322,21 @@ variable "project_id" {
 }
 
 variable "records" {
-  description = "Redis for the records. `apart`: a separate instance, which several regions need and a single one does not; null: as needed."
+  description = "Redis for the records. apart: uses a separate instance, as required with several regions; null: only if there are several."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "regions" {
-  description = "Regions that serve. `index` determines a region's addresses and inbox numbers: never change it, and never assign it to another region. `drained`: the load balancer sends no requests there. `overflow`: replaces nodes.overflow; may be none. `reservations`: reserved machines with a GPU, by GPU type; they are used up first. `zones`: zones of the nodes; GPU nodes are in those zones that have the GPU (infra/kubernetes/gpus.yaml)."
+  description = "Regions with an API and a cluster. index: determines the region's addresses and inbox numbers, so never change it or reuse it for another region. drained: the load balancer sends no requests there. overflow: overrides nodes.overflow; may be none. reservations: reserved machines by GPU type, which are used first. zones: zones for the nodes; GPU nodes use only the zones that have the GPU (infra/kubernetes/gpus.yaml)."
   type        = any
   default     = { "europe-west4" = {} }
   nullable    = false
 }
 
 variable "registry_location" {
-  description = "Location of the registry: asia, europe or us, so that nodes can pull images while a region is down, or a single region. Required: changing the location creates another registry, and deletes the previous one with its images."
+  description = "Location of the registry: asia, europe, or us, so that nodes can pull images while a region is down, or a single region. Required, because changing it creates a new registry and deletes the previous one with its images."
   type        = string
   default     = null
 
@@ -353,14 +353,14 @@ variable "registry_location" {
 }
 
 variable "rows" {
-  description = "Rows are written to a bucket, from which the row archive collects them every every_s seconds, into Parquet files and BigQuery; memory: memory of the archive's process. archive = false: rows go directly to BigQuery, and are lost with their pod while BigQuery is unreachable."
+  description = "Rows are written to a bucket. Every every_s seconds, the row archive moves them to Parquet files and BigQuery. memory: memory of the archive's process. archive = false: rows go directly to BigQuery, and are lost with their pod while BigQuery is unreachable."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "secrets_version" {
-  description = "Increment it to generate new secrets."
+  description = "Increment to generate new secrets."
   type        = number
   default     = 1
   nullable    = false
@@ -372,14 +372,14 @@ variable "secrets_version" {
 }
 
 variable "slos" {
-  description = "Objectives over 28 days: the share of requests that must not fail, and the share of items that must be answered in time. An alert about a burning budget requires least_bad_events in its window."
+  description = "Objectives over 28 days: share of requests that must not fail, and share of items that must be on time. An alert about a burning budget requires least_bad_events in its window."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "storage_location" {
-  description = "Location of the buckets: a region, EU or US."
+  description = "Location of the buckets: a region, EU, or US."
   type        = string
   default     = "EU"
   nullable    = false
@@ -391,14 +391,14 @@ variable "storage_location" {
 }
 
 variable "traces" {
-  description = "Where spans are sent, by OTLP over HTTP: https://telemetry.googleapis.com, or the URL of a collector that the API and functions can reach; null: nowhere. workers_endpoint: a collector in the workers' cluster, if it is different. ratio: the share of traces to keep; sampler: value of OTEL_TRACES_SAMPLER, which determines whether the ratio also applies to callers that send their own trace."
+  description = "Collector that spans are sent to by OTLP over HTTP: https://telemetry.googleapis.com, or a URL that the API and functions can reach; null: none. workers_endpoint: a different collector for the workers, in their cluster. ratio: share of traces to keep. sampler: OTEL_TRACES_SAMPLER, which determines whether the ratio also applies to callers that send a trace."
   type        = any
   default     = {}
   nullable    = false
 }
 
 variable "weights" {
-  description = "Where workers of Hub models get their weights. prefetched: from the weights bucket, which `penstock weights prefetch` fills. hub_token: a secret for a Hugging Face Hub token, for gated models that are not prefetched."
+  description = "Weights of Hub models. prefetched: workers read them from the weights bucket, which `penstock weights prefetch` fills. hub_token: creates a secret for a Hugging Face Hub token, for gated models that are not prefetched."
   type        = any
   default     = {}
   nullable    = false

@@ -10,6 +10,6 @@ output "objects" {
 }
 
 output "workers" {
-  description = "The Deployment of each model's workers."
+  description = "Deployment of each model's workers."
   value       = { for model, slug in local.workers : model => "worker-${slug}" }
 }

@@ -1,5 +1,5 @@
 variable "cluster" {
-  description = "Name of the region's cluster: output `clusters` of the stage platform."
+  description = "Name of the region's cluster, from the platform stage's `clusters` output."
   type        = string
   nullable    = false
 
@@ -10,7 +10,7 @@ variable "cluster" {
 }
 
 variable "keda" {
-  description = "Version of KEDA's chart, and how many of its operator run (one works, the others stand by)."
+  description = "Version of KEDA's chart, and number of KEDA operator replicas (one is active, the others stand by)."
   type = object({
     replicas = optional(number, 2)
     version  = optional(string, "2.20.2")
@@ -32,7 +32,7 @@ variable "keda" {
 }
 
 variable "models_file" {
-  description = "The catalog that the objects were rendered from; null: models.yaml at the top of the repository."
+  description = "The catalog that the objects were rendered from; null: models.yaml in the root of the repository."
   type        = string
   default     = null
 
@@ -43,7 +43,7 @@ variable "models_file" {
 }
 
 variable "objects_file" {
-  description = "Objects rendered by `kubectl kustomize` from the region's overlay."
+  description = "File with the objects that `kubectl kustomize` rendered from the region's overlay."
   type        = string
   nullable    = false
 
@@ -76,7 +76,7 @@ variable "region" {
 }
 
 variable "wait_for_workers" {
-  description = "True if an apply waits until every worker is warm."
+  description = "If true, an apply waits until every worker is warm."
   type        = bool
   default     = false
   nullable    = false

@@ -1,9 +1,9 @@
 output "deployments" {
-  description = "For the workers' manifests, see infra/kubernetes."
+  description = "Input for rendering the workers' manifests; see infra/kubernetes."
   value       = module.platform.deployments
 }
 
 output "platform" {
-  description = "Everything that deploying and calling takes."
+  description = "Values needed to deploy and to call the API."
   value       = module.platform
 }

@@ -1,24 +1,24 @@
 variable "api_image" {
-  description = "Image of the API, by digest; null at the first apply, which makes the registry."
+  description = "API image, by digest; null for the first apply, which creates the registry."
   type        = string
   default     = null
 }
 
 variable "project_id" {
-  description = "Project of everything."
+  description = "Project in which everything is created."
   type        = string
   nullable    = false
 }
 
 variable "region" {
-  description = "The one region."
+  description = "The deployment's only region."
   type        = string
   default     = "europe-west4"
   nullable    = false
 }
 
 variable "registry_location" {
-  description = "Location of the registry: asia, europe or us, or a region."
+  description = "Location of the registry: asia, europe, us, or a region."
   type        = string
   default     = null
 }

@@ -1,5 +1,5 @@
 variable "api_image" {
-  description = "Image of the API, by digest; null at the first apply, which makes the registry."
+  description = "API image, by digest; null for the first apply, which creates the registry."
   type        = string
   default     = null
 }
@@ -11,13 +11,13 @@ variable "domain" {
 }
 
 variable "project_id" {
-  description = "Project of everything."
+  description = "Project in which everything is created."
   type        = string
   nullable    = false
 }
 
 variable "registry_location" {
-  description = "Location of the registry: asia, europe or us, or a region."
+  description = "Location of the registry: asia, europe, us, or a region."
   type        = string
   default     = null
 }

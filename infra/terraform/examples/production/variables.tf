@@ -1,11 +1,11 @@
 variable "alert_emails" {
-  description = "Who is told of alerts."
+  description = "Recipients of alerts."
   type        = list(string)
   nullable    = false
 }
 
 variable "billing_account" {
-  description = "Billing account of the budget."
+  description = "Billing account for the budget."
   type        = string
   nullable    = false
 }
@@ -17,7 +17,7 @@ variable "domain" {
 }
 
 variable "images" {
-  description = "Images by digest: of the API and of the functions; those left out are not made yet."
+  description = "Images of the API and the functions, by digest. Services without an image are not created yet."
   type        = map(string)
   default     = {}
   nullable    = false
@@ -29,20 +29,20 @@ variable "images" {
 }
 
 variable "preloaded_images" {
-  description = "Disk image with the worker image (`containers`)."
+  description = "Disk image that contains the worker image (`containers`)."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "project_id" {
-  description = "Project of everything."
+  description = "Project in which everything is created."
   type        = string
   nullable    = false
 }
 
 variable "registry_location" {
-  description = "Location of the registry: asia, europe or us, or a region."
+  description = "Location of the registry: asia, europe, us, or a region."
   type        = string
   default     = null
 }

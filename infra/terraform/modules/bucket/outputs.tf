@@ -1,10 +1,10 @@
 output "bucket" {
-  description = "The bucket, for tests."
+  description = "The bucket's attributes, for tests."
   value       = google_storage_bucket.default
 }
 
 output "members" {
-  description = "Who may do what, once they may."
+  description = "The bucket's grants, known once they are in effect."
   value       = google_storage_bucket_iam_member.default
 }
 

@@ -1,12 +1,12 @@
 variable "aborts_uploads" {
-  description = "Whether what an upload left that broke off is deleted after a day."
+  description = "If true, parts of interrupted uploads are deleted after a day."
   type        = bool
   default     = false
   nullable    = false
 }
 
 variable "deleted" {
-  description = "What is deleted: objects of some folders, or of all, after so many days, or versions so many days after newer ones came."
+  description = "Deletion rules: objects in certain folders, or all objects, after a number of days, or old versions a number of days after they were replaced."
   type = list(object({
     days            = optional(number)
     folders         = optional(list(string), [])
@@ -17,27 +17,27 @@ variable "deleted" {
 }
 
 variable "deletion_protection" {
-  description = "Whether the bucket refuses to be deleted while it has objects."
+  description = "If true, the bucket can't be deleted while it contains objects."
   type        = bool
   default     = true
   nullable    = false
 }
 
 variable "labels" {
-  description = "Labels of the bucket."
+  description = "Labels for the bucket."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "location" {
-  description = "A region, EU or US."
+  description = "Location of the bucket: a region, EU, or US."
   type        = string
   nullable    = false
 }
 
 variable "members" {
-  description = "Who may do what, by a name of ours. `folder`: only there; `title` of that condition."
+  description = "Grants, by an arbitrary name. `folder` restricts a grant to a folder; `title` is the title of that condition."
   type = map(object({
     folder = optional(string)
     member = string
@@ -49,7 +49,7 @@ variable "members" {
 }
 
 variable "name" {
-  description = "Name of the bucket, unique among all of Google's."
+  description = "Name of the bucket, unique across Google Cloud."
   type        = string
   nullable    = false
 }
@@ -61,13 +61,13 @@ variable "project_id" {
 }
 
 variable "soft_delete_days" {
-  description = "Days in which what was deleted can be brought back, and is billed. Null: as Google's default."
+  description = "Days during which deleted objects can be restored and are billed. Null: Google's default."
   type        = number
   default     = null
 }
 
 variable "versioning" {
-  description = "Whether what is written over is kept."
+  description = "If true, overwritten versions are kept."
   type        = bool
   default     = false
   nullable    = false

@@ -1,19 +1,19 @@
 variable "binary_authorization" {
-  description = "Whether only images that the project's policy admits may run."
+  description = "If true, only images admitted by the project's policy may run."
   type        = bool
   default     = false
   nullable    = false
 }
 
 variable "compute_classes" {
-  description = "Whether nodes come from ComputeClasses (GKE 1.35.2-gke.1485000 or later, for time-sharing) instead of node pools."
+  description = "If true, nodes come from ComputeClasses (for time-sharing, GKE 1.35.2-gke.1485000 or later) instead of node pools."
   type        = bool
   default     = false
   nullable    = false
 }
 
 variable "deletion_protection" {
-  description = "Whether the cluster refuses to be deleted."
+  description = "If true, the cluster can't be deleted."
   type        = bool
   default     = true
   nullable    = false
@@ -36,7 +36,7 @@ variable "general_nodes" {
 }
 
 variable "gpu_types" {
-  description = "Each GPU type of the catalog (infra/kubernetes/gpus.yaml): accelerator, machine, boot disk, whether it is sold on demand, and the letters of the zones that have it, by region."
+  description = "The catalog's GPU types (infra/kubernetes/gpus.yaml): accelerator, machine, boot disk, on-demand availability, and the letters of the zones that have it, by region."
   type = map(object({
     accelerator  = string
     disk_gb      = number
@@ -49,7 +49,7 @@ variable "gpu_types" {
 }
 
 variable "gpus" {
-  description = "GPU type, share and provisioning (standard or flex-start) of each class of nodes, by the class's name."
+  description = "GPU type, share, and provisioning (standard or flex-start) of each node class, by name."
   type        = map(object({ type = string, share = number, provisioning = optional(string, "standard") }))
   nullable    = false
 
@@ -87,34 +87,34 @@ variable "gpus" {
 }
 
 variable "hub_token" {
-  description = "Whether Secret Manager's add-on mounts the token of the Hugging Face hub into workers."
+  description = "If true, Secret Manager's add-on mounts the Hugging Face Hub token into workers."
   type        = bool
   default     = false
   nullable    = false
 }
 
 variable "labels" {
-  description = "Labels of every resource."
+  description = "Labels for every resource."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "max_gpus" {
-  description = "Most nodes of each GPU pool; the quota must hold as many."
+  description = "Maximum number of nodes in each GPU pool. The quota must allow that many."
   type        = number
   default     = 8
   nullable    = false
 }
 
 variable "network" {
-  description = "Id of the network."
+  description = "ID of the network."
   type        = string
   nullable    = false
 }
 
 variable "overflow" {
-  description = "GPU type that takes over where another is out of stock; null: none."
+  description = "GPU type to use when another is out of stock; null: none."
   type        = string
   default     = null
 
@@ -138,19 +138,19 @@ variable "overflow" {
 }
 
 variable "pods_range" {
-  description = "Secondary range of the pods."
+  description = "Secondary address range for pods."
   type        = string
   nullable    = false
 }
 
 variable "prefix" {
-  description = "First part of every name."
+  description = "First part of every resource name."
   type        = string
   nullable    = false
 }
 
 variable "preloaded_images" {
-  description = "Disk image attached to every GPU node: `containers` holds the worker image."
+  description = "Disk image attached to every GPU node. `containers` contains the worker image."
   type        = map(string)
   default     = {}
   nullable    = false
@@ -180,7 +180,7 @@ variable "registry" {
 }
 
 variable "min_version" {
-  description = "Least version of the control plane; GKE upgrades it by the channel."
+  description = "Minimum version of the control plane. GKE upgrades it according to the channel."
   type        = string
   default     = "1.35.0-gke.1171000"
   nullable    = false
@@ -199,7 +199,7 @@ variable "release_channel" {
 }
 
 variable "reservations" {
-  description = "A specific reservation of each GPU type that has one: its name and zone, and the project of a shared one. It is used up first."
+  description = "Reservation for each GPU type that has one: name, zone, and, if shared, its project. Reservations are used first."
   type        = map(object({ name = string, zone = string, project = optional(string) }))
   default     = {}
   nullable    = false
@@ -220,26 +220,26 @@ variable "reservations" {
 }
 
 variable "services_range" {
-  description = "Secondary range of the services."
+  description = "Secondary address range for services."
   type        = string
   nullable    = false
 }
 
 variable "spot" {
-  description = "Whether every GPU class gets a pool of spot nodes beside the one on demand."
+  description = "If true, every GPU class has a pool of spot nodes in addition to its on-demand pool."
   type        = bool
   default     = true
   nullable    = false
 }
 
 variable "subnetwork" {
-  description = "Id of the nodes' subnetwork."
+  description = "ID of the nodes' subnetwork."
   type        = string
   nullable    = false
 }
 
 variable "zones" {
-  description = "Zones of the nodes. GPU nodes are in those of them that have the GPU; null: in all that have it."
+  description = "Zones for the nodes. GPU nodes use only the zones that have the GPU; null: all of the region's zones that have it."
   type        = list(string)
   default     = null
 }

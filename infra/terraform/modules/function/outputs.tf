@@ -1,5 +1,5 @@
 output "audience" {
-  description = "What a caller's tokens must be made for."
+  description = "Audience of the caller's tokens."
   value       = local.audience
 }
 
@@ -10,6 +10,6 @@ output "invoker_email" {
 }
 
 output "url" {
-  description = "Where the function answers."
+  description = "URL of the function."
   value       = google_cloud_run_v2_service.default.uri
 }

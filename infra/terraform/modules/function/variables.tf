@@ -1,5 +1,5 @@
 variable "concurrency" {
-  description = "Calls that one instance handles at a time."
+  description = "Maximum concurrent calls per instance."
   type        = number
   default     = 20
   nullable    = false
@@ -19,27 +19,27 @@ variable "image" {
 }
 
 variable "labels" {
-  description = "Labels of every resource."
+  description = "Labels for every resource."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "max_instances" {
-  description = "Most instances at a time."
+  description = "Maximum number of instances."
   type        = number
   default     = 10
   nullable    = false
 }
 
 variable "models" {
-  description = "Secret with the catalog, and which version of it; null: the function needs none."
+  description = "Secret with the catalog, and its version; null: the function doesn't need the catalog."
   type        = object({ secret = string, version = string })
   default     = null
 }
 
 variable "name" {
-  description = "Name of the service, and of the account that calls it with -push behind."
+  description = "Name of the service. The account that calls it has the suffix -push."
   type        = string
   nullable    = false
 
@@ -50,7 +50,7 @@ variable "name" {
 }
 
 variable "network" {
-  description = "Network to reach Memorystore through."
+  description = "Network that the function uses to connect to Memorystore."
   type        = string
   nullable    = false
 }
@@ -62,7 +62,7 @@ variable "project_id" {
 }
 
 variable "pubsub_agent" {
-  description = "IAM member of Pub/Sub's own service agent; null: no push calls the function."
+  description = "IAM member of Pub/Sub's service agent; null: no push subscription calls the function."
   type        = string
   default     = null
 }
@@ -74,7 +74,7 @@ variable "region" {
 }
 
 variable "secrets" {
-  description = "Environment variables that are secrets, and which version of each."
+  description = "Environment variables from secrets, with the version of each."
   type        = map(object({ secret = string, version = string }))
   default     = {}
   nullable    = false
@@ -87,7 +87,7 @@ variable "service_account" {
 }
 
 variable "subnetwork" {
-  description = "Subnetwork of the region."
+  description = "The region's subnetwork."
   type        = string
   nullable    = false
 }
@@ -99,7 +99,7 @@ variable "target" {
 }
 
 variable "timeout_s" {
-  description = "Longest that one call may take; Pub/Sub waits for 60 s."
+  description = "Maximum duration of a call. Pub/Sub waits for 60 s."
   type        = number
   default     = 60
   nullable    = false

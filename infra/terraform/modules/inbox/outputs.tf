@@ -4,12 +4,12 @@ output "direct_topic_id" {
 }
 
 output "slots" {
-  description = "The subscriptions of the slots."
+  description = "The slots' subscriptions."
   value       = [for slot in google_pubsub_subscription.slots : slot.name]
 }
 
 output "topic_id" {
-  description = "The reply topic of the slots."
+  description = "The reply topic with slots."
   value       = google_pubsub_topic.default.name
   depends_on = [
     google_pubsub_subscription_iam_member.api_pulls, google_pubsub_subscription_iam_member.api_pulls_direct

@@ -5,7 +5,7 @@ variable "api_member" {
 }
 
 variable "labels" {
-  description = "Labels of every resource."
+  description = "Labels for every resource."
   type        = map(string)
   default     = {}
   nullable    = false
@@ -29,13 +29,13 @@ variable "project_id" {
 }
 
 variable "repliers" {
-  description = "IAM members that publish replies, by a name of ours."
+  description = "IAM members that publish replies, by an arbitrary name."
   type        = map(string)
   nullable    = false
 }
 
 variable "slots" {
-  description = "Filtered subscriptions of the inbox."
+  description = "Number of filtered subscriptions for the inbox."
   type        = number
   default     = 8
   nullable    = false

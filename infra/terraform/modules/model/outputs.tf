@@ -1,11 +1,11 @@
 output "batch_subscription_id" {
-  description = "What workers of the model pull beside their subscription: jobs that may wait."
+  description = "The batch subscription, which the model's workers also pull: jobs that may wait."
   value       = google_pubsub_subscription.batch.name
   depends_on  = [google_pubsub_subscription_iam_member.workers_pull_batch]
 }
 
 output "dead_letter_topic_id" {
-  description = "Where jobs go that no worker could finish."
+  description = "Topic for jobs that no worker could finish."
   value       = google_pubsub_topic.dead.name
 }
 
@@ -16,7 +16,7 @@ output "topic_id" {
 }
 
 output "workers_subscription_id" {
-  description = "The subscription that all workers of the model pull."
+  description = "The subscription that all of the model's workers pull."
   value       = google_pubsub_subscription.workers.name
   depends_on  = [google_pubsub_subscription_iam_member.workers_pull]
 }

@@ -5,7 +5,7 @@ variable "api_member" {
 }
 
 variable "dead_letter_push" {
-  description = "Function that dead letters are pushed to: its URL, the account that calls it, and what its tokens are made for. Null: they are only kept."
+  description = "Function that dead letters are pushed to: its URL, the account that calls it, and the audience of its tokens. Null: dead letters are only kept."
   type = object({
     audience      = string
     invoker_email = string
@@ -15,7 +15,7 @@ variable "dead_letter_push" {
 }
 
 variable "dead_letter_retention_s" {
-  description = "Seconds for which a dead letter is kept."
+  description = "How long, in seconds, dead letters are kept."
   type        = number
   default     = 604800
   nullable    = false
@@ -27,21 +27,21 @@ variable "dead_letter_retention_s" {
 }
 
 variable "draining_members" {
-  description = "Of a canary: IAM members that take its jobs once it is taken back, by a name of ours."
+  description = "For a canary: IAM members that pull its jobs after it is taken back, by an arbitrary name."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "forwarding_members" {
-  description = "Of a model with a canary, or of a step of a flow: IAM members that send it jobs, by a name of ours."
+  description = "For a model with a canary or in a flow: IAM members that forward jobs to it, by an arbitrary name."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "labels" {
-  description = "Labels of every resource."
+  description = "Labels for every resource."
   type        = map(string)
   default     = {}
   nullable    = false
@@ -65,7 +65,7 @@ variable "project_id" {
 }
 
 variable "pubsub_agent" {
-  description = "IAM member of Pub/Sub's own service agent."
+  description = "IAM member of Pub/Sub's service agent."
   type        = string
   nullable    = false
 }
@@ -78,13 +78,13 @@ variable "storage_regions" {
 }
 
 variable "worker_members" {
-  description = "IAM members that pull the jobs of this model, by a name of ours."
+  description = "IAM members that pull this model's jobs, by an arbitrary name."
   type        = map(string)
   nullable    = false
 }
 
 variable "workers" {
-  description = "The workers' subscription: lease, retention and redelivery. Retention is longer than any deadline of the catalog."
+  description = "Lease, retention, and redelivery settings of the workers' subscription. Retention must be longer than any deadline in the catalog."
   type = object({
     ack_deadline_s        = optional(number, 10)
     max_delivery_attempts = optional(number, 5)

@@ -1,5 +1,5 @@
 output "checked" {
-  description = "The stage's objects, typed and checked."
+  description = "The stage's object variables, with types, after the checks."
   value       = var.options
 
   precondition {

@@ -1,17 +1,17 @@
 variable "given" {
-  description = "The stage's objects as given, with attributes that are not in the type of `options`."
+  description = "The stage's object variables as passed in, including attributes that are not in the type of `options`."
   type        = any
   nullable    = false
 }
 
 variable "known" {
-  description = "What they are checked against: what Google has, and what the catalog says."
+  description = "Values for the checks, from Google's offerings and the catalog."
   type        = any
   nullable    = false
 }
 
 variable "options" {
-  description = "The stage's objects, with types and defaults."
+  description = "The stage's object variables, with types and defaults."
   type = object({
     alerts = optional(object({
       emails         = optional(list(string), [])

@@ -1,25 +1,25 @@
 variable "deletion_protection" {
-  description = "Whether it refuses to be deleted."
+  description = "If true, the instance can't be deleted."
   type        = bool
   default     = true
   nullable    = false
 }
 
 variable "labels" {
-  description = "Labels of the instance."
+  description = "Labels for the instance."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "name" {
-  description = "Id of the instance."
+  description = "ID of the instance."
   type        = string
   nullable    = false
 }
 
 variable "network" {
-  description = "Id of the network it is reached from."
+  description = "ID of the network that can connect to it."
   type        = string
   nullable    = false
 }
@@ -31,13 +31,13 @@ variable "project_id" {
 }
 
 variable "region" {
-  description = "Region it stands in."
+  description = "Region of the instance."
   type        = string
   nullable    = false
 }
 
 variable "size" {
-  description = "Version, node type and copies; days that its daily backups are kept (0: none), the hour of its maintenance, and the backup that a new instance begins with."
+  description = "Version, node type, and replicas; days to keep daily backups (0: none), maintenance time, and the backup that a new instance starts from."
   type = object({
     backup_days    = optional(number, 7)
     engine_version = optional(string, "VALKEY_8_0")

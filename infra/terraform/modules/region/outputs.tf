@@ -1,5 +1,5 @@
 output "api" {
-  description = "The API's service and environment; uri is null until an image is given."
+  description = "The API's service and environment. uri is null until there is an image."
   value = {
     endpoint_group = one([for group in google_compute_region_network_endpoint_group.api : group.id])
     service        = one([for service in google_cloud_run_v2_service.api : service.name])
@@ -8,12 +8,12 @@ output "api" {
 }
 
 output "environment" {
-  description = "Settings of the API in this region, secrets left out."
+  description = "The API's settings in this region, without secrets."
   value       = merge(local.environment, local.first_inbox, local.public_url)
 }
 
 output "network" {
-  description = "What a cluster in this region stands in."
+  description = "Subnetworks and address ranges for the API and the cluster in this region."
   value = {
     api_subnetwork = google_compute_subnetwork.api.id
     nodes          = google_compute_subnetwork.nodes.id

@@ -1,5 +1,5 @@
 variable "api" {
-  description = "The API service. Without an image there is none yet: the first apply makes the registry that it is pushed to."
+  description = "The API service. Without an image, it is not created, because the first apply creates the registry that the image is pushed to."
   type = object({
     behind_balancer    = optional(bool, false)
     concurrency        = optional(number, 80)
@@ -36,7 +36,7 @@ variable "api" {
 }
 
 variable "cidr" {
-  description = "The region's block of addresses, at least a /14."
+  description = "The region's address range, at least a /14."
   type        = string
   nullable    = false
 
@@ -47,20 +47,20 @@ variable "cidr" {
 }
 
 variable "dataset" {
-  description = "BigQuery dataset of the rows."
+  description = "BigQuery dataset for the rows."
   type        = string
   nullable    = false
 }
 
 variable "deletion_protection" {
-  description = "Whether the service refuses to be deleted."
+  description = "If true, the service can't be deleted."
   type        = bool
   default     = true
   nullable    = false
 }
 
 variable "inboxes" {
-  description = "The region's part of the pool of inboxes: its first number, how many, and slots of each."
+  description = "The region's part of the inbox pool: first number, number of inboxes, and slots per inbox."
   type = object({
     count = number
     first = number
@@ -70,21 +70,21 @@ variable "inboxes" {
 }
 
 variable "invoices" {
-  description = "Variables of the API that set the seller and the tax on invoices; none: its defaults."
+  description = "Environment variables for the API that set the seller and tax on invoices. Empty: its defaults."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "labels" {
-  description = "Labels of every resource."
+  description = "Labels for every resource."
   type        = map(string)
   default     = {}
   nullable    = false
 }
 
 variable "network" {
-  description = "Id of the network."
+  description = "ID of the network."
   type        = string
   nullable    = false
 }
@@ -96,7 +96,7 @@ variable "objects_url" {
 }
 
 variable "prefix" {
-  description = "First part of every name."
+  description = "First part of every resource name."
   type        = string
   nullable    = false
 }
@@ -108,19 +108,19 @@ variable "project_id" {
 }
 
 variable "records_max_bytes" {
-  description = "What answers kept for Idempotency-Keys may take in the Redis of the records, and predictions as much."
+  description = "Maximum size, in bytes, of responses stored under an Idempotency-Key in the records Redis. Predictions may use the same amount."
   type        = number
   nullable    = false
 }
 
 variable "records_url" {
-  description = "Redis of the records."
+  description = "Redis for the records."
   type        = string
   nullable    = false
 }
 
 variable "redis_url" {
-  description = "Redis of the region."
+  description = "The region's Redis."
   type        = string
   nullable    = false
 }
@@ -132,14 +132,14 @@ variable "region" {
 }
 
 variable "rows_url" {
-  description = "Bucket that rows are put into, as gs://BUCKET; empty: they go straight to BigQuery."
+  description = "Bucket that rows are written to, as gs://BUCKET; empty: they go directly to BigQuery."
   type        = string
   default     = ""
   nullable    = false
 }
 
 variable "secrets" {
-  description = "Secrets that the API reads, and which version of each."
+  description = "Secrets that the API reads, with the version of each."
   type = object({
     api_keys = object({ secret = string, version = string })
     links    = object({ secret = string, version = string })
@@ -151,7 +151,7 @@ variable "secrets" {
 }
 
 variable "traces" {
-  description = "Variables of OpenTelemetry for the API; none: no spans."
+  description = "OpenTelemetry variables for the API. Empty: no spans."
   type        = map(string)
   default     = {}
   nullable    = false
