@@ -34,7 +34,7 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename=_column_of):
     """Identifies the row: <request_id>:<item>, or <request_id>:refused. The same item written twice
     has the same row_id."""
     request_id: Shown[str]
-    """One ID from HTTP to reply."""
+    """The request's ID, the same from HTTP to reply."""
     item: Shown[int]
     """The item's index in the request, from 0."""
     tenant: str | None = None
@@ -44,15 +44,15 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename=_column_of):
     revision: Shown[str | None] = None
     """The model's revision in the catalog."""
     task: str | None = None
-    """The task of the model: embedding, similarity, image, text or custom."""
+    """The model's task: embedding, similarity, image, text, or custom."""
     region: str | None = None
-    """The region where the row was written."""
+    """The region in which the row was written."""
     api_instance: str | None = None
     """The API instance that received the request."""
     worker: str | None = None
-    """The worker that ended the item; null for an item that the API answered itself."""
+    """The worker that finished the item; null if the API finished it without a worker."""
     received_at_s: Shown[float]
-    """When the API received the request; the partition of the row. Filter by it in each query."""
+    """When the API received the request; the row's partition. Filter by it in each query."""
     published_at_s: float | None = None
     """When the job was published."""
     pulled_at_s: float | None = None
@@ -62,104 +62,98 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename=_column_of):
     finished_at_s: float | None = None
     """When the item's batch finished."""
     replied_at_s: Shown[float | None] = None
-    """When the reply was published or the answer sent."""
+    """When the reply was published or the response sent."""
     queue_ms: Shown[float | None] = None
-    """Time from publishing to pulling, in milliseconds."""
+    """Time from publishing to pulling."""
     batch_wait_ms: Shown[float | None] = None
-    """Time from pulling to the start of the batch, in milliseconds."""
+    """Time from pulling to the start of the batch."""
     inference_ms: Shown[float | None] = None
-    """How long the item's batch ran, in milliseconds."""
+    """How long the item's batch ran."""
     total_ms: Shown[float | None] = None
-    """Time from receiving to replying, in milliseconds."""
+    """Time from receiving the request to replying."""
     batch_size: int | None = None
     """Items in the batch."""
     cache: Shown[str | None] = None
-    """Origin of the result: miss, memory, redis, joined or none."""
+    """Origin of the result: miss, memory, redis, joined, or none."""
     tokens: Shown[int | None] = None
     """Tokens of a text, including special tokens; tokens times charged_share are charged."""
     pixel_steps: Shown[int | None] = None
-    """Width times height times steps of an image; pixel_steps times charged_share are charged."""
+    """Width x height x steps of an image; pixel_steps times charged_share are charged."""
     steps_saved: int | None = None
-    """For an image that was canceled or late while being drawn, the steps that were not computed.
-    """
+    """Steps that were not computed for an image that was canceled or late while being drawn."""
     device: str | None = None
     """The device that the batch ran on."""
     device_share: float | None = None
-    """The fraction of the device that the worker has, from 0 to 1."""
+    """The worker's share of the device, from 0 to 1."""
     status: Shown[str]
-    """succeeded, failed, expired or canceled; refused: for a request that was rejected as a whole,
-    which has only this row.
+    """succeeded, failed, expired, or canceled; refused: the only row of a request that was rejected
+    as a whole.
     """
     error_code: Shown[str | None] = None
-    """Why the item has no result, or the request was rejected."""
+    """Why the item has no result, or why the request was rejected."""
     attempt: int | None = None
-    """The delivery attempt of the job that ended the item, from 1."""
+    """The job's final delivery attempt, from 1."""
     cost_usd: Shown[float | None] = None
-    """Charge for the item in US dollars: its price times charged_share."""
+    """Charge for the item: its price times charged_share."""
     client_request_id: Shown[str | None] = None
-    """The caller's x-request-id, or sha256:<32 hex digits> if it is longer than 128 characters or
-    contains characters other than letters, digits, dots, underscores, colons and hyphens.
+    """The caller's x-request-id; sha256:<32 hex digits> if it is longer than 128 characters or
+    contains characters other than letters, digits, dots, underscores, colons, and hyphens.
     """
     charged_share: Shown[float | None] = None
-    """The fraction of the price charged for the item: 1 if it was computed for this item and
-    delivered, the catalog's price.cached_share if another item's result was delivered, 0 if nothing
-    was delivered; multiplied by the fraction of the list price that the request pays.
+    """The share of the price that is charged: 1 if the item was computed and delivered, the
+    catalog's price.cached_share if another item's result was delivered, 0 if nothing was delivered;
+    times the share of the list price that the request pays.
     """
     key_id: Shown[str | None] = None
     """The public part of the request's API key; null if keys were not required."""
     plan: Shown[str | None] = None
-    """The name of the tenant's plan when the request arrived; null if the tenant has no plan."""
+    """The tenant's plan when the request arrived; null if there was none."""
     price_version: Shown[str | None] = None
-    """The version of the price in the catalog by which the item is charged, or a digest of its
-    figures.
-    """
+    """The version of the price in the catalog, or a digest of its figures."""
     list_price_usd: Shown[float | None] = None
-    """The cost of the item's work before applying any fraction, in US dollars: cost_usd is this
-    times charged_share.
-    """
+    """The price of the item's work before any share: cost_usd is this times charged_share."""
     input_tokens: Shown[int | None] = None
     """Tokens read; for an embedding, all tokens."""
     output_tokens: Shown[int | None] = None
-    """Tokens generated; null for models that generate none."""
+    """Tokens generated; null for models that don't generate text."""
     cached_tokens: Shown[int | None] = None
-    """The part of input_tokens that was not computed again because it was the start of an earlier
-    input; null for models that cache none.
+    """The part of input_tokens that was not computed again because an earlier input had the same
+    beginning; null for models without such a cache.
     """
     gpu_type: str | None = None
     """The GPU type of the worker's device, as named in infra/kubernetes/gpus.yaml; null for a CPU
     and other GPUs.
     """
     spot: bool | None = None
-    """True if the worker's node is a spot node; null if not known."""
+    """True if the worker's node is a spot node; null if unknown."""
     priority: Shown[str | None] = None
-    """interactive or batch: the priority of the item."""
+    """The item's priority: interactive or batch."""
     user_agent_family: Shown[str | None] = None
-    """The kind of client, from a closed set: openai-python, curl, browser, other ...; null if the
-    client did not identify itself.
+    """The kind of client, from a fixed set: openai-python, curl, browser, other, and so on; null if
+    unknown.
     """
     batch_id: Shown[str | None] = None
-    """The batch that the item is a line of; null for other items."""
+    """The batch that contains the item; null for other items."""
     cold_start: bool | None = None
     """True if the model process that computed the item loaded the model after the item was
     published; null if no model ran for it.
     """
     batch_capacity: int | None = None
-    """The maximum number of items in a batch of the model; null if no model ran for the item."""
+    """Maximum items per batch of the model; null if no model ran for the item."""
     padded_tokens: int | None = None
     """Tokens computed for the item, including its part of the padding; null for models without
     tokens, for joined items, and if no model ran.
     """
     work: Shown[int | None] = None
-    """The weight of the item returned by the class of a custom model; work times charged_share are
-    charged; null for other models.
+    """The item's work, as returned by a custom model's class; work times charged_share are charged;
+    null for other models.
     """
     flow: Shown[str | None] = None
-    """The flow that requested the item; null for items requested by a caller."""
+    """The flow that requested the item; null if a caller requested it."""
     step: Shown[str | None] = None
     """The ID of the flow's step; null if flow is null."""
     adapter: Shown[str | None] = None
-    """The adapter (lora_weights) that an image was drawn with; null without an adapter, and for
-    items without a result.
+    """The image's adapter (lora_weights); null without an adapter, and for items without a result.
     """
 
 

@@ -1,14 +1,14 @@
--- Charges per day in the billing time zone, as counted by invoices, for the days in daily_usage.
+-- Charges by day, in the billing time zone, as counted by invoices, for the days in daily_usage.
 -- column day: day in the billing time zone; the partition
--- column tenant: the tenant that pays
--- column key_id: the public part of the API key
+-- column tenant: the tenant
+-- column key_id: public part of the API key; NULL if no key was required, and in rows from older releases
 -- column plan: the tenant's plan
 -- column model: model name in the catalog
 -- column price_version: version of the price in the catalog
--- column requests: requests, including refused ones
--- column items: texts or images, excluding refused requests
--- column succeeded: items that were delivered
--- column charged_tokens: tokens times the share that is charged
+-- column requests: requests, including rejected ones
+-- column items: texts or images, excluding rejected requests
+-- column succeeded: delivered items
+-- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
 -- column charged_pixel_steps: pixel-steps times the share that is charged
 -- column list_price_usd: list price of the work, before any share
 -- column cost_usd: amount charged, not rounded

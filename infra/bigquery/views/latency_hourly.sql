@@ -1,18 +1,18 @@
--- Latency of delivered items per hour and phase, as approximate percentiles, which can't be added up or averaged.
--- column day: UTC day of the hour; filter on it in each query, because it selects the partitions
--- column hour: start of the hour
+-- Latency of delivered items by hour and phase, as approximate percentiles, which can't be added up or averaged.
+-- column day: UTC day of the hour; filter on it in each query
+-- column hour: start of the hour (UTC)
 -- column model: model name in the catalog
--- column priority: interactive or batch; NULL in rows of older releases
+-- column priority: interactive or batch; NULL in rows from older releases
 -- column items: delivered items
--- column total_p50_ms: median time from receiving to replying
--- column total_p95_ms: the same, 95th percentile
--- column total_p99_ms: the same, 99th percentile
+-- column total_p50_ms: median time from receiving the request to replying, excluding rejected requests
+-- column total_p95_ms: its 95th percentile
+-- column total_p99_ms: 99th percentile of that time
 -- column queue_p50_ms: median time at the broker
--- column queue_p95_ms: the same, 95th percentile
+-- column queue_p95_ms: its 95th percentile
 -- column batch_wait_p50_ms: median time from pulling to the start of the batch
--- column batch_wait_p95_ms: the same, 95th percentile
+-- column batch_wait_p95_ms: its 95th percentile
 -- column inference_p50_ms: median time of the item's batch
--- column inference_p95_ms: the same, 95th percentile
+-- column inference_p95_ms: its 95th percentile
 SELECT
   DATE(received_at) AS day,
   TIMESTAMP_TRUNC(received_at, HOUR) AS hour,

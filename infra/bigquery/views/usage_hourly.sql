@@ -1,20 +1,20 @@
--- Usage and charges in each hour.
--- column day: UTC day of the hour; filter on it in each query, because it selects the partitions
--- column hour: start of the hour
+-- Usage and charges by hour.
+-- column day: UTC day of the hour; filter on it in each query
+-- column hour: start of the hour (UTC)
 -- column tenant: the tenant
--- column key_id: the public part of the API key
+-- column key_id: public part of the API key; NULL if no key was required, and in rows from older releases
 -- column plan: the tenant's plan
 -- column model: model name in the catalog
 -- column region: region in which the rows were written
 -- column priority: interactive or batch
--- column requests: requests, including refused ones; a request counts in the line of its first item
--- column refused: requests that were refused
--- column items: texts or images, excluding refused requests
--- column succeeded: items that were delivered
+-- column requests: requests, including rejected ones; a request counts in the row of its first item
+-- column refused: rejected requests
+-- column items: texts or images, excluding rejected requests
+-- column succeeded: delivered items
 -- column failed: items that failed
--- column expired: items whose deadline passed
--- column canceled: items that were canceled
--- column cached: delivered items from the cache, or joined
+-- column expired: items that missed their deadline
+-- column canceled: canceled items
+-- column cached: delivered items that came from the cache or joined an identical item
 -- column tokens: tokens of texts, charged or not
 -- column input_tokens: input tokens of texts
 -- column output_tokens: output tokens of texts
@@ -22,7 +22,7 @@
 -- column pixel_steps: width x height x steps of images, charged or not
 -- column device_s: seconds of a whole device; a batch's time is divided equally among its items
 -- column list_price_usd: list price of the work, before any share
--- column cost_usd: amount charged
+-- column cost_usd: amount charged, not rounded
 SELECT
   DATE(received_at) AS day,
   TIMESTAMP_TRUNC(received_at, HOUR) AS hour,

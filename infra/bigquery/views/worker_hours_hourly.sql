@@ -1,19 +1,19 @@
--- Hours and GPU cost of workers in each hour. For operators.
--- column day: UTC day of the hour; filter on it in each query, because it selects the partitions
--- column hour: start of the hour
+-- Hours and GPU cost of workers by hour. For operators.
+-- column day: UTC day of the hour; filter on it in each query
+-- column hour: start of the hour (UTC)
 -- column deployment: the workers' models in the catalog, joined with +
--- column models: the models as named in rows, comma-separated
+-- column models: their models as named in rows, comma-separated
 -- column region: region in which they run
 -- column gpu_type: as in rows; NULL for a CPU
 -- column spot: true for a spot node; NULL if unknown, and priced on demand
 -- column workers: worker processes
--- column busy_hours: hours of a whole device with batches running
+-- column busy_hours: hours of a whole device spent on batches
 -- column idle_hours: hours of a whole device without work
--- column loading_hours: hours of a whole device loading models
--- column items: items in the batches that ended
--- column batches: batches that ended
--- column cold_starts: model loads that ended
--- column cost_usd: hours times the price for GPU type, spot or on demand, region and hour; NULL if the price is unknown
+-- column loading_hours: hours of a whole device spent loading models
+-- column items: items in the batches that finished
+-- column batches: batches that finished
+-- column cold_starts: model loads that finished
+-- column cost_usd: hours times the price for the GPU type, spot or on demand, region, and hour; NULL if the price is unknown
 SELECT
   DATE(reported.hour) AS day,
   reported.hour AS hour,

@@ -1,4 +1,4 @@
--- Batch size and padding of each model per hour, and the time per item.
+-- Batch size, padding, and time per item, by model and hour.
 -- owner: operations
 -- audience: operators
 -- plot: lines fill_percent by hour, one color per model
@@ -9,11 +9,11 @@
 -- column items: items in batches
 -- column batches: batches
 -- column items_per_batch: mean
--- column fill_percent: items as a share of the maximum that these batches can hold; NULL in rows of older releases
--- column padding_percent: share of computed tokens that are padding; NULL for images and for older rows
--- column cold_percent: share of items that waited for a model to load; NULL for older rows
+-- column fill_percent: items as a percentage of the maximum for these batches; NULL in rows from older releases
+-- column padding_percent: percentage of computed tokens that are padding; NULL for images and in older rows
+-- column cold_percent: percentage of items that waited for a model to load; NULL in older rows
 -- column batch_wait_p95_ms: time in the worker until the batch started, 95th percentile
--- column inference_ms_per_item: a batch's time divided by its items
+-- column inference_ms_per_item: batch time divided by its items
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
 doubles AS (

@@ -1,23 +1,23 @@
--- Share of its budget that each tenant spent in each calendar month (UTC), and the forecast for the month.
+-- Share of each tenant's monthly budget (UTC) that is spent, with a forecast.
 -- owner: finance
 -- audience: tenants
 -- without: models, tz
 -- days: 1
 -- range: months
--- @budget_tenants ARRAY<STRING>: tenants that have a budget in the directory of keys
+-- @budget_tenants ARRAY<STRING>: tenants with a budget in the key directory
 -- @budgets_usd ARRAY<FLOAT64>: their budgets, in the same order
 -- plot: bars spent_usd, budget_usd by tenant
 -- totals: spent_usd, refused
 -- column tenant: the tenant
--- column month: first day of the month; budgets are for calendar months in UTC, in every time zone
+-- column month: first day of the month in UTC, regardless of the time zone
 -- column spent_usd: amount charged so far this month, not rounded
--- column budget_usd: the current budget; NULL if the tenant does not have one
+-- column budget_usd: current budget; NULL if the tenant does not have one
 -- column percent: percentage of the budget that is spent
--- column left_usd: remaining budget; negative if the budget was exceeded
+-- column left_usd: remaining budget; negative if exceeded
 -- column elapsed_percent: percentage of the month that has passed
--- column month_end_usd: projected amount for the whole month at the current pace
--- column refused: requests that were refused because the budget was spent
--- The API also counts requests in flight, so it may refuse requests slightly before this report shows 100 percent.
+-- column month_end_usd: projected amount for the month at the current pace
+-- column refused: requests rejected because the budget was spent
+-- The API also counts requests in flight, so it may reject requests slightly before this report shows 100 percent.
 WITH once AS (
   SELECT
     tenant,

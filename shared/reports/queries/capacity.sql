@@ -5,14 +5,14 @@
 -- column weekday: 1 is Monday, in the time zone
 -- column hour: 0 to 23, in the time zone
 -- column hours: number of such hours in the range, including hours without requests
--- column items_mean: mean texts or images in such an hour
--- column items_max: maximum of all such hours
--- column refused_mean: mean refused requests in such an hour
--- column gpus_mean: mean device seconds in such an hour divided by 3,600: the number of fully busy devices
--- column gpus_max: maximum of all such hours
--- column queue_p95_ms: time at the broker: the worst 95th percentile of all such hours
--- The first and the last hour of the range may be incomplete, so request whole days. Hours are cut in UTC, so if the
--- time zone is off by half an hour, a local hour starts at its half.
+-- column items_mean: mean number of texts or images in such an hour
+-- column items_max: the maximum
+-- column refused_mean: mean number of rejected requests in such an hour
+-- column gpus_mean: mean number of fully busy devices in such an hour: device seconds divided by 3,600
+-- column gpus_max: the maximum
+-- column queue_p95_ms: 95th percentile of the time at the broker in the worst such hour
+-- Request whole days, because the first and last hour of the range may be incomplete. Hours start on the hour in UTC,
+-- so in a time zone with a half-hour offset, they start on the half hour.
 WITH once AS (
   SELECT
     received_at,

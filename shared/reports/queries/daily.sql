@@ -1,23 +1,23 @@
--- Total usage of all tenants, with one line for each day of the range, including days without requests.
+-- Total usage by day, including days without requests.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day
 -- plot: lines requests by day
 -- totals: requests, refused, items, succeeded, failed, expired, canceled, cached, tokens, pixel_steps, device_s, cost_usd
 -- column day: day in the time zone
--- column hours: hours in the day; 23 or 25 when clocks change
+-- column hours: hours in the day: 23 or 25 when clocks change
 -- column tenants: number of tenants that sent requests
--- column requests: requests, including refused ones
--- column refused: requests that were refused
--- column items: texts or images, excluding refused requests
--- column succeeded: items that were delivered
+-- column requests: requests, including rejected ones
+-- column refused: rejected requests
+-- column items: texts or images, excluding rejected requests
+-- column succeeded: delivered items
 -- column failed: items that failed
--- column expired: items whose deadline passed
--- column canceled: items that were canceled
--- column cached: delivered items from the cache, or joined
+-- column expired: items that missed their deadline
+-- column canceled: canceled items
+-- column cached: delivered items that came from the cache or joined an identical item
 -- column tokens: tokens of texts, charged or not
 -- column pixel_steps: width x height x steps of images, charged or not
--- column device_s: seconds of a whole device
+-- column device_s: seconds of a whole device; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
 WITH once AS (
   SELECT

@@ -1,11 +1,11 @@
--- Checks of the rows: duplicate, missing and late rows, clocks that disagree, and charges that do not add up.
+-- Checks for duplicate, missing, and late rows, clocks that disagree, and charges that don't add up.
 -- owner: operations
 -- audience: operators
 -- column check_name: name of the check
 -- column found: number found
 -- column total: number checked
--- column example: an example: the first row, request or worker report by name
--- column means: explanation, and what to do
+-- column example: first row, request, or worker report found, by name
+-- column means: explanation and remedy
 WITH raw AS (
   SELECT
     row_id,

@@ -1,17 +1,17 @@
--- Failed, late and refused items, by model and error code, with their share of the model's items.
+-- Failed, late, and rejected items, by model and error code.
 -- owner: operations
 -- audience: tenants
 -- plot: bars items by error_code, one color per model
 -- totals: items
 -- column model: model name in the catalog
--- column status: failed, expired, canceled or refused
+-- column status: failed, expired, canceled, or refused
 -- column error_code: the reason
--- column items: items, or refused requests
+-- column items: items, or rejected requests
 -- column tenants: number of affected tenants
--- column percent_of_model: share of the model's items and refused requests
--- column most_attempts: maximum number of deliveries of one item
+-- column percent_of_model: percentage of the model's items and rejected requests
+-- column most_attempts: maximum deliveries per item
 -- column latest: time at which the latest one was received
--- column example_request_id: request ID of the latest one, for a search in the logs
+-- column example_request_id: its request ID, for a search in the logs
 WITH once AS (
   SELECT
     model,

@@ -1,22 +1,22 @@
--- Usage by tenant and flow, per day, as a whole and by step.
+-- Usage by tenant, flow, and day, for whole flows and by step.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per flow
--- column day: day in the time zone; days without runs have no line
+-- column day: day in the time zone; days without runs have no row
 -- column tenant: the tenant
--- column flow: model name in the catalog
--- column step: ID of the step; empty in the line for the whole flow
+-- column flow: flow name in the catalog
+-- column step: step ID; empty in the row for the whole flow
 -- column runs: runs that reached this step
 -- column items: items in the step, or in all steps
--- column succeeded: items that were delivered
--- column hit_percent: share of items from the cache
--- column joined: items that joined an identical item
+-- column succeeded: delivered items
+-- column hit_percent: percentage of items that came from the cache
+-- column joined: items that joined an identical item in flight
 -- column inference_p50_ms: median time of the item's batch
--- column inference_p95_ms: the same, 95th percentile
--- column done_p50_ms: median time from the arrival of a run until the last item of the step, or of the flow, was done
--- column done_p95_ms: the same, 95th percentile
+-- column inference_p95_ms: its 95th percentile
+-- column done_p50_ms: median time from a run's arrival until the last item in the step or flow was done
+-- column done_p95_ms: its 95th percentile
 -- column device_s: seconds of a whole device; a batch's time is divided equally among its items
--- column cost_usd: amount charged; not rounded, so that sums are exact
+-- column cost_usd: amount charged, not rounded
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
 doubles AS (

@@ -1,21 +1,22 @@
--- GPUs needed in each hour of the next week, forecast from the same hour of the previous weeks.
+-- GPUs needed in each hour of the next week, forecast from previous weeks.
 -- owner: operations
 -- audience: operators
 -- days: 42
 -- plot: lines gpus, gpus_high, week_ago_gpus by hour
 -- column hour: start of the hour (UTC)
--- column local_hour: the same time in the local time zone
--- column weeks: number of whole weeks, before the end of the range, used for the forecast
--- column gpus: expected device seconds of the hour divided by 3,600
--- column gpus_high: the forecast plus the largest error for this hour in the past weeks, for planning
+-- column local_hour: the same time in the report's time zone
+-- column weeks: number of whole weeks before the end of the range that the forecast uses
+-- column gpus: expected device seconds in the hour divided by 3,600
+-- column gpus_high: for planning: the forecast plus the largest error for this hour in past weeks
 -- column items: expected texts or images
 -- column week_ago_gpus: GPUs needed in the same hour of the last week
--- column error_percent: error of the method on up to three past weeks, each forecast from the weeks before it: the sum of the absolute errors divided by the sum of the actual values (WAPE); NULL with one week
--- Method: the range is cut into weeks of 168 hours, back from the last whole hour of the range. The forecast of an hour is
--- the median of the same hour in these weeks, times 1 + the growth since their middle. The growth is the trend times the
--- weeks from their middle to the coming one, divided by the mean of the medians. The trend is the median slope between all
--- pairs of weekly means (Theil 1950, Sen 1968, https://doi.org/10.1080/01621459.1968.10480934). No forecast is negative.
--- Weeks consist of UTC hours, so when clocks change, a week is off by an hour.
+-- column error_percent: forecast error (WAPE) in up to three past weeks, each forecast from the weeks before it: the sum of absolute errors divided by the sum of actual values; NULL with one week
+-- Method: the range is divided into weeks of 168 hours, counted back from its last whole hour. The forecast for an hour
+-- is the median of the same hour in these weeks, times 1 + growth; it is never negative. The growth is the trend times
+-- the number of weeks from the middle of these weeks to the coming week, divided by the mean of the medians. The trend
+-- is the median slope between all pairs of weekly means (Theil 1950, Sen 1968,
+-- https://doi.org/10.1080/01621459.1968.10480934). Weeks consist of UTC hours, so when clocks change, a week is off by
+-- an hour.
 WITH once AS (
   SELECT
     received_at,

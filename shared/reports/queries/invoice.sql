@@ -1,23 +1,23 @@
--- Amounts that each tenant owes, by month, model, price, share of the price, and outcome of the items.
+-- Amounts that each tenant owes, by month, model, price, share of the price, and outcome.
 -- owner: finance
 -- audience: tenants
 -- days: 1
 -- range: months
 -- plot: bars amount_usd by tenant, one color per model
 -- totals: items, list_usd, amount_usd
--- column tenant: the tenant that owes
--- column month: the first day of the month, in the time zone
+-- column tenant: the tenant
+-- column month: first day of the month, in the time zone
 -- column model: model name in the catalog
 -- column unit: tokens, images, or requests to custom models
--- column price_version: version of the price in the catalog; NULL in rows of older releases
--- column price_per: number of units that unit_price_usd pays for: a million tokens, 1 image or 1 request
--- column unit_price_usd: price of price_per units, before any share; for texts, images and custom models, which have several prices, the average of the line; NULL for old rows without a charge or a price
--- column kind: computed, cached (from the cache, or joined), failed, expired or canceled
+-- column price_version: version of the price in the catalog; NULL in rows from older releases
+-- column price_per: number of units that unit_price_usd pays for: a million tokens, 1 image, or 1 request
+-- column unit_price_usd: price of price_per units, before any share; for texts, images, and custom models, the line's average price; NULL for old rows without a charge or a price
+-- column kind: computed, cached (including joined), failed, expired, or canceled
 -- column charged_share: share of the price that is charged
--- column items: texts, images or predictions
+-- column items: texts, images, or predictions
 -- column quantity: number of units
 -- column list_usd: quantity times unit price, divided by price_per
--- column amount_usd: amount charged: the sum of the rows' cost, which is quantity x unit price / price_per x share except for the last digits
+-- column amount_usd: amount charged: the sum of the rows' cost, which equals quantity x unit price / price_per x share except for the last digits
 WITH once AS (
   SELECT
     tenant,

@@ -1,4 +1,4 @@
--- Revenue, GPU cost and margin of each model, with the cost of idle and loading time.
+-- Revenue, GPU cost, and margin by model, including idle and loading time.
 -- owner: finance
 -- audience: operators
 -- without: tenants, tz
@@ -8,20 +8,20 @@
 -- column revenue_usd: amount charged, not rounded
 -- column items: delivered items
 -- column device_s: seconds of a whole device, according to the rows
--- column gpu_hours: hours of a whole device of its workers, from worker_hours; NULL if workers did not report
--- column busy_hours: part of gpu_hours with batches running
--- column idle_hours: part of gpu_hours without work
--- column loading_hours: part of gpu_hours spent loading models
--- column cost_usd: gpu_hours times the price for GPU type, spot or on demand, region and hour; not rounded; NULL if the price is unknown
+-- column gpu_hours: the workers' hours of a whole device, from worker_hours; NULL if workers did not report
+-- column busy_hours: the part of gpu_hours spent on batches
+-- column idle_hours: the part without work
+-- column loading_hours: the part spent loading models
+-- column cost_usd: gpu_hours times the price for the GPU type, spot or on demand, region, and hour, not rounded; NULL if the price is unknown
 -- column busy_usd: cost of busy_hours
 -- column idle_usd: cost of idle_hours
 -- column loading_usd: cost of loading_hours
 -- column unpriced_hours: hours of devices without a price, such as CPUs; not included in the cost
 -- column margin_usd: revenue minus cost; NULL if the cost is unknown
 -- column margin_percent: margin as a percentage of the revenue
--- The time of a worker with several models is divided in proportion to their device seconds on that worker. If it
--- computed nothing in the range, the time is divided equally. A report of a worker belongs to the range in which it
--- starts. A worker that does not report whether its node is a spot node counts as on demand.
+-- If a worker has several models, its time is divided in proportion to their device seconds on that worker, or equally
+-- if it computed nothing in the range. A worker report belongs to the range in which it starts. A worker counts as on
+-- demand unless it reports that its node is a spot node.
 WITH once AS (
   SELECT
     model,

@@ -14,7 +14,7 @@
 -- column batch_size: items in the batch
 -- column worker: worker that computed it
 -- column device: device that computed it
--- column attempt: number of the delivery that ended it
+-- column attempt: number of the final delivery
 WITH once AS (
   SELECT
     row_id,

@@ -1,22 +1,22 @@
--- Heaviest and most disruptive tenants, by cost, device time, errors, refusals and bursts.
+-- Heaviest and most disruptive tenants, by cost, device time, errors, rejections, and bursts.
 -- owner: product
 -- audience: operators
 -- plot: bars cost_usd by tenant
 -- plot: bars peak_to_mean by tenant
 -- totals: cost_usd, items, requests, device_s
--- column tenant: the tenant; empty if a request was refused before its key was read
+-- column tenant: the tenant; empty if a request was rejected before its key was read
 -- column cost_usd: amount charged, not rounded
--- column cost_percent: share of all tenants' cost
--- column items: texts or images, excluding refused requests
--- column requests: requests, including refused ones
--- column device_s: seconds of a whole device
--- column device_percent: share of all tenants' device seconds
--- column error_percent: share of items that failed or were late
--- column refused_percent: share of requests that were refused
--- column peak_items_per_min: items in its busiest minute (UTC); a refused request counts as one
+-- column cost_percent: percentage of all tenants' cost
+-- column items: texts or images, excluding rejected requests
+-- column requests: requests, including rejected ones
+-- column device_s: seconds of a whole device; a batch's time is divided equally among its items
+-- column device_percent: percentage of all tenants' device seconds
+-- column error_percent: percentage of items that failed or were late
+-- column refused_percent: percentage of requests that were rejected
+-- column peak_items_per_min: items in its busiest minute (UTC); a rejected request counts as one
 -- column peak_to_mean: items in that minute divided by the mean per minute of the range
--- column models: number of different ones that it used
--- column keys: number of different ones that it used
+-- column models: number of models that it used
+-- column keys: number of keys that it used
 -- column last_seen: time of its last request
 WITH once AS (
   SELECT

@@ -1,29 +1,29 @@
--- Usage and charges by tenant and model, per day.
+-- Usage and charges by tenant, model, and day.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per model
 -- totals: items, requests, refused, succeeded, joined, tokens, charged_tokens, pixel_steps, charged_pixel_steps, device_s, cost_usd
--- column day: day in the time zone; days without requests have no line
+-- column day: day in the time zone; days without requests have no row
 -- column tenant: the tenant
--- column model: model name in the catalog; empty if a request was refused before its model was known
--- column items: texts or images, excluding refused requests
--- column requests: requests, including refused ones
--- column refused: requests that were refused
--- column succeeded: items that were delivered
--- column hit_percent: share of items from the cache
--- column joined: items that joined an identical item of another request
+-- column model: model name in the catalog; empty if a request was rejected before its model was known
+-- column items: texts or images, excluding rejected requests
+-- column requests: requests, including rejected ones
+-- column refused: rejected requests
+-- column succeeded: delivered items
+-- column hit_percent: percentage of items that came from the cache
+-- column joined: items that joined an identical item in flight
 -- column queue_p50_ms: median time at the broker
--- column queue_p95_ms: the same, 95th percentile
+-- column queue_p95_ms: its 95th percentile
 -- column inference_p50_ms: median time of the item's batch
--- column inference_p95_ms: the same, 95th percentile
--- column total_p50_ms: median time from receiving to replying, without refused requests
--- column total_p95_ms: the same, 95th percentile
+-- column inference_p95_ms: its 95th percentile
+-- column total_p50_ms: median time from receiving the request to replying, excluding rejected requests
+-- column total_p95_ms: its 95th percentile
 -- column tokens: tokens of texts, charged or not
--- column charged_tokens: tokens times the share that is charged; multiplied by the token price, this is the cost
+-- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
 -- column pixel_steps: width x height x steps of images, charged or not
 -- column charged_pixel_steps: pixel-steps times the share that is charged
 -- column device_s: seconds of a whole device; a batch's time is divided equally among its items
--- column cost_usd: amount charged; not rounded, so that sums are exact
+-- column cost_usd: amount charged, not rounded
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.
 doubles AS (

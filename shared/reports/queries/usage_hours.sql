@@ -1,20 +1,20 @@
--- Usage by tenant and model, per hour.
+-- Usage by tenant, model, and hour.
 -- owner: product
 -- audience: tenants
 -- plot: bars items by hour, one color per model
 -- totals: requests, refused, items, succeeded, cached, tokens, pixel_steps, device_s, cost_usd
--- column hour: start of the hour; in UTC, so that no hour is missing or double when clocks change
--- column local_hour: the same time in the local time zone
+-- column hour: start of the hour (UTC)
+-- column local_hour: the same time in the report's time zone
 -- column tenant: the tenant
 -- column model: model name in the catalog
--- column requests: requests, including refused ones
--- column refused: requests that were refused
--- column items: texts or images, excluding refused requests
--- column succeeded: items that were delivered
--- column cached: delivered items from the cache, or joined
+-- column requests: requests, including rejected ones
+-- column refused: rejected requests
+-- column items: texts or images, excluding rejected requests
+-- column succeeded: delivered items
+-- column cached: delivered items that came from the cache or joined an identical item
 -- column tokens: tokens of texts, charged or not
 -- column pixel_steps: width x height x steps of images, charged or not
--- column device_s: seconds of a whole device
+-- column device_s: seconds of a whole device; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.

@@ -1,22 +1,22 @@
--- Usage by API key and model, per day.
+-- Usage by API key, model, and day.
 -- owner: product
 -- audience: tenants
 -- plot: bars cost_usd by day, one color per key_id
 -- totals: requests, refused, items, succeeded, cached, tokens, charged_tokens, pixel_steps, charged_pixel_steps, device_s, cost_usd
--- column day: day in the time zone; days without requests have no line
+-- column day: day in the time zone; days without requests have no row
 -- column tenant: the tenant
--- column key_id: the public part of the key; NULL if no key was required, and in rows of older releases
+-- column key_id: public part of the API key; NULL if no key was required, and in rows from older releases
 -- column model: model name in the catalog
--- column requests: requests, including refused ones
--- column refused: requests that were refused
--- column items: texts or images, excluding refused requests
--- column succeeded: items that were delivered
--- column cached: delivered items from the cache, or joined
+-- column requests: requests, including rejected ones
+-- column refused: rejected requests
+-- column items: texts or images, excluding rejected requests
+-- column succeeded: delivered items
+-- column cached: delivered items that came from the cache or joined an identical item
 -- column tokens: tokens of texts, charged or not
--- column charged_tokens: tokens times the share that is charged
+-- column charged_tokens: tokens times the share that is charged; times the token price, this is the cost
 -- column pixel_steps: width x height x steps of images, charged or not
 -- column charged_pixel_steps: pixel-steps times the share that is charged
--- column device_s: seconds of a whole device
+-- column device_s: seconds of a whole device; a batch's time is divided equally among its items
 -- column cost_usd: amount charged, not rounded
 WITH
 -- Few rows exist twice. Finding these first is faster than sorting the copies of all rows.

@@ -1,4 +1,4 @@
--- Delivery of webhooks: events, attempts, failures and delays, by tenant and event.
+-- Webhook deliveries, failures, and delays, by tenant and event.
 -- owner: product
 -- audience: tenants
 -- without: tz
@@ -8,14 +8,14 @@
 -- column event: kind of event
 -- column events: events
 -- column attempts: delivery attempts
--- column delivered_percent: share of events that arrived
--- column first_try_percent: share of events that arrived at the first attempt in the range
--- column given_up: events that were refused, gone or forbidden, and will not be retried
--- column open: events that failed and may be retried
--- column duration_p95_ms: duration of an attempt, 95th percentile
--- column delay_p50_s: time from the event to its arrival, median
--- column delay_p95_s: the same, 95th percentile
--- column top_failure: the most frequent status code or error of failed attempts
+-- column delivered_percent: percentage of events that arrived
+-- column first_try_percent: percentage of events that arrived at the first attempt in the range
+-- column given_up: events that were refused, gone, or forbidden, and will not be retried
+-- column open: failed events that may be retried
+-- column duration_p95_ms: 95th percentile of an attempt's duration
+-- column delay_p50_s: median time from the event to its arrival
+-- column delay_p95_s: its 95th percentile
+-- column top_failure: most frequent status code or error of failed attempts
 WITH once AS (
   SELECT
     row_id,
