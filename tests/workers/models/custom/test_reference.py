@@ -276,7 +276,7 @@ PROVEN_BY: dict[str, dict[str, tuple[str, ...]]] = {
         "`def work(self, input) -> int`": (
             "test_weighing.py::test_an_item_weighs_what_the_class_says",
         ),
-        "The worker calls it before": (
+        "The worker calls `work` before": (
             "api/test_custom_charges.py::test_work_counts_toward_its_limit_by_the_minute",
             "test_weighing.py::test_a_loop_is_killed_and_others_are_weighed",
         ),
