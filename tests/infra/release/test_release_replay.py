@@ -270,7 +270,7 @@ def test_state_by_hand_elsewhere_is_found(replay: Replay) -> None:
         built(replay, without=CHECKS)
 
 
-COMPARES = "Terraform's own providers read it for the plan"
+COMPARES = "Terraform's providers need it to plan"
 UNUSED = {
     BUILD: {
         "roles/bigquery.metadataViewer": COMPARES,
@@ -282,24 +282,24 @@ UNUSED = {
         "roles/memorystore.viewer": COMPARES,
         "roles/monitoring.viewer": COMPARES,
         "roles/pubsub.viewer": COMPARES,
-        "roles/secretmanager.viewer": f"{COMPARES}; it reads no version",
+        "roles/secretmanager.viewer": f"{COMPARES}; can't read secret values",
         f"projects/{PROJECT}/roles/penstock_planner": (
-            f"{COMPARES}: policies, and resources without a role"
+            f"{COMPARES}: IAM policies, and resources without a viewer role"
         ),
-        "roles/logging.logWriter": "Cloud Logging has the build's output",
-        "roles/serviceusage.serviceUsageConsumer": "Terraform names the project of a budget",
+        "roles/logging.logWriter": "writes the build's output to Cloud Logging",
+        "roles/serviceusage.serviceUsageConsumer": "Terraform charges budget calls to the project",
     },
     DEPLOY: {
         "roles/binaryauthorization.attestorsAdmin": "nodes.binary_authorization",
         "roles/binaryauthorization.policyEditor": "nodes.binary_authorization",
-        "roles/cloudscheduler.admin": "functions.reports, and the export of keys in Redis",
-        "roles/cloudkms.admin": "nodes.binary_authorization: the key of releases",
-        "roles/cloudkms.signerVerifier": "nodes.binary_authorization: signs with it",
+        "roles/cloudscheduler.admin": "functions.reports, and the hourly export of API keys",
+        "roles/cloudkms.admin": "nodes.binary_authorization: the release key",
+        "roles/cloudkms.signerVerifier": "nodes.binary_authorization: signs with the release key",
         "roles/containeranalysis.notes.editor": "nodes.binary_authorization: the attestor's note",
         "roles/containeranalysis.occurrences.editor": "nodes.binary_authorization: attestations",
         "roles/iam.workloadIdentityPoolAdmin": "clusters outside Google",
-        "roles/iam.serviceAccountUser": "services and nodes run as accounts of ours",
-        "roles/logging.logWriter": "Cloud Logging has the build's output",
+        "roles/iam.serviceAccountUser": "creates services and nodes that run as our accounts",
+        "roles/logging.logWriter": "writes the build's output to Cloud Logging",
     },
 }
 """Roles that no request in the replay needs, and the reason for each."""
@@ -351,7 +351,7 @@ def table_of_accounts(cloud: Cloud) -> str:
                 if role in UNUSED[account]:
                     said = f"not used: {UNUSED[account][role]}"
                 elif not used and role in by_terraform:
-                    said = "not used: Terraform creates resources in the state with it"
+                    said = "not used: Terraform needs it to create resources in the state"
                 else:
                     said = ", ".join(used)
                 name = role.removeprefix("roles/").rpartition("/")[2]
