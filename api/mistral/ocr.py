@@ -372,7 +372,7 @@ async def _run_request(
 
 
 def _names_for(model: Model) -> FieldNames:
-    return FieldNames(model, DOCUMENT, "pages")
+    return FieldNames(model, DOCUMENT)
 
 
 def _failure_of(body: OcrBody, snapshot: PredictionSnapshot) -> PenstockError:

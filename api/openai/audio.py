@@ -232,7 +232,7 @@ async def _add_recording(
 
 def _names_for(model: Model, field: str) -> FieldNames:
     """Returns the names of a form's fields. `field` contains the recording."""
-    return FieldNames(model, field, "seconds", _NAMES | {FILE: field})
+    return FieldNames(model, field, _NAMES | {FILE: field})
 
 
 def _validate(values: Mapping[str, Any], model: Model) -> CustomInput:

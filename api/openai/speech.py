@@ -194,7 +194,7 @@ async def create_speech(
         values["stream"] = True
     speech_input, _ = input_of_fields(values, model, {})
     speech_input.is_streamed = is_streamed
-    names = FieldNames(model, "input", "characters", {"stream": "stream_format"})
+    names = FieldNames(model, "input", {"stream": "stream_format"})
     with names.used():
         if is_streamed:
             inference.check_room(call, model, 1)

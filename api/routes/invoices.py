@@ -33,11 +33,11 @@ class InvoiceLineReply(msgspec.Struct, kw_only=True):
     """Number of texts, images, or predictions."""
     quantity: int
     unit: str
-    """Unit of `quantity`: tokens, images or requests."""
+    """Unit of `quantity`: tokens, images, seconds, characters, pages or requests."""
     unit_price_usd: str | None
     """Price of `price_per` units. Null if the rows, from an old release, were not charged."""
     price_per: int
-    """Number of units that the unit price covers: a million tokens, 1 image, or 1 request."""
+    """Number of units that the unit price covers: a million tokens, or 1 of any other unit."""
     price_version: str | None
     charged_share: str
     """The fraction of the price that is charged."""

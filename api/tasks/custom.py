@@ -18,6 +18,7 @@ from api.tasks.base import ApiTask, Inputs, StreamKind
 from shared.errors import BadInput, InputTooLarge, PenstockError
 from shared.models.blob import FILE_FORMAT, Blob
 from shared.models.catalog import Flow, Model
+from shared.models.entry import WORK_UNITS
 from shared.models.interface import SECRET_FORMAT, ModelInterface
 from shared.models.tasks.custom import (
     JSON_TYPE,
@@ -205,7 +206,6 @@ class FieldNames(NamedTuple):
 
     model: Model
     field: str
-    unit: str
     names: Mapping[str, str] = {}
 
     def error(self, error: PenstockError) -> PenstockError:
@@ -218,8 +218,8 @@ class FieldNames(NamedTuple):
         if named is None:
             return error
         reason = error.message.removeprefix(f"{error.field}: ")
-        if is_weight and self.model.work.max is not None:
-            most = f"{self.model.work.max} {self.unit}"
+        if is_weight and self.model.work.max is not None and self.model.api:
+            most = f"{self.model.work.max} {WORK_UNITS[self.model.api]}"
             reason = f"exceeds the maximum of {most} for {self.model.name}"
         return type(error)(f"{named}: {reason}", field=named)
 

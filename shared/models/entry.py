@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Mapping
 from functools import cached_property, lru_cache
 from typing import Literal, Self
 
@@ -38,6 +39,12 @@ ServedApi = Literal["transcription", "speech", "ocr"]
 `transcription`: OpenAI's /v1/audio/transcriptions and /v1/audio/translations. `speech`: OpenAI's
 /v1/audio/speech. `ocr`: Mistral's /v1/ocr. See shared/models/tasks/custom.py for their inputs.
 """
+WORK_UNITS: Mapping[ServedApi, str] = {
+    "transcription": "seconds",
+    "speech": "characters",
+    "ocr": "pages",
+}
+"""Unit of the work in a class's inputs, by the endpoint that it serves."""
 Rerank = Literal["cosine", "cross-encoder"]
 """Method by which a similarity model compares a text to a query.
 

@@ -15,6 +15,7 @@ import msgspec
 from shared.errors import BadInput, Canceled, SchemaNotMatched
 from shared.messages import ItemOutcome, Receipt, failure
 from shared.models.catalog import Model
+from shared.models.entry import WORK_UNITS
 
 SHARED = frozenset({"memory", "redis", "joined"})
 """Cache statuses (`Receipt.cache`) of results that another item computed."""
@@ -101,6 +102,15 @@ def step_prices_of(model: Model, at_s: float, price_share: float = 1.0) -> tuple
 def device_share_of(model: Model) -> float:
     """Returns the fraction of a device allotted to each of the model's workers."""
     return 1 / model.gpu.share
+
+
+def work_unit_of(model: Model, price: ItemPrice) -> str | None:
+    """Returns the unit in which a model's work is charged, such as pages.
+
+    None if its price does not depend on the work, or the class serves no endpoint that defines the
+    unit.
+    """
+    return WORK_UNITS.get(model.api) if model.api and price.per_work_usd else None
 
 
 def is_ended_by_caller(outcome: ItemOutcome) -> bool:

@@ -50,7 +50,8 @@ RULES = (
     "charged. Requests that were rejected are not on the invoice.",
     "Tokens read, written and found in the cache have separate prices, and so do images of "
     "different sizes and requests to custom models. The unit price in a line for them is their "
-    "average.",
+    "average. Recordings are billed by the second, speech by the character, and documents by the "
+    "page.",
     "Lines of batches cost the share of the price that the plan specifies.",
     "A price applies to requests received from its start time on. A month with two prices has "
     "lines for both.",
@@ -79,7 +80,7 @@ class InvoiceLine:
     """Line number, from 1."""
     model: str
     unit: str
-    """Unit of `quantity`: tokens, images or requests."""
+    """Unit of `quantity`: tokens, images, seconds, characters, pages or requests."""
     price_version: str | None
     unit_price_usd: Decimal | None
     """Price of `price_per` units. None if the rows, from an old release, were not charged."""

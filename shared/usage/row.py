@@ -10,7 +10,7 @@ import msgspec
 
 from shared.messages import Envelope, ItemOutcome
 from shared.models.catalog import Model
-from shared.money.charge import SHARED, ItemPrice, charge_of, price_of
+from shared.money.charge import SHARED, ItemPrice, charge_of, price_of, work_unit_of
 
 T = TypeVar("T")
 Shown = Annotated[T, "tenants see it"]
@@ -155,6 +155,10 @@ class Row(msgspec.Struct, kw_only=True, omit_defaults=True, rename=_column_of):
     adapter: Shown[str | None] = None
     """The image's adapter (lora_weights); null without an adapter, and for items without a result.
     """
+    work_unit: Shown[str | None] = None
+    """The unit of work if the price depends on it: seconds, characters, or pages; null for other
+    items, and in rows written by older releases.
+    """
 
 
 class RowSink(Protocol):
@@ -210,6 +214,7 @@ def rows_of(
     }
     if model is not None and price is not None:
         same |= {"model": model.public_name, "task": model.task, "price_version": price.version}
+        same["work_unit"] = work_unit_of(model, price)
     return [
         Row(
             row_id=f"{envelope.request_id}:{outcome.index}",

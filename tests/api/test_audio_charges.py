@@ -91,6 +91,9 @@ async def test_seconds_are_charged_alike_whole_and_streamed(redis_url: str, tmp_
         assert streamed.text.count("transcript.text.delta") == 4
         assert (await world.ledger.check())["one"] == (3 + 2 + 4) * USD_PER_SECOND
         assert sorted(row.work or 0 for row in world.ledger.rows()) == [2, 3, 4]
+        for row in world.ledger.rows():
+            assert row.work_unit == "seconds"
+            assert row.cost_usd == (row.work or 0) * USD_PER_SECOND * (row.charged_share or 0)
 
 
 async def test_what_fails_is_named_and_costs_nothing(redis_url: str, tmp_path: Path) -> None:
@@ -152,3 +155,4 @@ async def test_characters_of_speech_are_charged(redis_url: str, tmp_path: Path) 
         message = "input: exceeds the maximum of 10 characters for mine"
         assert long.json()["error"]["message"] == message
         assert (await world.ledger.check())["one"] == 8 * USD_PER_SECOND
+        assert {row.work_unit for row in world.ledger.rows()} == {"characters"}

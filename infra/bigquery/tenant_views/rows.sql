@@ -32,6 +32,7 @@
 -- column flow: The flow that requested the item; null if a caller requested it.
 -- column step: The ID of the flow's step; null if flow is null.
 -- column adapter: The image's adapter (lora_weights); null without an adapter, and for items without a result.
+-- column work_unit: The unit of work if the price depends on it: seconds, characters, or pages; null for other items, and in rows written by older releases.
 SELECT
   row_id,
   request_id,
@@ -65,7 +66,8 @@ SELECT
   work,
   flow,
   step,
-  adapter
+  adapter,
+  work_unit
 FROM `${project}.${dataset}.rows`
 WHERE ${only}
 QUALIFY ROW_NUMBER() OVER (PARTITION BY received_at, row_id ORDER BY status = 'succeeded', attempt DESC, replied_at DESC) = 1

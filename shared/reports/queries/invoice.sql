@@ -8,9 +8,9 @@
 -- column tenant: the tenant
 -- column month: first day of the month, in the time zone
 -- column model: model name in the catalog
--- column unit: tokens, images, or requests to custom models
+-- column unit: tokens, images, pages, seconds, characters, or requests to other custom models
 -- column price_version: version of the price in the catalog; NULL in rows from older releases
--- column price_per: number of units that unit_price_usd pays for: a million tokens, 1 image, or 1 request
+-- column price_per: number of units that unit_price_usd pays for: a million tokens, or 1 of any other unit
 -- column unit_price_usd: price of price_per units, before any share; for texts, images, and custom models, the line's average price; NULL for old rows without a charge or a price
 -- column kind: computed, cached (including joined), failed, expired, or canceled
 -- column charged_share: share of the price that is charged
@@ -29,9 +29,10 @@ WITH once AS (
     cost_usd,
     COALESCE(list_price_usd, SAFE_DIVIDE(cost_usd, COALESCE(charged_share, IF(cost_usd > 0, 1.0, 0.0)))) AS item_list_usd,
     output_tokens IS NOT NULL OR task IN ('custom', 'image') AS has_many_prices,
-    CASE task WHEN 'custom' THEN 'requests' WHEN 'image' THEN 'images' ELSE 'tokens' END AS unit,
+    -- Rows without the column: a line in requests.
+    COALESCE(work_unit, CASE task WHEN 'custom' THEN 'requests' WHEN 'image' THEN 'images' ELSE 'tokens' END) AS unit,
     CASE task
-      WHEN 'custom' THEN IF(status = 'succeeded' OR charged_share > 0, 1, 0)
+      WHEN 'custom' THEN IF(status = 'succeeded' OR charged_share > 0, IF(work_unit IS NULL, 1, COALESCE(work, 0)), 0)
       WHEN 'image' THEN 1
       ELSE COALESCE(tokens, 0)
     END AS units,

@@ -4,6 +4,7 @@ only to the key.
 
 import re
 import shutil
+import time
 from datetime import UTC, datetime
 from decimal import ROUND_HALF_UP, Decimal
 from pathlib import Path
@@ -14,6 +15,8 @@ from playwright.async_api import async_playwright, expect
 from shared.reports.definitions import ask_month, find_report
 from shared.reports.invoice import InvoiceTerms, invoices
 from shared.reports.runner import ReportRunner
+from shared.usage.row import Row
+from shared.usage.writer import fields_of
 from tests.api.usage.test_reports import traffic
 from tests.api.usage.world import World, opened_world
 from tests.browser import needs_chromium, opened_page
@@ -81,6 +84,51 @@ async def test_seller_and_tax_are_those_of_the_settings(
             await expect(sheet.get_by_text("1 River Road")).to_be_visible()
             line = sheet.locator("tfoot tr").filter(has_text="VAT, 19.5 %")
             await expect(line).to_contain_text(f"${tax}")
+
+
+@needs_chromium
+@pytest.mark.parametrize("width", [390, 1440])
+async def test_pages_seconds_and_characters_are_lines_with_their_unit(
+    world: World, width: int
+) -> None:
+    prices = {"pages": "0.001", "seconds": "0.0001", "characters": "0.000015"}
+    rows = []
+    for unit, price_usd in prices.items():
+        usd = 1500 * float(price_usd)
+        row = Row(
+            row_id=f"{unit}:0",
+            request_id=unit,
+            item=0,
+            tenant="acme",
+            model=f"reads-{unit}",
+            task="custom",
+            received_at_s=time.time(),
+            status="succeeded",
+            cache="miss",
+            work=1500,
+            work_unit=unit,
+            list_price_usd=usd,
+            cost_usd=usd,
+            charged_share=1.0,
+            price_version="1",
+        )
+        rows.append(fields_of(row))
+    place = f"{world.settings.dataset}.rows"
+    assert not world.client.insert_rows_json(place, rows, row_ids=[None] * len(rows))
+    (invoice,) = (await world.get("/v1/invoices", "a", month=this_month())).json()["data"]
+    lines = {line["unit"]: line for line in invoice["lines"]}
+    async with opened_page(f"{world.apis[0].url}/console#invoices", timezone_id="UTC") as page:
+        await page.set_viewport_size({"width": width, "height": 844})
+        await page.get_by_label("API key").fill(key_for("a"))
+        await page.get_by_role("button", name="Log in").click()
+        sheet = page.get_by_role("article", name=f"Invoice {invoice['number']}")
+        for unit, price_usd in prices.items():
+            line = lines[unit]
+            assert (line["quantity"], line["unit_price_usd"]) == (1500, price_usd)
+            assert Decimal(line["amount_usd"]) == 1500 * Decimal(price_usd)
+            cells = sheet.get_by_role("row").filter(has_text=f"reads-{unit}")
+            await expect(cells).to_contain_text(f"1,500 {unit}")
+            await expect(cells).to_contain_text(f"${price_usd} per {unit.removesuffix('s')}")
 
 
 @pytest.mark.parametrize(

@@ -366,6 +366,38 @@ def test_batches_are_counted_from_their_items(empty: bigquery.Client) -> None:
     assert line["inference_ms_per_item"] == pytest.approx((3 * 10 + 30) / 4)
 
 
+@pytest.mark.parametrize(
+    ("unit", "usd", "price"),
+    [("pages", 0.001, 0.001), ("seconds", 0.0001, 0.0001), ("characters", 0.000015, 0.000015)],
+)
+def test_work_with_a_unit_is_billed_in_it(
+    empty: bigquery.Client, unit: str, usd: float, price: float
+) -> None:
+    known = {"task": "custom", "price_version": "1", "work_unit": unit}
+    for number, work in enumerate((3, 40, 1000)):
+        charge = {"work": work, "list_price_usd": work * usd, "cost_usd": work * usd}
+        insert(empty, row(f"r{number}", **known, **charge, charged_share=1.0, cache="miss"))
+    shared = {"work": 40, "list_price_usd": 40 * usd, "cost_usd": 0.25 * 40 * usd}
+    insert(empty, row("hit", **known, **shared, charged_share=0.25, cache="redis"))
+    failed = {"status": "failed", "charged_share": 0.0, "cost_usd": 0.0, "list_price_usd": 0.0}
+    insert(empty, row("failed", **known, **failed, work=7, cache="none"))
+    old = {"task": "custom", "price_version": "1", "charged_share": 1.0, "cache": "miss"}
+    insert(empty, row("old", **old, work=9, list_price_usd=9 * usd, cost_usd=9 * usd))
+    lines = report(empty, "invoice")
+    found = {(line["kind"], line["unit"]): line for line in lines}
+    assert {at: line["quantity"] for at, line in found.items()} == {
+        ("computed", unit): 1043,
+        ("cached", unit): 40,
+        ("failed", unit): 0,
+        ("computed", "requests"): 1,
+    }
+    for kind in ("computed", "cached"):
+        line = found[kind, unit]
+        assert (line["unit_price_usd"], line["price_per"]) == (price, 1)
+        amount = line["quantity"] * line["unit_price_usd"] * line["charged_share"]
+        assert line["amount_usd"] == pytest.approx(amount, rel=1e-12)
+
+
 def test_items_of_ones_own_models_are_one_line_whatever_each_weighs(
     empty: bigquery.Client,
 ) -> None:
