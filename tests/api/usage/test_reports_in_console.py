@@ -33,6 +33,7 @@ async def page(world: World) -> AsyncIterator[Page]:
         # The sandbox needs permissions that containers lack. Only our own pages are opened.
         browser = await playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
         page = await browser.new_page(viewport={"width": 360, "height": 740}, timezone_id="UTC")
+        page.set_default_timeout(WAIT_LIMIT_S * 1000)
         page.on("pageerror", lambda error: told.append(str(error)))
         page.on("console", lambda message: told.append(message.text))
         expect.set_options(timeout=WAIT_LIMIT_S * 1000)
