@@ -252,6 +252,7 @@ ERROR_MAPPINGS = {
     "link_invalid": ErrorMapping(403, "permission_error"),
     "missing_scope": ErrorMapping(403, "permission_error"),
     "model_not_allowed": ErrorMapping(403, "permission_error"),
+    "tenant_frozen": ErrorMapping(403, "permission_error"),
     "model_not_found": ErrorMapping(404, "invalid_request_error"),
     "not_found": ErrorMapping(404, "invalid_request_error"),
     "method_not_allowed": ErrorMapping(405, "invalid_request_error"),

@@ -47,10 +47,7 @@ _SCHEMES = frozenset({b"bearer", b"token"})
 """Older Replicate clients use `Token`."""
 
 _NOT_VALID = "the API key is invalid"
-_REFUSED = {
-    "unknown": _NOT_VALID,
-    "frozen": "this API key's tenant is frozen; contact the operator of this API",
-}
+_FROZEN = "this API key's tenant is frozen; contact the operator of this API"
 _REASONS = (
     f"an API key is required: {HOW_TO_SEND}",
     "two different API keys were sent; send only one",
@@ -61,6 +58,12 @@ class MissingScope(Forbidden):
     """This API key is not allowed to do this."""
 
     code = "missing_scope"
+
+
+class TenantFrozen(Forbidden):
+    """An operator has stopped serving this tenant, so retrying does not help."""
+
+    code = "tenant_frozen"
 
 
 class ModelForbidden(Forbidden):
@@ -320,6 +323,7 @@ class ApiKeys:
 
         Raises:
             Unauthorized: the key is missing or invalid, or two different keys were sent.
+            TenantFrozen: the key's tenant is frozen.
             Unavailable: the keys are not known yet.
         """
         sent = _read_keys(headers)
@@ -336,7 +340,10 @@ class ApiKeys:
         if state == "valid":
             self.directory.uses[key.id] = int(now_s)
             return caller
-        raise _count_denial(state, _REFUSED.get(state) or f"the API key is {state}")
+        denial = _count_denial(
+            state, _NOT_VALID if state == "unknown" else f"the API key is {state}"
+        )
+        raise TenantFrozen(_FROZEN) if state == "frozen" else denial
 
     async def meet(self, headers: RawHeaders) -> None:
         """Looks up the key in these headers if it is not known yet, for a limited time.

@@ -68,10 +68,12 @@ class RotationBody(msgspec.Struct, forbid_unknown_fields=True):
 
 
 class TenantBody(msgspec.Struct, forbid_unknown_fields=True):
-    """A tenant's settings."""
+    """A change to a tenant: either its plan, or whether it is frozen."""
 
-    plan: str | None
+    plan: str | msgspec.UnsetType | None = msgspec.UNSET
     """If null, the default plan applies."""
+    frozen: bool | msgspec.UnsetType = msgspec.UNSET
+    """True rejects the tenant's requests with 403 and pauses its batches. Its data is kept."""
 
 
 class KeyObject(msgspec.Struct, kw_only=True):
@@ -373,17 +375,26 @@ async def list_tenants(admin: KeyAdmin) -> Response:
 
 @router.put(
     "/tenants/{name:path}",
-    summary="Set the plan of a tenant",
+    summary="Set the plan of a tenant, or freeze it",
     body=TenantBody,
     reply=TenantObject,
     conflict=_NOT_HERE,
 )
 async def set_tenant(admin: KeyAdmin, name: str) -> Response:
-    """Sets the tenant's plan, or the default plan if null. Send a slash in the name as %2F."""
+    """Sets the tenant's plan (null: the default plan), or freezes or unfreezes it.
+
+    All instances follow within 5 s. A key can't freeze its own tenant. Send a slash in the name as
+    %2F.
+    """
     admin.check_slashes()
     body = await admin.read_body(TenantBody)
-    tenant = await admin.acts.set_tenant(name, body.plan)
-    return await admin.answer_changed(TenantObject(name, body.plan, tenant.frozen_s))
+    if body.plan is not msgspec.UNSET and body.frozen is msgspec.UNSET:
+        tenant = await admin.acts.set_tenant(name, body.plan)
+    elif body.frozen is not msgspec.UNSET and body.plan is msgspec.UNSET:
+        tenant = await admin.acts.freeze_tenant(name, is_frozen=body.frozen)
+    else:
+        raise BadInput("send either plan or frozen")
+    return await admin.answer_changed(TenantObject(name, tenant.plan or None, tenant.frozen_s))
 
 
 @router.get("/audit", summary="List acts of administration", reply=ActsPage, errors=(400,))

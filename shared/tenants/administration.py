@@ -297,7 +297,7 @@ class Administration:
         await self._change("tenant.set", tenant, change)
         return new
 
-    async def freeze_tenant(self, tenant: str, *, is_frozen: bool) -> None:
+    async def freeze_tenant(self, tenant: str, *, is_frozen: bool) -> StoredTenant:
         """Rejects all of a tenant's keys and suspends its batches until the tenant is unfrozen.
 
         Open requests are ended as they would be for a revoked key. Running predictions continue.
@@ -309,8 +309,10 @@ class Administration:
         """
         _check_name(tenant, "tenant")
         now_s = int(self._clock())
+        new = StoredTenant()
 
         def change(document: Document) -> _Change:
+            nonlocal new
             old = document.tenants.get(tenant)
             keys = {f"key {key.id}" for key in document.keys if key.tenant == tenant}
             if old is None and not keys:
@@ -322,9 +324,11 @@ class Administration:
                 )
             old = old or StoredTenant()
             since_s = (old.frozen_s or now_s) if is_frozen else None
-            return _change_tenant(document, tenant, msgspec.structs.replace(old, frozen_s=since_s))
+            new = msgspec.structs.replace(old, frozen_s=since_s)
+            return _change_tenant(document, tenant, new)
 
         await self._change("tenant.freeze" if is_frozen else "tenant.thaw", tenant, change)
+        return new
 
     async def _change_key(
         self,

@@ -123,6 +123,42 @@ async def test_tenants_get_plans(api: ApiUnderTest) -> None:
     assert (await ask(api, "GET", "/plans"))["data"] == []
 
 
+async def test_a_tenant_is_frozen_and_keeps_its_plan(api: ApiUnderTest) -> None:
+    await ask(api, "PUT", "/plans/team", {"requests_per_min": 60})
+    await ask(api, "PUT", "/tenants/acme", {"plan": "team"})
+    frozen = await ask(api, "PUT", "/tenants/acme", {"frozen": True})
+    assert (frozen["plan"], frozen["frozen_at"] is None) == ("team", False)
+    denied = await api.http.get("/v1/models", headers=PLAIN)
+    assert (denied.status_code, denied.json()["error"]["code"]) == (403, "tenant_frozen")
+    assert (await ask(api, "PUT", "/tenants/acme", {"frozen": True})) == frozen
+    assert (await ask(api, "PUT", "/tenants/acme", {"frozen": False})) == frozen | {
+        "frozen_at": None
+    }
+    assert (await api.http.get("/v1/models", headers=PLAIN)).status_code == 200
+    acts = [act["type"] for act in (await ask(api, "GET", "/audit"))["data"]]
+    assert acts[0] == "tenant.thaw"
+    assert "tenant.freeze" in acts
+
+
+@pytest.mark.parametrize(
+    ("tenant", "body", "status"),
+    [
+        ("ops", {"frozen": True}, 409),
+        ("nobody", {"frozen": True}, 404),
+        ("acme", {"frozen": True, "plan": None}, 400),
+        ("acme", {"frozen": None}, 400),
+        ("acme", {"frozen": "yes"}, 400),
+    ],
+)
+async def test_a_tenant_that_can_not_be_frozen(
+    api: ApiUnderTest, tenant: str, body: dict[str, Any], status: int
+) -> None:
+    answer = await api.http.put(f"/v1/admin/tenants/{tenant}", json=body, headers=ROOT)
+    assert answer.status_code == status, answer.text
+    listed = (await ask(api, "GET", "/tenants"))["data"]
+    assert [entry["frozen_at"] for entry in listed] == [None, None]
+
+
 async def test_default_plan_stays(api: ApiUnderTest) -> None:
     """Without it, tenants without a plan would have no limits."""
     await ask(api, "PUT", "/plans/default", {"requests_per_min": 1})

@@ -150,6 +150,29 @@ async def test_a_tenant_gets_a_plan_with_a_budget(api: ApiUnderTest) -> None:
     assert plans["small-eu"]["storage_max_bytes"] == 200_000_000
 
 
+async def test_a_tenant_is_frozen_and_unfrozen(api: ApiUnderTest) -> None:
+    async with logged_in(api, "root") as page:
+        page.on("dialog", lambda dialog: dialog.accept())
+        await go(page, "tenants", "Tenants")
+        tenant = row(page, "Tenants", "acme")
+        await page.get_by_role("button", name="Freeze acme", exact=True).click()
+        await expect(tenant).to_contain_text("frozen")
+        await expect(page.get_by_role("status")).to_contain_text("acme is frozen.")
+        thaw = page.get_by_role("button", name="Unfreeze acme")
+        await expect(thaw).to_be_focused()
+        denied = await api.http.get("/v1/models", headers=bearer("plain"))
+        assert (denied.status_code, denied.json()["error"]["code"]) == (403, "tenant_frozen")
+        await thaw.click()
+        await expect(tenant).to_contain_text("active")
+        assert (await api.http.get("/v1/models", headers=bearer("plain"))).status_code == 200
+        await page.get_by_role("button", name="Freeze ops", exact=True).click()
+        await expect(page.get_by_role("alert")).to_contain_text("this key belongs to that tenant")
+        await go(page, "audit", "Audit log")
+        log = page.get_by_role("region", name="Audit log").locator("tbody tr")
+        await expect(log.first).to_contain_text("Unfroze tenant")
+        await expect(log.nth(1)).to_contain_text("Froze tenant")
+
+
 async def test_a_key_file_is_shown_and_not_changed(tmp_path: Path, redis_url: str) -> None:
     url = keys_url(tmp_path, keys=KEYS, plans=PLANS, tenants={"acme": "team"})
     async with (

@@ -120,7 +120,9 @@ async def test_frozen_tenant_is_refused_and_its_streams_end(
     assert json.loads(parsed(text)[-1]["data"])["error"]["message"] == reason
     for key in ("a", "b"):
         refused = await api.http.get("/v1/models", headers=bearer(key))
-        assert (refused.status_code, refused.json()["error"]["message"]) == (401, reason)
+        assert (refused.status_code, refused.json()["error"]["message"]) == (403, reason)
+        assert refused.json()["error"]["code"] == "tenant_frozen"
+        assert "retry-after" not in refused.headers
 
 
 async def test_client_raises_what_ended_its_stream(api: ApiUnderTest, tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ const ACTIONS = {
   "plan.remove": "Removed plan",
   "tenant.set": "Set plan of tenant",
   "tenant.freeze": "Froze tenant",
-  "tenant.thaw": "Thawed tenant",
+  "tenant.thaw": "Unfroze tenant",
 };
 
 /** Shows the view. */

@@ -10,6 +10,7 @@ import { moment } from "./timing.js";
 
 const DEFAULT = "default";
 const setLabel = (name) => `Set the plan of ${name}`;
+const freezeLabel = (name, isFrozen) => `${isFrozen ? "Freeze" : "Unfreeze"} ${name}`;
 
 /** Shows the view. */
 export async function show(place, _, signal) {
@@ -26,7 +27,15 @@ export async function show(place, _, signal) {
         say(`The plan of ${name} was set.`);
         [...listed.querySelectorAll("button")].find((one) => one.getAttribute("aria-label") === setLabel(name))?.focus();
       };
-      put(listed, list(data, plans, spent, isReadOnly, set, told), !isReadOnly && other(plans, set, told));
+      const freeze = async (name, isFrozen) => {
+        if (isFrozen && !confirm(`Reject all requests of ${name} and pause its batches? Its data is kept.`)) return;
+        await call(`v1/admin/tenants/${encodeURIComponent(name)}`, { method: "PUT", body: { frozen: isFrozen }, signal });
+        put(told);
+        await load();
+        say(isFrozen ? `${name} is frozen. Its requests are rejected within 5 s.` : `${name} is no longer frozen.`);
+        [...listed.querySelectorAll("button")].find((one) => one.getAttribute("aria-label") === freezeLabel(name, !isFrozen))?.focus();
+      };
+      put(listed, list(data, plans, spent, isReadOnly, { set, freeze }, told), !isReadOnly && other(plans, set, told));
       keepFocus();
     };
     await load();
@@ -50,19 +59,24 @@ async function spending(signal) {
   }
 }
 
-function list(tenants, plans, spent, isReadOnly, set, told) {
+function list(tenants, plans, spent, isReadOnly, acts, told) {
   if (!tenants.length) return h("p", { class: "note" }, "There are no tenants yet.");
   const heads = ["Tenant", "State", "Plan", "Budget per month", ...(spent.error ? [] : ["Spent this month", "End of the month (estimate)"])];
   return table(
     "Tenants",
     heads,
-    tenants.map((tenant) => row(tenant, plans, spent, isReadOnly, set, told)),
+    tenants.map((tenant) => row(tenant, plans, spent, isReadOnly, acts, told)),
   );
 }
 
-function row({ name, plan, frozen_at: frozenAt }, plans, spent, isReadOnly, set, told) {
+function row({ name, plan, frozen_at: frozenAt }, plans, spent, isReadOnly, { set, freeze }, told) {
   const budget = plans.get(plan ?? DEFAULT)?.budget_usd_per_month ?? null;
-  const state = frozenAt === null ? badge("active") : h("span", {}, badge("frozen"), h("div", { class: "hint" }, `since ${moment(frozenAt)}`));
+  const state = h(
+    "div",
+    {},
+    h("div", { class: "row tight" }, badge(frozenAt === null ? "active" : "frozen"), !isReadOnly && freezing(name, frozenAt === null, freeze, told)),
+    frozenAt !== null && h("div", { class: "hint" }, `since ${moment(frozenAt)}`),
+  );
   const cells = [
     h("a", { href: addressOf("keys", { tenant: name }), title: "Its keys" }, name),
     state,
@@ -86,6 +100,11 @@ function planChoice(name, plan, plans, set, told) {
   return h("div", { class: "row tight" }, select, button("Set", () => set(name, select.value), { class: "quiet", onError, "aria-label": setLabel(name) }));
 }
 
+function freezing(name, isActive, freeze, told) {
+  const given = { class: isActive ? "quiet danger" : "quiet", onError: (error) => put(told, failure(error)), "aria-label": freezeLabel(name, isActive) };
+  return button(isActive ? "Freeze" : "Unfreeze", () => freeze(name, isActive), given);
+}
+
 /** A form for a tenant that has no keys yet. */
 function other(plans, set, told) {
   const name = h("input", { id: "tenant-name", required: true, autocomplete: "off" });
@@ -104,6 +123,5 @@ function other(plans, set, told) {
     h("h2", {}, "Plan of another tenant"),
     h("div", { class: "fields narrow" }, field("Tenant", name), field("Plan", plan)),
     h("button", { class: "main" }, "Set plan"),
-    h("p", { class: "hint" }, "A tenant is frozen and thawed with ", h("code", {}, "penstock tenants freeze"), " and ", h("code", {}, "thaw"), "."),
   );
 }
