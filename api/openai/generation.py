@@ -53,7 +53,12 @@ from api.tasks.base import check_results
 from shared.errors import BadInput
 from shared.messages import ItemOutcome
 from shared.models.catalog import Catalog, Model
-from shared.models.tasks.text import GenerationInput, GenerationResult, TokenLogprob
+from shared.models.tasks.text import (
+    GenerationInput,
+    GenerationResult,
+    TokenLogprob,
+    is_sampling_repeatable,
+)
 
 CHAT_PREFIX, COMPLETION_PREFIX, RESPONSE_PREFIX = "chatcmpl-", "cmpl-", "resp_"
 _BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
@@ -428,7 +433,7 @@ def model_of(body: TextBody, catalog: Catalog) -> Model:
 
 def is_repeatable(body: TextBody) -> bool:
     """Returns whether an identical request produces an identical response."""
-    return body.seed is not None or body.temperature == 0 or body.top_p == 0
+    return is_sampling_repeatable(body.seed, body.temperature, body.top_p)
 
 
 def inputs_of(body: TextBody, model: Model, default_seed: int) -> list[GenerationInput]:

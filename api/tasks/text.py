@@ -13,7 +13,7 @@ from api.inputs.source_images import ImageCaller, SourceImages
 from api.tasks.base import ApiTask, Inputs, StreamKind
 from shared.errors import BadInput
 from shared.models.catalog import Model
-from shared.models.tasks.text import GenerationInput
+from shared.models.tasks.text import GenerationInput, is_sampling_repeatable
 
 
 class PromptToContinue(Body):
@@ -68,11 +68,11 @@ class GenerationApi(ApiTask):
                 f"max_tokens: must be at most {limits.longest_tokens} for {model.name}",
                 field="max_tokens",
             )
-        is_repeatable = parsed.seed is not None or parsed.temperature == 0
+        repeats = is_sampling_repeatable(parsed.seed, parsed.temperature, parsed.top_p)
         seed = parsed.seed if parsed.seed is not None else 0
         prompt = GenerationInput(
             max_tokens=parsed.max_tokens or limits.default_tokens,
-            seed=seed if is_repeatable else secrets.randbelow(MAX_SEED),
+            seed=seed if repeats else secrets.randbelow(MAX_SEED),
             ends_with_context=parsed.max_tokens is None,
             messages=[message.to_template() for message in parsed.messages or ()],
             prompt=parsed.prompt or "",
@@ -85,7 +85,7 @@ class GenerationApi(ApiTask):
         )
         prompt.check_length(limits.context_tokens)
         return Inputs(
-            [prompt], _drop_unused_fields(raw_input), is_list=False, is_repeatable=is_repeatable
+            [prompt], _drop_unused_fields(raw_input), is_list=False, is_repeatable=repeats
         )
 
 

@@ -24,6 +24,7 @@ Calls raise Unavailable if Redis or the broker does not respond.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
@@ -92,6 +93,8 @@ ORPHANED_S = 5.0
 """How long after its arrival a run is taken over, in seconds, if its API instance has not reported
 that all first jobs are published.
 """
+log = logging.getLogger(__name__)
+
 _outcomes = msgspec.json.Decoder(ItemOutcome)
 _bodies = msgspec.json.Decoder(JobBody)
 _errors = msgspec.json.Decoder(ItemError)
@@ -349,8 +352,7 @@ class FlowEngine:
         for position, values in inputs.items():
             index = index_of(number, position)
             try:
-                check_values(values, taken)
-                step_input = model.definition.step_input(model, values)
+                step_input = model.definition.step_input(model, check_values(values, taken))
                 task_input = cast(Input, step_input.input)
                 is_keyed = is_kept and step_input.is_repeatable
                 key = cache_key(model, task_input, tenant, purges) if is_keyed else None
@@ -360,6 +362,10 @@ class FlowEngine:
                     raise InputTooLarge(f"the input is {size} bytes as JSON, {most}")
             except BadInput as error:
                 failed[index] = failure(index, error)
+            except Exception:
+                # Otherwise, every process that advances the run would fail here, and it never ends.
+                log.exception("input not prepared", extra={"model": model.name})
+                failed[index] = failure(index, ModelFailed("the input could not be prepared"))
             else:
                 items.append(item)
         return items, failed

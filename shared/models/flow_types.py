@@ -35,6 +35,7 @@ _PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
     "number": (int, float),
     "boolean": (bool,),
     "array": (list, tuple),
+    "object": (Mapping,),
 }
 
 
@@ -213,36 +214,52 @@ def _noun(schema: Schema) -> str:
     return named.get(kind, f"a {kind}")
 
 
-def check_values(values: Mapping[str, Any], inputs: Schema) -> None:
-    """Checks the types of computed inputs, because a class may return a type it did not declare.
+def check_values(values: Mapping[str, Any], inputs: Schema) -> dict[str, Any]:
+    """Checks computed inputs, because a class may return a value that it did not declare.
+
+    Files and the fields of objects are checked where they are used.
+
+    Returns:
+        The values that are not null. The model's defaults replace the others.
 
     Raises:
-        BadInput: a value has the wrong type. The message names its input.
+        BadInput: a value has the wrong type or is out of range. The message names its input.
     """
     properties: Mapping[str, Schema] = inputs.get("properties", {})
-    for name, value in values.items():
-        wanted = properties.get(name, {})
-        if value is not None and not _has_type(value, wanted):
-            got = "an object" if isinstance(value, Mapping) else f"a {type(value).__name__}"
-            raise BadInput(f"{name}: must be {_noun(wanted)}, got {got}", field=name)
+    present = {name: value for name, value in values.items() if value is not None}
+    for name, value in present.items():
+        if fault := _find_fault(value, properties.get(name, {})):
+            raise BadInput(f"{name}{fault}", field=name)
+    return present
 
 
-def _has_type(value: Any, wanted: Schema) -> bool:
-    """Returns whether a value may have a type.
+def _find_fault(value: Any, wanted: Schema) -> str:
+    """Returns the rule that a value breaks, after its position in a list: `[2]: must be ...`.
 
-    Files and objects are checked where they are used.
+    Empty if the value matches the type.
     """
     options = [option for option in wanted.get("anyOf", ()) if option.get("type") != "null"]
     if options:
-        return any(_has_type(value, option) for option in options)
+        faults = [_find_fault(value, option) for option in options]
+        return "" if "" in faults else faults[0]
+    if not _has_type(value, wanted):
+        got = "an object" if isinstance(value, Mapping) else f"a {type(value).__name__}"
+        return f": must be {_noun(wanted)}, got {got}"
+    if rule := next(_broken_rules(value, wanted), ""):
+        got = str(len(value)) if isinstance(value, list | tuple) else json.dumps(value)[:80]
+        return f": {rule}, got {got}"
+    elements = value if isinstance(value, list | tuple) else ()
+    faults = [_find_fault(element, wanted.get("items", {})) for element in elements]
+    return next((f"[{number}]{fault}" for number, fault in enumerate(faults) if fault), "")
+
+
+def _has_type(value: Any, wanted: Schema) -> bool:
     known = _PYTHON_TYPES.get(_kind(wanted))
     if known is None:
         return True
     if isinstance(value, bool) and bool not in known:
         return False
-    items = wanted.get("items", {})
-    elements = value if isinstance(value, list | tuple) else ()
-    return isinstance(value, known) and all(_has_type(element, items) for element in elements)
+    return isinstance(value, known)
 
 
 def misfit(value: Schema, wanted: Schema) -> str:
@@ -261,24 +278,37 @@ def misfit(value: Schema, wanted: Schema) -> str:
         return f"{_noun(value)} is not {_noun(wanted)}"
     if theirs == "array":
         return misfit(value.get("items", {}), wanted.get("items", {}))
-    return next(_misfits_of_literal(value["const"], wanted), "") if "const" in value else ""
+    if "const" not in value:
+        return ""
+    rule = next(_broken_rules(value["const"], wanted), "")
+    return f"{json.dumps(value['const'])[:80]} {rule}" if rule else ""
 
 
-def _misfits_of_literal(value: Any, wanted: Schema) -> Iterator[str]:
-    literal = json.dumps(value)[:80]
+def _broken_rules(value: Any, wanted: Schema) -> Iterator[str]:
+    """Yields the bounds of a type that a value of that type does not meet."""
     if "enum" in wanted and value not in wanted["enum"]:
         known = ", ".join(json.dumps(choice) for choice in wanted["enum"])
-        yield f"{literal} must be one of {known}"
+        yield f"must be one of {known}"
     if isinstance(value, int | float) and not isinstance(value, bool):
-        if value < wanted.get("minimum", value):
-            yield f"{literal} must be at least {wanted['minimum']}"
-        if value > wanted.get("maximum", value):
-            yield f"{literal} must be at most {wanted['maximum']}"
+        # NaN is not within any bounds.
+        if "minimum" in wanted and not value >= wanted["minimum"]:
+            yield f"must be at least {wanted['minimum']}"
+        if "maximum" in wanted and not value <= wanted["maximum"]:
+            yield f"must be at most {wanted['maximum']}"
+    yield from _broken_lengths(value, wanted)
+
+
+def _broken_lengths(value: Any, wanted: Schema) -> Iterator[str]:
     if isinstance(value, str):
         if len(value) < wanted.get("minLength", 0):
-            yield f"{literal} must have at least {wanted['minLength']} characters"
+            yield f"must have at least {wanted['minLength']} characters"
         if len(value) > wanted.get("maxLength", len(value)):
-            yield f"{literal} must be at most {wanted['maxLength']} characters"
+            yield f"must be at most {wanted['maxLength']} characters"
+    if isinstance(value, list | tuple):
+        if len(value) < wanted.get("minItems", 0):
+            yield f"must have at least {wanted['minItems']} elements"
+        if len(value) > wanted.get("maxItems", len(value)):
+            yield f"must have at most {wanted['maxItems']} elements"
 
 
 def _show_type(schema: Schema) -> Schema:

@@ -24,8 +24,9 @@ from shared.money.charge import cost_usd, price_of, step_prices_of
 from shared.predictions import Prediction, encode_document, error_of
 from shared.stores.record_state import Record
 from shared.usage.row import Row
+from tests.api.harness import IMAGE_MODEL
 from tests.deleting import delete_ended
-from tests.flows.models import CHECK, JOIN, SPLIT, Compute, catalog_of
+from tests.flows.models import CHECK, JOIN, MODELS, SPLIT, Compute, catalog_of
 from tests.record_stores import RecordStores
 from workers.functions.dead_letter import DeadLetters
 
@@ -61,7 +62,21 @@ WIDE = {
     ],
     "output": ["$one", "$two", "$three"],
 }
-CATALOG = catalog_of(FLOW, WIDE)
+UNREADABLE = {
+    "name": "unreadable",
+    "input": {"text": "string"},
+    "steps": [{"id": "drawn", "model": "indivisible", "input": {"prompt": "$input.text"}}],
+    "output": "$drawn",
+}
+INDIVISIBLE = IMAGE_MODEL.model_copy(
+    update={
+        "name": "indivisible",
+        "aliases": (),
+        "image": IMAGE_MODEL.image.model_copy(update={"multiple": 0}),
+    }
+)
+"""A model that fails with ZeroDivisionError for every input."""
+CATALOG = catalog_of(FLOW, WIDE, UNREADABLE, models=(*MODELS, INDIVISIBLE))
 RUN = "pred_0123"
 
 
@@ -337,6 +352,17 @@ async def test_unreadable_dead_letter_ends_the_run(redis_url: str) -> None:
         await dead_letters.answer(message_of(b"not a job", attributes))
         record = await workers.ended()
     assert record.state == "failed"
+
+
+@pytest.mark.anyio
+async def test_unforeseen_error_about_an_input_fails_its_step(redis_url: str) -> None:
+    async with RecordStores(redis_url) as stores:
+        workers = Workers(stores, random.Random(1), dies=False, flow="unreadable")
+        await workers.start("a cat")
+        record = await workers.ended()
+    assert record.state == "failed"
+    assert error_of(record) == "step 'drawn': the input could not be prepared"
+    assert workers.broker.jobs == []
 
 
 @pytest.mark.anyio

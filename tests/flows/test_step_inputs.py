@@ -4,6 +4,7 @@ values.
 
 from __future__ import annotations
 
+import math
 from typing import Any, cast
 
 import msgspec
@@ -15,11 +16,10 @@ from shared.errors import BadInput
 from shared.models.blob import Blob, content_digest
 from shared.models.flow_types import check_values
 from shared.models.image_entry import Adapter
-from shared.models.tasks.base import TaskInput
+from shared.models.tasks.base import MAX_STEP_SEED, StepInput, TaskInput
 from shared.models.tasks.custom import CustomInput, CustomResult, FilePlace
 from shared.models.tasks.embedding import EmbeddingResult
 from shared.models.tasks.image import MAX_PROMPT_CHARS, ImageResult
-from shared.models.tasks.text import MAX_STEP_SEED
 from tests.api.harness import CATALOG
 from tests.flows.models import STRING, class_entry
 
@@ -36,6 +36,12 @@ async def of_prediction(entry: Any, values: dict[str, Any]) -> tuple[TaskInput, 
     return read.inputs[0], read.is_repeatable
 
 
+def read_step(entry: Any, values: dict[str, Any]) -> StepInput:
+    """Reads an item's values as the flow engine does."""
+    inputs = entry.definition.step_schema(entry).inputs
+    return cast(StepInput, entry.definition.step_input(entry, check_values(values, inputs)))
+
+
 @pytest.mark.anyio
 @pytest.mark.parametrize(
     ("entry", "values", "of_api"),
@@ -46,6 +52,7 @@ async def of_prediction(entry: Any, values: dict[str, Any]) -> tuple[TaskInput, 
         (WRITE, {"prompt": "a cat", "seed": 7}, {}),
         (WRITE, {"messages": [{"role": "user", "content": "hello"}], "temperature": 0}, {}),
         (WRITE, {"prompt": "a", "seed": 1, "max_tokens": 9, "top_k": 3, "stop": ["."]}, {}),
+        (WRITE, {"prompt": "a", "top_p": 0}, {}),
         (DRAW, {"prompt": "a cat", "seed": 7}, {}),
         (DRAW, {"prompt": "a", "seed": 1, "width": 64, "height": 128, "scheduler": "euler"}, {}),
         (DRAW, {"prompt": "a", "seed": 1, "num_inference_steps": 3, "guidance_scale": 1.5}, {}),
@@ -58,7 +65,7 @@ async def test_step_gives_what_a_prediction_would(
 ) -> None:
     asked = {name: value for name, value in (values | of_api).items() if value is not None}
     expected, is_repeatable = await of_prediction(entry, asked)
-    step = entry.definition.step_input(entry, values)
+    step = read_step(entry, values)
     # The step has no readers while it generates.
     assert step.input == (
         msgspec.structs.replace(expected, is_streamed=False)
@@ -84,18 +91,50 @@ def test_bounds_are_those_of_the_api() -> None:
 @pytest.mark.parametrize(
     ("entry", "values", "reason"),
     [
-        (EMBED, {"text": ""}, "text: must be text with at least one character"),
+        (EMBED, {"text": ""}, "text: must have at least 1 characters"),
+        (EMBED, {"text": None}, "text: must be text with at least one character"),
+        (EMBED, {"text": "a", "truncate": "middle"}, 'truncate: must be one of "end", "start"'),
         (EMBED, {"text": "x" * (EMBED.text.max_input_bytes + 1)}, "text: must be at most"),
         (WRITE, {}, "send either prompt or messages"),
         (WRITE, {"prompt": "a", "max_tokens": 10**6}, "max_tokens: "),
+        (WRITE, {"prompt": "a", "max_tokens": -1}, "max_tokens: must be at least 1, got -1"),
+        (WRITE, {"prompt": "a", "max_tokens": 0}, "max_tokens: must be at least 1, got 0"),
+        (WRITE, {"prompt": "a", "temperature": -5}, "temperature: must be at least 0, got -5"),
+        (WRITE, {"prompt": "a", "temperature": math.nan}, "temperature: must be at least 0"),
+        (WRITE, {"prompt": "a", "top_p": math.inf}, "top_p: must be at most 1"),
+        (WRITE, {"prompt": "a", "top_k": -1}, "top_k: must be at least 0, got -1"),
+        (WRITE, {"prompt": "a", "seed": -3}, "seed: must be at least 0, got -3"),
+        (WRITE, {"prompt": "a", "seed": 2**70}, "seed: must be at most"),
+        (WRITE, {"prompt": "a", "stop": ["x"] * 50}, "stop: must have at most 4 elements, got 50"),
+        (WRITE, {"prompt": "a", "stop": ["x", ""]}, r"stop\[1\]: must have at least 1 characters"),
+        (WRITE, {"messages": [5]}, r"messages\[0\]: must be an object, got a int"),
+        (WRITE, {"messages": []}, "messages: must have at least 1 elements, got 0"),
         (DRAW, {"prompt": "a", "width": 63}, "width, height: "),
         (DRAW, {"prompt": "a", "width": 8192, "height": 8192}, "width, height: "),
-        (DRAW, {"prompt": 7}, "prompt: must be text"),
+        (DRAW, {"prompt": "a", "width": 0}, "width: must be at least"),
+        (DRAW, {"prompt": "a", "height": -64}, "height: must be at least"),
+        (DRAW, {"prompt": "a", "num_inference_steps": 10**6}, "num_inference_steps: must be at mo"),
+        (DRAW, {"prompt": "a", "guidance_scale": math.nan}, "guidance_scale: must be at least 0"),
+        (DRAW, {"prompt": "a", "seed": 2**70}, "seed: must be at most"),
+        (DRAW, {"prompt": "a", "scheduler": "x"}, "scheduler: must be one of"),
+        (DRAW, {"prompt": 7}, "prompt: must be a string, got a int"),
+        (DRAW, {"prompt": None}, "prompt: must be text"),
     ],
 )
 def test_wrong_input_of_a_step_is_refused(entry: Any, values: dict[str, Any], reason: str) -> None:
     with pytest.raises(BadInput, match=reason):
-        entry.definition.step_input(entry, values)
+        read_step(entry, values)
+
+
+@pytest.mark.parametrize(
+    ("entry", "required"),
+    [(EMBED, "text"), (WRITE, "prompt"), (PAINT, "prompt")],
+    ids=lambda given: given if isinstance(given, str) else str(given.task),
+)
+def test_null_means_the_models_default(entry: Any, required: str) -> None:
+    fields = dict.fromkeys(entry.definition.step_schema(entry).inputs["properties"])
+    given = {required: "a cat"} | ({"seed": 7} if "seed" in fields else {})
+    assert read_step(entry, fields | given) == read_step(entry, given)
 
 
 @pytest.mark.parametrize("entry", [EMBED, WRITE, DRAW, COMPARE], ids=lambda one: str(one.task))

@@ -14,6 +14,8 @@ from shared.models.entry import Batch, CatalogEntry
 from shared.models.flow_types import StepSchema
 
 MAX_JOB_ITEMS = 16
+MAX_STEP_SEED = 2**53 - 11
+"""Maximum seed for a prediction (`MAX_SEED` in api/bodies.py). A test compares the two."""
 Unit: TypeAlias = Literal["tokens", "pixel_steps", "work"]
 
 
@@ -236,7 +238,8 @@ class Task(ABC):
         """Returns a step item's input.
 
         Args:
-            values: values keyed by name: plain values, and a Blob for each file.
+            values: values keyed by name, as returned by `check_values`: plain values without nulls,
+                and a Blob for each file.
 
         Raises:
             BadInput: the model does not accept the input.

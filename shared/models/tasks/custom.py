@@ -513,11 +513,10 @@ class CustomTask(Task):
         interface = interface_of(entry)
         if unknown := [name for name in values if name not in interface.properties]:
             raise BadInput(f"{unknown[0]}: is not an input of {entry.name}", field=unknown[0])
-        present = {name: value for name, value in values.items() if value is not None}
         for name in interface.inputs.get("required", ()):
-            if name not in present:
+            if name not in values:
                 raise BadInput(f"{name}: {entry.name} needs it", field=name)
-        plain, files, places = with_places(present)
+        plain, files, places = with_places(values)
         if len(files) > MAX_FILES:
             field = str(places[MAX_FILES].at[0])
             raise BadInput(f"{field}: an item may have at most {MAX_FILES} files", field=field)

@@ -15,6 +15,7 @@ from shared.models.entry import CatalogEntry
 from shared.models.flow_types import StepSchema
 from shared.models.image_entry import MAX_LORA_SCALE, MIN_LORA_SCALE
 from shared.models.tasks.base import (
+    MAX_STEP_SEED,
     FirstGuesses,
     LinkTo,
     StepInput,
@@ -343,7 +344,7 @@ def step_fields(entry: CatalogEntry) -> dict[str, Any]:
             "maximum": entry.image.longest_steps,
         },
         "guidance_scale": {"type": "number", "minimum": 0, "maximum": 100},
-        "seed": {"type": "integer", "minimum": 0},
+        "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
         "scheduler": {"type": "string", "enum": list(entry.image.schedulers)},
     }
     return {name: field for name, field in fields.items() if entry.image.accepts(name)}

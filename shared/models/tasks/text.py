@@ -17,6 +17,7 @@ from shared.errors import BadInput, ContextLengthExceeded
 from shared.models.entry import CatalogEntry
 from shared.models.flow_types import StepSchema
 from shared.models.tasks.base import (
+    MAX_STEP_SEED,
     FirstGuesses,
     LinkTo,
     StepInput,
@@ -52,8 +53,6 @@ TOKEN_BYTES = 8
 RESPONSE_FORMAT = "response_format"
 FAR_ABOVE = 8
 """A prompt estimated to be this many times the context size is rejected without being tokenized."""
-MAX_STEP_SEED = 2**53 - 11
-"""Maximum seed for a prediction (`MAX_SEED` in api/bodies.py). A test compares the two."""
 
 STEP_FIELDS: Mapping[str, Any] = {
     "prompt": {"type": "string", "minLength": 1},
@@ -63,7 +62,11 @@ STEP_FIELDS: Mapping[str, Any] = {
     "top_p": {"type": "number", "minimum": 0, "maximum": 1},
     "top_k": {"type": "integer", "minimum": 0, "maximum": 2**20},
     "seed": {"type": "integer", "minimum": 0, "maximum": MAX_STEP_SEED},
-    "stop": {"type": "array", "items": {"type": "string"}, "maxItems": 4},
+    "stop": {
+        "type": "array",
+        "items": {"type": "string", "minLength": 1, "maxLength": 256},
+        "maxItems": 4,
+    },
 }
 """A text model's inputs as a flow step, as JSON Schema; the same as for a prediction."""
 
@@ -276,6 +279,13 @@ class GenerationResult(TaskResult, tag="generation"):
         return self.text
 
 
+def is_sampling_repeatable(
+    seed: int | None, temperature: float | None, top_p: float | None
+) -> bool:
+    """Returns whether an identical request produces an identical text."""
+    return seed is not None or temperature == 0 or top_p == 0
+
+
 class GenerationTask(Task):
     """Language models. Their unit of work is the token, whether read or generated."""
 
@@ -338,7 +348,12 @@ class GenerationTask(Task):
         return StepSchema({"type": "object", "properties": STEP_FIELDS}, {"type": "string"})
 
     def step_input(self, entry: CatalogEntry, values: Mapping[str, Any]) -> StepInput:
-        """Accepts a prompt or messages."""
+        """Accepts a prompt or messages.
+
+        Raises:
+            BadInput: there is not exactly one of them, or too many tokens are requested.
+            ContextLengthExceeded: the prompt is far too long for the model.
+        """
         prompt, messages = values.get("prompt"), values.get("messages")
         if bool(prompt) == bool(messages):
             raise BadInput("send either prompt or messages", field="prompt")
@@ -348,21 +363,22 @@ class GenerationTask(Task):
                 f"max_tokens: must be at most {limits.longest_tokens} for {entry.name}",
                 field="max_tokens",
             )
-        seed, temperature = values.get("seed"), float(values.get("temperature", 1.0))
-        is_repeatable = seed is not None or temperature == 0
+        seed = values.get("seed")
+        temperature, top_p = (float(values.get(name, 1.0)) for name in ("temperature", "top_p"))
+        repeats = is_sampling_repeatable(seed, temperature, top_p)
         generation = GenerationInput(
             max_tokens=max_tokens or limits.default_tokens,
-            seed=(seed or 0) if is_repeatable else secrets.randbelow(MAX_STEP_SEED),
+            seed=(seed or 0) if repeats else secrets.randbelow(MAX_STEP_SEED),
             ends_with_context=max_tokens is None,
             messages=list(messages or ()),
             prompt=prompt or "",
             temperature=temperature,
-            top_p=float(values.get("top_p", 1.0)),
+            top_p=top_p,
             top_k=values.get("top_k", 0),
-            stop=list(values.get("stop") or ()),
+            stop=list(values.get("stop", ())),
         )
         generation.check_length(limits.context_tokens)
-        return StepInput(generation, is_repeatable)
+        return StepInput(generation, repeats)
 
     def step_bound(self, entry: CatalogEntry) -> WorkBound:
         """Returns the whole context, with the maximum number of generated tokens."""
