@@ -200,8 +200,9 @@ def zones_with(
 
 
 def gpu_class(gpu: Gpu) -> str:
-    """Returns the node class for this GPU's type, share, and provisioning.
+    """Returns the node class for this GPU's type, share, sharing, and provisioning.
 
     Terraform labels its pools with it.
     """
-    return f"{gpu.type}-x{gpu.share}" + ("-flex" if gpu.provisioning == "flex-start" else "")
+    mps = "-mps" if gpu.sharing == "mps" else ""
+    return f"{gpu.type}-x{gpu.share}{mps}" + ("-flex" if gpu.provisioning == "flex-start" else "")

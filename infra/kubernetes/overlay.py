@@ -327,7 +327,7 @@ def write_overlay(out: Path, catalog: Catalog, models_file: Path, deployment: De
             folders.append(_write_hub_token(out / "hub-token", deployment))
     if not deployment.is_outside and any(group.gpu.type != "none" for group in groups):
         folders.append(_write_gpu_nodes(out / "gpu-nodes", deployment))
-    _write_cluster(out / "cluster", deployment)
+    _write_cluster(out / "cluster", deployment, groups)
     write_kustomization(out, ["cluster", *folders], patches=[])
 
 
@@ -368,18 +368,23 @@ def _entries_of(group: WorkerGroup, catalog: Catalog, document: dict[str, Any]) 
     return entries
 
 
-def _write_cluster(folder: Path, deployment: Deployment) -> None:
+def _write_cluster(folder: Path, deployment: Deployment, groups: Sequence[WorkerGroup]) -> None:
     """Writes the namespace, priorities and network policies.
 
-    The third rule in the workers' policy is for Redis.
+    The third rule in the workers' policy is for Redis. On GKE, workers that share a GPU through MPS
+    need `hostIPC`, which only the policy level `privileged` allows.
     """
     to = [{"ipBlock": {"cidr": cidr}} for cidr in deployment.redis_cidrs]
+    patches = [json_patch("NetworkPolicy", [replace_value("/spec/egress/2/to", to)], "workers")]
+    if not deployment.is_outside and any(group.gpu.sharing == "mps" for group in groups):
+        enforced = "/metadata/labels/pod-security.kubernetes.io~1enforce"
+        patches.append(json_patch("Namespace", [replace_value(enforced, "privileged")]))
     write_parts(
         folder,
         "cluster",
         components=["components/cluster-outside"] if deployment.is_outside else [],
         namespace=deployment.namespace,
-        patches=[json_patch("NetworkPolicy", [replace_value("/spec/egress/2/to", to)], "workers")],
+        patches=patches,
     )
 
 

@@ -121,38 +121,43 @@ def place(group: WorkerGroup, deployment: Deployment, gpu_types: dict[str, GpuTy
     if deployment.is_outside:
         chosen = {PLUGIN_CONFIG: shared_by(gpu)} if deployment.time_slicing else {}
         return Placement(("gpu-outside",), chosen, (), resources, settings, grace_s)
-    packed = ("packed",) if gpu.share > 1 else ()
+    packed: tuple[str, ...] = ("packed",) if gpu.share > 1 else ()
+    if gpu.sharing == "mps":
+        packed += ("mps",)
     if deployment.compute_classes:
         chosen = {"cloud.google.com/compute-class": f"workers-{gpu_class(gpu)}"}
         return Placement(("compute-class", *packed), chosen, (), resources, settings, grace_s)
-    components: tuple[str, ...] = ("gpu", *packed)
     chosen = {"penstock.dev/gpu": gpu_class(gpu)}
     if gpu.share > 1:
-        components += ("time-shared",)
+        chosen["cloud.google.com/gke-gpu-sharing-strategy"] = gpu.sharing
         chosen["cloud.google.com/gke-max-shared-clients-per-gpu"] = str(gpu.share)
     overflow = deployment.overflow if is_standard(gpu) else None
     types = dict.fromkeys(type_ for type_ in (gpu.type, overflow) if type_)
     accelerators = tuple(gpu_types[type_].accelerator for type_ in types)
-    return Placement(components, chosen, accelerators, resources, settings, grace_s)
+    return Placement(("gpu", *packed), chosen, accelerators, resources, settings, grace_s)
 
 
 def shared_by(gpu: Gpu) -> str:
-    return f"shared-by-{gpu.share}"
+    return f"shared-by-{gpu.share}" + ("-mps" if gpu.sharing == "mps" else "")
 
 
 def time_slicing(models: Iterable[Model]) -> dict[str, Any]:
-    """Returns a ConfigMap of NVIDIA device plugin configurations, one per share in the catalog.
+    """Returns a ConfigMap of NVIDIA device plugin configurations, one per way to share a GPU.
 
     Has no namespace, because the plugin's namespace is not ours.
     """
-    gpus = {gpu.share: gpu for gpu in (model.gpu for model in models) if gpu.type != "none"}
-    sharing = {"failRequestsGreaterThanOne": True, "renameByDefault": False}
+    gpus = {model.gpu for model in models if model.gpu.type != "none"}
     data = {}
-    for share, gpu in sorted(gpus.items()):
+    for gpu in sorted(gpus, key=lambda gpu: (gpu.share, gpu.sharing)):
         config: dict[str, Any] = {"version": "v1", "flags": {"migStrategy": "none"}}
-        if share > 1:
-            resources = [{"name": "nvidia.com/gpu", "replicas": share}]
-            config["sharing"] = {"timeSlicing": sharing | {"resources": resources}}
+        if gpu.share > 1:
+            resources = [{"name": "nvidia.com/gpu", "replicas": gpu.share}]
+            sharing = {"renameByDefault": False, "resources": resources}
+            config["sharing"] = (
+                {"mps": sharing}
+                if gpu.sharing == "mps"
+                else {"timeSlicing": {"failRequestsGreaterThanOne": True} | sharing}
+            )
         data[shared_by(gpu)] = dump_yaml(config)
     head = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": TIME_SLICING}}
     return head | {"data": data}
@@ -161,7 +166,7 @@ def time_slicing(models: Iterable[Model]) -> dict[str, Any]:
 def memory_fraction(gpu: Gpu) -> float:
     """Returns the fraction of a GPU's memory that torch may use in one worker.
 
-    Time-sharing does not partition memory.
+    Time-sharing does not partition memory. MPS does, and the limit here is slightly smaller.
     """
     return 1.0 if gpu.share == 1 else int(SHARED_MEMORY / gpu.share * 1000) / 1000
 
@@ -251,10 +256,9 @@ def compute_class(
     gpu: Gpu, deployment: Deployment, gpu_types: dict[str, GpuType]
 ) -> dict[str, Any]:
     """Returns a ComputeClass: reserved, spot, on demand, then the larger GPU; or flex-start."""
-    # The CRD's term, which differs from the node label (`time-sharing`).
-    sharing = {
-        "gpuSharing": {"sharingStrategy": "TIME_SHARING", "maxSharedClientsPerGPU": gpu.share}
-    }
+    # The CRD's terms differ from the node label's (`time-sharing`).
+    strategy = "MPS" if gpu.sharing == "mps" else "TIME_SHARING"
+    sharing = {"gpuSharing": {"sharingStrategy": strategy, "maxSharedClientsPerGPU": gpu.share}}
     # As in infra/terraform/modules/cluster/nodes.tf: CUDA 13 needs driver R580 or later.
     driver = {"count": 1, "driverVersion": "latest"}
 

@@ -126,10 +126,16 @@ class Cache(EntryPart):
 
 
 class Gpu(EntryPart):
-    """The GPU type requested by a worker, and how many workers time-share one GPU."""
+    """The GPU type requested by a worker, and how many workers share one GPU."""
 
     type: Literal[GpuTypeName, "none"] = "none"
     share: int = Field(1, ge=1, le=48)
+    sharing: Literal["time-sharing", "mps"] = "time-sharing"
+    """Specifies whether `share` workers use their GPU in turns. The values are GKE's terms.
+
+    `time-sharing`: in turns. `mps`: at the same time, through NVIDIA's Multi-Process Service, which
+    limits each worker to its part of the memory and the compute units.
+    """
     provisioning: Literal["standard", "flex-start"] = "standard"
     """`flex-start`: only nodes from Google's Dynamic Workload Scheduler.
 
@@ -145,6 +151,8 @@ class Gpu(EntryPart):
                 f"share: must be at most {most} for {self.type} so that each worker has at least 1 "
                 f"GiB of GPU memory, got {self.share}"
             )
+        if self.sharing == "mps" and self.share == 1:
+            raise ValueError("sharing: mps requires a share of at least 2; omit it or set share")
         return self
 
 

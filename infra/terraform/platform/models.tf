@@ -9,6 +9,7 @@ locals {
       gpu = {
         provisioning = try(entry.gpu.provisioning, "standard")
         share        = try(entry.gpu.share, 1)
+        sharing      = try(entry.gpu.sharing, "time-sharing")
         type         = try(entry.gpu.type, "none")
       }
       deadline_s = try(entry.deadline.longest_s, 300)

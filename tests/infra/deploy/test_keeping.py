@@ -39,7 +39,7 @@ def test_every_folder_that_is_written_has_its_end(kept_s: dict[str, int]) -> Non
         for top in ("api", "shared", "workers")
         for path in Path(top).rglob("*.py")
     ]
-    pattern = r'object_key\("(\w+)"|key = f"(\w+)/|^[A-Z]+ = "(batches|files)/'
+    pattern = r'object_key\("(\w+)"|key = f"(\w+)/|^FOLDER = "(\w+)"|^[A-Z]+ = "(batches|files)/'
     written = {
         name
         for source in sources
@@ -91,4 +91,5 @@ def test_terraform_knows_the_defaults_of_the_catalog(tmp_path: Path) -> None:
     assert f"try(entry.cache.ttl_s, {model.cache.ttl_s})" in terraform
     assert f"try(entry.deadline.longest_s, {model.deadline.longest_s:g})" in terraform
     assert f"try(entry.gpu.share, {model.gpu.share})" in terraform
+    assert f'try(entry.gpu.sharing, "{model.gpu.sharing}")' in terraform
     assert f'try(entry.gpu.type, "{model.gpu.type}")' in terraform

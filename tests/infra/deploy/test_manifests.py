@@ -119,6 +119,36 @@ def test_shares_of_a_gpu_fit_together(objects: Objects) -> None:
             == "time-sharing"
         )
         assert pod(deployment)["containers"][0]["resources"]["limits"]["nvidia.com/gpu"] == "1"
+        assert "hostIPC" not in pod(deployment)
+
+
+@pytest.mark.parametrize("compute_classes", [False, True])
+def test_worker_that_shares_by_mps_gets_such_nodes_and_the_memory_of_their_server(
+    tmp_path: Path, compute_classes: bool
+) -> None:
+    file = tmp_path / "models.yaml"
+    file.write_text(
+        "models: [{name: tiny, task: embedding, source: 'local:a', dimensions: 4,"
+        " batch: {max_tokens: 8}, gpu: {type: l4, share: 4, sharing: mps}}]"
+    )
+    objects = render(tmp_path / "out", file, compute_classes=compute_classes)
+    worker = pod(workers(objects)["worker-tiny"])
+    assert worker["hostIPC"] is True
+    (namespace,) = of_kind(objects, "Namespace").values()
+    labels = namespace["metadata"]["labels"]
+    assert labels["pod-security.kubernetes.io/enforce"] == "privileged"
+    assert labels["pod-security.kubernetes.io/warn"] == "restricted"
+    if compute_classes:
+        assert worker["nodeSelector"] == {"cloud.google.com/compute-class": "workers-l4-x4-mps"}
+        (found,) = of_kind(objects, "ComputeClass").values()
+        for rule in found["spec"]["priorities"]:
+            assert rule["gpu"]["gpuSharing"]["sharingStrategy"] == "MPS"
+    else:
+        assert worker["nodeSelector"] == {
+            "penstock.dev/gpu": "l4-x4-mps",
+            "cloud.google.com/gke-gpu-sharing-strategy": "mps",
+            "cloud.google.com/gke-max-shared-clients-per-gpu": "4",
+        }
 
 
 def test_kill_comes_after_the_drain(objects: Objects) -> None:

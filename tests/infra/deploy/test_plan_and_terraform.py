@@ -18,13 +18,14 @@ from penstock_planning.deploy.plan import DeployPlan
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.topology import gpu_pools, redis
 from penstock_planning.entry import Entry
+from penstock_planning.profiles import with_served_batches
 from shared.models.catalog_file import read_catalog
 from tests.infra.deploy.terraform import REGIONS, Plan, plan_platform
 from tools.planning.tests.deploy.planning import plan_of, rate
 
 pytestmark = pytest.mark.slow
 
-CATALOG = read_catalog(Path("models.yaml"))
+CATALOG = with_served_batches(read_catalog(Path("models.yaml")))
 IMAGE = "registry.example.com/api@sha256:0"
 PLATFORM = Path("infra/terraform/platform/variables.tf")
 OPTIONS = Path("infra/terraform/modules/options/variables.tf")

@@ -30,6 +30,7 @@ from tests.infra.deploy.sites import (
     environment,
     example,
     fits,
+    kustomized,
     pods_of,
     rendered,
 )
@@ -77,6 +78,28 @@ def test_workers_go_to_nodes_whose_gpus_are_shared_so(tmp_path: Path) -> None:
         wanted = [{"name": "nvidia.com/gpu", "replicas": model.gpu.share}]
         assert offered[label[1]] == (wanted if model.gpu.share > 1 else [])
     assert len(offered) == 2
+
+
+def test_workers_that_share_by_mps_go_to_nodes_with_its_server(tmp_path: Path) -> None:
+    models = [
+        {"name": name, "task": "embedding", "source": "local:a", "dimensions": 4, "gpu": gpu}
+        for name, gpu in (
+            ("turns", {"type": "l4", "share": 2}),
+            ("together", {"type": "l4", "share": 2, "sharing": "mps"}),
+        )
+    ]
+    file = tmp_path / "models.yaml"
+    file.write_text(yaml.safe_dump({"models": models}))
+    objects = kustomized(tmp_path / "site", file, example(time_slicing=True))
+    config = yaml.safe_load((tmp_path / "site/time-slicing.yaml").read_text(encoding="utf-8"))
+    sharing = {name: yaml.safe_load(text)["sharing"] for name, text in config["data"].items()}
+    assert {name: list(modes) for name, modes in sharing.items()} == {
+        "shared-by-2": ["timeSlicing"],
+        "shared-by-2-mps": ["mps"],
+    }
+    worker = pod(workers(objects)["worker-together"])
+    assert worker["nodeSelector"] == {"nvidia.com/device-plugin.config": "shared-by-2-mps"}
+    assert "hostIPC" not in worker  # the plugin mounts the server's memory
 
 
 def test_without_labels_workers_go_to_any_node(inside: Objects) -> None:

@@ -1,6 +1,6 @@
-# One pool per GPU type, share and capacity. A share above one is time-sharing:
-# GKE then offers the GPU that many times, and each worker keeps to its part
-# of the memory (PENSTOCK_MEMORY_FRACTION).
+# One pool per GPU type, share, sharing and capacity. With a share above one, GKE
+# offers the GPU that many times, and each worker keeps to its part of the memory
+# (PENSTOCK_MEMORY_FRACTION).
 
 locals {
   auto_limits = merge(
@@ -99,11 +99,11 @@ resource "google_container_node_pool" "gpu" {
       }
 
       dynamic "gpu_sharing_config" {
-        for_each = each.value.share > 1 ? [each.value.share] : []
+        for_each = each.value.share > 1 ? [each.value] : []
 
         content {
-          gpu_sharing_strategy       = "TIME_SHARING"
-          max_shared_clients_per_gpu = gpu_sharing_config.value
+          gpu_sharing_strategy       = gpu_sharing_config.value.sharing == "mps" ? "MPS" : "TIME_SHARING"
+          max_shared_clients_per_gpu = gpu_sharing_config.value.share
         }
       }
     }

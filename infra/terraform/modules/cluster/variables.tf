@@ -49,8 +49,8 @@ variable "gpu_types" {
 }
 
 variable "gpus" {
-  description = "GPU type, share, and provisioning (standard or flex-start) of each node class, by name."
-  type        = map(object({ type = string, share = number, provisioning = optional(string, "standard") }))
+  description = "GPU type, share, sharing (time-sharing or mps), and provisioning (standard or flex-start) of each node class, by name."
+  type        = map(object({ type = string, share = number, sharing = optional(string, "time-sharing"), provisioning = optional(string, "standard") }))
   nullable    = false
 
   validation {

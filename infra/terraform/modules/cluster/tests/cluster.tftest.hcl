@@ -31,6 +31,22 @@ variables {
   }
 }
 
+run "mps_where_the_catalog_says_so" {
+  command = plan
+
+  variables {
+    gpus = { "l4-x4-mps" = { type = "l4", share = 4, sharing = "mps" } }
+  }
+
+  assert {
+    condition = alltrue([
+      for name in ["l4-x4-mps", "l4-x4-mps-spot"] :
+      google_container_node_pool.gpu[name].node_config[0].guest_accelerator[0].gpu_sharing_config[0].gpu_sharing_strategy == "MPS"
+    ])
+    error_message = "Workers with sharing: mps are on nodes with MPS."
+  }
+}
+
 run "time_sharing_where_shared" {
   command = plan
 
