@@ -90,10 +90,10 @@ class Inbox(Protocol):
 def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[list[InFlightItem]]:
     """Splits items into as few equal-sized jobs as the maximum job size allows.
 
-    A job's reply stays below INLINE_LIMIT_BYTES. Each image is a separate job, to spread images
-    across workers.
+    Each image is a separate job, to spread images across workers.
     """
-    largest = model.definition.largest_job(model)
+    work = sum(in_flight.item.input.estimate_work(model) for in_flight in items)
+    largest = model.definition.largest_job(model, work / max(1, len(items)))
     jobs = math.ceil(len(items) / largest)
     for job in range(jobs):
         yield list(items[job * len(items) // jobs : (job + 1) * len(items) // jobs])

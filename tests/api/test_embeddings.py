@@ -7,7 +7,7 @@ import openai
 import pytest
 
 from shared.models.tasks.base import MAX_JOB_ITEMS
-from shared.models.tasks.embedding import TextInput, TokensInput
+from shared.models.tasks.embedding import USUAL_BATCH_ITEMS, TextInput, TokensInput
 from tests.api.fake_worker import vector_of
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
 
@@ -71,14 +71,19 @@ async def test_dimensions_cut_and_normalize_again(api: ApiUnderTest, encoding_fo
         np.testing.assert_allclose(vector, cut / np.linalg.norm(cut), rtol=1e-6)
 
 
-async def test_long_list_travels_in_small_jobs_and_keeps_its_order(api: ApiUnderTest) -> None:
-    texts = [f"text {number}" for number in range(50)]
+@pytest.mark.parametrize(
+    ("words", "largest"), [(1, USUAL_BATCH_ITEMS), (200, MAX_JOB_ITEMS)], ids=["short", "long"]
+)
+async def test_long_list_travels_in_jobs_of_a_batch_and_keeps_its_order(
+    api: ApiUnderTest, words: int, largest: int
+) -> None:
+    texts = [f"{number} {'text ' * words}" for number in range(150)]
     reply = await api.openai().embeddings.create(model=MODEL, input=texts)
     for item, text in zip(reply.data, texts, strict=True):
         assert np.array_equal(np.float32(item.embedding), vector_of(TextInput(text)))
     sizes = [len(job.body.items) for job in api.worker.jobs]
-    assert sum(sizes) == 50
-    assert max(sizes) <= MAX_JOB_ITEMS
+    assert sum(sizes) == 150
+    assert len(sizes) == -(-150 // largest)
     assert max(sizes) - min(sizes) <= 1
     assert sorted(job.envelope.part for job in api.worker.jobs) == list(range(len(sizes)))
 

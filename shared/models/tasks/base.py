@@ -5,6 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, ClassVar, Literal, NamedTuple, Protocol, Self, TypeAlias
 
 import msgspec
@@ -225,8 +226,12 @@ class Task(ABC):
         """Returns the maximum size of one result in a reply, in bytes."""
         return INLINE_LIMIT_BYTES
 
-    def largest_job(self, entry: CatalogEntry) -> int:
-        """Returns the maximum items per job that keeps the reply below INLINE_LIMIT_BYTES."""
+    def largest_job(self, entry: CatalogEntry, item_work: float = inf) -> int:
+        """Returns the maximum items per job that keeps the reply below INLINE_LIMIT_BYTES.
+
+        Args:
+            item_work: the items' average work. Infinite if not known.
+        """
         return max(1, min(MAX_JOB_ITEMS, INLINE_LIMIT_BYTES // self.result_bytes(entry)))
 
     @abstractmethod

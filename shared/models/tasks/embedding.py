@@ -44,6 +44,10 @@ USUAL_BATCH_TOKENS = 2048
 TOKENS_PER_ITEM = 32
 """Shortest average text length at which a batch of the default size is full."""
 USUAL_BATCH_ITEMS = USUAL_BATCH_TOKENS // TOKENS_PER_ITEM
+JOB_REPLY_BYTES = 256 * 1024
+"""Maximum size of the vectors in a reply, in base64. Reading them blocks the event loop for about
+1 ms.
+"""
 BATCHES_ADMITTED = 4
 """Number of full batches that an API instance admits by default.
 
@@ -279,6 +283,16 @@ class EmbeddingTask(Task):
     def result_bytes(self, entry: CatalogEntry) -> int:
         """Returns a vector's size in base64, which is a third larger than its raw bytes."""
         return math.ceil((entry.dimensions or 1) * 4 / 3) * 4
+
+    def largest_job(self, entry: CatalogEntry, item_work: float = math.inf) -> int:
+        """Returns the number of texts in a usual batch, so a large request still has several jobs.
+
+        Vectors don't go to the object store, so only the time it takes to read them limits them.
+        """
+        batch = self.usual_batch(entry)
+        in_batch = min(batch.max_items, (batch.max_tokens or USUAL_BATCH_TOKENS) // item_work)
+        in_reply = JOB_REPLY_BYTES // self.result_bytes(entry)
+        return max(super().largest_job(entry, item_work), min(int(in_batch), in_reply))
 
     def step_schema(self, entry: CatalogEntry) -> StepSchema:
         return StepSchema(
