@@ -203,11 +203,14 @@ class ModelQueue:
         if key and self._by_cache_key.get(key) is queued:
             del self._by_cache_key[key]
 
-    def forget_when_cached(self, queued: QueuedItem) -> None:
-        """Same as `forget`, but first waits until the result is cached, if it will be."""
-        if queued.is_cached:
-            asyncio.get_running_loop().call_later(LINGER_S, self.forget, queued)
-        else:
+    def forget_when_cached(self, batch: Sequence[QueuedItem]) -> None:
+        """Same as `forget`, but first waits until the results are cached, if they will be."""
+        self._forget_all([queued for queued in batch if not queued.is_cached])
+        if cached := [queued for queued in batch if queued.is_cached]:
+            asyncio.get_running_loop().call_later(LINGER_S, self._forget_all, cached)
+
+    def _forget_all(self, batch: Sequence[QueuedItem]) -> None:
+        for queued in batch:
             self.forget(queued)
 
     def _is_wanted(self, queued: QueuedItem) -> bool:
@@ -377,6 +380,7 @@ class BatchResults:
         for index, (queued, outcome) in enumerate(zip(batch, done.outcomes, strict=True)):
             logs, call = done.logs.get(index), done.calls.get(index)
             self._settle(queued, Computed(outcome, done, traces, work[index], logs, call))
+        self._queue.forget_when_cached(batch)
 
     def end_item(self, queued: QueuedItem, done: BatchResult) -> None:
         """Settles an item that left its batch before the others."""
@@ -385,6 +389,7 @@ class BatchResults:
         self._metrics.observe(done, traces[0].exemplar if traces else None)
         computed = Computed(done.outcomes[0], done, traces, logs=done.logs.get(0))
         self._settle(queued, computed)
+        self._queue.forget_when_cached([queued])
 
     def _settle(self, queued: QueuedItem, computed: Computed) -> None:
         self._observe_wait(queued, computed.batch, is_traced=bool(computed.traces))
@@ -395,7 +400,6 @@ class BatchResults:
             if isinstance(queued.prepared, PreparedCustom):
                 pulled.written[item_outcome.index] = queued.written
             self._completion.settle(pulled, item_outcome)
-        self._queue.forget_when_cached(queued)
 
     def _observe_wait(self, queued: QueuedItem, done: BatchResult, *, is_traced: bool) -> None:
         traces = traces_of([queued]) if is_traced else []

@@ -115,8 +115,8 @@ class PulledJob:
         return self.run if self.envelope.flow == self.envelope.model else ""
 
     @property
-    def tolerated_crashes(self) -> int:
-        """Worker crashes tolerated before the job is treated as a poison pill.
+    def is_suspect(self) -> bool:
+        """True if more workers died while holding the job than are tolerated.
 
         When a node is lost, all of its jobs are redelivered, which amounts to a second of work or
         more. Run one by one, each job would take as long as a batch.
@@ -125,8 +125,10 @@ class PulledJob:
         from its last token, and generations run one by one take many times as long. A generation
         that crashes kills only its model process, and those deaths are counted separately.
         """
+        if self.unfinished_claims <= TOLERATED_CRASHES:  # as is nearly always the case
+            return False
         is_text = isinstance(self.items[0].input, GenerationInput)
-        return GENERATION_TOLERATED_CRASHES if is_text else TOLERATED_CRASHES
+        return not is_text or self.unfinished_claims > GENERATION_TOLERATED_CRASHES
 
     @property
     def start_by_s(self) -> float:
@@ -334,6 +336,8 @@ class QueuedItem:
     @property
     def priority(self) -> Priority:
         """`batch` if all waiters are batch jobs."""
+        if len(self.waiters) == 1:
+            return self.waiters[0][0].envelope.priority
         are_batch = all(pulled.envelope.priority == "batch" for pulled, _ in self.waiters)
         return "batch" if are_batch else "interactive"
 
@@ -349,11 +353,9 @@ class QueuedItem:
     def is_suspect(self) -> bool:
         """True if a model process or worker died while holding this item.
 
-        See `PulledJob.tolerated_crashes`: suspects run by themselves.
+        See `PulledJob.is_suspect`: suspects run by themselves.
         """
-        return self.deaths > 0 or any(
-            pulled.unfinished_claims > pulled.tolerated_crashes for pulled, _ in self.waiters
-        )
+        return self.deaths > 0 or any([pulled.is_suspect for pulled, _ in self.waiters])
 
     def open_waiters(self) -> list[tuple[PulledJob, Item]]:
         return [(pulled, item) for pulled, item in self.waiters if not pulled.is_over]
@@ -391,7 +393,8 @@ class QueuedItem:
         result, batch, call = self.computed.outcome, self.computed.batch, self.computed.call
         if pulled.runs is not None:
             pulled.runs.append(ItemRun(item.index, self.queued_at_s, self.deaths, self.computed))
-        receipt = pulled.receipt(
+        receipt = Receipt(
+            pulled_at_s=pulled.pulled_at_s,
             cache=cache if pulled.reads_cache and item.cache_key else "none",
             started_at_s=batch.started_at_s,
             finished_at_s=batch.finished_at_s,
