@@ -66,19 +66,38 @@ class Vocabulary:
         return document
 
     def _read_ends(self) -> list[int]:
-        for config in (self.read("generation_config.json"), self.config):
-            ends = config.get("eos_token_id")
-            if ends is not None:
-                return [int(end) for end in (ends if isinstance(ends, list) else [ends])]
-        text = self.read("tokenizer_config.json").get("eos_token")
-        token_id = self.tokenizer.token_to_id(
-            text.get("content", "") if isinstance(text, dict) else text or ""
-        )
+        """Returns the end-of-text tokens from the first file that lists any.
+
+        The order is generation_config.json, config.json, and the `eos_token` in
+        tokenizer_config.json.
+
+        Raises:
+            ConfigurationError: a token is not in the vocabulary, or no file lists any.
+        """
+        for name in ("generation_config.json", "config.json"):
+            listed = self.read(name).get("eos_token_id")
+            ends = listed if isinstance(listed, list) else [] if listed is None else [listed]
+            if wrong := [end for end in ends if not self._is_token(end)]:
+                raise ConfigurationError(
+                    f"{self.folder / name}: eos_token_id must be token IDs below "
+                    f"{self.grammar_size}, got {json.dumps(wrong[0])[:80]}",
+                    field="source",
+                )
+            if ends:
+                return ends
+        eos = self.read("tokenizer_config.json").get("eos_token")
+        text = eos.get("content") if isinstance(eos, dict) else eos
+        token_id = self.tokenizer.token_to_id(text) if isinstance(text, str) else None
         if token_id is None:
             raise ConfigurationError(
                 f"{self.folder}: does not specify eos_token_id", field="source"
             )
         return [token_id]
+
+    def _is_token(self, value: object) -> bool:
+        if not isinstance(value, int) or isinstance(value, bool):
+            return False
+        return 0 <= value < self.grammar_size
 
     @cached_property
     def plain_tokenizer(self) -> Tokenizer:

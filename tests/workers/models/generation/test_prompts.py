@@ -261,6 +261,49 @@ def test_a_broken_folder_is_refused(folder: Path, tmp_path: Path, name: str) -> 
         PromptPreparer(tiny.entry(), tmp_path)
 
 
+def write_ends(folder: Path, **ends: object) -> None:
+    """Sets the end-of-text token IDs. None removes them."""
+    for name, value in ends.items():
+        path = folder / f"{name}.json"
+        (config := json.loads(path.read_text()))["eos_token_id"] = value
+        path.write_text(json.dumps(config))
+
+
+@pytest.mark.parametrize("value", [5, [5], [5, 6]])
+def test_end_tokens_come_from_the_first_file_that_lists_any(
+    folder: Path, tmp_path: Path, value: object
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    empties: list[object] = [None, []]
+    for empty in empties:
+        write_ends(tmp_path, generation_config=value, config=7)
+        assert Vocabulary(tmp_path).ends == set(value if isinstance(value, list) else [value])
+        write_ends(tmp_path, generation_config=empty, config=value)
+        assert Vocabulary(tmp_path).ends == set(value if isinstance(value, list) else [value])
+        write_ends(tmp_path, generation_config=empty, config=empty)
+        assert Vocabulary(tmp_path).ends == {0}
+
+
+@pytest.mark.parametrize("value", ["x", [None], [0, 10**6], -1, True, 1.5, {"id": 0}], ids=str)
+@pytest.mark.parametrize("name", ["generation_config", "config"])
+def test_an_end_token_outside_the_vocabulary_is_refused(
+    folder: Path, tmp_path: Path, name: str, value: object
+) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    write_ends(tmp_path, **({"generation_config": None} | {name: value}))
+    with pytest.raises(ConfigurationError, match=f"{name}.json: eos_token_id must be token IDs"):
+        Vocabulary(tmp_path)
+
+
+@pytest.mark.parametrize("eos", [None, 7, "unknown", {"content": 7}, {}], ids=str)
+def test_a_folder_without_end_tokens_is_refused(folder: Path, tmp_path: Path, eos: object) -> None:
+    shutil.copytree(folder, tmp_path, dirs_exist_ok=True)
+    write_ends(tmp_path, generation_config=None, config=None)
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"eos_token": eos}))
+    with pytest.raises(ConfigurationError, match="does not specify eos_token_id"):
+        Vocabulary(tmp_path)
+
+
 def rendered(source: str, *contents: str) -> str:
     messages = [{"role": "user", "content": content} for content in contents]
     return ChatTemplate(source, {"bos_token": "<s>"}).render(messages, [])
