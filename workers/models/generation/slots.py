@@ -130,11 +130,13 @@ class ForwardPass:
         self.first, self.end = rows
         self.starts = starts
         self.tokens = tokens
-        longest = int(starts.max()) + tokens
-        self.single = rows[1] - rows[0] == 1
+        self.is_single = rows[1] - rows[0] == 1
+        longest = int(starts.max()) + tokens  # waits for the device
+        assert longest <= capacity, "a row is full; this is a bug"
         # A single row needs no padding, and several rows use only a few different lengths.
-        self.length = longest if self.single else -(-longest // _STEP_TOKENS) * _STEP_TOKENS
-        self.length = min(self.length, capacity)
+        padded = longest if self.is_single else -(-longest // _STEP_TOKENS) * _STEP_TOKENS
+        self.length = min(padded, capacity)
+        """How many tokens of each row are visible, including the new ones and any padding."""
         self._masks: dict[int | None, torch.Tensor | None] = {}
 
     @property
@@ -153,7 +155,7 @@ class ForwardPass:
         return self._masks[window]
 
     def _make_mask(self, window: int | None) -> torch.Tensor | None:
-        if self.single and self.tokens == 1 and (window is None or window >= self.length):
+        if self.is_single and self.tokens == 1 and (window is None or window >= self.length):
             return None
         key_positions = torch.arange(self.length, device=self.starts.device)
         positions = self.positions[:, :, None]
@@ -199,8 +201,8 @@ class SlotCache(Cache):  # type: ignore[misc]
         assert reading is not None, "no pass is running; this is a bug"
         keys = self._keys[layer_idx][reading.first : reading.end]
         values = self._values[layer_idx][reading.first : reading.end]
-        if reading.single:
-            start = int(reading.length) - reading.tokens
+        if reading.is_single:
+            start = reading.length - reading.tokens
             keys[:, :, start : reading.length] = key_states
             values[:, :, start : reading.length] = value_states
         else:
