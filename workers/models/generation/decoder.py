@@ -17,7 +17,8 @@ MLP.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -331,6 +332,7 @@ class Decoder:
         Raises:
             ConfigurationError: the folder does not contain such a model, or its results are
                 different.
+            OutOfMemory: the device has too little memory.
         """
         self._device, self.device_name = self._wanted.open()
         self._computing = CpuThreads().computing if self._device.type == "cpu" else nullcontext
@@ -344,7 +346,12 @@ class Decoder:
                 f"positions in {self._folder}",
                 field="generation",
             )
-        self._check()
+        with self._step_errors():
+            trial_ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device)
+            with torch.inference_mode():
+                right = self._model(trial_ids[None], use_cache=False).logits[0, -1].float()
+            self._prepare()
+            self._check(trial_ids.cpu().numpy(), right.cpu().numpy())
         self.slots = SlotCache(self._rows, self._capacity)
 
     def _load(self) -> Any:
@@ -366,30 +373,49 @@ class Decoder:
                 weights.data = weights.data.to(self._dtype)
         return model
 
-    def _check(self) -> None:
-        """Compares the logits for a few tokens with the logits of transformers' own attention."""
+    @contextmanager
+    def _step_errors(self) -> Iterator[None]:
+        """Translates errors from a model that can't be run with our cache and attention.
+
+        Raises:
+            ConfigurationError: the model can't be run, now or later.
+            OutOfMemory: see `memory_errors`, which also translates a lost GPU.
+        """
         try:
-            ids = torch.arange(1, _TRIAL_TOKENS + 1, device=self._device)
-            with torch.inference_mode():
-                right = self._model(ids[None], use_cache=False).logits[0, -1].float()
-            in_bf16 = (self._device.type, self._dtype) == ("cpu", torch.bfloat16)
-            if in_bf16 and computes_bf16():  # otherwise torch computes it without oneDNN
-                pack_linear_layers(self._model)
-            self._model.set_attn_implementation(ATTENTION)
-            self._compute = LlamaPass(self._model) if self._is_fused else self._compute_by_modules
-            self.slots = SlotCache(2, _TRIAL_TOKENS)
-            part = ids[:-1].cpu().numpy()
-            self.read(1, 0, part[:5])
-            self.read(1, 5, part[5:])
-            self.slots.copy(1, 0, len(part))
-            last = np.full(2, int(ids[-1]), np.int64)
-            logits = self.decode(last, np.full(2, len(part), np.int64))[0]
+            with memory_errors():
+                yield
         except (TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise ConfigurationError(
                 f"{self._folder}: {type(self._model).__name__} can't be run step by step: {error}",
                 field="source",
             ) from error
-        off = np.abs(logits - right.cpu().numpy()).max() / right.abs().max().item()
+
+    def _prepare(self) -> None:
+        """Sets up the weights, the attention, and the function that computes a pass."""
+        in_bf16 = (self._device.type, self._dtype) == ("cpu", torch.bfloat16)
+        if in_bf16 and computes_bf16():  # otherwise torch computes it without oneDNN
+            pack_linear_layers(self._model)
+        self._model.set_attn_implementation(ATTENTION)
+        self._compute = LlamaPass(self._model) if self._is_fused else self._compute_by_modules
+
+    def _check(self, ids: np.ndarray, right: np.ndarray) -> None:
+        """Computes the logits after a few tokens in a trial cache, and compares them.
+
+        Args:
+            ids: the tokens.
+            right: the logits after the last token, computed with transformers' own attention.
+
+        Raises:
+            ConfigurationError: the logits are different.
+        """
+        self.slots = SlotCache(2, len(ids))
+        part = ids[:-1]
+        self.read(1, 0, part[:5])
+        self.read(1, 5, part[5:])
+        self.slots.copy(1, 0, len(part))
+        last = np.full(2, ids[-1], np.int64)
+        logits = self.decode(last, np.full(2, len(part), np.int64))[0]
+        off = np.abs(logits - right).max() / np.abs(right).max()
         computed_in = torch.bfloat16 if self._precision == _INT4 else self._dtype
         if not off < _TRIAL_TOLERANCE[computed_in]:
             raise ConfigurationError(

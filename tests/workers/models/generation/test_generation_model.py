@@ -3,6 +3,7 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from transformers import (
@@ -18,6 +19,7 @@ from shared.errors import ConfigurationError, ModelFailed
 from tests.workers.models.generation import tiny
 from tests.workers.models.generation.tiny import Generate
 from workers.models.base import OutOfMemory, SteppedModel
+from workers.models.device import Device
 from workers.models.generation import decoder
 from workers.models.generation.model import GenerationModel
 from workers.models.generation.vocabulary import Vocabulary
@@ -376,6 +378,34 @@ def test_a_model_that_does_not_fit_is_refused(tmp_path: Path, config: Any) -> No
     tiny.write_folder(tmp_path, config)
     with pytest.raises(ConfigurationError):
         tiny.open_model(tmp_path)
+
+
+@pytest.mark.parametrize("passes", [0, 1], ids=["transformers' attention", "ours"])
+def test_too_little_memory_for_the_first_pass_is_no_fault_of_the_folder(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, passes: int
+) -> None:
+    embed, remaining = torch.nn.Embedding.forward, [passes]
+
+    def embed_until_full(layer: Any, ids: torch.Tensor) -> torch.Tensor:
+        if not remaining[0]:
+            raise torch.OutOfMemoryError("out of memory")
+        remaining[0] -= 1
+        return embed(layer, ids)
+
+    monkeypatch.setattr(torch.nn.Embedding, "forward", embed_until_full)
+    with pytest.raises(OutOfMemory):
+        tiny.open_model(folder)
+
+
+def test_no_row_takes_more_tokens_than_it_has_room_for(folder: Path) -> None:
+    small = decoder.Decoder(folder, Device("cpu", 1, 1.0), "fp32", rows=2, capacity=12)
+    small.open()
+    small.read(0, 0, np.arange(10))
+    with pytest.raises(AssertionError, match="a row is full"):
+        small.read(0, 10, np.arange(5))
+    with pytest.raises(AssertionError, match="a row is full"):
+        small.decode(np.zeros(2, np.int64), np.array([10, 12]))
+    assert small.decode(np.zeros(2, np.int64), np.array([10, 11])).shape[0] == 2
 
 
 def test_a_folder_without_weights_is_refused(folder: Path, tmp_path: Path) -> None:
