@@ -52,7 +52,7 @@ from shared.stores.withdrawals import LiveWithdrawals
 from shared.tenants.plan import Priority
 from shared.tracing.spans import TraceContext
 from shared.usage.row import Row
-from tests.limits import WAIT_LIMIT_S
+from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 from tests.record_stores import RecordStores
 from tests.waiting import until
 from workers.identity import WorkerInfo
@@ -426,10 +426,11 @@ async def running_worker(
     canary: CanaryShare | None = None,
     withdrawals: LiveWithdrawals | None = None,
     catalog: Catalog | None = None,
+    redis_limit_s: float = REDIS_LIMIT_S,
 ) -> AsyncIterator[WorkerHarness]:
     """Runs a worker on `pool`, or on a fake model process that the test controls.
 
-    It runs flow steps if given their `catalog`.
+    It runs flow steps if given their `catalog`. `redis_limit_s` limits a round trip to the records.
     """
     letters = pool if isinstance(pool, LetterPool) else LetterPool()
     broker, name = broker or InMemoryBroker(), model.name
@@ -444,7 +445,7 @@ async def running_worker(
     rows, stop = RowList(), asyncio.Event()
     async with (
         cache_kind(redis_url, 1_000_000) as cache,
-        RecordStores(redis_url, retry_s=0.01) as stores,
+        RecordStores(redis_url, timeout_s=redis_limit_s, retry_s=0.01) as stores,
     ):
         assert await cache.wait_up(WAIT_LIMIT_S)
         harness = WorkerHarness(broker, letters.processes[0], rows, stores, stop)
