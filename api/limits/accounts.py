@@ -495,10 +495,13 @@ class LimitStore(RedisStore):
         return {name.decode(): mark for name, mark in marks.items()}
 
     async def put_marks(self, marks: Mapping[str, bytes], removed: Iterable[str] = ()) -> None:
-        """Stores these marks and removes all others.
+        """Stores marks, keyed by counter name, and deletes others. The remaining marks stay.
+
+        Args:
+            removed: names of the counters whose marks to delete, which happens first.
 
         Raises:
-            Unavailable: Redis did not respond, but may have stored them.
+            Unavailable: Redis did not respond. It may have deleted marks, or done all of it.
         """
         if gone := list(removed):
             await self._commands.run("HDEL", self._marks_key, *gone)
