@@ -117,6 +117,34 @@ async def test_pages_of_one_model_reach_the_oldest_prediction(
     assert traffic.asked("/v1/predictions") < 40
 
 
+async def test_live_finds_a_model_by_a_part_of_its_name(api: ApiUnderTest, page: Page) -> None:
+    models = page.get_by_role("heading", level=2)
+    await expect(models).to_have_count(MODELS)
+    async with page.expect_response("**/v1/status"):
+        await page.get_by_label("Search: Model").fill("TEAM-07")
+    await expect(models).to_have_text([CROWD.models[3 + 7].name])
+    async with page.expect_response("**/v1/status"):
+        pass
+    await expect(models).to_have_text([CROWD.models[3 + 7].name])
+
+
+async def test_the_overview_does_not_wait_for_the_count_of_predictions(
+    api: ApiUnderTest, page: Page
+) -> None:
+    go = asyncio.Event()
+
+    async def hold(route: Route) -> None:
+        await go.wait()
+        await route.continue_()
+
+    await page.route("**/v1/predictions?status=starting", hold)
+    await page.goto(f"{api.url}/console#overview")
+    now = page.get_by_role("region", name="Queue and workers now").locator("tbody tr")
+    await expect(now).to_have_count(15)
+    await expect(page.get_by_text("Loading")).to_have_count(0)
+    go.set()
+
+
 async def test_a_model_is_found_by_a_part_of_its_name(api: ApiUnderTest, page: Page) -> None:
     await page.goto(f"{api.url}/console#try")
     models = page.get_by_label("Model", exact=True)

@@ -4,7 +4,7 @@ import { h, put } from "./dom.js";
 import { PRESETS } from "./ranges.js";
 
 /** A longer list gets a search. */
-const MOST_WITHOUT_SEARCH = 20;
+export const MOST_WITHOUT_SEARCH = 20;
 
 /** Links to the presets, and two days for any other range. `go` gets the name of the chosen range. */
 export function rangeChoice(range, hrefOf, go) {

@@ -2,6 +2,7 @@
 
 import { call } from "./api.js";
 import { badge, failure, h, put } from "./dom.js";
+import { MOST_WITHOUT_SEARCH } from "./filters.js";
 import { sparkline } from "./sparkline.js";
 import { duration } from "./timing.js";
 
@@ -12,6 +13,8 @@ const KEPT = 60;
 /** Shows the view. */
 export async function show(place, _, signal) {
   const cards = h("div", { class: "plots" });
+  const search = h("input", { type: "search", "aria-label": "Search: Model", placeholder: "Search", autocomplete: "off", spellcheck: "false" });
+  const finding = h("div", { class: "labeled", hidden: true }, search);
   const told = h("div");
   put(
     place,
@@ -22,16 +25,21 @@ export async function show(place, _, signal) {
       "From the instance of the API that answers. Waits are estimates for your next item.",
     ),
     told,
+    finding,
     cards,
   );
   const history = new Map();
+  const find = () => {
+    const wanted = search.value.trim().toLowerCase();
+    for (const shown of cards.children) shown.hidden = !shown.querySelector("h2").textContent.toLowerCase().includes(wanted);
+  };
+  search.addEventListener("input", find);
   const poll = async () => {
     try {
       const { data } = await call("v1/status", { signal });
-      put(
-        cards,
-        data.map((status) => card(status, history)),
-      );
+      put(cards, data.map((status) => card(status, history)));
+      finding.hidden = data.length <= MOST_WITHOUT_SEARCH;
+      find();
       put(told);
     } catch (error) {
       if (!signal.aborted) put(told, failure(error));

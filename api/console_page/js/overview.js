@@ -55,13 +55,12 @@ export async function show(place, [rangeName], signal) {
     now,
     figures,
   );
-  const { username } = await call("v1/account", { signal });
-  const isAdmin = await readsAllTenants(signal);
+  const [{ username }, isAdmin] = await Promise.all([call("v1/account", { signal }), readsAllTenants(signal)]);
   scope.textContent = scopeOf(username, isAdmin, range, tz);
   const seen = { lastHour: null, waiting: null };
-  await followQueue(now, { isAdmin, tenant: username, seen }, signal);
+  const queue = followQueue(now, { isAdmin, tenant: username, seen }, signal);
   const counting = isAdmin && followLastHour(now, seen, signal);
-  await Promise.all([counting, followFigures(figures, { range, tz, isAdmin }, signal)]);
+  await Promise.all([queue, counting, followFigures(figures, { range, tz, isAdmin }, signal)]);
 }
 
 /** True for a key with the `admin` scope. A key without the `usage` scope reads no reports at all. */
@@ -125,6 +124,8 @@ async function followQueue(place, { isAdmin, tenant, seen }, signal) {
   const recount = async () => {
     seen.waiting = await waitingPredictions(signal);
   };
+  await poll();
+  // With many predictions, the count takes longer than everything else.
   await recount();
   await poll();
   repeat(poll, POLL_MS, signal);

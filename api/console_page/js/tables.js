@@ -21,27 +21,42 @@ export function dataTable(caption, columns, rows, signal) {
   const order = placed(columns, isNumber);
   const words = columns.map((column, at) => wordsOf(column, at, rows));
   const exact = columns.map(({ name }) => unitOf(name) === "money");
-  const state = { first: 0, by: -1, down: false, all: false };
+  const state = { first: 0, by: -1, down: false, all: false, isOpen: false, found: rows };
   const body = h("tbody");
+  const foot = h("tfoot");
   const heads = order.map((at) => head(columns[at], isNumber[at], () => sort(at)));
-  const pager = pages(rows.length, (by) => {
+  const move = (by) => {
     state.first += by;
     draw();
-  });
+  };
+  const open = () => {
+    state.isOpen = !state.isOpen;
+    state.first = 0;
+    draw();
+  };
+  const pager = pages(move, open);
   const draw = () => {
-    const sorted = state.by < 0 ? rows : [...rows].sort(comparison(state.by, state.down));
-    const shown = state.all ? sorted.slice(0, MOST_PRINTED) : sorted.slice(state.first, state.first + PAGE);
+    const { found } = state;
+    const sorted = state.by < 0 ? found : [...found].sort(comparison(state.by, state.down));
+    const shown = state.all || state.isOpen ? sorted.slice(0, MOST_PRINTED) : sorted.slice(state.first, state.first + PAGE);
     put(body, shown.map((row) => line(row, columns, words, order, isNumber, exact)));
+    put(foot, totals(columns, words, order, found));
     order.forEach((at, place) => {
       const direction = state.by === at ? (state.down ? "descending" : "ascending") : null;
       if (direction) heads[place].setAttribute("aria-sort", direction);
       else heads[place].removeAttribute("aria-sort");
     });
-    pager.draw(state.first);
+    pager.draw(state.first, found.length, state.isOpen);
   };
   const sort = (at) => {
     state.down = state.by === at ? !state.down : isNumber[at];
     state.by = at;
+    state.first = 0;
+    draw();
+  };
+  const find = (text) => {
+    const matches = (row) => order.some((at) => !isNumber[at] && words[at](row[at]).toLowerCase().includes(text));
+    state.found = text ? rows.filter(matches) : rows;
     state.first = 0;
     draw();
   };
@@ -50,6 +65,7 @@ export function dataTable(caption, columns, rows, signal) {
   return h(
     "div",
     { class: "data" },
+    rows.length > PAGE && search(caption, find),
     h(
       "div",
       { class: "scroll", tabindex: 0, role: "region", "aria-label": caption },
@@ -59,7 +75,7 @@ export function dataTable(caption, columns, rows, signal) {
         h("caption", { class: "hidden" }, caption),
         h("thead", {}, h("tr", {}, heads)),
         body,
-        totals(columns, words, order, rows),
+        columns.some((column) => column.has_total) && foot,
       ),
     ),
     rows.length > PAGE && pager.element,
@@ -123,20 +139,22 @@ function sums(columns, rows) {
 }
 
 function totals(columns, words, order, rows) {
-  if (!columns.some((column) => column.has_total)) return null;
   const sum = sums(columns, rows);
   return h(
-    "tfoot",
+    "tr",
     {},
-    h(
-      "tr",
-      {},
-      order.map((at, place) => {
-        if (!place) return h("th", { scope: "row", class: "words" }, "Total");
-        return sum[at] === null ? h("td", {}) : h("td", { class: "number" }, words[at](sum[at]));
-      }),
-    ),
+    order.map((at, place) => {
+      if (!place) return h("th", { scope: "row", class: "words" }, "Total");
+      return sum[at] === null ? h("td", {}) : h("td", { class: "number" }, words[at](sum[at]));
+    }),
   );
+}
+
+/** A field that leaves only the rows with a text in them. */
+function search(caption, find) {
+  const field = h("input", { type: "search", "aria-label": `Search: ${caption}`, placeholder: "Search", autocomplete: "off", spellcheck: "false" });
+  field.addEventListener("input", () => find(field.value.trim().toLowerCase()));
+  return h("div", { class: "labeled no-print" }, field);
 }
 
 function comparison(at, down) {
@@ -151,21 +169,24 @@ function comparison(at, down) {
 }
 
 /** Buttons to the rows before and after. They stay, so that the keyboard can continue from them. */
-function pages(total, move) {
+function pages(move, open) {
   const turn = (label, by) => h("button", { type: "button", class: "quiet", on: { click: () => move(by) } }, label);
   const words = h("span", { class: "muted", "aria-live": "polite" });
   const back = turn("Previous", -PAGE);
   const on = turn("Next", PAGE);
-  const draw = (first) => {
-    const last = Math.min(total, first + PAGE);
+  const all = h("button", { type: "button", class: "quiet", on: { click: open } });
+  const draw = (first, total, isOpen) => {
+    const last = Math.min(total, first + (isOpen ? MOST_PRINTED : PAGE));
     const focused = document.activeElement;
-    words.textContent = `${first + 1}–${last} of ${total}`;
+    words.textContent = total ? `${first + 1}–${last} of ${total}` : "No row matches.";
     back.hidden = first === 0;
-    on.hidden = last === total;
+    on.hidden = last === total || isOpen;
+    all.hidden = total <= PAGE;
+    all.textContent = isOpen ? `Show ${PAGE}` : "Show all";
     if (focused === back && back.hidden) on.focus();
     if (focused === on && on.hidden) back.focus();
   };
-  return { element: h("div", { class: "pager no-print" }, words, back, on), draw };
+  return { element: h("div", { class: "pager no-print" }, words, back, on, all), draw };
 }
 
 function printsAll(state, draw, signal) {

@@ -247,6 +247,27 @@ async def test_paging_a_table_keeps_the_focus(world: World, page: Page) -> None:
     await expect(page.get_by_role("button", name="Previous")).to_be_focused()
 
 
+async def test_a_long_table_is_searched_and_opened(world: World, page: Page) -> None:
+    await traffic(world)
+    await log_in(page, "a")
+    await go(page, "reports/daily/90-days")
+    rows = page.locator(".data tbody tr")
+    await expect(rows).to_have_count(25)
+    await page.get_by_role("button", name="Show all").click()
+    await expect(rows).to_have_count(90)
+    await page.get_by_role("button", name="Show 25").click()
+    await expect(rows).to_have_count(25)
+    day = await rows.nth(3).locator("th").inner_text()
+    search = page.get_by_role("searchbox")
+    await search.fill(day)
+    await expect(rows).to_have_count(1)
+    await expect(rows.locator("th")).to_have_text(day)
+    await search.fill("none of them")
+    await expect(rows).to_have_count(0)
+    await expect(page.get_by_text("No row matches.")).to_be_visible()
+    assert await fits(page)
+
+
 async def test_every_row_is_printed_and_no_control(world: World, page: Page) -> None:
     await traffic(world)
     await log_in(page, "a")
