@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Self
 
 from pydantic import Field, model_validator
@@ -76,10 +77,19 @@ def check_work(model: Model, load: ItemLoad, where: str) -> None:
         raise ConfigurationError(f"{field} exceeds the catalog's work.max ({most})", field=field)
 
 
+def job_items(model: Model, load: ItemLoad) -> int:
+    """Returns the maximum number of typical items in one job."""
+    return model.definition.largest_job(model, _item_work(model, load) or math.inf)
+
+
+def _item_work(model: Model, load: ItemLoad) -> float | None:
+    units = load.work_per_item if model.definition.unit == "work" else load.tokens_per_item
+    return SAMPLES[model.task].work(model, units)
+
+
 def batch_items(model: Model, load: ItemLoad) -> int:
     """Returns the items in a full batch: typical items that fit the budget, at most max_items."""
-    units = load.work_per_item if model.definition.unit == "work" else load.tokens_per_item
-    item_work = SAMPLES[model.task].work(model, units)
+    item_work = _item_work(model, load)
     return (
         max(1, min(model.batch.max_items, int(model.budget // item_work)))
         if item_work

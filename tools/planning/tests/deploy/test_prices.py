@@ -32,6 +32,13 @@ EGRESS = ListPrice(
 SOURCE = Source(url="https://example.com/prices", seen=datetime.date(2026, 1, 1))
 
 
+@pytest.mark.parametrize(("tokens", "jobs"), [(None, 4), (20, 1), (64, 2), (200, 4)])
+def test_short_texts_of_a_request_share_jobs(tokens: float | None, jobs: int) -> None:
+    model = entry(batch={"max_tokens": 2048, "max_items": 64})
+    load = rate(1, items_per_request=64, tokens_per_item=tokens)
+    assert volumes.volume(model, load).jobs == pytest.approx(jobs * volumes.SECONDS)
+
+
 def test_every_price_of_the_tree_has_a_dated_source() -> None:
     prices = read_prices()
     today = datetime.date.today()

@@ -23,7 +23,7 @@ from infra.kubernetes.placement import CPU_ONLY, is_standard, processes_of
 from penstock_planning.autoscaled import gpu_nodes, most_workers, usual_workers
 from penstock_planning.deploy.platform_variables import INSTANCES_TO_INBOXES, Platform
 from penstock_planning.deploy.rates import DemandRates, ModelRate
-from penstock_planning.item_load import batch_items
+from penstock_planning.item_load import batch_items, job_items
 from shared.errors import ConfigurationError
 from shared.models.catalog import Model, WorkerGroup
 from shared.models.entry import Gpu
@@ -298,8 +298,8 @@ def _hand(
     held = held_messages(model.batch.max_items, 1, in_steps=in_steps)
     if not service_s:
         return _Hand(held, 1.0, 0.0)
-    job_items = min(rate.items_per_request, model.definition.largest_job(model))
-    jobs_per_s, batch_s = 1 / service_s / job_items, batch * service_s
+    in_job = min(rate.items_per_request, job_items(model, rate))
+    jobs_per_s, batch_s = 1 / service_s / in_job, batch * service_s
     gap_s = refill_s(round_trip_s) if round_trip_s else 0.0
     if not in_steps:
         held += messages_ahead(jobs_per_s, gap_s, batch_s)

@@ -13,6 +13,7 @@ import msgspec
 
 from infra import bigquery
 from penstock_planning.deploy.rates import ModelRate
+from penstock_planning.item_load import job_items
 from penstock_planning.task_samples import SAMPLES
 from shared.broker.transport import direct_id, inbox_topic_id
 from shared.messages import (
@@ -95,7 +96,7 @@ def volume(model: Model, rate: ModelRate) -> Volume:
     items = requests * rate.items_per_request
     computed = items * (1 - rate.hit_share)
     per_request = rate.items_per_request * (1 - rate.hit_share)
-    largest = model.definition.largest_job(model)
+    largest = job_items(model, rate)
     jobs = requests * max(min(1.0, per_request), per_request / largest)
     in_job = max(1, round(computed / jobs)) if jobs else 1
     replies = {kind: reply_bytes(model, rate.output_bytes, in_job, kind) for kind in KINDS}
