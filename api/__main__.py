@@ -57,7 +57,7 @@ def _serve(settings: ApiSettings) -> int:
         ),
     )
     server = uvicorn.Server(server_config(app, settings))
-    counted = (
+    metrics_server = (
         metrics.served(settings.metrics_host, settings.metrics_port)
         if settings.metrics_port
         else nullcontext()
@@ -69,7 +69,7 @@ def _serve(settings: ApiSettings) -> int:
         broker=settings.messaging_system,
         decides=True,
     )
-    with counted, traces:
+    with metrics_server, traces:
         server.run()
     return 0 if server.started else 1
 

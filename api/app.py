@@ -86,9 +86,9 @@ def create_app(
 
     @asynccontextmanager
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
-        async with AsyncExitStack() as opened:
+        async with AsyncExitStack() as stack:
             app.state.dependencies = await open_dependencies(
-                opened, configuration, transport, admin, rows, spent
+                stack, configuration, transport, admin, rows, spent
             )
             settle_heap()
             yield

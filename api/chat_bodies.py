@@ -429,8 +429,10 @@ class ChatBody(_SampledBody):
 
     @model_validator(mode="after")
     def _options_are_of_the_template(self) -> ChatBody:
-        if taken := sorted(TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys()):
-            raise WrongField("chat_template_kwargs", f"{taken[0]} is set by other fields; omit it")
+        if reserved := sorted(TEMPLATE_VARIABLES & (self.chat_template_kwargs or {}).keys()):
+            raise WrongField(
+                "chat_template_kwargs", f"{reserved[0]} is set by other fields; omit it"
+            )
         return self
 
     @model_validator(mode="after")
@@ -486,13 +488,14 @@ class CompletionBody(_SampledBody):
 
     @model_validator(mode="after")
     def _texts_fit(self) -> CompletionBody:
-        texts, most = len(self.prompts) * (self.n or 1), MAX_TEXTS
+        texts, max_texts = len(self.prompts) * (self.n or 1), MAX_TEXTS
         if self.stream:
-            most = MAX_STREAMED_TEXTS
-        if texts > most:
+            max_texts = MAX_STREAMED_TEXTS
+        if texts > max_texts:
             how = "a stream" if self.stream else "a request"
             raise WrongField(
-                "prompt", f"{texts} texts (prompts times n) exceed the maximum of {most} for {how}"
+                "prompt",
+                f"{texts} texts (prompts times n) exceed the maximum of {max_texts} for {how}",
             )
         if self.echo and self.stream:
             raise WrongField("echo", "a stream can't include the prompt; omit echo or stream")

@@ -81,14 +81,14 @@ class Configuration:
 
 
 async def open_dependencies(
-    opened: AsyncExitStack,
+    stack: AsyncExitStack,
     configuration: Configuration,
     transport: AbstractAsyncContextManager[Transport],
     admin: AbstractAsyncContextManager[Admin],
     rows: AbstractAsyncContextManager[RowSink],
     spent: SpentReader | None,
 ) -> Dependencies:
-    """Opens everything in dependency order. `opened` closes it in reverse order.
+    """Opens everything in dependency order. `stack` closes it in reverse order.
 
     Args:
         transport: connection to the broker, not yet open.
@@ -102,23 +102,23 @@ async def open_dependencies(
     settings, catalog = configuration.settings, configuration.catalog
     objects, url_signer = configuration.objects, configuration.url_signer
     instance = f"api-{secrets.token_hex(4)}"
-    enter = opened.enter_async_context
+    enter = stack.enter_async_context
 
     access = await enter(configuration.access)
     codec_pool = CodecPool(settings.picture_processes, settings.picture_budget_bytes)
     image_codec = ImageCodec(await enter(codec_pool))
     pipeline = await open_pipeline(
-        opened, settings, catalog, objects, transport, admin, rows, instance, image_codec
+        stack, settings, catalog, objects, transport, admin, rows, instance, image_codec
     )
     redis, broker = pipeline.redis, pipeline.broker
-    idempotency = await _open_idempotency(opened, settings, objects)
+    idempotency = await _open_idempotency(stack, settings, objects)
 
     webhooks, webhook_log = WebhookPublisher(broker), WebhookLog(redis)
     predictions = await enter(
         Predictions.of_pipeline(pipeline, webhooks, webhook_log, keep_s=settings.prediction_keep_s)
     )
     limiter = await open_limiter(
-        opened, settings.records_redis_url, broker, instance, instances=settings.inbox_pool
+        stack, settings.records_redis_url, broker, instance, instances=settings.inbox_pool
     )
     follower = await enter(PredictionFollower(predictions, Holds(redis), limiter))
     tokens = TokenStreams(redis)
@@ -187,7 +187,7 @@ async def open_dependencies(
 
 
 async def _open_idempotency(
-    opened: AsyncExitStack, settings: ApiSettings, objects: ObjectStore
+    stack: AsyncExitStack, settings: ApiSettings, objects: ObjectStore
 ) -> IdempotencyService:
     store = IdempotencyStore(
         settings.records_redis_url,
@@ -195,6 +195,6 @@ async def _open_idempotency(
         lease_s=settings.idempotency_lease_s,
         max_bytes=settings.answers_max_bytes,
     )
-    return await opened.enter_async_context(
-        IdempotencyService(await opened.enter_async_context(store), objects)
+    return await stack.enter_async_context(
+        IdempotencyService(await stack.enter_async_context(store), objects)
     )

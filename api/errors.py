@@ -96,8 +96,12 @@ def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
     """
     known = list(routes)
     known = [route for route in known if getattr(route, "path", "") == scope["path"]] or known
-    taken = [method for method in _METHODS if _is_taken(known, dict(scope, method=method))]
-    return [*taken[:1], "HEAD", *taken[1:], "OPTIONS"] if "GET" in taken else [*taken, "OPTIONS"]
+    methods = [method for method in _METHODS if _is_taken(known, dict(scope, method=method))]
+    return (
+        [*methods[:1], "HEAD", *methods[1:], "OPTIONS"]
+        if "GET" in methods
+        else [*methods, "OPTIONS"]
+    )
 
 
 def _is_taken(routes: Iterable[BaseRoute], scope: Scope) -> bool:

@@ -51,7 +51,7 @@ class Demand:
     """True if the SLO applies to the items (shared/money/slo.py)."""
 
 
-class Asks(Protocol):
+class RoomRequest(Protocol):
     """A request for capacity for a tenant's items."""
 
     @property
@@ -106,13 +106,13 @@ class FairRoom:
         holding = self._holdings.get(tenant)
         return 0 if holding is None else holding.items
 
-    def part_of(self, asked: Asks) -> float:
+    def part_of(self, request: RoomRequest) -> float:
         """Returns the tenant's share of the total weight of tenants with items, itself included."""
-        holding = self._holdings.get(asked.tenant)
+        holding = self._holdings.get(request.tenant)
         others = self.weights if holding is None else max(0.0, self.weights - holding.weight)
-        return asked.weight / (others + asked.weight)
+        return request.weight / (others + request.weight)
 
-    def turns_to_wait(self, asked: Asks) -> float:
+    def turns_to_wait(self, request: RoomRequest) -> float:
         """Returns how many items must leave before the request is admitted.
 
         Items leave in fair order, so the tenant's items make up its share of them.
@@ -120,37 +120,37 @@ class FairRoom:
         idle = self.bound * (1 - RESERVE)
         if self.total < idle:
             return 0.0
-        own, part = self.held_by(asked.tenant), self.part_of(asked)
+        own, part = self.held_by(request.tenant), self.part_of(request)
         is_below_share = own < self.bound * part
         if is_below_share and self.total < self.bound:
             return 0.0
         guaranteed = max(1.0, self.bound * RESERVE * part)
-        if own + asked.items <= guaranteed and self.total < self.bound * MAX_OVER:
+        if own + request.items <= guaranteed and self.total < self.bound * MAX_OVER:
             return 0.0
         until_share = 0.0 if is_below_share else (own - self.bound * part + 1) / part
         until_bound = self.total - self.bound + 1
         return max(1.0, min(self.total - idle + 1, max(until_share, until_bound)))
 
-    def ahead_of(self, asked: Asks, enough: float) -> float:
+    def ahead_of(self, request: RoomRequest, enough: float) -> float:
         """Returns how many items leave in fair order before the request's last item.
 
         While n of one tenant's items leave, up to n items from another tenant with the same weight
         also leave (generalized processor sharing: Parekh and Gallager, IEEE/ACM ToN 1(3), 1993).
 
         Args:
-            asked: a request that has not been admitted yet.
+            request: a request that has not been admitted yet.
             enough: above this number, the result may be too high, which saves time.
         """
-        holding = self._holdings.get(asked.tenant)
-        own = asked.items + (0 if holding is None else holding.items)
-        others = self.total + asked.items - own
+        holding = self._holdings.get(request.tenant)
+        own = request.items + (0 if holding is None else holding.items)
+        others = self.total + request.items - own
         if not others:
             return own - 1
-        rounds = own / asked.weight
+        rounds = own / request.weight
         weights = self.weights - (0.0 if holding is None else holding.weight)
-        most = own - 1 + min(others, rounds * weights)
-        if most <= enough:
-            return most
+        items_ahead = own - 1 + min(others, rounds * weights)
+        if items_ahead <= enough:
+            return items_ahead
         return (
             own
             - 1
@@ -161,21 +161,21 @@ class FairRoom:
             )
         )
 
-    def take(self, asked: Asks) -> None:
+    def take(self, request: RoomRequest) -> None:
         """Admits the items."""
-        holding = self._holdings.get(asked.tenant)
+        holding = self._holdings.get(request.tenant)
         if holding is None:
-            holding = self._holdings[asked.tenant] = Holding(asked.weight)
-            self.weights += asked.weight
-        holding.items += asked.items
-        self.total += asked.items
+            holding = self._holdings[request.tenant] = Holding(request.weight)
+            self.weights += request.weight
+        holding.items += request.items
+        self.total += request.items
 
-    def release(self, asked: Asks) -> None:
+    def release(self, request: RoomRequest) -> None:
         """Releases admitted items."""
-        holding = self._holdings[asked.tenant]
-        holding.items -= asked.items
-        self.total -= asked.items
+        holding = self._holdings[request.tenant]
+        holding.items -= request.items
+        self.total -= request.items
         if not holding.items:
-            del self._holdings[asked.tenant]
+            del self._holdings[request.tenant]
             # Rounding errors disappear when the last tenant leaves.
             self.weights = self.weights - holding.weight if self._holdings else 0.0

@@ -94,13 +94,15 @@ class BoundedHttp(HttpToolsProtocol):
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Counts the connection. If there are too many, closes the longest-idle one."""
         super().connection_made(transport)
-        opened = transport.get_extra_info("socket")
+        connection = transport.get_extra_info("socket")
         if (
-            opened is not None
-            and opened.family != socket.AF_UNIX
+            connection is not None
+            and connection.family != socket.AF_UNIX
             and hasattr(socket, "TCP_USER_TIMEOUT")
         ):
-            opened.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_LIMIT_S * 1000)
+            connection.setsockopt(
+                socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_LIMIT_S * 1000
+            )
         if len(self.connections) > self.max_connections:
             if self.idle:
                 oldest = next(iter(self.idle))
@@ -304,12 +306,12 @@ class BoundedHttp(HttpToolsProtocol):
 def protocol_with(settings: ApiSettings) -> type[BoundedHttp]:
     """Returns the protocol class with the limits from the given settings."""
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    most = settings.max_connections
+    max_connections = settings.max_connections
     if files != resource.RLIM_INFINITY:
-        most = max(1, min(most, files - RESERVED_FILES))
+        max_connections = max(1, min(max_connections, files - RESERVED_FILES))
     bounds = {
         "head_timeout_s": settings.head_timeout_s,
-        "max_connections": most,
+        "max_connections": max_connections,
         "idle": {},
         "unread": {},
     }

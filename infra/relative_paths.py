@@ -15,9 +15,9 @@ from pathlib import Path
 def main(venv: str) -> None:
     """Rewrites the `.pth` files for this repository's packages."""
     for file in Path(venv).glob("lib/python3*/site-packages/_editable_impl_penstock*.pth"):
-        here = file.parent.absolute()
+        folder = file.parent.absolute()
         paths = dict.fromkeys(file.read_text(encoding="utf-8").split("\n"))
-        lines = [os.path.relpath(here / path, here) + "\n" for path in paths if path]
+        lines = [os.path.relpath(folder / path, folder) + "\n" for path in paths if path]
         file.write_text("".join(lines), encoding="ascii")
 
 

@@ -148,10 +148,10 @@ class GpuNodes:
         for name in sorted(ours - names):
             self._mark(name, reason=None)
             done.released.append(name)
-        most, cordoned = max(1, int(len(nodes) * MAX_SHARE)), len(ours & names)
+        max_cordoned, cordoned = max(1, int(len(nodes) * MAX_SHARE)), len(ours & names)
         for since, name in failed:
             if name not in ours:
-                if cordoned >= most:
+                if cordoned >= max_cordoned:
                     done.waiting.append(name)
                     continue
                 cordoned += 1
@@ -200,8 +200,8 @@ class GpuNodes:
             done.evicted.append(name)
 
 
-def _name(one: Json) -> str:
-    return str(one["metadata"]["name"])
+def _name(node: Json) -> str:
+    return str(node["metadata"]["name"])
 
 
 def _annotations(node: Json) -> Json:

@@ -122,9 +122,9 @@ def _copy(store: ObjectStore, repository: str, revision: str) -> Copy:
     return copy
 
 
-def _delete_others(store: ObjectStore, into: PurePosixPath, kept: dict[str, int]) -> None:
+def _delete_others(store: ObjectStore, into: PurePosixPath, wanted_files: dict[str, int]) -> None:
     """Deletes files from earlier commits, which would be mistaken for part of this commit."""
     for page in obstore.list(store, f"{into}/"):
         for entry in page:
-            if PurePosixPath(entry["path"]).relative_to(into).as_posix() not in kept:
+            if PurePosixPath(entry["path"]).relative_to(into).as_posix() not in wanted_files:
                 obstore.delete(store, entry["path"])

@@ -180,8 +180,8 @@ class MessageEvents:
     def opening(self, index: int, prompt: PromptSize) -> bytes:
         """Returns the event that begins a message, with the prompt's token counts."""
         usage = _usage_of(prompt, written=0)
-        begun = MessageReply(self._made, self._model.name, [], None, usage)
-        return _event("message_start", message=begun)
+        message = MessageReply(self._made, self._model.name, [], None, usage)
+        return _event("message_start", message=message)
 
     def delta(self, added: AddedText) -> bytes | None:
         """Returns the event for new text. Text that may start a tool call is held back."""
@@ -336,10 +336,10 @@ async def count_tokens(call: ModelCall, catalog: Catalog, inference: Inference) 
     """Counts the tokens the model would read for the same request."""
     body = await call.read_json(CountBody)
     try:
-        counted = await count_chat(call, body.to_chat(), catalog, inference)
+        token_count = await count_chat(call, body.to_chat(), catalog, inference)
     except BadInput as error:
         raise as_asked(error) from error
-    return encode_json(TokenCountReply(counted.count))
+    return encode_json(TokenCountReply(token_count.count))
 
 
 async def _stream(

@@ -31,12 +31,12 @@ def main() -> int:
         settings = read_settings(ApiSettings)
         configure_logs(settings.log_level, settings.project)
         deny_inspection()
-        counted = (
+        metrics_server = (
             metrics.served(settings.metrics_host, settings.metrics_port)
             if settings.metrics_port
             else nullcontext()
         )
-        with counted:
+        with metrics_server:
             uvloop.run(_run(settings))
     except PenstockError as error:
         print(f"penstock batches: {error.message}", file=sys.stderr)

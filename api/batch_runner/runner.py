@@ -154,14 +154,14 @@ class BatchRunner:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _take_turns(self) -> None:
-        opened = await self._tools.store.open()
-        OPEN.set(len(opened))
-        self._forget({batch.id for batch in opened}, {batch.owner for batch in opened})
-        for batch in opened:
+        batches = await self._tools.store.open()
+        OPEN.set(len(batches))
+        self._forget({batch.id for batch in batches}, {batch.owner for batch in batches})
+        for batch in batches:
             held = self._held.get(batch.owner)
             if batch.is_cancelled and held is not None and held.id == batch.id:
                 held.cancel()
-        due = [batch for batch in opened if self._is_due(batch)]
+        due = [batch for batch in batches if self._is_due(batch)]
         waiting = _oldest_of_each(batch for batch in due if batch.owner not in self._held)
         waiting.sort(key=lambda batch: self._served_s.get(batch.owner, 0.0))
         free = MAX_AT_ONCE - len(self._held)
@@ -169,9 +169,9 @@ class BatchRunner:
             self._start(batch)
         self._report_waiting(due, is_contended=len(waiting) > free)
 
-    def _is_due(self, one: OpenBatch) -> bool:
-        patience = self._patience.get(one.id)
-        if patience is None or (patience.is_aside and one.is_cancelled):
+    def _is_due(self, batch: OpenBatch) -> bool:
+        patience = self._patience.get(batch.id)
+        if patience is None or (patience.is_aside and batch.is_cancelled):
             return True
         return patience.until_s <= time.monotonic()
 
@@ -189,11 +189,11 @@ class BatchRunner:
             )
             held.is_any_waiting = is_contended or owner in others
 
-    def _start(self, one: OpenBatch) -> None:
-        held = self._held[one.owner] = _Held(one.id, one.is_cancelled)
-        self._served_s[one.owner] = time.monotonic()
-        held.task = asyncio.create_task(self._serve(one, held))
-        held.task.add_done_callback(lambda _: self._put_down(one.owner))
+    def _start(self, batch: OpenBatch) -> None:
+        held = self._held[batch.owner] = _Held(batch.id, batch.is_cancelled)
+        self._served_s[batch.owner] = time.monotonic()
+        held.task = asyncio.create_task(self._serve(batch, held))
+        held.task.add_done_callback(lambda _: self._put_down(batch.owner))
         RUNNING.set(len(self._held))
 
     def _put_down(self, owner: str) -> None:
@@ -201,42 +201,42 @@ class BatchRunner:
         RUNNING.set(len(self._held))
         self._woken.set()
 
-    async def _serve(self, one: OpenBatch, held: _Held) -> None:
+    async def _serve(self, batch: OpenBatch, held: _Held) -> None:
         """Runs a batch for one turn. After any failure, the batch is retried later."""
-        patience = self._patience.setdefault(one.id, _Patience())
+        patience = self._patience.setdefault(batch.id, _Patience())
         try:
-            if not await self._leases.take(one.id):
+            if not await self._leases.take(batch.id):
                 patience.until_s = time.monotonic() + ELSEWHERE_S
                 return
             try:
-                paused = await self._run(one, held)
+                paused = await self._run(batch, held)
                 if paused is not Paused.STUCK:
-                    self._patience.pop(one.id, None)
+                    self._patience.pop(batch.id, None)
                 if paused in (Paused.STUCK, Paused.MOVED):
-                    self._patience.setdefault(one.id, _Patience()).wait(is_aside=True)
+                    self._patience.setdefault(batch.id, _Patience()).wait(is_aside=True)
             finally:
-                await self._leases.release(one.id)
+                await self._leases.release(batch.id)
         except PenstockError as error:
-            facts = {"batch": one.id, "reason": error.message}
+            facts = {"batch": batch.id, "reason": error.message}
             log.warning("batch interrupted", extra=facts)
             patience.wait(is_aside=False)
         except Exception as error:  # a bug must not stop the runner for other batches
-            log.error("batch failed unexpectedly", extra={"batch": one.id}, exc_info=error)
+            log.error("batch failed unexpectedly", extra={"batch": batch.id}, exc_info=error)
             patience.wait(is_aside=False)
 
-    async def _run(self, one: OpenBatch, held: _Held) -> Paused | None:
+    async def _run(self, batch: OpenBatch, held: _Held) -> Paused | None:
         store = self._tools.store
-        state = await store.state(one.owner, one.id)
+        state = await store.state(batch.owner, batch.id)
         if state is None:
-            if time.time() - created_at_s(one.id) > NEVER_CREATED_S:
-                await store.close(one.owner, one.id)
+            if time.time() - created_at_s(batch.id) > NEVER_CREATED_S:
+                await store.close(batch.owner, batch.id)
             return None
         ended = state.ended or await self._compute(state.created, held)
         if not isinstance(ended, BatchEnded):
             return ended
         await self._announce(ended)
-        await store.close(one.owner, one.id)
-        log.info("batch over", extra={"batch": one.id, "end": ended.end})
+        await store.close(batch.owner, batch.id)
+        log.info("batch over", extra={"batch": batch.id, "end": ended.end})
         return None
 
     async def _compute(self, batch: BatchCreated, held: _Held) -> BatchEnded | Paused | None:
@@ -283,9 +283,9 @@ class BatchRunner:
         }
 
 
-def _oldest_of_each(opened: Iterable[OpenBatch]) -> list[OpenBatch]:
+def _oldest_of_each(batches: Iterable[OpenBatch]) -> list[OpenBatch]:
     """Returns one batch per owner. The newest batches come first, so the last one wins."""
-    return list({batch.owner: batch for batch in opened}.values())
+    return list({batch.owner: batch for batch in batches}.values())
 
 
 class _StoredResults:
@@ -347,8 +347,8 @@ async def open_runner(
     store = BatchStore(objects)
     storage = Storage(objects)
     files = BatchFiles(objects, storage)
-    async with AsyncExitStack() as opened:
-        enter = opened.enter_async_context
+    async with AsyncExitStack() as stack:
+        enter = stack.enter_async_context
         await enter(sweep(storage))
         leases = await enter(BatchLeases(settings.records_redis_url, instance, lease_s=lease_s))
         keys = key_store(settings.keys_url) if settings.keys_url else None
@@ -356,7 +356,7 @@ async def open_runner(
         pool = CodecPool(settings.picture_processes, settings.picture_budget_bytes)
         codec = ImageCodec(await enter(pool))
         pipeline = await open_pipeline(
-            opened, settings, catalog, objects, transport, admin, rows, instance, codec
+            stack, settings, catalog, objects, transport, admin, rows, instance, codec
         )
         webhooks = WebhookPublisher(pipeline.broker)
         predictions = await enter(
@@ -365,7 +365,7 @@ async def open_runner(
             )
         )
         limiter = await open_limiter(
-            opened,
+            stack,
             settings.records_redis_url,
             pipeline.broker,
             instance,

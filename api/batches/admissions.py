@@ -49,12 +49,12 @@ class Admissions:
         self._turns: WeakValueDictionary[str, asyncio.Lock] = WeakValueDictionary()
 
     async def admit(
-        self, owner: str, batch_id: str, most: int, mark: Callable[[], Awaitable[None]]
+        self, owner: str, batch_id: str, max_open: int, mark: Callable[[], Awaitable[None]]
     ) -> bool:
-        """Admits a batch unless its owner already has `most` open batches.
+        """Admits a batch unless its owner already has `max_open` open batches.
 
         Args:
-            most: the maximum number of open batches.
+            max_open: the maximum number of open batches.
             mark: writes the batch's marker. Called before the batch is admitted, or not at all if
                 there was no room to begin with.
 
@@ -69,12 +69,12 @@ class Admissions:
         turn = self._turns.setdefault(owner, asyncio.Lock())
         try:
             async with asyncio.timeout(MAX_S), turn:
-                return await self._admit(owner, batch_id, most, mark)
+                return await self._admit(owner, batch_id, max_open, mark)
         except TimeoutError as error:
             raise Overloaded("too many of your batches are being created at once") from error
 
     async def _admit(
-        self, owner: str, batch_id: str, most: int, mark: Callable[[], Awaitable[None]]
+        self, owner: str, batch_id: str, max_open: int, mark: Callable[[], Awaitable[None]]
     ) -> bool:
         is_marked = False
         for pause_s in backoff(FIRST_PAUSE_S, MAX_PAUSE_S):
@@ -83,7 +83,7 @@ class Admissions:
             # counted the batch when it read the markers.
             if batch_id in open_ids:
                 return True
-            if len(open_ids) >= most:
+            if len(open_ids) >= max_open:
                 return False
             if not is_marked:
                 await mark()

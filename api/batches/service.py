@@ -91,7 +91,7 @@ class Batches:
         self._files = files
         self._endpoints = endpoints
 
-    async def create(self, caller: Caller, asked: NewBatch) -> BatchState:
+    async def create(self, caller: Caller, new: NewBatch) -> BatchState:
         """Creates a batch. The runner validates its lines.
 
         Raises:
@@ -100,23 +100,23 @@ class Batches:
             Overloaded: too many of the tenant's batches are open.
             Unavailable: the object store is unreachable.
         """
-        if asked.endpoint not in self._endpoints:
+        if new.endpoint not in self._endpoints:
             accepted = ", ".join(self._endpoints)
             raise BadInput(f"endpoint: must be one of {accepted}", field="endpoint")
-        file = await self._find_input(caller.tenant, asked.input_file_id)
+        file = await self._find_input(caller.tenant, new.input_file_id)
         now_s = time.time()
         await self._files.keep_until(file, now_s + WINDOW_S + INPUT_KEEP_S)
         created = BatchCreated(
             id=new_batch_id(now_s),
             tenant=caller.tenant,
-            endpoint=asked.endpoint,
+            endpoint=new.endpoint,
             input_file_id=file.id,
             created_at_s=now_s,
             expires_at_s=now_s + WINDOW_S,
-            metadata=asked.metadata,
-            output_keep_s=asked.output_keep_s or KEEP_S,
-            webhook=asked.webhook,
-            base_url=asked.base_url,
+            metadata=new.metadata,
+            output_keep_s=new.output_keep_s or KEEP_S,
+            webhook=new.webhook,
+            base_url=new.base_url,
             key_id=caller.key_id,
             price_share=caller.plan.batch_price_share,
             weight=caller.plan.weight,
@@ -174,9 +174,9 @@ class Batches:
         ]
         owner, batches = owner_of(tenant), list[BatchState]()
         checked, window = 0, limit + 1
-        most = min(len(ids), MAX_CHECKED)
-        while checked < most and len(batches) <= limit:
-            some = ids[checked : min(checked + window, most)]
+        max_checked = min(len(ids), MAX_CHECKED)
+        while checked < max_checked and len(batches) <= limit:
+            some = ids[checked : min(checked + window, max_checked)]
             read = await asyncio.gather(*(self._store.state(owner, batch_id) for batch_id in some))
             batches += [state for state in read if state is not None and wanted.matches(state)]
             checked, window = checked + len(some), PAGE

@@ -33,8 +33,8 @@ REFRESH_S = 2.0
 READ_LIMIT_S = 2.0
 LOOK_AGAIN_S = 1.0
 """Minimum interval between lookups of unknown keys, across all requests."""
-MAX_LOOKED_FOR = 4096
-MAX_LOOKING = 64
+MAX_CHECKED_DIGESTS = 4096
+MAX_WAITING_REQUESTS = 64
 """Maximum number of requests that may wait for a lookup. Further requests use the snapshot."""
 NOTE_USES_S = 60.0
 """Interval at which key usage is written."""
@@ -95,10 +95,10 @@ class LiveDirectory:
         self._version = ""
         self._current_s = clock()
         self._failure: PenstockError | None = None
-        self._refreshing = asyncio.Lock()
-        self._keeping = BackgroundTask("refreshing API keys", self._run, self._stop_serving)
-        self._salt, self._looked_for = secrets.token_bytes(SALT_BYTES), set[bytes]()
-        self._looking, self._looked_s, self._waiting = asyncio.Lock(), -math.inf, 0
+        self._refresh_lock = asyncio.Lock()
+        self._refresh_task = BackgroundTask("refreshing API keys", self._run, self._stop_serving)
+        self._salt, self._checked_digests = secrets.token_bytes(SALT_BYTES), set[bytes]()
+        self._lookup_lock, self._last_lookup_s, self._waiting = asyncio.Lock(), -math.inf, 0
         self.uses: dict[str, int] = {}
         """When keys were last used (Unix seconds), keyed by ID. Excludes uses that have already
         been written.
@@ -111,11 +111,11 @@ class LiveDirectory:
         if self._copy is not None:
             await self._copy.__aenter__()
         await self.refresh()
-        self._keeping.start()
+        self._refresh_task.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._keeping.stop()
+        await self._refresh_task.stop()
         await self.note_uses()
         if self._copy is not None:
             await self._copy.__aexit__(*exc)
@@ -141,7 +141,7 @@ class LiveDirectory:
 
     async def refresh(self) -> None:
         """Checks the directory once, and reads it if it has changed."""
-        async with self._refreshing:
+        async with self._refresh_lock:
             await self._refresh()
 
     async def look_again(self, key: ApiKey) -> None:
@@ -152,22 +152,22 @@ class LiveDirectory:
         looked up only once, so a caller with an invalid key does not wait every time.
         """
         digest = hash_of(self._salt, key)
-        if digest in self._looked_for or self._waiting >= MAX_LOOKING:
+        if digest in self._checked_digests or self._waiting >= MAX_WAITING_REQUESTS:
             return
-        came_s = self._clock()
+        arrived_s = self._clock()
         self._waiting += 1
         try:
-            async with self._looking:
-                if self._looked_s > came_s:
+            async with self._lookup_lock:
+                if self._last_lookup_s > arrived_s:
                     return
-                await asyncio.sleep(self._looked_s + LOOK_AGAIN_S - self._clock())
-                self._looked_s = self._clock()
+                await asyncio.sleep(self._last_lookup_s + LOOK_AGAIN_S - self._clock())
+                self._last_lookup_s = self._clock()
                 await self.refresh()
         finally:
             self._waiting -= 1
-            if len(self._looked_for) >= MAX_LOOKED_FOR:
-                self._looked_for.clear()
-            self._looked_for.add(digest)
+            if len(self._checked_digests) >= MAX_CHECKED_DIGESTS:
+                self._checked_digests.clear()
+            self._checked_digests.add(digest)
 
     async def _refresh(self) -> None:
         try:
@@ -180,7 +180,7 @@ class LiveDirectory:
                 self._directory = await asyncio.to_thread(self._decode, document)
                 self._version = document.version
                 self._stored, self._copied_s = document, -math.inf
-                self._looked_for.clear()
+                self._checked_digests.clear()
                 log.info("API keys read", extra={"source": self.store.source})
         except TimeoutError:
             self._report_failure(

@@ -100,9 +100,9 @@ class BodyPermits:
         del self._waiting[tenant]
 
 
-def share_of(most: int) -> int:
-    """Returns the portion of `most` that one tenant may use."""
-    return max(1, int(most * MAX_SHARE))
+def share_of(limit: int) -> int:
+    """Returns the portion of `limit` that one tenant may use."""
+    return max(1, int(limit * MAX_SHARE))
 
 
 @dataclass(slots=True)

@@ -195,11 +195,11 @@ def run_command(
             return ImagesCompared(_psnr_db(data, command.first_bytes, reserve)), b""
         with _open_image(data, ("PNG", "WEBP")) as image:
             reserve(_cost_bytes(image, image.size, command.size))
-            drawn = image.convert("RGB")
+            rgb = image.convert("RGB")
             if command.size is not None:
-                drawn = drawn.resize(command.size, Image.Resampling.BICUBIC)
+                rgb = rgb.resize(command.size, Image.Resampling.BICUBIC)
             options = {} if command.output_format == "png" else {"quality": command.quality}
-            return ImageEncoded(), _save(drawn, command.output_format, **options)
+            return ImageEncoded(), _save(rgb, command.output_format, **options)
     except (_TooLargeError, MemoryError) as error:
         reason = str(error) or "not enough memory to decode the image"
         return CodecError("input_too_large", reason, getattr(error, "field", None)), b""
@@ -284,9 +284,9 @@ def _prepare_image(
             shape = image.size
         target = _target(image, shape, command)
         _check_padded(target, command)
-        drawn = _in_srgb(_reduce(image, _swap_if_sideways(target, image)), image)
+        reduced = _in_srgb(_reduce(image, _swap_if_sideways(target, image)), image)
         turn = _TURNS.get(_orientation(image))
-        upright = drawn if turn is None else drawn.transpose(turn)
+        upright = reduced if turn is None else reduced.transpose(turn)
         return _with_edges(upright, command.padding), _swap_if_sideways(shape, image)
 
 
@@ -434,13 +434,13 @@ def size_like(width: int, height: int, limits: SourceLimits) -> tuple[int, int]:
     scale = math.sqrt(limits.width * limits.height / (width * height))
     if not limits.enlarges:
         scale = min(scale, 1.0)
-    step, most = limits.multiple, limits.largest_pixels
+    step, max_pixels = limits.multiple, limits.largest_pixels
 
     def fit(length: int, longest: int) -> int:
         return max(step, min(round(length * scale), longest) // step * step)
 
-    fitted_width = fit(width, most // step)
-    return fitted_width, fit(height, most // fitted_width)
+    fitted_width = fit(width, max_pixels // step)
+    return fitted_width, fit(height, max_pixels // fitted_width)
 
 
 def _open_image(data: bytes, formats: tuple[str, ...]) -> Image.Image:
@@ -586,27 +586,27 @@ def _reduce(image: Image.Image, size: tuple[int, int]) -> Image.Image:
     return small.resize(size, Image.Resampling.LANCZOS, box=(0, 0, width / across, height / down))
 
 
-def _in_srgb(drawn: Image.Image, source: Image.Image) -> Image.Image:
-    """Returns `drawn` in sRGB, using the source file's ICC profile if it is suitable.
+def _in_srgb(image: Image.Image, source: Image.Image) -> Image.Image:
+    """Returns `image` in sRGB, using the source file's ICC profile if it is suitable.
 
     Without a profile, colors are assumed to be sRGB, as in browsers.
     """
     profile = source.info.get("icc_profile")
     if not profile:
-        return drawn
+        return image
     try:
-        opened = ImageCms.ImageCmsProfile(io.BytesIO(profile))
-        mode = _PROFILE_MODES.get(opened.profile.xcolor_space, "")
+        icc = ImageCms.ImageCmsProfile(io.BytesIO(profile))
+        mode = _PROFILE_MODES.get(icc.profile.xcolor_space, "")
         if mode == "L" and source.mode in ("L", "LA", "1", "I;16"):
-            drawn = drawn.convert("L")
-        if mode == drawn.mode:
+            image = image.convert("L")
+        if mode == image.mode:
             turned = ImageCms.profileToProfile(
-                drawn, opened, _SRGB, ImageCms.Intent.RELATIVE_COLORIMETRIC, "RGB"
+                image, icc, _SRGB, ImageCms.Intent.RELATIVE_COLORIMETRIC, "RGB"
             )
-            return turned or drawn.convert("RGB")
+            return turned or image.convert("RGB")
     except (ImageCms.PyCMSError, OSError, ValueError):
         pass  # an unreadable profile is ignored, as in browsers
-    return drawn.convert("RGB")
+    return image.convert("RGB")
 
 
 def _flat(image: Image.Image) -> Image.Image:

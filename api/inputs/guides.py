@@ -306,20 +306,20 @@ def _check_ip_adapter(body: IpAdapterFields, model: Model, *, has_picture: bool)
         raise BadInput(f"{IP_ADAPTER_IMAGE}: {reason}", field=IP_ADAPTER_IMAGE)
 
 
-def show_files(raw_input: Mapping[str, Any], kept: Mapping[str, str]) -> dict[str, Any]:
+def show_files(raw_input: Mapping[str, Any], urls: Mapping[str, str]) -> dict[str, Any]:
     """Returns an input with files replaced by their URLs.
 
     Args:
-        kept: URLs of the files that were inline in the input, keyed by slot.
+        urls: URLs of the files that were inline in the input, keyed by slot.
     """
     result = dict(raw_input)
     if MORE_CONTROLS in result:
         result[MORE_CONTROLS] = [
-            dict(control) | ({CONTROL_IMAGE: kept[place]} if place in kept else {})
+            dict(control) | ({CONTROL_IMAGE: urls[place]} if place in urls else {})
             for index, control in enumerate(result[MORE_CONTROLS] or ())
             if (place := place_of_control(index))
         ]
-    return result | {name: url for name, url in kept.items() if name in result}
+    return result | {name: url for name, url in urls.items() if name in result}
 
 
 def show_guides(schema: dict[str, Any], models: Iterable[Model]) -> dict[str, Any]:

@@ -414,7 +414,7 @@ class _Fetch:
             )
         return parsed
 
-    async def _ask(self, url: URL, asked: str, known: FetchedUrl | None) -> _Loaded | str:
+    async def _ask(self, url: URL, requested_url: str, known: FetchedUrl | None) -> _Loaded | str:
         """Requests the URL. Returns the file, or the URL to which the server redirects."""
         from aiohttp import ClientError, ClientTimeout
 
@@ -434,7 +434,7 @@ class _Fetch:
                 if answer.status == 304 and tag:
                     raise _Unchanged
                 self._check(answer)
-                return await _load(answer, asked, self.place, self.rules)
+                return await _load(answer, requested_url, self.place, self.rules)
         except Unavailable as error:
             raise FetchFailed(error.public_message) from error
         except (ClientError, TimeoutError, ConnectionError, OSError, ValueError) as error:
@@ -488,7 +488,7 @@ def _reason_of(error: Exception) -> str:
         (ConnectionError, "the server closed the connection"),
     )
     return next(
-        (said for kind, said in reasons if isinstance(error, kind)),
+        (reason for kind, reason in reasons if isinstance(error, kind)),
         "the response is not valid HTTP",
     )
 
@@ -500,9 +500,11 @@ def _resolve_redirect(url: URL, answer: ClientResponse) -> str:
         raise BadInput(f"{url.host} redirects to an invalid URL") from error
 
 
-async def _load(answer: ClientResponse, asked: str, place: _Place, rules: FileRules) -> _Loaded:
+async def _load(
+    answer: ClientResponse, requested_url: str, place: _Place, rules: FileRules
+) -> _Loaded:
     """Reads a body. A large body is stored in the object store as it arrives."""
-    media_type, name = _media_type(answer), _name_of(answer, asked)
+    media_type, name = _media_type(answer), _name_of(answer, requested_url)
     pieces = answer.content.iter_chunked(CHUNK_BYTES)
     head = bytearray()
     async for piece in pieces:
@@ -568,7 +570,7 @@ def _media_type(answer: ClientResponse) -> str:
     return media_type if _MEDIA_TYPE.fullmatch(media_type) else ANY_TYPE
 
 
-def _name_of(answer: ClientResponse, asked: str) -> str:
+def _name_of(answer: ClientResponse, requested_url: str) -> str:
     """Returns the name sent by the server, or otherwise the last part of the requested path."""
     head, filename = Message(), None
     head["content-disposition"] = answer.headers.get("content-disposition", "")
@@ -577,7 +579,7 @@ def _name_of(answer: ClientResponse, asked: str) -> str:
         sent = head.get_param("filename", "", "content-disposition")
         if isinstance(sent, str) or is_charset(sent[0] or "us-ascii"):
             filename = collapse_rfc2231_value(sent).strip()
-    path = filename or unquote(URL(asked).raw_path)
+    path = filename or unquote(URL(requested_url).raw_path)
     name = PurePosixPath(path.replace("\\", "/").replace("\0", "")).name[:255]
     return name.encode(errors="replace").decode()  # decoding may produce a lone surrogate
 

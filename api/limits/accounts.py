@@ -503,8 +503,8 @@ class LimitStore(RedisStore):
         Raises:
             Unavailable: Redis did not respond. It may have deleted marks, or done all of it.
         """
-        if gone := list(removed):
-            await self._commands.run("HDEL", self._marks_key, *gone)
+        if removed_fields := list(removed):
+            await self._commands.run("HDEL", self._marks_key, *removed_fields)
         if pairs := [word for pair in marks.items() for word in pair]:
             await self._commands.run("HSET", self._marks_key, *pairs)
 

@@ -282,9 +282,9 @@ class Limiter:
         for need, answer in zip(missing, answers, strict=True):
             reservation.note(need, answer.period)
 
-    def _warn(self, account: Account, asked: Sequence[Need], answers: Sequence[Answer]) -> None:
+    def _warn(self, account: Account, needs: Sequence[Need], answers: Sequence[Answer]) -> None:
         """Warns the tenant about budgets whose spending has reached one of the shares."""
-        for (counter, amount), answer in zip(asked, answers, strict=True):
+        for (counter, amount), answer in zip(needs, answers, strict=True):
             if self._warnings is not None and isinstance(counter, MonthCounter):
                 is_refused = not answer.fits and counter.is_spent(amount)
                 self._warnings.check(counter, account.plan, account.tenant, is_refused=is_refused)
@@ -338,9 +338,9 @@ class Limiter:
             counters = [need.counter for need in needs]
             self._note_lost(error.call, list(zip(counters, asks, strict=True)))
 
-    def _note_lost(self, call: int, asked: Sequence[tuple[Counter, Ask]]) -> None:
+    def _note_lost(self, call: int, asks: Sequence[tuple[Counter, Ask]]) -> None:
         """Records a call that Redis may have counted. The next ask counts slots again."""
-        if lost := [(counter, ask) for counter, ask in asked if ask.kind != "slots"]:
+        if lost := [(counter, ask) for counter, ask in asks if ask.kind != "slots"]:
             self._lost[call] = lost
             self._is_touched.set()
         else:
@@ -403,24 +403,24 @@ class Limiter:
             self._accounts.note(ask, answer, sent_s)
             self.wake_next(ask.key)
 
-    def settle_operation(self, asked: Sequence[tuple[Counter, Ask]]) -> None:
+    def settle_operation(self, asks: Sequence[tuple[Counter, Ask]]) -> None:
         """Reports an operation's usage to Redis, now or as soon as Redis is reachable.
 
         Args:
-            asked: the operation's budgets, with asks that have no need.
+            asks: the operation's budgets, with asks that have no need.
         """
-        settling = asyncio.create_task(self._settle_operation(asked))
+        settling = asyncio.create_task(self._settle_operation(asks))
         self._takings.add(settling)
         settling.add_done_callback(self._takings.discard)
 
-    async def _settle_operation(self, asked: Sequence[tuple[Counter, Ask]]) -> list[Answer]:
-        asks, sent_s = [ask for _, ask in asked], self._clock()
+    async def _settle_operation(self, settled_asks: Sequence[tuple[Counter, Ask]]) -> list[Answer]:
+        asks, sent_s = [ask for _, ask in settled_asks], self._clock()
         try:
             answers = await self.store.take(asks)
         except AnswerLost as error:
-            self._note_lost(error.call, asked)
+            self._note_lost(error.call, settled_asks)
             return []
-        for (counter, ask), answer in zip(asked, answers, strict=True):
+        for (counter, ask), answer in zip(settled_asks, answers, strict=True):
             counter.accept(ask, answer, sent_s, need=0)
         return answers
 
@@ -541,8 +541,8 @@ class Reservation:
 
     def __init__(self, limiter: Limiter, before: Reservation | None = None) -> None:
         self._limiter = limiter
-        taken = () if before is None else before._taken
-        self._before = {need.counter: (need.amount, period) for need, period in taken}
+        needs_taken = () if before is None else before._taken
+        self._before = {need.counter: (need.amount, period) for need, period in needs_taken}
         self._taken: list[tuple[Need, float]] = []
         self._handed_over: list[tuple[Need, float]] = []
 
@@ -613,8 +613,8 @@ class Reservation:
 
         Amounts that are handed over may still be returned, so they are not spent.
         """
-        self._handed_over += [taken for taken in self._taken if taken[0].counter.unit != "items"]
-        self._taken = [taken for taken in self._taken if taken[0].counter.unit == "items"]
+        self._handed_over += [pair for pair in self._taken if pair[0].counter.unit != "items"]
+        self._taken = [pair for pair in self._taken if pair[0].counter.unit == "items"]
 
     def cancel(self) -> None:
         """Ends a rejected request's reservation without counting anything."""
@@ -645,9 +645,9 @@ class Reservation:
 
 
 async def open_limiter(
-    opened: AsyncExitStack, redis_url: str, publisher: Publisher, instance: str, *, instances: int
+    stack: AsyncExitStack, redis_url: str, publisher: Publisher, instance: str, *, instances: int
 ) -> Limiter:
-    """Opens a limiter, which `opened` closes.
+    """Opens a limiter, which `stack` closes.
 
     Args:
         redis_url: URL of the Redis in which all instances count.
@@ -658,6 +658,6 @@ async def open_limiter(
     store = LimitStore(redis_url, instance)
     warnings = BudgetWarnings(store, publisher)
     limiter = Limiter(store, warnings, instances=max(1, instances))
-    await opened.enter_async_context(limiter)
-    await opened.enter_async_context(warnings)
+    await stack.enter_async_context(limiter)
+    await stack.enter_async_context(warnings)
     return limiter

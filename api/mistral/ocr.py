@@ -194,8 +194,8 @@ def _parse_pages(document: CustomResult) -> tuple[list[OcrPage], int | None]:
     output = document.to_output("", lambda key, media_type="": "")
     try:
         if isinstance(output, dict):
-            apart = msgspec.convert(output, PagesApart)
-            pages, size_bytes = _join_pages(apart), apart.doc_size_bytes
+            numbered = msgspec.convert(output, PagesApart)
+            pages, size_bytes = _join_pages(numbered), numbered.doc_size_bytes
         else:
             pages = msgspec.convert(output, list[OcrPage])
             size_bytes = document.metrics.get(SIZE_METRIC)
@@ -211,16 +211,16 @@ def _count_pages(result: CustomResult, model: Model) -> int:
     return result.work
 
 
-def _join_pages(apart: PagesApart) -> list[OcrPage]:
+def _join_pages(numbered: PagesApart) -> list[OcrPage]:
     """Returns the pages from one-page documents, with their page numbers.
 
     Raises:
         ModelFailed: there are too many or too few pages.
     """
-    if [len(pages) for pages in apart.pages] != [1] * len(apart.numbers):
+    if [len(pages) for pages in numbered.pages] != [1] * len(numbered.numbers):
         raise ModelFailed("the flow did not return every page exactly once")
-    pages = [page for (page,) in apart.pages]
-    for page, number in zip(pages, apart.numbers, strict=True):
+    pages = [page for (page,) in numbered.pages]
+    for page, number in zip(pages, numbered.numbers, strict=True):
         page.index = number
     return pages
 

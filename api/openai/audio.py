@@ -281,8 +281,8 @@ def _subtitles(
     """
     for element in transcript.spoken:
         # An empty line would end the segment.
-        said = " ".join(element.text.split())
-        yield f"{_time(element.start, mark)} --> {_time(element.end, mark)}\n{written(said)}\n"
+        text = " ".join(element.text.split())
+        yield f"{_time(element.start, mark)} --> {_time(element.end, mark)}\n{written(text)}\n"
 
 
 def _time(at_s: float, mark: str) -> str:
@@ -364,9 +364,9 @@ class TranscriptEvents(StreamShape):
     def delta(self, added: AddedText) -> bytes | None:
         """Returns one event per segment, each a line of JSON."""
         values = [entry.value for entry in read_elements(added.text)]
-        said = "".join(element.text for element in _elements(values))
-        said = said if added.before else said.lstrip()
-        return _event(TranscriptDelta(said)) if said else None
+        text = "".join(element.text for element in _elements(values))
+        text = text if added.before else text.lstrip()
+        return _event(TranscriptDelta(text)) if text else None
 
     def closing(self, outcomes: Sequence[ItemOutcome], ended_at_s: float) -> list[bytes]:
         """Returns the event with the whole text."""

@@ -197,13 +197,13 @@ def _usage(counts: Counts) -> BatchUsage | None:
     )
 
 
-def _with_end(shown: BatchObject, ended: BatchEnded) -> BatchObject:
-    shown.request_counts.total = ended.total
+def _with_end(batch: BatchObject, ended: BatchEnded) -> BatchObject:
+    batch.request_counts.total = ended.total
     errors = [
         BatchErrorItem(error.code, error.message, error.line, error.param) for error in ended.errors
     ]
     return msgspec.structs.replace(
-        shown,
+        batch,
         model=ended.plan_model or None,
         errors=BatchErrors(errors) if errors else None,
         output_file_id=ended.output_file_id or None,

@@ -126,14 +126,14 @@ class ChatEvents:
 
     def _call_delta(self, added: AddedText) -> dict[str, object] | None:
         """Returns the text added to the first tool call."""
-        begun, earlier = begun_call(added.now), begun_call(added.before)
-        if begun is None:
+        opened_call, earlier = begun_call(added.now), begun_call(added.before)
+        if opened_call is None:
             return None
         if earlier is None:
-            call = first_call(begun, f"{self._completion_id}:{added.generation}")
+            call = first_call(opened_call, f"{self._completion_id}:{added.generation}")
             fields: dict[str, object] = msgspec.to_builtins(call)
             return {"index": 0} | fields
-        arguments = begun.arguments[len(earlier.arguments) :]
+        arguments = opened_call.arguments[len(earlier.arguments) :]
         return {"index": 0, "function": {"arguments": arguments}} if arguments else None
 
     def ending(self, index: int, result: GenerationResult) -> list[bytes]:

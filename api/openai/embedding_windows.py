@@ -180,7 +180,7 @@ async def cut_texts(
     sections_to_tokenize = [TextToTokenize(section) for sections in parts for section in sections]
     _check_number(len(sections_to_tokenize), model)
     results = iter(await inference.ask(call, model, sections_to_tokenize))
-    cut: list[_LongText] = []
+    long_texts: list[_LongText] = []
     room = model.text.max_items
     for text, sections in zip(texts, parts, strict=True):
         tokens = check_results(islice(results, len(sections)), TextTokens, model)
@@ -196,12 +196,12 @@ async def cut_texts(
             tokens=size,
             overlap=chunk.overlap,
             by=chunk.by,
-            most=room,
+            max_windows=room,
         )
         room -= len(windows)
         _check_number(model.text.max_items - room, model)
-        cut.append(_LongText(text, windows))
-    return Windows(cut, is_pooled=chunk.pool == "mean")
+        long_texts.append(_LongText(text, windows))
+    return Windows(long_texts, is_pooled=chunk.pool == "mean")
 
 
 def _check_number(windows: int, model: Model) -> None:
@@ -213,12 +213,13 @@ def _check_number(windows: int, model: Model) -> None:
         )
 
 
-def _window_tokens(chunk: Chunk, most: int, model: Model) -> int:
+def _window_tokens(chunk: Chunk, max_tokens: int, model: Model) -> int:
     """Returns the number of tokens per window."""
-    tokens = chunk.tokens or most
-    if tokens > most:
+    tokens = chunk.tokens or max_tokens
+    if tokens > max_tokens:
         raise BadInput(
-            f"chunk.tokens: must be at most {most} for {model.name}, not counting special tokens",
+            f"chunk.tokens: must be at most {max_tokens} for {model.name}, not counting special "
+            "tokens",
             field="chunk.tokens",
         )
     if chunk.overlap > tokens // 2:

@@ -282,9 +282,9 @@ def begun_call(text: str) -> BegunCall | None:
     return _parse_begun_call(text, start.end()) if start else None
 
 
-def first_call(begun: BegunCall, id_seed: str) -> CalledTool:
+def first_call(opened_call: BegunCall, id_seed: str) -> CalledTool:
     """Returns a partial call in response format, with its final ID."""
-    function = CalledFunction(begun.name, begun.arguments)
+    function = CalledFunction(opened_call.name, opened_call.arguments)
     return CalledTool(_id_of(f"{id_seed}:0"), function)
 
 
@@ -337,9 +337,13 @@ def _calls_at(text: str, at: int, names: Collection[str]) -> _Found | None:
         return None
     closing = _CLOSING.match(text, end)
     calls = [_call_of(element) for element in listed]
-    begun = _parse_begun_call(text, at)
-    if begun is not None and begun.arguments and begun.name == calls[0].function.name:
-        calls[0].function.arguments = begun.arguments  # exactly as in a stream
+    opened_call = _parse_begun_call(text, at)
+    if (
+        opened_call is not None
+        and opened_call.arguments
+        and opened_call.name == calls[0].function.name
+    ):
+        calls[0].function.arguments = opened_call.arguments  # exactly as in a stream
     return _Found(calls, closing.end() if closing else end)
 
 
@@ -545,7 +549,7 @@ def chat_reply(
 
 def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationResult) -> ChatChoice:
     """Returns one choice, including any tool calls in its text."""
-    text, calls, cut = result.text, list[CalledTool](), None
+    text, calls, cut_call = result.text, list[CalledTool](), None
     if names := {tool.function.name for tool in body.allowed_tools}:
         seed = f"{choice_id}:{index}"
         text, calls = read_tool_calls(text, names, seed)
@@ -553,14 +557,14 @@ def chat_choice(body: ChatBody, choice_id: str, index: int, result: GenerationRe
         # already sent its start.
         if result.finish_reason == "length" or (body.forced_tools and not calls):
             seed, is_whole = f"{seed}:{len(calls)}", not calls
-            text, cut = read_cut_call(text, names, seed, is_whole=is_whole)
-            calls += [cut] if cut is not None else []
+            text, cut_call = read_cut_call(text, names, seed, is_whole=is_whole)
+            calls += [cut_call] if cut_call is not None else []
             if body.forced_tools and not calls and text.lstrip().startswith(_WHOLE):
                 text = ""  # even the tool's name is incomplete
     message = ChatMessage(text or None if calls or body.forced_tools else text)
     if calls:
         message.tool_calls = calls
-    finish_reason = "tool_calls" if calls and cut is None else result.finish_reason
+    finish_reason = "tool_calls" if calls and cut_call is None else result.finish_reason
     logprobs = chat_logprobs(result.logprobs) if body.logprobs else None
     return ChatChoice(index, message, finish_reason, logprobs)
 
@@ -612,10 +616,10 @@ def _before(body: CompletionBody, result: GenerationResult, index: int) -> str:
 
 
 def _whole_logprobs(result: GenerationResult) -> CompletionLogprobs:
-    told = completion_logprobs([*result.prompt_logprobs, *result.logprobs], 0)
+    logprobs = completion_logprobs([*result.prompt_logprobs, *result.logprobs], 0)
     if result.prompt_logprobs:  # nothing comes before the first token
-        told.token_logprobs[0] = told.top_logprobs[0] = None
-    return told
+        logprobs.token_logprobs[0] = logprobs.top_logprobs[0] = None
+    return logprobs
 
 
 def completion_logprobs(tokens: Sequence[TokenLogprob], offset: int) -> CompletionLogprobs:

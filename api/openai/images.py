@@ -141,9 +141,11 @@ class ImageBody(ImageFields):
         json_schema = handler(schema)
         fields = handler.resolve_ref_schema(json_schema)["properties"]
         for name in ImageFields.model_fields.keys() & fields.keys() - {"prompt"}:
-            said = fields[name].get("description", "")
+            description = fields[name].get("description", "")
             fields[name]["description"] = (
-                f"Extension: {said[0].lower()}{said[1:]}" if said else "Extension."
+                f"Extension: {description[0].lower()}{description[1:]}"
+                if description
+                else "Extension."
             )
         return json_schema
 
@@ -218,10 +220,10 @@ class GenerationsEndpoint(Endpoint):
         owner, size = caller.file_owner("images"), size_in(body, model)
         draft = ImageDraft(body, model, size, owner, caller.source_images)
         await draft.fetch(guide_urls(body))
-        drawn = consecutive(await draft.first(), first.seed, body.n)
+        seeded_inputs = consecutive(await draft.first(), first.seed, body.n)
         if isinstance(value, ImagesInput):
-            return [msgspec.structs.replace(value, first=drawn[0])]
-        return drawn
+            return [msgspec.structs.replace(value, first=seeded_inputs[0])]
+        return seeded_inputs
 
     async def reply(
         self, request: LineRequest, outcomes: Sequence[ItemOutcome], tools: ReplyTools

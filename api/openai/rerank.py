@@ -200,10 +200,10 @@ def _inputs_of(body: RerankBody, model: Model) -> list[Input]:
             )
     if len(body.query.encode()) > limit:
         raise InputTooLarge(f"query: must be at most {limit} bytes", field="query")
-    most = body.max_tokens_per_doc or 0
+    max_tokens = body.max_tokens_per_doc or 0
     if model.definition.compares_texts:
-        return [SimilarityInput(text, body.query, "end", most) for text in texts]
-    return [*(TextInput(text, "end", most) for text in texts), TextInput(body.query, "end")]
+        return [SimilarityInput(text, body.query, "end", max_tokens) for text in texts]
+    return [*(TextInput(text, "end", max_tokens) for text in texts), TextInput(body.query, "end")]
 
 
 def _reply(
@@ -219,8 +219,8 @@ def _reply(
         texts = body.texts()
         for ranked in best:
             ranked.document = {"text": texts[ranked.index]}
-    counted = RerankTokens(tokens)
-    meta = RerankMeta(RerankVersion(version), billed_units=counted, tokens=counted)
+    billed = RerankTokens(tokens)
+    meta = RerankMeta(RerankVersion(version), billed_units=billed, tokens=billed)
     usage = Usage(tokens, tokens)
     return RerankReply(model.name, best, model.rerank, meta, usage)
 

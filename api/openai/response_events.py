@@ -147,8 +147,8 @@ class ResponseEvents:
         items: list[OutputItem] = []
         if message.content or not calls:
             encoded = self._logprobs(result.logprobs)
-            said = [OutputText(message.content or "", logprobs=encoded)]
-            items.append(self._message(said))
+            texts = [OutputText(message.content or "", logprobs=encoded)]
+            items.append(self._message(texts))
         items += [
             OutputCall(
                 f"fc_{self._digits}_{number}", call.id, call.function.name, call.function.arguments
@@ -164,10 +164,10 @@ class ResponseEvents:
 
     def opening(self, index: int, prompt: PromptSize) -> bytes | None:
         """Returns the event for a newly created response."""
-        begun = self.reply("in_progress")
+        reply = self.reply("in_progress")
         return self._join_events(
-            self._event(0, "response.created", response=begun),
-            self._event(1, "response.in_progress", response=begun),
+            self._event(0, "response.created", response=reply),
+            self._event(1, "response.in_progress", response=reply),
         )
 
     def delta(self, added: AddedText) -> bytes | None:
@@ -219,14 +219,16 @@ class ResponseEvents:
             for at, (kind, facts) in enumerate(events)
         ]
 
-    def _message_end(self, item: OutputMessage, shown: str) -> list[tuple[str, dict[str, Any]]]:
+    def _message_end(
+        self, item: OutputMessage, streamed_text: str
+    ) -> list[tuple[str, dict[str, Any]]]:
         (part,), fields = item.content, self._item_fields()
         events: list[tuple[str, dict[str, Any]]] = []
-        if not shown:
+        if not streamed_text:
             added = {"output_index": 0, "item": self._message([], "in_progress")}
             events.append(("response.output_item.added", added))
             events.append(("response.content_part.added", {**fields, "part": OutputText("")}))
-        if rest := part.text[len(shown) :]:
+        if rest := part.text[len(streamed_text) :]:
             facts = {**fields, "delta": rest, "logprobs": []}
             events.append(("response.output_text.delta", facts))
         done = {**fields, "text": part.text, "logprobs": part.logprobs}
@@ -263,18 +265,18 @@ class ResponseEvents:
         return b"".join(events) or None
 
 
-def _format_logprob(one: TokenLogprob) -> LogprobOfText:
-    tops = [LogprobOfText(top.token, top.logprob, list(top.data)) for top in one.top]
-    return LogprobOfText(one.token, one.logprob, list(one.data), tops)
+def _format_logprob(logprob: TokenLogprob) -> LogprobOfText:
+    tops = [LogprobOfText(top.token, top.logprob, list(top.data)) for top in logprob.top]
+    return LogprobOfText(logprob.token, logprob.logprob, list(logprob.data), tops)
 
 
 def _call_events(call: OutputCall, at: int) -> list[tuple[str, dict[str, Any]]]:
     """Returns the events for a call, which is sent in one piece."""
     fields = {"output_index": at, "item_id": call.id}
-    begun = msgspec.structs.replace(call, arguments="", status="in_progress")
+    opened_call = msgspec.structs.replace(call, arguments="", status="in_progress")
     written = {**fields, "arguments": call.arguments, "name": call.name}
     return [
-        ("response.output_item.added", {"output_index": at, "item": begun}),
+        ("response.output_item.added", {"output_index": at, "item": opened_call}),
         ("response.function_call_arguments.delta", {**fields, "delta": call.arguments}),
         ("response.function_call_arguments.done", written),
         ("response.output_item.done", {"output_index": at, "item": call}),

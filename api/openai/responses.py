@@ -373,10 +373,10 @@ class _NewResponse:
             reply.store = False
         return reply
 
-    def _request(self, shown: dict[str, Any]) -> InferenceRequest:
+    def _request(self, raw_input: dict[str, Any]) -> InferenceRequest:
         repeats = is_repeatable(self.full_request.body.to_chat())
-        read = Inputs(self.inputs, shown, is_list=False, is_repeatable=repeats)
-        digest = digest_of(json.dumps([self.model.name, PATH, shown], sort_keys=True))
+        read = Inputs(self.inputs, raw_input, is_list=False, is_repeatable=repeats)
+        digest = digest_of(json.dumps([self.model.name, PATH, raw_input], sort_keys=True))
         return self.recording.request(self.call, self.model, read, digest=digest, endpoint=PATH)
 
     async def _append(self, items: Sequence[dict[str, Any]], *, prediction: str = "") -> None:

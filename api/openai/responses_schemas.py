@@ -571,10 +571,12 @@ class ResponseBody(Body):
         Raises:
             pydantic.ValidationError: some of the fields contradict each other.
         """
-        said = [{"role": "system", "content": self.instructions}] if self.instructions else []
+        instructions = (
+            [{"role": "system", "content": self.instructions}] if self.instructions else []
+        )
         fields: dict[str, Any] = {
             "model": self.model,
-            "messages": [*said, *_messages_of(self.items)],
+            "messages": [*instructions, *_messages_of(self.items)],
             "max_completion_tokens": self.max_output_tokens,
             "temperature": self.temperature,
             "top_p": self.top_p,

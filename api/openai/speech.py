@@ -131,8 +131,8 @@ async def _with_sound(events: AsyncGenerator[bytes], objects: ObjectStore) -> As
         async for event in events:
             for stored in reversed(list(_STORED.finditer(event))):
                 part = await objects.get(stored[1].decode(), MAX_PIECE_BYTES)
-                said = b'"audio":"%s"' % base64.b64encode(part)
-                event = event[: stored.start()] + said + event[stored.end() :]
+                audio = b'"audio":"%s"' % base64.b64encode(part)
+                event = event[: stored.start()] + audio + event[stored.end() :]
             yield event
     except PenstockError as error:
         yield failure_event(error)
@@ -232,7 +232,7 @@ class _SpeechStream:
     streams: GenerationStreams
     objects: ObjectStore
 
-    async def answer(self, body: SpeechBody, one: CustomInput) -> Response:
+    async def answer(self, body: SpeechBody, item: CustomInput) -> Response:
         """Creates the prediction, or finds the existing one, and returns its events.
 
         Raises:
@@ -242,7 +242,7 @@ class _SpeechStream:
         call = self.call
         last_id = call.http.headers.get("last-event-id", "")
         seen = seen_from_id(last_id, 1)
-        new = self._request(body, one)
+        new = self._request(body, item)
         with ExitStack() as held:
             held.enter_context(self.streams.room.reserve(call.tenant))
             snapshot = await self.recording.start(call, new)
@@ -265,10 +265,10 @@ class _SpeechStream:
             location = f"/v1/predictions/{snapshot.prediction.id}"
             return answer_events(_with_sound(events, self.objects), held, location)
 
-    def _request(self, body: SpeechBody, one: CustomInput) -> InferenceRequest:
+    def _request(self, body: SpeechBody, item: CustomInput) -> InferenceRequest:
         """Returns the request to create the prediction described by a body."""
         model = self.names.model
         fields = body.model_dump(mode="json", exclude_unset=True)
-        read = Inputs([one], fields, is_list=False, is_repeatable=model.deterministic)
-        digest = digest_of(json.dumps([model.name, SPEECH, repr(one.cache_form())]))
+        read = Inputs([item], fields, is_list=False, is_repeatable=model.deterministic)
+        digest = digest_of(json.dumps([model.name, SPEECH, repr(item.cache_form())]))
         return self.recording.request(self.call, model, read, digest=digest, endpoint=SPEECH)

@@ -28,21 +28,21 @@ _PREFIXES = {"function_call": "fc", "function_call_output": "fco", "reasoning": 
 
 
 async def find_stored(
-    call: Call, prefix: str, endpoint: str, shown: str, recording: Recording
+    call: Call, prefix: str, endpoint: str, public_id: str, recording: Recording
 ) -> PredictionSnapshot:
     """Returns the prediction that stores one of the tenant's responses.
 
     Args:
         prefix: prefix of the response's ID.
         endpoint: the path that creates such responses.
-        shown: the ID as sent by the caller.
+        public_id: the ID as sent by the caller.
 
     Raises:
         NotFound: the tenant has no such response, or it has expired.
         Forbidden: the key is not allowed to do this with that endpoint's or model's results.
     """
-    digits = shown.removeprefix(prefix)
-    if shown.startswith(prefix) and _DIGITS.fullmatch(digits):
+    digits = public_id.removeprefix(prefix)
+    if public_id.startswith(prefix) and _DIGITS.fullmatch(digits):
         try:
             snapshot = await recording.find(call, f"pred_{digits}")
         except NotFound:
@@ -50,12 +50,12 @@ async def find_stored(
         else:
             if snapshot.prediction.endpoint == endpoint:
                 return snapshot
-    raise not_found(prefix, shown)
+    raise not_found(prefix, public_id)
 
 
-def not_found(prefix: str, shown: str) -> NotFound:
+def not_found(prefix: str, public_id: str) -> NotFound:
     """Returns the error for a response that does not exist, worded like OpenAI's."""
-    return NotFound(f"{_NAMES[prefix]} with id '{shown[:80]}' not found.")
+    return NotFound(f"{_NAMES[prefix]} with id '{public_id[:80]}' not found.")
 
 
 async def find_response(

@@ -89,8 +89,8 @@ async def count_input_tokens(
     preceding = PrecedingItems(call, catalog, recording, predictions, conversations)
     body = (await preceding.complete(await call.read_json(InputTokensBody))).body
     with words_of_responses():
-        counted = await count_chat(call, body.to_chat(), catalog, inference)
-    return encode_json(InputTokensReply(counted.count))
+        token_count = await count_chat(call, body.to_chat(), catalog, inference)
+    return encode_json(InputTokensReply(token_count.count))
 
 
 @router.post(
@@ -107,8 +107,8 @@ async def tokenize(call: ModelCall, catalog: Catalog, inference: Inference) -> R
     if body.messages is not None:
         prompt.messages = [message.to_template() for message in body.messages]
         prompt.tools = [tool.model_dump(exclude_none=True) for tool in body.tools or ()]
-    counted = await count(call, model, prompt, inference)
-    reply = TokenizeReply(counted.count, counted.token_ids, model.generation.context_tokens)
+    token_count = await count(call, model, prompt, inference)
+    reply = TokenizeReply(token_count.count, token_count.token_ids, model.generation.context_tokens)
     return encode_json(reply)
 
 
@@ -132,8 +132,8 @@ async def count(
     """Counts tokens on one of the model's workers."""
     call.context.facts.price_share = 0.0
     async with inference.compute(call, model, [prompt], is_repeatable=False) as response:
-        (counted,) = check_results([response.outcomes[0].result], TokenCount, model)
-        return counted
+        (token_count,) = check_results([response.outcomes[0].result], TokenCount, model)
+        return token_count
 
 
 def _model_of(call: ModelCall, name: str | None, catalog: Catalog) -> Model:

@@ -56,7 +56,7 @@ Result = EmbeddingsUsage | ImagesUsage | Costs
 router = Router(scope="usage", tags=["usage"])
 
 
-def _list_parameters(groups: dict[str, str], most: int, models: str) -> list[Described]:
+def _list_parameters(groups: dict[str, str], max_limit: int, models: str) -> list[Described]:
     return [
         query_parameter("start_time", "Unix seconds, inclusive.", _MOMENT, required=True),
         query_parameter("end_time", "Unix seconds, exclusive. Default: now.", _MOMENT),
@@ -69,7 +69,7 @@ def _list_parameters(groups: dict[str, str], most: int, models: str) -> list[Des
         query_parameter(
             "limit",
             "Buckets per page. The default and the maximum depend on the width.",
-            {"type": "integer", "minimum": 1, "maximum": most},
+            {"type": "integer", "minimum": 1, "maximum": max_limit},
         ),
         query_parameter("page", "`next_page` of the previous answer.", {"type": "string"}),
         array_parameter("project_ids", "Only these tenants."),
@@ -175,7 +175,7 @@ async def get_costs(call: Call, usage: UsageService) -> Response:
 
 
 async def _page(
-    call: Call, usage: UsageService, shown: Callable[[UsageLine], Result], *, unit: Unit | None
+    call: Call, usage: UsageService, to_result: Callable[[UsageLine], Result], *, unit: Unit | None
 ) -> Response:
     scopes = call.caller.scopes
     tasks = None
@@ -189,7 +189,7 @@ async def _page(
     )
     read = await usage.read(question.query, call.tenant)
     reply = UsagePage(
-        data=list(_buckets(question, read, shown)),
+        data=list(_buckets(question, read, to_result)),
         has_more=question.next_page is not None,
         next_page=question.next_page,
     )
@@ -197,13 +197,13 @@ async def _page(
 
 
 def _buckets(
-    question: Question, usage: UsageRead, shown: Callable[[UsageLine], Result]
+    question: Question, usage: UsageRead, to_result: Callable[[UsageLine], Result]
 ) -> Iterator[UsageBucket]:
     query = question.query
     results: dict[int, list[Result]] = {}
     for line in usage.lines:
         if line.items:
-            results.setdefault(line.bucket, []).append(shown(line))
+            results.setdefault(line.bucket, []).append(to_result(line))
     for number, start_s in enumerate(range(query.start_s, query.end_s, query.width_s)):
         yield UsageBucket(
             start_time=start_s,

@@ -126,13 +126,13 @@ class PredictionFollower:
                 )
         await self._limiter.settle_hold(due.record_id, held_limits.takings, used)
 
-    async def _end_if_late(self, record_id: str, kept: HeldLimits) -> None:
+    async def _end_if_late(self, record_id: str, held: HeldLimits) -> None:
         """Ends a late prediction, or settles a canceled run, by reading it.
 
         Its hold is then due again.
         """
         with suppress(NotFound):
-            await self._predictions.read_linked(record_id, kept.prediction_id)
+            await self._predictions.read_linked(record_id, held.prediction_id)
 
     async def _free_slots(self) -> None:
         """Looks up holds for the predictions that have waited the longest.
@@ -159,8 +159,8 @@ class PredictionFollower:
                 self._followed.append((limited, hold))
 
 
-def _may_be_reported(record: Record, kept: HeldLimits, now_s: float) -> bool:
+def _may_be_reported(record: Record, held: HeldLimits, now_s: float) -> bool:
     """Returns whether a worker may still report the charge for a canceled prediction."""
     if record.attempts == 0 and now_s >= record.canceled_at_s + ENDING_S:
         return False
-    return now_s < kept.deadline_s + GRACE_S
+    return now_s < held.deadline_s + GRACE_S

@@ -172,15 +172,15 @@ def _may_read(call: Call, report: Report) -> bool:
     return report.audience == "tenants" or _is_admin(call)
 
 
-def tenants_for(call: Call, asked: list[str]) -> tuple[str, ...] | None:
+def tenants_for(call: Call, tenants: list[str]) -> tuple[str, ...] | None:
     """Returns the tenants whose rows to read. None means all tenants.
 
     Raises:
         BadInput: the key may not read a requested tenant's rows.
     """
     if _is_admin(call):
-        return tuple(asked) or None
-    if set(asked) - {call.tenant}:
+        return tuple(tenants) or None
+    if set(tenants) - {call.tenant}:
         raise BadInput(
             f"tenant: must be {call.tenant}, because this API key may only see its own tenant",
             field="tenant",

@@ -139,16 +139,16 @@ async def store_large_values(
     model: Model,
     images: SourceImages,
     caller: ImageCaller,
-    shown: dict[str, Any] | None = None,
+    raw_input: dict[str, Any] | None = None,
 ) -> None:
     """Stores the largest values as JSON files until the rest fits into a message.
 
     A worker reads them back (workers/models/custom/preparation.py).
 
     Args:
-        caller: owner of the files in `shown`.
-        shown: the input as shown to its caller, with each stored value replaced by a link. None if
-            callers can't read the input.
+        caller: owner of the files in `raw_input`.
+        raw_input: the input as shown to its caller, with each stored value replaced by a link.
+            None if callers can't read the input.
 
     Raises:
         InputTooLarge: a secret does not fit into a message. Secrets are never stored.
@@ -170,8 +170,8 @@ async def store_large_values(
         custom_input.values[name] = None
         custom_input.files.append(await images.stored(Blob(JSON_TYPE, data=data)))
         custom_input.places.append(FilePlace([name], f"{name}.json"))
-        if shown is not None:
-            shown[name] = await images.keep(FetchedFile(data, JSON_TYPE, name), caller, name)
+        if raw_input is not None:
+            raw_input[name] = await images.keep(FetchedFile(data, JSON_TYPE, name), caller, name)
 
 
 def input_of_fields(
@@ -219,8 +219,8 @@ class FieldNames(NamedTuple):
             return error
         reason = error.message.removeprefix(f"{error.field}: ")
         if is_weight and self.model.work.max is not None and self.model.api:
-            most = f"{self.model.work.max} {WORK_UNITS[self.model.api]}"
-            reason = f"exceeds the maximum of {most} for {self.model.name}"
+            limit = f"{self.model.work.max} {WORK_UNITS[self.model.api]}"
+            reason = f"exceeds the maximum of {limit} for {self.model.name}"
         return type(error)(f"{named}: {reason}", field=named)
 
     @contextmanager
@@ -239,15 +239,15 @@ async def add_files(
     files: Sequence[FileInput],
     caller: ImageCaller,
     images: SourceImages,
-    shown: dict[str, Any] | None = None,
+    raw_input: dict[str, Any] | None = None,
 ) -> None:
     """Loads the files an input refers to.
 
     Args:
         files: the files returned by `validate_input`.
         caller: owner of the files that the input may refer to.
-        shown: the input as shown to its caller. Each `data:` URI is stored and replaced by a link.
-            None if the input is not shown.
+        raw_input: the input as shown to its caller. Each `data:` URI is stored and replaced by a
+            link. None if the input is not shown.
 
     Raises:
         BadInput: the file does not exist, or fetching it is not allowed.
@@ -264,20 +264,20 @@ async def add_files(
             file = file._replace(media_type=file.media_type or ANY_BYTES)
             blob = await images.stored(Blob(file.media_type, data=file.data))
             name = file.name or "file" + usual_suffix(blob)
-            if url.startswith("data:") and shown is not None:
-                _show(shown, at, await images.keep(file, caller, str(at[0])))
+            if url.startswith("data:") and raw_input is not None:
+                _show(raw_input, at, await images.keep(file, caller, str(at[0])))
         custom_input.files.append(blob)
         custom_input.places.append(FilePlace(at, name))
 
 
-def _show(shown: dict[str, Any], at: list[str | int], link: str) -> None:
+def _show(raw_input: dict[str, Any], at: list[str | int], link: str) -> None:
     """Puts a link into an input, without changing the lists in the body."""
     field = str(at[0])
     if len(at) > 1:
         number = int(at[1])
-        shown[field] = [*shown[field][:number], link, *shown[field][number + 1 :]]
+        raw_input[field] = [*raw_input[field][:number], link, *raw_input[field][number + 1 :]]
     else:
-        shown[field] = link
+        raw_input[field] = link
 
 
 def _name_of(fetched: FetchedInput) -> str:

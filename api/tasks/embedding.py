@@ -94,13 +94,13 @@ def text_inputs(
     inputs: list[TextInput | TokensInput] = []
     for index, text_or_tokens in enumerate(listed):
         if isinstance(text_or_tokens, str):
-            size, most, unit = len(text_or_tokens.encode()), most_bytes, "bytes"
+            size, limit, unit = len(text_or_tokens.encode()), most_bytes, "bytes"
             inputs.append(TextInput(text_or_tokens, truncate))
         else:
-            size, most, unit = len(text_or_tokens), most_bytes // TOKEN_BYTES, "tokens"
+            size, limit, unit = len(text_or_tokens), most_bytes // TOKEN_BYTES, "tokens"
             inputs.append(TokensInput(text_or_tokens, truncate))
-        if size > most:
-            raise InputTooLarge(f"input[{index}]: must be at most {most} {unit}", field="input")
+        if size > limit:
+            raise InputTooLarge(f"input[{index}]: must be at most {limit} {unit}", field="input")
     return inputs
 
 
@@ -141,9 +141,9 @@ def sections_of(text: str, max_bytes: int) -> list[str]:
     while len(text) - at > longest:
         end = at + longest
         least = max(at, end - _LONGEST_WORD)
-        cut = next((place for place in range(end, least, -1) if text[place].isspace()), end)
-        sections.append(text[at:cut])
-        at = cut
+        end_at = next((place for place in range(end, least, -1) if text[place].isspace()), end)
+        sections.append(text[at:end_at])
+        at = end_at
     return [*sections, text[at:]]
 
 
@@ -173,7 +173,7 @@ def windows_of(
     tokens: int,
     overlap: int,
     by: WindowUnit,
-    most: int,
+    max_windows: int,
 ) -> list[Window]:
     """Splits a text into windows of at most `tokens` tokens.
 
@@ -187,7 +187,7 @@ def windows_of(
         overlap: maximum number of tokens that a window repeats from the previous window, in whole
             units.
         by: unit at which windows begin and end.
-        most: stop once there is one more window than this.
+        max_windows: stop once there is one more window than this.
     """
     starts = _token_starts(sections, lengths)
     if not len(starts):
@@ -199,7 +199,7 @@ def windows_of(
     if by == "sentence":
         sentences = np.searchsorted(starts, sentence_starts(text))
         units.insert(0, np.unique(words[np.searchsorted(words, sentences[sentences <= words[-1]])]))
-    cuts = list(_cuts(len(starts), units, tokens, overlap, most))
+    cuts = list(_cuts(len(starts), units, tokens, overlap, max_windows))
     return [_window(text, starts, begins, begin, end) for begin, end in cuts]
 
 
@@ -215,11 +215,11 @@ def _token_starts(sections: Sequence[TextTokens], lengths: Sequence[int]) -> NDA
 
 
 def _cuts(
-    count: int, units: Sequence[NDArray[np.int64]], tokens: int, overlap: int, most: int
+    count: int, units: Sequence[NDArray[np.int64]], tokens: int, overlap: int, max_windows: int
 ) -> Iterator[tuple[int, int]]:
     """Yields each window's first token and the token after its last."""
     begin = 0
-    for _ in range(most + 1):
+    for _ in range(max_windows + 1):
         if begin + tokens >= count:
             yield begin, count
             return

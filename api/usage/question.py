@@ -145,13 +145,13 @@ def _moment(params: QueryParams, name: str, now: int) -> int | None:
     return at_s
 
 
-def _limit(params: QueryParams, usual: int, most: int) -> int:
+def _limit(params: QueryParams, usual: int, maximum: int) -> int:
     text = params.get("limit")
     if text is None:
         return usual
-    if not (_WHOLE.fullmatch(text) and 1 <= int(text) <= most):
+    if not (_WHOLE.fullmatch(text) and 1 <= int(text) <= maximum):
         raise BadInput(
-            f"limit: must be a number from 1 to {most}, got {text[:40]!r}", field="limit"
+            f"limit: must be a number from 1 to {maximum}, got {text[:40]!r}", field="limit"
         )
     return int(text)
 

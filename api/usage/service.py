@@ -127,12 +127,12 @@ class UsageService:
         # disconnects.
         return await asyncio.shield(task)
 
-    def _is_fresh(self, kept: asyncio.Task[UsageRead]) -> bool:
-        if not kept.done():
+    def _is_fresh(self, reading: asyncio.Task[UsageRead]) -> bool:
+        if not reading.done():
             return True
-        if kept.cancelled() or kept.exception() is not None:
+        if reading.cancelled() or reading.exception() is not None:
             return False
-        return self._clock() < kept.result().read_at_s + KEEP_S
+        return self._clock() < reading.result().read_at_s + KEEP_S
 
     async def _read(self, query: UsageQuery, tenant: str) -> UsageRead:
         def read() -> UsageRead:

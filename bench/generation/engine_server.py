@@ -18,7 +18,7 @@ from bench.generation.timing import TimedGeneration
 from shared.models.catalog import Model
 from shared.process.cores import usable_cores
 from workers.models.base import PreparedPrompt
-from workers.models.engines.dialect import Asked, EngineDialect, Hardware
+from workers.models.engines.dialect import EngineDialect, EngineRequest, Hardware
 from workers.models.engines.llama_cpp import LlamaCpp
 from workers.models.engines.process import EngineProcess
 from workers.models.generation.vocabulary import Vocabulary
@@ -86,7 +86,7 @@ async def _call(
     for prompt in waiting:
         timed = TimedGeneration(time.monotonic())
         ids = np.frombuffer(prompt.ids, IDS).tolist()
-        order = Asked(ids, ANY_SLOT, "everyone", keeps=True, tokens=prompt.max_tokens)
+        order = EngineRequest(ids, ANY_SLOT, "everyone", keeps=True, tokens=prompt.max_tokens)
         async for replies in dialect.stream(server.post, prompt, order):
             tokens = sum(len(reply.tokens) for reply in replies)
             if tokens:

@@ -290,10 +290,10 @@ class ClusterDoctor:
             self.kubectl.shown_outside("-n keda logs deployment/keda-operator-metrics-apiserver"),
         )
 
-    def _scaled_object(self, one: Manifest) -> Iterator[Diagnosis]:
-        name = one["metadata"]["name"]
+    def _scaled_object(self, manifest: Manifest) -> Iterator[Diagnosis]:
+        name = manifest["metadata"]["name"]
         ready, fallback, paused = (
-            _condition(one, kind) for kind in ("Ready", "Fallback", "Paused")
+            _condition(manifest, kind) for kind in ("Ready", "Fallback", "Paused")
         )
         show = self.kubectl.shown(f"describe scaledobject {name}")
         if ready.get("status") == "False":
@@ -396,8 +396,8 @@ class ClusterDoctor:
     def _check_named_objects(self) -> Iterator[Diagnosis]:
         """Checks Secrets and ConfigMaps that pods refer to, without reading their contents."""
         for kind, names in self._wanted.items():
-            there = self._configmaps if kind == "configmap" else self._existing(kind, names)
-            for name in sorted(names - there):
+            existing = self._configmaps if kind == "configmap" else self._existing(kind, names)
+            for name in sorted(names - existing):
                 if kind == "secret":
                     command = f"create secret generic {name} --from-…=…"
                     fix = f"{self.kubectl.shown(command)} (docs/how-to/self-hosting.md)"
@@ -405,7 +405,7 @@ class ClusterDoctor:
                     fix = "apply the overlay or the release again, which creates them"
                 yield Diagnosis(f"{kind}s", f"{name} is missing", fix)
             yield Diagnosis(
-                f"{kind}s", f"{len(there)} of the {len(names)} that pods reference exist"
+                f"{kind}s", f"{len(existing)} of the {len(names)} that pods reference exist"
             )
 
     def _existing(self, kind: str, names: Collection[str]) -> set[str]:
@@ -489,7 +489,7 @@ class ClusterDoctor:
 
     def _topics(self, settings: Settings) -> Iterator[Diagnosis]:
         try:
-            there = asyncio.run(_subscriptions(settings))
+            existing = asyncio.run(_subscriptions(settings))
         except PenstockError as error:
             login = "gcloud auth application-default login"
             yield Diagnosis("Pub/Sub", f"{settings.project}: {error.message}", login)
@@ -503,7 +503,7 @@ class ClusterDoctor:
         for name, subscription in wanted.items():
             if subscription.dead_letter_topic_id:
                 subscription = replace(subscription, ack_deadline_s=self.ack_deadline_s)
-            facts, fix = _difference(name, subscription, there.get(name))
+            facts, fix = _difference(name, subscription, existing.get(name))
             right += not facts
             if facts:
                 yield Diagnosis("Pub/Sub", f"{name} {facts}", fix)
@@ -575,26 +575,26 @@ async def _subscriptions(settings: Settings) -> dict[str, SubscriptionSettings]:
 
 
 def _difference(
-    name: str, wanted: SubscriptionSettings, there: SubscriptionSettings | None
+    name: str, wanted: SubscriptionSettings, existing: SubscriptionSettings | None
 ) -> tuple[str, str]:
     """Returns how a subscription differs from this release's, and the next command to run."""
     apply = "terraform apply (docs/how-to/deploy.md#add-a-model)"
-    if there is None:
+    if existing is None:
         return "is missing", apply
-    if there.topic_id != wanted.topic_id:
-        facts = f"is on the topic {there.topic_id}, not {wanted.topic_id}"
+    if existing.topic_id != wanted.topic_id:
+        facts = f"is on the topic {existing.topic_id}, not {wanted.topic_id}"
         return facts, f"gcloud pubsub subscriptions delete {name}, then {apply}"
-    if there.filter != wanted.filter:
-        facts = f"has the filter {there.filter!r}, not {wanted.filter!r}"
+    if existing.filter != wanted.filter:
+        facts = f"has the filter {existing.filter!r}, not {wanted.filter!r}"
         return facts, f"keep its jobs in a snapshot first: {WRONG_FILTER}"
-    if there.ack_deadline_s != wanted.ack_deadline_s:
+    if existing.ack_deadline_s != wanted.ack_deadline_s:
         facts = (
-            f"has an ack deadline of {there.ack_deadline_s} s, not {wanted.ack_deadline_s} s: a "
+            f"has an ack deadline of {existing.ack_deadline_s} s, not {wanted.ack_deadline_s} s: a "
             "job waits that long after its worker dies"
         )
         update = f"gcloud pubsub subscriptions update {name} --ack-deadline"
         return facts, f"{update}={wanted.ack_deadline_s}"
-    if there.dead_letter_topic_id != wanted.dead_letter_topic_id:
-        facts = f"sends dead letters to {there.dead_letter_topic_id or 'no topic'}"
+    if existing.dead_letter_topic_id != wanted.dead_letter_topic_id:
+        facts = f"sends dead letters to {existing.dead_letter_topic_id or 'no topic'}"
         return f"{facts}, not to {wanted.dead_letter_topic_id}", apply
     return "", ""

@@ -17,7 +17,7 @@ Done = TypeVar("Done")
 
 
 def run_on(
-    opened: Callable[[str], AbstractAsyncContextManager[Store]],
+    open_store: Callable[[str], AbstractAsyncContextManager[Store]],
     act: Callable[[Store, Catalog], Awaitable[Done]],
 ) -> Done:
     """Opens a store and returns the result of `act`.
@@ -31,7 +31,7 @@ def run_on(
     settings = read_settings(Settings)
 
     async def run() -> Done:
-        async with opened(settings.records_redis_url) as store:
+        async with open_store(settings.records_redis_url) as store:
             try:
                 return await act(store, read_catalog(settings.models_file))
             except Unavailable as error:

@@ -239,21 +239,21 @@ class Visitor:
         def generate() -> Any:
             return self._client.images.with_raw_response.generate(prompt=prompt, **options)
 
-        drawn = self._draw("text to image", generate)
+        image = self._draw("text to image", generate)
 
         def edit() -> Any:
             changed = options | {"extra_body": {"seed": SEED, "strength": STRENGTH}}
-            file = ("text-to-image.png", io.BytesIO(drawn), "image/png")
+            file = ("text-to-image.png", io.BytesIO(image), "image/png")
             return self._client.images.with_raw_response.edit(
                 image=file, prompt=edit_prompt, **changed
             )
 
         redrawn = self._draw("image to image", edit)
-        _expect(redrawn != drawn, "image to image returned its source")
+        _expect(redrawn != image, "image to image returned its source")
         meant = MEANT if (prompt, edit_prompt) == (PROMPT, EDIT_PROMPT) else {}
         _print(f"\nImages ({self._image.name}, {size}, seed {SEED})\n")
         for name, data, words in (
-            ("text-to-image.png", drawn, prompt),
+            ("text-to-image.png", image, prompt),
             ("image-to-image.png", redrawn, edit_prompt),
         ):
             (demo_dir / name).write_bytes(data)
@@ -333,10 +333,14 @@ class Visitor:
             float(headers.get(f"x-penstock-{part}-ms", 0))
             for part in ("queue", "batch", "inference")
         )
-        said = headers.get("x-penstock-cache", "nothing")
+        cache_status = headers.get("x-penstock-cache", "nothing")
         self._items += items
-        self._calls.append(DemoCall(step, said, round_trip_ms, queue_ms, batch_ms, inference_ms))
-        _expect(said == cache, f"{step}: the cache status was {said}, expected {cache}")
+        self._calls.append(
+            DemoCall(step, cache_status, round_trip_ms, queue_ms, batch_ms, inference_ms)
+        )
+        _expect(
+            cache_status == cache, f"{step}: the cache status was {cache_status}, expected {cache}"
+        )
         return answer
 
 

@@ -212,12 +212,12 @@ def _ports() -> Diagnosis:
     ports = Ports()
     servers = ports.pubsub, ports.bigquery, ports.redis
     wanted = (ports.api, *servers, ports.functions, ports.metrics)
-    taken = [port for port in wanted if listens(port)]
-    if ports.api in taken and answers(ports.api, "/readyz"):
+    in_use = [port for port in wanted if listens(port)]
+    if ports.api in in_use and answers(ports.api, "/readyz"):
         return Diagnosis("ports", f"a Penstock API is ready on port {ports.api}")
-    if taken:
+    if in_use:
         fix = "stop the program that is listening there or choose other ports: penstock up --help"
-        return Diagnosis("ports", f"taken: {', '.join(map(str, taken))}", fix)
+        return Diagnosis("ports", f"taken: {', '.join(map(str, in_use))}", fix)
     return Diagnosis("ports", f"{', '.join(map(str, wanted))} are free")
 
 

@@ -269,8 +269,8 @@ class Process:
     def last_words(self) -> str:
         """Returns the end of the log, to append to an error message."""
         log = self.log_path.read_text(errors="replace") if self.log_path.exists() else ""
-        if said := log.strip().splitlines()[-LAST_LINES:]:
-            return "; " + "\n  ".join([f"the end of {self.log_path}:", *said])
+        if lines := log.strip().splitlines()[-LAST_LINES:]:
+            return "; " + "\n  ".join([f"the end of {self.log_path}:", *lines])
         return f"; its log is empty: {self.log_path}"
 
 

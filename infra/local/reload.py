@@ -83,20 +83,20 @@ class _WatchedClass:
 
     def __init__(
         self,
-        one: LocalClass,
+        local_class: LocalClass,
         worker: str,
         processes: Mapping[str, Process],
         supervisor: Supervisor,
         report: Callable[[str, str], None],
         clock: Callable[[], float],
     ) -> None:
-        self._class = one
+        self._class = local_class
         self._worker = worker
         self._processes = processes
         self._supervisor = supervisor
         self._report = report
         self._clock = clock
-        self._stamp = stamp_of(Path(one.folder))
+        self._stamp = stamp_of(Path(local_class.folder))
         self._changed_s: float | None = None
         self._inspection: Inspection | None = None
 

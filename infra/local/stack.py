@@ -300,13 +300,13 @@ class Stack:
         wanted |= {name: getattr(self.ports, name) for name in self._own_servers()}
         wanted |= {"functions": self.ports.functions} if self.functions_url else {}
         wanted |= {"row archive": self.ports.row_archive} if self.settings.rows_url else {}
-        taken = {part: port for part, port in wanted.items() if listens(port)}
+        in_use = {part: port for part, port in wanted.items() if listens(port)}
         if listens(self.ports.api, self._api_host):
-            taken["API"] = self.ports.api
-        if taken:
-            ports = ", ".join(f"port {port} ({part})" for part, port in taken.items())
+            in_use["API"] = self.ports.api
+        if in_use:
+            ports = ", ".join(f"port {port} ({part})" for part, port in in_use.items())
             raise ConfigurationError(
-                f"{ports} {('is' if len(taken) == 1 else 'are')} already in use; stop the "
+                f"{ports} {('is' if len(in_use) == 1 else 'are')} already in use; stop the "
                 "programs using them or choose other ports (see penstock up --help)"
             )
 

@@ -56,8 +56,8 @@ class SupervisedPart:
 
 def progress_of(process: Process, waited_s: float) -> str:
     """Returns a progress line about a process that is not ready, with its last log line."""
-    said = f"; last log line: {process.last_line}" if process.last_line else ""
-    return f"{process.name} · {waited_s:.0f} s so far{said}; log: {process.log_path}"
+    last_line = f"; last log line: {process.last_line}" if process.last_line else ""
+    return f"{process.name} · {waited_s:.0f} s so far{last_line}; log: {process.log_path}"
 
 
 class Supervisor:

@@ -234,14 +234,14 @@ def run_daily(
         _run(body, hours=hours)
 
 
-def _run(asked: Mapping[str, str], *, hours: bool) -> None:
+def _run(parameters: Mapping[str, str], *, hours: bool) -> None:
     from shared.reports.day_tables import days_asked
     from shared.reports.scheduled import open_reports
     from shared.reports.summary import as_text
     from shared.settings import ReportSettings, read_settings
 
     settings = read_settings(ReportSettings)
-    days = days_asked(asked, settings.billing_tz, datetime.now(UTC))
+    days = days_asked(parameters, settings.billing_tz, datetime.now(UTC))
     with open_reports(settings) as reports:
         work = reports.judge_hours(settings.billing_tz) if hours else reports.run(days)
         result = asyncio.run(work)
@@ -250,7 +250,7 @@ def _run(asked: Mapping[str, str], *, hours: bool) -> None:
     typer.echo(f"{len(result.objects)} objects written, {result.anomalies} new anomalies", err=True)
 
 
-def _call(url: str, asked: Mapping[str, str]) -> str:
+def _call(url: str, parameters: Mapping[str, str]) -> str:
     """Calls the function at this URL and returns its response."""
     from http.client import HTTPException
     from urllib.error import HTTPError
@@ -261,7 +261,7 @@ def _call(url: str, asked: Mapping[str, str]) -> str:
             f"function: must be an http or https URL, got {url[:80]!r}", field="function"
         )
     headers = {"content-type": "application/json"}
-    request = Request(url, json.dumps(dict(asked)).encode(), headers)
+    request = Request(url, json.dumps(dict(parameters)).encode(), headers)
     try:
         with urlopen(request, timeout=CALL_LIMIT_S) as answer:
             return str(answer.read().decode())

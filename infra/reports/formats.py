@@ -186,7 +186,7 @@ def _section(result: ReportResult) -> str:
 def _plot(result: ReportResult, number: int, drawing: Drawing) -> str:
     from plotly.io import to_html
 
-    drawn = to_html(
+    chart = to_html(
         _figure(drawing),
         include_plotlyjs=False,
         full_html=False,
@@ -196,7 +196,7 @@ def _plot(result: ReportResult, number: int, drawing: Drawing) -> str:
     title = _escape(drawing.title)
     return (
         f'<figure role="group" aria-label="Plot: {title}. The table below has its numbers.">'
-        f"<figcaption>{title}</figcaption>{drawn}</figure>"
+        f"<figcaption>{title}</figcaption>{chart}</figure>"
     )
 
 

@@ -193,13 +193,13 @@ class Rollout:
         before = {
             region: _present(region, service).shares for region, service in self._services.items()
         }
-        begun: list[str] = []
+        begun_regions: list[str] = []
         try:
             for region, service in self._services.items():
-                begun.append(region)
+                begun_regions.append(region)
                 self._roll_region(region, service)
         except BaseException:  # including KeyboardInterrupt, and bugs in this code
-            for region in begun:
+            for region in begun_regions:
                 self._take_back(region, before[region])
             raise
 

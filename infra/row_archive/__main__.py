@@ -73,8 +73,8 @@ async def _restore(
 ) -> None:
     loader = _loader(settings)
     for table in TABLES:
-        there = await asyncio.to_thread(loader.days, table)
-        days = await ArchivedDays(objects, table).restore(loader, there, since, until)
+        row_counts = await asyncio.to_thread(loader.days, table)
+        days = await ArchivedDays(objects, table).restore(loader, row_counts, since, until)
         print(f"{table}: {len(days)} days restored{_span(days)}", flush=True)
 
 

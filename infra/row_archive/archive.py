@@ -194,22 +194,26 @@ class RowArchive:
         Raises:
             Unavailable: the store or BigQuery is unreachable. Nothing is lost.
         """
-        begun = await self._begin_pass()
-        if begun is None:
+        archive_pass = await self._begin_pass()
+        if archive_pass is None:
             return False
-        if not begun.is_archived:
+        if not archive_pass.is_archived:
             try:
-                rows = await self._archive(begun)
+                rows = await self._archive(archive_pass)
             except _TakenOverError:
                 log.info("another process has archived these rows", extra={"table": self._table})
                 return False
-            begun.is_archived = True
-            await self._objects.put(self._list_key, msgspec.json.encode(begun), "application/json")
+            archive_pass.is_archived = True
+            await self._objects.put(
+                self._list_key, msgspec.json.encode(archive_pass), "application/json"
+            )
             ARCHIVED.labels(self._table).inc(rows)
-        for first in range(0, len(begun.keys), CALLS):
-            await asyncio.gather(*map(self._objects.delete, begun.keys[first : first + CALLS]))
+        for first in range(0, len(archive_pass.keys), CALLS):
+            await asyncio.gather(
+                *map(self._objects.delete, archive_pass.keys[first : first + CALLS])
+            )
         await self._objects.delete(self._list_key)
-        return begun.has_more
+        return archive_pass.has_more
 
     async def _begin_pass(self) -> _Pass | None:
         """Returns an earlier unfinished pass, a new one, or None if there are no rows."""
@@ -227,10 +231,12 @@ class RowArchive:
         if (saved_pass := await self._find_unfinished()) is not None or not waiting:
             return saved_pass
         keys = _up_to(PASS_MAX_BYTES, waiting)
-        begun = _Pass(keys, has_more=len(keys) < len(waiting) or len(objects) == PASS_OBJECTS)
-        data = msgspec.json.encode(begun)
+        archive_pass = _Pass(
+            keys, has_more=len(keys) < len(waiting) or len(objects) == PASS_OBJECTS
+        )
+        data = msgspec.json.encode(archive_pass)
         is_ours = await self._objects.create(self._list_key, data, "application/json")
-        return begun if is_ours else await self._find_unfinished()
+        return archive_pass if is_ours else await self._find_unfinished()
 
     async def _find_unfinished(self) -> _Pass | None:
         try:
@@ -246,30 +252,35 @@ class RowArchive:
             await self._objects.delete(self._list_key)
             return None
 
-    async def _archive(self, begun: _Pass) -> int:
+    async def _archive(self, archive_pass: _Pass) -> int:
         """Writes the rows in a pass. Returns the number of rows."""
         with tempfile.TemporaryDirectory(prefix="penstock-rows-") as name:
             folder = Path(name)
             lines = folder / "rows.jsonl"
-            rows = await self._gather(begun, lines)
+            rows = await self._gather(archive_pass, lines)
             if not rows:
                 return 0
             files = await asyncio.to_thread(parquet_of_lines, self._table, lines, folder)
             for day, path in files.by_day.items():
-                key = f"{archive_folder(self._table, day)}/{begun.name}.parquet"
+                key = f"{archive_folder(self._table, day)}/{archive_pass.name}.parquet"
                 async with self._objects.writer(key, PARQUET) as writer:
                     await writer.write(await asyncio.to_thread(path.read_bytes))
             if self._loader is not None:
-                await asyncio.to_thread(self._loader.load, self._table, files.whole, begun.name)
+                await asyncio.to_thread(
+                    self._loader.load, self._table, files.whole, archive_pass.name
+                )
         return rows
 
-    async def _gather(self, begun: _Pass, lines: Path) -> int:
+    async def _gather(self, archive_pass: _Pass, lines: Path) -> int:
         """Writes the valid lines of all objects into a file. Returns the number of lines."""
         rows, bad = 0, list[bytes]()
         with lines.open("wb") as file:
-            for first in range(0, len(begun.keys), CALLS):
+            for first in range(0, len(archive_pass.keys), CALLS):
                 for data in await asyncio.gather(
-                    *(self._lines(begun, key) for key in begun.keys[first : first + CALLS])
+                    *(
+                        self._lines(archive_pass, key)
+                        for key in archive_pass.keys[first : first + CALLS]
+                    )
                 ):
                     checked = await asyncio.to_thread(self._checker.check, data)
                     file.writelines(line + b"\n" for line in checked.good)
@@ -277,10 +288,10 @@ class RowArchive:
                     bad += checked.bad
                     TRIMMED.labels(self._table).inc(checked.trimmed)
         if bad:
-            await self._reject(begun.name, bad)
+            await self._reject(archive_pass.name, bad)
         return rows
 
-    async def _lines(self, begun: _Pass, key: str) -> list[bytes]:
+    async def _lines(self, archive_pass: _Pass, key: str) -> list[bytes]:
         """Returns an object's lines.
 
         A damaged object yields no lines, and is kept under `rejected/`.
@@ -292,7 +303,7 @@ class RowArchive:
         try:
             data = await self._objects.get(key, OBJECT_MAX_BYTES)
         except BadInput:
-            if await self._find_unfinished() != begun:
+            if await self._find_unfinished() != archive_pass:
                 raise _TakenOverError from None
             log.warning("rows are gone", extra={"key": key})  # they were deleted from outside
             return []
@@ -396,14 +407,15 @@ class ArchivedDays:
         return len(parts)
 
     async def restore(
-        self, loader: RowLoader, there: Mapping[str, int], since: str, until: str
+        self, loader: RowLoader, row_counts: Mapping[str, int], since: str, until: str
     ) -> list[str]:
         """Reloads days into BigQuery after its table has lost rows.
 
         Rows that are still in the table then exist twice, and the views drop the duplicates.
 
         Args:
-            there: number of distinct rows in the table, keyed by day. Complete days are skipped.
+            row_counts: number of distinct rows in the table, keyed by day. Complete days are
+                skipped.
 
         Raises:
             Unavailable: the store or BigQuery is unreachable. Earlier days are done.
@@ -414,7 +426,7 @@ class ArchivedDays:
                 continue
             keys = [file.key for file in await self._files(day)]
             async with self._fetch_files(keys) as files:
-                if await asyncio.to_thread(count_different_rows, files) <= there.get(day, 0):
+                if await asyncio.to_thread(count_different_rows, files) <= row_counts.get(day, 0):
                     continue
                 for key, path in zip(keys, files, strict=True):
                     name = f"restored-{secrets.token_hex(4)}-{Path(key).stem}"

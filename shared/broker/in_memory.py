@@ -395,11 +395,11 @@ class InMemoryBroker:
             if topic_id not in self._topics:
                 raise BadInput(f"create {subscription_id}: topic {topic_id} does not exist")
         if topic_queue := self._queues.get(subscription_id):
-            there, wanted = topic_queue.settings, settings
-            if (there.topic_id, there.filter) != (wanted.topic_id, wanted.filter):
+            existing, wanted = topic_queue.settings, settings
+            if (existing.topic_id, existing.filter) != (wanted.topic_id, wanted.filter):
                 raise ConfigurationError(
-                    f"{subscription_id} already exists with topic {there.topic_id!r} and filter "
-                    f"{there.filter!r}, not {wanted.topic_id!r} and {wanted.filter!r}"
+                    f"{subscription_id} already exists with topic {existing.topic_id!r} and filter "
+                    f"{existing.filter!r}, not {wanted.topic_id!r} and {wanted.filter!r}"
                 )
             return False
         queue = _Queue(settings, passes)
@@ -527,9 +527,9 @@ def _check_filter(settings: SubscriptionSettings) -> AttributeFilter | None:
     ]
     if settings.dead_letter_topic_id:
         bounded.append(("max_delivery_attempts", settings.max_delivery_attempts, DELIVERY_ATTEMPTS))
-    for name, value, (least, most) in bounded:
-        if not least <= value <= most:
-            raise BadInput(f"{name}: must be from {least} to {most}, got {value}", field=name)
+    for name, value, (least, maximum) in bounded:
+        if not least <= value <= maximum:
+            raise BadInput(f"{name}: must be from {least} to {maximum}, got {value}", field=name)
     if 0 < settings.expires_after_s < MIN_EXPIRES_AFTER_S:
         raise BadInput(
             f"expires_after_s: must be 0 or at least {MIN_EXPIRES_AFTER_S}", field="expires_after_s"

@@ -348,18 +348,18 @@ class FlowEngine:
         """Returns a step's items, and the outcomes of items with invalid input."""
         items, failed = list[Item](), dict[int, ItemOutcome]()
         is_kept, purges = body.cache_write and model.cache.ttl_s > 0, self._purges(model)
-        taken = model.definition.step_schema(model).inputs
+        input_schemas = model.definition.step_schema(model).inputs
         for position, values in inputs.items():
             index = index_of(number, position)
             try:
-                step_input = model.definition.step_input(model, check_values(values, taken))
+                step_input = model.definition.step_input(model, check_values(values, input_schemas))
                 task_input = cast(Input, step_input.input)
                 is_keyed = is_kept and step_input.is_repeatable
                 key = cache_key(model, task_input, tenant, purges) if is_keyed else None
                 item = Item(index, task_input, key)
                 if (size := _bytes_of(item)) > MAX_JOB_BYTES:
-                    most = f"which exceeds the maximum of {MAX_JOB_BYTES}"
-                    raise InputTooLarge(f"the input is {size} bytes as JSON, {most}")
+                    maximum = f"which exceeds the maximum of {MAX_JOB_BYTES}"
+                    raise InputTooLarge(f"the input is {size} bytes as JSON, {maximum}")
             except BadInput as error:
                 failed[index] = failure(index, error)
             except Exception:
@@ -476,8 +476,8 @@ class FlowEngine:
         is_late = error.code == DeadlineExceeded.code
         self._count_toward_slo(envelope, "expired" if is_late else end)
         if error.code == ModerationBlocked.code:
-            drawn = sum(step_of(outcome.index) == 0 for outcome in reply.outcomes)
-            WITHHELD.labels(envelope.flow).inc(drawn)
+            images = sum(step_of(outcome.index) == 0 for outcome in reply.outcomes)
+            WITHHELD.labels(envelope.flow).inc(images)
 
     async def _publish_end(self, run_id: str, prediction: Prediction) -> None:
         for event in ("output", "completed"):
@@ -539,8 +539,8 @@ def divide_into_jobs(items: Sequence[Item], largest: int) -> list[list[Item]]:
             jobs[-1] += group
             left_bytes -= len(group) * size
         else:
-            most = max(1, min(MAX_JOB_ITEMS, MAX_JOB_BYTES // size))
-            jobs += [group[at : at + most] for at in range(0, len(group), most)]
+            max_items = max(1, min(MAX_JOB_ITEMS, MAX_JOB_BYTES // size))
+            jobs += [group[at : at + max_items] for at in range(0, len(group), max_items)]
             left_bytes = MAX_JOB_BYTES - len(jobs[-1]) * size
     return jobs
 

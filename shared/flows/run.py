@@ -114,8 +114,8 @@ class Run:
             ModelFailed: a model returned an unexpected type.
         """
         if self.plan.gives == "images":
-            drawn = sorted(index for index in self.outcomes if step_of(index) == 0)
-            return images_of(self.scope, [self.outcomes[index].result for index in drawn])
+            image_indices = sorted(index for index in self.outcomes if step_of(index) == 0)
+            return images_of(self.scope, [self.outcomes[index].result for index in image_indices])
         return CustomResult(*with_places(output_of(self.plan, self.scope)))
 
     @property

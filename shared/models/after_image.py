@@ -31,12 +31,12 @@ WITHHELD = Counter(
 _PNG = "image/png"
 
 
-def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> ImagesResult:
+def images_of(scope: Mapping[str, Any], results: Sequence[TaskResult | None]) -> ImagesResult:
     """Returns a run's result.
 
     Args:
         scope: values of the run's input and steps, keyed by name.
-        drawn: the results that the first step returned.
+        results: the results that the first step returned.
 
     Raises:
         ModerationBlocked: the check flagged all images.
@@ -45,7 +45,7 @@ def images_of(scope: Mapping[str, Any], drawn: Sequence[TaskResult | None]) -> I
     scale = scope["input"]["upscale"]
     checks, enlarged = scope.get(SAFETY), scope.get(UPSCALE)
     images: list[ImageResult | None] = []
-    for number, image in enumerate(drawn):
+    for number, image in enumerate(results):
         assert isinstance(image, ImageResult), (
             "all were drawn, or the run has failed; this is a bug"
         )

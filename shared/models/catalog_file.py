@@ -156,8 +156,8 @@ def _with_replicas(
 
 
 def _gpu_words(gpu: Gpu) -> str:
-    said = ", ".join(f"{key}: {value}" for key, value in gpu.model_dump().items())
-    return f"{{{said}}}"
+    fields = ", ".join(f"{key}: {value}" for key, value in gpu.model_dump().items())
+    return f"{{{fields}}}"
 
 
 def inline_interfaces(path: Path) -> dict[str, Any]:

@@ -73,8 +73,8 @@ class DeviceProfile(BaseModel):
 
     def tokens_s(self, model: Model) -> float | None:
         """Returns one process's seconds per token in full batches, or None if not measured."""
-        most = self.batch(model).max_tokens or 0
-        sizes = [tokens for tokens in self.tokens_per_s if tokens <= most]
+        max_tokens = self.batch(model).max_tokens or 0
+        sizes = [tokens for tokens in self.tokens_per_s if tokens <= max_tokens]
         return self.processes / self.tokens_per_s[max(sizes)] if sizes else None
 
     def image_s(self, model: Model) -> float | None:

@@ -145,11 +145,11 @@ class Gpu(EntryPart):
 
     @model_validator(mode="after")
     def _memory_is_enough_to_share(self) -> Self:
-        most = MAX_SHARES.get(self.type, 48)
-        if self.share > most:
+        max_share = MAX_SHARES.get(self.type, 48)
+        if self.share > max_share:
             raise ValueError(
-                f"share: must be at most {most} for {self.type} so that each worker has at least 1 "
-                f"GiB of GPU memory, got {self.share}"
+                f"share: must be at most {max_share} for {self.type} so that each worker has at "
+                f"least 1 GiB of GPU memory, got {self.share}"
             )
         if self.sharing == "mps" and self.share == 1:
             raise ValueError("sharing: mps requires a share of at least 2; omit it or set share")

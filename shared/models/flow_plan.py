@@ -512,10 +512,12 @@ def _scopes(step: FlowStep, scope: Mapping[str, Any]) -> list[Mapping[str, Any]]
         if not isinstance(elements, list):
             raise BadInput(f"for_each: {reference} must be a list")
         if len(elements) > step.max_items:
-            most = f"{len(elements)} elements, which exceeds the maximum of {step.max_items}"
+            elements_text = (
+                f"{len(elements)} elements, which exceeds the maximum of {step.max_items}"
+            )
             if (own := input_named([reference])) is not None:
-                raise BadInput(f"{own}: {most}", field=own)
-            raise BadInput(f"for_each: {reference} has {most}")
+                raise BadInput(f"{own}: {elements_text}", field=own)
+            raise BadInput(f"for_each: {reference} has {elements_text}")
         lists[name] = [MISSING if element is None else element for element in elements]
     if len({len(elements) for elements in lists.values()}) > 1:
         raise BadInput("for_each: its lists must all have the same length")

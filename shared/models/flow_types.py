@@ -98,10 +98,10 @@ def _check_step(step: FlowStep, place: Place, scope: Mapping[str, Schema], find:
     return output if step.for_each is None else {"type": "array", "items": output}
 
 
-def _element(one: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
-    elements = _plain(_of_reference(one, place, scope))
+def _element(reference: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
+    elements = _plain(_of_reference(reference, place, scope))
     if _kind(elements) not in ("array", "any"):
-        raise FlowError(place, f"{one} must be a list, got {_noun(elements)}")
+        raise FlowError(place, f"{reference} must be a list, got {_noun(elements)}")
     items: Schema = elements.get("items", {})
     return items
 
@@ -141,29 +141,29 @@ def _check_condition(condition: Condition, place: Place, scope: Mapping[str, Sch
         raise FlowError(place, f"{condition}: {_noun(left)} and {_noun(right)} can't be ordered")
 
 
-def _of_reference(one: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
-    if one.name not in scope:
-        raise FlowError(place, f"{one}: step {one.name!r} does not exist")
-    schema = scope[one.name]
-    for field in one.fields:
-        schema = _field(schema, field, one, place)
+def _of_reference(reference: Reference, place: Place, scope: Mapping[str, Schema]) -> Schema:
+    if reference.name not in scope:
+        raise FlowError(place, f"{reference}: step {reference.name!r} does not exist")
+    schema = scope[reference.name]
+    for field in reference.fields:
+        schema = _field(schema, field, reference, place)
     return schema
 
 
-def _field(schema: Schema, field: str, one: Reference, place: Place) -> Schema:
+def _field(schema: Schema, field: str, reference: Reference, place: Place) -> Schema:
     schema = _plain(schema)
     kind = _kind(schema)
     if kind == "array":
-        return {"type": "array", "items": _field(schema.get("items", {}), field, one, place)}
+        return {"type": "array", "items": _field(schema.get("items", {}), field, reference, place)}
     if kind == "any":
         return {}
     if kind != "object":
-        raise FlowError(place, f"{one}: {_noun(schema)} has no field {field!r}")
+        raise FlowError(place, f"{reference}: {_noun(schema)} has no field {field!r}")
     if "properties" not in schema:
         return {}
     if field not in schema["properties"]:
         known = ", ".join(schema["properties"]) or "none"
-        raise FlowError(place, f"{one}: the field {field!r} does not exist; use {known}")
+        raise FlowError(place, f"{reference}: the field {field!r} does not exist; use {known}")
     of_field: Schema = schema["properties"][field]
     return of_field
 

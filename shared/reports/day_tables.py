@@ -65,22 +65,24 @@ class BillingDay(NamedTuple):
         return _midnight(self.day + timedelta(days=1), self.tz)
 
 
-def days_asked(asked: Mapping[str, object], tz: str, now: datetime) -> list[BillingDay]:
+def days_asked(parameters: Mapping[str, object], tz: str, now: datetime) -> list[BillingDay]:
     """Returns the days a call covers, oldest first.
 
     Args:
-        asked: `from` and `to`, both inclusive, such as 2026-10-31. Defaults to the last complete
-            day and the AGAIN_DAYS before it.
+        parameters: `from` and `to`, both inclusive, such as 2026-10-31. Defaults to the last
+            complete day and the AGAIN_DAYS before it.
 
     Raises:
         BadInput: a field is invalid, the range is too long, or its last day is not over yet.
     """
-    if unknown := set(asked) - {"from", "to"}:
+    if unknown := set(parameters) - {"from", "to"}:
         name = min(unknown)[:40]
         raise BadInput(f"{name}: is not a valid field; use from and to", field=name)
     last_over = now.astimezone(find_zone(tz)).date() - timedelta(days=1)
-    last = _day(asked, "to") or last_over
-    first = _day(asked, "from") or (last if "to" in asked else last - timedelta(days=AGAIN_DAYS))
+    last = _day(parameters, "to") or last_over
+    first = _day(parameters, "from") or (
+        last if "to" in parameters else last - timedelta(days=AGAIN_DAYS)
+    )
     if last > last_over:
         raise BadInput(f"to: {last} is not over yet in {tz}", field="to")
     if first > last:
@@ -119,10 +121,10 @@ def months_over(days: list[BillingDay], now: datetime) -> list[str]:
     ]
 
 
-def _day(asked: Mapping[str, object], field: str) -> date | None:
-    if field not in asked:
+def _day(parameters: Mapping[str, object], field: str) -> date | None:
+    if field not in parameters:
         return None
-    text = asked[field]
+    text = parameters[field]
     try:
         day = date.fromisoformat(text) if isinstance(text, str) and len(text) == 10 else None
     except ValueError:

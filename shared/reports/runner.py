@@ -356,12 +356,12 @@ def _fewest_bars(cells: _Cells) -> _Cells:
     )
 
 
-def _largest(values: Iterable[tuple[str, float | None]], most: int) -> set[str]:
+def _largest(values: Iterable[tuple[str, float | None]], limit: int) -> set[str]:
     sums: dict[str, float] = defaultdict(float)
     for name, value in values:
         sums[name] += value or 0.0
     ordered = sorted(sums, key=lambda name: -sums[name])
-    return set(ordered if len(ordered) <= most else ordered[: most - 1])
+    return set(ordered if len(ordered) <= limit else ordered[: limit - 1])
 
 
 def _add_up(

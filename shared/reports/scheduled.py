@@ -208,13 +208,13 @@ class _Steps:
         return min(left_s, QUERY_LIMIT_S)
 
 
-def _key(one: Anomaly) -> tuple[object, ...]:
-    return one.hour, one.scope, one.tenant, one.measure, one.direction
+def _key(anomaly: Anomaly) -> tuple[object, ...]:
+    return anomaly.hour, anomaly.scope, anomaly.tenant, anomaly.measure, anomaly.direction
 
 
-def _facts(one: Anomaly) -> dict[str, object]:
-    facts = one._asdict()
-    return facts | {"hour": one.hour.isoformat()}
+def _facts(anomaly: Anomaly) -> dict[str, object]:
+    facts = anomaly._asdict()
+    return facts | {"hour": anomaly.hour.isoformat()}
 
 
 def _log_summary(summary: Summary, new: int) -> None:

@@ -398,8 +398,8 @@ class ResultCache(RedisStore):
         values = await self._redis.take([self._unpaid_prefix + key for key in keys])
         if values is None:
             return None
-        taken = zip(keys, map(self._decode_mark, values), strict=True)
-        return {key: mark for key, mark in taken if mark is not None}
+        marks = zip(keys, map(self._decode_mark, values), strict=True)
+        return {key: mark for key, mark in marks if mark is not None}
 
     async def _give_back(self, taking: asyncio.Task[dict[str, Owed] | None], ttl_s: int) -> None:
         """Restores marks taken for a caller that was canceled."""
@@ -428,10 +428,10 @@ class ResultCache(RedisStore):
     async def _write_marks(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
         """Writes marks, unless Redis already has one for a later result."""
         names = [self._unpaid_prefix + key for key in owed]
-        there = await self._redis.get(names) or [None] * len(names)
+        existing = await self._redis.get(names) or [None] * len(names)
         marks = {
             name: msgspec.msgpack.encode(mark)
-            for name, mark, old in zip(names, owed.values(), there, strict=True)
+            for name, mark, old in zip(names, owed.values(), existing, strict=True)
             if not mark.is_older(self._decode_mark(old))
         }
         await self._redis.put(marks, ttl_s)
@@ -517,12 +517,12 @@ class _Memory:
         self._entries.move_to_end(key)
         return cached
 
-    def put(self, key: str, kept: _Kept) -> None:
+    def put(self, key: str, entry: _Kept) -> None:
         self._drop(key)
-        size_bytes = kept.value_bytes + MEMORY_OVERHEAD_BYTES
+        size_bytes = entry.value_bytes + MEMORY_OVERHEAD_BYTES
         if size_bytes > self._limit_bytes:
             return
-        self._entries[key] = kept
+        self._entries[key] = entry
         self._used_bytes += size_bytes
         while self._used_bytes > self._limit_bytes:
             self._drop(next(iter(self._entries)))

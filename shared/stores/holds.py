@@ -40,12 +40,12 @@ class Holds:
         self._record_prefix = redis.record_key("")
         self._void_prefix = f"{redis.predictions_key}:void:"
 
-    async def due(self, most: int) -> list[DueHold]:
+    async def due(self, limit: int) -> list[DueHold]:
         """Takes holds whose records have ended or should have ended by now.
 
         Other instances can take them LOOK_AGAIN_S later if they still exist.
         """
-        args = (time.time(), most, LOOK_AGAIN_S)
+        args = (time.time(), limit, LOOK_AGAIN_S)
         due = await self._commands.run_script(_DUE, self._keys, *args)
         return [
             DueHold(key.decode().removeprefix(self._record_prefix), data, _record_of(fields))

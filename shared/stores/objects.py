@@ -340,9 +340,9 @@ class ObjectStore:
         with _translate_errors("get", key):
             object_ = obstore.get(self._store, key)
             _check_size(key, object_.meta["size"], max_bytes)
-            with file.open("wb") as opened:
+            with file.open("wb") as target:
                 for piece in object_:
-                    opened.write(piece)
+                    target.write(piece)
 
     async def rename(self, key: str, new_key: str) -> None:
         """Moves an object, replacing any object already at the new key. The data is not downloaded.

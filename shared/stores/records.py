@@ -239,8 +239,8 @@ class Records:
         keys = [self._redis.record_key(record) for record in records]
         answers = await self._redis.run_script(CLAIM, keys, (time.time(), JOB_KEEP_S))
         return [
-            Claim(cast(State, state.decode()), attempts, unfinished, reply or None, alone)
-            for state, attempts, unfinished, reply, alone in answers
+            Claim(cast(State, state.decode()), attempts, unfinished, reply or None, is_alone)
+            for state, attempts, unfinished, reply, is_alone in answers
         ]
 
     async def _send_finishes(self, ends: list[tuple[str, EndState, bytes]]) -> list[Finish]:

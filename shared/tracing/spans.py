@@ -273,9 +273,9 @@ def span(
     parent, tracer = parent or current(), _Installed.tracer
     if tracer is None or parent is None or not parent.is_sampled:
         return SpanBlock(Span(name, parent, None), parent)
-    opened = Span(name, *tracer.start(name, kind, started_s or time.time(), parent))
-    opened.set(attributes)
-    return SpanBlock(opened, opened.context)
+    new_span = Span(name, *tracer.start(name, kind, started_s or time.time(), parent))
+    new_span.set(attributes)
+    return SpanBlock(new_span, new_span.context)
 
 
 def _kind_of(error: BaseException) -> str:

@@ -319,8 +319,8 @@ class Spool:
             self._stuck.add(segment.path)
         segment.release()
 
-    def pack(self, most: int) -> None:
-        """Compresses segments without an owner, up to `most` of them.
+    def pack(self, limit: int) -> None:
+        """Compresses segments without an owner, up to `limit` of them.
 
         Raises:
             OSError: the packed segments could not be written to disk. The original segments are
@@ -329,7 +329,7 @@ class Spool:
         waiting = (
             path for path in list(self.unowned) if not is_packed(path) and path not in self._stuck
         )
-        for path in itertools.islice(waiting, most):
+        for path in itertools.islice(waiting, limit):
             with suppress(FileNotFoundError), path.open("rb") as file:
                 # st_nlink == 0: another process already sent or packed this segment.
                 if not _lock(file.fileno()) or not os.fstat(file.fileno()).st_nlink:

@@ -398,8 +398,8 @@ class Journal:
         """Unix time at which the oldest such row was written, or now if there are none."""
         with self.changed:
             held = min((batch.since_s for batch in self._list_held()), default=time.time())
-            alone = self._unsaved[0].since_s if self._unsaved else held
-            return min(held, alone, self._spool.oldest_s)
+            unsaved_s = self._unsaved[0].since_s if self._unsaved else held
+            return min(held, unsaved_s, self._spool.oldest_s)
 
     def _list_held(self) -> Sequence[RowBatch]:
         return [

@@ -346,7 +346,7 @@ def test_sentences() -> None:
 def test_a_word_longer_than_a_window_is_cut_inside() -> None:
     tokens = TextTokens(np.arange(50, dtype="<u4").tobytes(), b"\1" + b"\0" * 49, 254)
     windows = windows_of(
-        "x" * 50, [tokens], lengths=[50], tokens=20, overlap=0, by="sentence", most=9
+        "x" * 50, [tokens], lengths=[50], tokens=20, overlap=0, by="sentence", max_windows=9
     )
     assert [(one.start, one.end, one.is_exact) for one in windows] == [
         (0, 20, False),

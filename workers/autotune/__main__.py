@@ -59,9 +59,9 @@ def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings) -> 
     with locked(artifacts_dir / "choosing.lock"):
         artifact = find_artifact(artifacts_dir, entry.name, digest)
         path = choice_path(entry, tuning, digest, artifact)
-        kept = read_choice(path)
-        if kept is not None:
-            return kept
+        kept_choice = read_choice(path)
+        if kept_choice is not None:
+            return kept_choice
         spec = SearchSpec(
             entry=entry,
             folder=folder,

@@ -139,11 +139,11 @@ def call_tokens(target: BenchmarkTarget, text: PreparedText, longest: int) -> in
 
     It minimizes relative errors, so short calls, which reveal the cost, count as much as long ones.
     """
-    opened = _load_target(target)
+    loaded = _load_target(target)
     times_s, tokens = [], []
     for count, length in _SHAPES:
         batch = [_of_length(text, min(length, longest))] * count
-        times_s.append(min(_time_s(opened, batch) for _ in range(_REPEATS)))
+        times_s.append(min(_time_s(loaded, batch) for _ in range(_REPEATS)))
         tokens.append(count * batch[0].length)
     lines = np.stack([1 / np.array(times_s), np.array(tokens) / np.array(times_s)], axis=1)
     (per_call_s, per_token_s), *_ = np.linalg.lstsq(lines, np.ones(len(times_s)), rcond=None)
@@ -159,8 +159,8 @@ def device_name(target: BenchmarkTarget) -> str:
 
 def call_s(target: BenchmarkTarget, text: PreparedText) -> float:
     """Returns how many seconds a call with one short text takes."""
-    opened, batch = _load_target(target), [_of_length(text, _SHAPES[0][1])]
-    return min(_time_s(opened, batch) for _ in range(_REPEATS))
+    loaded, batch = _load_target(target), [_of_length(text, _SHAPES[0][1])]
+    return min(_time_s(loaded, batch) for _ in range(_REPEATS))
 
 
 def peak_memory_bytes(target: BenchmarkTarget) -> int:
@@ -175,10 +175,10 @@ def _of_length(text: PreparedText, length: int) -> PreparedText:
     return PreparedText(key="", length=length, ids=(text.ids * repeats)[: 4 * length])
 
 
-def _time_s(opened: _LoadedTarget, batch: Sequence[PreparedText]) -> float:
-    began_s = opened.seconds()
-    _predict(opened.model, batch)
-    return opened.seconds() - began_s
+def _time_s(loaded: _LoadedTarget, batch: Sequence[PreparedText]) -> float:
+    began_s = loaded.seconds()
+    _predict(loaded.model, batch)
+    return loaded.seconds() - began_s
 
 
 def throughput(
@@ -186,10 +186,10 @@ def throughput(
 ) -> Throughput:
     """Returns the throughput for `texts`, grouped as in a model process, for `seconds` or more."""
     model = _load_target(target).model
-    cut = [list(range(len(texts)))]
+    batches = [list(range(len(texts)))]
     if model.pads:
-        cut = cut_by_length([text.length for text in texts], call_cost)
-    groups = [[texts[index] for index in indices] for indices in cut]
+        batches = cut_by_length([text.length for text in texts], call_cost)
+    groups = [[texts[index] for index in indices] for indices in batches]
     began_s, began_cpu_s = time.perf_counter(), time.process_time()
     rounds = 0
     while rounds == 0 or time.perf_counter() - began_s < seconds:
@@ -265,7 +265,7 @@ class BenchmarkPool:
         missing = [
             number for number in range(layout.processes) if (number, target) not in self._opened
         ]
-        begun = [
+        futures = [
             self._executors[number].submit(
                 open_model,
                 self._entry,
@@ -281,7 +281,7 @@ class BenchmarkPool:
             self._opened = {
                 (number, other) for number, other in self._opened if number not in missing
             }
-        self._gather(begun, OPEN_LIMIT_S)
+        self._gather(futures, OPEN_LIMIT_S)
         self._opened |= {(number, target) for number in missing}
 
     def _device_of(self, number: int) -> str:
@@ -309,11 +309,11 @@ class BenchmarkPool:
         self, texts: Sequence[PreparedText], call_cost: int, layout: Layout, seconds: float
     ) -> float:
         """Returns the combined rate of all processes in `layout`."""
-        begun = [
+        futures = [
             executor.submit(throughput, self._target, texts, call_cost, seconds)
             for executor in self._executors[: layout.processes]
         ]
-        measured = self._gather(begun, CALL_LIMIT_S)
+        measured = self._gather(futures, CALL_LIMIT_S)
         cores = self._machine.cores
         if self._is_gpu or (layout.threads > 1 and layout.processes < cores):
             return sum(each.texts / each.wall_s for each in measured)
@@ -326,9 +326,9 @@ class BenchmarkPool:
     ) -> Answer:
         return self._gather([self._executors[0].submit(ask, *args, **named)], CALL_LIMIT_S)[0]
 
-    def _gather(self, begun: Sequence[Future[Answer]], limit_s: float) -> list[Answer]:
+    def _gather(self, futures: Sequence[Future[Answer]], limit_s: float) -> list[Answer]:
         try:
-            return [future.result(limit_s) for future in begun]
+            return [future.result(limit_s) for future in futures]
         except TimeoutError as error:
             self._end()
             raise ModelFailed(f"timed out after {limit_s:g} s") from error

@@ -180,9 +180,9 @@ def _time_images(
     ]
     prepared = WORKER_TASKS[entry.task].preparer(entry, folder).prepare(inputs)
     work = width * height * usual.steps
-    most = max(1, min(entry.batch.max_items, entry.budget // work))
+    max_items = max(1, min(entry.batch.max_items, entry.budget // work))
     timings = []
-    for items in sorted({1, most}):
+    for items in sorted({1, max_items}):
         batch = [item for item in prepared[:items] if isinstance(item, PreparedImage)]
         try:
             # The first may include loading a GPU's kernels, as in `time_batch`.

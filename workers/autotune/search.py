@@ -121,7 +121,9 @@ def choose(
     """
     listed, findings = candidates(spec.entry, spec.artifact, spec.machine, is_gpu=spec.is_gpu)
     needed = [
-        one for number, one in enumerate(listed) if not _outdone_by(one, listed[:number], spec)
+        candidate
+        for number, candidate in enumerate(listed)
+        if not _outdone_by(candidate, listed[:number], spec)
     ]
     libraries = [LIBRARY_OF[name] for name in dict.fromkeys(backend.backend for backend in needed)]
     with BenchmarkPool(
@@ -279,10 +281,12 @@ def _outdone_by(backend: Backend, fit: Sequence[Backend], spec: SearchSpec) -> s
     """
     if (backend.backend, backend.precision) != ("torch", "fp32"):
         return ""
-    if any(one.backend == "torch" for one in fit):  # listed only if they are faster
+    if any(variant.backend == "torch" for variant in fit):  # listed only if they are faster
         return "not measured: torch is faster with fewer bits"
     is_x86_cpu = "avx2" in spec.machine.flags and not spec.is_gpu
-    if is_x86_cpu and any((one.backend, one.precision) == ("onnx", "fp32") for one in fit):
+    if is_x86_cpu and any(
+        (variant.backend, variant.precision) == ("onnx", "fp32") for variant in fit
+    ):
         return "not measured: ONNX Runtime computes fp32 faster on this CPU"
     return ""
 
@@ -323,12 +327,12 @@ def _kept_calibration(artifact: Artifact | None) -> Calibration | None:
     if artifact is None:
         return None
     try:
-        kept = read_calibration(artifact)
+        calibration = read_calibration(artifact)
     except ConfigurationError as error:
         log.warning("calibration set ignored", extra={"reason": error.message})
         return None
-    step = max(1, len(kept.texts) // CALIBRATION_TEXTS)
-    return Calibration(kept.texts[::step], kept.vectors[::step])
+    step = max(1, len(calibration.texts) // CALIBRATION_TEXTS)
+    return Calibration(calibration.texts[::step], calibration.vectors[::step])
 
 
 def mix_of(texts: Sequence[PreparedText], longest: int) -> list[PreparedText]:

@@ -117,11 +117,11 @@ def _read_options(body: bytes) -> dict[str, Any]:
     return options
 
 
-async def _run_reports(asked: dict[str, Any], settings: ReportSettings) -> RunResult:
+async def _run_reports(parameters: dict[str, Any], settings: ReportSettings) -> RunResult:
     with open_reports(settings) as reports:
-        if "only" in asked:
+        if "only" in parameters:
             return await reports.judge_hours(settings.billing_tz)
-        return await reports.run(days_asked(asked, settings.billing_tz, datetime.now(UTC)))
+        return await reports.run(days_asked(parameters, settings.billing_tz, datetime.now(UTC)))
 
 
 def _summary_of(result: RunResult) -> dict[str, Any]:

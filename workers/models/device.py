@@ -149,25 +149,25 @@ class CpuThreads:
     @contextmanager
     def computing(self) -> Iterator[None]:
         """Sets torch's thread count for one computation, and observes the result."""
-        most = torch.get_num_threads()
-        if most == 1:
+        max_threads = torch.get_num_threads()
+        if max_threads == 1:
             yield
             return
         began_s, cpu_s = self._now_s(), self._cpu_s()
         if self._watched is None:
             self._watched = began_s, self._idle_s()
-        count = min(most, self._count)
+        count = min(max_threads, self._count)
         torch.set_num_threads(count)
         try:
             yield
         finally:  # the number applies to the whole process, including its other models
-            torch.set_num_threads(most)
+            torch.set_num_threads(max_threads)
         self._wall_s += self._now_s() - began_s
         self._used_s += self._cpu_s() - cpu_s
         if self._wall_s >= _WINDOW_S:
-            self._judge(count, most)
+            self._judge(count, max_threads)
 
-    def _judge(self, count: int, most: int) -> None:
+    def _judge(self, count: int, max_threads: int) -> None:
         assert self._watched is not None, "the window has no start; this is a bug"
         now_s, idle_s = self._now_s(), self._idle_s()
         cores = self._used_s / self._wall_s
@@ -178,10 +178,10 @@ class CpuThreads:
             self._count = max(1, int(cores + 1 - _FREE))
             self._more_at_s = now_s + self._pause_s
             self._pause_s = min(2 * self._pause_s, _MAX_PAUSE_S)
-        elif count == most:
+        elif count == max_threads:
             self._pause_s = _FIRST_PAUSE_S
         elif now_s >= self._more_at_s:
-            self._count = min(most, count + int(idle + 1 - _FREE))
+            self._count = min(max_threads, count + int(idle + 1 - _FREE))
 
 
 Product: TypeAlias = Callable[[torch.Tensor], torch.Tensor]

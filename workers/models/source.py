@@ -295,9 +295,9 @@ def _file_from_bucket(source: str, revision: str, cache_dir: Path, open_bucket: 
     folder.mkdir(parents=True, exist_ok=True)
     descriptor, partial = tempfile.mkstemp(prefix=f".{place.name}-", dir=folder)
     try:
-        with open(descriptor, "wb") as opened:
+        with open(descriptor, "wb") as target:
             for chunk in obstore.get(open_bucket(bucket), path):
-                opened.write(chunk)
+                target.write(chunk)
         Path(partial).rename(file)
     except FileNotFoundError as error:
         raise _no_such(source, "the object does not exist") from error

@@ -241,13 +241,13 @@ class Baseline:
             ConfigurationError: the variant can't be loaded.
         """
         model = self._open(encoder)
-        alone = compare_vectors(self._alone(model), self.vectors)
+        unbatched = compare_vectors(self._alone(model), self.vectors)
         batched = compare_vectors(self._together(model), self.vectors)
         times_s = [(self._time_s(self._original), self._time_s(model)) for _ in range(_ROUNDS)]
         original_s, variant_s = (min(column) for column in zip(*times_s, strict=True))
         count = len(self.texts[::_TIMED_EVERY])
         return (
-            min(alone, batched, key=lambda quality: quality.cosine_min),
+            min(unbatched, batched, key=lambda quality: quality.cosine_min),
             count / variant_s,
             count / original_s,
         )
@@ -399,13 +399,13 @@ class _VariantBuilder:
     def _prune(self, path: Path) -> tuple[str, dict[str, Any]]:
         model = load_transformer(self.settings.transformer)
         parts = {"neurons": self.options.prune_neurons, "heads": self.options.prune_heads}
-        cut = prune(model, self.texts, **parts)
+        pruned = prune(model, self.texts, **parts)
         exported = self.target / ".pruned.onnx"
         export_graph(model, exported, has_types=self._has_types)
         note = fuse_graph(exported, path, model.config, has_all_heads=not parts["heads"])
         words = (
-            f"cut {cut.neurons} of {cut.of_neurons} inner neurons "
-            f"and {cut.heads} of {cut.of_heads} heads"
+            f"cut {pruned.neurons} of {pruned.of_neurons} inner neurons "
+            f"and {pruned.heads} of {pruned.of_heads} heads"
         )
         return f"{words}; {note}", {"pruned": parts}
 

@@ -143,14 +143,14 @@ class _Studio:
 
     def _run(self, pipeline: Any, seed: int, **options: Any) -> np.ndarray:
         with torch.inference_mode():
-            drawn = self._own(pipeline)(
+            output = self._own(pipeline)(
                 **options,
                 num_inference_steps=self._usual.steps,
                 guidance_scale=self._usual.guidance_scale,
                 generator=torch.Generator("cpu").manual_seed(seed),
                 output_type="np",
             )
-        return np.asarray(drawn.images[0], np.float32)
+        return np.asarray(output.images[0], np.float32)
 
 
 def _count_stored_bytes(weight: torch.Tensor) -> int:

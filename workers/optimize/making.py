@@ -95,22 +95,22 @@ def make_artifact(
     target = settings.artifacts_dir / entry.name / digest
 
     def look() -> tuple[Artifact | None, tuple[str, ...]]:
-        there = None if force else find_artifact(settings.artifacts_dir, entry.name, digest)
-        if there is None:
+        existing = None if force else find_artifact(settings.artifacts_dir, entry.name, digest)
+        if existing is None:
             return None, wanted
-        return there, missing_variants(there.manifest, wanted, tolerance_of(entry, options))
+        return existing, missing_variants(existing.manifest, wanted, tolerance_of(entry, options))
 
-    there, missing = look()
-    if there is not None and not missing:
-        output.show_found(there)
+    existing, missing = look()
+    if existing is not None and not missing:
+        output.show_found(existing)
         return
     # Several stacks may start at once on a new machine. One creates the artifact for all.
     with locked(settings.artifacts_dir / f"making-{digest}.lock"):
-        there, missing = look()
-        if there is not None and not missing:
-            output.show_found(there)
+        existing, missing = look()
+        if existing is not None and not missing:
+            output.show_found(existing)
         else:
-            _make(entry, folder, target, replace(options, variants=missing), there, output)
+            _make(entry, folder, target, replace(options, variants=missing), existing, output)
 
 
 def _describe(artifact: Artifact) -> str:
@@ -125,7 +125,7 @@ def _make(
     source: Path,
     target: Path,
     options: OptimizeOptions,
-    there: Artifact | None,
+    existing: Artifact | None,
     output: Output,
 ) -> None:
     """Creates the artifact or adds to the existing one, and shows the table.
@@ -138,7 +138,7 @@ def _make(
         with Console(stderr=True).status(f"optimizing {entry.name}"):
             optimized = _maker(entry)(entry, source, draft, options, output.say)
         output.show_made(optimized, target)
-        reused = [] if there is None else take_over(there, draft)
+        reused = [] if existing is None else take_over(existing, draft)
         accepted = [verdict.variant for verdict in optimized.verdicts if verdict.is_accepted]
         if not reused and not accepted:
             refusals = "; ".join(
@@ -148,16 +148,16 @@ def _make(
                 f"{entry.name}: no variant was accepted, so nothing was written ({refusals})"
             )
         manifest = _manifest(entry, digest, reused + accepted)
-        refused = _list_refused(there, optimized.verdicts, tolerance_of(entry, options))
+        refused = _list_refused(existing, optimized.verdicts, tolerance_of(entry, options))
         write_manifest(draft, msgspec.structs.replace(manifest, refused=refused))
     output.say(f"wrote {target}")
 
 
 def _list_refused(
-    there: Artifact | None, verdicts: Sequence[Verdict], tolerance: float
+    existing: Artifact | None, verdicts: Sequence[Verdict], tolerance: float
 ) -> dict[str, float]:
     """Returns the tolerance that each rejected variant missed, now or in the existing artifact."""
-    refused = {} if there is None else dict(there.manifest.refused)
+    refused = {} if existing is None else dict(existing.manifest.refused)
     for verdict in verdicts:
         if verdict.is_accepted:
             refused.pop(verdict.variant.name, None)

@@ -108,8 +108,8 @@ class ModelScheduler:
             return Idle(None)
         if due_s[first] <= now_s:
             return first
-        if here := [model for model in waiting if model in resident]:
-            return min(here, key=self._served_s.__getitem__)
+        if loaded := [model for model in waiting if model in resident]:
+            return min(loaded, key=self._served_s.__getitem__)
         worth_s = {model: self._worth_s(model, queues[model], free_since_s) for model in waiting}
         best = min(waiting, key=worth_s.__getitem__)
         return best if worth_s[best] <= now_s else Idle(min(worth_s[best], due_s[first]))

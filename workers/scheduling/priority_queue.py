@@ -410,9 +410,9 @@ class PriorityQueue:
         def part_of(queued: QueuedItem) -> float:
             return max(1 / queue.max_items, _room_of(queued) / self._full_budget)
 
-        def fits(first: QueuedItem, kept: list[QueuedItem]) -> bool:
-            has_room = self._room_taken(kept) + _room_of(first) <= queue.budget
-            return len(kept) < queue.max_items and has_room
+        def fits(first: QueuedItem, items: list[QueuedItem]) -> bool:
+            has_room = self._room_taken(items) + _room_of(first) <= queue.budget
+            return len(items) < queue.max_items and has_room
 
         chosen = (
             to_preempt(first, inside, part_of, partial(fits, first))
@@ -432,15 +432,15 @@ class PriorityQueue:
 
         `batch` priority gets what `BatchPriorityPolicy` leaves for it.
         """
-        queue, here = self._interactive, list(inside)
+        queue, members = self._interactive, list(inside)
         may_take = self._slot_limit(processes * queue.max_items, now_s)
-        within = sum(self._queue_of(queued) is queue for queued in here)
-        at_most = min(queue.max_items - len(here), self._share(processes, queue) - within)
-        here += self._take_turns(queue, here, at_most, is_wanted, may_take)
-        if (admitted := here[len(inside) :]) and len(self._batch):
+        within = sum(self._queue_of(queued) is queue for queued in members)
+        at_most = min(queue.max_items - len(members), self._share(processes, queue) - within)
+        members += self._take_turns(queue, members, at_most, is_wanted, may_take)
+        if (admitted := members[len(inside) :]) and len(self._batch):
             self._policy.observe_interactive_batch(_work(admitted), 0)
-        at_most = self._room_of_batch_priority(here, now_s)
-        if batch := self._take_turns(self._batch, here, at_most, is_wanted, may_take):
+        at_most = self._room_of_batch_priority(members, now_s)
+        if batch := self._take_turns(self._batch, members, at_most, is_wanted, may_take):
             has_delayed = len(self._interactive) > 0
             self._policy.observe_turn(_work(batch), has_delayed=has_delayed, is_urgent=False)
         return admitted + batch
@@ -465,7 +465,7 @@ class PriorityQueue:
     def _take_turns(
         self,
         queue: BatchQueue[QueuedItem],
-        here: Sequence[QueuedItem],
+        batch: Sequence[QueuedItem],
         at_most: int,
         is_wanted: Callable[[QueuedItem], bool],
         may_take: Callable[[QueuedItem], bool],
@@ -476,13 +476,13 @@ class PriorityQueue:
         would wait forever.
         """
         admitted: list[QueuedItem] = []
-        if not here:
+        if not batch:
             admitted = queue.take_in_turn(
                 min(1, at_most), inf, is_wanted=is_wanted, may_take=may_take
             )
             if not admitted:
                 return []
-        key, used_work = (here or admitted)[0].key, self._room_taken([*here, *admitted])
+        key, used_work = (batch or admitted)[0].key, self._room_taken([*batch, *admitted])
         at_most -= len(admitted)
         return admitted + queue.take_in_turn(
             at_most,
@@ -505,16 +505,16 @@ class PriorityQueue:
             for queued in inside
         )
 
-    def _room_of_batch_priority(self, here: Sequence[QueuedItem], now_s: float) -> int:
+    def _room_of_batch_priority(self, batch: Sequence[QueuedItem], now_s: float) -> int:
         """Returns how many items with `batch` priority may be admitted.
 
         They leave the remaining slots to interactive items, if any have arrived recently. While
         interactive items are waiting, one `batch` item is admitted when it is owed.
         """
         queue = self._batch
-        at_most = queue.max_items - len(here)
+        at_most = queue.max_items - len(batch)
         if self._policy.is_interactive(now_s):
-            within = sum(queued.priority == "batch" for queued in here)
+            within = sum(queued.priority == "batch" for queued in batch)
             at_most = min(at_most, max(1, int(queue.max_items * BATCH_SLOTS_SHARE)) - within)
         if len(self._interactive):
             first = queue.earliest()

@@ -223,7 +223,7 @@ def _run(
             records = Records(redis)
 
             async def of(model: str) -> Done:
-                async with held_letters(broker, records, model, most=limit) as held:
+                async with held_letters(broker, records, model, max_letters=limit) as held:
                     return await act(held)
 
             return await asyncio.gather(*map(of, models))

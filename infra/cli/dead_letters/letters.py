@@ -144,9 +144,9 @@ async def held_letters(
     records: Records,
     model: str,
     *,
-    most: int,
+    max_letters: int,
 ) -> AsyncIterator[HeldLetters]:
-    """Holds up to `most` of a model's dead letters.
+    """Holds up to `max_letters` of a model's dead letters.
 
     Letters that are not acked are returned at the end.
 
@@ -155,13 +155,13 @@ async def held_letters(
     """
     async with transport.subscribe(
         dead_letter_subscription_id(model),
-        max_messages=most,
+        max_messages=max_letters,
         max_bytes=HELD_MAX_BYTES,
         ack_deadline_s=ACK_DEADLINE_S,
     ) as subscription:
         messages: list[ReceivedMessage] = []
         received = aiter(subscription)
-        while len(messages) < most:
+        while len(messages) < max_letters:
             try:
                 async with asyncio.timeout(NEXT_WAIT_S if messages else FIRST_WAIT_S):
                     messages.append(await anext(received))

@@ -108,8 +108,8 @@ class PubSubAdmin:
 
     async def missing_subscriptions(self, subscription_ids: list[str]) -> list[str]:
         """Returns the `subscription_ids` that do not exist, in order."""
-        there = set(await self.list_subscriptions())
-        return [name for name in subscription_ids if name not in there]
+        existing = set(await self.list_subscriptions())
+        return [name for name in subscription_ids if name not in existing]
 
     async def list_topics(self) -> list[str]:
         return [

@@ -382,11 +382,11 @@ class AckQueue:
 
 def take_ids(ids: deque[str]) -> list[str]:
     """Takes as many IDs from the queue as fit in one request."""
-    taken: list[str] = []
+    batch: list[str] = []
     size_bytes = 0
-    while ids and len(taken) < REQUEST_LIMIT_IDS:
+    while ids and len(batch) < REQUEST_LIMIT_IDS:
         size_bytes += len(ids[0]) + 4
-        if taken and size_bytes > REQUEST_LIMIT_BYTES:
+        if batch and size_bytes > REQUEST_LIMIT_BYTES:
             break
-        taken.append(ids.popleft())
-    return taken
+        batch.append(ids.popleft())
+    return batch

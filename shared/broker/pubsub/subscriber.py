@@ -366,9 +366,9 @@ class StreamSubscription:
         while len(self._streams) > 1 and held - self._streams[-1].max_messages >= max_messages:
             held -= self._end_streams(len(self._streams) - 1)
 
-    def _end_streams(self, kept: int) -> int:
-        """Closes all but the first `kept` streams. Returns how many messages they had room for."""
-        ended, self._streams = self._streams[kept:], self._streams[:kept]
+    def _end_streams(self, count: int) -> int:
+        """Closes all but the first `count` streams. Returns how many messages they had room for."""
+        ended, self._streams = self._streams[count:], self._streams[:count]
         for stream in ended:
             ending = asyncio.create_task(stream.stop())
             self._ending.add(ending)

@@ -83,8 +83,8 @@ class BrokerConnection:
 
     async def _open_channel(self, confirms: bool) -> Channel:
         connection = await self._connect()
-        opened = await connection.channel(publisher_confirms=confirms, on_return_raises=False)
-        return cast(Channel, opened)
+        channel = await connection.channel(publisher_confirms=confirms, on_return_raises=False)
+        return cast(Channel, channel)
 
     async def _connect(self) -> Connection:
         async with self._lock:

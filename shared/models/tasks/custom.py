@@ -563,13 +563,13 @@ def _check_work(entry: CatalogEntry, interface: ModelInterface) -> None:
     Raises:
         ValueError: the limits are missing or superfluous.
     """
-    most = entry.work.max
-    if interface.weighs and most is None:
+    max_work = entry.work.max
+    if interface.weighs and max_work is None:
         raise ValueError(
             "work.max: is required because the class has work(); set it to the maximum work "
             "of an input"
         )
-    if not interface.weighs and (most is not None or entry.batch.max_work is not None):
+    if not interface.weighs and (max_work is not None or entry.batch.max_work is not None):
         raise ValueError(
             "work.max, batch.max_work: require a class with work(); omit them otherwise"
         )
@@ -582,8 +582,10 @@ def check_flow_api(api: ServedApi, interface: ModelInterface) -> None:
     if api == "ocr" and _gives_pages_apart(output):
         return
     if (_kind(output), _kind(output.get("items", {}))) != ("array", "object"):
-        apart = ", or pages and numbers" if api == "ocr" else ""
-        raise ValueError(f"api: {api}: the flow must return a list of {_ELEMENTS[api]}{apart}")
+        alternative = ", or pages and numbers" if api == "ocr" else ""
+        raise ValueError(
+            f"api: {api}: the flow must return a list of {_ELEMENTS[api]}{alternative}"
+        )
 
 
 def _check_api(api: ServedApi, interface: ModelInterface) -> None:
@@ -594,8 +596,8 @@ def _check_api(api: ServedApi, interface: ModelInterface) -> None:
         raise ValueError(
             f"api: {api}: the class must return Iterator[dict[str, Any]], its {_ELEMENTS[api]}"
         )
-    said = element if interface.streams else interface.output
-    if api == "speech" and (interface.streams == "text" or _kind(said) != "file"):
+    output = element if interface.streams else interface.output
+    if api == "speech" and (interface.streams == "text" or _kind(output) != "file"):
         raise ValueError(
             f"api: {api}: the class must return Path (the speech file) or Iterator[Path]"
         )

@@ -231,10 +231,10 @@ def batch_of_tokens(entry: CatalogEntry, tokens: int) -> Batch:
     At most the entry's limits, with proportionally fewer items, but not fewer than usual.
     """
     batch = entry.batch
-    most = batch.max_tokens or MAX_BATCH_TOKENS
-    if tokens >= most:
+    max_tokens = batch.max_tokens or MAX_BATCH_TOKENS
+    if tokens >= max_tokens:
         return batch
-    items = max(min(batch.max_items, USUAL_BATCH_ITEMS), batch.max_items * tokens // most)
+    items = max(min(batch.max_items, USUAL_BATCH_ITEMS), batch.max_items * tokens // max_tokens)
     return batch.model_copy(update={"max_tokens": tokens, "max_items": items})
 
 

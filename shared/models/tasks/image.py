@@ -161,20 +161,20 @@ class ImageInput(TaskInput, tag="image"):
         """
         size = (self.width, self.height, self.steps)
         guidance = float(self.guidance_scale)
-        drawn: tuple[object, ...] = (guidance, self.seed, self.scheduler)
-        drawn += (self.prompt, self.negative_prompt)
+        options: tuple[object, ...] = (guidance, self.seed, self.scheduler)
+        options += (self.prompt, self.negative_prompt)
         # Only if they are set, so that the keys of other requests stay the same.
         if self.clip_skip or self.guidance_rescale:
-            drawn += (self.clip_skip or 0, float(self.guidance_rescale))
+            options += (self.clip_skip or 0, float(self.guidance_rescale))
         if (chosen := self.adapter) is not None:
-            drawn += ("adapter", chosen.name, chosen.version, float(chosen.scale))
+            options += ("adapter", chosen.name, chosen.version, float(chosen.scale))
         guided = tuple(guide.cache_form() for guide in self.guides)
         if self.image is None:
-            return ("image", size, drawn, *guided)
+            return ("image", size, options, *guided)
         strength = None if self.strength is None else float(self.strength)
         source = (self.image.identity, strength)
         masked = () if self.mask is None else (self.mask.identity,)
-        return ("image", size, drawn, *source, *masked, *guided)
+        return ("image", size, options, *source, *masked, *guided)
 
 
 class ImagesInput(TaskInput, tag="images"):
@@ -317,12 +317,12 @@ def _no_such_adapter(entry: CatalogEntry, name: str, takes_urls: bool) -> str:
     adapters, urls = entry.image.adapters, entry.image.adapter_urls if takes_urls else None
     if not adapters and urls is None:
         return f"{entry.name} does not support adapters; omit it"
-    told = [", ".join(list(adapters)[:_MAX_TOLD])] if adapters else []
+    available = [", ".join(list(adapters)[:_MAX_TOLD])] if adapters else []
     if len(adapters) > _MAX_TOLD:
-        told[0] += f" and {len(adapters) - _MAX_TOLD} more"
+        available[0] += f" and {len(adapters) - _MAX_TOLD} more"
     if urls is not None:
-        told.append(f"files by URL under {', '.join(urls.allowed)}")
-    return f"{name[:80]!r} is not an adapter of {entry.name}; it has {', and '.join(told)}"
+        available.append(f"files by URL under {', '.join(urls.allowed)}")
+    return f"{name[:80]!r} is not an adapter of {entry.name}; it has {', and '.join(available)}"
 
 
 def step_fields(entry: CatalogEntry) -> dict[str, Any]:

@@ -98,10 +98,10 @@ def unmet(folder: Path) -> list[str]:
     return [*_find_other_cog(requested), *_find_other_python(requested)]
 
 
-def _find_other_cog(asked: AskedPackages) -> list[str]:
-    lines = list(asked.lines)
-    if asked.file is not None:
-        lines += asked.file.read_text(encoding="utf-8", errors="replace").splitlines()
+def _find_other_cog(packages: AskedPackages) -> list[str]:
+    lines = list(packages.lines)
+    if packages.file is not None:
+        lines += packages.file.read_text(encoding="utf-8", errors="replace").splitlines()
     ours = f"cog=={version('cog')}"
     pinned = [line.split("#")[0].strip() for line in lines if _COG.match(line)]
     return [
@@ -111,17 +111,19 @@ def _find_other_cog(asked: AskedPackages) -> list[str]:
     ]
 
 
-def _find_other_python(asked: AskedPackages) -> list[str]:
+def _find_other_python(packages: AskedPackages) -> list[str]:
     ours = _our_python()
-    if not asked.python_version or _has_version(ours, asked.python_version):
+    if not packages.python_version or _has_version(ours, packages.python_version):
         return []
-    if not asked:
+    if not packages:
         reason = f"a class without custom packages runs with the worker's Python, {ours.version}"
-    elif _has_version(_interpreter(asked.python_version), asked.python_version):
+    elif _has_version(_interpreter(packages.python_version), packages.python_version):
         return []
     else:
         reason = f"this Python is not installed on this machine; the class runs with {ours.version}"
-    return [f"cog.yaml: build.python_version {asked.python_version} has no effect here: {reason}"]
+    return [
+        f"cog.yaml: build.python_version {packages.python_version} has no effect here: {reason}"
+    ]
 
 
 def _our_python() -> Interpreter:
@@ -152,13 +154,13 @@ def _interpreter(wanted: str) -> Interpreter:
     return Interpreter(path, completed.stdout.strip()) if completed.returncode == 0 else ours
 
 
-def _digest(folder: Path, asked: AskedPackages, base: Interpreter) -> str:
-    files = _read_included(folder, asked.file) if asked.file else {}
+def _digest(folder: Path, packages: AskedPackages, base: Interpreter) -> str:
+    files = _read_included(folder, packages.file) if packages.file else {}
     if (overrides := folder / OVERRIDES).is_file():
         files |= _read_included(folder, overrides)
     whole = {
         "files": {name: hashlib.sha256(data).hexdigest() for name, data in files.items()},
-        "lines": asked.lines,
+        "lines": packages.lines,
         "python": [base.version, os.path.realpath(base.path), platform.machine()],
         "cog": version("cog"),
     }
@@ -206,7 +208,7 @@ def _is_whole(target: Path) -> bool:
     return (target / "bin" / "python").exists()
 
 
-def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -> None:
+def _make(folder: Path, packages: AskedPackages, base: Interpreter, target: Path) -> None:
     until_s = time.monotonic() + INSTALL_LIMIT_S
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -216,7 +218,7 @@ def _make(folder: Path, asked: AskedPackages, base: Interpreter, target: Path) -
             for leftover in target.parent.glob(f".{target.name}-*"):
                 shutil.rmtree(leftover, ignore_errors=True)  # from a process that was killed
             with _partial(target) as partial:
-                _install(folder, asked, base, partial, until_s)
+                _install(folder, packages, base, partial, until_s)
                 shutil.rmtree(target, ignore_errors=True)
                 partial.rename(target)
     except OSError as error:
@@ -261,7 +263,7 @@ def _partial(target: Path) -> Iterator[Path]:
 
 
 def _install(
-    folder: Path, asked: AskedPackages, base: Interpreter, partial: Path, until_s: float
+    folder: Path, wanted: AskedPackages, base: Interpreter, partial: Path, until_s: float
 ) -> None:
     print(f"{folder}: installing its packages", file=sys.stderr, flush=True)
     cache = Path(os.environ.get("UV_CACHE_DIR") or partial.parent / "cache").resolve()
@@ -273,7 +275,7 @@ def _install(
         # Package scripts find the interpreter even after the environment is renamed.
         new = [uv, "venv", "--quiet", "--no-project", "--relocatable", "--no-python-downloads"]
         python = str(partial / "bin" / "python")
-        packages = [*asked.lines, *(["--requirement", str(asked.file)] if asked.file else [])]
+        packages = [*wanted.lines, *(["--requirement", str(wanted.file)] if wanted.file else [])]
         if (overrides := folder / OVERRIDES).is_file():  # replaces packages' requirements
             packages += ["--overrides", str(overrides)]
         ours = Path(scratch, "cog.txt")  # even if its requirements or a package pin another version

@@ -219,10 +219,10 @@ class DiskUse:
         with self._turn:
             began_s = time.monotonic()
             self._free_bytes, self._free_files = _free_room(self._scratch)
-            counted: set[tuple[int, int]] = set()
-            size_bytes, reason = self._below_scratch(counted)
-            size_bytes += sum(self._open_bytes(pid, counted) for pid in family)
-            size_bytes += self._outside_bytes(counted)
+            seen: set[tuple[int, int]] = set()
+            size_bytes, reason = self._below_scratch(seen)
+            size_bytes += sum(self._open_bytes(pid, seen) for pid in family)
+            size_bytes += self._outside_bytes(seen)
             self._bytes = size_bytes - self._before_bytes
             self._counted_s = time.monotonic()
             self._took_s = self._counted_s - began_s
@@ -252,7 +252,7 @@ class DiskUse:
         first_bytes = self._first_bytes or 0
         return self._bytes - first_bytes > (self.limit_bytes - first_bytes) / 2
 
-    def _below_scratch(self, counted: set[tuple[int, int]]) -> tuple[int, str]:
+    def _below_scratch(self, seen: set[tuple[int, int]]) -> tuple[int, str]:
         waiting, size_bytes = [str(self._scratch)], 0
         self._entries = 0
         while waiting:
@@ -267,7 +267,7 @@ class DiskUse:
                             )
                         with contextlib.suppress(FileNotFoundError):
                             status = entry.stat(follow_symlinks=False)
-                            size_bytes += _count_bytes(status, counted)
+                            size_bytes += _count_bytes(status, seen)
                             if stat.S_ISDIR(status.st_mode):
                                 waiting.append(entry.path)
             except (FileNotFoundError, NotADirectoryError):
@@ -276,7 +276,7 @@ class DiskUse:
                 return size_bytes, f"it has an unreadable folder: {error.strerror}"
         return size_bytes, ""
 
-    def _open_bytes(self, pid: int, counted: set[tuple[int, int]]) -> int:
+    def _open_bytes(self, pid: int, seen: set[tuple[int, int]]) -> int:
         """Returns the size of uncounted files that a process has open for writing."""
         size_bytes, folder = 0, _PROC / str(pid)
         with contextlib.suppress(OSError):
@@ -285,15 +285,15 @@ class DiskUse:
                     status = os.stat(folder / "fd" / name)
                     is_ours = stat.S_ISREG(status.st_mode) and status.st_dev in self.devices
                     identity = (status.st_dev, status.st_ino)
-                    if not is_ours or identity in counted or not _is_written(folder, name):
+                    if not is_ours or identity in seen or not _is_written(folder, name):
                         continue
                     if status.st_nlink and len(self._outside) < MAX_OUTSIDE:
                         self._outside[os.readlink(folder / "fd" / name)] = identity
                     else:
-                        size_bytes += _count_bytes(status, counted)
+                        size_bytes += _count_bytes(status, seen)
         return size_bytes
 
-    def _outside_bytes(self, counted: set[tuple[int, int]]) -> int:
+    def _outside_bytes(self, seen: set[tuple[int, int]]) -> int:
         size_bytes = 0
         for path, identity in list(self._outside.items()):
             status = None
@@ -301,8 +301,8 @@ class DiskUse:
                 status = os.stat(path, follow_symlinks=False)
             if status is None or (status.st_dev, status.st_ino) != identity:
                 del self._outside[path]
-            elif identity not in counted:
-                size_bytes += _count_bytes(status, counted)
+            elif identity not in seen:
+                size_bytes += _count_bytes(status, seen)
         return size_bytes
 
 
@@ -312,12 +312,12 @@ def _free_room(folder: Path) -> tuple[int, int]:
     return system.f_bavail * system.f_frsize, system.f_favail
 
 
-def _count_bytes(status: os.stat_result, counted: set[tuple[int, int]]) -> int:
+def _count_bytes(status: os.stat_result, seen: set[tuple[int, int]]) -> int:
     """Returns a file's bytes on disk, or 0 if already counted under another name."""
     identity = (status.st_dev, status.st_ino)
-    if identity in counted:
+    if identity in seen:
         return 0
-    counted.add(identity)
+    seen.add(identity)
     return status.st_blocks * 512  # always in units of this size (stat(2))
 
 

@@ -164,11 +164,11 @@ def _work_per_item(entry: Model, folder: Path, inputs: Sequence[PreparedCustom])
         aside.close()
 
 
-def _sizes(most: int) -> list[int]:
+def _sizes(maximum: int) -> list[int]:
     """Returns 1, 2, 4 and so on, followed by the maximum."""
     sizes = [1]
-    while sizes[-1] < most:
-        sizes.append(min(2 * sizes[-1], most))
+    while sizes[-1] < maximum:
+        sizes.append(min(2 * sizes[-1], maximum))
     return sizes
 
 

@@ -72,8 +72,8 @@ class PublicLogs:
             text, self._held = "", ""
         new = self._held + printed.text[max(0, self._seen - printed.left_out) :]
         self._seen = printed.end
-        begun = None if is_all else _BEGUN.search(new, max(0, len(new) - MAX_PATH_CHARS))
-        whole = len(new) if begun is None else begun.start(1)
+        partial_path = None if is_all else _BEGUN.search(new, max(0, len(new) - MAX_PATH_CHARS))
+        whole = len(new) if partial_path is None else partial_path.start(1)
         self._held = new[whole:]
         text += self._paths.remove(new[:whole])
         extra = max(0, len(text) - MAX_LOG_CHARS)

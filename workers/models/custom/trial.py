@@ -122,10 +122,10 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
     files = zip(frame.message["files"], frame.blobs, strict=True)
     for number, (where, data) in enumerate(files, count):
         suffix = Path(where["name"]).suffix or mimetypes.guess_extension(where["media_type"]) or ""
-        counted = f"-{number}" if number else ""
-        path = out.with_stem(out.stem + counted)
+        suffix_number = f"-{number}" if number else ""
+        path = out.with_stem(out.stem + suffix_number)
         if out.is_dir():
-            path = out / f"output{counted}{suffix}"
+            path = out / f"output{suffix_number}{suffix}"
         _write(path, data)
         place: Any = whole
         # A piece's paths start with its number.

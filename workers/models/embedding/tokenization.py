@@ -122,11 +122,11 @@ class TextPreparer:
         self, ids: list[int], type_ids: Sequence[int], truncate: Truncate, max_tokens: int = 0
     ) -> PreparedText | BadInput:
         own = len(self._prefix) + len(self._prompt_ids) + len(self._suffix)
-        most = min(self._settings.max_length, (max_tokens + own) if max_tokens else 2**31)
-        beyond = len(ids) - most
+        limit = min(self._settings.max_length, (max_tokens + own) if max_tokens else 2**31)
+        beyond = len(ids) - limit
         if beyond > 0:
             if truncate == "none":
-                return too_long(len(ids), most)
+                return too_long(len(ids), limit)
             at = self._cut_at(ids, beyond, truncate)
             ids, type_ids = (
                 [*ids[:at], *ids[at + beyond :]],

@@ -104,10 +104,11 @@ class EngineClient:
             shares_with_all=self._entry.cache.scope == "global",
         )
         loaded_s = time.monotonic()
-        most, wanted = await process.context_tokens(), self._entry.generation.context_tokens
-        if most < wanted:
+        limit, wanted = await process.context_tokens(), self._entry.generation.context_tokens
+        if limit < wanted:
             raise ConfigurationError(
-                f"generation.context_tokens: {wanted} exceeds the model's maximum of {most} tokens",
+                f"generation.context_tokens: {wanted} exceeds the model's maximum of {limit} "
+                "tokens",
                 field="generation.context_tokens",
             )
         await self._warm_up(self._engine)

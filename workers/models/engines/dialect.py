@@ -56,7 +56,7 @@ class Launch:
 
 
 @dataclass(frozen=True)
-class Asked:
+class EngineRequest:
     """A request to the engine: the tokens to read, and how many to generate after them.
 
     `slot`, `salt`: only requests with the same slot, or the same salt, share the results for
@@ -131,7 +131,7 @@ class EngineDialect(ABC):
         """
 
     @abstractmethod
-    async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
+    async def ask(self, post: Post, item: PreparedPrompt, request: EngineRequest) -> Reply:
         """Reads and generates tokens. Does not apply the item's schema or penalties.
 
         Raises:
@@ -139,7 +139,9 @@ class EngineDialect(ABC):
         """
 
     @abstractmethod
-    def stream(self, post: Post, item: PreparedPrompt, asked: Asked) -> AsyncGenerator[list[Reply]]:
+    def stream(
+        self, post: Post, item: PreparedPrompt, request: EngineRequest
+    ) -> AsyncGenerator[list[Reply]]:
         """Yields the rest of a text as it is generated: lists of replies that arrived together.
 
         Raises:

@@ -21,7 +21,7 @@ from shared.errors import ModelFailed
 from shared.models.tasks import Result
 from shared.models.tasks.text import TokenChunk
 from workers.models.base import PreparedPrompt
-from workers.models.engines.dialect import Asked, EngineDialect, Post, Reply
+from workers.models.engines.dialect import EngineDialect, EngineRequest, Post, Reply
 from workers.models.engines.slots import EngineSlots, ReadingPermit, ReadingPermits
 from workers.models.generation.vocabulary import Vocabulary
 from workers.models.generation.writing import IDS, Writing
@@ -103,7 +103,7 @@ class EngineGeneration:
         permit: ReadingPermit | None = None
         try:
             salt = self.item.owner or secrets.token_hex()
-            request = Asked(ids, place.number, salt, keeps=bool(known))
+            request = EngineRequest(ids, place.number, salt, keeps=bool(known))
             while True:
                 is_last = len(ids) - known <= part_tokens
                 end = len(ids) if is_last else known + part_tokens
@@ -128,21 +128,21 @@ class EngineGeneration:
         self,
         dialect: EngineDialect,
         post: Post,
-        asked: Asked,
+        request: EngineRequest,
         permit: ReadingPermit,
         unread: int,
         on_work: OnWork,
     ) -> None:
         while self.writing.finish is None:
             counts, known = self._cached_tokens is None, len(self.writing.ids)
-            asked = replace(asked, ids=self.ids, counts=counts, echoes=self._must_echo)
+            request = replace(request, ids=self.ids, counts=counts, echoes=self._must_echo)
             if self._must_go_in_pieces() or not dialect.can_stream(
                 self.item, has_written=bool(self.writing.ids)
             ):
-                replies = self._write_piece(dialect, post, asked)
+                replies = self._write_piece(dialect, post, request)
             else:
                 tokens = self.item.max_tokens - len(self.writing.ids)
-                replies = dialect.stream(post, self.item, replace(asked, tokens=tokens))
+                replies = dialect.stream(post, self.item, replace(request, tokens=tokens))
             async with aclosing(replies):
                 async for together in replies:
                     for reply in together:
@@ -159,22 +159,22 @@ class EngineGeneration:
             has_progressed = self._has_lost or len(self.writing.ids) > known
             if self.writing.finish is None and not has_progressed:
                 raise ModelFailed("the engine returned a response without tokens")
-            asked = replace(asked, keeps=True)
+            request = replace(request, keeps=True)
 
     def _must_go_in_pieces(self) -> bool:
         return self._has_lost or self.writing.must_end_number
 
     async def _write_piece(
-        self, dialect: EngineDialect, post: Post, asked: Asked
+        self, dialect: EngineDialect, post: Post, request: EngineRequest
     ) -> AsyncGenerator[list[Reply]]:
         """Writes the next tokens."""
-        if asked.echoes:
-            yield [await dialect.ask(post, self.item, asked)]
+        if request.echoes:
+            yield [await dialect.ask(post, self.item, request)]
         bias, allowed = self._penalties(), self.writing.allowed()
-        most = PIECE_TOKENS if bias is None and allowed is None else 1
-        tokens = min(most, self.item.max_tokens - len(self.writing.ids))
-        asked = replace(asked, tokens=tokens, bias=bias, allowed=allowed)
-        yield [await dialect.ask(post, self.item, asked)]
+        max_tokens = PIECE_TOKENS if bias is None and allowed is None else 1
+        tokens = min(max_tokens, self.item.max_tokens - len(self.writing.ids))
+        request = replace(request, tokens=tokens, bias=bias, allowed=allowed)
+        yield [await dialect.ask(post, self.item, request)]
 
     def _penalties(self) -> dict[int, float] | None:
         """Returns the logit biases for just the next token, or None if there is only logit_bias."""

@@ -22,8 +22,8 @@ from shared.models.catalog import Model
 from workers.models.base import OutOfMemory, PreparedPrompt
 from workers.models.engines.dialect import (
     CUT,
-    Asked,
     EngineDialect,
+    EngineRequest,
     Hardware,
     Launch,
     Post,
@@ -93,18 +93,18 @@ class LlamaCpp(EngineDialect):
         is_begun = bool(item.json_schema) and has_written
         return item.logprobs < 0 and not penalizes and not is_begun
 
-    async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
-        answer = await _ask(post, request_of(item, asked))
+    async def ask(self, post: Post, item: PreparedPrompt, request: EngineRequest) -> Reply:
+        answer = await _ask(post, request_of(item, request))
         reply = Reply(answer.tokens, cached_tokens=answer.cached_tokens, has_ended=answer.has_ended)
-        if item.logprobs >= 0 and asked.tokens:
-            await self._add_chances(post, item, asked, answer, reply)
+        if item.logprobs >= 0 and request.tokens:
+            await self._add_chances(post, item, request, answer, reply)
         return reply
 
     async def stream(
-        self, post: Post, item: PreparedPrompt, asked: Asked
+        self, post: Post, item: PreparedPrompt, request: EngineRequest
     ) -> AsyncGenerator[list[Reply]]:
         count, is_whole = 0, False
-        async with post(PATH, request_of(item, asked, streams=True)) as response:
+        async with post(PATH, request_of(item, request, streams=True)) as response:
             if response.status != 200:
                 decode_answer(await response.read())
             async for events in read_events(response):
@@ -141,7 +141,7 @@ class LlamaCpp(EngineDialect):
         return Reply(cached_tokens=answer.cached_tokens, has_lost=True)
 
     async def _add_chances(
-        self, post: Post, item: PreparedPrompt, asked: Asked, answer: Answer, reply: Reply
+        self, post: Post, item: PreparedPrompt, request: EngineRequest, answer: Answer, reply: Reply
     ) -> None:
         """Adds log probabilities. The server omits tokens that start a character."""
         by_token = iter(answer.completion_probabilities)
@@ -152,12 +152,12 @@ class LlamaCpp(EngineDialect):
                 rows.append(candidate.row())
                 candidate = next(by_token, None)
             else:
-                ids = [*asked.ids, *answer.tokens[:at]]
-                rows.append(await self._look_up(post, item, replace(asked, ids=ids), token))
+                ids = [*request.ids, *answer.tokens[:at]]
+                rows.append(await self._look_up(post, item, replace(request, ids=ids), token))
         reply.chances = rows
 
     async def _look_up(
-        self, post: Post, item: PreparedPrompt, asked: Asked, token: int
+        self, post: Post, item: PreparedPrompt, request: EngineRequest, token: int
     ) -> dict[int, float]:
         """Returns the log probabilities for a token and for the most likely tokens.
 
@@ -165,9 +165,9 @@ class LlamaCpp(EngineDialect):
         tokens that it would have preferred.
         """
         bias = {self.vocabulary.plain_token: _FORCING}
-        forced = replace(asked, tokens=1, keeps=True, bias=bias, allowed=None)
-        for most in (_LOOKED_UP, self.vocabulary.size):
-            answer = await _ask(post, request_of(item, forced) | {"n_probs": most})
+        forced = replace(request, tokens=1, keeps=True, bias=bias, allowed=None)
+        for count in (_LOOKED_UP, self.vocabulary.size):
+            answer = await _ask(post, request_of(item, forced) | {"n_probs": count})
             best = answer.completion_probabilities[0].top_logprobs
             for candidate in best:
                 if candidate.id == token:
@@ -226,16 +226,18 @@ def weights_in(folder: Path) -> Path:
     )
 
 
-def request_of(item: PreparedPrompt, asked: Asked, *, streams: bool = False) -> dict[str, Any]:
+def request_of(
+    item: PreparedPrompt, request: EngineRequest, *, streams: bool = False
+) -> dict[str, Any]:
     """Returns a request's body. Only a stream follows the item's schema."""
     # The same random numbers are not reused after earlier tokens.
-    seed = np.random.SeedSequence((item.seed % 2**64, len(asked.ids))).generate_state(1)[0]
+    seed = np.random.SeedSequence((item.seed % 2**64, len(request.ids))).generate_state(1)[0]
     return {
         **_NEUTRAL,
-        "prompt": asked.ids,
-        "id_slot": asked.slot,
-        "cache_prompt": asked.keeps,
-        "n_predict": asked.tokens,
+        "prompt": request.ids,
+        "id_slot": request.slot,
+        "cache_prompt": request.keeps,
+        "n_predict": request.tokens,
         "stream": streams,
         "return_progress": streams,
         "return_tokens": True,
@@ -248,23 +250,23 @@ def request_of(item: PreparedPrompt, asked: Asked, *, streams: bool = False) -> 
         "repeat_penalty": item.repetition_penalty,
         # All tokens in the prompt and the text.
         "repeat_last_n": item.length if item.repetition_penalty != 1 else 0,
-        "logit_bias": list(_bias(item, asked).items()),
+        "logit_bias": list(_bias(item, request).items()),
         "seed": int(seed) % _SEEDS,
         "n_probs": max(1, item.logprobs) if item.logprobs >= 0 else 0,
         "grammar": grammar_of(item.json_schema, _SPACES) if streams and item.json_schema else "",
     }
 
 
-def _bias(item: PreparedPrompt, asked: Asked) -> Mapping[int, float]:
-    bias = item.logit_bias if asked.bias is None else asked.bias
-    if asked.allowed is None:
+def _bias(item: PreparedPrompt, request: EngineRequest) -> Mapping[int, float]:
+    bias = item.logit_bias if request.bias is None else request.bias
+    if request.allowed is None:
         return bias
-    excluded = np.flatnonzero(~asked.allowed)
-    if 2 * len(excluded) <= len(asked.allowed):
+    excluded = np.flatnonzero(~request.allowed)
+    if 2 * len(excluded) <= len(request.allowed):
         return {**bias, **dict.fromkeys(excluded.tolist(), _EXCLUDED_BIAS)}
     return {
         token: bias.get(token, 0.0) + _ALLOWED_BIAS
-        for token in np.flatnonzero(asked.allowed).tolist()
+        for token in np.flatnonzero(request.allowed).tolist()
     }
 
 

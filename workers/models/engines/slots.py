@@ -87,19 +87,19 @@ class ReadingPermits:
     owner's long prompts. An engine would read its prompts in a different order.
 
     Args:
-        most: maximum number of tokens to process at a time.
+        max_tokens: maximum number of tokens to process at a time.
     """
 
-    def __init__(self, most: int) -> None:
-        self._most = most
+    def __init__(self, max_tokens: int) -> None:
+        self._max_tokens = max_tokens
         self._reading = 0
         self._waiting: list[ReadingPermit] = []
         self._last: dict[str, int] = {}
         """When each owner last read, counted in parts."""
 
     async def begin(self, owner: str, tokens: int) -> ReadingPermit:
-        """Waits until this many of an owner's tokens may be read, at most `most`."""
-        permit = ReadingPermit(self, owner, min(tokens, self._most))
+        """Waits until this many of an owner's tokens may be read, at most `max_tokens`."""
+        permit = ReadingPermit(self, owner, min(tokens, self._max_tokens))
         self._waiting.append(permit)
         self._admit()
         try:
@@ -120,7 +120,7 @@ class ReadingPermits:
     def _admit(self) -> None:
         while self._waiting:
             first = min(self._waiting, key=lambda one: self._last.get(one.owner, 0))
-            if self._reading + first.tokens > self._most:
+            if self._reading + first.tokens > self._max_tokens:
                 return
             self._waiting.remove(first)
             self._reading += first.tokens

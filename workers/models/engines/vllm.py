@@ -27,9 +27,9 @@ from shared.models.catalog import Model
 from workers.models.base import PreparedPrompt
 from workers.models.engines.dialect import (
     CUT,
-    Asked,
     Chances,
     EngineDialect,
+    EngineRequest,
     Hardware,
     Launch,
     Post,
@@ -117,29 +117,29 @@ class Vllm(EngineDialect):
         penalizes = bool(item.frequency_penalty or item.presence_penalty)
         return not has_written or not (item.json_schema or penalizes)
 
-    async def ask(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
-        if not asked.tokens:
-            return await self._read(post, item, asked)
-        async with post(PATH, self._request_of(item, asked)) as response:
+    async def ask(self, post: Post, item: PreparedPrompt, request: EngineRequest) -> Reply:
+        if not request.tokens:
+            return await self._read(post, item, request)
+        async with post(PATH, self._request_of(item, request)) as response:
             return _reply_of(await _answer_of(response), item)
 
-    async def _read(self, post: Post, item: PreparedPrompt, asked: Asked) -> Reply:
+    async def _read(self, post: Post, item: PreparedPrompt, request: EngineRequest) -> Reply:
         """Reads tokens. Drops the one token that vLLM always generates.
 
         The request has no seed, because on a CPU, vLLM crashed when it read a seeded prompt in more
         than one step.
         """
-        changed = {"temperature": 0.0, "seed": None, "echo": asked.echoes}
-        async with post(PATH, self._request_of(item, asked) | changed) as response:
+        changed = {"temperature": 0.0, "seed": None, "echo": request.echoes}
+        async with post(PATH, self._request_of(item, request) | changed) as response:
             reply = _reply_of(await _answer_of(response), item)
         return Reply(prompt_chances=reply.prompt_chances, cached_tokens=reply.cached_tokens)
 
     async def stream(
-        self, post: Post, item: PreparedPrompt, asked: Asked
+        self, post: Post, item: PreparedPrompt, request: EngineRequest
     ) -> AsyncGenerator[list[Reply]]:
-        if asked.counts or asked.echoes:
-            yield [await self._read(post, item, replace(asked, tokens=0))]
-        body = self._request_of(item, asked) | {
+        if request.counts or request.echoes:
+            yield [await self._read(post, item, replace(request, tokens=0))]
+        body = self._request_of(item, request) | {
             "stream": True,
             "frequency_penalty": item.frequency_penalty,
             "presence_penalty": item.presence_penalty,
@@ -159,16 +159,16 @@ class Vllm(EngineDialect):
         if not is_whole:
             raise ConnectionError(CUT)
 
-    def _request_of(self, item: PreparedPrompt, asked: Asked) -> dict[str, Any]:
+    def _request_of(self, item: PreparedPrompt, request: EngineRequest) -> dict[str, Any]:
         # The same random numbers are not reused after earlier tokens.
-        seed = np.random.SeedSequence((item.seed % 2**64, len(asked.ids))).generate_state(1)[0]
-        bias = item.logit_bias if asked.bias is None else asked.bias
-        allowed = None if asked.allowed is None else np.flatnonzero(asked.allowed).tolist()
+        seed = np.random.SeedSequence((item.seed % 2**64, len(request.ids))).generate_state(1)[0]
+        bias = item.logit_bias if request.bias is None else request.bias
+        allowed = None if request.allowed is None else np.flatnonzero(request.allowed).tolist()
         return {
             **_NEUTRAL,
-            "prompt": asked.ids,
-            "cache_salt": hashlib.blake2b(asked.salt.encode(), digest_size=32).hexdigest(),
-            "max_tokens": max(1, asked.tokens),
+            "prompt": request.ids,
+            "cache_salt": hashlib.blake2b(request.salt.encode(), digest_size=32).hexdigest(),
+            "max_tokens": max(1, request.tokens),
             "temperature": item.temperature,
             "top_k": item.top_k,
             "top_p": max(item.top_p, _MIN_TOP_P),

@@ -49,9 +49,9 @@ _ECHO_TOKENS = 32
 class PromptLookup:
     """One generation's guesses."""
 
-    def __init__(self, most: int) -> None:
-        self._longest = most
-        self._now = min(_FIRST_GUESS_TOKENS, most)
+    def __init__(self, max_tokens: int) -> None:
+        self._longest = max_tokens
+        self._now = min(_FIRST_GUESS_TOKENS, max_tokens)
         self._next: dict[tuple[int, ...], int] = {}
         """The position where the generation last continued after these tokens."""
         self._known = _MATCHED_TOKENS
@@ -139,9 +139,9 @@ class _Generation:
         """True if all prompt tokens get log probabilities."""
         return self.item.is_echoed and self.item.logprobs >= 0
 
-    def chunk_tokens(self, most: int) -> int:
-        """Returns how many prompt tokens to read at a time: `most`, or as many as memory allows."""
-        return min(most, _ECHO_TOKENS) if self.echoes_logprobs else most
+    def chunk_tokens(self, limit: int) -> int:
+        """Returns how many prompt tokens to read at a time, at most `limit`."""
+        return min(limit, _ECHO_TOKENS) if self.echoes_logprobs else limit
 
     def guess(self, capacity: int) -> list[int]:
         """Returns tokens that may come next, after the one that the model chooses."""
@@ -376,10 +376,10 @@ class GenerationModel:
     def _make_room(self, end: StepEnd, error: OutOfMemory) -> None:
         """Sends the newest generation back to its queue. If it is the only one, it fails."""
         slot, generation = list(self._generations.items())[-1]
-        alone = len(self._generations) == 1
+        is_only = len(self._generations) == 1
         self._forget(generation)
         self._leave(slot)
-        if alone:
+        if is_only:
             end.results[slot] = error
         else:
             end.preempted.append(slot)

@@ -372,8 +372,8 @@ class PromptPreparer:
             raise ValueError(
                 "messages: the last message calls tools; add the results of its calls after it"
             )
-        opened = last | {"content": f"{last.get('content') or ''}{marks.end}"}
-        text = template.render([*before, opened], tools, options, is_open=True)
+        marked = last | {"content": f"{last.get('content') or ''}{marks.end}"}
+        text = template.render([*before, marked], tools, options, is_open=True)
         start, *others = text.split(marks.end)
         if len(others) != 1:
             raise ValueError(

@@ -98,14 +98,14 @@ class KvRows:
             row.number, other.number = target, number
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
-    length = min(len(one), len(other))
-    if one[:length] == other[:length]:
+def _common(sequence: Sequence[int], other: Sequence[int]) -> int:
+    length = min(len(sequence), len(other))
+    if sequence[:length] == other[:length]:
         return length
     low, high = 0, length
     while low < high:
         middle = (low + high + 1) // 2
-        if one[:middle] == other[:middle]:
+        if sequence[:middle] == other[:middle]:
             low = middle
         else:
             high = middle - 1
@@ -225,10 +225,10 @@ class SlotCache(Cache):  # type: ignore[misc]
         return torch.from_numpy(np.zeros(count, np.uint8)).view(states.dtype).view(shape)
 
     @torch.inference_mode()
-    def exchange(self, one: int, other: int, tokens: int) -> None:
+    def exchange(self, slot: int, other: int, tokens: int) -> None:
         for layer in (*self._keys, *self._values):
-            saved = layer[one, :, :tokens].clone()
-            layer[one, :, :tokens] = layer[other, :, :tokens]
+            saved = layer[slot, :, :tokens].clone()
+            layer[slot, :, :tokens] = layer[other, :, :tokens]
             layer[other, :, :tokens] = saved
 
     @torch.inference_mode()

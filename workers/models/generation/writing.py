@@ -289,8 +289,8 @@ class Writing:
                 self._prompt_logprobs.append(self._chosen(token, row))
 
     def _logprob_in(self, row: Row, token: int) -> TokenLogprob:
-        most = self._item.logprobs
-        return self._logprob_of(row, token, largest(row, most).tolist() if most > 0 else [])
+        count = self._item.logprobs
+        return self._logprob_of(row, token, largest(row, count).tolist() if count > 0 else [])
 
     def add_chosen(self, token: int, chances: Mapping[int, float] | None) -> None:
         """Processes a token that an engine chose.

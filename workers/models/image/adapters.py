@@ -149,16 +149,16 @@ def read_adapter(
     """
     file, unet = _find_file(adapter), pipeline.unet
     try:
-        with file.open("rb") as opened:
+        with file.open("rb") as stream:
             if adapter.is_callers:
-                _check_copy(opened, adapter)
-            numbers, metadata = _read_header(opened, modules)
+                _check_copy(stream, adapter)
+            numbers, metadata = _read_header(stream, modules)
             if (needed := numbers * unet.dtype.itemsize) > limit_bytes:
                 raise WrongAdapter(
                     f"it takes {needed} bytes in memory, which exceeds image.adapter_memory_bytes "
                     f"({limit_bytes})"
                 )
-            tensors = _tensors(opened, adapter)
+            tensors = _tensors(stream, adapter)
         state, alphas = _convert(tensors, pipeline)
         settings = _read_settings(metadata)
         layers = _layers(state, alphas, settings, modules, adapter.max_rank)
@@ -203,16 +203,16 @@ def _read_header(
     if not 2 <= int.from_bytes(file.read(8), "little") <= MAX_HEADER_BYTES:
         raise WrongAdapter(_FORMAT)
     try:
-        with safe_open(file.name, "pt") as opened:
-            names = opened.keys()
+        with safe_open(file.name, "pt") as tensor_file:
+            names = tensor_file.keys()
             layers = sum(len(module.layers) for module in modules.values())
             if len(names) > MAX_TENSORS * layers:
                 raise WrongAdapter(
                     f"it has {len(names)} tensors, which exceeds the maximum of "
                     f"{MAX_TENSORS * layers} for this model's {layers} layers"
                 )
-            numbers = sum(_count_numbers(name, opened.get_slice(name)) for name in names)
-            return numbers, opened.metadata() or {}
+            numbers = sum(_count_numbers(name, tensor_file.get_slice(name)) for name in names)
+            return numbers, tensor_file.metadata() or {}
     except SafetensorError as error:
         raise WrongAdapter(f"{_FORMAT} ({str(error)[:_MAX_REASON_CHARS]})") from error
 
@@ -442,5 +442,5 @@ def _views(flat: torch.Tensor, like: Mapping[str, Layers]) -> dict[str, Layers]:
     }
 
 
-def _both(one: LowRankPair) -> tuple[torch.Tensor, torch.Tensor]:
-    return one.down, one.up
+def _both(pair: LowRankPair) -> tuple[torch.Tensor, torch.Tensor]:
+    return pair.down, pair.up

@@ -40,11 +40,11 @@ class DeepCache:
             )
         parts: Any = unet
         self._first, self._last = parts.down_blocks[0], parts.up_blocks[-1]
-        most = len(self._first.resnets)
-        if settings.cache_branch_id > most:
+        maximum = len(self._first.resnets)
+        if settings.cache_branch_id > maximum:
             field = f"{FIELD}.cache_branch_id"
             raise ConfigurationError(
-                f"{field}: must be at most {most} for this UNet, got {settings.cache_branch_id}",
+                f"{field}: must be at most {maximum} for this UNet, got {settings.cache_branch_id}",
                 field=field,
             )
         self._unet = parts

@@ -74,11 +74,11 @@ class Drawing:
             ModelFailed: the pipeline's output isn't an image, or isn't the size that is charged
                 for.
         """
-        drawn: Any = self.pipeline(**self._arguments())[0]
+        pixels: Any = self.pipeline(**self._arguments())[0]
         item = self.item
-        if isinstance(drawn, torch.Tensor) and drawn.shape == (1, 3, item.height, item.width):
-            return drawn
-        shape = tuple(getattr(drawn, "shape", ())) or type(drawn).__name__
+        if isinstance(pixels, torch.Tensor) and pixels.shape == (1, 3, item.height, item.width):
+            return pixels
+        shape = tuple(getattr(pixels, "shape", ())) or type(pixels).__name__
         size = f"an image of {item.width} x {item.height} pixels"
         raise ModelFailed(f"the pipeline returned {shape} instead of {size}")
 
@@ -128,18 +128,18 @@ def _squares(item: PreparedImage, scale: int) -> torch.Tensor:
     Pipelines sample the nearest pixel for each latent, so thin masks would vanish.
     """
     pixels = torch.frombuffer(bytearray(item.mask or b""), dtype=torch.uint8)
-    drawn = (pixels > 0).float().view(1, 1, item.height, item.width)
-    squares = torch.nn.functional.max_pool2d(drawn, scale)
+    mask = (pixels > 0).float().view(1, 1, item.height, item.width)
+    squares = torch.nn.functional.max_pool2d(mask, scale)
     return torch.nn.functional.interpolate(squares, size=(item.height, item.width))
 
 
-def paste(drawn: np.ndarray, item: PreparedImage) -> np.ndarray:
+def paste(pixels: np.ndarray, item: PreparedImage) -> np.ndarray:
     """Returns drawn pixels [height, width, 3] where the mask is 255, source pixels where it is 0.
 
     In between, they are blended proportionally.
     """
-    shape = drawn.shape
+    shape = pixels.shape
     source = np.frombuffer(item.source or b"", np.uint8).reshape(shape).astype(np.uint32)
     mask = np.frombuffer(item.mask or b"", np.uint8).reshape(*shape[:2], 1).astype(np.uint32)
-    mixed = (drawn * mask + source * (255 - mask) + 127) // 255
+    mixed = (pixels * mask + source * (255 - mask) + 127) // 255
     return mixed.astype(np.uint8)

@@ -430,8 +430,8 @@ Tensors = dict[str, torch.Tensor]
 
 def _read(files: IpAdapterFiles) -> tuple[Tensors, Tensors]:
     """Returns the projection's tensors and the layers' tensors."""
-    with files.weights.open("rb") as opened:
-        digest = f"sha256:{hashlib.file_digest(opened, 'sha256').hexdigest()}"
+    with files.weights.open("rb") as stream:
+        digest = f"sha256:{hashlib.file_digest(stream, 'sha256').hexdigest()}"
     if files.digest not in (None, digest):
         raise _WrongFileError(f"its digest is {digest}; expected {files.digest}")
     try:

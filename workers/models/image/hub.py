@@ -321,12 +321,12 @@ class _RowLimits:
         """Splits runs with the same key into parts that fit."""
         assert runs[0].call is not None
         key = runs[0].call.key
-        most = 0 if key in self._alone else self._rows.get(key)
+        max_rows = 0 if key in self._alone else self._rows.get(key)
         part: list[Run] = []
         rows = 0
         for run in runs:
             assert run.call is not None
-            if part and most is not None and rows + run.call.rows > most:
+            if part and max_rows is not None and rows + run.call.rows > max_rows:
                 yield part
                 part, rows = [], 0
             part.append(run)

@@ -65,8 +65,8 @@ class OptionCheck:
         for name, is_used in uses.items():
             if is_used and name not in self._fields:
                 return BadInput(f"{name}: is not supported by this model; omit it", field=name)
-        if item.clip_skip and item.clip_skip > (most := _max_clip_skip(self._pipelines.main)):
-            reason = f"clip_skip must be at most {most} for this model, got {item.clip_skip}"
+        if item.clip_skip and item.clip_skip > (max_skip := _max_clip_skip(self._pipelines.main)):
+            reason = f"clip_skip must be at most {max_skip} for this model, got {item.clip_skip}"
             return BadInput(reason, field="clip_skip")
         return None
 

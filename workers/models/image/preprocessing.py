@@ -113,8 +113,8 @@ def prepare_control(
             field="control_guidance_start",
         )
     pixels = _read_source(control.image, width, height, "control_image")
-    drawn = map_of(Image.frombytes("RGB", (width, height), pixels), entry).tobytes()
-    return PreparedControl(control.name, drawn, control.scale, control.start, control.end)
+    control_map = map_of(Image.frombytes("RGB", (width, height), pixels), entry).tobytes()
+    return PreparedControl(control.name, control_map, control.scale, control.start, control.end)
 
 
 def map_of(image: Image.Image, entry: Control) -> Image.Image:

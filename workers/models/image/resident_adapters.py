@@ -114,13 +114,13 @@ class FetchedAdapters:
         for files in by_owner.values():
             files.sort(reverse=True)
         while used_bytes and sum(used_bytes.values()) + size_bytes > self.urls.disk_bytes:
-            most = max(used_bytes, key=lambda owner: used_bytes[owner])
-            oldest = by_owner[most].pop()
+            largest_owner = max(used_bytes, key=lambda owner: used_bytes[owner])
+            oldest = by_owner[largest_owner].pop()
             # A reader still has it open.
             oldest.file.unlink(missing_ok=True)
-            used_bytes[most] -= oldest.size_bytes
-            if not by_owner[most]:
-                del used_bytes[most]
+            used_bytes[largest_owner] -= oldest.size_bytes
+            if not by_owner[largest_owner]:
+                del used_bytes[largest_owner]
 
 
 Applied = tuple[LoadedAdapter, float] | None

@@ -99,8 +99,8 @@ class RowBatching(Batching):
         if calls[0].part.is_denoiser and self._sizes.have(drawing):
             return cheapest_cover(len(calls), self._sizes.seconds)
         if calls[0].part.name.startswith("vae"):
-            most = max(1, DECODED_PIXELS // drawing.pixels)
-            return [min(most, len(calls) - at) for at in range(0, len(calls), most)]
+            max_calls = max(1, DECODED_PIXELS // drawing.pixels)
+            return [min(max_calls, len(calls) - at) for at in range(0, len(calls), max_calls)]
         return [len(calls)]
 
     def spare_memory(self, part: Part) -> bool:

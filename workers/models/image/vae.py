@@ -94,18 +94,18 @@ class HostCopy:
         ]
 
 
-def copy_to_host(drawn: torch.Tensor) -> HostCopy:
+def copy_to_host(images: torch.Tensor) -> HostCopy:
     """Starts copying images [items, 3, height, width] from 0 to 1, without waiting for the copy."""
-    finite = drawn.isfinite().flatten(1).all(1)
+    finite = images.isfinite().flatten(1).all(1)
     pixels = (
-        (drawn.float().nan_to_num() * 255)
+        (images.float().nan_to_num() * 255)
         .round()
         .clamp(0, 255)
         .to(torch.uint8)
         .permute(0, 2, 3, 1)
         .contiguous()
     )
-    if drawn.device.type != "cuda":
+    if images.device.type != "cuda":
         return HostCopy(pixels, finite, None)
     # Pinned memory makes the copy a single transfer instead of many through a buffer.
     copies = [
@@ -115,7 +115,7 @@ def copy_to_host(drawn: torch.Tensor) -> HostCopy:
         for tensor in (pixels, finite)
     ]
     is_there: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-    is_there.record(torch.cuda.current_stream(drawn.device))
+    is_there.record(torch.cuda.current_stream(images.device))
     return HostCopy(copies[0], copies[1], is_there)
 
 

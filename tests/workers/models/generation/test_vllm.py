@@ -39,7 +39,7 @@ from tests.workers.models.generation.test_llama_cpp import (
 from workers.models.base import PreparedPrompt
 from workers.models.client import ModelProcessDied
 from workers.models.engines import process, program
-from workers.models.engines.dialect import Asked, Hardware
+from workers.models.engines.dialect import EngineRequest, Hardware
 from workers.models.engines.generation import EngineGeneration
 from workers.models.engines.slots import EngineSlots, ReadingPermits
 from workers.models.engines.vllm import COMMAND, Vllm
@@ -377,8 +377,8 @@ def written(*tokens: int, prompt: Sequence[int] = (), ends: bool = False) -> dic
     return {"choices": [choice], "usage": {"prompt_tokens_details": {"cached_tokens": 0}}}
 
 
-def asked_of(item: PreparedPrompt, **more: Any) -> Asked:
-    return Asked(IDS, 0, "owner", keeps=False, tokens=4, **more)
+def asked_of(item: PreparedPrompt, **more: Any) -> EngineRequest:
+    return EngineRequest(IDS, 0, "owner", keeps=False, tokens=4, **more)
 
 
 def ended_by(reason: str) -> dict[str, Any]:

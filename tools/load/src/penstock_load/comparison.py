@@ -282,9 +282,9 @@ def _group(key: GroupKey, sums: Sums) -> UsageGroup:
     return UsageGroup(*key, *(getattr(sums, name) for name in UsageGroup._fields[3:]))
 
 
-def _plus(one: UsageGroup, other: UsageGroup) -> UsageGroup:
-    added: Iterator[Any] = (a + b for a, b in zip(one[3:], other[3:], strict=True))
-    return UsageGroup(*one[:3], *added)
+def _plus(group: UsageGroup, other: UsageGroup) -> UsageGroup:
+    added: Iterator[Any] = (a + b for a, b in zip(group[3:], other[3:], strict=True))
+    return UsageGroup(*group[:3], *added)
 
 
 def _same(want: float, have: float) -> bool:

@@ -93,10 +93,10 @@ class Day:
     batch_share: float = 0.05
 
     def __post_init__(self) -> None:
-        for name, most in NUMBERS.items():
-            if not 0 <= getattr(self, name) <= most:
+        for name, maximum in NUMBERS.items():
+            if not 0 <= getattr(self, name) <= maximum:
                 value = getattr(self, name)
-                raise BadInput(f"{name} must be from 0 to {most}, got {value}", field=name)
+                raise BadInput(f"{name} must be from 0 to {maximum}, got {value}", field=name)
         if self.rush_share + self.burst_share > 1:
             raise BadInput(
                 "burst_share must leave room for rush_share: their sum must be at most 1",
@@ -215,11 +215,11 @@ def _bursting(day: Day, chance: np.random.Generator, tenants: Ints) -> Ints:
 
 def _of_models(chance: np.random.Generator, models: Ints, mixes: Sequence[Mix]) -> Ints:
     """Returns a number for each request, drawn from its model's mix."""
-    drawn = np.zeros(len(models), dtype=np.int64)
+    numbers = np.zeros(len(models), dtype=np.int64)
     for place, mix in enumerate(mixes):
         of_model = np.flatnonzero(models == place)
-        drawn[of_model] = _drawn(chance, len(of_model), mix)
-    return drawn
+        numbers[of_model] = _drawn(chance, len(of_model), mix)
+    return numbers
 
 
 def _drawn(chance: np.random.Generator, count: int, mix: Mix) -> Ints:

@@ -61,15 +61,15 @@ def _texts(arrival: Arrival, group: str) -> dict[str, Any]:
 
 
 def _text(name: str, size: int) -> str:
-    drawn = random.Random(name)
-    return " ".join([name, *drawn.choices(WORDS, k=size - 1)])
+    chance = random.Random(name)
+    return " ".join([name, *chance.choices(WORDS, k=size - 1)])
 
 
 def _image(arrival: Arrival, group: str) -> dict[str, Any]:
     digest = hashlib.blake2b(group.encode(), digest_size=8).digest()
-    drawn = random.Random(digest)
-    color, ground = drawn.sample(COLORS, 2)
-    prompt = f"a large {color} {drawn.choice(SHAPES)} on a {ground} background"
+    chance = random.Random(digest)
+    color, ground = chance.sample(COLORS, 2)
+    prompt = f"a large {color} {chance.choice(SHAPES)} on a {ground} background"
     body = {
         "model": arrival.model,
         "prompt": arrival.input or prompt,

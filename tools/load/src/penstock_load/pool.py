@@ -23,7 +23,7 @@ class Server(NamedTuple):
 
 
 class ConnectionPool:
-    """Sends each request on a free connection, and opens up to `most` connections.
+    """Sends each request on a free connection, and opens up to `max_connections` connections.
 
     Further requests wait in order, and their waiting time counts.
 
@@ -34,10 +34,10 @@ class ConnectionPool:
     """
 
     def __init__(
-        self, server: Server, most: int, on_end: Callable[[Exchange, list[bytes]], None]
+        self, server: Server, max_connections: int, on_end: Callable[[Exchange, list[bytes]], None]
     ) -> None:
         self._server = server
-        self._most = most
+        self._max_connections = max_connections
         self._on_end = on_end
         self._idle: list[Connection] = []
         self._busy: dict[int, Connection] = {}
@@ -134,7 +134,7 @@ class ConnectionPool:
         self._on_end(Exchange(status, waited_ms, number=number, lag_ms=waited_ms), [])
 
     def _open_more(self) -> None:
-        is_full = len(self._connections) + len(self._opening) >= self._most
+        is_full = len(self._connections) + len(self._opening) >= self._max_connections
         if is_full or self._is_closing:
             return
         task = asyncio.get_running_loop().create_task(self._connect())

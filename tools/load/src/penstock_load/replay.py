@@ -255,36 +255,37 @@ class Replay:
 
     def _poll(self, number: int) -> None:
         del self._polls[number]
-        opened = self._open[number]
-        path = f"{self._target.path}{self._forms[opened.arrival.model].path}/{opened.run_id}"
-        headers = self._headers(number, opened.arrival)
+        open_exchange = self._open[number]
+        form = self._forms[open_exchange.arrival.model]
+        path = f"{self._target.path}{form.path}/{open_exchange.run_id}"
+        headers = self._headers(number, open_exchange.arrival)
         request = encode_request(self._target.host_header, path, headers, method="GET")
-        self._pool.send(number, request, opened.due_s)
+        self._pool.send(number, request, open_exchange.due_s)
 
     def _id_of(self, number: int) -> str:
         return f"{self._id}-{number:07}"
 
     def _ended(self, exchange: Exchange, body: list[bytes]) -> None:
-        data, run, opened = b"".join(body), None, self._open[exchange.number]
-        if self._forms[opened.arrival.model].is_run:
+        data, run, open_exchange = b"".join(body), None, self._open[exchange.number]
+        if self._forms[open_exchange.arrival.model].is_run:
             run = self._read_run(exchange, data)
             if run is not None:
-                opened.run_id = run.id
+                open_exchange.run_id = run.id
             goes_on = exchange.status >= SERVER_ERROR if run is None else not run.is_over
-            if opened.run_id and goes_on and not self._is_abandoned:
+            if open_exchange.run_id and goes_on and not self._is_abandoned:
                 self._poll_later(exchange.number)
                 return
         self._close(exchange, run, data)
 
     def _close(self, exchange: Exchange, run: _Run | None, body: bytes) -> None:
         number = exchange.number
-        opened = self._open.pop(number)
+        open_exchange = self._open.pop(number)
         if hang_up := self._hang_ups.pop(number, None):
             hang_up.cancel()
-        line = self._line(exchange, opened, body)
+        line = self._line(exchange, open_exchange, body)
         if run is not None:
             line = _line_of_run(line, run)
-        elif opened.run_id and exchange.status > 0:  # it exists, but can't be read
+        elif open_exchange.run_id and exchange.status > 0:  # it exists, but can't be read
             line = msgspec.structs.replace(line, ending="lost", status=0, code="")
         self.tally.add(line, exchange.round_trip_ms)
         try:
@@ -306,8 +307,8 @@ class Replay:
         except msgspec.DecodeError:
             return None
 
-    def _line(self, exchange: Exchange, opened: _Open, body: bytes) -> LedgerLine:
-        arrival, now_s = opened.arrival, time.time()
+    def _line(self, exchange: Exchange, open_exchange: _Open, body: bytes) -> LedgerLine:
+        arrival, now_s = open_exchange.arrival, time.time()
         is_answered = exchange.status > 0
         answer = self._read(body) if is_answered else _Answer()
         own_id = self._id_of(exchange.number)
@@ -319,7 +320,7 @@ class Replay:
             id=own_id,
             tenant=caller.tenant,
             model=arrival.model,
-            sent_at_s=opened.given_at_s,
+            sent_at_s=open_exchange.given_at_s,
             ended_at_s=now_s,
             items=arrival.items,
             ending=ending,

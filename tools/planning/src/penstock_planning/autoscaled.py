@@ -39,8 +39,8 @@ def most_workers(load: float, requests_per_s: float) -> int:
     """
     if load <= 0:
         return 0
-    counted = load * (1 + CHANCE / math.sqrt(requests_per_s * ARRIVED_S))
-    return math.ceil(counted / UTILIZATION / MAX_UTILIZATION * (1 - 1e-12))
+    peak_load = load * (1 + CHANCE / math.sqrt(requests_per_s * ARRIVED_S))
+    return math.ceil(peak_load / UTILIZATION / MAX_UTILIZATION * (1 - 1e-12))
 
 
 def gpu_nodes(workers: Iterable[int], buffer: int, share: int) -> int:

@@ -60,7 +60,7 @@ def check_work(model: Model, load: ItemLoad, where: str) -> None:
         ConfigurationError: the field is missing although it limits the batch, or the class does not
         use it.
     """
-    most, work = model.work.max, load.work_per_item
+    max_work, work = model.work.max, load.work_per_item
     field = f"{where}.work_per_item"
     if work is None:
         if model.batch.max_work is not None and load.item_s is not None:
@@ -69,12 +69,14 @@ def check_work(model: Model, load: ItemLoad, where: str) -> None:
                 "which batch.max_work limits a batch",
                 field=field,
             )
-    elif most is None:
+    elif max_work is None:
         raise ConfigurationError(
             f"{field}: must not be set because the model has no `work`", field=field
         )
-    elif work > most:
-        raise ConfigurationError(f"{field} exceeds the catalog's work.max ({most})", field=field)
+    elif work > max_work:
+        raise ConfigurationError(
+            f"{field} exceeds the catalog's work.max ({max_work})", field=field
+        )
 
 
 def job_items(model: Model, load: ItemLoad) -> int:

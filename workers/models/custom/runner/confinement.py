@@ -153,8 +153,8 @@ def confine(
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))  # a crash must not fill the disk
     if max_file_bytes:
         _, allowed = resource.getrlimit(resource.RLIMIT_FSIZE)
-        most = max_file_bytes if allowed < 0 else min(max_file_bytes, allowed)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (most, most))
+        limit_bytes = max_file_bytes if allowed < 0 else min(max_file_bytes, allowed)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit_bytes, limit_bytes))
     _set(_PR_SET_NAME, ctypes.create_string_buffer(NAME))
     _set(_PR_SET_PDEATHSIG, int(signal.SIGKILL))
     missing = []
@@ -390,18 +390,18 @@ def _entries_below(folder: Path) -> Iterator[os.DirEntry[str]]:
                     waiting.append(Path(entry.path))
 
 
-def take_private_tmp(folder: Path, kept: KeptPlaces) -> bool:
+def take_private_tmp(folder: Path, places: KeptPlaces) -> bool:
     """Mounts a folder at `/tmp` for this process, which must have only one thread.
 
     Args:
         folder: the new `/tmp`, which is created.
-        kept: places under `/tmp` that stay at their paths.
+        places: places under `/tmp` that stay at their paths.
 
     Returns:
         True if it succeeded. If not, `/tmp` is unchanged.
     """
     folder.mkdir(mode=0o1777, exist_ok=True)
-    writable, *read_only = kept.paths
+    writable, *read_only = places.paths
     outermost = _outermost(read_only)
     try:
         _enter_namespace()
@@ -410,7 +410,7 @@ def take_private_tmp(folder: Path, kept: KeptPlaces) -> bool:
             _show(path, folder, is_writable=False)
         if Path(TMP) in writable.parents:  # last: it may be inside one of the others
             _show(writable, folder, is_writable=True)
-        for link, target in kept.links.items():
+        for link, target in places.links.items():
             _link(link, target, folder, [writable, *outermost])
         _mount(str(folder), TMP, _BIND | _RECURSIVE)
     except OSError:
@@ -438,9 +438,9 @@ def _show(path: Path, tmp: Path, *, is_writable: bool) -> None:
         _mount("none", str(at), _REMOUNT | _BIND | _READ_ONLY | flags)
 
 
-def _link(link: Path, target: Path, tmp: Path, shown: Sequence[Path]) -> None:
+def _link(link: Path, target: Path, tmp: Path, visible: Sequence[Path]) -> None:
     """Recreates a link, unless it is outside `/tmp` or already visible."""
-    if Path(TMP) in link.parents and not any(path in link.parents for path in shown):
+    if Path(TMP) in link.parents and not any(path in link.parents for path in visible):
         at = tmp / link.relative_to(TMP)
         at.parent.mkdir(parents=True, exist_ok=True)
         at.symlink_to(target)

@@ -249,14 +249,14 @@ def is_async(compute: Callable[..., Any]) -> bool:
 def _concurrency(settings: dict[str, Any], compute: Callable[..., Any]) -> int:
     """Returns the number of concurrent predictions, from `@cog.concurrent(max=…)` or cog.yaml."""
     concurrency = settings.get("concurrency") or {}
-    most = getattr(compute, "__cog_concurrent_max__", None) or concurrency.get("max", 1)
-    if isinstance(most, bool) or not isinstance(most, int) or most < 1:
+    maximum = getattr(compute, "__cog_concurrent_max__", None) or concurrency.get("max", 1)
+    if isinstance(maximum, bool) or not isinstance(maximum, int) or maximum < 1:
         raise NotLoadable(
-            f"cog.yaml: concurrency.max: must be a whole number of at least 1, got {most!r}"
+            f"cog.yaml: concurrency.max: must be a whole number of at least 1, got {maximum!r}"
         )
-    if most > 1 and not is_async(compute):
+    if maximum > 1 and not is_async(compute):
         raise NotLoadable("cog.yaml: concurrency.max above 1 requires an async predict")
-    return most
+    return maximum
 
 
 def interface_of(loaded: Loaded) -> dict[str, Any]:

@@ -183,8 +183,8 @@ def _event_loop() -> asyncio.AbstractEventLoop:
     return loop
 
 
-async def _await_value(one: Any) -> Any:
-    return await one
+async def _await_value(awaitable: Any) -> Any:
+    return await awaitable
 
 
 def words_of(error: BaseException) -> str:
@@ -192,8 +192,8 @@ def words_of(error: BaseException) -> str:
     if isinstance(error, SystemExit):
         return f"the model called sys.exit({error.code!r})"
     if isinstance(error, OSError) and error.errno == errno.EFBIG:
-        most, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
-        return f"it wrote more than the maximum of {most} bytes to a file ({DISK_SETTING})"
+        limit_bytes, _ = resource.getrlimit(resource.RLIMIT_FSIZE)
+        return f"it wrote more than the maximum of {limit_bytes} bytes to a file ({DISK_SETTING})"
     kind, text = type(error).__name__, text_of(error)
     if isinstance(error, WrongInput | WrongOutput | loading.NotLoadable):
         return text

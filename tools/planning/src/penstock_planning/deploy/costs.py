@@ -107,10 +107,10 @@ class _Bill:
         lacks: str = "",
     ) -> None:
         price = self._prices.prices.get(key)
-        most = mean if peak is None else peak
+        maximum = mean if peak is None else peak
         before = self._billed_amounts.setdefault((key, place), [0.0, 0.0])
         costs: list[float | None] = []
-        for column, amount in enumerate((mean, most)):
+        for column, amount in enumerate((mean, maximum)):
             if not amount:
                 costs.append(amount)  # zero units cost nothing at any price
                 continue
@@ -121,7 +121,7 @@ class _Bill:
             before[column] += amount
         source = price.source if price is not None and costs[0] is not None else ""
         self.rows.append(
-            Cost(item, place, unit, key, mean, most, costs[0], costs[1], source, lacks)
+            Cost(item, place, unit, key, mean, maximum, costs[0], costs[1], source, lacks)
         )
 
 
@@ -200,12 +200,12 @@ def disks_gib(site: Site) -> dict[str, tuple[float, float, float]]:
         nodes = (pool.nodes_mean, pool.nodes_peak, pool.nodes_most)
         disks.append((pool.node.disk_type, pool.node.disk_gb, nodes))
     totals: dict[str, tuple[float, float, float]] = {}
-    for type_, size_gib, (mean, peak, most) in disks:
+    for type_, size_gib, (mean, peak, maximum) in disks:
         before = totals.get(type_, (0, 0, 0))
         totals[type_] = (
             before[0] + size_gib * mean,
             before[1] + size_gib * peak,
-            before[2] + size_gib * most,
+            before[2] + size_gib * maximum,
         )
     return totals
 

@@ -353,9 +353,9 @@ def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[
         for name in slots
     ]
     nodes = platform.nodes
-    most = max(site.general_most for site in sites)
-    most = at_least("nodes.general.max", nodes.general.max, most)
-    general = nodes.general.model_copy(update={"max": most})
+    max_nodes = max(site.general_most for site in sites)
+    max_nodes = at_least("nodes.general.max", nodes.general.max, max_nodes)
+    general = nodes.general.model_copy(update={"max": max_nodes})
     max_gpus, regions = _gpu_limits(platform, sites, at_least)
     update = {
         "api": platform.api.model_copy(update={"max_instances": instances}),
@@ -408,13 +408,16 @@ def _inboxes_of_region(instances: int, platform: Platform) -> int:
 
 def _too_few_replicas(sites: Sequence[Site]) -> list[Change]:
     """Yields models for which a region's autoscaler needs more than replicas.max workers."""
-    most: dict[str, tuple[int, int]] = {}
+    replicas: dict[str, tuple[int, int]] = {}
     for members in (members for site in sites for members in once(site.workers)):
         name = f"workers.{members.group.name}" if members.group.is_shared else members.model.name
-        most[name] = (members.group.replicas.max, max(members.pods_most, most.get(name, (0, 0))[1]))
+        replicas[name] = (
+            members.group.replicas.max,
+            max(members.pods_most, replicas.get(name, (0, 0))[1]),
+        )
     return [
         Change("models.yaml", f"{name}: replicas.max", now, needed)
-        for name, (now, needed) in most.items()
+        for name, (now, needed) in replicas.items()
         if needed > now
     ]
 
@@ -476,11 +479,11 @@ def _distance_notes(rates: DemandRates, sites: Sequence[Site]) -> list[str]:
     if not with_load:
         return []
     round_trip_s = rates.broker_round_trip_s
-    most = max(with_load, key=lambda members: members.repeated_s)
+    slowest = max(with_load, key=lambda members: members.repeated_s)
     notes = [
         f"held: jobs of a priority held by a worker process, {round_trip_s:g} s from the "
-        f"broker and back; {most.model.name} holds the most work, which takes "
-        f"{most.repeated_s:.2g} s again if it dies"
+        f"broker and back; {slowest.model.name} holds the most work, which takes "
+        f"{slowest.repeated_s:.2g} s again if it dies"
     ]
     too_far = {
         members.model.name: members.most_busy for members in with_load if members.most_busy < 1

@@ -267,25 +267,25 @@ def rates_of_words(
     """
     models: dict[str, dict[str, Any]] = {}
     for word in rates:
-        name, values = _split(word, "--rate MODEL=MEAN[:PEAK]", most=2)
+        name, values = _split(word, "--rate MODEL=MEAN[:PEAK]", max_values=2)
         if name in models:
             raise ConfigurationError(f"--rate {word}: {name!r} already has a rate", field=name)
         models[name] = dict(zip(("mean_per_s", "peak_per_s"), values, strict=False))
     for word in seconds:
-        name, (value,) = _split(word, "--seconds MODEL=SECONDS", most=1)
+        name, (value,) = _split(word, "--seconds MODEL=SECONDS", max_values=1)
         if name not in models:
             raise ConfigurationError(f"--seconds {word}: no --rate for {name!r}", field=name)
         models[name] |= {"seconds_per_item": value, "measured": GIVEN_HERE}
     return _checked({"models": models}, catalog, "--rate", profiles=profiles)
 
 
-def _split(word: str, form: str, most: int) -> tuple[str, list[float]]:
+def _split(word: str, form: str, max_values: int) -> tuple[str, list[float]]:
     name, _, tail = word.rpartition("=")
     try:
         values = [float(part) for part in tail.split(":")]
     except ValueError:
         values = []
-    if not name or not 1 <= len(values) <= most:
+    if not name or not 1 <= len(values) <= max_values:
         raise ConfigurationError(f"{word!r} must have the form {form}", field=form.split()[0])
     return name, values
 

@@ -105,15 +105,15 @@ def _models(plan: DeployPlan) -> str:
     return "\n".join([table(heads, rows), *shared, *measured])
 
 
-def _shared(one: Workers) -> str:
-    names = ", ".join(model.name for model in one.group.models)
-    return f"  {names}: the same processes and pods, workers {one.group.name!r}"
+def _shared(workers: Workers) -> str:
+    names = ", ".join(model.name for model in workers.group.models)
+    return f"  {names}: the same processes and pods, workers {workers.group.name!r}"
 
 
-def _measured(one: Workers) -> str:
-    rate = one.rate
-    shared = "" if one.model.gpu.type == "none" else f", {rate.measured_share} to a GPU"
-    return f"  {one.model.name}: {rate.item_s:g} s per item{shared}: {rate.measured}"
+def _measured(workers: Workers) -> str:
+    rate = workers.rate
+    shared = "" if workers.model.gpu.type == "none" else f", {rate.measured_share} to a GPU"
+    return f"  {workers.model.name}: {rate.item_s:g} s per item{shared}: {rate.measured}"
 
 
 def _workers(plan: DeployPlan) -> list[Workers]:
@@ -143,9 +143,9 @@ def _pool_rows(plan: DeployPlan, site: Site, pool: Pool) -> Iterator[tuple[Any, 
     """Yields the preferred places first, then the places used when those are out of stock."""
     nodes = plan.platform.nodes
     variables = plan.platform.regions[site.region]
-    most = plan.platform.regions[site.region].max_gpus or nodes.max_gpus
+    max_gpus = plan.platform.regions[site.region].max_gpus or nodes.max_gpus
     counts, highest = f"{pool.nodes_mean}-{pool.nodes_peak}", pool.nodes_most
-    bound: object = "ComputeClass" if nodes.compute_classes else most
+    bound: object = "ComputeClass" if nodes.compute_classes else max_gpus
     instead = f"0-{pool.nodes_peak}, when out of stock"
     if pool.gpu.provisioning == "flex-start":
         yield (
@@ -285,13 +285,17 @@ def plan_as_json(plan: DeployPlan) -> str:
     return json.dumps(document, indent=2)
 
 
-def _model_document(one: Workers) -> dict[str, Any]:
+def _model_document(workers: Workers) -> dict[str, Any]:
     others = ("group", "model", "rate")
-    figures = {name: value for name, value in vars(one).items() if name not in others}
+    figures = {name: value for name, value in vars(workers).items() if name not in others}
     return (
-        {"model": one.model.name, "workers": one.group.name, "gpu": one.model.gpu.model_dump()}
+        {
+            "model": workers.model.name,
+            "workers": workers.group.name,
+            "gpu": workers.model.gpu.model_dump(),
+        }
         | figures
-        | {"rate": one.rate.model_dump()}
+        | {"rate": workers.rate.model_dump()}
     )
 
 

@@ -257,7 +257,7 @@ def size_workers(
     at_peak = processes(load)
     at_mean = processes(sum(demand.load(demand.mean_per_s) for demand in demands))
     computed_per_s = sum(demand.peak_per_s * (1 - demand.rate.hit_share) for demand in demands)
-    most = most_workers(load / processes_of(group.models), computed_per_s)
+    max_pods = most_workers(load / processes_of(group.models), computed_per_s)
     wait_s = mean_wait_s(at_peak * places, load * places, service_s)
     return [
         Workers(
@@ -276,7 +276,7 @@ def size_workers(
             processes_peak=at_peak,
             pods_mean=pods(at_mean),
             pods_peak=pods(at_peak),
-            pods_most=max(pods(at_peak), most),
+            pods_most=max(pods(at_peak), max_pods),
             answer_s=2 * rates.broker_round_trip_s + wait_s + demand.batch * demand.service_s,
             held_jobs=demand.hand.jobs,
             most_busy=demand.hand.most_busy,
@@ -372,11 +372,11 @@ def size_site(
 
 
 def _check_gpus(
-    region: str, asked: Sequence[Gpu], platform: Platform, gpus: dict[str, GpuType]
+    region: str, requested: Sequence[Gpu], platform: Platform, gpus: dict[str, GpuType]
 ) -> None:
     variables = platform.regions[region]
     among = variables.zones
-    for gpu in asked:
+    for gpu in requested:
         zones_with(gpu.type, region, gpus, among)
         is_sold = platform.nodes.spot or gpus[gpu.type].on_demand
         if not is_sold and is_standard(gpu) and gpu.type not in variables.reservations:
@@ -392,7 +392,7 @@ def _check_gpus(
                 field=f"regions.{region}.reservations",
             )
     overflow = platform.overflow_in(region)
-    if asked and overflow is not None:
+    if requested and overflow is not None:
         if not gpus[overflow].on_demand:
             raise ConfigurationError(
                 f"nodes.overflow: {overflow} is not sold on demand", field="nodes.overflow"
@@ -407,14 +407,14 @@ def _check_gpus(
 
 def _pool(region: str, members: Sequence[Workers], gpus: dict[str, GpuType], buffer: int) -> Pool:
     gpu = members[0].model.gpu
-    mean, peak, most = (
+    mean, peak, maximum = (
         gpu_nodes(pods, buffer, gpu.share)
         for pods in zip(
             *((member.pods_mean, member.pods_peak, member.pods_most) for member in members),
             strict=True,
         )
     )
-    return Pool(region, gpu, gpus[gpu.type], mean, peak, most)
+    return Pool(region, gpu, gpus[gpu.type], mean, peak, maximum)
 
 
 def _cpu_workers_per_node(machine_type: str) -> int:

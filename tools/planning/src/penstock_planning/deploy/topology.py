@@ -98,7 +98,9 @@ def redis(platform: Platform) -> list[Redis]:
     names = [
         Redis(region, "cache", cache.node_type, 1 + cache.replicas) for region in platform.regions
     ]
-    apart = records.apart if records.apart is not None else len(platform.regions) > 1
+    is_separate = records.apart if records.apart is not None else len(platform.regions) > 1
     return names + (
-        [Redis(platform.home, "records", records.node_type, 1 + records.replicas)] if apart else []
+        [Redis(platform.home, "records", records.node_type, 1 + records.replicas)]
+        if is_separate
+        else []
     )

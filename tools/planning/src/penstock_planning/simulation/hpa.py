@@ -27,9 +27,9 @@ class HorizontalPodAutoscaler:
         behavior: limits on its rate of change.
     """
 
-    def __init__(self, least: int, most: int, behavior: Behavior) -> None:
-        self._least = least
-        self._most = most
+    def __init__(self, min_replicas: int, max_replicas: int, behavior: Behavior) -> None:
+        self._min_replicas = min_replicas
+        self._max_replicas = max_replicas
         self._behavior = behavior
         self._recommended: deque[tuple[float, int]] = deque()
         self._added: deque[tuple[float, int]] = deque()
@@ -41,8 +41,8 @@ class HorizontalPodAutoscaler:
             self._recommended.append((now_s, replicas))
         if replicas == 0:
             return 0  # disabled: only KEDA scales from zero
-        if not self._least <= replicas <= self._most:
-            wanted = min(max(replicas, self._least), self._most)
+        if not self._min_replicas <= replicas <= self._max_replicas:
+            wanted = min(max(replicas, self._min_replicas), self._max_replicas)
         else:
             proposed = self._propose(replicas, readings)
             if proposed is None:
@@ -87,10 +87,10 @@ class HorizontalPodAutoscaler:
     def _apply_limits(self, now_s: float, replicas: int, wanted: int) -> int:
         if wanted > replicas:
             limit = max(replicas, self._limit(now_s, replicas, self._behavior.scaleUp, up=True))
-            return min(wanted, self._most, limit)
+            return min(wanted, self._max_replicas, limit)
         if wanted < replicas:
             limit = min(replicas, self._limit(now_s, replicas, self._behavior.scaleDown, up=False))
-            return max(wanted, self._least, limit)
+            return max(wanted, self._min_replicas, limit)
         return wanted
 
     def _limit(self, now_s: float, replicas: int, rules: ScalingRules, *, up: bool) -> int:

@@ -122,8 +122,8 @@ class WholeBatches:
         """
         if worker.processes == 1:
             return self._most_items
-        there = (*worker.held[INTERACTIVE], *worker.held[BATCH], *worker.running)
-        return min(self._most_items, -(-sum(job.items for job in there) // worker.processes))
+        jobs = (*worker.held[INTERACTIVE], *worker.held[BATCH], *worker.running)
+        return min(self._most_items, -(-sum(job.items for job in jobs) // worker.processes))
 
     def _finish(self, event: simpy.Event) -> None:
         batch = cast(RunningBatch, event.value)

@@ -77,34 +77,34 @@ def rows_of_gpus(result: SimulationResult) -> list[tuple[object, ...]]:
     return list(zip(_GPU_HEADS, _gpu_row(result.summary), strict=True))
 
 
-def _model_row(one: ModelSummary) -> tuple[object, ...]:
+def _model_row(summary: ModelSummary) -> tuple[object, ...]:
     return (
-        one.model,
-        one.arrived,
-        _rounded(one.within_deadline, 5),
-        one.refused,
-        one.expired,
-        one.lost,
-        one.open,
-        one.deadline_s,
-        _rounded(one.p50_s, 2),
-        _rounded(one.p95_s, 2),
-        _rounded(one.p99_s, 2),
-        _rounded(one.queue_p95_s, 2),
-        one.replicas.least,
-        one.replicas.most,
-        _rounded(one.replicas.mean, 1),
+        summary.model,
+        summary.arrived,
+        _rounded(summary.within_deadline, 5),
+        summary.refused,
+        summary.expired,
+        summary.lost,
+        summary.open,
+        summary.deadline_s,
+        _rounded(summary.p50_s, 2),
+        _rounded(summary.p95_s, 2),
+        _rounded(summary.p99_s, 2),
+        _rounded(summary.queue_p95_s, 2),
+        summary.replicas.least,
+        summary.replicas.most,
+        _rounded(summary.replicas.mean, 1),
     )
 
 
-def _flow_row(one: FlowSummary) -> tuple[object, ...]:
+def _flow_row(summary: FlowSummary) -> tuple[object, ...]:
     return (
-        one.flow,
-        one.arrived,
-        one.served,
-        _rounded(one.p50_s, 2),
-        _rounded(one.p95_s, 2),
-        _rounded(one.gpu_idle_s_per_run, 2),
+        summary.flow,
+        summary.arrived,
+        summary.served,
+        _rounded(summary.p50_s, 2),
+        _rounded(summary.p95_s, 2),
+        _rounded(summary.gpu_idle_s_per_run, 2),
     )
 
 
@@ -122,14 +122,14 @@ def _gpu_row(summary: RunSummary) -> tuple[object, ...]:
     )
 
 
-def _failure(one: GpuFailureSummary) -> str:
+def _failure(failure: GpuFailureSummary) -> str:
     times = (
-        ("alert", one.alert_s),
-        ("node emptied", one.emptied_s),
-        ("all workers ready", one.replaced_s),
+        ("alert", failure.alert_s),
+        ("node emptied", failure.emptied_s),
+        ("all workers ready", failure.replaced_s),
     )
     after = (f"{step} {'never' if at is None else f'after {at:.0f} s'}" for step, at in times)
-    return f"GPU failed at {one.at_s:.0f} s: {', '.join(after)}"
+    return f"GPU failed at {failure.at_s:.0f} s: {', '.join(after)}"
 
 
 def _lost(summary: RunSummary) -> list[tuple[str, int]]:

@@ -450,8 +450,10 @@ class World:
             if model.gpu.type == "none":
                 # General nodes are never kept warm and are never spot instances.
                 cluster = cluster.model_copy(update={"buffer": 0, "spot": False})
-            most = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
-            self.parts.fleets[pool] = Fleet(self.env, cluster, model.gpu.share, most, self._chance)
+            max_gpus = scenario.regions[region].max_gpus if model.gpu.type != "none" else None
+            self.parts.fleets[pool] = Fleet(
+                self.env, cluster, model.gpu.share, max_gpus, self._chance
+            )
         self.parts.replicas[key] = SimulatedDeployment(
             self.env,
             self._service_of(group, rules.models),
@@ -657,8 +659,8 @@ class World:
         for (pool, region), fleet in self.parts.fleets.items():
             price = self._prices.prices.get(_machine_price(pool, self.scenario.cluster.spot))
             per_h = None if price is None else price.cost_usd(region, 1.0)
-            most = self._most_nodes(pool, region, fleet)
-            yield FleetCost(pool, region, fleet.node_s, fleet.gpu_busy_s, per_h, most)
+            max_nodes = self._most_nodes(pool, region, fleet)
+            yield FleetCost(pool, region, fleet.node_s, fleet.gpu_busy_s, per_h, max_nodes)
 
     def _most_nodes(self, pool: str, region: str, fleet: Fleet) -> int:
         """Returns the nodes that quotas and limits must allow for, like `penstock deploy plan`."""
