@@ -18,7 +18,7 @@ from shared.models.catalog_file import read_catalog, reread_interfaces
 from shared.process.inspection import deny_inspection
 from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import ApiSettings, read_settings
-from shared.tracing.setup import traced
+from shared.tracing.setup import export_spans
 from shared.usage.senders import sender_of
 from shared.usage.writer import RowWriter
 
@@ -58,11 +58,11 @@ def _serve(settings: ApiSettings) -> int:
     )
     server = uvicorn.Server(server_config(app, settings))
     metrics_server = (
-        metrics.served(settings.metrics_host, settings.metrics_port)
+        metrics.serve_metrics(settings.metrics_host, settings.metrics_port)
         if settings.metrics_port
         else nullcontext()
     )
-    traces = traced(
+    traces = export_spans(
         "penstock-api",
         project=settings.project,
         region=settings.region,

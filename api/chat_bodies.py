@@ -110,7 +110,7 @@ AnyToolChoice = Annotated[
 ]
 
 
-def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> list[Tool]:
+def select_allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> list[Tool]:
     """Returns the tools that the model may call."""
     if choice == "none" or not tools:
         return []
@@ -120,7 +120,7 @@ def allowed_tools(tools: list[Tool] | None, choice: AnyToolChoice | None) -> lis
     return [tool for tool in tools if tool.function.name in names]
 
 
-def forced_tools(
+def select_forced_tools(
     tools: list[Tool] | None, choice: AnyToolChoice | None
 ) -> list[FunctionTool] | None:
     """Returns the tools of which the model must call one. None if it may respond without a call.
@@ -130,7 +130,7 @@ def forced_tools(
     """
     if choice is None or choice in ("none", "auto"):
         return None
-    functions = [tool.function for tool in allowed_tools(tools, choice)]
+    functions = [tool.function for tool in select_allowed_tools(tools, choice)]
     if isinstance(choice, ToolChoice):
         functions = [function for function in functions if function.name == choice.function.name]
     if not functions:
@@ -414,17 +414,17 @@ class ChatBody(_SampledBody):
     @property
     def allowed_tools(self) -> list[Tool]:
         """The tools that the model may call."""
-        return allowed_tools(self.tools, self.tool_choice)
+        return select_allowed_tools(self.tools, self.tool_choice)
 
     @property
     def forced_tools(self) -> list[FunctionTool]:
         """The tools of which the model must call one. Empty if it may respond without a call."""
-        return forced_tools(self.tools, self.tool_choice) or []
+        return select_forced_tools(self.tools, self.tool_choice) or []
 
     @model_validator(mode="after")
     def _can_be_forced(self) -> ChatBody:
         # A forced call is not a message, so response_format does not apply to it.
-        forced_tools(self.tools, self.tool_choice)
+        select_forced_tools(self.tools, self.tool_choice)
         return self
 
     @model_validator(mode="after")

@@ -89,7 +89,7 @@ class ErrorReply(msgspec.Struct):
     error: ErrorDetail
 
 
-def allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
+def list_allowed_methods(routes: Iterable[BaseRoute], scope: Scope) -> list[str]:
     """Returns the methods of `routes` for a path, plus OPTIONS, and HEAD if GET is one of them.
 
     A path that matches a route literally, such as /v1/responses/input_tokens, is not also an ID.
@@ -434,7 +434,7 @@ def _without_route(request: Request, error: HTTPException) -> Response:
     if error.status_code == 404:
         return error_response(NotFound(f"{request.url.path} does not exist"))
     if error.status_code == 405:
-        allowed = {"allow": ", ".join(allowed_methods(request.app.routes, request.scope))}
+        allowed = {"allow": ", ".join(list_allowed_methods(request.app.routes, request.scope))}
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=allowed)
         response = error_response(

@@ -167,7 +167,7 @@ def of_admission(model: str, priority: Priority) -> tuple[Counter, Counter, Gaug
 
 
 @contextmanager
-def served(host: str, port: int) -> Iterator[int]:
+def serve_metrics(host: str, port: int) -> Iterator[int]:
     """Serves this process's metrics while the block runs.
 
     Yields the port, which is random if `port` is 0.

@@ -42,7 +42,7 @@ from infra.local.supervision import Supervisor
 from infra.local.up import WATCH_S, build_stack
 from shared.errors import ConfigurationError, PenstockError
 from shared.process.loopback import exempt_loopback_from_proxies
-from shared.settings import given_settings
+from shared.settings import list_given_settings
 
 EXAMPLES = Path(__file__).parent
 KEPT = Path("var/examples")
@@ -226,7 +226,7 @@ def show(name: str, file: Path | None, *, stays: bool) -> int:
     sent = file or usual_input(name, results)
     models_file = EXAMPLES / name / "models.yaml"
     refresh_interfaces(models_file, print)
-    settings = given_settings() | {"PENSTOCK_MODELS_FILE": str(models_file)}
+    settings = list_given_settings() | {"PENSTOCK_MODELS_FILE": str(models_file)}
     ports = Ports() if stays else Ports.free()
     with build_stack(results / "state", ports, settings) as stack:
         began_s = time.monotonic()

@@ -40,7 +40,7 @@ def read_lock(path: Path = LOCK) -> dict[str, Locked]:
     name = ""
     for line in path.read_text(encoding="utf-8").splitlines():
         if pin := _PIN.match(line):
-            name = normalized(pin["name"])
+            name = normalize_name(pin["name"])
             locked[name] = Locked(pin["version"])
         if hashed := _HASH.search(line):
             locked[name].hashes.append(hashed[1])
@@ -60,7 +60,7 @@ def unmet(project_file: Path = PROJECT, lock: Path = LOCK) -> list[str]:
         requirement for member in members for requirement in _read_requirements(member)
     ):
         pin = _PIN.match(requirement)
-        if pin is None or versions.get(normalized(pin["name"])) != pin["version"]:
+        if pin is None or versions.get(normalize_name(pin["name"])) != pin["version"]:
             lines.append(requirement)
     return lines
 
@@ -72,11 +72,11 @@ def find_uncovered(installed: str, allowed: list[str]) -> list[str]:
         allowed: packages that don't have to be in the lock, as `name`, `name==version` or `name*`.
     """
     versions = {name: locked.version for name, locked in read_lock().items()}
-    patterns = [normalized(requirement.partition("==")[0]) for requirement in allowed]
+    patterns = [normalize_name(requirement.partition("==")[0]) for requirement in allowed]
     lines = []
     for line in filter(None, installed.splitlines()):
         name, _, version = line.partition("==")
-        name = normalized(name)
+        name = normalize_name(name)
         # A build from a custom index has a local version suffix: 2.13.0+cu126.
         if versions.get(name) != version.partition("+")[0] and not any(
             fnmatchcase(name, pattern) for pattern in patterns
@@ -85,7 +85,7 @@ def find_uncovered(installed: str, allowed: list[str]) -> list[str]:
     return lines
 
 
-def normalized(name: str) -> str:
+def normalize_name(name: str) -> str:
     """Returns a package's name in the normalized form used by package indexes."""
     return re.sub(r"[-_.]+", "-", name).lower()
 
@@ -99,7 +99,7 @@ def _members(project_file: Path) -> list[Path]:
 
 def _name_and_version(project_file: Path) -> tuple[str, str]:
     project = tomllib.loads(project_file.read_text(encoding="utf-8"))["project"]
-    return normalized(project["name"]), project["version"]
+    return normalize_name(project["name"]), project["version"]
 
 
 def _read_requirements(project_file: Path) -> list[str]:
@@ -116,7 +116,7 @@ def main(words: list[str]) -> int:
         print("\n".join(f"{name}=={locked.version}" for name, locked in read_lock().items()))
         return 0
     if words[:1] == ["only"] and len(words) == 2:
-        locked = read_lock()[normalized(words[1])]
+        locked = read_lock()[normalize_name(words[1])]
         print(f"{words[1]}=={locked.version}", *(f"--hash={digest}" for digest in locked.hashes))
         return 0
     if words[:1] == ["covers"] and len(words) > 1:

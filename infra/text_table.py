@@ -34,7 +34,7 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
     return _render(table)
 
 
-def transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+def format_transposed(heads: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
     """Returns the rows side by side, with one line per header; suits few rows with many values."""
     table = _empty_table(has_heads=False)
     table.add_column(no_wrap=True, style="bold")

@@ -24,8 +24,8 @@ from shared.models.tasks.custom import (
     CustomResult,
     PieceChunk,
     StreamedFile,
+    build_streamed_key,
     read_elements,
-    streamed_key,
     with_places,
 )
 from shared.models.tasks.image import ImageResult, ImagesResult
@@ -238,7 +238,7 @@ def body_of(
         "data_removed": is_deleted,
         "created_at": iso(prediction.created_at_s),
         "started_at": iso(record.started_at_s) if record.started_at_s else None,
-        "completed_at": iso(ended_at_s(record)) if record.is_over else None,
+        "completed_at": iso(read_ended_at_s(record)) if record.is_over else None,
         "deadline": iso(prediction.deadline_s),
         "urls": {
             "get": url,
@@ -315,13 +315,13 @@ def partial_output_of(
     """Returns the first elements of an output, in their final form."""
 
     def link_to(file: StreamedFile) -> str:
-        key = streamed_key(prediction.record, 0, file)
+        key = build_streamed_key(prediction.record, 0, file)
         return prediction.base_url + url_signer.path(key, file.media_type)
 
     pieces = list[Any]()
     for chunk in chunks:
         if prediction.streams == "items":
-            pieces += [element.shown(link_to) for element in read_elements(chunk.text)]
+            pieces += [element.to_json_value(link_to) for element in read_elements(chunk.text)]
         elif isinstance(chunk, PieceChunk):
             pieces += chunk.pieces
         else:  # written by release 0.1.0, so the piece boundaries are unknown
@@ -334,7 +334,7 @@ def partial_objects_of(prediction: Prediction, record: Record) -> list[str]:
     if prediction.streams != "items" or record.reply is None:
         return []
     return [
-        streamed_key(prediction.record, 0, file)
+        build_streamed_key(prediction.record, 0, file)
         for outcome in record.reply.outcomes
         if outcome.partial is not None
         for element in read_elements(outcome.partial.text)
@@ -382,7 +382,7 @@ def error_of(record: Record) -> str | None:
     )
 
 
-def printed_of(record: Record) -> PrintedLogs:
+def read_printed_logs(record: Record) -> PrintedLogs:
     """Returns the text that the model has printed so far."""
     for outcome in record.reply.outcomes if record.reply is not None else ():
         if outcome.logs is not None:  # a class computes only one item per prediction
@@ -395,7 +395,7 @@ def logs_of(record: Record) -> str:
 
     Replicate's clients parse the latter. Empty if there is neither.
     """
-    printed = printed_of(record)
+    printed = read_printed_logs(record)
     if printed.end or not record.steps:
         return printed.after(0)
     step = record.steps if record.state == "succeeded" else min(record.step, record.steps)
@@ -414,7 +414,7 @@ def metrics_of(prediction: Prediction, record: Record) -> dict[str, Any]:
         times["delayTime"] = max(0, round((record.started_at_s - record.created_at_s) * 1000))
     if not record.is_over:
         return times
-    times["total_time"] = round(ended_at_s(record) - record.created_at_s, 6)
+    times["total_time"] = round(read_ended_at_s(record) - record.created_at_s, 6)
     receipts = [outcome.receipt for outcome in record.reply.outcomes] if record.reply else []
     times_ms = [receipt.inference_ms for receipt in receipts if receipt.inference_ms is not None]
     if times_ms:
@@ -483,7 +483,7 @@ def _count_truncated(outcomes: Sequence[ItemOutcome], *, is_asked: bool) -> int 
     return type(results[0]).count_truncated(results, is_asked=is_asked) if results else None
 
 
-def ended_at_s(record: Record) -> float:
+def read_ended_at_s(record: Record) -> float:
     """Returns when a prediction finished.
 
     For a canceled prediction, that is when it was canceled, no matter what its worker reports.

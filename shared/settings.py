@@ -421,7 +421,7 @@ class ReportSettings(InvoiceSettings):
 Kind = TypeVar("Kind", bound=Settings)
 
 
-def given_settings() -> dict[str, str]:
+def list_given_settings() -> dict[str, str]:
     """Returns the environment variables that are settings."""
     return {name: value for name, value in os.environ.items() if name.startswith("PENSTOCK_")}
 

@@ -40,14 +40,14 @@ from shared.stores.records import Records
 from shared.stores.records_redis import RecordsRedis
 from shared.stores.token_streams import TokenStreams
 from shared.stores.withdrawals import LiveWithdrawals, WithdrawalStore
-from shared.tracing.setup import traced
+from shared.tracing.setup import export_spans
 from shared.usage.senders import TABLE, sender_of
 from shared.usage.worker_hour import TABLE as HOURS
 from shared.usage.writer import RowWriter
 from workers.autotune.candidates import choose_shared_layout, choose_unmeasured_layout
 from workers.autotune.choice import Layout
 from workers.autotune.client import choose_backend
-from workers.autotune.hardware import this_machine
+from workers.autotune.hardware import detect_machine
 from workers.health import health_server
 from workers.identity import WorkerInfo
 from workers.jobs.canary_comparison import RevisionComparison
@@ -104,7 +104,7 @@ async def serve(settings: WorkerSettings, models: Sequence[Model], catalog: Cata
     running: list[Worker] = []
     async with AsyncExitStack() as stack:
         stack.enter_context(
-            traced(
+            export_spans(
                 "penstock-worker",
                 project=settings.project,
                 region=settings.region,
@@ -142,7 +142,7 @@ def _choose_layout(settings: WorkerSettings, models: Sequence[Model], of_first: 
     """
     layout = of_first
     if len(models) > 1 and not settings.threads:
-        layout = choose_shared_layout(layout, this_machine())
+        layout = choose_shared_layout(layout, detect_machine())
     if wanted := [model.processes for model in models if model.processes]:
         layout = Layout(min(wanted), layout.threads)
     return layout
@@ -165,7 +165,7 @@ async def _prepare(
     )
     await asyncio.to_thread(WORKER_TASKS[model.task].provide, model, folder)
     if not WORKER_TASKS[model.task].measures_backends(model):
-        machine = this_machine()
+        machine = detect_machine()
         shares = model.definition.shares_weights
         is_wide = shares and is_alone and not machine.computes_on_gpu(settings.device)
         layout = choose_unmeasured_layout(

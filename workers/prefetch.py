@@ -45,7 +45,7 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
         Unavailable: the Hub or the bucket is unreachable.
     """
     store = _open(to)
-    for (repository, revision), models in _chosen(catalog, names).items():
+    for (repository, revision), models in _choose_revisions(catalog, names).items():
         label = f"{', '.join(models)}: {repository}@{revision}"
         try:
             if not again and _is_there(store, list_of(repository, revision)):
@@ -58,7 +58,7 @@ def prefetch(catalog: Catalog, to: str, names: Sequence[str], *, again: bool) ->
         yield f"{label}: copied {len(copy.files)} files, {size_mb:,.0f} MB, commit {copy.commit}"
 
 
-def _chosen(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
+def _choose_revisions(catalog: Catalog, names: Sequence[str]) -> dict[tuple[str, str], list[str]]:
     """Returns the repositories and revisions to copy, with the models that use each of them."""
     requested = {catalog.find(name).name for name in names}
     models = [model for model in catalog.deployed if not names or model.public_name in requested]

@@ -31,7 +31,7 @@ from shared.broker.transport import (
     workers_subscription_id,
 )
 from shared.errors import ModelFailed, PenstockError
-from shared.models.service_rate import ACK_LINGER_S, held_messages
+from shared.models.service_rate import ACK_LINGER_S, count_held_messages
 from shared.stores.records import Records
 from shared.tenants.plan import PRIORITIES
 from workers import metrics
@@ -147,7 +147,7 @@ class Worker:
         processes = len(self._pool.processes)
         number = self._consumers.index(consumer)
         overlaps = any(process.overlaps(number) for process in self._pool.processes)
-        held = held_messages(
+        held = count_held_messages(
             consumer.model.batch.max_items,
             processes,
             in_steps=consumer.computes_steps,
@@ -396,7 +396,7 @@ class Worker:
 
     async def _listen(self) -> None:
         """Drops canceled jobs, and stops batches whose callers have all disconnected."""
-        async for record in self._records.canceled():
+        async for record in self._records.watch_cancellations():
             for consumer in self._consumers:
                 await consumer.cancel(record)
             self._stop_unwanted()

@@ -54,11 +54,11 @@ from api.openai.chat_replies import ChatChoice
 from api.openai.generation import (
     answer_id,
     chat_choice,
+    extract_message_text,
     inputs_of,
     is_repeatable,
     model_of,
     results_of,
-    shown_of,
 )
 from api.openai.token_counts import count_chat
 from api.predictions.creation import digest_of
@@ -221,7 +221,7 @@ class MessageEvents:
         return b"event: error\ndata: " + encode_error(error_reply(error)) + b"\n\n"
 
     def _show_text(self, text: str) -> str:
-        return shown_of(text) if self._has_tools else text
+        return extract_message_text(text) if self._has_tools else text
 
 
 def _event(kind: str, **facts: Any) -> bytes:

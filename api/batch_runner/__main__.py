@@ -32,7 +32,7 @@ def main() -> int:
         configure_logs(settings.log_level, settings.project)
         deny_inspection()
         metrics_server = (
-            metrics.served(settings.metrics_host, settings.metrics_port)
+            metrics.serve_metrics(settings.metrics_host, settings.metrics_port)
             if settings.metrics_port
             else nullcontext()
         )

@@ -197,7 +197,7 @@ class BatchRun:
             paused = await self._run_segments(plan, file)
             if paused is not None:
                 return paused
-            _, counts = await store.written(self._owner, batch.id)
+            _, counts = await store.count_written(self._owner, batch.id)
             end: End = "cancelled" if self._stop.is_cancelled else "completed"
             end = "expired" if counts.not_run and not self._stop.is_cancelled else end
             await store.write(self._owner, batch.id, "finalizing", Finalizing(end, time.time()))
@@ -232,7 +232,7 @@ class BatchRun:
         if len(written) < len(plan.segments):
             # Another runner has finished the batch. Don't overwrite its files with incomplete ones.
             raise Unavailable("some of the batch's segments no longer exist")
-        _, counts = await self._tools.store.written(self._owner, batch.id)
+        _, counts = await self._tools.store.count_written(self._owner, batch.id)
         output, error = await self._tools.outputs.compose(batch, plan.model, written)
         return await self._end(
             BatchEnded(
@@ -251,6 +251,6 @@ class BatchRun:
 
     async def _end(self, ended: BatchEnded) -> BatchEnded:
         store = self._tools.store
-        ended.cancelling_at_s = await store.cancelled_at_s(self._owner, self._batch.id)
+        ended.cancelling_at_s = await store.read_cancelled_at_s(self._owner, self._batch.id)
         await store.write(self._owner, self._batch.id, "ended", ended)
         return await store.read(self._owner, self._batch.id, "ended", BatchEnded) or ended

@@ -35,7 +35,7 @@ from api.batch_runner.terms import CurrentTerms
 from api.batch_runner.window import ItemWindow
 from api.batches.documents import BatchCreated, BatchEnded
 from api.batches.files import BatchFiles
-from api.batches.names import created_at_s
+from api.batches.names import parse_created_at_s
 from api.batches.store import BatchStore, OpenBatch
 from api.dispatch.pipeline import open_pipeline
 from api.inputs.codec_pool import CodecPool
@@ -228,7 +228,7 @@ class BatchRunner:
         store = self._tools.store
         state = await store.state(batch.owner, batch.id)
         if state is None:
-            if time.time() - created_at_s(batch.id) > NEVER_CREATED_S:
+            if time.time() - parse_created_at_s(batch.id) > NEVER_CREATED_S:
                 await store.close(batch.owner, batch.id)
             return None
         ended = state.ended or await self._compute(state.created, held)

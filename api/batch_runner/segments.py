@@ -193,8 +193,8 @@ class SegmentRun:
             Unavailable: the object store is unreachable. Logged answers are not lost.
         """
         store, names = self._tools.store, (self._owner, self._batch.id)
-        self._next, counts = await store.written(*names)
-        self._begun = max(await store.begun_segments(*names), self._next + 1)
+        self._next, counts = await store.count_written(*names)
+        self._begun = max(await store.count_begun_segments(*names), self._next + 1)
         segments = self._source.plan.segments
         if self._next == len(segments):
             return None
@@ -334,7 +334,7 @@ class SegmentRun:
         written, counts = self._next, None
         while (segment := self._open.get(self._next)) is not None and not segment.left:
             if counts is None:
-                written, counts = await store.written(*names)
+                written, counts = await store.count_written(*names)
             if written == self._next:
                 done = await answers.read(segment.numbers)
                 counts = counts_after(counts, done)
@@ -344,7 +344,7 @@ class SegmentRun:
                     await self._tools.executor.limiter.end_operations(group)
                     written += 1
                 else:  # another runner was faster, so its answers are used
-                    written, counts = await store.written(*names)
+                    written, counts = await store.count_written(*names)
             await self._skip_written(answers, written)
 
     async def _skip_written(self, answers: AnswerLog, written: int) -> None:
@@ -371,7 +371,7 @@ class SegmentRun:
                     self._end_undone(line, index, attempts, is_started=line.number in started)
                     for line in some
                 ]
-                for line, answer in zip(some, await _all_of(ends), strict=True):
+                for line, answer in zip(some, await _gather_or_cancel(ends), strict=True):
                     self._end_line(index, line.number, answers, answer)
             await self._write_complete(answers)
 
@@ -400,7 +400,7 @@ class SegmentRun:
         return LineAnswer(data, "failed")
 
 
-async def _all_of(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[LineAnswer]:
+async def _gather_or_cancel(ends: Sequence[Coroutine[None, None, LineAnswer]]) -> list[LineAnswer]:
     """Waits for all tasks. If one fails, cancels the others before returning."""
     tasks = [asyncio.ensure_future(end) for end in ends]
     try:

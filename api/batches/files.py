@@ -118,7 +118,7 @@ class BatchFiles:
         """
         created_at_s = time.time()
         file_id = new_file_id(created_at_s)
-        async with self._storage.reserved(quota, body_bytes) as reservation:
+        async with self._storage.reserve(quota, body_bytes) as reservation:
             async with self._objects.writer(data_key(quota.tenant, file_id), JSONL) as writer:
                 upload = Upload(writer, reservation, file_id, created_at_s)
                 yield upload

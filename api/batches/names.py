@@ -37,7 +37,7 @@ def new_batch_id(at_s: float) -> str:
     return f"batch_{_countdown(at_s)}{_tail('')}"
 
 
-def created_at_s(batch_id: str) -> float:
+def parse_created_at_s(batch_id: str) -> float:
     """Returns the creation time in a batch ID (Unix time)."""
     return (_LAST_MS - int(batch_id.removeprefix("batch_")[:12], 16)) / 1000
 

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 
 from api.batches.documents import WINDOW_S, BatchCreated, BatchState, Status
 from api.batches.files import KEEP_S, BatchFile, BatchFiles, is_of
-from api.batches.names import created_at_s, new_batch_id, owner_of
+from api.batches.names import new_batch_id, owner_of, parse_created_at_s
 from api.batches.store import BatchStore
 from shared.errors import BadInput, Overloaded
 from shared.tenants.plan import Caller
@@ -170,7 +170,7 @@ class Batches:
             batch_id
             for batch_id in await self._store.ids(tenant)
             if batch_id > after
-            and wanted.after_s - 0.001 <= created_at_s(batch_id) < wanted.before_s
+            and wanted.after_s - 0.001 <= parse_created_at_s(batch_id) < wanted.before_s
         ]
         owner, batches = owner_of(tenant), list[BatchState]()
         checked, window = 0, limit + 1
@@ -184,7 +184,7 @@ class Batches:
             return BatchPage(batches[:limit], True, batches[limit - 1].created.id)
         if checked < len(ids):
             if not batches:
-                raise _too_many_checked(created_at_s(ids[checked]))
+                raise _too_many_checked(parse_created_at_s(ids[checked]))
             return BatchPage(batches, True, ids[checked - 1])
         return BatchPage(batches, False, batches[-1].created.id if batches else None)
 

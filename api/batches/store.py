@@ -124,7 +124,7 @@ class BatchStore:
             self.read(owner, batch_id, "created", BatchCreated),
             self.read(owner, batch_id, "plan", BatchPlan),
             self.read(owner, batch_id, "finalizing", Finalizing),
-            self.cancelled_at_s(owner, batch_id),
+            self.read_cancelled_at_s(owner, batch_id),
             self._counts(owner, batch_id),
         )
         if created is None:
@@ -140,7 +140,7 @@ class BatchStore:
         data = msgspec.json.encode({"at_s": time.time()})
         await self._objects.create(f"{OPEN}/{owner}/{batch_id}/cancel", data, _JSON)
 
-    async def cancelled_at_s(self, owner: str, batch_id: str) -> float:
+    async def read_cancelled_at_s(self, owner: str, batch_id: str) -> float:
         """Returns when a batch was canceled (Unix time), or 0."""
         try:
             data = await self._objects.get(f"{OPEN}/{owner}/{batch_id}/cancel", 1024)
@@ -175,7 +175,7 @@ class BatchStore:
         """Returns the segments written so far, in order and without gaps."""
         return await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/segments", MAX_SEGMENTS)
 
-    async def written(self, owner: str, batch_id: str) -> tuple[int, Counts]:
+    async def count_written(self, owner: str, batch_id: str) -> tuple[int, Counts]:
         """Returns the number of written segments, and the counts at the end of the last one."""
         written = await self.segments(owner, batch_id)
         return len(written), (await self.header(written[-1])).counts if written else Counts()
@@ -190,7 +190,7 @@ class BatchStore:
         key = f"{RUNS}/{owner}/{batch_id}/{_BEGUN}/{index:05d}"
         await self._objects.create(key, b"", "application/octet-stream")
 
-    async def begun_segments(self, owner: str, batch_id: str) -> int:
+    async def count_begun_segments(self, owner: str, batch_id: str) -> int:
         """Returns the number of segments whose lines may have run."""
         marks = await self._objects.listing(f"{RUNS}/{owner}/{batch_id}/{_BEGUN}", MAX_SEGMENTS)
         return int(marks[-1].key.rpartition("/")[2]) + 1 if marks else 0

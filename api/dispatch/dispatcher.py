@@ -48,7 +48,7 @@ from shared.models.catalog import Revision
 from shared.models.tasks import Result
 from shared.money import slo
 from shared.money.charge import as_delivered, device_share_of
-from shared.stores.cache import Hit, Owed, ResultCache, owed_by
+from shared.stores.cache import Hit, Owed, ResultCache, compute_owed
 from shared.stores.objects import ObjectStore
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.withdrawals import withdrawn_error
@@ -398,7 +398,7 @@ class Dispatcher:
                 reply = None if ended is None else ended.reply
         owed = dict[str, Owed]()
         for outcome in () if reply is None else reply.outcomes:
-            key, mark = keys.get(outcome.index), owed_by(outcome.receipt)
+            key, mark = keys.get(outcome.index), compute_owed(outcome.receipt)
             if key is not None and mark is not None and outcome.result is not None:
                 owed[key] = mark
         self._mark_unpaid(request, owed)

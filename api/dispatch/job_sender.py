@@ -19,7 +19,7 @@ from api.dispatch.model_window import BATCHES_HELD, PublishWindow
 from api.dispatch.request import InferenceRequest, InFlightItem, InFlightJob, RequestOptions
 from api.fair_room import Demand
 from shared.broker.transport import Publisher, jobs_topic_id
-from shared.canary.forwarding import JobMessage, forwarded
+from shared.canary.forwarding import JobMessage, build_forwarded_job
 from shared.errors import (
     BadInput,
     DeadlineExceeded,
@@ -383,7 +383,7 @@ async def _publish_job(publisher: Publisher, job: JobMessage, *, timeout_s: floa
     except BadInput:
         if (model := model_of_canary(job.model)) is None:
             raise
-        other = forwarded(model, job.data, job.attributes)
+        other = build_forwarded_job(model, job.data, job.attributes)
         await publisher.publish(
             jobs_topic_id(other.model), other.data, other.attributes, timeout_s=timeout_s
         )

@@ -38,7 +38,7 @@ from shared.money.amounts import plain
 from shared.money.charge import ItemPrice, as_delivered, cost_usd, device_s, price_of
 from shared.money.slo import counts_toward_slo
 from shared.predictions import Prediction
-from shared.stores.cache import Hit, Owed, cache_key, owed_by
+from shared.stores.cache import Hit, Owed, cache_key, compute_owed
 
 CACHE_HEADER = "x-penstock-cache"
 COST_HEADER, DEVICE_HEADER = "x-penstock-cost-usd", "x-penstock-device-ms"
@@ -393,7 +393,7 @@ class InFlightItem:
         if self.waiters or not self.is_unpaid or completion is None:
             return None
         outcome = completion.outcome
-        return None if outcome.result is None else owed_by(outcome.receipt)
+        return None if outcome.result is None else compute_owed(outcome.receipt)
 
 
 def receipt_without_answer(in_flight: InFlightItem, model: Model) -> Receipt:
@@ -521,7 +521,7 @@ class RequestState:
         for index, (item, completion) in enumerate(zip(self.items, self.completions, strict=True)):
             if item.cache_key is None or completion is None or completion.outcome.result is None:
                 continue
-            in_flight, own = self._led.get(index), owed_by(completion.outcome.receipt)
+            in_flight, own = self._led.get(index), compute_owed(completion.outcome.receipt)
             if in_flight is not None and in_flight.waiters:
                 in_flight.is_unpaid = True
             elif own is not None and not (in_flight is not None and in_flight.is_taken_over):
@@ -599,7 +599,7 @@ def _of_coalesced(index: int, in_flight: InFlightItem, completion: ItemCompletio
     If the leader does not pay, the first request to receive the result is treated as its source.
     """
     outcome = completion.outcome
-    is_owed = outcome.result is not None and owed_by(outcome.receipt) is not None
+    is_owed = outcome.result is not None and compute_owed(outcome.receipt) is not None
     if in_flight.is_unpaid and is_owed:
         in_flight.is_unpaid, in_flight.is_taken_over = False, True
         return msgspec.structs.replace(outcome, index=index)

@@ -25,7 +25,7 @@ from shared.errors import ConfigurationError, Unavailable
 from shared.models.catalog import Catalog
 from shared.process.loopback import is_loopback
 from shared.settings import ApiSettings
-from shared.stores.key_stores import KeyCopy, key_store, served_by
+from shared.stores.key_stores import KeyCopy, key_store, list_served_names
 from shared.tenants.api_key import parse_key
 from shared.tenants.directory import BudgetHolder, Scope
 from shared.tenants.key_store import KeyStore
@@ -289,7 +289,9 @@ def access_of(settings: ApiSettings, catalog: Catalog | None = None) -> Access:
     if not settings.keys_url:
         return OpenOnLoopback(settings.host, settings.cors_origins)
     served = (
-        None if catalog is None else served_by(catalog, allow_private=settings.webhooks_private)
+        None
+        if catalog is None
+        else list_served_names(catalog, allow_private=settings.webhooks_private)
     )
     # The keys are in the same Redis as the records, which may be in another region.
     is_elsewhere = not settings.keys_url.startswith("file:") and (

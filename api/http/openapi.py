@@ -303,7 +303,7 @@ def event_stream(*kinds: str) -> Described:
     return {"description": "Server-sent events.", "content": content, "headers": references()}
 
 
-def streamed(answers: Responses) -> Responses:
+def add_event_stream(answers: Responses) -> Responses:
     """Returns the responses for an endpoint that can also return an event stream.
 
     A stream's `Location` is the URL for rereading it.

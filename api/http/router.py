@@ -37,11 +37,11 @@ from api.http.openapi import (
     Described,
     Responses,
     Schema,
+    add_event_stream,
     errors_as,
     header_parameters,
     inference_responses,
     request_body,
-    streamed,
     success,
 )
 from api.problem_details import Problem
@@ -174,7 +174,7 @@ class Router(APIRouter):
         if "conflict" in declared:
             responses |= errors_as(self._error, 409)
             responses[409]["description"] = declared["conflict"]
-        return streamed(responses) if declared.get("is_streamed") else responses
+        return add_event_stream(responses) if declared.get("is_streamed") else responses
 
 
 def _request(declared: Declared, scope: KeyScope | None, *, runs_model: bool) -> Described:

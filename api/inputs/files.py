@@ -128,7 +128,7 @@ class Files:
         encoded = _encode_within_limit(file)
         size_bytes = len(data) + len(encoded)
         if reservation is None:
-            async with self._storage.reserved(quota, size_bytes):
+            async with self._storage.reserve(quota, size_bytes):
                 await self._write(file, data, encoded)
         else:
             await reservation.cover(size_bytes)
@@ -148,7 +148,7 @@ class Files:
             StorageFull: the tenant's storage quota is used up.
         """
         most_bytes = None if body_bytes is None else body_bytes + _FACTS_BYTES
-        return self._storage.reserved(quota, most_bytes)
+        return self._storage.reserve(quota, most_bytes)
 
     async def _write(self, file: File, data: bytes, document: bytes) -> None:
         await self._objects.put(file.key, data, file.content_type)

@@ -140,7 +140,9 @@ class ImageDraft:
         Raises:
             Unavailable: the object store is unreachable.
         """
-        return first.with_sources([await self._images.stored(blob) for blob in first.sources])
+        return first.with_sources(
+            [await self._images.store_large_source(blob) for blob in first.sources]
+        )
 
     async def keep_inline(self) -> dict[str, str]:
         """Stores the files that were sent as data: URIs, and returns their URLs, keyed by slot.

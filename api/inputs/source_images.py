@@ -293,7 +293,7 @@ class SourceImages:
         )
         return f"{caller.base_url}/v1/files/{stored_file.id}"
 
-    async def stored(self, source: Blob) -> Blob:
+    async def store_large_source(self, source: Blob) -> Blob:
         """Returns the source ready for a message. A large source is moved to the object store."""
         return await store_if_large(source, self._objects)
 

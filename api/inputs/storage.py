@@ -37,7 +37,7 @@ from prometheus_client import Counter
 
 from api.errors import StorageFull
 from shared.errors import BadInput, PenstockError, Unavailable
-from shared.stores.held_bytes import HELD, held_bytes, hold
+from shared.stores.held_bytes import HELD, hold, sum_held_bytes
 from shared.stores.held_bytes import owner_of as owner_of
 from shared.stores.objects import ObjectStore, StoredObject
 from shared.tenants.plan import Caller
@@ -247,13 +247,13 @@ class Storage:
         after = f"{folder}/{int(now_s):010d}"
         while True:
             part = await self.objects.listing(folder, 4 * MAX_FILES, after)
-            size_bytes += held_bytes(part, now_s)
+            size_bytes += sum_held_bytes(part, now_s)
             if len(part) < 4 * MAX_FILES:
                 return size_bytes
             after = part[-1].key
 
     @asynccontextmanager
-    async def reserved(
+    async def reserve(
         self, quota: StorageQuota, size_bytes: int | None
     ) -> AsyncIterator[StorageReservation]:
         """Reserves space for one file while it is being written.
@@ -293,7 +293,7 @@ class Storage:
         """Removes objects older than OLDEST_S, except on Google. Returns the number removed."""
         removed = 0
         for folder in () if self.objects.is_on_google else FOLDERS_BY_AGE:
-            async for stored_object in self.objects.modified_before(
+            async for stored_object in self.objects.list_modified_before(
                 folder, self.clock() - OLDEST_S
             ):
                 removed += await self._remove(folder, [stored_object.key])

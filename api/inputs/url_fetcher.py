@@ -47,7 +47,7 @@ from shared.process.concurrency import FairPermits
 from shared.settings import ApiSettings
 from shared.stores.fetched_urls import FetchedUrl, FetchedUrls
 from shared.stores.objects import ObjectStore, key_of_digest
-from shared.web.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
+from shared.web.pinned_http import CONNECT_LIMIT_S, Resolve, open_pinned_session, resolve
 from shared.web.public_url import Reach, UrlForbidden, is_within, parse_public_url
 
 if TYPE_CHECKING:
@@ -424,7 +424,7 @@ class _Fetch:
         timeout = ClientTimeout(total=None, connect=CONNECT_LIMIT_S, sock_read=IDLE_LIMIT_S)
         try:
             async with (
-                pinned_session(
+                open_pinned_session(
                     url, self.reach, timeout, resolve=self.resolve, tls=self.tls
                 ) as session,
                 session.get(url, headers=headers, allow_redirects=False) as answer,
@@ -517,7 +517,7 @@ async def _load(
         blob = Blob(media_type, data=bytes(head))
         return _Loaded(blob, name, hashlib.sha256(head).hexdigest(), None)
     size_bytes = max(len(head), answer.content_length or 0)
-    async with place.storage.reserved(place.quota, size_bytes) as room:
+    async with place.storage.reserve(place.quota, size_bytes) as room:
         stored = await _store(bytes(head), pieces, media_type, place.storage.objects, rules, room)
         await place.storage.hold(place.quota.tenant, stored.size_bytes, place.keep_until_s)
     key, sha256 = stored.key, stored.sha256

@@ -25,7 +25,7 @@ from shared.money.charge import (
     ItemPrice,
     as_delivered,
     cost_usd,
-    counted_work,
+    count_work,
     list_price_usd,
     price_of,
     step_prices_of,
@@ -234,7 +234,7 @@ class LimitedRequest:
         if self._account is not None:
             charged = as_delivered(outcomes, is_delivered=is_delivered)
             unit = self._model.limited_unit
-            self._used = used_by(price, unit, outcomes, charged, self._step_prices())
+            self._used = sum_usage(price, unit, outcomes, charged, self._step_prices())
 
     def _step_prices(self) -> list[ItemPrice]:
         return list(step_prices_of(self._model, self._received_at_s, self._price_share))
@@ -277,7 +277,7 @@ class RecoveredRequest(LimitedRequest):
         return self
 
 
-def used_by(
+def sum_usage(
     price: ItemPrice,
     unit: Unit,
     outcomes: Sequence[ItemOutcome],
@@ -298,10 +298,10 @@ def used_by(
             work = float(sum(_is_computed(outcome) for outcome in outcomes))
         else:  # for image requests, count only the work for items to draw
             own = [(step_prices[0], outcome) for outcome in outcomes if step_of(outcome.index) == 0]
-            work = sum(counted_work(terms, outcome) for terms, outcome in own)
+            work = sum(count_work(terms, outcome) for terms, outcome in own)
     else:
         priced = [(price, outcome) for outcome in delivered]
-        work = sum(counted_work(price, outcome) for outcome in outcomes)
+        work = sum(count_work(price, outcome) for outcome in outcomes)
     usd = sum(cost_usd(terms, outcome) for terms, outcome in priced)
     return RequestDemand(unit, items=len(outcomes), work=work, cost_usd=usd)
 

@@ -90,7 +90,7 @@ class Taking(msgspec.Struct, frozen=True, omit_defaults=True):
     before: float = 0
     """The amount taken by the request's preparation, which is not returned."""
 
-    def settled(self, used: float) -> Ask:
+    def build_settlement(self, used: float) -> Ask:
         """Returns the ask that returns everything except `used`."""
         returns = [(self.period, self.amount - max(0.0, used - self.before))]
         return Ask(
@@ -395,7 +395,9 @@ class Limiter:
             used: actual usage. If None, it is unknown, so the reserved amounts count.
         """
         asks = (
-            [] if used is None else [taking.settled(used.amount(taking.unit)) for taking in takings]
+            []
+            if used is None
+            else [taking.build_settlement(used.amount(taking.unit)) for taking in takings]
         )
         sent_s = self._clock()
         answers = await self.store.settle(record_id, asks)

@@ -297,7 +297,7 @@ class OcrEndpoint(Endpoint):
 
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
         """Makes errors refer to the body's fields."""
-        return _names_for(request.model).used()
+        return _names_for(request.model).translate_errors()
 
     def failure(self, request: LineRequest, snapshot: PredictionSnapshot) -> PenstockError:
         """Returns the reason a flow failed, with the affected page's number."""
@@ -341,7 +341,7 @@ async def create_ocr(
     """
     body = await call.read_json(OcrBody)
     model = call.serving(catalog, "ocr", body.model)
-    with _names_for(model).used():
+    with _names_for(model).translate_errors():
         ocr_input = _read_fields(body, model)
         inference.check_room(call, model, 1)
         quota = storage.quota_of(call.caller, DOCUMENT)

@@ -76,7 +76,7 @@ from api.predictions.generation_stream import (
     behind,
     find_return,
     follow_record,
-    seen_from_id,
+    parse_last_event_id,
 )
 from api.predictions.progress import PredictionProgress
 from api.predictions.service import Predictions
@@ -405,7 +405,7 @@ class _LinesOf(Endpoint):
     def words(self, request: LineRequest) -> AbstractContextManager[None]:
         """Makes errors refer to the body's fields."""
         body = cast(TranscriptionLine | TranslationLine, request.body)
-        return _names_for(request.model, body.recording[0]).used()
+        return _names_for(request.model, body.recording[0]).translate_errors()
 
     def usage(
         self,
@@ -492,7 +492,7 @@ async def create_transcription(
     form, upload = await _read_form(call, TranscriptionForm)
     model = call.serving(catalog, "transcription", form.model)
     transcriber = _Transcriber(call, form, model, "transcribe", inference, recording)
-    with transcriber.names.used():
+    with transcriber.names.translate_errors():
         item = await transcriber.load(upload, storage, source_images)
         if not form.stream:
             return await transcriber.answer(item)
@@ -520,7 +520,7 @@ async def create_translation(
     form, upload = await _read_form(call, TranslationForm)
     model = call.serving(catalog, "transcription", form.model)
     transcriber = _Transcriber(call, form, model, "translate", inference, recording)
-    with transcriber.names.used():
+    with transcriber.names.translate_errors():
         return await transcriber.answer(await transcriber.load(upload, storage, source_images))
 
 
@@ -567,7 +567,9 @@ class _Transcriber:
         inference.check_room(call, model, 1)
         if upload is not None:
             await inference.preparation(call, model).begin()
-            item.files.append(await source_images.stored(Blob(_ANY_BYTES, data=upload.data)))
+            item.files.append(
+                await source_images.store_large_source(Blob(_ANY_BYTES, data=upload.data))
+            )
             item.places.append(FilePlace([FILE], upload.name))
         if form.url is not None:
             quota = storage.quota_of(call.caller, FILE)
@@ -646,7 +648,7 @@ class _TranscriptStream:
                 f"Last-Event-ID: {self._last_id[:40]!r} is not an event ID of this stream",
                 field="last-event-id",
             )
-        seen = [] if is_flow else seen_from_id(self._last_id, 1)
+        seen = [] if is_flow else parse_last_event_id(self._last_id, 1)
         with ExitStack() as held:
             held.enter_context(self._streams.room.reserve(call.tenant))
             snapshot = await self._recording.start(call, new)

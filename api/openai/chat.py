@@ -41,18 +41,18 @@ from api.openai.generation import (
     ChatEndpoint,
     CompletionEndpoint,
     answer_id,
-    begun_call,
     chat_choice,
     chat_logprobs,
     chat_reply,
     completion_logprobs,
     completion_reply,
+    extract_message_text,
     first_call,
     inputs_of,
     is_repeatable,
     model_of,
+    read_begun_call,
     results_of,
-    shown_of,
     usage_of,
 )
 from api.openai.stored import find_stored
@@ -62,7 +62,7 @@ from api.predictions.generation_stream import (
     GenerationStreams,
     PromptSize,
     StreamShape,
-    seen_from_id,
+    parse_last_event_id,
 )
 from api.predictions.service import PredictionNotOver, Predictions
 from api.tasks.base import Inputs
@@ -119,14 +119,14 @@ class ChatEvents:
         if self._is_forced and (call := self._call_delta(added)):
             return self._chunk(ChatChunkChoice(index, ChatDelta(tool_calls=[call]), encoded))
         if self._has_tools:
-            text = shown_of(added.now)[len(shown_of(added.before)) :]
+            text = extract_message_text(added.now)[len(extract_message_text(added.before)) :]
         if not text and encoded is None:
             return None
         return self._chunk(ChatChunkChoice(index, ChatDelta(content=text), encoded))
 
     def _call_delta(self, added: AddedText) -> dict[str, object] | None:
         """Returns the text added to the first tool call."""
-        opened_call, earlier = begun_call(added.now), begun_call(added.before)
+        opened_call, earlier = read_begun_call(added.now), read_begun_call(added.before)
         if opened_call is None:
             return None
         if earlier is None:
@@ -141,11 +141,11 @@ class ChatEvents:
         choice = chat_choice(self._body, self._completion_id, index, result)
         events = []
         content = choice.message.content or ""
-        if self._has_tools and (rest := content[len(shown_of(result.text)) :]):
+        if self._has_tools and (rest := content[len(extract_message_text(result.text)) :]):
             events.append(self._chunk(ChatChunkChoice(index, ChatDelta(content=rest))))
         if isinstance(choice.message.tool_calls, list):
             for number, call in enumerate(choice.message.tool_calls):
-                if number == 0 and self._is_forced and begun_call(result.text) is not None:
+                if number == 0 and self._is_forced and read_begun_call(result.text) is not None:
                     continue  # already sent while it was being generated
                 tool_call = {"index": number} | msgspec.to_builtins(call)
                 delta = ChatDelta(tool_calls=[tool_call])
@@ -317,7 +317,7 @@ async def read_chat(
     snapshot = await find_stored(call, CHAT_PREFIX, CHAT.path, completion_id, recording)
     body = ChatBody.model_validate(snapshot.prediction.input)
     if not stream:
-        return encode_json(stored_chat(call, snapshot, catalog))
+        return encode_json(build_stored_chat(call, snapshot, catalog))
     last_id = call.http.headers.get("last-event-id", "") or starting_after
     with ExitStack() as held:
         held.enter_context(generation_streams.room.reserve(call.tenant))
@@ -384,7 +384,7 @@ class _NewAnswer(Generic[B]):
         """
         call, endpoint, body = self._call, self._endpoint, self._body
         last_id = call.http.headers.get("last-event-id", "")
-        seen_from_id(last_id, len(self._inputs))
+        parse_last_event_id(last_id, len(self._inputs))
         new = self.request(recording)
         with ExitStack() as held:
             held.enter_context(streams.room.reserve(call.tenant))
@@ -425,7 +425,7 @@ class _EventAnswer(Generic[B]):
         Raises:
             PenstockError: the prediction failed before its first event.
         """
-        seen, has_ids = seen_from_id("", self._items), wants_event_ids(call.http.headers)
+        seen, has_ids = parse_last_event_id("", self._items), wants_event_ids(call.http.headers)
         events = await begin_events(
             call, streams, self._snapshot, self._shape, seen, has_ids=has_ids
         )
@@ -437,7 +437,7 @@ class _EventAnswer(Generic[B]):
         Raises:
             BadInput: the ID does not belong to this stream.
         """
-        seen = seen_from_id(last_id, self._items)
+        seen = parse_last_event_id(last_id, self._items)
         if IS_HEAD in self._call.http.scope:
             return answer_head()
         events = streams.follow(
@@ -451,7 +451,7 @@ def _items_of(body: ChatBody | CompletionBody) -> int:
     return prompts * (body.n or 1)
 
 
-def stored_chat(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> ChatReply:
+def build_stored_chat(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> ChatReply:
     """Returns a prediction's complete chat.
 
     Raises:

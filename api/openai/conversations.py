@@ -21,7 +21,7 @@ from api.http.recording import Recording
 from api.http.router import Router
 from api.openai.item_pages import After, ItemsPage, Limit, Order, page_of
 from api.openai.responses_schemas import InputItem, ItemReference
-from api.openai.stored import read_referenced_items, shown_items, state_of
+from api.openai.stored import format_items, read_referenced_items, state_of
 from api.predictions.conversations import (
     Conversation,
     ConversationBusy,
@@ -332,7 +332,7 @@ async def items_to_add(
 
 def as_stored(items: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Returns the items, each with an ID."""
-    return shown_items(items, secrets.token_hex(12))
+    return format_items(items, secrets.token_hex(12))
 
 
 async def _find(call: Call, conversation_id: str, conversations: Conversations) -> Conversation:

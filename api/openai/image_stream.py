@@ -65,7 +65,7 @@ class StreamedImage(msgspec.Struct):
     seed: int | msgspec.UnsetType = msgspec.UNSET
     index: int | msgspec.UnsetType = msgspec.UNSET
 
-    def encoded(self, event_id: str) -> bytes:
+    def encode(self, event_id: str) -> bytes:
         """Returns the event in wire format, with its ID unless the ID is empty."""
         named = f"id: {event_id}\n" if event_id else ""
         data = msgspec.json.encode(self)
@@ -158,7 +158,7 @@ class ImageStream:
         has_begun = is_done = False
         try:
             try:
-                async for event in self._all(snapshot, model):
+                async for event in self._stream_images(snapshot, model):
                     yield event
                     has_begun = True
             except PenstockError as error:
@@ -171,7 +171,9 @@ class ImageStream:
             if not is_done and not self._has_ids:
                 self._generation_streams.leave(snapshot.prediction, 0.0)
 
-    async def _all(self, first: PredictionSnapshot, model: Model) -> AsyncGenerator[bytes]:
+    async def _stream_images(
+        self, first: PredictionSnapshot, model: Model
+    ) -> AsyncGenerator[bytes]:
         heartbeat_s = time.monotonic()
         async for snapshot in follow_record(self._predictions, first, self._call.check_key):
             if snapshot.record.is_over:
@@ -231,4 +233,4 @@ class ImageStream:
         )
 
     def _on_wire(self, event: StreamedImage) -> bytes:
-        return event.encoded(self._position.to_id() if self._has_ids else "")
+        return event.encode(self._position.to_id() if self._has_ids else "")

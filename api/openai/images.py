@@ -445,7 +445,9 @@ class ImageAnswer:
         fields = body.model_dump(mode="json", exclude_unset=True, exclude=elsewhere)
         digest_parts: list[object] = [path, model.name, fields]
         if inputs[0].sources:
-            sources = [await self.source_images.stored(source) for source in inputs[0].sources]
+            sources = [
+                await self.source_images.store_large_source(source) for source in inputs[0].sources
+            ]
             inputs = [image.with_sources(sources) for image in inputs]
             digest_parts += [
                 source.object_key or hashlib.sha256(source.data or b"").hexdigest()

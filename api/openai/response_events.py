@@ -15,7 +15,7 @@ from typing import Any
 
 import msgspec
 
-from api.openai.generation import RESPONSE_PREFIX, chat_choice, results_of, shown_of
+from api.openai.generation import RESPONSE_PREFIX, chat_choice, extract_message_text, results_of
 from api.openai.responses_schemas import (
     ConversationShown,
     IncompleteDetails,
@@ -185,7 +185,7 @@ class ResponseEvents:
         return [_format_logprob(token) for token in tokens] if self._body.has_logprobs else []
 
     def _show_text(self, text: str) -> str:
-        return shown_of(text) if self._has_tools else text
+        return extract_message_text(text) if self._has_tools else text
 
     def _begin(self, item: int, part: int) -> list[bytes]:
         added = self._message([], "in_progress")
@@ -244,10 +244,10 @@ class ResponseEvents:
 
     def failure(self, error: PenstockError) -> bytes:
         """Returns the event for a failed response."""
-        failed = self.failed(error)
+        failed = self.build_failed(error)
         return self._event(self._last, "response.failed", response=failed, is_kept=True)
 
-    def failed(self, error: PenstockError) -> ResponseReply:
+    def build_failed(self, error: PenstockError) -> ResponseReply:
         """Returns the failed response, with its error."""
         if isinstance(error, Canceled):
             return self.reply("cancelled")

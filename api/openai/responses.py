@@ -37,9 +37,9 @@ from api.openai.responses_schemas import ResponseBody, ResponseDeleted, Response
 from api.openai.stored import (
     PATH_OF_RESPONSES,
     find_response,
+    format_items,
     read_referenced_items,
     response_of,
-    shown_items,
     state_of,
 )
 from api.predictions.conversations import Conversations
@@ -161,7 +161,7 @@ async def list_input_items(
     snapshot = await find_response(call, response_id, recording)
     body, digits = ResponseBody.model_validate(snapshot.prediction.input), response_id[-24:]
     items = [item.model_dump(mode="json", exclude_unset=True) for item in body.items]
-    return encode_json(page_of(shown_items(items, digits), limit, order, after))
+    return encode_json(page_of(format_items(items, digits), limit, order, after))
 
 
 @stored_router.post(

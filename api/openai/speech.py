@@ -36,7 +36,7 @@ from api.predictions.generation_stream import (
     AddedText,
     GenerationStreams,
     StreamShape,
-    seen_from_id,
+    parse_last_event_id,
 )
 from api.tasks.base import Inputs, check_results
 from api.tasks.custom import FieldNames, input_of_fields
@@ -46,9 +46,9 @@ from shared.models.catalog import Catalog
 from shared.models.tasks.custom import (
     CustomInput,
     CustomResult,
+    build_streamed_key,
     interface_of,
     read_elements,
-    streamed_key,
 )
 from shared.stores.objects import ObjectStore
 
@@ -109,7 +109,7 @@ class SpeechEvents(StreamShape):
         return b"".join(
             _delta(file.uri.partition(",")[2])
             if file.uri
-            else _delta("", streamed_key(self._record, added.generation, file))
+            else _delta("", build_streamed_key(self._record, added.generation, file))
             for file in files
         )
 
@@ -195,7 +195,7 @@ async def create_speech(
     speech_input, _ = input_of_fields(values, model, {})
     speech_input.is_streamed = is_streamed
     names = FieldNames(model, "input", {"stream": "stream_format"})
-    with names.used():
+    with names.translate_errors():
         if is_streamed:
             inference.check_room(call, model, 1)
             stream = _SpeechStream(call, names, recording, generation_streams, objects)
@@ -241,7 +241,7 @@ class _SpeechStream:
         """
         call = self.call
         last_id = call.http.headers.get("last-event-id", "")
-        seen = seen_from_id(last_id, 1)
+        seen = parse_last_event_id(last_id, 1)
         new = self._request(body, item)
         with ExitStack() as held:
             held.enter_context(self.streams.room.reserve(call.tenant))

@@ -16,7 +16,7 @@ from api.openai.response_events import ResponseEvents
 from api.openai.responses_schemas import ResponseBody, ResponseReply
 from api.predictions.creation import PredictionSnapshot
 from shared.models.catalog import Catalog
-from shared.predictions import ended_at_s
+from shared.predictions import read_ended_at_s
 
 PATH_OF_RESPONSES = "/v1/responses"
 MAX_REFERENCED = 64
@@ -93,10 +93,10 @@ def state_of(call: Call, snapshot: PredictionSnapshot, catalog: Catalog) -> Resp
     record = snapshot.record
     _, events = response_of(call, snapshot, catalog)
     if record.state == "succeeded" and record.reply is not None:
-        return events.whole(record.reply.outcomes, ended_at_s(record))
+        return events.whole(record.reply.outcomes, read_ended_at_s(record))
     if not record.is_over:
         return events.reply("queued" if record.state == "starting" else "in_progress")
-    return events.failed(snapshot.failure)
+    return events.build_failed(snapshot.failure)
 
 
 async def read_referenced_items(
@@ -133,7 +133,7 @@ def _no_item(name: str) -> NotFound:
     )
 
 
-def shown_items(items: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
+def format_items(items: Sequence[dict[str, Any]], digits: str) -> list[dict[str, Any]]:
     """Returns items in the item list format. Items without an ID are given one."""
     return [_format_item(item, f"{digits}_in{number}") for number, item in enumerate(items)]
 

@@ -17,7 +17,7 @@ from api.http.call import Call
 from api.http.encode_json import encode_json
 from api.http.recording import Recording
 from api.http.router import Router
-from api.openai.chat import CHAT, stored_chat
+from api.openai.chat import CHAT, build_stored_chat
 from api.openai.chat_replies import ChatReply
 from api.openai.generation import CHAT_PREFIX
 from api.openai.item_pages import (
@@ -83,19 +83,19 @@ async def list_chats(
     }
     # Reads only one item more than fits on the page, no matter how many there are.
     chats: list[dict[str, Any]] = []
-    every = _all(call.tenant, after, predictions, is_ascending=order == "asc")
+    every = _iterate_chats(call.tenant, after, predictions, is_ascending=order == "asc")
     async with aclosing(every) as snapshots:
         async for snapshot in snapshots:
             has_all = wanted.items() <= (snapshot.prediction.input.get("metadata") or {}).items()
             is_shown = snapshot.prediction.model in served and has_all and _is_stored(snapshot)
             if is_shown and recording.is_visible(call, snapshot):
-                chats.append(msgspec.to_builtins(stored_chat(call, snapshot, catalog)))
+                chats.append(msgspec.to_builtins(build_stored_chat(call, snapshot, catalog)))
             if len(chats) > limit:
                 break
     return encode_json(first_page_of(chats, limit))
 
 
-async def _all(
+async def _iterate_chats(
     tenant: str, after: str, predictions: Predictions, *, is_ascending: bool
 ) -> AsyncGenerator[PredictionSnapshot]:
     """Yields the tenant's chats after the chat `after`.
@@ -107,7 +107,7 @@ async def _all(
     if after and digits == after:
         raise no_such_item()
     record = after and f"pred_{digits}"
-    every = predictions.all(tenant, after=record, is_ascending=is_ascending)
+    every = predictions.iterate_all(tenant, after=record, is_ascending=is_ascending)
     async with aclosing(every) as snapshots:
         try:
             async for snapshot in snapshots:
@@ -134,7 +134,7 @@ async def change_chat(
     body = await call.read_json(ChatChange)
     store_if_large = snapshot.prediction.input | {"metadata": body.metadata or {}}
     changed = await predictions.replace_input(snapshot, store_if_large)
-    return encode_json(stored_chat(call, changed, catalog))
+    return encode_json(build_stored_chat(call, changed, catalog))
 
 
 @router.delete(

@@ -57,7 +57,7 @@ class TokenizeBody(Body):
     return_token_strs: Off | None = None
 
     @model_validator(mode="after")
-    def _one_form(self) -> TokenizeBody:
+    def _check_one_form(self) -> TokenizeBody:
         if (self.prompt is None) == (self.messages is None):
             raise WrongField("prompt", "send either prompt or messages")
         return self

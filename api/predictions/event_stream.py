@@ -45,13 +45,13 @@ from api.predictions.stream_room import StreamRoom
 from shared.errors import Canceled, PenstockError
 from shared.messages import ItemOutcome
 from shared.models.flow_plan import MAX_STEP_ITEMS, MAX_STEPS
-from shared.models.tasks.custom import CustomResult, StreamedFile, read_elements, streamed_key
+from shared.models.tasks.custom import CustomResult, StreamedFile, build_streamed_key, read_elements
 from shared.predictions import (
     Prediction,
     error_of,
     logs_of,
     output_of,
-    printed_of,
+    read_printed_logs,
     step_output_of,
 )
 from shared.stores.objects import UrlSigner
@@ -79,7 +79,7 @@ class StreamEvent(NamedTuple):
     number: int
     data: str = ""
 
-    def encoded(self, position: EventPosition) -> bytes:
+    def encode(self, position: EventPosition) -> bytes:
         """Returns the event in wire format."""
         return encode_event(KINDS[self.kind], self.data, position.to_id())
 
@@ -156,16 +156,18 @@ class EventStreams:
                     position = position._replace(preview=preview.cursor)
                     yield encode_event(PREVIEW, _show_preview(preview), position.to_id())
                     sent_s = time.monotonic()
-            for event in await self._all_of(snapshot, position):
+            for event in await self._list_events(snapshot, position):
                 if event[:2] > position[:2]:
                     position = EventPosition(event.kind, event.number, position.preview)
-                    yield event.encoded(position)
+                    yield event.encode(position)
                     sent_s = time.monotonic()
             if time.monotonic() - sent_s >= HEARTBEAT_S:
                 yield HEARTBEAT
                 sent_s = time.monotonic()
 
-    async def _all_of(self, snapshot: PredictionSnapshot, seen: EventPosition) -> list[StreamEvent]:
+    async def _list_events(
+        self, snapshot: PredictionSnapshot, seen: EventPosition
+    ) -> list[StreamEvent]:
         """Returns a prediction's events so far, in order.
 
         For a flow, this includes its items' events.
@@ -192,7 +194,7 @@ def events_of(
     """
     prediction, record = snapshot
     events = []
-    printed = printed_of(record)
+    printed = read_printed_logs(record)
     if printed.end:
         known = max(0, seen.number) if seen.kind <= 0 else printed.end
         events.append(StreamEvent(0, printed.end, printed.after(known)))
@@ -295,7 +297,7 @@ class ElementEvents(OutputEvents):
         self._result = result
 
     def _link(self, file: StreamedFile) -> str:
-        key = streamed_key(self._prediction.record, 0, file)
+        key = build_streamed_key(self._prediction.record, 0, file)
         if self._result is not None:
             key = self._result.files[file.number].object_key or key
         return self._prediction.base_url + self._url_signer.path(key, file.media_type)
@@ -305,5 +307,5 @@ class ElementEvents(OutputEvents):
 
         Events without an ID are resumed after the last one with an ID.
         """
-        elements = [element.shown(self._link) for element in read_elements(added.text)]
+        elements = [element.to_json_value(self._link) for element in read_elements(added.text)]
         return b"".join(encode_event("output", _text(element)) for element in elements) or None

@@ -19,7 +19,7 @@ from typing import Self
 import msgspec
 
 from api.errors import NotFound
-from api.limits.limited_request import HeldLimits, Hold, LimitedRequest, used_by
+from api.limits.limited_request import HeldLimits, Hold, LimitedRequest, sum_usage
 from api.limits.limiter import Limiter
 from api.predictions.service import GRACE_S, Predictions
 from shared.errors import Unavailable
@@ -118,7 +118,7 @@ class PredictionFollower:
                 used = held_limits.count_unreported()
             else:
                 outcomes = [] if record.reply is None else record.reply.outcomes
-                used = used_by(
+                used = sum_usage(
                     held_limits.price,
                     held_limits.unit,
                     outcomes,

@@ -32,7 +32,7 @@ from shared.errors import BadInput, DeadlineExceeded, PenstockError
 from shared.messages import ItemOutcome
 from shared.models.tasks.custom import CustomResult, PieceChunk
 from shared.models.tasks.text import GenerationResult, TokenChunk, TokenLogprob
-from shared.predictions import Prediction, ended_at_s, printed_of
+from shared.predictions import Prediction, read_ended_at_s, read_printed_logs
 from shared.stores.stream_chunks import Chunk
 from shared.stores.token_streams import READER_S, TokenReader, Tokens, TokenStreams
 
@@ -187,7 +187,7 @@ def find_return(idempotency_key: str, *, has_positions: bool) -> Return:
     return "from_event" if has_positions else "never"
 
 
-def seen_from_id(last_id: str, items: int) -> list[StreamPosition]:
+def parse_last_event_id(last_id: str, items: int) -> list[StreamPosition]:
     """Returns the position after the event with this ID, or the start if the ID is empty.
 
     Raises:
@@ -561,13 +561,13 @@ class _Stream:
                 "a text model did not return text; this is a bug"
             )
             yield from self._end_of(index, result)
-        for event in self._shape.closing(outcomes, ended_at_s(snapshot.record)):
+        for event in self._shape.closing(outcomes, read_ended_at_s(snapshot.record)):
             yield self._with_id(event)
         self.is_ended = True
 
     def log(self, snapshot: PredictionSnapshot) -> Iterator[bytes]:
         """Returns the event for text printed since the previous one."""
-        printed = printed_of(snapshot.record)
+        printed = read_printed_logs(snapshot.record)
         if self.logs_seen is None or printed.end <= self.logs_seen:
             return
         assert isinstance(self._shape, ClassShape), "its events do not have logs; this is a bug"

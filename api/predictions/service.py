@@ -172,7 +172,7 @@ class Predictions:
         A cancellation does not send a reply. Cancellations missed while Redis was unreachable are
         looked up once it is back.
         """
-        async for record in self._records.canceled():
+        async for record in self._records.watch_cancellations():
             if record is None:
                 self._look_at_all()
             elif (waiter := self._waiters.get(record)) is not None:
@@ -322,7 +322,7 @@ class Predictions:
             window = SCAN_WINDOW
         return page, listed[start - 1] if start < len(ids) else None
 
-    async def all(
+    async def iterate_all(
         self, tenant: str, *, after: str, is_ascending: bool
     ) -> AsyncGenerator[PredictionSnapshot]:
         """Yields a tenant's listable predictions, newest first.

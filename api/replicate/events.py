@@ -30,7 +30,7 @@ from api.predictions.event_stream import (
 from api.predictions.generation_stream import (
     GenerationStreams,
     logs_seen_from_id,
-    seen_from_id,
+    parse_last_event_id,
 )
 from api.predictions.service import PredictionNotOver, Predictions
 from api.problem_details import ProblemRoute
@@ -171,7 +171,7 @@ class PredictionStreams:
         if not kind:
             held.enter_context(self._event_streams.room.reserve(prediction.tenant))
             return self._event_streams.follow(snapshot, last_id, check, extra)
-        seen, is_list = seen_from_id(last_id, 1), kind == "items"
+        seen, is_list = parse_last_event_id(last_id, 1), kind == "items"
         held.enter_context(self._generation_streams.room.reserve(prediction.tenant))
         return self._generation_streams.follow(
             snapshot,

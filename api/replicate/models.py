@@ -237,26 +237,28 @@ async def create_file(
             metadata=object_in(text, "metadata") if text else {},
             reservation=reservation,
         )
-    return encode_json(_shown(call, file, url_signer), 201)
+    return encode_json(_format_file(call, file, url_signer), 201)
 
 
 @router.get("/files/{file_id}", scope="files", include_in_schema=False)
 async def get_file(call: Call, files: Files, url_signer: UrlSigner, file_id: str) -> Response:
     """Returns the file's metadata. `urls.download` links to the file's data."""
     file = await files.find(call.tenant, file_id)
-    return encode_json(_shown(call, file, url_signer))
+    return encode_json(_format_file(call, file, url_signer))
 
 
 @router.get("/files", scope="files", include_in_schema=False)
 async def list_files(call: Call, files: Files, url_signer: UrlSigner) -> Response:
     """Lists the newest files. Under /v1, api/routes/files.py is tried first."""
-    results = await shown_files(call, files, url_signer)
+    results = await list_files(call, files, url_signer)
     return encode_json({"previous": None, "next": None, "results": results})
 
 
-async def shown_files(call: Call, files: Files, url_signer: UrlSigner) -> list[dict[str, Any]]:
+async def list_newest_files(
+    call: Call, files: Files, url_signer: UrlSigner
+) -> list[dict[str, Any]]:
     """Returns the caller's newest files in Replicate's format."""
-    return [_shown(call, file, url_signer) for file in await files.newest(call.tenant)]
+    return [_format_file(call, file, url_signer) for file in await files.newest(call.tenant)]
 
 
 @router.delete("/files/{file_id}", scope="files", include_in_schema=False)
@@ -282,7 +284,7 @@ async def get_secret(call: Call, settings: ApiSettings) -> Response:
     return encode_json({"key": first})
 
 
-def _shown(call: Call, file: File, url_signer: UrlSigner) -> dict[str, Any]:
+def _format_file(call: Call, file: File, url_signer: UrlSigner) -> dict[str, Any]:
     # An uploaded page or script must not be served as if it came from this origin.
     media_type = (
         file.content_type

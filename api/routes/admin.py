@@ -23,14 +23,14 @@ from api.http.router import Router
 from shared.errors import BadInput, Unavailable
 from shared.models.catalog import Catalog
 from shared.settings import ApiSettings
-from shared.stores.key_stores import served_by
+from shared.stores.key_stores import list_served_names
 from shared.tenants.administration import (
     Administration,
     IssuedKey,
     KeyRequest,
     NotThere,
     check_key_id,
-    redacted,
+    redact_key_id,
     state_of,
 )
 from shared.tenants.directory import Name, Scope, StoredKey, StoredTenant
@@ -212,7 +212,7 @@ class KeyAdmin:
             access.store,
             actor=f"key {call.caller.key_id}",
             address=client.host if client else "",
-            served=served_by(catalog, allow_private=settings.webhooks_private),
+            served=list_served_names(catalog, allow_private=settings.webhooks_private),
         )
         """Reads and changes the directory, and appends changes to the audit log."""
 
@@ -422,7 +422,7 @@ def _key(key: StoredKey, last_used_s: int | None) -> KeyObject:
     return KeyObject(
         id=key.id,
         name=key.name,
-        redacted_value=redacted(key.id),
+        redacted_value=redact_key_id(key.id),
         created_at=key.created_s,
         last_used_at=last_used_s,
         expires_at=key.expires_s,

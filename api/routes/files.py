@@ -248,7 +248,7 @@ async def list_files(
     )
     data = [_build_object(file) for file in page.files]
     first_id, last_id = (data[0].id, data[-1].id) if data else (None, None)
-    results = [] if after else await replicate_models.shown_files(call, files, url_signer)
+    results = [] if after else await replicate_models.list_newest_files(call, files, url_signer)
     return encode_json(FilesPage(data, page.has_more, first_id, last_id, results=results))
 
 

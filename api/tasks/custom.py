@@ -168,7 +168,7 @@ async def store_large_values(
         data = written[name]
         left_bytes -= len(data)
         custom_input.values[name] = None
-        custom_input.files.append(await images.stored(Blob(JSON_TYPE, data=data)))
+        custom_input.files.append(await images.store_large_source(Blob(JSON_TYPE, data=data)))
         custom_input.places.append(FilePlace([name], f"{name}.json"))
         if raw_input is not None:
             raw_input[name] = await images.keep(FetchedFile(data, JSON_TYPE, name), caller, name)
@@ -224,7 +224,7 @@ class FieldNames(NamedTuple):
         return type(error)(f"{named}: {reason}", field=named)
 
     @contextmanager
-    def used(self) -> Iterator[None]:
+    def translate_errors(self) -> Iterator[None]:
         """Replaces input names with the endpoint's field names in errors from the block."""
         try:
             yield
@@ -262,7 +262,7 @@ async def add_files(
         else:
             file = await images.fetch(url, caller, str(at[0]))
             file = file._replace(media_type=file.media_type or ANY_BYTES)
-            blob = await images.stored(Blob(file.media_type, data=file.data))
+            blob = await images.store_large_source(Blob(file.media_type, data=file.data))
             name = file.name or "file" + usual_suffix(blob)
             if url.startswith("data:") and raw_input is not None:
                 _show(raw_input, at, await images.keep(file, caller, str(at[0])))

@@ -32,14 +32,14 @@ class TextsToCompare(Body):
     )
 
     @model_validator(mode="after")
-    def _one_form(self) -> TextsToCompare:
+    def _check_one_form(self) -> TextsToCompare:
         if (self.query is None) != (self.texts is None) or (self.texts is None) == (
             self.pairs is None
         ):
             raise ValueError("send either query and texts, or pairs")
         return self
 
-    def all_pairs(self) -> list[tuple[str, str]]:
+    def list_pairs(self) -> list[tuple[str, str]]:
         """Returns each text along with the text it is compared to."""
         if self.pairs is not None:
             return [(text, query) for text, query in self.pairs]
@@ -60,7 +60,7 @@ class SimilarityApi(ApiTask):
     ) -> Inputs:
         """Returns one item per pair."""
         parsed = TextsToCompare.model_validate(raw_input, strict=True)
-        pairs, limit = parsed.all_pairs(), model.text.max_input_bytes
+        pairs, limit = parsed.list_pairs(), model.text.max_input_bytes
         for index, pair in enumerate(pairs):
             if any(len(text.encode()) > limit for text in pair):
                 raise InputTooLarge(

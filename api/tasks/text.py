@@ -35,7 +35,7 @@ class PromptToContinue(Body):
     stop: Annotated[list[Stop], Field(max_length=4)] | None = None
 
     @model_validator(mode="after")
-    def _one_form(self) -> PromptToContinue:
+    def _check_one_form(self) -> PromptToContinue:
         if (self.prompt is None) == (self.messages is None):
             raise ValueError("send either prompt or messages")
         return self

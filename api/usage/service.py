@@ -66,12 +66,12 @@ class QueryPermits:
 
     async def run(self, tenant: str, function: Callable[..., Answer], *args: object) -> Answer:
         """Calls a blocking function during a tenant's claimed turn."""
-        async with self.taken(tenant):
+        async with self.hold_turn(tenant):
             loop = asyncio.get_running_loop()
             return await loop.run_in_executor(self._threads, function, *args)
 
     @asynccontextmanager
-    async def taken(self, tenant: str) -> AsyncIterator[None]:
+    async def hold_turn(self, tenant: str) -> AsyncIterator[None]:
         """Waits for a tenant's claimed turn, and holds it for the duration of the block."""
         try:
             await self._turns.take(tenant)

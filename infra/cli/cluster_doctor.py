@@ -76,10 +76,10 @@ class Kubectl:
         context = ["--context", self.context] if self.context else []
         return ["kubectl", *context, "-n", self.namespace]
 
-    def shown(self, command: str) -> str:
+    def format(self, command: str) -> str:
         return " ".join([*self.words, command])
 
-    def shown_outside(self, command: str) -> str:
+    def format_outside(self, command: str) -> str:
         """Returns a command that an operator can run for something outside our namespace."""
         return " ".join([*self.words[:-2], command])
 
@@ -187,7 +187,7 @@ class ClusterDoctor:
         if "context" in text and "does not exist" in text:
             return "choose one with --context: kubectl config get-contexts"
         if "orbidden" in text:
-            return "ask for read access: " + self.kubectl.shown("auth can-i --list")
+            return "ask for read access: " + self.kubectl.format("auth can-i --list")
         if "namespaces" in text and "not found" in text:
             return "deploy the workers, or name it with --namespace: kubectl get namespaces"
         if "nauthorized" in text or "logged in" in text:
@@ -197,7 +197,7 @@ class ClusterDoctor:
                 "get the cluster's address: gcloud container clusters get-credentials "
                 "penstock-REGION --location REGION --dns-endpoint"
             )
-        return self.kubectl.shown("get all")
+        return self.kubectl.format("get all")
 
     @cached_property
     def _deployments(self) -> list[dict[str, Any]]:
@@ -264,7 +264,7 @@ class ClusterDoctor:
             return
         yield self._metrics_api()
         for scaled_object in self.kubectl.items("scaledobjects"):
-            yield from self._scaled_object(scaled_object)
+            yield from self._check_scaled_object(scaled_object)
 
     def _is_on_gke(self) -> bool:
         return any(
@@ -280,22 +280,22 @@ class ClusterDoctor:
             if "not found" not in str(error):
                 raise
             facts = f"KEDA's metrics server is not registered ({METRICS_API})"
-            return Diagnosis("autoscaler", facts, self.kubectl.shown_outside("-n keda get pods"))
+            return Diagnosis("autoscaler", facts, self.kubectl.format_outside("-n keda get pods"))
         condition = _condition(service, "Available")
         if condition.get("status") == "True":
             return Diagnosis("autoscaler", "KEDA, and its metrics server responds")
         return Diagnosis(
             "autoscaler",
             f"KEDA's metrics server does not respond: {condition.get('message', 'no reason')}",
-            self.kubectl.shown_outside("-n keda logs deployment/keda-operator-metrics-apiserver"),
+            self.kubectl.format_outside("-n keda logs deployment/keda-operator-metrics-apiserver"),
         )
 
-    def _scaled_object(self, manifest: Manifest) -> Iterator[Diagnosis]:
+    def _check_scaled_object(self, manifest: Manifest) -> Iterator[Diagnosis]:
         name = manifest["metadata"]["name"]
         ready, fallback, paused = (
             _condition(manifest, kind) for kind in ("Ready", "Fallback", "Paused")
         )
-        show = self.kubectl.shown(f"describe scaledobject {name}")
+        show = self.kubectl.format(f"describe scaledobject {name}")
         if ready.get("status") == "False":
             yield Diagnosis("autoscaler", f"{name}: {ready.get('message', 'not ready')}", show)
         if fallback.get("status") == "True":
@@ -303,7 +303,7 @@ class ClusterDoctor:
             yield Diagnosis("autoscaler", facts, show)
         if paused.get("status") == "True":
             resume = f"annotate scaledobject {name} autoscaling.keda.sh/paused-replicas-"
-            yield Diagnosis("autoscaler", f"{name}: paused", self.kubectl.shown(resume))
+            yield Diagnosis("autoscaler", f"{name}: paused", self.kubectl.format(resume))
 
     def _nodes(self) -> Iterator[Diagnosis]:
         nodes = self._all_nodes
@@ -320,7 +320,7 @@ class ClusterDoctor:
             name = node["metadata"]["name"]
             if _condition(node, "Ready").get("status") != "True":
                 reason = _condition(node, "Ready").get("message", "no reason")
-                show = self.kubectl.shown_outside(f"describe node {name}")
+                show = self.kubectl.format_outside(f"describe node {name}")
                 yield Diagnosis("GPU nodes", f"{name} is not ready: {reason}", show)
             elif not offered[name]:
                 facts = (
@@ -328,7 +328,7 @@ class ClusterDoctor:
                     "driver and device plugin"
                 )
                 on_it = f"get pods -A -o wide --field-selector spec.nodeName={name}"
-                yield Diagnosis("GPU nodes", facts, self.kubectl.shown_outside(on_it))
+                yield Diagnosis("GPU nodes", facts, self.kubectl.format_outside(on_it))
         total = sum(offered.values())
         having = sum(map(bool, offered.values()))
         yield Diagnosis("GPU nodes", f"{having} of {len(nodes)} nodes offer {total} {GPU}")
@@ -357,7 +357,7 @@ class ClusterDoctor:
             ready, wanted = status.get("numberReady", 0), status.get("desiredNumberScheduled", 0)
             facts = f"{name}: {ready} of {wanted} pods are ready"
             namespace = plugin["metadata"]["namespace"]
-            show = self.kubectl.shown_outside(f"-n {namespace} describe daemonset {name}")
+            show = self.kubectl.format_outside(f"-n {namespace} describe daemonset {name}")
             yield Diagnosis("device plugin", facts, show if ready < wanted else "")
 
     def _pods(self) -> Iterator[Diagnosis]:
@@ -372,7 +372,7 @@ class ClusterDoctor:
         scheduled = _condition(pod, "PodScheduled")
         if scheduled.get("status") == "False":
             facts = f"{name} is pending: {scheduled.get('message', 'no reason')}"
-            events = self.kubectl.shown("get events --sort-by=.lastTimestamp")
+            events = self.kubectl.format("get events --sort-by=.lastTimestamp")
             yield Diagnosis("pods", facts, f"{events} (docs/how-to/troubleshoot.md#gpu-stock-out)")
         kinds = "initContainerStatuses", "containerStatuses"
         for container in chain.from_iterable(status.get(kind, ()) for kind in kinds):
@@ -387,11 +387,11 @@ class ClusterDoctor:
     def _fix_of_waiting(self, pod: str, container: str, reason: str) -> str:
         if reason in IMAGE_REASONS:
             return "push the image, or let the nodes' account read the registry: " + (
-                self.kubectl.shown(f"describe pod {pod}")
+                self.kubectl.format(f"describe pod {pod}")
             )
         if reason == "CrashLoopBackOff":
-            return self.kubectl.shown(f"logs {pod} -c {container} --previous")
-        return self.kubectl.shown(f"describe pod {pod}")
+            return self.kubectl.format(f"logs {pod} -c {container} --previous")
+        return self.kubectl.format(f"describe pod {pod}")
 
     def _check_named_objects(self) -> Iterator[Diagnosis]:
         """Checks Secrets and ConfigMaps that pods refer to, without reading their contents."""
@@ -400,7 +400,7 @@ class ClusterDoctor:
             for name in sorted(names - existing):
                 if kind == "secret":
                     command = f"create secret generic {name} --from-…=…"
-                    fix = f"{self.kubectl.shown(command)} (docs/how-to/self-hosting.md)"
+                    fix = f"{self.kubectl.format(command)} (docs/how-to/self-hosting.md)"
                 else:
                     fix = "apply the overlay or the release again, which creates them"
                 yield Diagnosis(f"{kind}s", f"{name} is missing", fix)
@@ -448,14 +448,14 @@ class ClusterDoctor:
             and _condition(pod, "Ready").get("status") == "True"
         ]
         if not pods:
-            show = self.kubectl.shown("get pods")
+            show = self.kubectl.format("get pods")
             yield Diagnosis("Redis", "not checked: no worker or API pod is ready", show)
             return
         name = pods[0]["metadata"]["name"]
         try:
             self.kubectl.run("exec", name, "--", "python", "-c", PING)
         except CommandFailed as error:
-            fix = "check the network policies and Redis: " + self.kubectl.shown(
+            fix = "check the network policies and Redis: " + self.kubectl.format(
                 "get networkpolicies"
             )
             yield Diagnosis("Redis", f"unreachable from {name}: {error}", fix)
@@ -525,7 +525,7 @@ class ClusterDoctor:
         scheme, _, address = place.rpartition("://")
         host, _, port = address.partition(":")
         local = f"{scheme}{'://' if scheme else ''}127.0.0.1:{port}"
-        forward = self.kubectl.shown(f"port-forward service/{host} {port}")
+        forward = self.kubectl.format(f"port-forward service/{host} {port}")
         facts = (
             f"not checked, because it runs in the cluster: {forward}, then set {variable}={local}"
         )

@@ -124,12 +124,12 @@ def list_keys(
     as_json: AsJson = False,
 ) -> None:
     """List keys, without their secrets."""
-    from shared.tenants.administration import redacted, shown, state_of
+    from shared.tenants.administration import format_key, redact_key_id, state_of
 
     async def read(admin: Administration, store: KeyStore) -> list[dict[str, Any]]:
         document, uses = await admin.read(), await store.uses()
         return [
-            shown(key) | {"state": state_of(key, time.time()), "last_used_s": uses.get(key.id)}
+            format_key(key) | {"state": state_of(key, time.time()), "last_used_s": uses.get(key.id)}
             for key in document.keys
             if tenant in ("", key.tenant)
         ]
@@ -138,7 +138,7 @@ def list_keys(
     heads = ("key", "tenant", "name", "scopes", "models", "state", "created", "expires", "used")
     rows = [
         (
-            redacted(key["id"]),
+            redact_key_id(key["id"]),
             key["tenant"],
             key["name"],
             " ".join(key.get("scopes", ("all",))),
@@ -291,18 +291,20 @@ def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> D
 
 def _read_served(settings: ApiSettings) -> Served | None:
     from shared.models.catalog_file import read_catalog
-    from shared.stores.key_stores import served_by
+    from shared.stores.key_stores import list_served_names
 
     if not settings.models_file.exists():
         return None
-    return served_by(read_catalog(settings.models_file), allow_private=settings.webhooks_private)
+    return list_served_names(
+        read_catalog(settings.models_file), allow_private=settings.webhooks_private
+    )
 
 
 def _show_issued(issued: IssuedKey, *, as_json: bool) -> None:
-    from shared.tenants.administration import shown
+    from shared.tenants.administration import format_key
 
     if as_json:
-        print(json.dumps(shown(issued.stored) | {"value": issued.key.text}, indent=2))
+        print(json.dumps(format_key(issued.stored) | {"value": issued.key.text}, indent=2))
         return
     typer.echo("Save the key now. It will not be shown again:", err=True)
     typer.echo(issued.key.text)

@@ -133,7 +133,7 @@ def _options(
 def _join_running_stack(*, has_keys_command: bool) -> None:
     """Uses the settings of the stack running in this folder, unless other settings are made."""
     from infra.local.running_stack import PLACES, find_running_stack
-    from shared.settings import given_settings
+    from shared.settings import list_given_settings
 
     if PLACES & os.environ.keys():
         return
@@ -148,7 +148,7 @@ def _join_running_stack(*, has_keys_command: bool) -> None:
             f"PENSTOCK_KEYS_URL={url}",
             err=True,
         )
-    os.environ.update(stack.settings | given_settings())
+    os.environ.update(stack.settings | list_given_settings())
 
 
 def main() -> None:
@@ -184,7 +184,7 @@ def up(
 ) -> None:
     """Start the whole pipeline here and keep it up. Restarts processes that die."""
     from infra.local.up import stay_up
-    from shared.settings import given_settings
+    from shared.settings import list_given_settings
 
     health = range(health_port, health_port + 100)
     ports = Ports(
@@ -204,7 +204,7 @@ def up(
         "PENSTOCK_TLS_KEY": str(Path(tls_key).resolve()) if tls_key else "",
         "PENSTOCK_STARTUP_S": str(startup_s) if startup_s else "",
     }
-    settings = given_settings() | {name: value for name, value in named.items() if value}
+    settings = list_given_settings() | {name: value for name, value in named.items() if value}
     raise typer.Exit(stay_up(STATE_DIR, ports, settings, broker))
 
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from infra.lock import Locked, normalized, read_lock
+from infra.lock import Locked, normalize_name, read_lock
 from shared.errors import ConfigurationError
 from shared.models.catalog import Catalog
 from shared.models.catalog_file import read_catalog
@@ -35,7 +35,7 @@ def model_packages(
     Raises:
         ConfigurationError: a package is in neither, or an entry in `also` is not pinned.
     """
-    named = {normalized(requirement.partition("==")[0]): requirement for requirement in also}
+    named = {normalize_name(requirement.partition("==")[0]): requirement for requirement in also}
     if unpinned := [requirement for requirement in also if not all(requirement.partition("=="))]:
         raise ConfigurationError(
             f"{unpinned[0]!r} must be pinned, for example name==1.0", field="also"
@@ -46,7 +46,7 @@ def model_packages(
         if not source.startswith("package:"):
             continue
         imported = source.removeprefix("package:").partition("/")[0].partition(".")[0]
-        name = normalized(imported)
+        name = normalize_name(imported)
         if imported in OURS or name in named:
             continue
         if name not in lock:

@@ -27,7 +27,7 @@ from PIL import Image
 from infra.local.ports import Ports
 from infra.local.stack import Broker, Stack
 from infra.reports.runs import run_report
-from infra.text_table import table, transposed
+from infra.text_table import format_transposed, table
 from models.shapes.judge import UNNAMED, DetectedShape, read
 from shared.errors import ModelFailed, Unavailable
 from shared.models.catalog import Catalog
@@ -302,7 +302,7 @@ class Visitor:
                 )
             time.sleep(0.2)
         _print("\nThe receipt, from BigQuery (penstock report usage)\n")
-        _print(transposed(heads, rows))
+        _print(format_transposed(heads, rows))
 
     def _embed(self, step: str, cache: str) -> np.ndarray[Any, np.dtype[np.float64]]:
         def create() -> Any:

@@ -57,7 +57,7 @@ class Announcement:
 
 
 @contextmanager
-def announced(state_dir: Path) -> Iterator[Announcement]:
+def hold_state_folder(state_dir: Path) -> Iterator[Announcement]:
     """Holds the lock on a state folder.
 
     Raises:

@@ -19,7 +19,7 @@ from infra.current_user import current_user
 from infra.local.interfaces import local_classes, refresh_interfaces
 from infra.local.ports import Ports
 from infra.local.reload import Reloader
-from infra.local.running_stack import Announcement, RunningStack, announced
+from infra.local.running_stack import Announcement, RunningStack, hold_state_folder
 from infra.local.stack import Broker, Stack
 from infra.local.supervision import Supervisor
 from infra.rollout.examples import EXAMPLES
@@ -132,7 +132,7 @@ def stay_up(
     settings = secure_settings(state_dir, settings, _say, may_show_key=sys.stdout.isatty())
     models_file = Path(settings.get("PENSTOCK_MODELS_FILE", MODELS_FILE))
     deny_inspection()  # a custom class runs as the same user
-    with announced(state_dir) as announcement:
+    with hold_state_folder(state_dir) as announcement:
         if not settings.get("PENSTOCK_KEYS_URL"):
             asyncio.run(_ensure_directory(keys_url(state_dir)))
         refresh_interfaces(models_file, _say)

@@ -135,7 +135,7 @@ class LineChecker:
         return True
 
 
-def unpacked(data: bytes) -> list[bytes]:
+def decompress_lines(data: bytes) -> list[bytes]:
     """Decompresses an object. Returns its lines.
 
     Raises:
@@ -308,7 +308,7 @@ class RowArchive:
             log.warning("rows are gone", extra={"key": key})  # they were deleted from outside
             return []
         try:
-            return await asyncio.to_thread(unpacked, data)
+            return await asyncio.to_thread(decompress_lines, data)
         except ValueError as error:
             log.error("rows are damaged", extra={"key": key, "reason": str(error)})
             REJECTED.labels(self._table).inc()

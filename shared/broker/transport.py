@@ -352,8 +352,8 @@ async def make_jobs(admin: Admin, model: str) -> None:
         PenstockError: raised by the admin's calls.
     """
     topics = jobs_topic_id(model), dead_letter_topic_id(model)
-    await _all(admin.ensure_topic(topic) for topic in topics)
-    await _all(
+    await _run_all(admin.ensure_topic(topic) for topic in topics)
+    await _run_all(
         admin.ensure_subscription(subscription_id, settings)
         for subscription_id, settings in jobs_subscriptions(model).items()
     )
@@ -399,7 +399,7 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
         PenstockError: raised by the admin's calls.
     """
     topic_id, direct = inbox_topic_id(inbox), direct_id(inbox)
-    await _all(admin.ensure_topic(topic) for topic in (topic_id, direct))
+    await _run_all(admin.ensure_topic(topic) for topic in (topic_id, direct))
     subscriptions = {
         direct: SubscriptionSettings(direct, expires_after_s=expires_after_s, is_reply=True)
     } | {
@@ -411,7 +411,7 @@ async def make_inbox(admin: Admin, inbox: str, slots: int, *, expires_after_s: i
         )
         for slot in range(slots)
     }
-    await _all(
+    await _run_all(
         admin.ensure_subscription(subscription_id, settings)
         for subscription_id, settings in subscriptions.items()
     )
@@ -424,12 +424,12 @@ async def remove_inbox(admin: Admin, inbox: str, slots: int) -> None:
         PenstockError: raised by the admin's calls.
     """
     topics = (inbox_topic_id(inbox), direct_id(inbox))
-    await _all(admin.delete_topic(topic) for topic in topics)
+    await _run_all(admin.delete_topic(topic) for topic in topics)
     subscriptions = [direct_id(inbox), *(slot_subscription_id(inbox, n) for n in range(slots))]
-    await _all(admin.delete_subscription(name) for name in subscriptions)
+    await _run_all(admin.delete_subscription(name) for name in subscriptions)
 
 
-async def _all(calls: Iterable[Coroutine[Any, Any, bool]]) -> None:
+async def _run_all(calls: Iterable[Coroutine[Any, Any, bool]]) -> None:
     try:
         async with asyncio.TaskGroup() as group:
             for call in calls:

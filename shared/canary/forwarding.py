@@ -22,7 +22,7 @@ class JobMessage(NamedTuple):
     attributes: Mapping[str, str]
 
 
-def forwarded(model: str, data: bytes, attributes: Mapping[str, str]) -> JobMessage:
+def build_forwarded_job(model: str, data: bytes, attributes: Mapping[str, str]) -> JobMessage:
     """Returns a canary's job, changed to run on the other revision.
 
     Its items lose their cache keys, which belong to the canary.
@@ -44,5 +44,5 @@ async def forward(publisher: Publisher, model: str, message: ReceivedMessage) ->
         UndecodableMessage: the message is not a job.
         PenstockError: the broker did not accept it.
     """
-    job = forwarded(model, message.data, message.attributes)
+    job = build_forwarded_job(model, message.data, message.attributes)
     await publisher.publish(jobs_topic_id(job.model), job.data, job.attributes)

@@ -76,7 +76,7 @@ from shared.models.tasks.base import MAX_JOB_ITEMS
 from shared.models.tasks.image import ImagesResult
 from shared.money import slo
 from shared.predictions import Prediction, decode_document
-from shared.stores.cache import ResultCache, cache_key, owed_by
+from shared.stores.cache import ResultCache, cache_key, compute_owed
 from shared.stores.flow_runs import WINDOW_JOBS, FlowRuns, Look, Marked, RunState
 from shared.stores.record_state import Record
 from shared.stores.records import EndState, Records
@@ -395,7 +395,7 @@ class FlowEngine:
             for item in items
             if item.cache_key
             and item.index in done
-            and (mark := owed_by(done[item.index].receipt)) is not None
+            and (mark := compute_owed(done[item.index].receipt)) is not None
         }
         self._cache.mark_unpaid(owed, model.cache.ttl_s)
 

@@ -135,7 +135,7 @@ class RunFailed(BadInput):
 async def list_own_objects(runs: FlowRuns, run_id: str) -> list[str]:
     """Returns the keys of files created by a run, except files that the cache may reference."""
     state = await runs.read(run_id)
-    bodies = map(_bodies.decode, await runs.planned(run_id))
+    bodies = map(_bodies.decode, await runs.read_planned(run_id))
     uncached = [item.index for body in bodies for item in body.items if not item.cache_key]
     results = [
         _outcomes.decode(state.outcomes[index]).result

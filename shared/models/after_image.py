@@ -57,7 +57,7 @@ def images_of(scope: Mapping[str, Any], results: Sequence[TaskResult | None]) ->
             images.append(_enlarge(image, enlarged[number], scale))
     result = ImagesResult(images)
     if not result.delivered:
-        raise ModerationBlocked(blocked_message(len(images)))
+        raise ModerationBlocked(format_blocked_message(len(images)))
     return result
 
 
@@ -72,7 +72,7 @@ def _enlarge(image: ImageResult, file: Any, scale: int) -> ImageResult:
     return msgspec.structs.replace(image, image=file, width=width, height=height)
 
 
-def blocked_message(images: int) -> str:
+def format_blocked_message(images: int) -> str:
     """Returns the error message for a request when all of its images are withheld."""
     subject = "the image was" if images == 1 else f"all {images} images were"
     return f"moderation_blocked: {subject} drawn and then withheld by the safety check"

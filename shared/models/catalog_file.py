@@ -42,7 +42,7 @@ def read_catalog(path: Path) -> Catalog:
     models = _with_replicas(models, workers)
     catalog = Catalog(models)
     for model, node in zip(models, entries, strict=True):
-        with _located_loader(path, node):
+        with _open_located_loader(path, node):
             check_steps(model, catalog.step_schema)
     flows = tuple(_read_flow(path, node, catalog) for node in of_flows)
     nodes = [*entries, *of_flows, *of_workers]
@@ -106,7 +106,7 @@ def _read_workers(
     """Returns the entries in `workers` after checking that their models can share a worker."""
     entries: list[WorkersEntry] = []
     for node in nodes:
-        with _located_loader(path, node) as constructor:
+        with _open_located_loader(path, node) as constructor:
             entry = WorkersEntry.model_validate(constructor.construct_document(node))
         for number in range(len(entry.models)):
             if reason := _unshareable(entry, number, models, entries):
@@ -172,7 +172,7 @@ def inline_interfaces(path: Path) -> dict[str, Any]:
     for entry, node in zip(
         document["models"], _entries(path, _compose(path), "models"), strict=True
     ):
-        with _located_loader(path, node):
+        with _open_located_loader(path, node):
             read = _with_interface(path, entry) if "interface" in entry else entry
             entry |= _with_image_interface(path, read)
         for part in (entry, entry.get("image") or {}):
@@ -209,7 +209,7 @@ def _entries(path: Path, root: yaml.Node | None, kind: str) -> list[yaml.Node]:
 
 
 def _read_entry(path: Path, node: yaml.Node) -> Model:
-    with _located_loader(path, node) as constructor:
+    with _open_located_loader(path, node) as constructor:
         entry = constructor.construct_document(node)
         if isinstance(entry, dict):
             entry = _with_image_interface(path, _with_interface(path, entry))
@@ -217,12 +217,12 @@ def _read_entry(path: Path, node: yaml.Node) -> Model:
 
 
 def _read_flow(path: Path, node: yaml.Node, catalog: Catalog) -> Flow:
-    with _located_loader(path, node) as constructor:
+    with _open_located_loader(path, node) as constructor:
         return flow_of(FlowEntry.model_validate(constructor.construct_document(node)), catalog)
 
 
 @contextmanager
-def _located_loader(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoader]:
+def _open_located_loader(path: Path, node: yaml.Node) -> Iterator[yaml.SafeLoader]:
     """Reads an entry. Errors name the file, the line and the location within the entry."""
     constructor = yaml.SafeLoader("")
     try:
@@ -335,7 +335,7 @@ def is_text_entry(path: Path, name: str) -> bool:
 def _find_fields(path: Path, name: str) -> dict[str, Any]:
     """Returns the fields of a model's entry, as written. Empty if there is no such model."""
     for node in _entries(path, _compose(path), "models"):
-        with _located_loader(path, node) as constructor:
+        with _open_located_loader(path, node) as constructor:
             entry = constructor.construct_document(node)
         if isinstance(entry, dict) and entry.get("name") == name:
             return entry

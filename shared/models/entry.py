@@ -16,7 +16,7 @@ from pydantic import (
 
 from shared.models.blob import INLINE_LIMIT_BYTES, SLOT_INLINE_LIMIT_BYTES
 from shared.models.class_variables import PlainVariables, SecretVariables
-from shared.models.entry_fields import EntryPart, Positive, Revision, Source, quoted
+from shared.models.entry_fields import EntryPart, Positive, Revision, Source, check_quoted
 from shared.models.flow_plan import FlowPlan
 from shared.models.image_entry import ImageDefaults
 from shared.models.interface import ModelInterface
@@ -201,7 +201,7 @@ class PriceTerms(EntryPart):
     @field_validator("version", mode="before")
     @classmethod
     def _version_is_text(cls, value: object) -> object:
-        return quoted("version", value)
+        return check_quoted("version", value)
 
     @property
     def name(self) -> str:

@@ -13,7 +13,7 @@ Source = Annotated[str, Field(pattern=r"^(hf:|gs://|local:|package:).+")]
 """The location of weights."""
 
 
-def quoted(noun: str, value: object) -> object:
+def check_quoted(noun: str, value: object) -> object:
     """Rejects a value that YAML may have parsed as a number.
 
     YAML reads 1.10 as 1.1 and 0123 as 83. Only quotes preserve the intended text.
@@ -27,7 +27,7 @@ def quoted(noun: str, value: object) -> object:
 
 
 def _quote_revision(value: object) -> object:
-    return quoted("revision", value)
+    return check_quoted("revision", value)
 
 
 Revision = Annotated[str, Field(pattern=r"^[!-~]{1,200}$"), BeforeValidator(_quote_revision)]

@@ -232,7 +232,7 @@ def lists_in(for_each: str | Mapping[str, str] | None) -> dict[str, str]:
     return {"": for_each} if isinstance(for_each, str) else dict(for_each)
 
 
-def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
+def resolve(value: Any, scope: Mapping[str, Any]) -> Any:
     """Returns a value with its references replaced by their values.
 
     Returns MISSING if any of those values was skipped.
@@ -245,10 +245,10 @@ def resolved(value: Any, scope: Mapping[str, Any]) -> Any:
             return value[1:]
         return parse_reference(value).in_scope(scope) if value.startswith("$") else value
     if isinstance(value, Mapping):
-        fields = {name: resolved(field, scope) for name, field in value.items()}
+        fields = {name: resolve(field, scope) for name, field in value.items()}
         return MISSING if any(field is MISSING for field in fields.values()) else fields
     if isinstance(value, list | tuple):
-        elements = [resolved(element, scope) for element in value]
+        elements = [resolve(element, scope) for element in value]
         return MISSING if any(element is MISSING for element in elements) else elements
     return value
 
@@ -531,7 +531,7 @@ def _item_input(step: FlowStep, scope: Mapping[str, Any]) -> dict[str, Any] | No
     """Returns one item's input, or None if the item is skipped."""
     if step.condition is not None and not step.condition.holds(scope):
         return None
-    values = resolved(step.input, scope)
+    values = resolve(step.input, scope)
     return None if values is MISSING else values
 
 
@@ -544,15 +544,15 @@ def value_of(step: FlowStep, results: Mapping[int, Any], scope: Mapping[str, Any
     values = [
         results[position]
         if position in results
-        else resolved(step.default, own_scope)
+        else resolve(step.default, own_scope)
         if step.has_default
         else MISSING
         for position, own_scope in enumerate(_scopes(step, scope))
     ]
-    return values[0] if step.for_each is None else [shown(value) for value in values]
+    return values[0] if step.for_each is None else [replace_missing(value) for value in values]
 
 
-def shown(value: Any) -> Any:
+def replace_missing(value: Any) -> Any:
     """Returns a value with skipped parts replaced by null."""
     return None if value is MISSING else value
 
@@ -571,4 +571,4 @@ def _with_nulls(value: Any, scope: Mapping[str, Any]) -> Any:
         return {name: _with_nulls(field, scope) for name, field in value.items()}
     if isinstance(value, list | tuple):
         return [_with_nulls(element, scope) for element in value]
-    return shown(resolved(value, scope))
+    return replace_missing(resolve(value, scope))

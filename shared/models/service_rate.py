@@ -245,7 +245,9 @@ class StepTime:
         return usual.seconds * fixed / (fixed + (1 - fixed) * usual.work / self._full_work)
 
 
-def held_messages(max_items: int, processes: int, *, in_steps: bool, in_flight: int = 1) -> int:
+def count_held_messages(
+    max_items: int, processes: int, *, in_steps: bool, in_flight: int = 1
+) -> int:
     """Returns how many jobs a worker holds near its broker: two batches per process.
 
     One is running and one is waiting. Far from its broker, it holds more (`HeldAhead`).

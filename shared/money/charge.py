@@ -143,7 +143,7 @@ def as_delivered(outcomes: Sequence[ItemOutcome], *, is_delivered: bool) -> list
     ]
 
 
-def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
+def compute_charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
     """Returns the fraction of its price charged for an item. Only this function decides that.
 
     An undelivered item costs nothing, whatever was computed for it. A computed and delivered item
@@ -158,7 +158,7 @@ def charged_share(price: ItemPrice, outcome: ItemOutcome) -> float:
     return _share_of_result(price, outcome) * price.price_share
 
 
-def counted_work(price: ItemPrice, outcome: ItemOutcome) -> float:
+def count_work(price: ItemPrice, outcome: ItemOutcome) -> float:
     """Returns the amount of work that an item counts toward limits.
 
     Only this function decides that.
@@ -234,7 +234,7 @@ def charge_of(price: ItemPrice, outcome: ItemOutcome) -> Charge:
         output_tokens=receipt.output_tokens,
         cached_tokens=receipt.cached_tokens,
     )
-    return Charge(listed_usd, charged_share(price, outcome))
+    return Charge(listed_usd, compute_charged_share(price, outcome))
 
 
 def cost_usd(price: ItemPrice, outcome: ItemOutcome) -> float:

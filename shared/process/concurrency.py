@@ -62,7 +62,7 @@ def backoff(first_s: float = 0.1, longest_s: float = 10.0) -> Iterator[float]:
         bound_s = min(2 * bound_s, longest_s)
 
 
-def jittered(period_s: float) -> float:
+def add_jitter(period_s: float) -> float:
     """Returns `period_s`, up to a tenth shorter, so that timers started together drift apart."""
     return period_s * random.uniform(0.9, 1.0)
 

@@ -241,7 +241,7 @@ class Hit(NamedTuple):
         return receipt
 
 
-def owed_by(receipt: Receipt) -> Owed | None:
+def compute_owed(receipt: Receipt) -> Owed | None:
     """Returns the amount left unpaid if the result with this receipt is not delivered.
 
     None if it was not going to be charged in full anyway, because another item pays for it.

@@ -101,7 +101,7 @@ class FlowRuns:
         values = await self._commands.run("HMGET", self._keys(run)[1], *fields)
         return [value for value in values if value is not None]
 
-    async def planned(self, run: str) -> list[bytes]:
+    async def read_planned(self, run: str) -> list[bytes]:
         fields = await self._commands.run("HGETALL", self._keys(run)[1])
         return [value for name, value in fields.items() if name.startswith(b"p:")]
 

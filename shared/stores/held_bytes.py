@@ -37,7 +37,7 @@ async def hold(objects: ObjectStore, tenant: str, size_bytes: int, until_s: floa
     await objects.put(f"{HELD}/{owner_of(tenant)}/{name}", b"", _MARKER)
 
 
-def held_bytes(markers: Iterable[StoredObject], now_s: float) -> int:
+def sum_held_bytes(markers: Iterable[StoredObject], now_s: float) -> int:
     """Returns how many bytes the markers account for at a given Unix time."""
     names = (marker.key.rpartition("/")[2].split("_") for marker in markers)
     return sum(int(size_bytes) for until_s, size_bytes, _ in names if int(until_s) > now_s)

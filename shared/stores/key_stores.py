@@ -322,7 +322,7 @@ def key_store(url: str, *, is_writable: bool = False) -> KeyStore:
     )
 
 
-def served_by(catalog: Catalog, *, allow_private: bool) -> Served:
+def list_served_names(catalog: Catalog, *, allow_private: bool) -> Served:
     """Returns the names that a deployment's plans and keys may use.
 
     Args:

@@ -300,7 +300,9 @@ class ObjectStore:
         with _translate_errors("list", folder):
             return await self._work(folder, partial(_list, self._store, folder, limit, after))
 
-    async def modified_before(self, folder: str, before_s: float) -> AsyncIterator[StoredObject]:
+    async def list_modified_before(
+        self, folder: str, before_s: float
+    ) -> AsyncIterator[StoredObject]:
         """Yields the objects anywhere in a folder last written before `before_s` (Unix time)."""
         _check(folder)
         with _translate_errors("list", folder):

@@ -211,7 +211,7 @@ class Records:
                 LOGS, [self._redis.record_key(record)], attempt, logs.left_out, logs.text
             )
 
-    async def canceled(self) -> AsyncGenerator[str | None]:
+    async def watch_cancellations(self) -> AsyncGenerator[str | None]:
         """Yields the IDs of records as they are canceled, and None after each (re)connection.
 
         After None, cancellations may have been missed. The iteration ends only when the caller

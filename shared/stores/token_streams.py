@@ -106,7 +106,7 @@ class TokenStreams:
             for is_over, *chunks in entries
         ]
 
-    async def written(self, wanted: Sequence[tuple[str, int]]) -> list[list[Chunk]]:
+    async def read_written(self, wanted: Sequence[tuple[str, int]]) -> list[list[Chunk]]:
         """Returns all chunks of several items, for a worker that continues them.
 
         Args:
@@ -204,7 +204,7 @@ class ReadPace:
         self._found_s: float | None = None
         self._gaps_s = (0.0, 0.0)
 
-    def looked(self, now_s: float, *, has_tokens: bool) -> None:
+    def record_check(self, now_s: float, *, has_tokens: bool) -> None:
         """Records a check, and whether it found tokens."""
         self._looked_s = now_s
         if not has_tokens:
@@ -310,7 +310,7 @@ class TokenReader:
         now_s = time.monotonic()
         for reader, tokens in zip(due, read, strict=True):
             has_tokens = bool(tokens.chunks or tokens.is_over)
-            reader.pace.looked(now_s, has_tokens=has_tokens)
+            reader.pace.record_check(now_s, has_tokens=has_tokens)
             if has_tokens:
                 reader.tokens = tokens
                 reader.has_news.set()

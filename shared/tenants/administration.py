@@ -174,7 +174,7 @@ class Administration:
 
         def add(document: Document) -> _Change:
             keys = [key for key in document.keys if not _is_forgotten(key, now_s)]
-            return _Change(_with(document, keys=(*keys, stored)), None, shown(stored))
+            return _Change(_with(document, keys=(*keys, stored)), None, format_key(stored))
 
         await self._change("key.create", key.id, add)
         return IssuedKey(stored, key)
@@ -348,7 +348,7 @@ class Administration:
             check(document)
             keys, old = list(document.keys), document.keys[indices[0]]
             keys[indices[0]] = changed = change(old)
-            return _Change(_with(document, keys=tuple(keys)), shown(old), shown(changed))
+            return _Change(_with(document, keys=tuple(keys)), format_key(old), format_key(changed))
 
         await self._change(action, key_id, replace)
         assert changed is not None, "a successful change has a result; this is a bug"
@@ -405,7 +405,7 @@ def _change_tenant(document: Document, tenant: str, new: StoredTenant) -> _Chang
     return _Change(_with(document, tenants=tenants), _builtins(old), after)
 
 
-def shown(key: StoredKey) -> dict[str, Any]:
+def format_key(key: StoredKey) -> dict[str, Any]:
     """Returns a key's public view: everything except the salt and hashes."""
     fields: dict[str, Any] = msgspec.to_builtins(key)
     for secret in ("salt", "hash", "previous_hash"):
@@ -413,7 +413,7 @@ def shown(key: StoredKey) -> dict[str, Any]:
     return fields
 
 
-def redacted(key_id: str) -> str:
+def redact_key_id(key_id: str) -> str:
     return f"{PREFIX}{key_id}_…"
 
 

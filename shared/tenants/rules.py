@@ -30,7 +30,7 @@ NOT_AN_ID = (
 
 
 class Served(NamedTuple):
-    """Names that plans and keys may use (`shared.stores.key_stores.served_by`)."""
+    """Names that plans and keys may use (`shared.stores.key_stores.list_served_names`)."""
 
     units: Mapping[str, str]
     """Each model's unit of work, keyed by catalog name."""

@@ -31,7 +31,7 @@ _SAMPLERS = (
 
 
 @contextmanager
-def traced(
+def export_spans(
     service: str,
     *,
     project: str,

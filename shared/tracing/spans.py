@@ -147,7 +147,7 @@ def reset_current(token: Token[TraceContext | None]) -> None:
 
 
 @contextmanager
-def entered(context: TraceContext | None) -> Iterator[None]:
+def use_context(context: TraceContext | None) -> Iterator[None]:
     """Sets the current task's context inside a `with` block."""
     token = _current.set(context)
     try:

@@ -55,7 +55,7 @@ async def resolve(host: str, port: int) -> list[str]:
 
 
 @asynccontextmanager
-async def pinned_session(
+async def open_pinned_session(
     url: URL,
     reach: Reach,
     timeout: ClientTimeout,

@@ -51,7 +51,7 @@ from shared.models.tasks.custom import (
     StreamedElement,
     StreamedFile,
     file_digest,
-    streamed_file,
+    make_streamed_file,
 )
 from shared.models.tasks.embedding import EmbeddingResult, TextInput, TextTokens, TokensInput
 from shared.models.tasks.image import ImageInput, ImageResult
@@ -352,7 +352,7 @@ def _parts_of(text: CustomInput) -> list[StreamedFile]:
     """One file per spoken word."""
     words = [f"{word} ".encode() for word in text.values["input"].split()]
     return [
-        streamed_file([], number, file_digest(word), Blob("audio/mpeg", data=word))
+        make_streamed_file([], number, file_digest(word), Blob("audio/mpeg", data=word))
         for number, word in enumerate(words)
     ]
 

@@ -107,7 +107,7 @@ async def test_metrics_count_requests_and_items(api: ApiUnderTest) -> None:
 
 
 async def _metrics(api: ApiUnderTest) -> dict[tuple[str, tuple[tuple[str, str], ...]], float]:
-    with metrics.served("127.0.0.1", 0) as port:
+    with metrics.serve_metrics("127.0.0.1", 0) as port:
         text = (await api.http.get(f"http://127.0.0.1:{port}/metrics")).text
     samples = [
         sample for family in text_string_to_metric_families(text) for sample in family.samples
@@ -126,8 +126,8 @@ async def test_metrics_are_not_where_callers_are(api: ApiUnderTest, path: str) -
 
 async def test_taken_port_for_metrics_is_told() -> None:
     with (
-        metrics.served("127.0.0.1", 0) as port,
+        metrics.serve_metrics("127.0.0.1", 0) as port,
         pytest.raises(ConfigurationError, match="METRICS_PORT"),
-        metrics.served("127.0.0.1", port),
+        metrics.serve_metrics("127.0.0.1", port),
     ):
         pass

@@ -13,7 +13,7 @@ from api.errors import Unauthorized
 from api.http.auth import ApiKeys
 from api.http.key_refresh import LOOK_AGAIN_S, STALE_LIMIT_S, LiveDirectory
 from shared.errors import ConfigurationError, Unavailable
-from shared.stores.key_stores import KeyFile, KeyRedis, key_store, served_by
+from shared.stores.key_stores import KeyFile, KeyRedis, key_store, list_served_names
 from shared.tenants.administration import Administration
 from shared.tenants.directory import Document
 from shared.tenants.key_store import StoredDocument
@@ -169,7 +169,7 @@ async def test_file_with_what_cannot_work_is_refused_with_its_line(
     wrong["plans"]["team"] |= plan
     wrong["keys"][0] |= key
     file.write_text(json.dumps(wrong, indent=1))
-    served = served_by(CATALOG, allow_private=False)
+    served = list_served_names(CATALOG, allow_private=False)
     with pytest.raises(ConfigurationError, match=reason) as refused:
         LiveDirectory(key_store(file.as_uri()), served=served)
     found = re.match(rf"PENSTOCK_KEYS_URL: {file}: line (\d+): ", refused.value.message)
@@ -197,7 +197,7 @@ async def test_redis_that_names_a_model_that_is_gone_still_lets_in(
     async with KeyRedis(redis_url) as store:
         admin = Administration(store, actor="user ann", address="desk")
         await admin.start_directory(Document(keys=(stored("a", "acme", models=("gone",)),)))
-    served = served_by(CATALOG, allow_private=False)
+    served = list_served_names(CATALOG, allow_private=False)
     async with ApiKeys(LiveDirectory(KeyRedis(redis_url), refresh_s=1e6, served=served)) as keys:
         assert gets_in(keys, "a")
     assert "keys[0].models[0]: model 'gone' is not in the catalog" in str(

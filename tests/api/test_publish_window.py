@@ -17,7 +17,7 @@ from api.dispatch.model_window import Elsewhere, ModelWindow, PublishWindow, dig
 from api.fair_room import Demand
 from shared.errors import DeadlineExceeded
 from shared.models.entry import Batch
-from shared.models.service_rate import ServiceRate, held_messages
+from shared.models.service_rate import ServiceRate, count_held_messages
 from shared.models.tasks.base import FirstGuesses
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import WRITER
@@ -98,14 +98,14 @@ async def test_one_tenant_s_texts_leave_room_in_the_first_worker(places: int) ->
     senders = Senders(window)
     for _ in range(10 * places):
         await senders.send(demand("a"))
-    assert senders.published()["a"] < held_messages(places, 1, in_steps=True)
+    assert senders.published()["a"] < count_held_messages(places, 1, in_steps=True)
     await senders.send(demand("b"))
     assert senders.published()["b"] == 1
     # Once the workers are known to be faster, more jobs are published.
     for now_s in (1.0, 2.0, 3.0):
         rate.record_completed(now_s, 100 * places, 200 * places, 0.5)
     await senders.answer("a")
-    assert senders.published()["a"] > held_messages(places, 1, in_steps=True)
+    assert senders.published()["a"] > count_held_messages(places, 1, in_steps=True)
     await senders.answer_all()
 
 

@@ -11,7 +11,7 @@ from prometheus_client import REGISTRY
 from prometheus_client.openmetrics.exposition import generate_latest
 
 from shared.errors import Unavailable
-from shared.tracing.spans import TraceContext, entered
+from shared.tracing.spans import TraceContext, use_context
 from tests.api.dispatcher_harness import running_dispatcher
 from tests.api.harness import TEXT_MODEL, ApiUnderTest
 from tests.kept_spans import KeptSpans, new_trace
@@ -88,7 +88,7 @@ async def test_time_in_the_window_is_a_span(tmp_path: Path, kept: KeptSpans) -> 
         first = harness.ask("first")
         await harness.worker.until_taken(1)
         caller = new_trace()
-        with entered(caller):
+        with use_context(caller):
             second = harness.ask("second")
         await until(lambda: any(span.name == "hold" for span in kept.spans))
         harness.worker.go.set()

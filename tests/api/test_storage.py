@@ -63,7 +63,7 @@ async def test_uploads_at_the_same_time_never_exceed_the_bound(
     async def upload(instance: Storage, number: int) -> bool:
         nonlocal held_bytes, most_bytes
         try:
-            async with instance.reserved(quota(), size_bytes):
+            async with instance.reserve(quota(), size_bytes):
                 held_bytes += size_bytes
                 most_bytes = max(most_bytes, held_bytes)
                 key = f"files/kept/{owner_of('alice')}/file_{number}/data"
@@ -88,21 +88,21 @@ async def test_uploads_at_the_same_time_never_exceed_the_bound(
 async def test_room_of_an_instance_that_died_comes_back(
     storage: Storage, objects: ObjectStore, clock: Clock
 ) -> None:
-    dead = storage.reserved(quota(), 90_000)
+    dead = storage.reserve(quota(), 90_000)
     await dead.__aenter__()
     restarted = Storage(objects, clock)
     with pytest.raises(StorageFull, match="you have 90000 bytes stored"):
-        async with restarted.reserved(quota(), 20_000):
+        async with restarted.reserve(quota(), 20_000):
             raise AssertionError("there is no room")
     clock.now_s += RESERVED_S
-    async with restarted.reserved(quota(), 20_000):
+    async with restarted.reserve(quota(), 20_000):
         assert (await restarted.use("alice")).size_bytes == 20_000
     await restarted.sweep()
     assert await objects.listing("files/reserved", 10) == []
 
 
 async def test_a_long_upload_keeps_its_room(storage: Storage, clock: Clock) -> None:
-    async with storage.reserved(quota(), 90_000) as reservation:
+    async with storage.reserve(quota(), 90_000) as reservation:
         for written_bytes in range(0, 90_000, 10_000):
             clock.now_s += RESERVED_S / 2
             await reservation.cover(written_bytes)
@@ -111,7 +111,7 @@ async def test_a_long_upload_keeps_its_room(storage: Storage, clock: Clock) -> N
 
 
 async def test_an_upload_of_unknown_size_gets_what_is_left(storage: Storage) -> None:
-    async with storage.reserved(quota(), 50_000), storage.reserved(quota(), None) as growing:
+    async with storage.reserve(quota(), 50_000), storage.reserve(quota(), None) as growing:
         for size_bytes in (1, 10_000, 49_999, 50_000):
             await growing.cover(size_bytes)
             assert (await storage.use("alice")).size_bytes == 50_000 + size_bytes
@@ -179,7 +179,7 @@ async def test_refused_uploads_do_not_read_again_what_has_not_expired(
 
     async def upload() -> bool:
         try:
-            async with storage.reserved(quota(), 25_000):
+            async with storage.reserve(quota(), 25_000):
                 return True
         except StorageFull:
             return False

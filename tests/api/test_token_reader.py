@@ -25,7 +25,7 @@ def looks(pace: ReadPace, tokens_s: Sequence[float], skipped_s: float = 0.0) -> 
             continue
         count += 1
         there = [at_s for at_s in waiting if at_s <= now_s]
-        pace.looked(now_s, has_tokens=bool(there))
+        pace.record_check(now_s, has_tokens=bool(there))
         if there:
             latest_s = max(latest_s, now_s - there[0])
             waiting = waiting[len(there) :]
@@ -83,7 +83,7 @@ def test_readers_that_wait_for_first_tokens_share_their_turns() -> None:
         now_s = turn * READ_EVERY_S
         due = [pace for pace in paces if pace.is_due(now_s)]
         for pace in due:
-            pace.looked(now_s, has_tokens=False)
+            pace.record_check(now_s, has_tokens=False)
         shared += bool(due)
     assert shared <= 10.0 / READ_EVERY_S / 7
 

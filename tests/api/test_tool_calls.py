@@ -13,11 +13,11 @@ from openai import pydantic_function_tool
 from pydantic import BaseModel
 
 from api.openai.generation import (
-    begun_call,
     call_schema,
+    extract_message_text,
+    read_begun_call,
     read_cut_call,
     read_tool_calls,
-    shown_of,
 )
 from shared.errors import BadInput
 from shared.models.tasks.text import GenerationInput
@@ -71,7 +71,7 @@ def test_what_was_shown_stays_the_beginning_of_what_is_said(written: list[str]) 
     text, shown = "", ""
     for piece in written:
         text += piece
-        now = shown_of(text)
+        now = extract_message_text(text)
         assert now.startswith(shown)
         shown = now
         assert read_tool_calls(text, {"weather"}, "")[0].startswith(shown)
@@ -368,7 +368,7 @@ def test_arguments_only_grow(arguments: dict[str, Any], indent: int | None, sign
     written = json.dumps({"name": "weather", "arguments": arguments}, indent=indent)
     text = sign + written
     _, (call,) = read_tool_calls(text, {"weather"}, "")
-    seen = [begun_call(text[:end]) for end in range(len(text) + 1)]
+    seen = [read_begun_call(text[:end]) for end in range(len(text) + 1)]
     grown = [one.arguments for one in seen if one is not None]
     assert all(later.startswith(before) for before, later in itertools.pairwise(grown))
     assert grown[-1] == call.function.arguments

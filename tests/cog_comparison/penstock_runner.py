@@ -150,7 +150,7 @@ class PenstockRunner:
     ) -> Outcome:
         shown = Outcome("", logs=logs.text)
         if isinstance(result, CustomResult):
-            result = result.unpacked()
+            result = result.unpack()
             output = _with_files(result.output, result.places, result.files)
             pieces = output if self._interface.streams else []
             return shown._replace(

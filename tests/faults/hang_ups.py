@@ -309,7 +309,7 @@ async def _run(world: World, hang_ups: int, seed: int, found: HangUps) -> None:
     """Runs callers while recording when Redis receives each cancel."""
 
     async def note_cancels(stores: RecordStores) -> None:
-        async for record in stores.records.canceled():
+        async for record in stores.records.watch_cancellations():
             if record is not None:
                 found.canceled_at_s.setdefault(record.partition(":")[0], time.time())
 

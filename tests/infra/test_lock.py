@@ -16,7 +16,7 @@ import pytest
 from packaging.requirements import Requirement
 
 from infra.local.doctor import EXTRAS
-from infra.lock import normalized, read_lock, unmet
+from infra.lock import normalize_name, read_lock, unmet
 from tests.limits import WAIT_LIMIT_S
 
 PROJECT = tomllib.loads(Path("pyproject.toml").read_text(encoding="utf-8"))
@@ -33,7 +33,7 @@ REPORTED: dict[str, list[str]] = {
 def installed(requirement: Requirement, seen: set[tuple[str, str]]) -> Iterator[str]:
     """The names of all packages installed with a requirement, including its own."""
     for extra in ("", *requirement.extras):
-        key = (normalized(requirement.name), extra)
+        key = (normalize_name(requirement.name), extra)
         if key in seen:
             continue
         seen.add(key)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from packaging.requirements import Requirement
 
-from infra.lock import normalized
+from infra.lock import normalize_name
 from tests.limits import START_LIMIT_S
 from tests.source_files import source_files
 
@@ -49,7 +49,7 @@ def direct_requirements() -> set[str]:
             *project["dependencies"],
             *(text for extra in extras for text in extra),
         ):
-            names.add(normalized(Requirement(text).name))
+            names.add(normalize_name(Requirement(text).name))
     return names
 
 

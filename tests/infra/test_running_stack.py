@@ -16,8 +16,8 @@ from infra.local.running_stack import (
     FILE,
     Announcement,
     RunningStack,
-    announced,
     find_running_stack,
+    hold_state_folder,
 )
 from shared.errors import ConfigurationError
 from shared.settings import environment_with
@@ -28,7 +28,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture
 def announcement(tmp_path: Path) -> Iterator[Announcement]:
-    with announced(tmp_path / "var") as opened:
+    with hold_state_folder(tmp_path / "var") as opened:
         yield opened
 
 
@@ -48,7 +48,7 @@ def penstock(folder: Path, *words: str, **settings: str) -> subprocess.Completed
 
 def test_stack_is_found_while_it_runs_only(tmp_path: Path) -> None:
     stack = RunningStack({"PENSTOCK_REGION": "here"}, {"api": 1}, needs_keys=False)
-    with announced(tmp_path) as opened:
+    with hold_state_folder(tmp_path) as opened:
         assert find_running_stack(tmp_path) is None
         opened.update(stack)
         assert find_running_stack(tmp_path) == stack
@@ -60,9 +60,9 @@ def test_stack_is_found_while_it_runs_only(tmp_path: Path) -> None:
 
 def test_second_stack_in_a_folder_is_refused(tmp_path: Path) -> None:
     with (
-        announced(tmp_path),
+        hold_state_folder(tmp_path),
         pytest.raises(ConfigurationError, match="another penstock up is already running in"),
-        announced(tmp_path),
+        hold_state_folder(tmp_path),
     ):
         pass
 

@@ -1,6 +1,6 @@
 import pytest
 
-from infra.text_table import table, transposed
+from infra.text_table import format_transposed, table
 
 
 def test_numbers_stand_to_the_right() -> None:
@@ -42,7 +42,7 @@ def test_whole_numbers_have_no_decimals() -> None:
         "  mini                 64       0.00\n"
         "  painter          131072  0.1425408"
     )
-    assert transposed(heads, rows) == (
+    assert format_transposed(heads, rows) == (
         "  model           mini    painter\n"
         "  charged_tokens    64     131072\n"
         "  cost_usd        0.00  0.1425408"
@@ -58,7 +58,7 @@ def test_table_without_rows_is_its_heads() -> None:
 
 
 def test_rows_side_by_side() -> None:
-    assert transposed(("model", "items"), [("mini", 1), ("painter", 22)]) == (
+    assert format_transposed(("model", "items"), [("mini", 1), ("painter", 22)]) == (
         "  model  mini  painter\n  items     1       22"
     )
 

@@ -249,7 +249,7 @@ async def test_streams_are_read(release: Release, stores: RecordStores) -> None:
     assert streams
     for key, entries in streams.items():
         record, _, index = key.removeprefix(TOKENS).rpartition(":")
-        (chunks,) = await stores.tokens.written([(record, int(index))])
+        (chunks,) = await stores.tokens.read_written([(record, int(index))])
         old = [msgspec.msgpack.decode(raw(fields["c"])) for _, fields in entries]
         assert lacking(old, [msgspec.to_builtins(one) for one in chunks], key) == []
 

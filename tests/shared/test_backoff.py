@@ -5,7 +5,7 @@ from itertools import islice
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shared.process.concurrency import backoff, jittered
+from shared.process.concurrency import add_jitter, backoff
 
 
 @given(first_s=st.floats(0.001, 10), longest_s=st.floats(0.001, 100))
@@ -28,4 +28,4 @@ def test_no_bound_is_no_pause() -> None:
 
 @given(st.floats(0, 1000))
 def test_jittered_period_is_at_most_a_tenth_shorter(period_s: float) -> None:
-    assert 0.9 * period_s <= jittered(period_s) <= period_s
+    assert 0.9 * period_s <= add_jitter(period_s) <= period_s

@@ -23,7 +23,7 @@ from shared.models.catalog import Model
 from shared.models.catalog_file import read_catalog
 from shared.models.entry import Batch, Price, PriceChange
 from shared.models.tasks.embedding import TextInput
-from shared.money.charge import ItemPrice, charge_of, counted_work, price_of
+from shared.money.charge import ItemPrice, charge_of, count_work, price_of
 from shared.usage.row import Row, row_of
 
 CHANGED_AT = dt.datetime(2026, 11, 15, tzinfo=dt.UTC)
@@ -207,4 +207,4 @@ def test_tokens_that_were_read_of_a_text_without_a_result_are_charged(
     receipt = Receipt(cache, tokens=1_500_000, output_tokens=500_000, is_delivered_in_part=in_part)
     outcome = ItemOutcome(0, status, receipt)
     assert charge_of(price, outcome).cost_usd == cost_usd
-    assert bool(counted_work(price, outcome)) == bool(cost_usd)
+    assert bool(count_work(price, outcome)) == bool(cost_usd)

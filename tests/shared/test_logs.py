@@ -7,7 +7,7 @@ import logging
 from typing import Any
 
 from shared.logs import JsonFormatter
-from shared.tracing.spans import entered
+from shared.tracing.spans import use_context
 from tests.kept_spans import new_trace
 
 TRACE_FIELD = "logging.googleapis.com/trace"
@@ -36,7 +36,7 @@ def test_line_has_severity_message_and_fields() -> None:
 def test_line_of_a_request_has_its_trace() -> None:
     for flags, is_sampled in (("01", True), ("00", False)):
         trace = new_trace(flags)
-        with entered(trace):
+        with use_context(trace):
             found = line(logging.ERROR)
         assert found[TRACE_FIELD] == f"projects/my-project/traces/{trace.trace_id}"
         assert found["logging.googleapis.com/spanId"] == trace.span_id

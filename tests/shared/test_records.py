@@ -280,7 +280,7 @@ async def test_predictions_of_the_same_time_are_listed_once(stores: RecordStores
 
 async def test_workers_are_told_of_cancellations(stores: RecordStores) -> None:
     with anyio.fail_after(WAIT_LIMIT_S):
-        told = stores.records.canceled()
+        told = stores.records.watch_cancellations()
         assert await anext(told) is None
         await stores.records.cancel("req_1")
         assert await anext(told) == "req_1"

@@ -127,7 +127,10 @@ async def test_what_was_read_is_counted_and_nothing_else_is_read_after_the_end(
         await streams.append([Written(record, 0, 1, first), Written(record, 1, 1, first)])
         await streams.read([(record, 0, 0)])
         await streams.append([Written(record, 0, 1, chunk(2, 7))])
-        assert await streams.written([(record, 0), (record, 1)]) == [[first, chunk(2, 7)], [first]]
+        assert await streams.read_written([(record, 0), (record, 1)]) == [
+            [first, chunk(2, 7)],
+            [first],
+        ]
         if end == "cancel":
             await stores.records.cancel(record)
         elif end == "fail":

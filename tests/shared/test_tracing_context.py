@@ -13,10 +13,10 @@ from shared.tracing.spans import (
     MAX_TRACESTATE_CHARS,
     TraceContext,
     current,
-    entered,
     read_attributes,
     read_context,
     read_headers,
+    use_context,
 )
 
 TRACE_ID, SPAN_ID = "0af7651916cd43dd8448eb211c80319c", "b7ad6b7169203331"
@@ -111,6 +111,6 @@ def test_no_header_raises(traceparent: str, tracestate: str) -> None:
 
 def test_current_trace_is_that_of_the_block() -> None:
     assert current() is None
-    with entered(TraceContext(PARENT)) as _:
+    with use_context(TraceContext(PARENT)) as _:
         assert current() == TraceContext(PARENT)
     assert current() is None

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from shared.errors import ConfigurationError
-from shared.tracing.setup import DEFAULT_RATIO, traced
+from shared.tracing.setup import DEFAULT_RATIO, export_spans
 from shared.tracing.spans import TraceContext, begin, is_recorded, record
 from tests.kept_spans import new_trace
 from tests.limits import START_LIMIT_S
@@ -32,7 +32,7 @@ def environment(monkeypatch: pytest.MonkeyPatch, collector: Collector) -> pytest
 
 
 def tracing(*, decides: bool = True) -> AbstractContextManager[None]:
-    return traced("penstock-test", project="p", region="r", broker="b", decides=decides)
+    return export_spans("penstock-test", project="p", region="r", broker="b", decides=decides)
 
 
 def kept_share() -> float:
@@ -54,8 +54,8 @@ def test_without_an_endpoint_nothing_of_the_sdk_is_imported() -> None:
     # redis imports the SDK's metrics on its own if the SDK is installed.
     code = (
         "import sys, api.__main__, workers.__main__, workers.functions.dependencies;"
-        "from shared.tracing.setup import traced\n"
-        "with traced('penstock-test', project='p', region='r', broker='b', decides=True):\n"
+        "from shared.tracing.setup import export_spans\n"
+        "with export_spans('penstock-test', project='p', region='r', broker='b', decides=True):\n"
         "    print(sorted(n for n in sys.modules if n.startswith(('opentelemetry.sdk.trace', "
         "'opentelemetry.exporter'))))"
     )

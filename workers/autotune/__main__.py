@@ -17,9 +17,9 @@ from shared.logs import configure_logs
 from shared.models.catalog import Model
 from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice, write_choice
 from workers.autotune.client import choice_path
-from workers.autotune.hardware import this_machine
+from workers.autotune.hardware import detect_machine
 from workers.autotune.search import CALIBRATION_TEXTS, SearchSpec, choose
-from workers.models.artifact import find_artifact, locked
+from workers.models.artifact import find_artifact, lock_file
 from workers.models.base import PreparedText
 from workers.models.embedding.tokenization import TextPreparer
 from workers.optimize.calibration import calibration_texts, prepare_texts
@@ -56,7 +56,7 @@ def main() -> int:
 def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings) -> Choice:
     artifacts_dir = Path(tuning.artifacts_dir)
     # The parent process limits the wait.
-    with locked(artifacts_dir / "choosing.lock"):
+    with lock_file(artifacts_dir / "choosing.lock"):
         artifact = find_artifact(artifacts_dir, entry.name, digest)
         path = choice_path(entry, tuning, digest, artifact)
         kept_choice = read_choice(path)
@@ -66,7 +66,7 @@ def _choose(entry: Model, folder: Path, digest: str, tuning: TuningSettings) -> 
             entry=entry,
             folder=folder,
             artifact=artifact,
-            machine=this_machine(),
+            machine=detect_machine(),
             device=tuning.device,
             processes=tuning.processes,
             threads=tuning.threads,

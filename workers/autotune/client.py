@@ -20,7 +20,7 @@ from shared.models.catalog import Model
 from shared.settings import WorkerSettings
 from workers.autotune.candidates import choose_layout
 from workers.autotune.choice import Choice, Refusal, TuningSettings, read_choice
-from workers.autotune.hardware import this_machine
+from workers.autotune.hardware import detect_machine
 from workers.models.artifact import Artifact, find_artifact, source_digest
 from workers.models.backend import choose_unmeasured_backend
 from workers.runtime.child_process import child_environment
@@ -87,7 +87,7 @@ def choice_path(
     """Returns a choice's file. Its name is a fingerprint of everything the choice depends on."""
     facts = {
         "scheme": SCHEME,
-        "machine": this_machine().facts(),
+        "machine": detect_machine().facts(),
         "entry": entry.model_dump(mode="json"),
         "source": digest,
         "artifact": None if artifact is None else artifact.digest,
@@ -152,7 +152,7 @@ async def _choose(entry: Model, folder: Path, tuning: TuningSettings, digest: st
 
 def _fallback(entry: Model, tuning: TuningSettings, reason: str) -> Choice:
     log.warning("no backend could be chosen", extra={"model": entry.name, "reason": reason})
-    machine = this_machine()
+    machine = detect_machine()
     layout = choose_layout(
         tuning.processes, tuning.threads, machine, is_gpu=machine.computes_on_gpu(tuning.device)
     )

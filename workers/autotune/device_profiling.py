@@ -23,7 +23,7 @@ from shared.settings import WorkerSettings
 from workers.autotune.benchmark_pool import BenchmarkPool
 from workers.autotune.choice import Choice
 from workers.autotune.client import choose_backend
-from workers.autotune.hardware import LIBRARIES, Machine, this_machine
+from workers.autotune.hardware import LIBRARIES, Machine, detect_machine
 from workers.autotune.search import LIBRARY_OF, mix_of, time_batch
 from workers.models.base import InferenceModel, OutOfMemory, PreparedImage, PreparedText
 from workers.models.embedding.model_folder import read_sentence_folder
@@ -71,7 +71,7 @@ def _profile_encoder(
 ) -> DeviceProfile:
     say("choosing the backend and batch size")
     choice = asyncio.run(choose_backend(entry, folder, settings))
-    machine, texts = this_machine(), calibration_texts()
+    machine, texts = detect_machine(), calibration_texts()
     preparer = TextPreparer(folder)
     prepared = [text for text in _tokenize(preparer, texts) if isinstance(text, PreparedText)]
     mix = mix_of(prepared, read_sentence_folder(folder).max_length)
@@ -147,7 +147,7 @@ def _profile_images(
         model=entry.name,
         revision=entry.revision,
         device=model.device_name,
-        measured=_describe("whole batches", this_machine()),
+        measured=_describe("whole batches", detect_machine()),
         versions=_versions(),
         images=tuple(images),
         peak_memory_bytes=_peak_memory_bytes(model.device_name),

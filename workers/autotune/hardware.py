@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from shared.process.cores import usable_cores
-from workers.models.processors import BF16_FLAGS, read_facts, this_cpu
+from workers.models.processors import BF16_FLAGS, detect_cpu, read_facts
 
 KEPT_OPEN_MAX_BYTES = 256 * 1024 * 1024
 """Maximum size of weights, in bytes, at which a process keeps several candidates loaded."""
@@ -40,8 +40,8 @@ class Machine:
         return asdict(self)
 
 
-def this_machine() -> Machine:
-    cpu, flags = this_cpu()
+def detect_machine() -> Machine:
+    cpu, flags = detect_cpu()
     return Machine(
         cpu, flags, usable_cores(), _gpus(), tuple((name, _version(name)) for name in LIBRARIES)
     )

@@ -298,7 +298,7 @@ class _AccuracyCheck:
         self.pool = pool
         self.longest = read_sentence_folder(spec.folder).max_length
         self._tolerance = spec.entry.tolerance.cosine
-        self._calibration = _kept_calibration(spec.artifact)
+        self._calibration = _read_calibration_sample(spec.artifact)
         self.texts = spec.texts if self._calibration is None else self._calibration.texts
         self.mix = mix_of(self.texts, self.longest)
 
@@ -322,7 +322,7 @@ class _AccuracyCheck:
         return not finding.reason
 
 
-def _kept_calibration(artifact: Artifact | None) -> Calibration | None:
+def _read_calibration_sample(artifact: Artifact | None) -> Calibration | None:
     """Returns evenly spaced samples of the artifact's texts."""
     if artifact is None:
         return None

@@ -17,7 +17,7 @@ from shared.models.catalog_file import read_catalog
 from shared.process.inspection import deny_inspection
 from shared.process.loopback import exempt_loopback_from_proxies
 from shared.settings import read_settings
-from shared.tracing.setup import traced
+from shared.tracing.setup import export_spans
 from workers.functions.consumer import FunctionConsumer, QueueDepths, sources
 from workers.functions.dependencies import FunctionDependencies
 from workers.functions.settings import FunctionSettings
@@ -34,7 +34,7 @@ def main() -> int:
             )
         configure_logs(settings.log_level, settings.project)
         deny_inspection()
-        with traced(
+        with export_spans(
             "penstock-functions",
             project=settings.project,
             region=settings.region,

@@ -87,7 +87,7 @@ class DeliveryState(RedisStore):
         with contextlib.suppress(Unavailable):
             await self._commands.run("SET", self._key(record, "done"), 1, "EX", KEEP_S)
 
-    async def refused_since(self, delivery_id: str, now_s: float) -> float | None:
+    async def read_refused_since(self, delivery_id: str, now_s: float) -> float | None:
         """Returns when an event was first rejected, in Unix seconds.
 
         Returns `now_s` if this is its first rejection, or None if it is unknown.
@@ -126,7 +126,7 @@ class Deliveries:
         self._silent_until_s = float("-inf")
 
     @asynccontextmanager
-    async def recorded(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
+    async def record(self, delivery: WebhookDelivery) -> AsyncIterator[None]:
         """A context for an attempt, which sets the `status_code` and `outcome` of its row."""
         began_s = time.time()
         try:

@@ -32,7 +32,7 @@ from shared.process.loopback import exempt_loopback_from_proxies
 from shared.reports.day_tables import days_asked
 from shared.reports.scheduled import RUN_LIMIT_S, RunResult, open_reports
 from shared.settings import ReportSettings, read_settings
-from shared.tracing.setup import traced
+from shared.tracing.setup import export_spans
 from workers.functions.dependencies import FunctionDependencies
 from workers.functions.handler import (
     REFUSED,
@@ -137,7 +137,7 @@ exempt_loopback_from_proxies()
 configure_logs(settings.log_level, settings.project)
 deny_inspection()
 traces.enter_context(
-    traced(
+    export_spans(
         "penstock-functions",
         project=settings.project,
         region=settings.region,

@@ -142,7 +142,7 @@ class ReceiverPermits:
         self._receivers: OrderedDict[ReceiverKey, _Receiver] = OrderedDict()
 
     @asynccontextmanager
-    async def taken(self, tenant: str, url: str) -> AsyncIterator[Turn]:
+    async def hold_turn(self, tenant: str, url: str) -> AsyncIterator[Turn]:
         """A context for delivering to a tenant's receiver.
 
         Raises:

@@ -42,7 +42,7 @@ from shared.stores.token_streams import TokenStreams
 from shared.stores.webhook_log import WebhookAttempt, WebhookLog
 from shared.tracing.spans import STAGE, Attributes, current, read_attributes, span
 from shared.usage.webhook_delivery import WebhookDelivery
-from shared.web.pinned_http import CONNECT_LIMIT_S, Resolve, pinned_session, resolve
+from shared.web.pinned_http import CONNECT_LIMIT_S, Resolve, open_pinned_session, resolve
 from shared.web.public_url import ANYWHERE, PUBLIC, UrlForbidden
 from shared.webhooks.event import (
     BUDGET_WARNING,
@@ -129,7 +129,7 @@ class WebhookClient:
         timeout = ClientTimeout(total=TOTAL_LIMIT_S, connect=CONNECT_LIMIT_S)
         try:
             async with (
-                pinned_session(url, reach, timeout, resolve=self._resolve) as session,
+                open_pinned_session(url, reach, timeout, resolve=self._resolve) as session,
                 session.post(url, data=body, headers=headers, allow_redirects=False) as answer,
             ):
                 return WebhookResponse(answer.status, await _first_words(answer))
@@ -213,7 +213,7 @@ class Webhooks:
             return "unwanted"
         if event.event == "completed" and not record.is_over:
             raise Unavailable("the prediction has not finished yet")
-        async with self._turns.taken(prediction.tenant, prediction.webhook) as turn:
+        async with self._turns.hold_turn(prediction.tenant, prediction.webhook) as turn:
             return await self._deliver_now(event, message, prediction, record, turn)
 
     async def _deliver_now(
@@ -237,7 +237,7 @@ class Webhooks:
             published_at_s=message.publish_time_s or None,
         )
         try:
-            async with self._deliveries.recorded(delivery):
+            async with self._deliveries.record(delivery):
                 answer = await self._post_and_log(prediction, record, delivery, turn)
                 delivery.note_answer(answer.status)
                 end = await end_of(answer, message, delivery.delivery_id, self._delivery_state)
@@ -292,7 +292,7 @@ class Webhooks:
             prediction, record, self._url_signer, partial=partial, is_deleted=is_deleted
         )
         body = msgspec.json.encode(prediction_body)
-        headers = signed_headers(self._secrets, prediction.tenant, webhook_id, body)
+        headers = sign_headers(self._secrets, prediction.tenant, webhook_id, body)
         client = WebhookClient(prediction.webhook, allow_private=self._allow_private)
         with turn.posting():
             return await client.post(headers, body)
@@ -318,7 +318,7 @@ def _webhook_id(event: WebhookEvent, message: ReceivedMessage) -> str:
     return "msg_" + hashlib.sha256(f"{event.id}\n{event.event}\n{which}".encode()).hexdigest()[:32]
 
 
-def signed_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> dict[str, str]:
+def sign_headers(setting: str, tenant: str, webhook_id: str, body: bytes) -> dict[str, str]:
     """Returns a delivery's headers as defined by Standard Webhooks.
 
     Args:
@@ -360,7 +360,9 @@ async def end_of(
     is_refusal = 300 <= answer.status < 500 and answer.status not in WORTH_RETRYING
     if is_refusal:
         now_s = time.time()
-        first_s = await state.refused_since(delivery_id, now_s) or message.publish_time_s or now_s
+        first_s = (
+            await state.read_refused_since(delivery_id, now_s) or message.publish_time_s or now_s
+        )
         if now_s - first_s > REFUSED_LIMIT_S:
             return "refused"
     why = REDIRECTED if answer.is_redirect else answer.words[:WORDS_LOGGED]
@@ -412,7 +414,7 @@ class EventWebhooks:
             notice = _notice_of_budget(event)
         end = "failed"
         try:
-            async with self._turns.taken(event.tenant, event.url) as turn:
+            async with self._turns.hold_turn(event.tenant, event.url) as turn:
                 end = await self._post(event, notice, message, turn)
         except ReceiverBusy:
             end = "deferred"
@@ -434,7 +436,7 @@ class EventWebhooks:
                 "data": notice.data,
             }
         )
-        headers = signed_headers(self._secrets, event.tenant, event_id, body)
+        headers = sign_headers(self._secrets, event.tenant, event_id, body)
         delivery = WebhookDelivery(
             delivery_id=event_id,
             batch_id=notice.facts.get("batch"),
@@ -443,7 +445,7 @@ class EventWebhooks:
             published_at_s=message.publish_time_s or None,
         )
         try:
-            async with self._deliveries.recorded(delivery):
+            async with self._deliveries.record(delivery):
                 client = WebhookClient(event.url, allow_private=self._allow_private)
                 with turn.posting():
                     answer = await client.post(headers, body)

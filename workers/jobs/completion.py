@@ -46,7 +46,7 @@ from shared.stores.objects import ObjectStore
 from shared.stores.record_state import Finish
 from shared.stores.records import Records
 from shared.stores.token_streams import TokenStreams
-from shared.tracing.spans import entered
+from shared.tracing.spans import use_context
 from shared.usage.row import Row, RowSink
 from shared.webhooks.event import EventName
 from shared.webhooks.publisher import WebhookPublisher
@@ -155,7 +155,7 @@ class Completion:
     def _finish_ended(self) -> None:
         """Finishes this iteration's jobs. A slow inbox doesn't delay another inbox's jobs."""
         ended, self._ended = self._ended, {}
-        with entered(None):  # they belong to many traces
+        with use_context(None):  # they belong to many traces
             for (_, has_record), jobs in ended.items():
                 finish = self._finish_recorded if has_record else self._finish_together
                 self.registry.spawn(finish(jobs))
@@ -257,7 +257,7 @@ class Completion:
 
     def _spawn(self, pulled: PulledJob, work: Coroutine[Any, Any, None]) -> None:
         """Runs `work` as a background task within its job's trace."""
-        with entered(pulled.trace):
+        with use_context(pulled.trace):
             self.registry.spawn(work)
 
     async def _repeat(self, pulled: PulledJob, reply: bytes) -> None:

@@ -23,7 +23,7 @@ from shared.errors import Canceled, ModelFailed, Unavailable
 from shared.messages import Item, PrintedLogs, failure
 from shared.models.blob import Blob
 from shared.models.catalog import Model
-from shared.models.tasks.custom import PieceChunk, streamed_key
+from shared.models.tasks.custom import PieceChunk, build_streamed_key
 from shared.models.tasks.text import TokenChunk
 from shared.stores.previews import PreviewStore
 from shared.stores.records import Records
@@ -476,7 +476,7 @@ class TokenOutput:
                 chunk, files = held[0]
                 for pulled, index in _readers(queued):
                     for file, data in ((chunk_file.file, chunk_file.data) for chunk_file in files):
-                        key = streamed_key(pulled.record, index, file)
+                        key = build_streamed_key(pulled.record, index, file)
                         await self._completion.large_results.store_streamed(
                             pulled.envelope, key, Blob(file.media_type, data=data)
                         )
@@ -578,7 +578,7 @@ class TokenOutput:
             return written
         wanted_items = [(missing[index][0].record, missing[index][1].index) for index in wanted]
         try:
-            streams = await self._streams.written(wanted_items)
+            streams = await self._streams.read_written(wanted_items)
         except Unavailable:  # the text is generated again, and readers compare
             return written
         for index, chunks in zip(wanted, streams, strict=True):

@@ -220,7 +220,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 @contextmanager
-def locked(path: Path) -> Iterator[None]:
+def lock_file(path: Path) -> Iterator[None]:
     """Locks the file `path`, after waiting until no other process on this machine has it locked."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w") as file:

@@ -202,7 +202,7 @@ def pack_linear_layers(model: torch.nn.Module) -> None:
                 setattr(parent, name, _PackedLinear(child))
 
 
-def packed_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
+def pack_product(weight: torch.Tensor, bias: torch.Tensor | None) -> Product:
     """Returns a function that computes a Linear, from bf16 [rows, in] to bf16 [rows, out].
 
     It uses the operators that torch.compile uses for a frozen Linear.
@@ -223,7 +223,7 @@ class _PackedLinear(torch.nn.Module):
     def __init__(self, linear: torch.nn.Linear) -> None:
         super().__init__()
         self._out_features = linear.out_features
-        self._product = packed_product(linear.weight, linear.bias)
+        self._product = pack_product(linear.weight, linear.bias)
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         rows = inputs.to(torch.bfloat16).reshape(-1, inputs.shape[-1])

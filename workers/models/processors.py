@@ -37,7 +37,7 @@ class Cpu(NamedTuple):
     """The SPEED_FLAGS that it has, sorted."""
 
 
-def this_cpu() -> Cpu:
+def detect_cpu() -> Cpu:
     """Returns this machine's CPU, without the flags that ONEDNN_MAX_CPU_ISA rules out."""
     facts = read_facts(Path("/proc/cpuinfo"))
     flags = (facts.get("flags") or facts.get("Features") or "").split()
@@ -51,7 +51,7 @@ def this_cpu() -> Cpu:
 
 
 def has_vnni() -> bool:
-    return bool(VNNI_FLAGS & set(this_cpu().flags))
+    return bool(VNNI_FLAGS & set(detect_cpu().flags))
 
 
 def read_facts(path: Path) -> dict[str, str]:

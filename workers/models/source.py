@@ -24,7 +24,7 @@ from obstore.store import GCSStore, ObjectStore
 from shared.errors import ConfigurationError, PenstockError, Unavailable
 from shared.stores.objects import GoogleCredentials
 from workers.models.base import OpenGguf
-from workers.models.generation.gguf import converted
+from workers.models.generation.gguf import open_for_torch
 
 _GGUF = ".gguf"
 DOWNLOAD_LIMIT = timedelta(hours=1)
@@ -124,7 +124,7 @@ def resolve(
     Raises:
         ConfigurationError: the source doesn't exist.
     """
-    open_gguf = open_gguf or converted
+    open_gguf = open_gguf or open_for_torch
     kind, _, rest = source.partition(":")
     if kind == "package":
         return _existing(_in_package(source, rest), source, cache_dir, open_gguf)

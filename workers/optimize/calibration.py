@@ -57,7 +57,7 @@ def word_lists(tokens: Sequence[str]) -> list[str]:
     return [" ".join(draw.choices(words, k=length)) for length in _LIST_WORDS]
 
 
-def held_out_texts() -> list[str]:
+def list_held_out_texts() -> list[str]:
     """Returns 80 texts for evaluation, about different subjects in the same proportions."""
     return _texts(_subjects()[1::2])[::2]
 

@@ -45,7 +45,7 @@ from workers.optimize.calibration import (
     calibration_texts,
     equal_feeds,
     feed_of,
-    held_out_texts,
+    list_held_out_texts,
     prepare_texts,
     vocabulary,
     word_lists,
@@ -296,7 +296,9 @@ def make_variants(
     settings = read_sentence_folder(folder)
     preparer = TextPreparer(folder)
     say("computing the reference vectors with torch fp32")
-    baseline = Baseline(entry, settings, prepare_texts(preparer, held_out_texts()), options.threads)
+    baseline = Baseline(
+        entry, settings, prepare_texts(preparer, list_held_out_texts()), options.threads
+    )
     lists = prepare_texts(preparer, word_lists(vocabulary(settings.transformer)))
     builder = _VariantBuilder(
         settings, prepare_texts(preparer, calibration_texts()), lists, target, options

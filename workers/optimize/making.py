@@ -24,13 +24,13 @@ from workers.models.artifact import (
     Manifest,
     Variant,
     find_artifact,
-    locked,
+    lock_file,
     new_artifact,
     source_digest,
     take_over,
     write_manifest,
 )
-from workers.models.processors import this_cpu
+from workers.models.processors import detect_cpu
 from workers.models.source import resolve
 from workers.optimize.options import (
     OptimizeOptions,
@@ -105,7 +105,7 @@ def make_artifact(
         output.show_found(existing)
         return
     # Several stacks may start at once on a new machine. One creates the artifact for all.
-    with locked(settings.artifacts_dir / f"making-{digest}.lock"):
+    with lock_file(settings.artifacts_dir / f"making-{digest}.lock"):
         existing, missing = look()
         if existing is not None and not missing:
             output.show_found(existing)
@@ -185,7 +185,7 @@ def _manifest(entry: Model, digest: str, variants: list[Variant]) -> Manifest:
         revision=entry.revision,
         source_digest=digest,
         made_by=made_by,
-        measured_on=this_cpu().flags,
+        measured_on=detect_cpu().flags,
         task=entry.task,
         variants=variants,
     )

@@ -68,7 +68,7 @@ def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
         The number of scaled activations.
     """
     model = onnx.load(source)
-    products = weighted_products(model)
+    products = find_weighted_products(model)
     peaks = _peaks(source, list(products), feeds)
     weights = {weight.name: weight for weight in model.graph.initializer}
     for activation, nodes in products.items():
@@ -84,7 +84,7 @@ def smooth_graph(source: Path, target: Path, feeds: Sequence[Feed]) -> int:
     return len(products)
 
 
-def weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
+def find_weighted_products(model: onnx.ModelProto) -> dict[str, list[onnx.NodeProto]]:
     """Returns products with constant weights that have no other user, by their activation."""
     constants = {weight.name for weight in model.graph.initializer if len(weight.dims) == 2}
     users: dict[str, int] = defaultdict(int)
@@ -196,7 +196,7 @@ def _products(source: onnx.ModelProto, graph: OnnxModel) -> list[_Product]:
     nodes = {node.name: node for node in graph.get_nodes_by_op_type("MatMul")}
     producers = graph.output_name_to_node()
     replaced = []
-    for activation, originals in weighted_products(source).items():
+    for activation, originals in find_weighted_products(source).items():
         for original in originals:
             node = nodes[original.name]
             left_producer, right_producer = (producers[name] for name in node.input)
@@ -291,7 +291,7 @@ def quantize_calibrated(source: Path, target: Path, feeds: Sequence[Feed], metho
             `percentile`.
     """
     products = [
-        node.name for nodes in weighted_products(onnx.load(source)).values() for node in nodes
+        node.name for nodes in find_weighted_products(onnx.load(source)).values() for node in nodes
     ]
     options = {
         # Outputs stay fp32, because rounding them too reduced quality far more than everything else

@@ -42,9 +42,9 @@ class GenerationWorker(WorkerTask):
 
     def open_gguf(self, entry: Model) -> OpenGguf | None:
         """Returns a function for llama.cpp only, which reads the file itself."""
-        from workers.models.generation.gguf import described
+        from workers.models.generation.gguf import open_for_engine
 
-        return described if entry.engine == "llama.cpp" else None
+        return open_for_engine if entry.engine == "llama.cpp" else None
 
     def preparer(self, entry: Model, folder: Path) -> Preparer:
         """Returns a preparer with a chat template and a tokenizer."""

@@ -207,7 +207,7 @@ def _run(
     Raises:
         PenstockError: raised by `act`, or because the broker or Redis is unreachable.
     """
-    from infra.cli.dead_letters.letters import held_letters
+    from infra.cli.dead_letters.letters import hold_letters
     from shared.brokers import transport_of
     from shared.settings import Settings, read_settings
     from shared.stores.records import Records
@@ -223,7 +223,7 @@ def _run(
             records = Records(redis)
 
             async def of(model: str) -> Done:
-                async with held_letters(broker, records, model, max_letters=limit) as held:
+                async with hold_letters(broker, records, model, max_letters=limit) as held:
                     return await act(held)
 
             return await asyncio.gather(*map(of, models))

@@ -73,7 +73,7 @@ class Letter:
 
 
 class HeldLetters:
-    """One model's dead letters, held while the context of `held_letters` is open.
+    """One model's dead letters, held while the context of `hold_letters` is open.
 
     Args:
         model: the model's name as used in topic names.
@@ -139,7 +139,7 @@ class HeldLetters:
 
 
 @asynccontextmanager
-async def held_letters(
+async def hold_letters(
     transport: Transport,
     records: Records,
     model: str,

@@ -24,7 +24,7 @@ from grpc import StatusCode, aio
 
 from shared.broker.transport import SmoothedDuration
 from shared.errors import BadInput, ConfigurationError, Overloaded, PenstockError, Unavailable
-from shared.process.concurrency import backoff, jittered
+from shared.process.concurrency import add_jitter, backoff
 
 log = logging.getLogger(__name__)
 
@@ -307,7 +307,7 @@ class AckQueue:
             self._start()
         elif self._timer is None:
             self._timer = asyncio.get_running_loop().call_later(
-                jittered(self._linger_s), self._start
+                add_jitter(self._linger_s), self._start
             )
 
     def nack(self, ack_id: str) -> None:

@@ -23,7 +23,7 @@ from shared.broker.pubsub.channel import (
 )
 from shared.broker.transport import ReceivedMessage, SmoothedDuration
 from shared.errors import ConfigurationError, PenstockError, Unavailable
-from shared.process.concurrency import backoff, jittered
+from shared.process.concurrency import add_jitter, backoff
 
 log = logging.getLogger(__name__)
 
@@ -117,7 +117,7 @@ class Leases:
             if not self._held:
                 self._any_held.clear()
                 await self._any_held.wait()
-            await asyncio.sleep(jittered(period_s))
+            await asyncio.sleep(add_jitter(period_s))
             self._drop_lost()
             # A batch that can't be sent must not delay other batches until their leases expire.
             await asyncio.gather(*(self._extend(ids, 4 * period_s) for ids in self._due()))

@@ -27,7 +27,7 @@ from aiormq.abc import DeliveredMessage
 
 from shared.broker.rabbitmq.broker_url import broker_url
 from shared.broker.rabbitmq.connection import BROKEN, MAX_PAUSE_S, BrokerConnection, translate
-from shared.broker.rabbitmq.properties import check_topic, properties_of, returned_properties
+from shared.broker.rabbitmq.properties import build_returned_properties, check_topic, properties_of
 from shared.broker.rabbitmq.subscriber import DelayedReturn, QueueSubscription
 from shared.broker.rabbitmq.topology import (
     delay_queue,
@@ -319,7 +319,7 @@ class RabbitTransport:
             self._consuming.channel,
             queue,
             max_messages,
-            self._delayed_return(queue, delays_s) if delays_s else None,
+            self._make_delayed_return(queue, delays_s) if delays_s else None,
             self._consuming.answer_limit_s,
         )
         subscription.start()
@@ -334,10 +334,10 @@ class RabbitTransport:
                 await closing
                 raise
 
-    def _delayed_return(self, queue: str, delays_s: tuple[float, ...]) -> DelayedReturn:
+    def _make_delayed_return(self, queue: str, delays_s: tuple[float, ...]) -> DelayedReturn:
         async def put_back(delivered: DeliveredMessage, attempt: int) -> None:
             delay_s = delays_s[min(attempt, len(delays_s)) - 1]
-            properties = returned_properties(delivered, attempt)
+            properties = build_returned_properties(delivered, attempt)
             await self._publisher.send(delay_queue(queue, delay_s), delivered.body, properties)
 
         return put_back

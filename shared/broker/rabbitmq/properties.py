@@ -53,7 +53,7 @@ def properties_of(
     return spec.Basic.Properties(headers=headers, delivery_mode=2, message_id=message_id)
 
 
-def returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic.Properties:
+def build_returned_properties(delivered: DeliveredMessage, attempt: int) -> spec.Basic.Properties:
     """Returns the properties for a message sent to a delay queue after `attempt` attempts."""
     old = delivered.header.properties
     headers = {

@@ -117,7 +117,7 @@ class StreamedElement(msgspec.Struct, frozen=True, array_like=True, omit_default
         """Returns the element as it appears in a stream."""
         return _encoder.encode(self).decode() + "\n"
 
-    def shown(self, link_to: Callable[[StreamedFile], str]) -> Any:
+    def to_json_value(self, link_to: Callable[[StreamedFile], str]) -> Any:
         """Returns the element with its files' URIs, ready for JSON."""
         uris = [file.uri or link_to(file) for file in self.files]
         return _with_files(self.value, [file.at for file in self.files], uris)
@@ -160,14 +160,14 @@ def read_elements(text: str) -> list[StreamedElement]:
     return [_element_decoder.decode(line) for line in text.split("\n")[:-1]]
 
 
-def streamed_file(at: list[str | int], number: int, digest: str, file: Blob) -> StreamedFile:
+def make_streamed_file(at: list[str | int], number: int, digest: str, file: Blob) -> StreamedFile:
     """Returns a file in stream form. A small file is included in the stream."""
     is_small = file.data is not None and len(file.data) <= INLINE_LIMIT_BYTES
     uri = _data_uri(file) if is_small else ""
     return StreamedFile(at, file.media_type, number, digest, uri)
 
 
-def written_piece(piece: Any) -> str:
+def format_piece(piece: Any) -> str:
     """Returns a piece as text for its stream: None becomes empty, and other values become JSON."""
     if isinstance(piece, str):
         return piece
@@ -179,7 +179,7 @@ def file_digest(data: bytes) -> str:
     return hashlib.blake2b(data, digest_size=16).hexdigest()
 
 
-def streamed_key(record: str, index: int, file: StreamedFile) -> str:
+def build_streamed_key(record: str, index: int, file: StreamedFile) -> str:
     """Returns a streamed file's key in the object store, before the result exists."""
     return f"{RESULTS}/{record}/{index}.{file.number}-{file.digest}"
 
@@ -240,7 +240,7 @@ class CustomResult(TaskResult, tag="custom"):
         """Describes the part of the output or metrics that can't be sent."""
         return find_unsendable(self.output) or find_unsendable(self.metrics)
 
-    def unpacked(self) -> Self:
+    def unpack(self) -> Self:
         """Returns the result with its output as values, if it is packed and its data is inline.
 
         Raises:
@@ -284,7 +284,7 @@ class CustomResult(TaskResult, tag="custom"):
         return msgspec.structs.replace(self, files=files, packed_files=packed)
 
     def blob_suffix(self, number: int) -> str:
-        """Returns the suffix in `streamed_key` for a file stored before the other files exist."""
+        """Returns the suffix in `build_streamed_key` for a file stored before the others exist."""
         digest = "" if self.is_packed else self.places[number].digest
         return f".{number}-{digest}" if digest else super().blob_suffix(number)
 
@@ -296,13 +296,13 @@ class CustomResult(TaskResult, tag="custom"):
         if self.is_packed:
             key = self.files[0].object_key
             return (
-                self.unpacked().to_output(media_type, link_to)
+                self.unpack().to_output(media_type, link_to)
                 if key is None
                 else link_to(key, JSON_TYPE)
             )
         if not self.files:
             return self.output
-        uris = [_shown(file, link_to) for file in self.files]
+        uris = [_format_uri(file, link_to) for file in self.files]
         return _with_files(self.output, [place.at for place in self.places], uris)
 
     def step_value(self) -> Any:
@@ -318,11 +318,11 @@ class CustomResult(TaskResult, tag="custom"):
     def text(self) -> str:
         """A streamed output in stream form: text, or one line of JSON per element."""
         if self.streams == "text":
-            return "".join(map(written_piece, self.output))
+            return "".join(map(format_piece, self.output))
         files: dict[int, list[StreamedFile]] = {}
         for number, (place, file) in enumerate(zip(self.places, self.files, strict=True)):
             element, *at = place.at
-            streamed = streamed_file(at, number, place.digest, file)
+            streamed = make_streamed_file(at, number, place.digest, file)
             files.setdefault(int(element), []).append(streamed)
         return "".join(
             StreamedElement(value, files.get(number, [])).line
@@ -431,7 +431,7 @@ def _with_files(value: Any, places: Sequence[list[str | int]], uris: Sequence[An
     return whole["output"]
 
 
-def _shown(file: Blob, link_to: LinkTo) -> str:
+def _format_uri(file: Blob, link_to: LinkTo) -> str:
     return _data_uri(file) or link_to(file.object_key, file.media_type)
 
 
@@ -528,7 +528,7 @@ class CustomTask(Task):
 
 def are_equal(ours: CustomResult, theirs: CustomResult) -> bool:
     """Returns whether two outputs are equal, including their files' data."""
-    both = (ours.unpacked(), theirs.unpacked())
+    both = (ours.unpack(), theirs.unpack())
     first, second = ((result.output, result.files) for result in both)
     return first == second
 

@@ -93,7 +93,7 @@ async def test_tenants_that_wait_take_turns() -> None:
 
     async def ask(tenant: str) -> None:
         turns.claim(tenant)
-        async with turns.taken(tenant):
+        async with turns.hold_turn(tenant):
             order.append(tenant)
             await go.wait()
 

@@ -211,7 +211,7 @@ def test_api_is_scraped_where_it_answers(plan: Plan) -> None:
         port["container_port"] for port in api_container(plan, "europe-west4")["ports"]
     }
     with (
-        api.metrics.served("127.0.0.1", 0) as port,
+        api.metrics.serve_metrics("127.0.0.1", 0) as port,
         urllib.request.urlopen(
             f"http://127.0.0.1:{port}{endpoint['path']}", timeout=WAIT_LIMIT_S
         ) as answer,

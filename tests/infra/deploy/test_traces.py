@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from shared.tracing.setup import DEFAULT_RATIO, traced
+from shared.tracing.setup import DEFAULT_RATIO, export_spans
 from shared.tracing.spans import begin
 from tests.infra.deploy.manifests import of_kind, render, settings_of, workers
 from tests.infra.deploy.terraform import Plan, api_settings, function_settings, plan_platform
@@ -70,7 +70,7 @@ def test_process_accepts_what_terraform_sets(
     for name, value in of_otel(api_settings(plan, REGION)).items():
         if "CREDENTIAL" not in name:
             monkeypatch.setenv(name, value or "")
-    with traced("penstock-api", project="p", region="r", broker="b", decides=True):
+    with export_spans("penstock-api", project="p", region="r", broker="b", decides=True):
         is_recorded = begin("request", "server", time.time(), None).is_recorded
     assert is_recorded
     assert not begin("request", "server", time.time(), None).is_recorded

@@ -8,7 +8,7 @@ from workers.autotune.candidates import (
     choose_unmeasured_layout,
 )
 from workers.autotune.choice import Layout
-from workers.autotune.hardware import Machine, this_machine
+from workers.autotune.hardware import Machine, detect_machine
 
 pytestmark = pytest.mark.slow
 
@@ -114,16 +114,16 @@ def test_a_layout_without_measurements_is_one_process_with_all_cores_or_threads_
 
 def test_what_onednn_is_kept_from_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "AVX2")
-    machine = this_machine()
+    machine = detect_machine()
     assert not machine.has_bf16
     assert not [flag for flag in machine.flags if flag.startswith(("avx512", "amx"))]
 
 
 def test_this_machine_is_described() -> None:
-    machine = this_machine()
+    machine = detect_machine()
     assert machine.cores >= 1
     assert machine.cpu.strip()
     assert dict(machine.libraries)["torch"]
-    assert machine == this_machine()
+    assert machine == detect_machine()
     assert machine.computes_on_gpu("cuda:1")
     assert not machine.computes_on_gpu("cpu")

@@ -59,12 +59,12 @@ async def test_outage_of_bigquery_fails_no_delivery_and_is_not_waited_for_again(
     deliveries = Deliveries(table, "here", clock)
     table.is_up = False
     for _ in range(3):
-        async with deliveries.recorded(delivery()):
+        async with deliveries.record(delivery()):
             pass
     assert table.calls == 1
     table.is_up = True
     clock.now_s += RETRY_S
-    async with deliveries.recorded(one := delivery()):
+    async with deliveries.record(one := delivery()):
         one.status_code, one.outcome = 200, "delivered"
     (row,) = table.rows
     assert (row["outcome"], row["status_code"], row["region"]) == ("delivered", 200, "here")
@@ -76,7 +76,7 @@ async def test_errors_pass_through_and_are_told_in_closed_words() -> None:
     deliveries = Deliveries(table, "here", Clock())
 
     async def fail(error: Exception, status_code: int | None = None) -> None:
-        async with deliveries.recorded(one := delivery()):
+        async with deliveries.record(one := delivery()):
             one.status_code = status_code
             raise error
 

@@ -47,12 +47,12 @@ class Stage:
 
     async def hold(self, tenant: str, url: str) -> None:
         """Starts a delivery that gets no response before the test ends."""
-        await self.held.enter_async_context(self.turns.taken(tenant, url))
+        await self.held.enter_async_context(self.turns.hold_turn(tenant, url))
 
     async def deliver(
         self, tenant: str, url: str, *, takes_s: float = 0.125, is_lost: bool = False
     ) -> None:
-        async with self.turns.taken(tenant, url) as turn:
+        async with self.turns.hold_turn(tenant, url) as turn:
             with turn.posting():
                 self.now_s += takes_s
                 if is_lost:
@@ -139,12 +139,12 @@ async def test_slow_answers_bring_no_pause_and_little_room(stage: Stage) -> None
 
 async def test_burst_to_a_quick_receiver_waits_for_its_turn() -> None:
     turns, go = ReceiverPermits(wait_limit_s=WAIT_LIMIT_S), asyncio.Event()
-    async with turns.taken("t", QUICK) as turn:
+    async with turns.hold_turn("t", QUICK) as turn:
         with turn.posting():
             pass
 
     async def deliver() -> None:
-        async with turns.taken("t", QUICK) as turn:
+        async with turns.hold_turn("t", QUICK) as turn:
             with turn.posting():
                 await go.wait()
 

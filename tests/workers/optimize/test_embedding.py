@@ -17,7 +17,7 @@ import pytest
 
 from shared.models.device_profile import read_profiles
 from tests.workers.optimize.tiny_bert import ENTRY, Optimize
-from workers.autotune.hardware import this_machine
+from workers.autotune.hardware import detect_machine
 from workers.models.artifact import Artifact, Variant, read_calibration
 from workers.models.embedding.encoder_onnx import OnnxEncoder
 from workers.models.embedding.model_folder import read_sentence_folder
@@ -58,7 +58,7 @@ def test_artifact_is_what_its_manifest_says(
     assert variants["onnx-fp32"].cosine_min > 0.999999
     assert variants["onnx-int8"].size_bytes < 0.5 * variants["onnx-fp32"].size_bytes
     assert "Attention" in variants["onnx-fp32"].note
-    assert artifact.manifest.measured_on == this_machine().flags
+    assert artifact.manifest.measured_on == detect_machine().flags
     assert sorted(path.name for path in artifact.folder.iterdir()) == [
         "calibration.npz",
         "fp32.onnx",

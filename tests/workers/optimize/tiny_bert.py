@@ -15,7 +15,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 from transformers import BertConfig, BertModel
 
-from workers.optimize.calibration import calibration_texts, held_out_texts
+from workers.optimize.calibration import calibration_texts, list_held_out_texts
 
 WIDTH = 64
 ENTRY = """\
@@ -36,7 +36,7 @@ def make_tiny_bert(folder: Path) -> None:
     words = sorted(
         {
             word
-            for text in calibration_texts() + held_out_texts()
+            for text in calibration_texts() + list_held_out_texts()
             for word in re.findall(r"\w+", text.lower())
         }
     )

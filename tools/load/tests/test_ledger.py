@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from penstock_load.ledger import LedgerHead, LedgerLine, opened_ledger, read_ledger
+from penstock_load.ledger import LedgerHead, LedgerLine, open_ledger, read_ledger
 from shared.errors import ConfigurationError
 
 HEAD = LedgerHead("load-1", "http://here", 1.5)
@@ -17,7 +17,7 @@ LINES = [
 
 
 def written(path: Path) -> Path:
-    with opened_ledger(path, HEAD) as ledger:
+    with open_ledger(path, HEAD) as ledger:
         for line in LINES:
             ledger.write(line)
     return path

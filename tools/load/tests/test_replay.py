@@ -15,7 +15,7 @@ import pytest
 from aiohttp import web
 
 from penstock_load.inputs import REQUEST_FORMS
-from penstock_load.ledger import Ledger, LedgerHead, opened_ledger, read_ledger
+from penstock_load.ledger import Ledger, LedgerHead, open_ledger, read_ledger
 from penstock_load.replay import Pace, Replay
 from penstock_load.tally import ReplayProgress, Tally
 from penstock_load.target import Target
@@ -40,7 +40,7 @@ async def replayed(
         "tiny": REQUEST_FORMS["image"],
         "spell": REQUEST_FORMS["custom"],
     }
-    with opened_ledger(path, LedgerHead(RUN, target.url, 0.0)) as ledger:
+    with open_ledger(path, LedgerHead(RUN, target.url, 0.0)) as ledger:
         replay = Replay(
             target,
             RUN,

@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 
 from infra.cli.main import app
 from penstock_monitoring import objectives
-from penstock_monitoring.files import RENDERED, rendered
+from penstock_monitoring.files import RENDERED, render_files
 from penstock_planning.deploy.prices import read_prices
 from tests.limits import START_LIMIT_S
 from tools.monitoring.tests.promql import google_dashboard, grafana
@@ -24,7 +24,7 @@ from tools.monitoring.tests.promql import google_dashboard, grafana
 
 def test_repository_has_what_the_code_makes() -> None:
     files = {path.name: path.read_text(encoding="utf-8") for path in RENDERED.iterdir()}
-    assert files == rendered(), "run: python -m penstock_monitoring"
+    assert files == render_files(), "run: python -m penstock_monitoring"
 
 
 def test_grafana_knows_every_field_of_its_dashboard() -> None:

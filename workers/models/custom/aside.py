@@ -72,7 +72,7 @@ class AsideClass:
 
         Waits for the runner.
         """
-        both = (ours.unpacked(), theirs.unpacked())
+        both = (ours.unpack(), theirs.unpack())
         files = [
             {"at": [number, *place.at], "name": place.name}
             for number, result in enumerate(both)

@@ -189,7 +189,7 @@ class ClassBatch:
             reason = f"the batch did not finish within {timeout_s:g} s"
             await process.end(reason)
             raise ModelProcessDied(reason) from error
-        process.ended(BATCH)
+        process.handle_ended(BATCH)
         if any(map(process.has_lost_gpu, [*self._answers.values(), *filter(None, [self._error])])):
             raise await process.give_up()
         if self._error is not None:
@@ -220,7 +220,7 @@ class ClassBatch:
                 raise Canceled if is_stopping else self._explain(slots, ended)
             if is_over := self._error is not None or len(self._answers) == len(slots):
                 if is_stopping:
-                    process.ended(BATCH)
+                    process.handle_ended(BATCH)
                     raise Canceled
                 return
             if self._is_canceled and not is_stopping and process.is_ready:

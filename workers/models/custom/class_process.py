@@ -17,7 +17,7 @@ from shared.models.catalog import Model
 from shared.models.entry import MAX_STARTUP_S
 from shared.models.interface import ModelInterface
 from shared.models.tasks.custom import interface_of
-from shared.process.concurrency import jittered
+from shared.process.concurrency import add_jitter
 from shared.settings import ClassSettings, Settings, read_settings
 from workers.models.base import GPU_LOST_STATUS
 from workers.models.client import MakeRoom, ModelProcessDied
@@ -209,7 +209,7 @@ class ClassProcess:
                     raise
                 await self._set_up(self._limit_s)
         except PenstockError as error:
-            self._start_at_s = time.monotonic() + jittered(self._pause_s)
+            self._start_at_s = time.monotonic() + add_jitter(self._pause_s)
             self._pause_s = min(2 * self._pause_s, MAX_PAUSE_S)
             facts = {"model": self._entry.name, "reason": error.message}
             log.error("a class could not be set up again", extra=facts)
@@ -439,7 +439,7 @@ class ClassProcess:
         runner.cancel(number)
         self._flush(runner)
 
-    def ended(self, number: int) -> None:
+    def handle_ended(self, number: int) -> None:
         self.computing.discard(number)
         if (timer := self._kills.pop(number, None)) is not None:
             timer.cancel()

@@ -196,7 +196,7 @@ class ClassClient:
         """
         number = frame.message.get("id")
         if number is not None and "piece" not in frame.message:
-            self._process.ended(number)
+            self._process.handle_ended(number)
         if self._run is not None:
             self._run.handle(frame)
 

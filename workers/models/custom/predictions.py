@@ -20,7 +20,7 @@ from shared.models.tasks.custom import (
     StreamedElement,
     StreamedFile,
     file_digest,
-    streamed_file,
+    make_streamed_file,
 )
 from workers.models.base import PreparedCustom
 from workers.models.custom.public_text import PathRemover, PublicLogs
@@ -133,7 +133,7 @@ class Prediction:
         for at, (place, blob) in enumerate(self.files):
             if place.at[0] != number:
                 continue
-            file = streamed_file(place.at[1:], at, place.digest, blob)
+            file = make_streamed_file(place.at[1:], at, place.digest, blob)
             files.append(file)
             if not file.uri:
                 large.append(FileOfPiece(file, blob.data or b""))

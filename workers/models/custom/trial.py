@@ -12,7 +12,7 @@ from typing import Any
 from shared.errors import BadInput, ConfigurationError, ModelFailed
 from shared.models.blob import FILE_FORMAT
 from shared.models.interface import ModelInterface
-from shared.models.tasks.custom import written_piece
+from shared.models.tasks.custom import format_piece
 from workers.models.custom.checking import show_inspection
 from workers.models.custom.environments import python_for
 from workers.models.custom.printed import show
@@ -139,7 +139,7 @@ def _with_files(frame: Frame, field: str, out: Path, count: int = 0) -> Any:
 def _text_of(output: Any, interface: ModelInterface) -> str:
     """Formats an output for a file: text as is, and anything else as JSON."""
     if interface.streams == "text":
-        return "".join(map(written_piece, output))
+        return "".join(map(format_piece, output))
     return output if isinstance(output, str) else json.dumps(output, ensure_ascii=False) + "\n"
 
 

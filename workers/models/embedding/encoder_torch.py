@@ -38,7 +38,7 @@ from workers.models.device import (
     computes_bf16,
     memory_errors,
     pack_linear_layers,
-    packed_product,
+    pack_product,
 )
 from workers.models.embedding.bert_weights import (
     FAMILIES,
@@ -266,7 +266,7 @@ class BertEncoder:
         self._norm = weights.norm("embeddings.LayerNorm")
         self._heads = weights.heads
         self._dtype = torch.bfloat16 if in_bf16 else torch.float32
-        make = packed_product if in_bf16 else _product
+        make = pack_product if in_bf16 else _product
         self._layers = [
             _layer(weights, f"encoder.layer.{number}", make) for number in range(weights.layers)
         ]

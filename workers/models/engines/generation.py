@@ -170,7 +170,7 @@ class EngineGeneration:
         """Writes the next tokens."""
         if request.echoes:
             yield [await dialect.ask(post, self.item, request)]
-        bias, allowed = self._penalties(), self.writing.allowed()
+        bias, allowed = self._penalties(), self.writing.mask_allowed()
         max_tokens = PIECE_TOKENS if bias is None and allowed is None else 1
         tokens = min(max_tokens, self.item.max_tokens - len(self.writing.ids))
         request = replace(request, tokens=tokens, bias=bias, allowed=allowed)

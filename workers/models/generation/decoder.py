@@ -41,7 +41,7 @@ from workers.models.device import (
 from workers.models.generation.slots import ATTENTION, ForwardPass, SlotCache, attend
 from workers.models.generation.writing import Row
 from workers.models.loading import folder_errors
-from workers.models.processors import BF16_FLAGS, this_cpu
+from workers.models.processors import BF16_FLAGS, detect_cpu
 
 _ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj")
 _MLP_PARTS = ("gate_proj", "up_proj")
@@ -304,7 +304,7 @@ def choose_dtype(precision: str, device_type: str) -> torch.dtype:
         return DTYPES[precision]
     if device_type == "cuda":
         return torch.bfloat16 if torch.cuda.is_bf16_supported() else torch.float16
-    has_bf16 = bool(BF16_FLAGS & set(this_cpu().flags))
+    has_bf16 = bool(BF16_FLAGS & set(detect_cpu().flags))
     return torch.bfloat16 if has_bf16 and computes_bf16() else torch.float32
 
 

@@ -43,7 +43,7 @@ repository).
 _PART = re.compile(r"-\d{5}-of-")
 
 
-def converted(path: Path, cache_dir: Path) -> Path:
+def open_for_torch(path: Path, cache_dir: Path) -> Path:
     """Returns a GGUF file's folder for torch, under `cache_dir`, creating it if necessary.
 
     Raises:
@@ -52,7 +52,7 @@ def converted(path: Path, cache_dir: Path) -> Path:
     return _make_folder(path, cache_dir, "converted")
 
 
-def described(path: Path, cache_dir: Path) -> Path:
+def open_for_engine(path: Path, cache_dir: Path) -> Path:
     """Returns a GGUF file's folder for an engine, under `cache_dir`, creating it if necessary.
 
     Raises:

@@ -273,11 +273,11 @@ class _Evaluations:
         self.schemas = list(_walk_schemas(schema))
         """All of its parts that may be schemas."""
         self._roots = [schema, *(part for part in self.schemas if "$id" in part)]
-        self._named: dict[str, list[Mapping[str, Any]]] = {}
+        self._named_schemas: dict[str, list[Mapping[str, Any]]] = {}
         for part in self.schemas:
             for keyword in ("$anchor", "$dynamicAnchor", "$id"):
                 if isinstance(name := part.get(keyword), str):
-                    self._named.setdefault(_last_name(name), []).append(part)
+                    self._named_schemas.setdefault(_last_name(name), []).append(part)
         self._known: dict[tuple[int, int], int | None] = {}
         """Evaluations, keyed by schema and value. None while they are being counted."""
 
@@ -313,7 +313,7 @@ class _Evaluations:
         for keyword in _SAME_LISTS:
             same += _as_list(schema.get(keyword))
         for keyword in _SAME_NAMED:
-            same += _named(schema.get(keyword)).values()
+            same += _as_object(schema.get(keyword)).values()
         for keyword in _REFERENCES:
             same += self._targets(schema.get(keyword))
         for inner_schema in same:
@@ -330,7 +330,7 @@ class _Evaluations:
         if fragment.startswith("/"):
             targets = [_at(root, unquote(fragment)) for root in self._roots]
         elif fragment or base:
-            targets = list(self._named.get(_last_name(fragment or base), ()))
+            targets = list(self._named_schemas.get(_last_name(fragment or base), ()))
         else:
             targets = list(self._roots)
         return list({id(target): target for target in targets if target is not None}.values())
@@ -355,8 +355,8 @@ def _of_inner(schema: Mapping[str, Any], value: Any) -> Iterator[tuple[Any, Any]
 
 
 def _of_object(schema: Mapping[str, Any], value: dict[str, Any]) -> Iterator[tuple[Any, Any]]:
-    properties = _named(schema.get("properties"))
-    patterns = _named(schema.get("patternProperties")).values()
+    properties = _as_object(schema.get("properties"))
+    patterns = _as_object(schema.get("patternProperties")).values()
     # A name is compared with each pattern, even if any value is valid.
     of_all = [pattern if isinstance(pattern, dict) else _ANYTHING for pattern in patterns]
     of_all += [part for keyword in _OF_VALUES if isinstance(part := schema.get(keyword), dict)]
@@ -379,7 +379,7 @@ def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else []
 
 
-def _named(value: Any) -> dict[str, Any]:
+def _as_object(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
@@ -395,7 +395,7 @@ def _at(schema: Any, pointer: str) -> Any:
         if isinstance(schema, list):
             schema = schema[int(name)] if name.isdecimal() and int(name) < len(schema) else None
         else:
-            schema = _named(schema).get(name)
+            schema = _as_object(schema).get(name)
     return schema
 
 

@@ -125,7 +125,7 @@ class Vocabulary:
         # The library marks control tokens with this byte, and mistakes the byte itself for one.
         return b"\xff" if not data and token in self._byte_ff else data
 
-    def shown_bytes(self, token: int) -> bytes:
+    def read_shown_bytes(self, token: int) -> bytes:
         """Returns the bytes of a token's text. A control token's text is its name."""
         return self.token_bytes(token) or self.special.get(token, "").encode()
 

@@ -286,7 +286,7 @@ class Writing:
         """
         for token, row in zip(self._prompt_ids, chances, strict=False):
             if row is not None:
-                self._prompt_logprobs.append(self._chosen(token, row))
+                self._prompt_logprobs.append(self._make_logprob(token, row))
 
     def _logprob_in(self, row: Row, token: int) -> TokenLogprob:
         count = self._item.logprobs
@@ -300,10 +300,10 @@ class Writing:
                 requested.
         """
         if chances is not None and token not in self._vocabulary.ends:
-            self._logprobs.append(self._chosen(token, chances))
+            self._logprobs.append(self._make_logprob(token, chances))
         self.add(token)
 
-    def _chosen(self, token: int, chances: Mapping[int, float]) -> TokenLogprob:
+    def _make_logprob(self, token: int, chances: Mapping[int, float]) -> TokenLogprob:
         best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
         return self._logprob_of(chances, token, best)
 
@@ -334,7 +334,7 @@ class Writing:
             return bool(self._matcher.is_accepting())
         return bool(self._matcher.validate_tokens([token]) == 1)
 
-    def allowed(self) -> npt.NDArray[np.bool_] | None:
+    def mask_allowed(self) -> npt.NDArray[np.bool_] | None:
         """Returns a mask of tokens that the schema allows next, [vocabulary] bool. None means all.
 
         Raises:
@@ -438,7 +438,7 @@ class Writing:
         )
 
     def _prompt_text(self) -> str:
-        data = b"".join(map(self._vocabulary.shown_bytes, self._prompt_ids))
+        data = b"".join(map(self._vocabulary.read_shown_bytes, self._prompt_ids))
         return data.decode(errors="replace")
 
     def _list_prompt_logprobs(self) -> list[TokenLogprob]:
@@ -462,7 +462,7 @@ class Writing:
         Raises:
             ModelFailed: it is not a number.
         """
-        data, logprob = self._vocabulary.shown_bytes(token), float(row[token])
+        data, logprob = self._vocabulary.read_shown_bytes(token), float(row[token])
         if math.isnan(logprob):
             raise ModelFailed(NO_NUMBERS)
         return TokenLogprob(data.decode(errors="replace"), max(logprob, MIN_LOGPROB), data)

@@ -114,7 +114,7 @@ class AdapterFile:
     max_rank: int
     is_callers: bool = False
 
-    def failed(self, reason: str, detail: str = "") -> ModelFailed:
+    def make_internal_error(self, reason: str, detail: str = "") -> ModelFailed:
         """Returns an internal error.
 
         Callers see the name and the reason; the log also contains the detail.
@@ -122,10 +122,10 @@ class AdapterFile:
         public = f"adapter {self.name!r}: {reason}"
         return ModelFailed(f"{public} ({detail})" if detail else public, field=FIELD, public=public)
 
-    def refused(self, reason: str) -> PenstockError:
+    def make_refusal(self, reason: str) -> PenstockError:
         """Returns the error for a file that can't be used."""
         if not self.is_callers:
-            return self.failed(reason)
+            return self.make_internal_error(reason)
         return BadInput(f"{FIELD}: the file {self.name}: {reason}", field=FIELD)
 
 
@@ -164,9 +164,9 @@ def read_adapter(
         layers = _layers(state, alphas, settings, modules, adapter.max_rank)
         return _pack_layers(layers, unet.dtype)
     except WrongAdapter as error:
-        raise adapter.refused(str(error)) from error
+        raise adapter.make_refusal(str(error)) from error
     except OSError as error:
-        raise adapter.failed(f"failed to read its file: {error.strerror}") from error
+        raise adapter.make_internal_error(f"failed to read its file: {error.strerror}") from error
 
 
 def _find_file(adapter: AdapterFile) -> Path:
@@ -174,9 +174,11 @@ def _find_file(adapter: AdapterFile) -> Path:
         return adapter.find()
     except (ConfigurationError, BadInput) as error:
         reason = "its weights are missing from this worker"
-        raise adapter.failed(reason, error.message) from error
+        raise adapter.make_internal_error(reason, error.message) from error
     except Unavailable as error:
-        raise adapter.failed("its weights are unreachable; try again", error.message) from error
+        raise adapter.make_internal_error(
+            "its weights are unreachable; try again", error.message
+        ) from error
 
 
 def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
@@ -184,7 +186,7 @@ def _check_copy(file: BinaryIO, adapter: AdapterFile) -> None:
     if f"sha256:{hashlib.sha256(file.read()).hexdigest()}" != adapter.digest:
         # The next attempt creates a new copy.
         Path(file.name).unlink(missing_ok=True)
-        raise adapter.failed("its copy on this worker is damaged; try again")
+        raise adapter.make_internal_error("its copy on this worker is damaged; try again")
     file.seek(0)
 
 

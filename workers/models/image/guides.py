@@ -278,7 +278,7 @@ class IpAdapters:
         return IpAdapterStart(name, tokens, item.ip_adapter_scale)
 
     @contextmanager
-    def applied(self, starts: Sequence[tuple[IpAdapterStart, int] | None]) -> Iterator[None]:
+    def apply(self, starts: Sequence[tuple[IpAdapterStart, int] | None]) -> Iterator[None]:
         """Within this context, the UNet computes rows with these reference images.
 
         Args:
@@ -310,7 +310,7 @@ class IpAdapters:
         def add(layer: Any, inputs: tuple[torch.Tensor, ...]) -> Any:
             if self._batch is None or not self._batch.rows:
                 return None
-            return (self._batch.added(number, heads, inputs[0]), *inputs[1:])
+            return (self._batch.add_to(number, heads, inputs[0]), *inputs[1:])
 
         return add
 
@@ -336,7 +336,7 @@ class _Batch:
     queries: torch.Tensor | None = None
     """Queries of the layer being computed, [rows, pixels, inner]."""
 
-    def added(self, number: int, heads: int, attended: torch.Tensor) -> torch.Tensor:
+    def add_to(self, number: int, heads: int, attended: torch.Tensor) -> torch.Tensor:
         """Returns a layer's attention output plus the reference images', [rows, pixels, inner]."""
         assert self.queries is not None, "the layer has no queries; this is a bug"
         for row in self.rows:

@@ -61,7 +61,7 @@ class LowRankModule:
             self.layers[name].register_forward_hook(self._hook(name), prepend=True)
 
     @contextmanager
-    def applied(self, rows: Sequence[Row]) -> Iterator[None]:
+    def apply(self, rows: Sequence[Row]) -> Iterator[None]:
         """Within this context, the module computes these rows. A single row applies to all."""
         before, self._batch = self._batch, _Batch(rows) if any(rows) else None
         try:

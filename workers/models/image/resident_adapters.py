@@ -227,11 +227,11 @@ class ResidentAdapters:
         return applied is not None and any(part != "unet" for part in applied[0].parts)
 
     @contextmanager
-    def applied(self, rows: Sequence[Applied]) -> Iterator[None]:
+    def apply(self, rows: Sequence[Applied]) -> Iterator[None]:
         """Within this context, the pipeline computes these rows. A single row applies to all."""
         with ExitStack() as entered:
             for part, module in self._modules.items():
-                entered.enter_context(module.applied([_row(row, part) for row in rows]))
+                entered.enter_context(module.apply([_row(row, part) for row in rows]))
             yield
 
     def _bring_in(self, item: PreparedImage, in_use: Collection[str]) -> bool:
@@ -318,7 +318,7 @@ class ResidentAdapters:
                 # The boundary with the libraries that read adapters. All waiting images get a
                 # result.
                 log.warning("adapter not read", exc_info=True, extra={"adapter": name})
-                loading.set_exception(file.failed("it could not be read", str(error)))
+                loading.set_exception(file.make_internal_error("it could not be read", str(error)))
                 return
         took_s = time.monotonic() - began_s
         log.info("adapter read", extra={"adapter": name, "bytes": loaded.nbytes, "s": took_s})

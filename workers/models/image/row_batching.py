@@ -116,7 +116,7 @@ class RowBatching(Batching):
         part = calls[0].part
         batch = join(calls, self._fill(calls) if part.is_denoiser else 0)
         rows = [call.owner.adapter for call in batch.row_calls]
-        applied = self._adapters.applied(rows) if any(rows) else contextlib.nullcontext()
+        applied = self._adapters.apply(rows) if any(rows) else contextlib.nullcontext()
         with applied:
             if not part.is_denoiser:
                 return split(part.compute(**batch.values), batch)
@@ -140,7 +140,7 @@ class RowBatching(Batching):
         added = _join_added(batch)
         images: Any = contextlib.nullcontext()
         if any(call.owner.ip_adapter for call in batch.calls):
-            images = self._ip_adapters.applied(list(_reference_rows(batch)))
+            images = self._ip_adapters.apply(list(_reference_rows(batch)))
         with images:
             if self._deep_cache is None:
                 return part.compute(**batch.values, **added)

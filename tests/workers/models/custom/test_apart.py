@@ -41,7 +41,7 @@ class Predictor(BasePredictor):
 def test_packed_output_must_be_json() -> None:
     packed = CustomResult(None, files=[Blob("application/json", b"{")], is_packed=True)
     with pytest.raises(ModelFailed, match=r"^output: must be the JSON that the class declared$"):
-        packed.unpacked()
+        packed.unpack()
 
 
 @pytest.mark.parametrize("how", ["path", "link", "link below a folder", "renamed", "open"])
@@ -244,4 +244,4 @@ def test_large_json_takes_little_of_the_io_process(
             result = compute(model, item.values, item.files).results[0]
         assert time.process_time() - began_cpu_s < MAX_ANSWER_CPU_S
         assert isinstance(result, CustomResult), result
-        assert result.unpacked().output == objects[:1] * (given["count"] or len(objects))
+        assert result.unpack().output == objects[:1] * (given["count"] or len(objects))

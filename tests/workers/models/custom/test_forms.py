@@ -180,7 +180,7 @@ def test_files_are_pieces_of_a_stream(
         None, [StreamedFile([], "text/plain", 0, file_digest(b"aa"), "data:text/plain;base64,YWE=")]
     )
     assert big.files == [StreamedFile([], "text/plain", 1, file_digest(b"b" * 70_000))]
-    assert last.shown(str) == "data:text/plain;base64,Yw=="
+    assert last.to_json_value(str) == "data:text/plain;base64,Yw=="
     assert large in ([], [(big.files[0], b"b" * 70_000)])
     assert [file.data for file in result.files] == [b"aa", b"b" * 70_000, b"c"]
     assert result.blob_suffix(1) == f".1-{big.files[0].digest}"
@@ -247,9 +247,9 @@ def test_wrong_names_of_metrics_are_refused_with_their_reason(name: str, reason:
     metrics = RecordedMetrics()
     with pytest.raises(ValueError, match=reason):
         metrics.record(name, 1)
-    assert metrics.nested() == {}
+    assert metrics.nest() == {}
     metrics.record("a1.b_c", 1)
-    assert metrics.nested() == {"a1": {"b_c": 1}}
+    assert metrics.nest() == {"a1": {"b_c": 1}}
 
 
 @pytest.mark.parametrize(
@@ -267,7 +267,7 @@ def test_metric_below_another_replaces_or_extends_it(
     before = copy.deepcopy(recorded)
     for name, value in recorded.items():
         metrics.record(name, value)
-    assert metrics.nested() == nested
+    assert metrics.nest() == nested
     assert recorded == before, "the caller's own objects were changed"
 
 

@@ -86,9 +86,11 @@ def test_an_echoed_prompt_has_the_log_probabilities_of_its_tokens(
     found, other = tiny.run(model, item, beside)
     assert other == tiny.run(model, beside)[0]
     vocabulary = Vocabulary(folder)
-    assert found.prompt_text.encode() == b"".join(map(vocabulary.shown_bytes, ids))
+    assert found.prompt_text.encode() == b"".join(map(vocabulary.read_shown_bytes, ids))
     assert found.cached_tokens == 0
-    assert [one.data for one in found.prompt_logprobs] == list(map(vocabulary.shown_bytes, ids))
+    assert [one.data for one in found.prompt_logprobs] == list(
+        map(vocabulary.read_shown_bytes, ids)
+    )
     assert found.prompt_logprobs[0].top == []
     for token, row, told in zip(ids[1:], chances, found.prompt_logprobs[1:], strict=False):
         assert told.logprob == pytest.approx(row[token].item(), abs=1e-3)

@@ -182,14 +182,14 @@ def _check(path: Path, wait_s: float, most_bytes: int, *, as_json: bool) -> int:
 
     from penstock_load.comparison import check
     from penstock_load.ledger import read_ledger
-    from penstock_load.rows import opened_rows
+    from penstock_load.rows import open_rows
     from shared.settings import Settings, read_settings
 
     ledger = read_ledger(path)
     if ledger.cut_lines:
         typer.echo(f"{path}: skipped the last line, which is incomplete", err=True)
     waiting = Console(stderr=True).status("waiting for the rows")
-    with waiting, opened_rows(read_settings(Settings), most_bytes) as rows:
+    with waiting, open_rows(read_settings(Settings), most_bytes) as rows:
         comparison = check(ledger, rows, wait_s)
     if as_json:
         differences = [difference._asdict() for difference in comparison.differences]

@@ -331,7 +331,9 @@ def _compare(ledger: Ledger, rows: LoadRows) -> Comparison:
     others = rows.of_others(ledger.head.run, first, after, tenants)
     comparison.others = sum(group.requests for group in others)
     comparison.groups = len(_without_empty(expected))
-    comparison.differences += compare_report(expected, others, rows.reported(first, after, tenants))
+    comparison.differences += compare_report(
+        expected, others, rows.read_report(first, after, tenants)
+    )
     return comparison
 
 

@@ -18,10 +18,10 @@ from penstock_load.exchange import LOST, Exchange
 class Owner(Protocol):
     """Assigns requests to connections."""
 
-    def answered(self, connection: Connection, exchange: Exchange) -> None:
+    def handle_response(self, connection: Connection, exchange: Exchange) -> None:
         """Called when a connection has received a complete response."""
 
-    def lost(self, connection: Connection, exchange: Exchange | None) -> None:
+    def handle_lost(self, connection: Connection, exchange: Exchange | None) -> None:
         """Called when the server closed a connection, with the exchange that was open on it."""
 
 
@@ -76,7 +76,7 @@ class Connection(asyncio.Protocol):
         self.body.append(body)
 
     def on_message_complete(self) -> None:
-        exchange = self._ended()
+        exchange = self._finish_exchange()
         if exchange is None:
             # Proxies send 408 on idle connections before they close them.
             self.close()
@@ -84,11 +84,11 @@ class Connection(asyncio.Protocol):
         exchange.status = self._parser.get_status_code()
         if not self._parser.should_keep_alive():
             self.close()
-        self._owner.answered(self, exchange)
+        self._owner.handle_response(self, exchange)
 
     def connection_lost(self, error: Exception | None) -> None:
         self.is_open = False
-        self._owner.lost(self, self._ended())
+        self._owner.handle_lost(self, self._finish_exchange())
 
     def close(self) -> None:
         self.is_open = False
@@ -101,7 +101,7 @@ class Connection(asyncio.Protocol):
         self.is_open = False
         self._transport.abort()
 
-    def _ended(self) -> Exchange | None:
+    def _finish_exchange(self) -> Exchange | None:
         exchange, self._exchange = self._exchange, None
         if exchange is not None:
             exchange.round_trip_ms = (time.perf_counter() - self._due_s) * 1000

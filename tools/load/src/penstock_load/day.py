@@ -142,8 +142,8 @@ def arrivals_of(day: Day) -> list[Arrival]:
     )
     sizes = _of_models(chance, models, [model.sizes for model in day.models.values()])
     items = _of_models(chance, models, [model.items for model in day.models.values()])
-    cancels = _marked(chance, day.requests, day.cancel_share)
-    priorities = _marked(chance, day.requests, day.batch_share)
+    cancels = _mark(chance, day.requests, day.cancel_share)
+    priorities = _mark(chance, day.requests, day.batch_share)
     cancel_after_s = chance.uniform(0.0, day.cancel_within_s, day.requests).round(3)
     names, groups = list(day.models), _Groups(day)
     arrivals = []
@@ -218,18 +218,18 @@ def _of_models(chance: np.random.Generator, models: Ints, mixes: Sequence[Mix]) 
     numbers = np.zeros(len(models), dtype=np.int64)
     for place, mix in enumerate(mixes):
         of_model = np.flatnonzero(models == place)
-        numbers[of_model] = _drawn(chance, len(of_model), mix)
+        numbers[of_model] = _draw(chance, len(of_model), mix)
     return numbers
 
 
-def _drawn(chance: np.random.Generator, count: int, mix: Mix) -> Ints:
+def _draw(chance: np.random.Generator, count: int, mix: Mix) -> Ints:
     """Draws numbers between bounds. Each pair of bounds has a share."""
     kinds = _shuffle(chance, _apportion(count, [share for share, _, _ in mix]))
     low, high = (np.asarray([bounds[place] for bounds in mix]) for place in (1, 2))
     return chance.integers(low[kinds], high[kinds] + 1)
 
 
-def _marked(chance: np.random.Generator, count: int, share: float) -> NDArray[np.bool_]:
+def _mark(chance: np.random.Generator, count: int, share: float) -> NDArray[np.bool_]:
     marks = np.zeros(count, dtype=np.bool_)
     marks[: round(share * count)] = True
     chance.shuffle(marks)

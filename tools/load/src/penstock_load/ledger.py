@@ -81,7 +81,7 @@ class Ledger(NamedTuple):
 
 
 class LedgerWriter:
-    """Appends lines to a new file. Created by `opened_ledger`."""
+    """Appends lines to a new file. Created by `open_ledger`."""
 
     def __init__(self, path: Path, head: LedgerHead) -> None:
         self._path = path
@@ -96,7 +96,7 @@ class LedgerWriter:
         Raises:
             ConfigurationError: the file can't be written.
         """
-        with translated(self._path):
+        with translate_errors(self._path):
             self._file.write(self._encoder.encode(line) + b"\n")
 
     def flush(self) -> None:
@@ -105,7 +105,7 @@ class LedgerWriter:
         Raises:
             ConfigurationError: the file can't be written.
         """
-        with translated(self._path):
+        with translate_errors(self._path):
             self._file.flush()
 
     def close(self) -> None:
@@ -114,12 +114,12 @@ class LedgerWriter:
         Raises:
             ConfigurationError: the file can't be written.
         """
-        with translated(self._path):
+        with translate_errors(self._path):
             self._file.close()
 
 
 @contextmanager
-def translated(path: Path) -> Iterator[None]:
+def translate_errors(path: Path) -> Iterator[None]:
     """Converts disk errors to ConfigurationError.
 
     Raises:
@@ -132,13 +132,13 @@ def translated(path: Path) -> Iterator[None]:
 
 
 @contextmanager
-def opened_ledger(path: Path, head: LedgerHead) -> Iterator[LedgerWriter]:
+def open_ledger(path: Path, head: LedgerHead) -> Iterator[LedgerWriter]:
     """Opens a writer for a new file, and closes it on exit.
 
     Raises:
         ConfigurationError: the file exists, or can't be written.
     """
-    with translated(path):
+    with translate_errors(path):
         writer = LedgerWriter(path, head)
     try:
         yield writer

@@ -97,7 +97,7 @@ class ConnectionPool:
         for connection in list(self._connections):
             connection.close()
 
-    def answered(self, connection: Connection, exchange: Exchange) -> None:
+    def handle_response(self, connection: Connection, exchange: Exchange) -> None:
         """Handles a response, and sends the next request on its connection."""
         del self._busy[exchange.number]
         body = connection.body
@@ -105,7 +105,7 @@ class ConnectionPool:
             self._use(connection)
         self._on_end(exchange, body)
 
-    def lost(self, connection: Connection, exchange: Exchange | None) -> None:
+    def handle_lost(self, connection: Connection, exchange: Exchange | None) -> None:
         """Handles a lost connection, and opens a new one if requests are waiting."""
         self._connections.discard(connection)
         if connection in self._idle:
@@ -139,7 +139,7 @@ class ConnectionPool:
             return
         task = asyncio.get_running_loop().create_task(self._connect())
         self._opening.add(task)
-        task.add_done_callback(self._opened)
+        task.add_done_callback(self._handle_opened)
 
     async def _connect(self) -> None:
         loop, server = asyncio.get_running_loop(), self._server
@@ -151,7 +151,7 @@ class ConnectionPool:
             self._connections.add(connection)
             self._use(connection)
 
-    def _opened(self, task: asyncio.Task[None]) -> None:
+    def _handle_opened(self, task: asyncio.Task[None]) -> None:
         self._opening.discard(task)
         if task.cancelled():
             return

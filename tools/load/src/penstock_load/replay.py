@@ -133,7 +133,7 @@ class Replay:
         self._target, self._id, self._arrivals = target, run, arrivals
         self._forms, self._pace, self._seed = forms, pace, seed
         self._ledger, self._show = ledger, show
-        self._pool = ConnectionPool(target.server, pace.most_in_flight, self._ended)
+        self._pool = ConnectionPool(target.server, pace.most_in_flight, self._handle_end)
         self._open: dict[int, _Open] = {}
         self._hang_ups: dict[int, asyncio.TimerHandle] = {}
         self._polls: dict[int, asyncio.TimerHandle] = {}
@@ -265,7 +265,7 @@ class Replay:
     def _id_of(self, number: int) -> str:
         return f"{self._id}-{number:07}"
 
-    def _ended(self, exchange: Exchange, body: list[bytes]) -> None:
+    def _handle_end(self, exchange: Exchange, body: list[bytes]) -> None:
         data, run, open_exchange = b"".join(body), None, self._open[exchange.number]
         if self._forms[open_exchange.arrival.model].is_run:
             run = self._read_run(exchange, data)

@@ -86,7 +86,7 @@ class LoadRows:
         """
         return [UsageGroup(*row) for row in self._ask("others.sql", since, until, run, tenants)]
 
-    def reported(
+    def read_report(
         self, since: datetime, until: datetime, tenants: Sequence[str]
     ) -> list[UsageGroup]:
         """Returns the report `usage_hours` for these tenants.
@@ -144,7 +144,7 @@ def _group_of(record: Mapping[str, Any]) -> UsageGroup:
 
 
 @contextmanager
-def opened_rows(settings: Settings, most_bytes: int) -> Iterator[LoadRows]:
+def open_rows(settings: Settings, most_bytes: int) -> Iterator[LoadRows]:
     """Opens the configured rows with a separate client.
 
     Raises:

@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.live import Live
 from rich.table import Table
 
-from penstock_load.ledger import LedgerHead, opened_ledger
+from penstock_load.ledger import LedgerHead, open_ledger
 from penstock_load.plan import LoadPlan
 from penstock_load.replay import Pace, Replay, Show
 from penstock_load.tally import ReplayProgress, Tally
@@ -30,7 +30,7 @@ LINE_EVERY_S = 10.0
 
 
 @contextmanager
-def shown_progress(total: int) -> Iterator[Show]:
+def show_progress(total: int) -> Iterator[Show]:
     """Yields a function that reports progress to stderr.
 
     Args:
@@ -101,7 +101,7 @@ async def _replay(
     target: Target, plan: LoadPlan, pace: Pace, *, run: str, seed: int, path: Path
 ) -> dict[str, Any]:
     head = LedgerHead(run, target.url, time())
-    with opened_ledger(path, head) as ledger, shown_progress(len(plan.arrivals)) as show:
+    with open_ledger(path, head) as ledger, show_progress(len(plan.arrivals)) as show:
         replay = Replay(
             target,
             run,

@@ -191,9 +191,9 @@ def _groups(bounds: Bounds, runbook_url: str) -> list[dict[str, Any]]:
     slow = [window for rate in SLOW for window in (rate.long, rate.short) if window not in fast]
     others = [alert for alert in alerts(bounds) if alert.key not in keys]
     return [
-        {"name": f"{NAME}-ratios-fast", "interval": "30s", "rules": _recorded(fast)},
+        {"name": f"{NAME}-ratios-fast", "interval": "30s", "rules": _build_recorded(fast)},
         # Less than the five minutes after which a series is considered stale.
-        {"name": f"{NAME}-ratios-slow", "interval": "2m", "rules": _recorded(slow)},
+        {"name": f"{NAME}-ratios-slow", "interval": "2m", "rules": _build_recorded(slow)},
         {
             "name": f"{NAME}-objectives",
             "rules": [_rule(alert, runbook_url) for alert in of_objectives],
@@ -205,7 +205,7 @@ def _groups(bounds: Bounds, runbook_url: str) -> list[dict[str, Any]]:
     ]
 
 
-def _recorded(windows: list[str]) -> list[dict[str, Any]]:
+def _build_recorded(windows: list[str]) -> list[dict[str, Any]]:
     long = {rate.long for rate in (*FAST, *SLOW)}
     return [
         {
@@ -280,7 +280,7 @@ def _job(name: str, static_configs: list[dict[str, Any]]) -> dict[str, Any]:
     return {"job_name": name, "static_configs": static_configs}
 
 
-def rendered() -> dict[str, str]:
+def render_files() -> dict[str, str]:
     """Returns the expected contents of the `rendered` folder, by file name."""
     bounds = bounds_of(DEFAULT_TARGETS, DEFAULT_LEAST_BAD_EVENTS)
     return {
@@ -295,7 +295,7 @@ def rendered() -> dict[str, str]:
 
 def write_rendered() -> None:
     """Writes the `rendered` folder."""
-    for name, text in rendered().items():
+    for name, text in render_files().items():
         (RENDERED / name).write_text(text, encoding="utf-8")
 
 

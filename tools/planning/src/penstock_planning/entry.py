@@ -36,7 +36,7 @@ class Entry(BaseModel):
         return entry
 
 
-def explained(error: ValidationError, where: str) -> ConfigurationError:
+def to_configuration_error(error: ValidationError, where: str) -> ConfigurationError:
     """Converts the first validation error into a ConfigurationError that names the field.
 
     Args:

@@ -9,7 +9,7 @@ import pytest
 
 from infra.kubernetes.deployment import Deployment
 from infra.kubernetes.overlay import write_overlay
-from penstock_planning.simulation.rules import autoscaler_rules, read_rules, rendered
+from penstock_planning.simulation.rules import autoscaler_rules, read_rules, render_folder
 from shared.errors import ConfigurationError
 from shared.models.catalog_file import read_catalog
 from shared.models.kubernetes_names import slug
@@ -22,7 +22,7 @@ def test_rules_are_what_kustomize_renders(tmp_path: Path) -> None:
     there = render(tmp_path / "kustomize")
     write_overlay(tmp_path / "ours", read_catalog(MODELS), MODELS, DEPLOYMENT)
     for model in read_catalog(MODELS).models:
-        ours = rendered(tmp_path / "ours" / f"worker-{slug(model.name)}")
+        ours = render_folder(tmp_path / "ours" / f"worker-{slug(model.name)}")
         for kind in ("ScaledObject", "Deployment"):
             (mine,) = (
                 rendered_object["spec"]

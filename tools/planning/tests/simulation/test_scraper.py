@@ -6,7 +6,7 @@ import pytest
 
 from penstock_planning.deploy.prices import read_prices
 from penstock_planning.simulation.promql import PromQuery
-from penstock_planning.simulation.rules import deployed_rules
+from penstock_planning.simulation.rules import read_deployed_rules
 from penstock_planning.simulation.world import World
 from tools.planning.tests.simulation.worlds import scenario
 
@@ -20,7 +20,7 @@ def seen(at_s: float, **fields: object) -> object:
         load={"start_replicas": 2, "arrivals": [{"kind": "constant", "per_s": 0}]},
         metrics=fields,
     )
-    catalog, rules = deployed_rules(one_model)
+    catalog, rules = read_deployed_rules(one_model)
     world = World(one_model, catalog, rules, read_prices())
     world.env.run(until=at_s)
     return SEEN.value(world.series, at_s)

@@ -14,7 +14,7 @@ from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.prices import Prices
 from penstock_planning.deploy.rates import DemandRates, ModelRate
 from penstock_planning.simulation.result import FlowSummary, RunSummary
-from penstock_planning.simulation.rules import deployed_rules
+from penstock_planning.simulation.rules import read_deployed_rules
 from penstock_planning.simulation.scenario import read_scenario, scenario_of
 from penstock_planning.simulation.show import text
 from penstock_planning.simulation.world import simulate
@@ -84,7 +84,7 @@ def test_the_autoscaler_follows_the_load_of_all_models_as_planned() -> None:
     """Nine workers are busy, three with each model."""
     scenario = scenario_of(shared(6.0, 0.5, start=14))
     run_summary = simulate(scenario).summary
-    catalog, rules = deployed_rules(scenario)
+    catalog, rules = read_deployed_rules(scenario)
     assert [autoscaler.models for autoscaler in rules["us-central1"].values()] == [NAMES]
     rate = ModelRate(mean_per_s=6.0, seconds_per_item=0.5, measured="made up")
     rates = DemandRates(models=dict.fromkeys(NAMES, rate))

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from penstock_planning.deploy.prices import read_prices
 from penstock_planning.deploy.sizing import erlang_c, mean_wait_s
 from penstock_planning.simulation.result import SimulationResult
-from penstock_planning.simulation.rules import deployed_rules
+from penstock_planning.simulation.rules import read_deployed_rules
 from penstock_planning.simulation.scenario import Scenario
 from penstock_planning.simulation.world import World, simulate
 from tests.tiers import examples
@@ -246,7 +246,7 @@ def test_a_worker_far_from_its_broker_does_as_much_as_one_near_it() -> None:
 
 def test_at_most_a_second_of_work_is_held_beyond_two_batches() -> None:
     distant = fast_and_far(5.0)
-    catalog, rules = deployed_rules(distant)
+    catalog, rules = read_deployed_rules(distant)
     world = World(distant, catalog, rules, read_prices())
     world.env.run(until=distant.duration_s)
     (replicas,) = world.parts.replicas.values()

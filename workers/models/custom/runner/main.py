@@ -298,7 +298,7 @@ class _Prediction:
             )
         self.pieces.append(encoded)
         files, blobs = self.encoder.take_files()
-        piece = self.encoder.shown_in_stream(encoded)
+        piece = self.encoder.format_for_stream(encoded)
         return encode_frame({"id": self.id, "piece": piece, "files": files}, blobs)
 
     def result(self, output: Any) -> bytes:
@@ -311,7 +311,7 @@ class _Prediction:
             "id": self.id,
             "output": output,
             "files": self.encoder.files,
-            "metrics": self.scope.metrics.nested(),
+            "metrics": self.scope.metrics.nest(),
         }
         blobs = self.encoder.blobs
         try:
@@ -331,13 +331,13 @@ class _Prediction:
         The traceback is not printed, because other predictions may be running in this process, and
         the author may hide it from callers.
         """
-        error = self.blamed(error)
+        error = self.classify_error(error)
         log = _traceback_of(error)[-MAX_LOG_CHARS:]
         return encode_frame(
             {"id": self.id, "error": words_of(error), "kind": _kind_of(error), "log": log}
         )
 
-    def blamed(self, error: BaseException) -> BaseException:
+    def classify_error(self, error: BaseException) -> BaseException:
         """Returns the error, as a WrongInput if the class blames its caller's input.
 
         A class does so with an attribute `field` that names an input, or through the name of the
@@ -542,7 +542,7 @@ class ListRunner(SyncRunner):
 
     def _answer_all(self, predictions: Sequence[_Prediction]) -> bytes:
         batch = _Batch(predictions, self._element)
-        return batch.answered(self._loaded.compute(batch.inputs) if batch.inputs else [])
+        return batch.encode_answers(self._loaded.compute(batch.inputs) if batch.inputs else [])
 
 
 class _Batch:
@@ -570,7 +570,7 @@ class _Batch:
         if len(predictions) == 1:
             self._recorded.context = predictions[0].scope.context
 
-    def answered(self, outputs: Any) -> bytes:
+    def encode_answers(self, outputs: Any) -> bytes:
         """Returns the frames for all predictions. Invalid outputs fail individually.
 
         Raises:
@@ -618,7 +618,7 @@ def _batch_failure(predictions: Sequence[_Prediction], error: BaseException) -> 
 
     If the batch has only one input, that input may be the cause.
     """
-    if len(predictions) == 1 and isinstance(predictions[0].blamed(error), WrongInput):
+    if len(predictions) == 1 and isinstance(predictions[0].classify_error(error), WrongInput):
         return predictions[0].failure(error)
     log = _traceback_of(error)[-MAX_LOG_CHARS:]
     return encode_frame({"batch_error": words_of(error), "kind": _kind_of(error), "log": log})
@@ -750,7 +750,7 @@ class AsyncListRunner(AsyncRunner):
         try:
             batch = _Batch(predictions, self._element)
             outputs = await self._loaded.compute(batch.inputs) if batch.inputs else []
-            answer = batch.answered(outputs)
+            answer = batch.encode_answers(outputs)
         except BaseException as error:
             # The boundary with the class's code, as above.
             answer = _batch_failure(predictions, error)

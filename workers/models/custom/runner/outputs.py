@@ -82,12 +82,12 @@ class OutputEncoder:
             raise WrongOutput(f"{_name_place(at)}: a file can't be part of text")
         return plain
 
-    def shown_in_stream(self, piece: Any) -> Any:
+    def format_for_stream(self, piece: Any) -> Any:
         """Returns an encoded piece as its stream shows it.
 
         In text, None is empty and other values are JSON.
 
-        `written_piece` in shared/models/tasks/custom.py does the same for the whole output.
+        `format_piece` in shared/models/tasks/custom.py does the same for the whole output.
         """
         if self._output.streams != "text" or isinstance(piece, str):
             return piece

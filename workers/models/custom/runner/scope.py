@@ -78,7 +78,7 @@ class RecordedMetrics:
     __setitem__ = record
     __delitem__ = delete
 
-    def nested(self) -> dict[str, Any]:
+    def nest(self) -> dict[str, Any]:
         """Returns all metrics. Each dot in a name creates a nested object.
 
         As in Cog, an object replaces a metric of another type with the same name.

@@ -7,7 +7,12 @@ from dataclasses import dataclass
 
 from penstock_planning.deploy.platform_variables import Platform
 from penstock_planning.deploy.prices import Prices
-from penstock_planning.deploy.reply_costs import THROUGHPUT, billed_tib, replies_tib, reply_times
+from penstock_planning.deploy.reply_costs import (
+    THROUGHPUT,
+    compute_billed_tib,
+    replies_tib,
+    reply_times,
+)
 from penstock_planning.deploy.sizing import Pool, Site, once
 from penstock_planning.deploy.topology import redis
 from penstock_planning.deploy.volumes import DAYS, HOURS, SECONDS, Volume, row_days
@@ -239,7 +244,7 @@ def _messages(bill: _Bill, volumes: Sequence[Volume], platform: Platform) -> Non
     jobs = {
         volume.model: None
         if volume.job_bytes is None
-        else billed_tib(volume.jobs, volume.job_bytes, times)
+        else compute_billed_tib(volume.jobs, volume.job_bytes, times)
         for volume in volumes
     }
     _traffic(bill, "jobs", times, jobs, "input_bytes")

@@ -239,7 +239,7 @@ def make_plan(
     sites = tuple(
         _site(name, share, catalog, rates, platform, gpus, buffer) for name, share in shares.items()
     )
-    wanted, changes = _changed(platform, sites)
+    wanted, changes = _change_variables(platform, sites)
     changes += _too_few_replicas(sites)
     volumes = [
         volume(model, rates.models.get(model.name, ModelRate(mean_per_s=0)))
@@ -331,7 +331,7 @@ def _rate_of(model: Model, rates: DemandRates) -> ModelRate:
     return rate.model_copy(update=part)
 
 
-def _changed(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[Change]]:
+def _change_variables(platform: Platform, sites: Sequence[Site]) -> tuple[Platform, list[Change]]:
     """Returns the variables that the autoscaler needs at the peak, and the changes."""
     changes: list[Change] = []
 

@@ -16,7 +16,7 @@ from pydantic import ConfigDict, Field, ValidationError, model_validator
 
 import infra
 from infra.kubernetes.deployment import GpuReservation
-from penstock_planning.entry import Entry, explained
+from penstock_planning.entry import Entry, to_configuration_error
 from shared.errors import ConfigurationError
 from shared.models.entry import GpuTypeName
 
@@ -286,7 +286,7 @@ def read_platform(path: Path | None) -> Platform:
     except OSError as error:
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except ValidationError as error:  # before ValueError, its base class
-        raise explained(error, str(path)) from error
+        raise to_configuration_error(error, str(path)) from error
     except ValueError as error:
         raise ConfigurationError(
             f"{path}: not valid JSON ({error}); variables must be in a .tfvars.json file"

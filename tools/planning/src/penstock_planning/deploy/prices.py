@@ -10,7 +10,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 import infra
-from penstock_planning.entry import Entry, explained
+from penstock_planning.entry import Entry, to_configuration_error
 from shared.errors import ConfigurationError
 
 PRICES_FILE = Path(infra.__file__).parent / "terraform" / "prices.yaml"
@@ -155,4 +155,4 @@ def _read(path: Path) -> Prices:
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
     except ValidationError as error:
-        raise explained(error, str(path)) from error
+        raise to_configuration_error(error, str(path)) from error

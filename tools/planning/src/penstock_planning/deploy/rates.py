@@ -12,7 +12,7 @@ from typing import Annotated, Any, Self
 import yaml
 from pydantic import Field, ValidationError, model_validator
 
-from penstock_planning.entry import Entry, explained
+from penstock_planning.entry import Entry, to_configuration_error
 from penstock_planning.item_load import ItemLoad, check_work
 from penstock_planning.profiles import Profiles, find_seconds
 from shared.errors import ConfigurationError
@@ -238,7 +238,7 @@ def read_rates(path: Path, catalog: Catalog, profiles: Profiles = ()) -> DemandR
         raise ConfigurationError(f"{path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise ConfigurationError(f"{path}: {error}") from error
-    return _checked(document, catalog, str(path), path.parent, profiles)
+    return _check_rates(document, catalog, str(path), path.parent, profiles)
 
 
 def at_distance(rates: DemandRates, round_trip_s: float) -> DemandRates:
@@ -276,7 +276,7 @@ def rates_of_words(
         if name not in models:
             raise ConfigurationError(f"--seconds {word}: no --rate for {name!r}", field=name)
         models[name] |= {"seconds_per_item": value, "measured": GIVEN_HERE}
-    return _checked({"models": models}, catalog, "--rate", profiles=profiles)
+    return _check_rates({"models": models}, catalog, "--rate", profiles=profiles)
 
 
 def _split(word: str, form: str, max_values: int) -> tuple[str, list[float]]:
@@ -290,7 +290,7 @@ def _split(word: str, form: str, max_values: int) -> tuple[str, list[float]]:
     return name, values
 
 
-def _checked(
+def _check_rates(
     document: object,
     catalog: Catalog,
     where: str,
@@ -300,7 +300,7 @@ def _checked(
     try:
         rates = DemandRates.model_validate(with_measurements(document, catalog, folder, profiles))
     except ValidationError as error:
-        raise explained(error, where) from error
+        raise to_configuration_error(error, where) from error
     known = {model.name: model for model in catalog.models}
     for name, rate in rates.models.items():
         if name not in known:
@@ -358,4 +358,4 @@ def _more(model: ModelRate, flow: FlowRate, items: float, where: str) -> ModelRa
     try:
         return ModelRate.model_validate(fields)
     except ValidationError as error:
-        raise explained(error, where) from error
+        raise to_configuration_error(error, where) from error

@@ -15,7 +15,7 @@ MIN_BYTES = 1000
 THROUGHPUT = "pubsub/throughput"
 
 
-def billed_tib(messages: float, size_bytes: int, times: int) -> float:
+def compute_billed_tib(messages: float, size_bytes: int, times: int) -> float:
     """Returns the billed TiB of messages that are each billed `times` times."""
     return messages * times * max(MIN_BYTES, size_bytes) / TIB
 
@@ -34,7 +34,7 @@ def replies_tib(volume: Volume, replies: Replies, platform: Platform) -> float |
     size_bytes = volume.reply_bytes[replies]
     if size_bytes is None:
         return None
-    return billed_tib(volume.jobs, size_bytes, reply_times(replies, platform))
+    return compute_billed_tib(volume.jobs, size_bytes, reply_times(replies, platform))
 
 
 def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -> Iterator[str]:
@@ -51,16 +51,16 @@ def reply_notes(volumes: Sequence[Volume], platform: Platform, prices: Prices) -
             yield (
                 f"the replies of {volume.model}: about {direct_usd:,.2f} USD per month direct, "
                 f"{slots_usd:,.2f} with {platform.inboxes.made_slots} slots; "
-                f"models.yaml has {volume.replies}{_shared(volume, platform, price)}"
+                f"models.yaml has {volume.replies}{_describe_shared(volume, platform, price)}"
             )
 
 
-def _shared(volume: Volume, platform: Platform, price: ListPrice) -> str:
+def _describe_shared(volume: Volume, platform: Platform, price: ListPrice) -> str:
     """Returns a note on the lowest cost of replies, if they share messages."""
     count, size_bytes = volume.shared_replies, volume.shared_reply_bytes
     if count == 1 or size_bytes is None:
         return ""
     times = reply_times(volume.replies, platform)
-    least = billed_tib(volume.jobs / count, size_bytes, times)
+    least = compute_billed_tib(volume.jobs / count, size_bytes, times)
     usd = price.cost_usd("", least, before=price.free)
     return "" if usd is None else f", {usd:,.2f} if {count} share each message"

@@ -97,20 +97,20 @@ def _models(plan: DeployPlan) -> str:
         for workers in _workers(plan)
     ]
     measured = dict.fromkeys(
-        _measured(workers) for workers in _workers(plan) if workers.rate.item_s is not None
+        _format_measured(workers) for workers in _workers(plan) if workers.rate.item_s is not None
     )
     shared = dict.fromkeys(
-        _shared(workers) for workers in _workers(plan) if workers.group.is_shared
+        _format_shared(workers) for workers in _workers(plan) if workers.group.is_shared
     )
     return "\n".join([table(heads, rows), *shared, *measured])
 
 
-def _shared(workers: Workers) -> str:
+def _format_shared(workers: Workers) -> str:
     names = ", ".join(model.name for model in workers.group.models)
     return f"  {names}: the same processes and pods, workers {workers.group.name!r}"
 
 
-def _measured(workers: Workers) -> str:
+def _format_measured(workers: Workers) -> str:
     rate = workers.rate
     shared = "" if workers.model.gpu.type == "none" else f", {rate.measured_share} to a GPU"
     return f"  {workers.model.name}: {rate.item_s:g} s per item{shared}: {rate.measured}"

@@ -27,7 +27,7 @@ from penstock_planning.item_load import batch_items, job_items
 from shared.errors import ConfigurationError
 from shared.models.catalog import Model, WorkerGroup
 from shared.models.entry import Gpu
-from shared.models.service_rate import held_messages, messages_ahead, refill_s
+from shared.models.service_rate import count_held_messages, messages_ahead, refill_s
 
 CPUS_OF_A_WORKER = int(CPU_ONLY["cpu"])
 """CPUs of a worker without a GPU."""
@@ -295,7 +295,7 @@ def _hand(
     model that computes in steps holds a fixed number.
     """
     in_steps = model.definition.shares_weights
-    held = held_messages(model.batch.max_items, 1, in_steps=in_steps)
+    held = count_held_messages(model.batch.max_items, 1, in_steps=in_steps)
     if not service_s:
         return _Hand(held, 1.0, 0.0)
     in_job = min(rate.items_per_request, job_items(model, rate))

@@ -109,10 +109,10 @@ def volume(model: Model, rate: ModelRate) -> Volume:
         job_bytes=None if rate.input_bytes is None else job_bytes(model, rate.input_bytes, in_job),
         replies=model.replies,
         reply_bytes=replies,
-        shared_replies=shared_replies(model, replies[model.replies], in_job),
-        shared_reply_bytes=shared_reply_bytes(model, rate.output_bytes, in_job),
+        shared_replies=count_shared_replies(model, replies[model.replies], in_job),
+        shared_reply_bytes=estimate_shared_reply_bytes(model, rate.output_bytes, in_job),
         row_bytes=row_bytes(model),
-        packed_row_bytes=packed_row_bytes(model),
+        packed_row_bytes=measure_packed_row_bytes(model),
         inputs_bytes=computed * _apart(model, rate.input_bytes, INLINE_LIMIT_BYTES),
         results_bytes=None
         if replies[model.replies] is None
@@ -150,12 +150,14 @@ def reply_bytes(model: Model, output_bytes: int | None, items: int, replies: Rep
     return _count_billed_bytes(*encode_reply(Reply(REQUEST_ID, 0, SLOT[replies], body)))
 
 
-def shared_reply_bytes(model: Model, output_bytes: int | None, items: int) -> int | None:
-    """Returns the billed bytes of a message with `shared_replies`. None if unknown."""
+def estimate_shared_reply_bytes(model: Model, output_bytes: int | None, items: int) -> int | None:
+    """Returns the billed bytes of a message with `count_shared_replies`. None if unknown."""
     body = _reply_body(model, output_bytes, items)
     if body is None:
         return None
-    count = shared_replies(model, reply_bytes(model, output_bytes, items, model.replies), items)
+    count = count_shared_replies(
+        model, reply_bytes(model, output_bytes, items, model.replies), items
+    )
     replies = [(REQUEST_ID, 0, encode_reply_body(body))] * count
     return _count_billed_bytes(*encode_reply_batch(replies, SLOT[model.replies]))
 
@@ -169,7 +171,7 @@ def _reply_body(model: Model, output_bytes: int | None, items: int) -> ReplyBody
     return ReplyBody(outcomes, worker="worker-" + "0" * 24, device="NVIDIA L4", replied_at_s=NOW_S)
 
 
-def shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
+def count_shared_replies(model: Model, size_bytes: int | None, items: int) -> int:
     """Returns the maximum number of replies that share a message.
 
     Replies that refer to an object don't share a message.
@@ -191,7 +193,7 @@ def row_bytes(model: Model) -> int:
     )
 
 
-def packed_row_bytes(model: Model) -> int:
+def measure_packed_row_bytes(model: Model) -> int:
     """Returns the size of a row in the writers' objects, with varying ids, times and sizes.
 
     Rows are smaller in the archive's Parquet files.

@@ -121,7 +121,7 @@ class ApiSite:
         wait_s = max(ahead * item_s, min(self.in_flight * item_s, rate.service_s))
         return wait_s <= left_s
 
-    def answered(self, job: SimulatedJob, now_s: float, took_s: float) -> None:
+    def record_answered(self, job: SimulatedJob, now_s: float, took_s: float) -> None:
         """Records a response that arrived in time, after spending `took_s` seconds in the model."""
         self.rate.record_completed(now_s, job.items, self.in_flight, took_s)
         self._count(job, -1)
@@ -130,7 +130,7 @@ class ApiSite:
         self.rate.record_late(now_s)
         self._count(job, -1)
 
-    def lost(self, job: SimulatedJob) -> None:
+    def record_lost(self, job: SimulatedJob) -> None:
         """Drops a request whose instance is gone."""
         self._count(job, -1)
 
@@ -141,7 +141,7 @@ class ApiSite:
         else:
             self.interactive += sign * job.items
 
-    def published(self, broker_wait_s: float) -> float:
+    def count_published(self, broker_wait_s: float) -> float:
         """Returns how many items the publish window admits (api/dispatch/model_window.py)."""
         stay_s = broker_wait_s + 2 * self.rate.service_s
         return min(self.in_flight, math.ceil(stay_s / self.rate.item_s))

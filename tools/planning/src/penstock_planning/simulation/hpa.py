@@ -35,7 +35,7 @@ class HorizontalPodAutoscaler:
         self._added: deque[tuple[float, int]] = deque()
         self._removed: deque[tuple[float, int]] = deque()
 
-    def desired(self, now_s: float, replicas: int, readings: Sequence[Reading]) -> int:
+    def compute_desired(self, now_s: float, replicas: int, readings: Sequence[Reading]) -> int:
         """Returns the desired number of replicas from now on."""
         if not self._recommended:
             self._recommended.append((now_s, replicas))
@@ -54,7 +54,9 @@ class HorizontalPodAutoscaler:
     def _propose(self, replicas: int, readings: Sequence[Reading]) -> int | None:
         """Returns the highest number that any metric proposes, or None if no metric has a value."""
         wanted = [
-            self._wanted(replicas, value, target) for value, target in readings if value is not None
+            self._compute_wanted(replicas, value, target)
+            for value, target in readings
+            if value is not None
         ]
         if not wanted:
             return None
@@ -62,7 +64,7 @@ class HorizontalPodAutoscaler:
         # The missing metric might have requested more.
         return None if len(wanted) < len(readings) and highest < replicas else highest
 
-    def _wanted(self, replicas: int, value: float, target: float) -> int:
+    def _compute_wanted(self, replicas: int, value: float, target: float) -> int:
         # The metrics API has a resolution of one thousandth.
         usage, target = math.floor(value * 1000), math.floor(target * 1000)
         ratio = usage / (target * replicas)

@@ -63,12 +63,12 @@ def page(result: SimulationResult) -> str:
 def _table(rows: Sequence[Sequence[object]]) -> str:
     lines = []
     for head, *values in rows:
-        cells = "".join(f"<td>{html.escape(_shown(value))}</td>" for value in values)
+        cells = "".join(f"<td>{html.escape(_format_value(value))}</td>" for value in values)
         lines.append(f"<tr><th>{html.escape(str(head))}</th>{cells}</tr>")
     return f"<table>{''.join(lines)}</table>"
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if value is None:
         return "-"
     return f"{value:,g}" if isinstance(value, float) else str(value)

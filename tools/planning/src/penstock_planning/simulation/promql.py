@@ -136,7 +136,7 @@ def only(vector: Vector) -> float:
     return next(iter(vector.values())) if len(vector) == 1 else math.nan
 
 
-def each(value: Value, how: Callable[[float], float]) -> Value:
+def apply_to_each(value: Value, how: Callable[[float], float]) -> Value:
     """Applies a function to each element."""
     if isinstance(value, float):
         return how(value)
@@ -151,7 +151,7 @@ def set_operation(symbol: str, left: Vector, right: Vector) -> Vector:
     return {labels: element for labels, element in left.items() if (labels in right) == is_kept}
 
 
-def combined(left: Value, right: Value, how: Callable[[float, float], float | None]) -> Value:
+def combine(left: Value, right: Value, how: Callable[[float, float], float | None]) -> Value:
     """Combines values element by element. Vectors match if all their labels are equal."""
     if isinstance(left, float) and isinstance(right, float):
         return how(left, right) or 0.0
@@ -185,7 +185,7 @@ class PromQuery:
         except ValueError as error:
             raise ConfigurationError(f"query {text!r}: {error}", field="query") from error
         compiler = _Compiler(text)
-        self._evaluate = compiler.compiled(parsed)
+        self._evaluate = compiler.compile(parsed)
         self.metrics = frozenset(compiler.metrics)
         """Names of the metrics in the query."""
         self.looks_back_s = compiler.looks_back_s
@@ -218,15 +218,15 @@ class _Compiler:
         self._outer_s = 0.0
         """Range in seconds of the subqueries around the current expression."""
 
-    def compiled(self, node: Any) -> _Step:
+    def compile(self, node: Any) -> _Step:
         kind = type(node).__name__
         method = getattr(self, f"_{kind.lower()}", None)
         if method is None:
-            raise self._refused(kind)
+            raise self._make_error(kind)
         step: _Step = method(node)
         return step
 
-    def _refused(self, construct: str) -> ConfigurationError:
+    def _make_error(self, construct: str) -> ConfigurationError:
         return ConfigurationError(
             f"query {self._text!r}: {construct} is not supported by the simulation "
             "(penstock_planning/simulation/promql.py)",
@@ -234,15 +234,15 @@ class _Compiler:
         )
 
     def _parenexpr(self, node: Any) -> _Step:
-        return self.compiled(node.expr)
+        return self.compile(node.expr)
 
     def _numberliteral(self, node: Any) -> _Step:
         value = float(node.val)
         return lambda at: value
 
     def _unaryexpr(self, node: Any) -> _Step:
-        inner = self.compiled(node.expr)
-        return lambda at: each(inner(at), operator.neg)
+        inner = self.compile(node.expr)
+        return lambda at: apply_to_each(inner(at), operator.neg)
 
     def _vectorselector(self, node: Any) -> _Step:
         name, matchers, back_s = self._read_selector(node)
@@ -259,7 +259,7 @@ class _Compiler:
 
     def _read_selector(self, node: Any) -> tuple[str, tuple[Matcher, ...], float]:
         if node.at is not None or node.matchers.or_matchers or node.name is None:
-            raise self._refused("@, `or` between matchers or a selector without a name")
+            raise self._make_error("@, `or` between matchers or a selector without a name")
         matchers = tuple(
             Matcher(matcher.name, _MATCHES[str(matcher.op).rpartition(".")[2]], matcher.value)
             for matcher in node.matchers.matchers
@@ -275,8 +275,8 @@ class _Compiler:
     def _aggregateexpr(self, node: Any) -> _Step:
         how = AGGREGATIONS.get(str(node.op))
         if how is None or node.param is not None:
-            raise self._refused(str(node.op))
-        inner, key = self.compiled(node.expr), grouping(node.modifier)
+            raise self._make_error(str(node.op))
+        inner, key = self.compile(node.expr), grouping(node.modifier)
 
         def step(at: _Moment) -> Value:
             groups: dict[Labels, list[float]] = {}
@@ -289,28 +289,28 @@ class _Compiler:
     def _call(self, node: Any) -> _Step:
         name, arguments = node.func.name, list(node.args)
         if name == "vector":
-            scalar = self.compiled(arguments[0])
+            scalar = self.compile(arguments[0])
             return lambda at: {(): number(scalar(at))}
         if name == "scalar":
-            inner = self.compiled(arguments[0])
+            inner = self.compile(arguments[0])
             return lambda at: only(vector(inner(at)))
         if name == "time":
             return lambda at: at.at_s
         if name == "absent":
-            inner = self.compiled(arguments[0])
+            inner = self.compile(arguments[0])
             return lambda at: {} if vector(inner(at)) else {(): 1.0}
         if name in ("rate", "increase", *OVER_TIME):
             return self._over_range(name, arguments[-1])
         if name in OF_EACH:
             return self._of_each(OF_EACH[name], arguments)
-        raise self._refused(f"{name}()")
+        raise self._make_error(f"{name}()")
 
     def _of_each(self, how: Callable[..., float], arguments: list[Any]) -> _Step:
-        first, *others = (self.compiled(argument) for argument in arguments)
+        first, *others = (self.compile(argument) for argument in arguments)
 
         def step(at: _Moment) -> Value:
             bounds = [number(other(at)) for other in others]
-            return each(first(at), lambda value: float(how(value, *bounds)))
+            return apply_to_each(first(at), lambda value: float(how(value, *bounds)))
 
         return step
 
@@ -342,10 +342,10 @@ class _Compiler:
     def _over_subquery(self, name: str, node: Any) -> _Step:
         how = OVER_TIME.get(name)
         if how is None or node.at is not None or node.offset is not None or node.step is None:
-            raise self._refused(f"{name}() of such a subquery")
+            raise self._make_error(f"{name}() of such a subquery")
         range_s, step_s = node.range.total_seconds(), node.step.total_seconds()
         self._outer_s += range_s
-        inner = self.compiled(node.expr)
+        inner = self.compile(node.expr)
         self._outer_s -= range_s
 
         def step(at: _Moment) -> Value:
@@ -363,21 +363,21 @@ class _Compiler:
 
     def _binaryexpr(self, node: Any) -> _Step:
         symbol, modifier = str(node.op), node.modifier
-        left_step, right_step = self.compiled(node.lhs), self.compiled(node.rhs)
+        left_step, right_step = self.compile(node.lhs), self.compile(node.rhs)
         if modifier is not None and (modifier.group_labels or modifier.matching):
-            raise self._refused("on, ignoring or group_left")
+            raise self._make_error("on, ignoring or group_left")
         if symbol in ("or", "and", "unless"):
             return lambda at: set_operation(symbol, vector(left_step(at)), vector(right_step(at)))
         if symbol in ARITHMETIC:
             how = ARITHMETIC[symbol]
-            return lambda at: combined(left_step(at), right_step(at), lambda a, b: how(a, b))
+            return lambda at: combine(left_step(at), right_step(at), lambda a, b: how(a, b))
         if symbol in COMPARISONS:
             test = COMPARISONS[symbol]
             if modifier is not None and modifier.return_bool:
-                return lambda at: combined(
+                return lambda at: combine(
                     left_step(at), right_step(at), lambda a, b: float(test(a, b))
                 )
-            return lambda at: combined(
+            return lambda at: combine(
                 left_step(at), right_step(at), lambda a, b: a if test(a, b) else None
             )
-        raise self._refused(symbol)
+        raise self._make_error(symbol)

@@ -314,7 +314,7 @@ class Autoscaler:
         for number, (trigger, _) in enumerate(self._triggers):
             value, _ = self._read(number, now_s, replicas)
             readings.append((value, trigger.threshold))
-        return self._hpa.desired(now_s, replicas, readings)
+        return self._hpa.compute_desired(now_s, replicas, readings)
 
     def _read(self, number: int, now_s: float, replicas: int) -> tuple[float | None, bool]:
         """Returns a trigger's value (None if it failed), and whether it comes from the fallback."""

@@ -165,8 +165,8 @@ def read_rules(
 
 
 def _worker_rules(group: WorkerGroup, folder: Path) -> WorkerRules:
-    objects = rendered(folder)
-    deployment = _one(objects, "Deployment")["spec"]
+    objects = render_folder(folder)
+    deployment = _find_one(objects, "Deployment")["spec"]
     update = (deployment.get("strategy") or {}).get("rollingUpdate") or {}
     pod = deployment["template"]["spec"]
     settings = _settings(folder)
@@ -177,7 +177,7 @@ def _worker_rules(group: WorkerGroup, folder: Path) -> WorkerRules:
         return WorkerRules(
             models=tuple(model.name for model in group.models),
             slug=slug(group.name),
-            autoscaler=autoscaler_rules(_one(objects, "ScaledObject")),
+            autoscaler=autoscaler_rules(_find_one(objects, "ScaledObject")),
             max_surge=str(update.get("maxSurge", "25%")),
             max_unavailable=str(update.get("maxUnavailable", "25%")),
             drain_s=float(settings["PENSTOCK_DRAIN_S"]),
@@ -241,7 +241,7 @@ def _settings(folder: Path) -> dict[str, str]:
     return dict(literal.split("=", 1) for literal in literals)
 
 
-def _one(objects: list[Document], kind: str) -> Document:
+def _find_one(objects: list[Document], kind: str) -> Document:
     matching = [candidate for candidate in objects if candidate["kind"] == kind]
     if len(matching) != 1:
         raise ConfigurationError(
@@ -250,7 +250,7 @@ def _one(objects: list[Document], kind: str) -> Document:
     return matching[0]
 
 
-def rendered(folder: Path) -> list[Document]:
+def render_folder(folder: Path) -> list[Document]:
     """Returns a Kustomize folder's objects, without added names, labels, and namespaces."""
     kustomization = _kustomization(folder)
     objects = list(_resources(folder, kustomization))
@@ -264,7 +264,7 @@ def _resources(folder: Path, kustomization: Document) -> Iterator[Document]:
     for name in kustomization.get("resources", []):
         path = folder / name
         if path.is_dir():
-            yield from rendered(path)
+            yield from render_folder(path)
         else:
             yield from yaml.load_all(path.read_text(encoding="utf-8"), _LOADER)
 
@@ -291,10 +291,10 @@ def _patch(kustomization: Document, objects: list[Document]) -> None:
             ):
                 by_name = base["apiVersion"].partition("/")[0] in ("v1", "apps")
                 changed = {key: value for key, value in patch.items() if key != "metadata"}
-                objects[number] = _merged(base, changed, by_name=by_name)
+                objects[number] = _merge(base, changed, by_name=by_name)
 
 
-def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
+def _merge(base: Any, patch: Any, *, by_name: bool) -> Any:
     """Returns a strategic merge.
 
     Lists in built-in Kubernetes kinds are merged by name, and other lists are replaced.
@@ -305,14 +305,14 @@ def _merged(base: Any, patch: Any, *, by_name: bool) -> Any:
             if value is None:
                 merged.pop(key, None)
             else:
-                merged[key] = _merged(base[key], value, by_name=by_name) if key in base else value
+                merged[key] = _merge(base[key], value, by_name=by_name) if key in base else value
         return merged
     if by_name and _is_named(base) and _is_named(patch):
         names = {element["name"]: element for element in base}
         for element in patch:
             known = names.get(element["name"])
             names[element["name"]] = (
-                element if known is None else _merged(known, element, by_name=True)
+                element if known is None else _merge(known, element, by_name=True)
             )
         return list(names.values())
     return patch
@@ -328,7 +328,7 @@ Rules = Mapping[str, Mapping[str, WorkerRules]]
 """Rules by region and model."""
 
 
-def deployed_rules(
+def read_deployed_rules(
     scenario: Scenario, models_file: Path | None = None, profiles: Profiles = ()
 ) -> tuple[Catalog, Rules]:
     """Returns a scenario's catalog, and the rules that would be deployed for it.

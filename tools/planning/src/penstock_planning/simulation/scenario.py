@@ -9,7 +9,7 @@ import yaml
 from pydantic import Field, ValidationError, model_validator
 
 from penstock_planning.deploy.platform_variables import ApiVariable
-from penstock_planning.entry import Entry, explained
+from penstock_planning.entry import Entry, to_configuration_error
 from penstock_planning.simulation.model_load import ModelLoad
 from penstock_planning.simulation.streams import Arrivals, Seconds
 from shared.errors import ConfigurationError
@@ -267,7 +267,7 @@ def read_scenario(name: str, changes: tuple[str, ...] = ()) -> Scenario:
         path = SHIPPED / f"{name}.yaml"
     document = _read(path)
     for change in changes:
-        document = _changed(document, change)
+        document = _apply_change(document, change)
     return scenario_of(document, str(path))
 
 
@@ -288,13 +288,13 @@ def _read(path: Path, nested: int = 0) -> Any:
         raise ConfigurationError(f"{path}: {error}", field="scenario") from error
     document = _with_paths(document, path.parent)
     if isinstance(document, dict) and isinstance(base := document.pop("base", None), Path):
-        return _merged(_read(base, nested + 1), document)
+        return _merge(_read(base, nested + 1), document)
     return document
 
 
-def _merged(base: Any, over: Any) -> Any:
+def _merge(base: Any, over: Any) -> Any:
     if isinstance(base, dict) and isinstance(over, dict):
-        return base | {key: _merged(base.get(key), value) for key, value in over.items()}
+        return base | {key: _merge(base.get(key), value) for key, value in over.items()}
     return over
 
 
@@ -307,10 +307,10 @@ def scenario_of(document: object, where: str = "scenario") -> Scenario:
     try:
         return Scenario.model_validate(document)
     except ValidationError as error:
-        raise explained(error, where) from error
+        raise to_configuration_error(error, where) from error
 
 
-def _changed(document: Any, change: str) -> Any:
+def _apply_change(document: Any, change: str) -> Any:
     key, is_set, value = change.partition("=")
     if not is_set or not key:
         raise ConfigurationError(f"--set {change}: must have the form KEY=VALUE", field="set")

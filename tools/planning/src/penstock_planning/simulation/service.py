@@ -29,7 +29,7 @@ from penstock_planning.simulation.worker import (
     Steps,
 )
 from shared.models.catalog import Model
-from shared.models.service_rate import StepTime, held_messages, refill_s
+from shared.models.service_rate import StepTime, count_held_messages, refill_s
 
 INTERACTIVE, BATCH = 0, 1
 BATCH_PRIORITY_EVERY = 16
@@ -85,7 +85,7 @@ class WholeBatches:
         if self._load.spread == "exponential":
             took_s = self._chance.expovariate(1 / took_s)
         # Running processes time-share the GPU. The number at the start of the batch is what counts.
-        took_s *= worker.slowed(self._load.kept_when_sharing)
+        took_s *= worker.compute_slowdown(self._load.kept_when_sharing)
         in_batch_priority = 0
         for job in jobs:
             job.started_s = self._env.now
@@ -176,7 +176,7 @@ class SteppedBatches:
     def start(self, worker: SimulatedWorker) -> None:
         """Admits items that a worker holds, up to its free slots."""
         self._advance(worker)
-        admitted = list(self._admitted(worker))
+        admitted = list(self._admit(worker))
         if not admitted:
             return
         inside = worker.inside
@@ -195,7 +195,7 @@ class SteppedBatches:
         worker.running = [*worker.running, *admitted]
         self._schedule(worker, inside)
 
-    def _admitted(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
+    def _admit(self, worker: SimulatedWorker) -> Iterator[SimulatedJob]:
         """Yields interactive jobs first. `batch` priority also gets 1/4 of the slots."""
         free = self._slots - sum(job.items for job in worker.running)
         has_callers = any(not job.is_batch_priority for job in worker.running)
@@ -217,7 +217,7 @@ class SteppedBatches:
         """Schedules the next event in a worker, and sets its spare time until then."""
         items = sum(job.items for job in worker.running)
         fill = min(1.0, items / self._slots)
-        slowed = worker.slowed(self._kept_when_sharing)
+        slowed = worker.compute_slowdown(self._kept_when_sharing)
         reads = _reading(worker)
         if reads is not None:
             step_s, next_s, work = (
@@ -340,7 +340,7 @@ class Service:
         self._idle: dict[SimulatedWorker, None] = {}
         self._deadlines: deque[SimulatedJob] = deque()
         kind = WholeBatches if load.steps is None else SteppedBatches
-        self._work = kind(env, model, load, chance, self._ended)
+        self._work = kind(env, model, load, chance, self._handle_end)
         self._has_jobs: simpy.Event | None = None
         env.process(self._expire())
 
@@ -382,7 +382,7 @@ class Service:
         """Ends all requests in a region's API."""
         for job in self._deadlines:
             if job.site is site and not job.has_ended:
-                site.lost(job)
+                site.record_lost(job)
                 self.end(job, RequestEnd.LOST)
 
     def open_jobs(self) -> int:
@@ -437,13 +437,13 @@ class Service:
                 last.open_at = worker.open_at
             worker.open_at = -1
 
-    def _held(self, worker: SimulatedWorker) -> int:
+    def _count_held(self, worker: SimulatedWorker) -> int:
         """Returns how many jobs of each priority a worker near its broker holds."""
         most_items = self.model.batch.max_items
         if self._batches_held is not None:
             return self._batches_held * most_items
         in_steps = self.load.steps is not None
-        return held_messages(most_items, worker.processes, in_steps=in_steps)
+        return count_held_messages(most_items, worker.processes, in_steps=in_steps)
 
     # Computing
 
@@ -454,7 +454,7 @@ class Service:
         elif worker.is_serving:
             self._idle[worker] = None
 
-    def _ended(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
+    def _handle_end(self, worker: SimulatedWorker, jobs: list[SimulatedJob], took_s: float) -> None:
         """Handles jobs that a worker has finished, and the model time they took.
 
         The worker continues.
@@ -473,7 +473,7 @@ class Service:
                     self._refill_s,
                     self._env.now,
                 )
-                worker.most_held[priority] = self._held(worker) + ahead
+                worker.most_held[priority] = self._count_held(worker) + ahead
         _pass_turn(worker)
         self._compute(worker)
         if self._refill_s:
@@ -517,7 +517,7 @@ class Service:
     def _serve(self, job: SimulatedJob, took_s: float) -> None:
         now_s, record = self._env.now, self.record
         job.has_ended = True
-        job.site.answered(job, now_s, took_s)
+        job.site.record_answered(job, now_s, took_s)
         record.outcomes[RequestEnd.SERVED] += 1
         record.arrived_s.append(job.arrived_s)
         record.answer_s.append(now_s - job.arrived_s + self._trip_s)
@@ -531,7 +531,7 @@ class Service:
         """Adds a warm worker, which pulls jobs."""
         worker.take_turn = partial(self._compute, worker)
         worker.is_ready, worker.ready_s = True, self._env.now
-        worker.most_held[:] = [self._held(worker)] * 2
+        worker.most_held[:] = [self._count_held(worker)] * 2
         self._refill(worker)
         self._compute(worker)
         self._open_up(worker)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from infra.text_table import transposed
+from infra.text_table import format_transposed
 from penstock_planning.simulation.result import (
     FlowSummary,
     GpuFailureSummary,
@@ -58,10 +58,13 @@ def text(result: SimulationResult) -> str:
     return "\n\n".join(
         [
             *title,
-            transposed(_MODEL_HEADS, [_model_row(model) for model in summary.models]),
-            *([transposed(_FLOW_HEADS, list(map(_flow_row, summary.flows)))] * bool(summary.flows)),
-            transposed(_GPU_HEADS, [_gpu_row(summary)]),
-            *(f"workers ended, {reason}: {count}" for reason, count in _lost(summary)),
+            format_transposed(_MODEL_HEADS, [_model_row(model) for model in summary.models]),
+            *(
+                [format_transposed(_FLOW_HEADS, list(map(_flow_row, summary.flows)))]
+                * bool(summary.flows)
+            ),
+            format_transposed(_GPU_HEADS, [_gpu_row(summary)]),
+            *(f"workers ended, {reason}: {count}" for reason, count in _list_lost(summary)),
             *(_failure(failure) for failure in summary.gpu_failures),
         ]
     )
@@ -81,19 +84,19 @@ def _model_row(summary: ModelSummary) -> tuple[object, ...]:
     return (
         summary.model,
         summary.arrived,
-        _rounded(summary.within_deadline, 5),
+        _round(summary.within_deadline, 5),
         summary.refused,
         summary.expired,
         summary.lost,
         summary.open,
         summary.deadline_s,
-        _rounded(summary.p50_s, 2),
-        _rounded(summary.p95_s, 2),
-        _rounded(summary.p99_s, 2),
-        _rounded(summary.queue_p95_s, 2),
+        _round(summary.p50_s, 2),
+        _round(summary.p95_s, 2),
+        _round(summary.p99_s, 2),
+        _round(summary.queue_p95_s, 2),
         summary.replicas.least,
         summary.replicas.most,
-        _rounded(summary.replicas.mean, 1),
+        _round(summary.replicas.mean, 1),
     )
 
 
@@ -102,9 +105,9 @@ def _flow_row(summary: FlowSummary) -> tuple[object, ...]:
         summary.flow,
         summary.arrived,
         summary.served,
-        _rounded(summary.p50_s, 2),
-        _rounded(summary.p95_s, 2),
-        _rounded(summary.gpu_idle_s_per_run, 2),
+        _round(summary.p50_s, 2),
+        _round(summary.p95_s, 2),
+        _round(summary.gpu_idle_s_per_run, 2),
     )
 
 
@@ -112,13 +115,13 @@ def _gpu_row(summary: RunSummary) -> tuple[object, ...]:
     return (
         summary.gpus_most,
         summary.gpus_to_request,
-        _rounded(summary.gpus_mean, 1),
-        _rounded(summary.gpu_hours, 1),
-        _rounded(summary.gpu_busy_share, 3),
-        _rounded(summary.worker_busy_share, 3),
-        _rounded(summary.worker_work_share, 3),
-        _rounded(summary.dollars, 2),
-        _rounded(summary.dollars_per_day, 2),
+        _round(summary.gpus_mean, 1),
+        _round(summary.gpu_hours, 1),
+        _round(summary.gpu_busy_share, 3),
+        _round(summary.worker_busy_share, 3),
+        _round(summary.worker_work_share, 3),
+        _round(summary.dollars, 2),
+        _round(summary.dollars_per_day, 2),
     )
 
 
@@ -132,9 +135,9 @@ def _failure(failure: GpuFailureSummary) -> str:
     return f"GPU failed at {failure.at_s:.0f} s: {', '.join(after)}"
 
 
-def _lost(summary: RunSummary) -> list[tuple[str, int]]:
+def _list_lost(summary: RunSummary) -> list[tuple[str, int]]:
     return sorted(summary.workers_lost.items())
 
 
-def _rounded(value: float | None, digits: int) -> float | None:
+def _round(value: float | None, digits: int) -> float | None:
     return None if value is None else round(value, digits)

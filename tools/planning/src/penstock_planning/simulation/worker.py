@@ -230,7 +230,7 @@ class SimulatedWorker:
         share = sum(batch.batch_share for batch in self.computing) / self.processes
         self.set_busy((len(self.computing) / self.processes - share, share), now_s)
 
-    def slowed(self, kept_when_sharing: float) -> float:
+    def compute_slowdown(self, kept_when_sharing: float) -> float:
         """Returns the current slowdown factor caused by other workers on the same GPU."""
         node = self.node
         assert node is not None

@@ -48,8 +48,8 @@ from penstock_planning.simulation.rules import (
     AlertRules,
     Rules,
     WorkerRules,
-    deployed_rules,
     read_alert,
+    read_deployed_rules,
 )
 from penstock_planning.simulation.scenario import (
     Event,
@@ -219,7 +219,7 @@ class Scraper:
         while True:
             for name, service in self._parts.services.items():
                 sites = [site for key, site in self._parts.sites.items() if key[0] == name]
-                published = sum(site.published(self._broker_wait_s) for site in sites)
+                published = sum(site.count_published(self._broker_wait_s) for site in sites)
                 in_flight = sum(site.in_flight for site in sites)
                 batch = sum(site.batch for site in sites)
                 share = published / in_flight if in_flight else 0.0
@@ -348,13 +348,13 @@ def simulate(
 
     Args:
         models_file: catalog to use instead of the scenario's.
-        rules: rules to use instead of the deployed ones (`deployed_rules`).
+        rules: rules to use instead of the deployed ones (`read_deployed_rules`).
         profiles: figures to use instead of the scenario's seconds.
 
     Raises:
         ConfigurationError: the scenario, catalog, and rules are inconsistent.
     """
-    catalog, deployed = deployed_rules(scenario, models_file, profiles)
+    catalog, deployed = read_deployed_rules(scenario, models_file, profiles)
     scenario = _with_profiles(scenario, catalog, profiles)
     world = World(scenario, catalog, rules or deployed, read_prices())
     world.env.run(until=scenario.duration_s)
