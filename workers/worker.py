@@ -97,7 +97,7 @@ class Worker:
         self._busy = BusyRatio(len(pool.processes))
         self._times = times or ProcessTimes()
         self._flow_controls: dict[JobConsumer, list[FlowControl]] = {}
-        self._woken = asyncio.Event()
+        self._wake_event = asyncio.Event()
         """Set when an item is queued or an overlapping batch finishes."""
         self._in_flight: list[deque[BatchRun]] = [deque() for _ in pool.processes]
         """Each process's batches, oldest first."""
@@ -191,7 +191,7 @@ class Worker:
         return subscriptions
 
     def _has_queued(self) -> None:
-        self._woken.set()
+        self._wake_event.set()
         for run in self._runs:
             run.admit_waiting()
         self._count_waiting()
@@ -249,8 +249,8 @@ class Worker:
             if behind < IN_FLIGHT and self._may_send(process, oldest.number, is_free=not behind):
                 await self._send(process_index, process, oldest.number)
             elif not oldest.is_over:
-                self._woken.clear()
-                await self._woken.wait()
+                self._wake_event.clear()
+                await self._wake_event.wait()
                 return
             if not oldest.is_over:
                 return
@@ -287,7 +287,7 @@ class Worker:
         in_flight.append(run)
         if len(in_flight) == 1:
             run.count_busy()
-        reason = await run.start(self._woken.set)
+        reason = await run.start(self._wake_event.set)
         if reason:
             in_flight.remove(run)
             self._end_died(run, reason, in_flight)
@@ -312,11 +312,11 @@ class Worker:
 
     async def _wait(self, idle: Idle) -> None:
         """Waits until an item is queued, or until the given time."""
-        self._woken.clear()
+        self._wake_event.clear()
         left_s = None if idle.until_s is None else max(0.0, idle.until_s - time.time())
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(left_s):
-                await self._woken.wait()
+                await self._wake_event.wait()
 
     def _count_waiting(self) -> None:
         metrics.WAITING.set(sum(queue.waiting for queue in self._queues))

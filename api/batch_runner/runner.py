@@ -131,7 +131,7 @@ class BatchRunner:
         self._served_s: dict[str, float] = {}
         self._patience: dict[str, _Patience] = {}
         self._attempts: dict[str, dict[int, int]] = {}
-        self._woken = asyncio.Event()
+        self._wake_event = asyncio.Event()
 
     async def run(self) -> None:
         """Runs until canceled. Then it releases its batches so that other runners can take over."""
@@ -141,10 +141,10 @@ class BatchRunner:
                     await self._take_turns()
                 except PenstockError as error:
                     log.warning("open batches not read", extra={"reason": error.message})
-                self._woken.clear()
+                self._wake_event.clear()
                 try:
                     async with asyncio.timeout(POLL_S):
-                        await self._woken.wait()
+                        await self._wake_event.wait()
                 except TimeoutError:
                     continue
         finally:
@@ -199,7 +199,7 @@ class BatchRunner:
     def _put_down(self, owner: str) -> None:
         del self._held[owner]
         RUNNING.set(len(self._held))
-        self._woken.set()
+        self._wake_event.set()
 
     async def _serve(self, batch: OpenBatch, held: _Held) -> None:
         """Runs a batch for one turn. After any failure, the batch is retried later."""

@@ -75,12 +75,12 @@ class CanaryComparisons:
         return self._tasks
 
     def consider(
-        self, asked: InferenceRequest, canary: Revision, response: InferenceResponse
+        self, request: InferenceRequest, canary: Revision, response: InferenceResponse
     ) -> None:
         """Starts a comparison of a canary's results for a share of requests.
 
         Args:
-            asked: the request, with the model named by the caller.
+            request: the request, with the model named by the caller.
             canary: the model that the request was routed to.
         """
         if random.random() >= canary.canary.compare_share or len(self._tasks) >= AT_ONCE:
@@ -95,12 +95,12 @@ class CanaryComparisons:
         tolerance = _tolerance_of(canary)
         compared = [
             (again, result)
-            for value, result in zip(asked.inputs, results[:MAX_REQUEST], strict=False)
+            for value, result in zip(request.inputs, results[:MAX_REQUEST], strict=False)
             if (again := repeat_input(value, result, tolerance)) is not None
         ]
         if not compared:
             return
-        shadow = _shadow_of(asked, [again for again, _ in compared])
+        shadow = _shadow_of(request, [again for again, _ in compared])
         ours = [result for _, result in compared]
         task = asyncio.create_task(self._compare(shadow, canary, ours))
         self._tasks.add(task)
@@ -148,10 +148,10 @@ def _tolerance_of(canary: Revision) -> Tolerance:
     return canary.canary.tolerance or canary.tolerance
 
 
-def _shadow_of(asked: InferenceRequest, inputs: list[Input]) -> InferenceRequest:
+def _shadow_of(request: InferenceRequest, inputs: list[Input]) -> InferenceRequest:
     now_s = time.time()
     facts = msgspec.structs.replace(
-        asked.facts,
+        request.facts,
         request_id=f"cmp_{secrets.token_hex(12)}",
         client_request_id="",
         tenant=COMPARISON_TENANT,
@@ -162,13 +162,13 @@ def _shadow_of(asked: InferenceRequest, inputs: list[Input]) -> InferenceRequest
         price_share=0.0,
     )
     return replace(
-        asked,
+        request,
         facts=facts,
         inputs=inputs,
         is_repeatable=False,
-        deadline_s=now_s + asked.model.deadline.longest_s,
+        deadline_s=now_s + request.model.deadline.longest_s,
         options=replace(
-            asked.options,
+            request.options,
             queue_limit_s=None,
             cache_read=False,
             cache_write=False,

@@ -82,8 +82,8 @@ def _common(first: list[str], second: list[str]) -> int:
     return len(first) - unmatched.bit_count()
 
 
-def _cosine(one: bytes, other: bytes) -> float:
+def _cosine(first: bytes, second: bytes) -> float:
     """Returns the cosine of two float32 vectors, or NaN if either is a zero vector."""
-    ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (one, other))
+    ours, theirs = (struct.unpack(f"<{len(each) // 4}f", each) for each in (first, second))
     length = math.hypot(*ours) * math.hypot(*theirs)
     return sum(map(operator.mul, ours, theirs)) / length if length else math.nan

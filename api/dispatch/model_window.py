@@ -287,8 +287,8 @@ class ModelWindow:
             return True
         part = size * tenant.weight / self.weights
         if elsewhere := self.elsewhere.tenants.get(tenant.digest):
-            here = tenant.published + tenant.held
-            part *= here / (here + elsewhere[1])
+            local = tenant.published + tenant.held
+            part *= local / (local + elsewhere[1])
         return tenant.published + items <= part
 
     def _leave(self, tenant: _Tenant, items: int) -> None:

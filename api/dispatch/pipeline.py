@@ -46,7 +46,7 @@ class OpenParts:
 
 
 async def open_pipeline(
-    opened: AsyncExitStack,
+    stack: AsyncExitStack,
     settings: ApiSettings,
     catalog: Catalog,
     objects: ObjectStore,
@@ -56,7 +56,7 @@ async def open_pipeline(
     instance: str,
     images: ImageComparer,
 ) -> OpenParts:
-    """Opens everything in dependency order. `opened` closes the parts in reverse order.
+    """Opens everything in dependency order. `stack` closes the parts in reverse order.
 
     Args:
         transport: connection to the broker, not yet open.
@@ -68,7 +68,7 @@ async def open_pipeline(
     Raises:
         Unavailable: the broker is unreachable, or no inbox is free.
     """
-    enter = opened.enter_async_context
+    enter = stack.enter_async_context
     cache = await enter(ResultCache(settings.redis_url, settings.memory_cache_bytes))
     redis = await enter(RecordsRedis(settings.records_redis_url))
     records = Records(redis)
@@ -80,7 +80,7 @@ async def open_pipeline(
     # an inbox that is not removed in time just expires.
     row_sink = await enter(rows)
     admission = Admission(settings.max_in_flight, (*catalog.deployed, *catalog.flows))
-    window = await _open_window(opened, settings, catalog, admission, broker, instance)
+    window = await _open_window(stack, settings, catalog, admission, broker, instance)
     withdrawals = await enter(LiveWithdrawals(WithdrawalStore(settings.records_redis_url)))
     canary_store = CanaryStore(settings.records_redis_url)
     canaries = await enter(CanaryRouter(catalog, canary_store, withdrawals=withdrawals))
@@ -127,7 +127,7 @@ async def open_pipeline(
 
 
 async def _open_window(
-    opened: AsyncExitStack,
+    stack: AsyncExitStack,
     settings: ApiSettings,
     catalog: Catalog,
     admission: Admission,
@@ -137,5 +137,5 @@ async def _open_window(
     window = PublishWindow(
         catalog.deployed, admission.rate_of, settings.broker_wait_s, broker.round_trip
     )
-    await opened.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
+    await stack.enter_async_context(WindowExchange(window, settings.records_redis_url, instance))
     return window

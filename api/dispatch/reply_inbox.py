@@ -380,13 +380,13 @@ class OpenInbox:
             ):
                 _count(pending.deliver(decode_reply(message.data, message.attributes)))
 
-    def _deliver_batched(self, message: ReceivedMessage, one: BatchedReply) -> None:
-        pending = self._find(one.request_id, one.part)
+    def _deliver_batched(self, message: ReceivedMessage, batched: BatchedReply) -> None:
+        pending = self._find(batched.request_id, batched.part)
         if pending is None:
             return
         with _unreadable_counted(message):
-            slot, body = message.attributes.get("slot", ""), decode_reply_body(one.body)
-            _count(pending.deliver(Reply(one.request_id, one.part, slot, body)))
+            slot, body = message.attributes.get("slot", ""), decode_reply_body(batched.body)
+            _count(pending.deliver(Reply(batched.request_id, batched.part, slot, body)))
 
     def _find(self, request_id: str, part: str | int) -> PendingReply | None:
         try:
@@ -447,12 +447,12 @@ class ReplyInbox:
 
         Continues without one (not ready) if it can't get one within START_LIMIT_S.
         """
-        opened: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self._holding = asyncio.create_task(self._hold_forever(opened))
+        ready: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self._holding = asyncio.create_task(self._hold_forever(ready))
         self._holding.add_done_callback(_report)
         try:
             async with asyncio.timeout(START_LIMIT_S):
-                await opened
+                await ready
         except (TimeoutError, Unavailable) as error:
             log.warning("no inbox yet", extra={"reason": repr(error)})
         except BaseException:
@@ -486,18 +486,18 @@ class ReplyInbox:
         finally:
             inbox.remove(request_id, job_index)
 
-    async def _hold_forever(self, opened: asyncio.Future[None]) -> None:
+    async def _hold_forever(self, ready: asyncio.Future[None]) -> None:
         pauses = backoff()
         while True:
             try:
                 async with AsyncExitStack() as stack:
                     lease = await self._acquire(stack)
                     pauses = backoff()
-                    await self._hold(lease, opened)
+                    await self._hold(lease, ready)
             except PenstockError as error:
                 log.warning("no inbox held", extra={"reason": error.message})
-                if not opened.done():
-                    opened.set_exception(error)
+                if not ready.done():
+                    ready.set_exception(error)
             await asyncio.sleep(next(pauses))
 
     async def _acquire(self, stack: AsyncExitStack) -> InboxLease:
@@ -529,7 +529,7 @@ class ReplyInbox:
                 f"{error.message}"
             ) from error
 
-    async def _hold(self, lease: InboxLease, opened: asyncio.Future[None]) -> None:
+    async def _hold(self, lease: InboxLease, ready: asyncio.Future[None]) -> None:
         """Receives on both topics until canceled. Raises InboxLost if the inbox is lost."""
         inbox = OpenInbox(lease.inbox, self._settings.reply_slots)
         try:
@@ -541,8 +541,8 @@ class ReplyInbox:
                     for source in inbox.subscriptions:
                         await source.opened.wait()
                     self._open = inbox
-                    if not opened.done():
-                        opened.set_result(None)
+                    if not ready.done():
+                        ready.set_result(None)
                     await asyncio.Event().wait()  # runs until a task in the group fails
         except ExceptionGroup as failures:
             INBOXES_LOST.inc()

@@ -171,8 +171,8 @@ class InferenceRequest:
             for index, task_input in enumerate(self.inputs)
         ]
 
-    def _cache_key(self, one: Input) -> str:
-        return cache_key(self.model, one, self.facts.tenant, self.purges)
+    def _cache_key(self, item: Input) -> str:
+        return cache_key(self.model, item, self.facts.tenant, self.purges)
 
     def demand(self, items: int) -> Demand:
         """Returns the demand that this many of the request's items put on the workers."""

@@ -75,7 +75,7 @@ class BudgetMarks:
         self._budgets = budgets
         self._spent = spent
         self._clock = clock
-        self._passed: frozenset[BudgetHolder] = frozenset()
+        self._passed_holders: frozenset[BudgetHolder] = frozenset()
 
     async def __aenter__(self) -> Self:
         self._running = asyncio.create_task(self._run())
@@ -90,7 +90,7 @@ class BudgetMarks:
         while True:
             budgets, now_s, pause_s = self._budgets(), time.monotonic(), POLL_S
             is_due = bool(budgets) and now_s >= passed_s + PASS_S
-            if budgets is not None and (is_due or budgets != self._passed):
+            if budgets is not None and (is_due or budgets != self._passed_holders):
                 try:
                     if await self.check():
                         passed_s = now_s
@@ -126,7 +126,7 @@ class BudgetMarks:
                 # Must not replace the error that stopped this check, especially a cancellation.
                 with suppress(Unavailable):
                     await self._store.unlock_marks()
-        self._passed = budgets
+        self._passed_holders = budgets
         return True
 
     async def _check(self, budgets: Mapping[str, BudgetHolder]) -> None:

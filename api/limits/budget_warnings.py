@@ -41,14 +41,14 @@ class BudgetWarnings:
         self._store = store
         self._webhooks = WebhookPublisher(publisher)
         self._sent: set[_Warning] = set()
-        self._sending: set[asyncio.Task[None]] = set()
+        self._send_tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        if self._sending:
-            await asyncio.wait(self._sending, timeout=CLOSE_LIMIT_S)
+        if self._send_tasks:
+            await asyncio.wait(self._send_tasks, timeout=CLOSE_LIMIT_S)
 
     def check(
         self, counter: MonthCounter, plan: Plan, tenant: str, *, is_refused: bool = False
@@ -63,7 +63,7 @@ class BudgetWarnings:
         for share in plan.warn_at_shares:
             warning = _Warning(counter.key, counter.period, share)
             is_reached = is_refused or counter.used >= share * counter.limit
-            if is_reached and warning not in self._sent and len(self._sending) < MAX_SENDING:
+            if is_reached and warning not in self._sent and len(self._send_tasks) < MAX_SENDING:
                 if len(self._sent) >= MAX_SENT:
                     self._sent.clear()  # Redis remembers them too
                 self._sent.add(warning)
@@ -78,8 +78,8 @@ class BudgetWarnings:
                     created_at_s=time.time(),
                 )
                 task = asyncio.create_task(self._send(warning, event))
-                self._sending.add(task)
-                task.add_done_callback(self._sending.discard)
+                self._send_tasks.add(task)
+                task.add_done_callback(self._send_tasks.discard)
 
     async def _send(self, warning: _Warning, event: BudgetEvent) -> None:
         """Claims the warning, so that only one instance sends it.

@@ -128,7 +128,7 @@ class Limiter:
         self._standing = Standing(instances - 1, instances)
         self._accounts = Accounts()
         self._totals_since_ms = 0
-        self._touched: dict[Counter, None] = {}
+        self._touched_counters: dict[Counter, None] = {}
         self._lost: dict[int, list[tuple[Counter, Ask]]] = {}
         """By call number, oldest first."""
         self._is_touched = asyncio.Event()
@@ -136,15 +136,15 @@ class Limiter:
         self._waiting: dict[str, deque[asyncio.Future[None]]] = {}
         """Requests waiting for a budget's reserved part, keyed by the budget, longest wait first.
         """
-        self._keeping = BackgroundTask("keeping counts of limits", self._keep)
+        self._keep_task = BackgroundTask("keeping counts of limits", self._keep)
 
     async def __aenter__(self) -> Self:
         await self.store.__aenter__()
-        self._keeping.start()
+        self._keep_task.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self._keeping.stop()
+        await self._keep_task.stop()
         with contextlib.suppress(Unavailable, TimeoutError):
             async with asyncio.timeout(CLOSE_LIMIT_S):
                 await asyncio.gather(*self._takings, return_exceptions=True)
@@ -433,7 +433,7 @@ class Limiter:
 
     def touch(self, counters: Iterable[Counter]) -> None:
         """Marks counters that may have amounts to return soon."""
-        self._touched.update(dict.fromkeys(counters))
+        self._touched_counters.update(dict.fromkeys(counters))
         self._is_touched.set()
 
     async def wait_released(self, account: Account, limit_s: float) -> bool:
@@ -500,8 +500,10 @@ class Limiter:
             Unavailable: Redis did not respond. The amounts are kept for the next attempt.
         """
         await self._resolve()
-        self._touched = dict.fromkeys(counter for counter in self._touched if not counter.is_idle)
-        due = [counter for counter in self._touched if counter.is_due(now_s)]
+        self._touched_counters = dict.fromkeys(
+            counter for counter in self._touched_counters if not counter.is_idle
+        )
+        due = [counter for counter in self._touched_counters if counter.is_due(now_s)]
         for start in range(0, len(due), MAX_ASKS):
             part = due[start : start + MAX_ASKS]
             sent_s = self._clock()
@@ -525,7 +527,7 @@ class Limiter:
                     self._accounts.forget(now_s - IDLE_S)
                     await self.register()
                 await self.give_back(self._clock())
-            if not self._touched and not self._lost:
+            if not self._touched_counters and not self._lost:
                 self._is_touched.clear()
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(REGISTER_S):
@@ -543,9 +545,9 @@ class Reservation:
 
     def __init__(self, limiter: Limiter, before: Reservation | None = None) -> None:
         self._limiter = limiter
-        needs_taken = () if before is None else before._taken
+        needs_taken = () if before is None else before._needs_taken
         self._before = {need.counter: (need.amount, period) for need, period in needs_taken}
-        self._taken: list[tuple[Need, float]] = []
+        self._needs_taken: list[tuple[Need, float]] = []
         self._handed_over: list[tuple[Need, float]] = []
 
     def missing_of(self, counter: Counter, demand: RequestDemand) -> Need | None:
@@ -567,7 +569,7 @@ class Reservation:
 
     def note(self, need: Need, period: float) -> None:
         """Records the amount taken from one limit, and its period."""
-        self._taken.append((need, period))
+        self._needs_taken.append((need, period))
         need.counter.hold(need.amount, period)
 
     def settle(self, used: RequestDemand, operation: str = "") -> None:
@@ -578,7 +580,7 @@ class Reservation:
                 request's budgets count it only once. Empty if the request is never repeated.
         """
         budgets = list[tuple[Counter, Ask]]()
-        for (counter, amount), period in self._taken:
+        for (counter, amount), period in self._needs_taken:
             if operation and isinstance(counter, MonthCounter):
                 ask = counter.settling(amount, period, used.of(counter), operation)
                 budgets.append((counter, ask))
@@ -606,7 +608,7 @@ class Reservation:
                 self._limiter.store.process if period == ALONE else "",
                 self._before.get(counter, (0.0, 0.0))[0],
             )
-            for (counter, amount), period in self._taken
+            for (counter, amount), period in self._needs_taken
             if counter.unit != "items"
         ]
 
@@ -615,12 +617,12 @@ class Reservation:
 
         Amounts that are handed over may still be returned, so they are not spent.
         """
-        self._handed_over += [pair for pair in self._taken if pair[0].counter.unit != "items"]
-        self._taken = [pair for pair in self._taken if pair[0].counter.unit == "items"]
+        self._handed_over += [pair for pair in self._needs_taken if pair[0].counter.unit != "items"]
+        self._needs_taken = [pair for pair in self._needs_taken if pair[0].counter.unit == "items"]
 
     def cancel(self) -> None:
         """Ends a rejected request's reservation without counting anything."""
-        for (counter, amount), period in self._taken:
+        for (counter, amount), period in self._needs_taken:
             self._limiter.give_back_to(counter, amount, period)
         self._end()
 
@@ -632,18 +634,18 @@ class Reservation:
         Args:
             is_charged: True if the budget pays for the request, False if the caller hung up.
         """
-        for (counter, amount), period in self._taken:
+        for (counter, amount), period in self._needs_taken:
             if counter.unit == "items" or (counter.unit == "usd" and not is_charged):
                 self._limiter.give_back_to(counter, amount, period)
         self._end()
 
     def _end(self) -> None:
-        ended = self._taken + self._handed_over
+        ended = self._needs_taken + self._handed_over
         for (counter, amount), period in ended:
             counter.release(amount, period)
             self._limiter.wake_next(counter.key)
         self._limiter.touch(need.counter for need, _ in ended)
-        self._taken, self._handed_over = [], []
+        self._needs_taken, self._handed_over = [], []
 
 
 async def open_limiter(

@@ -140,7 +140,7 @@ class ImageStream:
         self._generation_streams = generation_streams
         self._kind = kind
         self._position = position
-        self._wanted = partial_images
+        self._partial_images = partial_images
         self._encode = encode
         self._enlarge = enlarge
         self._output_format = output_format
@@ -196,12 +196,12 @@ class ImageStream:
 
     async def _partials(self, snapshot: PredictionSnapshot) -> AsyncGenerator[bytes]:
         """Yields new previews, up to the number the reader requested."""
-        if not self._wanted:
+        if not self._partial_images:
             return
         for preview in await self._progress.previews(snapshot, self._position.cursor):
             self._position = self._position._replace(cursor=preview.cursor)
             number = self._position.shown[preview.index]
-            if number < self._wanted and self._is_due(preview, number):
+            if number < self._partial_images and self._is_due(preview, number):
                 enlarged = await self._enlarge(preview)
                 self._position = self._position.showing(preview)
                 event = self._event("partial_image", enlarged, preview.index)
@@ -213,7 +213,7 @@ class ImageStream:
 
         Previews are evenly spaced.
         """
-        return preview.step * (self._wanted + 1) >= (number + 1) * preview.steps
+        return preview.step * (self._partial_images + 1) >= (number + 1) * preview.steps
 
     async def _encode_completed(self, index: int, result: ImageResult) -> bytes:
         data = await self._encode(result)

@@ -54,28 +54,28 @@ class PredictionFollower:
         self._predictions = predictions
         self._holds = holds
         self._limiter = limiter
-        self._followed: deque[tuple[LimitedRequest, Hold]] = deque()
+        self._followed_requests: deque[tuple[LimitedRequest, Hold]] = deque()
 
     async def __aenter__(self) -> Self:
-        self._sweeping = asyncio.create_task(self._sweep())
+        self._sweep_task = asyncio.create_task(self._sweep())
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        self._sweeping.cancel()
-        await asyncio.wait([self._sweeping], timeout=CLOSE_LIMIT_S)
-        for limited, _ in self._followed:
+        self._sweep_task.cancel()
+        await asyncio.wait([self._sweep_task], timeout=CLOSE_LIMIT_S)
+        for limited, _ in self._followed_requests:
             limited.end()
-        self._followed.clear()
+        self._followed_requests.clear()
 
     def follow(self, limited: LimitedRequest, hold: Hold) -> None:
         """Frees a prediction's slots once it has finished.
 
         If it is unknown whether the prediction was created, finds out.
         """
-        if len(self._followed) >= MAX_FOLLOWED:
+        if len(self._followed_requests) >= MAX_FOLLOWED:
             limited.end()
         else:
-            self._followed.append((limited, hold))
+            self._followed_requests.append((limited, hold))
 
     async def sweep(self) -> None:
         """Settles due reservations, and frees the slots of finished predictions."""
@@ -139,7 +139,7 @@ class PredictionFollower:
 
         The others are looked up next time.
         """
-        looked_at = list(itertools.islice(self._followed, MAX_LOOKED_AT))
+        looked_at = list(itertools.islice(self._followed_requests, MAX_LOOKED_AT))
         if not looked_at:
             return
         held = await self._holds.are_held([hold.record_id for _, hold in looked_at])
@@ -154,9 +154,9 @@ class PredictionFollower:
             if not is_held:
                 limited.end()
         for (limited, hold), is_held in zip(looked_at, held, strict=True):
-            self._followed.popleft()
+            self._followed_requests.popleft()
             if is_held and hold.is_stored:
-                self._followed.append((limited, hold))
+                self._followed_requests.append((limited, hold))
 
 
 def _may_be_reported(record: Record, held: HeldLimits, now_s: float) -> bool:

@@ -243,7 +243,7 @@ class GenerationStreams:
         self._streams = streams
         self._reader = TokenReader(streams)
         self.room = StreamRoom(MAX_STREAMS, "streams", "finish reading one")
-        self._leaving: set[asyncio.Task[None]] = set()
+        self._leave_tasks: set[asyncio.Task[None]] = set()
 
     async def __aenter__(self) -> Self:
         return self
@@ -253,7 +253,7 @@ class GenerationStreams:
 
         Readers may now be on other instances.
         """
-        ending = [*self._leaving, *self._reader.tasks]
+        ending = [*self._leave_tasks, *self._reader.tasks]
         for task in ending:
             task.cancel()
         if ending:
@@ -399,8 +399,8 @@ class GenerationStreams:
         If the delay is 0, cancels it immediately, even if others are reading it.
         """
         leaving = asyncio.create_task(self._cancel_unread(prediction, after_s))
-        self._leaving.add(leaving)
-        leaving.add_done_callback(self._leaving.discard)
+        self._leave_tasks.add(leaving)
+        leaving.add_done_callback(self._leave_tasks.discard)
 
     async def _cancel_unread(self, prediction: Prediction, after_s: float) -> None:
         """Cancels a prediction if its reader does not reconnect to any instance."""
@@ -500,7 +500,7 @@ class _Stream:
 
         None if they are not part of the stream.
         """
-        self._looked_s = 0.0
+        self._last_read_s = 0.0
 
     @property
     def heartbeat(self) -> bytes:
@@ -522,9 +522,9 @@ class _Stream:
     def is_log_due(self) -> bool:
         """Returns whether it is time to check for printed text."""
         now_s = time.monotonic()
-        if self.logs_seen is None or now_s - self._looked_s < LOGS_EVERY_S:
+        if self.logs_seen is None or now_s - self._last_read_s < LOGS_EVERY_S:
             return False
-        self._looked_s = now_s
+        self._last_read_s = now_s
         return True
 
     def read(self, index: int, chunks: Sequence[Chunk]) -> Iterator[bytes]:

@@ -106,7 +106,7 @@ class UsageService:
         self._rows = rows
         self._turns = turns
         self._clock = clock
-        self._kept: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
+        self._reads: dict[UsageQuery, asyncio.Task[UsageRead]] = {}
 
     async def read(self, query: UsageQuery, tenant: str) -> UsageRead:
         """Returns usage data at most KEEP_S old for a request from `tenant`.
@@ -115,14 +115,14 @@ class UsageService:
             BadInput: the result has too many groups.
             Overloaded: too many queries are running.
         """
-        task = self._kept.get(query)
+        task = self._reads.get(query)
         if task is None or not self._is_fresh(task):
             self._turns.claim(tenant)
             task = asyncio.create_task(self._read(query, tenant))
-            self._kept.pop(query, None)
-            self._kept[query] = task
-            if len(self._kept) > MAX_KEPT:
-                del self._kept[next(iter(self._kept))]
+            self._reads.pop(query, None)
+            self._reads[query] = task
+            if len(self._reads) > MAX_KEPT:
+                del self._reads[next(iter(self._reads))]
         # The result is shared with other callers, so the query continues even if one caller
         # disconnects.
         return await asyncio.shield(task)

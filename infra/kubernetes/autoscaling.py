@@ -143,9 +143,9 @@ class TriggerQueries:
             f"({admitted} + {shed}) * ({self._item_s(model)})"
             for model, (admitted, shed) in zip(self._models, each, strict=True)
         )
-        most = f"{MAX_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
+        max_rate = f"{MAX_STEP} * (({self._busy_workers()} or vector(0)) + 1)"
         admitted = " and ".join(admitted for admitted, _ in each)
-        return f"({arrived} < {most}) or ({most} and {admitted})"
+        return f"({arrived} < {max_rate}) or ({max_rate} and {admitted})"
 
     def _query_arrivals(self, model: Model) -> tuple[str, str]:
         """Returns PromQL for the items admitted, and the items rejected, each second."""
@@ -216,8 +216,8 @@ class TriggerQueries:
         )
         guess_s = model.definition.first_guesses.item_s
         # Spare time is 0 for workers that don't report it, so their items count for more, not less.
-        taken = f"({seconds} - ({spare} or vector(0)))"
-        process_s = f"{taken} / ({items} > 0) or vector({guess_s:g})"
+        busy_seconds = f"({seconds} - ({spare} or vector(0)))"
+        process_s = f"{busy_seconds} / ({items} > 0) or vector({guess_s:g})"
         return process_s if self._processes == 1 else f"({process_s}) / {self._processes}"
 
 
@@ -286,16 +286,16 @@ def hpa_patch(
     to wait. The busy share of workers covers all models; waiting items are counted per model. The
     arguments are the same as for `keda_patch`.
     """
-    here = {"resource.labels.location": deployment.region}
+    region_labels = {"resource.labels.location": deployment.region}
     metrics = [
         _external(
             "prometheus.googleapis.com|penstock_worker_busy_ratio|gauge",
-            {"metric.labels.worker": worker, "metric.labels.lane": "interactive"} | here,
+            {"metric.labels.worker": worker, "metric.labels.lane": "interactive"} | region_labels,
             f"{round(UTILIZATION * 1000)}m",
         )
     ]
     for model in group.models:
-        metrics += _waiting_items(model, here, processes)
+        metrics += _waiting_items(model, region_labels, processes)
     return {
         "apiVersion": "autoscaling/v2",
         "kind": "HorizontalPodAutoscaler",
@@ -308,12 +308,14 @@ def hpa_patch(
     }
 
 
-def _waiting_items(model: Model, here: dict[str, str], processes: int) -> Iterator[dict[str, Any]]:
+def _waiting_items(
+    model: Model, region_labels: dict[str, str], processes: int
+) -> Iterator[dict[str, Any]]:
     item_s = model.definition.first_guesses.item_s / processes
     held = model.batch.max_items if model.definition.shares_weights else 1
     yield _external(
         "prometheus.googleapis.com|penstock_api_items_in_flight|gauge",
-        {"metric.labels.model": model.name, "metric.labels.lane": "interactive"} | here,
+        {"metric.labels.model": model.name, "metric.labels.lane": "interactive"} | region_labels,
         str(max(held, round(model.deadline.default_s * HPA_WAIT_SHARE / item_s))),
     )
     for subscription_id in (workers_subscription_id, batch_subscription_id):

@@ -65,8 +65,8 @@ class Placement:
     @property
     def cache_gib(self) -> int | None:
         """The part of the node's disk for downloads. None means the same as in the base."""
-        most = self.resources["limits"].get("ephemeral-storage")
-        return None if most is None else int(most.removesuffix("Gi")) * 3 // 4
+        limit = self.resources["limits"].get("ephemeral-storage")
+        return None if limit is None else int(limit.removesuffix("Gi")) * 3 // 4
 
     @property
     def disk_mib(self) -> int:
@@ -194,13 +194,13 @@ def check_gpu_memory(group: WorkerGroup, gpu_types: dict[str, GpuType]) -> None:
                 "same time",
                 field=field,
             )
-    taken = {model.name: model.resources.gpu_memory_bytes or 0 for model in group.models}
+    needs_bytes = {model.name: model.resources.gpu_memory_bytes or 0 for model in group.models}
     has = gpu_memory_bytes(group.gpu, gpu_types)
-    if sum(taken.values()) > has:
-        each = ", ".join(f"{name} {size / GIB:.2f}" for name, size in taken.items())
+    if sum(needs_bytes.values()) > has:
+        each = ", ".join(f"{name} {size / GIB:.2f}" for name, size in needs_bytes.items())
         raise ConfigurationError(
-            f"workers.{group.name}: its models need {sum(taken.values()) / GIB:.2f} GiB of GPU "
-            f"memory ({each}), but a worker has {has / GIB:.2f} GiB of a {group.gpu.type} "
+            f"workers.{group.name}: its models need {sum(needs_bytes.values()) / GIB:.2f} GiB of "
+            f"GPU memory ({each}), but a worker has {has / GIB:.2f} GiB of a {group.gpu.type} "
             f"(gpu.share: {group.gpu.share}); use fewer models, a smaller gpu.share or a larger "
             "gpu.type",
             field=f"workers.{group.name}",

@@ -191,8 +191,8 @@ def _render_objects(catalog: Catalog, models_file: Path, fields: dict[str, Any])
                 "kubectl is not installed; it is required to render the overlay"
             ) from error
         except subprocess.SubprocessError as error:
-            said = getattr(error, "stderr", None) or error
-            raise ConfigurationError(f"kubectl kustomize: {said}") from error
+            reason = getattr(error, "stderr", None) or error
+            raise ConfigurationError(f"kubectl kustomize: {reason}") from error
     return list(yaml.safe_load_all(done.stdout))
 
 

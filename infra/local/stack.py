@@ -172,12 +172,12 @@ class Stack:
         """
         self.workers: dict[str, str] = {}
         """Names of the processes that serve each model, keyed by model name."""
-        self._given = dict(settings or {})
+        self._given_settings = dict(settings or {})
         self.broker: Broker = broker
         self._make = StackProcesses(
             self.state_dir,
             ports,
-            self._given,
+            self._given_settings,
             keep_messages=keep_messages,
             has_rabbitmq="rabbitmq" in self._own_servers(),
         )
@@ -326,12 +326,12 @@ class Stack:
 
     def _own_servers(self) -> list[str]:
         other = {"pubsub": "rabbitmq", "rabbitmq": "pubsub"}[self.broker]
-        if "PENSTOCK_BROKER" in self._given:
+        if "PENSTOCK_BROKER" in self._given_settings:
             other = "pubsub"
         return [
             server
             for server, variable in REPLACED_BY.items()
-            if variable not in self._given and server != other
+            if variable not in self._given_settings and server != other
         ]
 
     def _start_servers(self, undo: ExitStack) -> None:
@@ -396,10 +396,12 @@ class Stack:
         signing = {
             name: value
             for name, value in load_secrets(self.state_dir).items()
-            if name not in self._given
+            if name not in self._given_settings
         }
         # Webhook receivers on this machine are allowed.
-        signing |= {"PENSTOCK_WEBHOOKS_PRIVATE": self._given.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")}
+        signing |= {
+            "PENSTOCK_WEBHOOKS_PRIVATE": self._given_settings.get("PENSTOCK_WEBHOOKS_PRIVATE", "1")
+        }
         self._start(undo, self._make.api(self._sockets | signing))
         self._start(undo, self._make.batches(self._sockets))
         if self.functions_url:

@@ -170,7 +170,7 @@ class StackProcesses:
     ) -> None:
         self._state_dir = state_dir
         self._ports = ports
-        self._given = dict(variables)
+        self._given_variables = dict(variables)
         self._keep_messages = keep_messages
         self._has_rabbitmq = has_rabbitmq
 
@@ -191,7 +191,7 @@ class StackProcesses:
         }
         if self._has_rabbitmq:
             own["PENSTOCK_BROKER"] = f"rabbitmq://guest:guest@127.0.0.1:{self._ports.rabbitmq}/"
-        return own | self._given
+        return own | self._given_variables
 
     def server(self, name: str, socket_dir: Path) -> Process:
         """Returns the server `redis`, `pubsub`, `rabbitmq`, or `bigquery`.

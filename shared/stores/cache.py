@@ -279,14 +279,14 @@ class ResultCache(RedisStore):
         self._memory = _Memory(memory_bytes)
         self._prefix = f"{prefix}result:{ENTRY_SCHEMA}:"
         self._unpaid_prefix = f"{prefix}unpaid:{ENTRY_SCHEMA}:"
-        self._marking: dict[str, asyncio.Task[None]] = {}
+        self._mark_tasks: dict[str, asyncio.Task[None]] = {}
         """Tasks that write marks, or determine which ones to write, keyed by cache key."""
         self._clock = clock
         self._decoder = msgspec.msgpack.Decoder(CacheEntry)
         self._owed_decoder = msgspec.msgpack.Decoder(Owed)
 
     async def __aexit__(self, *exc: object) -> None:
-        if marking := set(self._marking.values()):
+        if marking := set(self._mark_tasks.values()):
             await asyncio.wait(marking, timeout=CLOSE_LIMIT_S)
         await super().__aexit__(*exc)
 
@@ -298,7 +298,7 @@ class ResultCache(RedisStore):
         while the breaker is open. Other callers share the results, so they must not be modified.
         """
         keys = list(dict.fromkeys(keys))
-        while marking := {self._marking[key] for key in keys if key in self._marking}:
+        while marking := {self._mark_tasks[key] for key in keys if key in self._mark_tasks}:
             await asyncio.wait(marking)
         hits = self._in_memory(keys)
         if missing := [key for key in keys if key not in hits]:
@@ -422,7 +422,7 @@ class ResultCache(RedisStore):
 
     def await_marks(self, keys: Collection[str], marking: asyncio.Task[None]) -> None:
         """Makes hits in this process wait for a task that finds and marks unpaid results."""
-        self._marking |= dict.fromkeys(keys, marking)
+        self._mark_tasks |= dict.fromkeys(keys, marking)
         marking.add_done_callback(lambda _: self._forget_marking(keys, marking))
 
     async def _write_marks(self, owed: Mapping[str, Owed], ttl_s: int) -> None:
@@ -438,8 +438,8 @@ class ResultCache(RedisStore):
 
     def _forget_marking(self, keys: Collection[str], marking: asyncio.Task[None]) -> None:
         for key in keys:
-            if self._marking.get(key) is marking:
-                del self._marking[key]
+            if self._mark_tasks.get(key) is marking:
+                del self._mark_tasks[key]
 
     async def put_many(
         self,

@@ -200,13 +200,13 @@ class ReadPace:
     """
 
     def __init__(self, began_s: float) -> None:
-        self._began_s = self._looked_s = began_s
+        self._began_s = self._last_check_s = began_s
         self._found_s: float | None = None
         self._gaps_s = (0.0, 0.0)
 
     def record_check(self, now_s: float, *, has_tokens: bool) -> None:
         """Records a check, and whether it found tokens."""
-        self._looked_s = now_s
+        self._last_check_s = now_s
         if not has_tokens:
             return
         if self._found_s is not None:
@@ -220,7 +220,7 @@ class ReadPace:
             while 2 * pause_s <= limit_s:
                 pause_s *= 2
             # Readers check at multiples of their pauses, so that they share round trips.
-            return pause_s == READ_EVERY_S or now_s // pause_s > self._looked_s // pause_s
+            return pause_s == READ_EVERY_S or now_s // pause_s > self._last_check_s // pause_s
         return now_s >= self._found_s + SURE_SHARE * min(*self._gaps_s, MAX_GAP_S)
 
 

@@ -202,7 +202,7 @@ class Spool:
         self._folder = folder
         self._max_bytes = max_bytes
         self._numbers = itertools.count()
-        self._unseen: list[Path] = []
+        self._unseen_paths: list[Path] = []
         self._stuck: set[Path] = set()
         self.unowned: dict[Path, SegmentSize] = {}
         """Segments without an owner at the last scan, oldest first."""
@@ -259,8 +259,8 @@ class Spool:
         for is_new in (False, True):
             if is_new:
                 self.scan()
-            while self._unseen:
-                path = self._unseen.pop(0)
+            while self._unseen_paths:
+                path = self._unseen_paths.pop(0)
                 adopted = self._adopt(path)
                 if adopted is not None:
                     return adopted
@@ -339,7 +339,7 @@ class Spool:
                     packed, size_bytes = pack(path, data, rows)
                     self.unowned[packed] = SegmentSize(rows, size_bytes)
                     self.unowned.pop(path, None)
-                    self._unseen.append(packed)
+                    self._unseen_paths.append(packed)
 
     def scan(self) -> None:
         """Finds segments without an owner and counts their rows."""
@@ -369,7 +369,7 @@ class Spool:
         self.unowned.update(segments)
         for path in before.keys() - segments.keys():
             self.unowned.pop(path, None)
-        self._unseen = list(segments)
+        self._unseen_paths = list(segments)
 
     def release(self, segment: Segment, rows: int) -> None:
         """Releases a segment to the next process that adopts it, which may be this one."""

@@ -339,7 +339,7 @@ async def test_predictions_of_an_instance_that_died_are_settled(
     body, plan = {"version": MODEL, "input": {"text": "x" * 200}}, Plan(budget_usd_per_month=0.25)
     (tmp_path / "other").mkdir()
     async with limited_api(tmp_path, redis_url, plan) as api:
-        api.dependencies.follower._sweeping.cancel()  # as if the instance had died
+        api.dependencies.follower._sweep_task.cancel()  # as if the instance had died
         created = await api.http.post("/v1/predictions", json=body, headers=bearer("a"))
         assert created.status_code == 201
         assert (await embed(api, "y" * 230)).status_code == 429

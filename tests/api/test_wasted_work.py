@@ -251,4 +251,4 @@ async def until_status(api: ApiUnderTest, path: str, status: str) -> dict[str, A
 
 async def until_settled(api: ApiUnderTest) -> None:
     """Waits until all predictions' reservations are settled."""
-    await until(lambda: not api.dependencies.follower._followed)
+    await until(lambda: not api.dependencies.follower._followed_requests)

@@ -42,7 +42,7 @@ purpose.
 _REPEATS = 3
 _CALL_TOKENS_MAX = 16384
 
-_opened: dict[BenchmarkTarget, _LoadedTarget] = {}
+_loaded_targets: dict[BenchmarkTarget, _LoadedTarget] = {}
 
 OPEN_LIMIT_S = 60.0
 """Time limit for loading, enough to import torch and load the weights on a busy machine."""
@@ -85,10 +85,10 @@ def open_model(
     Raises:
         PenstockError: the candidate can't be loaded.
     """
-    if target in _opened:
+    if target in _loaded_targets:
         return
     if not keeps_others:
-        _opened.clear()
+        _loaded_targets.clear()
     resources = Resources(
         device=device,
         backend=target.backend,
@@ -100,7 +100,7 @@ def open_model(
     model.setup()
     model.warmup()
     # On a CPU, it measures their own CPU seconds, so other programs don't distort the figures.
-    _opened[target] = _LoadedTarget(
+    _loaded_targets[target] = _LoadedTarget(
         model, time.process_time if model.device_name == "cpu" else time.perf_counter
     )
 
@@ -108,7 +108,7 @@ def open_model(
 def _load_target(target: BenchmarkTarget) -> _LoadedTarget:
     if target.backend.backend == "torch" and (torch := sys.modules.get("torch")) is not None:
         torch.set_num_threads(target.threads)  # this is global, so the last loaded model has set it
-    return _opened[target]
+    return _loaded_targets[target]
 
 
 def vectors(target: BenchmarkTarget, texts: Sequence[PreparedText], together: int) -> np.ndarray:
@@ -235,7 +235,7 @@ class BenchmarkPool:
         self._context = multiprocessing.get_context("forkserver")
         self._context.set_forkserver_preload(["workers.autotune.benchmark_pool", *libraries])
         self._executors: list[ProcessPoolExecutor] = []
-        self._opened: set[tuple[int, BenchmarkTarget]] = set()
+        self._opened_targets: set[tuple[int, BenchmarkTarget]] = set()
         self._target = BenchmarkTarget(Backend(), 1)
 
     def __enter__(self) -> Self:
@@ -251,7 +251,7 @@ class BenchmarkPool:
         for executor in self._executors:
             executor.shutdown(wait=True, cancel_futures=True)
         self._executors = []
-        self._opened.clear()
+        self._opened_targets.clear()
 
     def open(self, backend: Backend, layout: Layout) -> None:
         """Loads `backend` in every process of `layout`, for use by the other methods."""
@@ -263,7 +263,9 @@ class BenchmarkPool:
             executor = ProcessPoolExecutor(1, self._context, initializer=die_with_parent)
             self._executors.append(executor)
         missing = [
-            number for number in range(layout.processes) if (number, target) not in self._opened
+            number
+            for number in range(layout.processes)
+            if (number, target) not in self._opened_targets
         ]
         futures = [
             self._executors[number].submit(
@@ -278,11 +280,11 @@ class BenchmarkPool:
             for number in missing
         ]
         if not self.keeps_several:
-            self._opened = {
-                (number, other) for number, other in self._opened if number not in missing
+            self._opened_targets = {
+                (number, other) for number, other in self._opened_targets if number not in missing
             }
         self._gather(futures, OPEN_LIMIT_S)
-        self._opened |= {(number, target) for number in missing}
+        self._opened_targets |= {(number, target) for number in missing}
 
     def _device_of(self, number: int) -> str:
         """Returns a process's device. Processes are spread over GPUs as in ModelPool."""

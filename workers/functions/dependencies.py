@@ -42,7 +42,7 @@ class FunctionDependencies:
     def __init__(self, settings: FunctionSettings) -> None:
         self._settings = settings
         self._stack = AsyncExitStack()
-        self._opening = asyncio.Lock()
+        self._open_lock = asyncio.Lock()
         self._redis: RecordsRedis | None = None
         self._handlers: dict[str, Handler] = {}
 
@@ -57,7 +57,7 @@ class FunctionDependencies:
         await self._stack.aclose()
 
     async def _handler(self, function: str) -> Handler:
-        async with self._opening:
+        async with self._open_lock:
             if function not in self._handlers:
                 openings = {"dead_letter": self._open_dead_letters, "webhook": self._open_webhooks}
                 self._handlers[function] = await openings[function]()
@@ -132,7 +132,7 @@ class RowTable:
 
     def __init__(self, settings: FunctionSettings, table: str = TABLE) -> None:
         self._sender = sender_of(settings, table)
-        self._sending = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
         self._waiting = _Group()
 
     async def write(self, rows: list[Row]) -> None:
@@ -147,7 +147,7 @@ class RowTable:
         """
         group = self._waiting
         group.rows += rows
-        async with self._sending:
+        async with self._send_lock:
             if not group.is_sent:
                 self._waiting = _Group()
                 await self._send(group)

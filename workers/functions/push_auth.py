@@ -128,13 +128,13 @@ class _CachedCerts:
 
     def __init__(self) -> None:
         self._request: Any = None
-        self._kept: tuple[float, Any] | None = None
+        self._cached_answer: tuple[float, Any] | None = None
 
     def __call__(self, url: str, method: str = "GET", **options: Any) -> Any:
-        if self._kept is None or time.monotonic() - self._kept[0] > CERTS_KEPT_S:
+        if self._cached_answer is None or time.monotonic() - self._cached_answer[0] > CERTS_KEPT_S:
             self._request = self._request or Request()
             answer = self._request(url, method=method, **options)
             if answer.status != 200:
                 return answer
-            self._kept = time.monotonic(), answer
-        return self._kept[1]
+            self._cached_answer = time.monotonic(), answer
+        return self._cached_answer[1]

@@ -150,9 +150,9 @@ def in_time(pulled: PulledJob, body: ReplyBody, now_s: float) -> ReplyBody:
 
 def without_results(body: ReplyBody) -> ReplyBody:
     """Removes the results, because the API instance and the caller's connection are gone."""
-    gone = Unavailable("the API instance that sent the request no longer exists")
+    error = Unavailable("the API instance that sent the request no longer exists")
     outcomes = [
-        outcome if outcome.result is None else failure(outcome.index, gone, outcome.receipt)
+        outcome if outcome.result is None else failure(outcome.index, error, outcome.receipt)
         for outcome in body.outcomes
     ]
     return msgspec.structs.replace(body, outcomes=outcomes)

@@ -139,13 +139,13 @@ class StepRun:
 
     def drop_unwanted(self) -> None:
         """Stops items whose callers have all disconnected."""
-        gone = [
+        unwanted = [
             slot
             for slot, queued in self._inside.items()
             if slot not in self._dropped and queued.is_unwanted
         ]
-        self._dropped.update(gone)
-        self._process.drop(gone)
+        self._dropped.update(unwanted)
+        self._process.drop(unwanted)
 
     def _add(self, first: int, items: Sequence[QueuedItem]) -> None:
         self._inside.update(enumerate(items, first))

@@ -321,10 +321,10 @@ class _Feeds(CalibrationDataReader):  # type: ignore[misc]
     """The feeds one by one, as the calibrator requests them."""
 
     def __init__(self, feeds: Sequence[Feed]) -> None:
-        self._left = iter(feeds)
+        self._remaining_feeds = iter(feeds)
 
     def get_next(self) -> Feed | None:
-        return next(self._left, None)
+        return next(self._remaining_feeds, None)
 
 
 @contextlib.contextmanager

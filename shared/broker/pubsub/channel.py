@@ -287,7 +287,7 @@ class AckQueue:
         # There can be many lingering acks, and later messages wait until the broker has received
         # those acks.
         self._requests_in_flight = REQUESTS_IN_FLIGHT if linger_s else 1
-        self._sending: set[asyncio.Task[None]] = set()
+        self._send_tasks: set[asyncio.Task[None]] = set()
         self._timer: asyncio.TimerHandle | None = None
         self._is_closed = False
         self.failed = 0
@@ -318,8 +318,8 @@ class AckQueue:
     async def flush(self, timeout_s: float) -> None:
         """Sends everything queued, and waits up to `timeout_s` for it to finish."""
         self._start()
-        if self._sending:
-            await asyncio.wait(self._sending, timeout=timeout_s)
+        if self._send_tasks:
+            await asyncio.wait(self._send_tasks, timeout=timeout_s)
 
     async def close(self) -> None:
         """Cancels the requests in flight.
@@ -329,16 +329,16 @@ class AckQueue:
         self._is_closed = True
         if self._timer is not None:
             self._timer.cancel()
-        for task in self._sending:
+        for task in self._send_tasks:
             task.cancel()
-        await asyncio.gather(*self._sending, return_exceptions=True)
+        await asyncio.gather(*self._send_tasks, return_exceptions=True)
 
     def _start(self) -> None:
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
-        if len(self._sending) < self._requests_in_flight and len(self):
-            self._sending.add(asyncio.create_task(self._send()))
+        if len(self._send_tasks) < self._requests_in_flight and len(self):
+            self._send_tasks.add(asyncio.create_task(self._send()))
 
     async def _send(self) -> None:
         try:
@@ -350,7 +350,7 @@ class AckQueue:
         finally:
             # This runs in the same iteration as the last check of the queues. Otherwise, an ack
             # queued in between would never be sent.
-            self._sending.discard(cast(asyncio.Task[None], asyncio.current_task()))
+            self._send_tasks.discard(cast(asyncio.Task[None], asyncio.current_task()))
 
     async def _send_some(self) -> None:
         if self._nacks:

@@ -77,7 +77,7 @@ class ConfirmedPublisher:
         self._exchange = exchange
         self._topic_exists = topic_exists
         self._known: set[str] = set()
-        self._opening = asyncio.Lock()
+        self._open_lock = asyncio.Lock()
         self._waits: ChannelWaits | None = None
         self._closing: set[asyncio.Task[None]] = set()
         self._sender = uuid4().hex[:16]
@@ -213,7 +213,7 @@ class ConfirmedPublisher:
         waits = self._waits
         if waits is not None and not waits.channel.is_closed:
             return waits
-        async with self._opening:
+        async with self._open_lock:
             if self._waits is None or self._waits.channel.is_closed:
                 self._waits = await self._new_channel()
             return self._waits

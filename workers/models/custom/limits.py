@@ -66,13 +66,15 @@ class ProcessFamily:
     def __init__(self, pid: int) -> None:
         self._pid = pid
         self._namespace = ""
-        self._held: int | None = None
+        self._namespace_fd: int | None = None
 
     def note_namespace(self) -> None:
         """Records the runner's namespace while it is running."""
         with contextlib.suppress(OSError):
             # Kept open so that its number isn't reused before `close`.
-            self._held = os.open(_PROC / str(self._pid) / "ns" / "mnt", os.O_RDONLY | os.O_CLOEXEC)
+            self._namespace_fd = os.open(
+                _PROC / str(self._pid) / "ns" / "mnt", os.O_RDONLY | os.O_CLOEXEC
+            )
             namespace = _namespace(self._pid)
             self._namespace = namespace if namespace != _namespace(os.getpid()) else ""
 
@@ -106,7 +108,7 @@ class ProcessFamily:
             time.sleep(0.005)
 
     def close(self) -> None:
-        held, self._held, self._namespace = self._held, None, ""
+        held, self._namespace_fd, self._namespace = self._namespace_fd, None, ""
         self._pid = -1  # the system may assign it to another process from now on
         if held is not None:
             os.close(held)

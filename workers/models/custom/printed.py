@@ -59,7 +59,7 @@ class PrintedOutput:
         self._hidden = hidden or HiddenValues([])
         self._unowned = KeptText(self._hidden, shows)
         self._logs: dict[int, KeptText] = {}
-        self._alone = self._unowned
+        self._sole_log = self._unowned
         """Receives unmarked output."""
         self._mark = b""
         self._rest = b""
@@ -85,7 +85,7 @@ class PrintedOutput:
         self._drain()
         with self._lock:
             log = self._logs[number] = KeptText(self._hidden)
-            self._alone = log if is_alone else self._unowned
+            self._sole_log = log if is_alone else self._unowned
 
     def look(self) -> dict[int, PrintedLogs]:
         """Returns the output so far for each prediction with an open log."""
@@ -99,8 +99,8 @@ class PrintedOutput:
             log = self._logs.pop(number, None)
             if log is None:
                 return PrintedLogs()
-            if log is self._alone:
-                self._alone = self._unowned
+            if log is self._sole_log:
+                self._sole_log = self._unowned
             return log.take()
 
     def take(self) -> PrintedLogs:
@@ -162,7 +162,7 @@ class PrintedOutput:
                 except OSError:
                     piece = b""
                 if not piece:
-                    self._alone.add(self._rest)
+                    self._sole_log.add(self._rest)
                     self._rest = b""
                     return read_bytes, False
                 read_bytes += max(len(piece), MIN_PART_BYTES * self._keep(piece))
@@ -175,7 +175,7 @@ class PrintedOutput:
             parts, self._rest = split_records(self._rest + piece, self._mark)
         by_log: dict[KeptText, list[bytes]] = {}
         for number, data in parts:
-            log = self._alone if number is None else self._logs.get(number, self._unowned)
+            log = self._sole_log if number is None else self._logs.get(number, self._unowned)
             by_log.setdefault(log, []).append(data)
         for log, pieces in by_log.items():
             log.add(b"".join(pieces))
@@ -283,14 +283,14 @@ class BoundedShow:
 
     def __init__(self) -> None:
         self._room = float(MAX_SHOWN_BYTES)
-        self._looked_s = time.monotonic()
+        self._last_refill_s = time.monotonic()
         self._left_out = 0
 
     def __call__(self, text: str) -> None:
         """Shows the text, or the beginning of it."""
         now_s = time.monotonic()
-        gained = (now_s - self._looked_s) * SHOWN_BYTES_PER_S
-        self._room, self._looked_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s
+        gained = (now_s - self._last_refill_s) * SHOWN_BYTES_PER_S
+        self._room, self._last_refill_s = min(MAX_SHOWN_BYTES, self._room + gained), now_s
         excerpt = text[: int(self._room)]
         self._room -= len(excerpt)
         if excerpt and self._left_out:

@@ -100,12 +100,12 @@ class Trial:
             list(torch.split(self.ids, list(self.lengths))), batch_first=True
         )
         mask = torch.arange(max(self.lengths)) < torch.tensor(self.lengths)[:, None]
-        self._wanted = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
+        self._expected = model(input_ids=padded, attention_mask=mask.long()).last_hidden_state[mask]
 
     def is_right(self, states: torch.Tensor) -> bool:
         """Returns whether these states, float32 [tokens, width], match those with padding."""
         return torch.allclose(
-            states, self._wanted, rtol=0, atol=_TRIED_APART * float(self._wanted.abs().max())
+            states, self._expected, rtol=0, atol=_TRIED_APART * float(self._expected.abs().max())
         )
 
 

@@ -76,7 +76,7 @@ class CrossPreparer:
     def __init__(self, folder: Path) -> None:
         self._tokenizer = open_tokenizer(folder)
         self.max_length = longest_text(folder)
-        self._own = self._tokenizer.num_special_tokens_to_add(is_pair=True)
+        self._special_tokens = self._tokenizer.num_special_tokens_to_add(is_pair=True)
 
     def prepare(self, inputs: Sequence[Input]) -> list[PreparedText | BadInput]:
         """Returns one outcome per input, in order."""
@@ -95,12 +95,12 @@ class CrossPreparer:
             )
         except (TypeError, ValueError) as error:  # a lone surrogate
             return BadInput(f"the text can't be tokenized: {error}", field="input")
-        total = len(query) + len(text) + self._own
+        total = len(query) + len(text) + self._special_tokens
         if value.truncate == "none" and total > self.max_length:
             return too_long(total, self.max_length)
         side = "right" if value.truncate == "end" else "left"
         query.truncate(self.max_length // 2)
-        room = self.max_length - self._own - len(query)
+        room = self.max_length - self._special_tokens - len(query)
         text.truncate(min(room, value.max_tokens or room), direction=side)
         pair = self._tokenizer.post_process(query, text)
         return PreparedText(

@@ -45,7 +45,7 @@ class Vocabulary:
         }
         """Control tokens, with their texts."""
         self.ends = frozenset(self._read_ends())
-        self._making = threading.Lock()
+        self._build_lock = threading.Lock()
         self._matchers: dict[str, LLMatcher] = {}
 
     def read(self, name: str) -> dict[str, Any]:
@@ -155,7 +155,7 @@ class Vocabulary:
         Raises:
             ValueError: the schema is not valid, or has parts that are not supported.
         """
-        with self._making:
+        with self._build_lock:
             matcher = self._matchers.pop(json_schema, None) or self._make_matcher(json_schema)
             self._matchers[json_schema] = matcher
             if len(self._matchers) > _MATCHERS_KEPT:

@@ -245,7 +245,7 @@ class IpAdapters:
     ) -> None:
         self._device, self._dtype = device, plan.dtype
         self._batch: _Batch | None = None
-        self._kept = KeptEncodings(KEPT_BYTES)
+        self._encodings = KeptEncodings(KEPT_BYTES)
         self._adapters: dict[str, _IpAdapter] = {}
         if not files:
             return
@@ -269,12 +269,12 @@ class IpAdapters:
             return None
         name, seen = item.ip_adapter, item.ip_adapter_pixels
         key = name, hashlib.blake2b(seen, digest_size=16).digest()
-        tokens = self._kept.get(key)
+        tokens = self._encodings.get(key)
         if tokens is None:
             adapter = self._adapters[name]
             pixels = _as_clip_takes(seen, adapter.side_px)
             tokens = adapter.tokens(pixels.to(self._device, self._dtype))
-            self._kept.keep(key, tokens)
+            self._encodings.keep(key, tokens)
         return IpAdapterStart(name, tokens, item.ip_adapter_scale)
 
     @contextmanager

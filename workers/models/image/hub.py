@@ -315,13 +315,13 @@ class _RowLimits:
     def __init__(self) -> None:
         self._rows: dict[Hashable, int] = {}
         self._successes: dict[Hashable, int] = {}
-        self._alone: set[Hashable] = set()
+        self._unbatched_keys: set[Hashable] = set()
 
     def cut(self, runs: Sequence[Run]) -> Iterator[list[Run]]:
         """Splits runs with the same key into parts that fit."""
         assert runs[0].call is not None
         key = runs[0].call.key
-        max_rows = 0 if key in self._alone else self._rows.get(key)
+        max_rows = 0 if key in self._unbatched_keys else self._rows.get(key)
         part: list[Run] = []
         rows = 0
         for run in runs:
@@ -342,9 +342,9 @@ class _RowLimits:
 
     def forbid(self, call: Call) -> None:
         """Makes calls of this kind run one at a time from now on."""
-        if len(self._alone) >= MAX_LIMITS:
-            self._alone.clear()
-        self._alone.add(call.key)
+        if len(self._unbatched_keys) >= MAX_LIMITS:
+            self._unbatched_keys.clear()
+        self._unbatched_keys.add(call.key)
 
     def note_success(self, calls: Sequence[Call]) -> None:
         """Raises the limit again after a while, because others may have been using the memory."""

@@ -19,21 +19,21 @@ class KeptEncodings:
 
     def __init__(self, kept_bytes: int) -> None:
         self._kept_bytes = kept_bytes
-        self._kept: OrderedDict[Hashable, Any] = OrderedDict()
+        self._entries: OrderedDict[Hashable, Any] = OrderedDict()
         self._bytes = 0
 
     def get(self, key: Hashable) -> Any | None:
         """Returns a value and marks it as most recently used. Returns None if it isn't cached."""
-        if key in self._kept:
-            self._kept.move_to_end(key)
-        return self._kept.get(key)
+        if key in self._entries:
+            self._entries.move_to_end(key)
+        return self._entries.get(key)
 
     def keep(self, key: Hashable, value: Any) -> None:
         """Adds a value. Evicts the least recently used values that no longer fit."""
-        self._kept[key] = value
+        self._entries[key] = value
         self._bytes += _size_bytes(value)
         while self._bytes > self._kept_bytes:
-            _, removed = self._kept.popitem(last=False)
+            _, removed = self._entries.popitem(last=False)
             self._bytes -= _size_bytes(removed)
 
 

@@ -50,13 +50,13 @@ class LowRankModule:
             for name, layer in module.named_modules()
             if isinstance(layer, torch.nn.Linear | torch.nn.Conv2d)
         }
-        self._hooked: set[str] = set()
+        self._hooked_names: set[str] = set()
         self._batch: _Batch | None = None
 
     def prepare(self, names: Sequence[str]) -> None:
         """Prepares the named layers for low-rank ones. Takes negligible time."""
-        for name in set(names) - self._hooked:
-            self._hooked.add(name)
+        for name in set(names) - self._hooked_names:
+            self._hooked_names.add(name)
             # The first of the hooks, so that other hooks see the sum.
             self.layers[name].register_forward_hook(self._hook(name), prepend=True)
 

@@ -83,7 +83,7 @@ class Prompts:
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
-        self._kept = KeptEncodings(kept_bytes)
+        self._encodings = KeptEncodings(kept_bytes)
 
     def intercept(self, pipeline: Any, variant: str = "") -> LostTokens:
         """Makes an item's pipeline use the cached prompts.
@@ -115,13 +115,13 @@ class Prompts:
             key = _key([variant, encode.__func__, *named.items()])  # type: ignore[attr-defined]
             if key is None:
                 return encode(*args, **kwargs)
-            entry = self._kept.get(key)
+            entry = self._encodings.get(key)
             if entry is None:
                 # Some pipelines encode the negative prompt in a separate call, which is counted
                 # separately.
                 before, lost.by_text = lost.by_text, {}
                 encoded = encode(*args, **kwargs)
-                self._kept.keep(key, (_copy(encoded), lost.by_text))
+                self._encodings.keep(key, (_copy(encoded), lost.by_text))
                 lost.by_text = before | lost.by_text
                 return encoded
             lost.by_text = lost.by_text | entry[1]

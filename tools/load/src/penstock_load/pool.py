@@ -43,7 +43,7 @@ class ConnectionPool:
         self._busy: dict[int, Connection] = {}
         self._waiting: dict[int, tuple[bytes, float]] = {}
         self._connections: set[Connection] = set()
-        self._opening: set[asyncio.Task[None]] = set()
+        self._open_tasks: set[asyncio.Task[None]] = set()
         self._is_closing = False
 
     @property
@@ -92,7 +92,7 @@ class ConnectionPool:
 
     def close(self) -> None:
         self._is_closing = True
-        for task in self._opening:
+        for task in self._open_tasks:
             task.cancel()
         for connection in list(self._connections):
             connection.close()
@@ -134,11 +134,11 @@ class ConnectionPool:
         self._on_end(Exchange(status, waited_ms, number=number, lag_ms=waited_ms), [])
 
     def _open_more(self) -> None:
-        is_full = len(self._connections) + len(self._opening) >= self._max_connections
+        is_full = len(self._connections) + len(self._open_tasks) >= self._max_connections
         if is_full or self._is_closing:
             return
         task = asyncio.get_running_loop().create_task(self._connect())
-        self._opening.add(task)
+        self._open_tasks.add(task)
         task.add_done_callback(self._handle_opened)
 
     async def _connect(self) -> None:
@@ -152,13 +152,13 @@ class ConnectionPool:
             self._use(connection)
 
     def _handle_opened(self, task: asyncio.Task[None]) -> None:
-        self._opening.discard(task)
+        self._open_tasks.discard(task)
         if task.cancelled():
             return
         error = task.exception()
         if error is not None and not isinstance(error, OSError):
             raise error
         # Waiting requests may still be sent on a connection that is open or being opened.
-        if error is not None and not self._connections and not self._opening:
+        if error is not None and not self._connections and not self._open_tasks:
             for number in list(self._waiting):
                 self._end_waiting(number, UNCONNECTED)

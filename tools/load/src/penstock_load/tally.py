@@ -42,7 +42,7 @@ class Tally:
         self.tokens = 0
         self.cost_usd = 0.0
         self._waits_ms = array("d")
-        self._seen, self._ended, self._looked_s = 0, 0, 0.0
+        self._seen, self._ended, self._last_report_s = 0, 0, 0.0
 
     @property
     def ended(self) -> int:
@@ -70,8 +70,8 @@ class Tally:
         """
         waits_ms = self._waits_ms[self._seen :]
         p50_ms, p99_ms = np.percentile(waits_ms, (50, 99)) if waits_ms else (0.0, 0.0)
-        rate = (self.ended - self._ended) / max(at_s - self._looked_s, 1e-9)
-        self._seen, self._ended, self._looked_s = len(self._waits_ms), self.ended, at_s
+        rate = (self.ended - self._ended) / max(at_s - self._last_report_s, 1e-9)
+        self._seen, self._ended, self._last_report_s = len(self._waits_ms), self.ended, at_s
         return ReplayProgress(
             at_s, trace_s, self.due, in_flight, rate, float(p50_ms), float(p99_ms)
         )

@@ -650,7 +650,7 @@ class AsyncRunner:
         self._loaded = loaded
         self._loop = loop
         self._tasks: dict[int, asyncio.Task[None]] = {}
-        self._sending = asyncio.Lock()
+        self._send_lock = asyncio.Lock()
 
     async def run(self) -> None:
         signal.signal(signal.SIGUSR1, signal.SIG_IGN)
@@ -704,7 +704,7 @@ class AsyncRunner:
         return prediction.result(prediction.pieces)
 
     async def _send(self, frame: bytes) -> None:
-        async with self._sending:
+        async with self._send_lock:
             await self._loop.sock_sendall(self._connection, frame)
 
     async def _send_whole(self, frame: bytes) -> None:
