@@ -101,7 +101,7 @@ class FairRoom:
         """Returns the number of tenants with items here."""
         return len(self._holdings)
 
-    def held_by(self, tenant: str) -> int:
+    def count_held(self, tenant: str) -> int:
         """Returns the number of items that this tenant has here."""
         holding = self._holdings.get(tenant)
         return 0 if holding is None else holding.items
@@ -120,7 +120,7 @@ class FairRoom:
         idle = self.bound * (1 - RESERVE)
         if self.total < idle:
             return 0.0
-        own, part = self.held_by(request.tenant), self.part_of(request)
+        own, part = self.count_held(request.tenant), self.part_of(request)
         is_below_share = own < self.bound * part
         if is_below_share and self.total < self.bound:
             return 0.0

@@ -146,7 +146,7 @@ class _OpenSegment:
     """A segment with unfinished lines, or one waiting for an earlier segment."""
 
     numbers: list[int]
-    left: set[int]
+    unanswered: set[int]
     """Numbers of the lines that don't have an answer yet."""
     started: set[int] = field(default_factory=set)
 
@@ -310,8 +310,8 @@ class SegmentRun:
 
     def _end_line(self, index: int, number: int, answers: AnswerLog, answer: LineAnswer) -> None:
         segment = self._open.get(index)  # another runner may have written it by now
-        if segment is not None and number in segment.left:
-            segment.left.discard(number)
+        if segment is not None and number in segment.unanswered:
+            segment.unanswered.discard(number)
             answers.add(number, answer)
             self._moved.set()
 
@@ -332,7 +332,7 @@ class SegmentRun:
         """Writes complete segments as long as all earlier segments are complete."""
         store, names = self._tools.store, (self._owner, self._batch.id)
         written, counts = self._next, None
-        while (segment := self._open.get(self._next)) is not None and not segment.left:
+        while (segment := self._open.get(self._next)) is not None and not segment.unanswered:
             if counts is None:
                 written, counts = await store.count_written(*names)
             if written == self._next:

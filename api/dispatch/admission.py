@@ -130,7 +130,7 @@ class Admission:
     def estimate_wait(self, demand: Demand) -> WaitEstimate:
         """Returns the wait estimate for a demand, even if it would not be admitted."""
         rooms, rate = self._rooms_of(demand.model), self.rate_of(demand.model)
-        held = sum(room.held_by(demand.tenant) for room in (rooms.interactive, rooms.batch))
+        held = sum(room.count_held(demand.tenant) for room in (rooms.interactive, rooms.batch))
         items_per_s = rate.measured_per_s(self._clock())
         wait_s = None if rooms.total else 0.0
         if rooms.total and items_per_s is not None:
@@ -222,7 +222,7 @@ class _Rooms:
 
 def _describe_held(room: FairRoom, demand: Demand) -> str:
     # Other tenants' load is not disclosed to this tenant.
-    return f"{room.held_by(demand.tenant)} of your items are waiting for a worker"
+    return f"{room.count_held(demand.tenant)} of your items are waiting for a worker"
 
 
 def _ahead(rooms: _Rooms, demand: Demand, enough: float) -> float:
@@ -254,7 +254,7 @@ def _turns_until_earlier(rooms: _Rooms, demand: Demand, ahead: float, turns: flo
     only when others have fewer items left than were counted.
     """
     room = rooms.room(demand.priority)
-    own_turns = room.held_by(demand.tenant) / room.part_of(demand)
+    own_turns = room.count_held(demand.tenant) / room.part_of(demand)
     if turns > own_turns:
         turns += max(0.0, rooms.total - (ahead - demand.items + 1))
     return min(turns + 1, rooms.total)

@@ -85,7 +85,7 @@ class Recording:
             facts,
             stops_at_s,
             id=prediction_id,
-            input=read.shown,
+            input=read.raw_input,
             is_list=read.is_list,
             output_format=read.output_format,
             base_url=call.base_url,

@@ -360,7 +360,7 @@ class CodecPool:
         wait_s = (1 + before) * self._service_s / self._processes
         late_s = wait_s + self._service_s - remaining_s
         if self._room.turns_to_wait(image) or self._bytes_room.turns_to_wait(size):
-            waiting = self._room.held_by(task.tenant)
+            waiting = self._room.count_held(task.tenant)
             reason = (
                 f"{waiting} of your images are waiting to be decoded, and there is no room for more"
             )

@@ -68,13 +68,13 @@ class Hold:
     """A prediction's reservations, and whether Redis has them."""
 
     record_id: str
-    kept: HeldLimits
+    limits: HeldLimits
     is_stored: bool | None = False
     """None if unknown because Redis did not respond."""
 
     @property
     def data(self) -> bytes:
-        return msgspec.json.encode(self.kept)
+        return msgspec.json.encode(self.limits)
 
 
 class LimitedRequest:
@@ -215,7 +215,7 @@ class LimitedRequest:
                 self.end()
                 # Another instance settles it if Redis does not respond now.
                 with suppress(Unavailable):
-                    await self._limiter.settle_hold(hold.record_id, hold.kept.takings, self._used)
+                    await self._limiter.settle_hold(hold.record_id, hold.limits.takings, self._used)
                 return
         if self._follow is not None:
             self._follow(self, hold)

@@ -77,7 +77,7 @@ class ImagePosition(NamedTuple):
 
     cursor: str
     completed: int
-    shown: tuple[int, ...]
+    previews: tuple[int, ...]
 
     @classmethod
     def from_id(cls, last_id: str, count: int) -> Self:
@@ -99,13 +99,13 @@ class ImagePosition(NamedTuple):
 
     def to_id(self) -> str:
         """Returns the ID of an event that leaves a reader at this position."""
-        return f"{self.cursor}~{self.completed}~{'.'.join(map(str, self.shown))}"
+        return f"{self.cursor}~{self.completed}~{'.'.join(map(str, self.previews))}"
 
     def showing(self, preview: Preview) -> Self:
         """Returns the position after a preview has been shown."""
-        preview_counts = [*self.shown]
+        preview_counts = [*self.previews]
         preview_counts[preview.index] += 1
-        return self._replace(shown=tuple(preview_counts))
+        return self._replace(previews=tuple(preview_counts))
 
 
 class ImageStream:
@@ -200,7 +200,7 @@ class ImageStream:
             return
         for preview in await self._progress.previews(snapshot, self._position.cursor):
             self._position = self._position._replace(cursor=preview.cursor)
-            number = self._position.shown[preview.index]
+            number = self._position.previews[preview.index]
             if number < self._partial_images and self._is_due(preview, number):
                 enlarged = await self._enlarge(preview)
                 self._position = self._position.showing(preview)
@@ -229,7 +229,7 @@ class ImageStream:
             int(time.time()),
             self._size,
             self._output_format,
-            index=index if len(self._position.shown) > 1 else msgspec.UNSET,
+            index=index if len(self._position.previews) > 1 else msgspec.UNSET,
         )
 
     def _on_wire(self, event: StreamedImage) -> bytes:

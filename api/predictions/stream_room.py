@@ -33,8 +33,8 @@ class StreamRoom:
         stream = OneItem(tenant)
         if self._room.turns_to_wait(stream):
             raise Overloaded(
-                f"{self._room.held_by(tenant)} of your {self._noun} are open, and there is no room "
-                f"for more; {self._advice}, or try again later"
+                f"{self._room.count_held(tenant)} of your {self._noun} are open, and there is no "
+                f"room for more; {self._advice}, or try again later"
             )
         self._room.take(stream)
         try:

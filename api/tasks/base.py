@@ -22,7 +22,7 @@ class Inputs:
     """A prediction's inputs."""
 
     inputs: Sequence[Input]
-    shown: dict[str, Any]
+    raw_input: dict[str, Any]
     """The input as stored and shown, with each image replaced by a file's URL."""
     is_list: bool
     """True if the output is a list; False if it is a single element."""

@@ -171,12 +171,12 @@ class Journal:
 
     def _keep_in_memory(self, rows: Sequence[Fields], on_safe: Callable[[], None]) -> None:
         """Keeps rows, and calls `on_safe` when all of them are safe."""
-        loop, now_s, left = asyncio.get_running_loop(), time.time(), len(rows)
+        loop, now_s, unsafe_count = asyncio.get_running_loop(), time.time(), len(rows)
 
         def mark_safe() -> None:
-            nonlocal left
-            left -= 1
-            if not left:
+            nonlocal unsafe_count
+            unsafe_count -= 1
+            if not unsafe_count:
                 on_safe()
 
         self._unsaved.extend(UnsavedRow(fields, mark_safe, loop, now_s) for fields in rows)

@@ -23,7 +23,7 @@ def fill(room: FairRoom, tenant: str, items: int = 1) -> int:
     """Sends requests of `items` until one is rejected. Returns the number of items admitted."""
     while not room.turns_to_wait(demand(tenant, items)):
         room.take(demand(tenant, items))
-    return room.held_by(tenant)
+    return room.count_held(tenant)
 
 
 def test_tenant_alone_may_use_all_of_it() -> None:
@@ -60,11 +60,11 @@ def test_freed_room_goes_to_whoever_is_below_its_share() -> None:
     room = FairRoom(BOUND)
     fill(room, "a")
     for _ in range(20 * BOUND):
-        room.release(demand("a" if room.held_by("a") >= room.held_by("b") else "b", 1))
+        room.release(demand("a" if room.count_held("a") >= room.count_held("b") else "b", 1))
         for tenant in ("a", "b"):
             if not room.turns_to_wait(demand(tenant, 1)):
                 room.take(demand(tenant, 1))
-    assert abs(room.held_by("a") - room.held_by("b")) <= 2
+    assert abs(room.count_held("a") - room.count_held("b")) <= 2
     assert room.total >= BOUND * (1 - RESERVE)
 
 
@@ -74,12 +74,12 @@ def test_shares_follow_weights() -> None:
     for tenant in tenants:
         fill(room, tenant)
     for _ in range(20_000):
-        tenant = max(tenants, key=lambda one: room.held_by(one) / tenants[one])
+        tenant = max(tenants, key=lambda one: room.count_held(one) / tenants[one])
         room.release(demand(tenant, 1))
         for other in tenants:
             if not room.turns_to_wait(demand(other, 1)):
                 room.take(demand(other, 1))
-    parts = {tenant: room.held_by(tenant) / room.total for tenant in tenants}
+    parts = {tenant: room.count_held(tenant) / room.total for tenant in tenants}
     assert parts == pytest.approx({"a": 1 / 7, "c": 2 / 7, "d": 4 / 7}, abs=0.02)
 
 

@@ -89,7 +89,7 @@ class Setup:
             hold.record_id,
             "acme",
             b"{}",
-            deadline_s=hold.kept.deadline_s,
+            deadline_s=hold.limits.deadline_s,
             keep_s=600,
             hold=hold.data,
         )
@@ -263,7 +263,7 @@ async def test_what_can_not_be_read_counts_as_reserved(setup: Setup) -> None:
 
 async def test_hold_is_settled_once(setup: Setup) -> None:
     hold = await setup.create("p")
-    kept: HeldLimits = hold.kept
+    kept: HeldLimits = hold.limits
     asks = [one.build_settlement(0.0) for one in kept.takings]
     found: list[list[Answer]] = [await setup.limiter.store.settle("p", asks) for _ in range(2)]
     assert [answers[0].used for answers in found] == [0, 0]

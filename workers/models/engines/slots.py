@@ -119,7 +119,7 @@ class ReadingPermits:
 
     def _admit(self) -> None:
         while self._waiting:
-            first = min(self._waiting, key=lambda one: self._last.get(one.owner, 0))
+            first = min(self._waiting, key=lambda permit: self._last.get(permit.owner, 0))
             if self._reading + first.tokens > self._max_tokens:
                 return
             self._waiting.remove(first)

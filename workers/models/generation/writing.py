@@ -304,7 +304,7 @@ class Writing:
         self.add(token)
 
     def _make_logprob(self, token: int, chances: Mapping[int, float]) -> TokenLogprob:
-        best = sorted(chances, key=lambda one: (-chances[one], one))[: self._item.logprobs]
+        best = sorted(chances, key=lambda choice: (-chances[choice], choice))[: self._item.logprobs]
         return self._logprob_of(chances, token, best)
 
     @property

@@ -75,7 +75,7 @@ class Fleet:
             if not free:
                 return
             worker = self._pending.popleft()
-            node = min(free, key=lambda one: _order(one, worker))
+            node = min(free, key=lambda candidate: _order(candidate, worker))
             node.workers.append(worker)
             worker.node = node
             worker.placed.succeed()

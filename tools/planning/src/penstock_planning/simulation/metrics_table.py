@@ -62,13 +62,13 @@ def _busy_ratio(worker: SimulatedWorker, now_s: float) -> Values:
 
 
 OF_WORKERS: dict[str, Callable[[SimulatedWorker, float], Values]] = {
-    "penstock_worker_inference_seconds_sum": _of_models(lambda one: one.inference_s),
-    "penstock_worker_spare_seconds_total": _of_models(lambda one: one.spare_s),
-    "penstock_worker_inference_seconds_count": _of_models(lambda one: one.batches),
-    "penstock_worker_batch_items_sum": _of_models(lambda one: one.items),
-    "penstock_worker_batch_items_count": _of_models(lambda one: one.batches),
-    "penstock_worker_items_waiting": lambda one, now_s: (
-        ((), sum(len(held) for part in one.parts or (one,) for held in part.held)),
+    "penstock_worker_inference_seconds_sum": _of_models(lambda worker: worker.inference_s),
+    "penstock_worker_spare_seconds_total": _of_models(lambda worker: worker.spare_s),
+    "penstock_worker_inference_seconds_count": _of_models(lambda worker: worker.batches),
+    "penstock_worker_batch_items_sum": _of_models(lambda worker: worker.items),
+    "penstock_worker_batch_items_count": _of_models(lambda worker: worker.batches),
+    "penstock_worker_items_waiting": lambda worker, now_s: (
+        ((), sum(len(held) for part in worker.parts or (worker,) for held in part.held)),
     ),
     "penstock_worker_busy_ratio": _busy_ratio,
 }

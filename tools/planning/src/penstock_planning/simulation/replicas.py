@@ -98,7 +98,7 @@ class SimulatedDeployment:
         surplus = len(self.workers) - self.wanted
         if surplus > 0:
             # First pods that are not ready, then the newest ones, in a ReplicaSet's order.
-            ranked = sorted(self.workers, key=lambda one: (one.is_ready, -one.ready_s))
+            ranked = sorted(self.workers, key=lambda pod: (pod.is_ready, -pod.ready_s))
             for worker in ranked[:surplus]:
                 self._delete(worker, "scaled down")
 
