@@ -27,7 +27,7 @@ class ComingRows(LoadRows):
     ) -> list[UsageGroup]:
         return []
 
-    def reported(
+    def read_report(
         self, since: datetime, until: datetime, tenants: Sequence[str]
     ) -> list[UsageGroup]:
         assert list(tenants) == ["acme"]
