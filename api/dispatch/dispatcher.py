@@ -50,6 +50,7 @@ from shared.money import slo
 from shared.money.charge import as_delivered, device_share_of
 from shared.stores.cache import Hit, Owed, ResultCache, compute_owed
 from shared.stores.objects import ObjectStore
+from shared.stores.record_state import Record
 from shared.stores.records import LATE_LOOK_S, Records
 from shared.stores.withdrawals import withdrawn_error
 from shared.tracing.spans import STAGE, Attributes, record
@@ -138,14 +139,15 @@ class Dispatcher:
     async def recall(self, request: InferenceRequest) -> InferenceResponse:
         """Returns outcomes that an earlier process obtained for the same request. Sends no jobs.
 
-        Items whose results are found in neither the request's job records nor the cache are
-        canceled. The response must be entered, as with `dispatch`.
+        Jobs that have not ended are canceled, and so are items whose results are found in neither
+        the request's job records nor the cache. The response must be entered, as with `dispatch`.
 
         Raises:
             BadInput: an input has no canonical form.
+            Unavailable: Redis did not respond. Some jobs may have been canceled.
         """
         state = RequestState(self.canaries.route(request))
-        await self._recall_replies(state)
+        await self._end_jobs_and_recall(state)
         pending_items = [state.items[index] for index in state.pending()]
         hits = await self._look_up([item.cache_key for item in pending_items if item.cache_key])
         for item in pending_items:
@@ -156,21 +158,36 @@ class Dispatcher:
         state.cancel(Canceled())
         return state.response(partial(self._end, state))
 
-    async def _recall_replies(self, state: RequestState) -> None:
-        """Loads results from a request's job records, because all of its jobs were already sent."""
-        items = [InFlightItem(item) for item in state.items]
-        for part in split_into_jobs(state.request.model, items):
-            job = state.new_job(part, state.request.demand(len(part)))
-            record = record_id(state.request.facts.request_id, job.index)
-            ended = await self._records.read(record)
-            # None: no worker has claimed it yet, but one may
-            if ended is None or not ended.is_over:
-                status = await self._records.cancel(record, state.request.deadline_s)
-                if status != "canceled":  # it has since finished
-                    ended = await self._records.read(record)
-            for outcome in () if ended is None or ended.reply is None else ended.reply.outcomes:
+    async def _end_jobs_and_recall(self, state: RequestState) -> None:
+        """Cancels all of a request's jobs that have not ended, and loads the others' results.
+
+        An earlier process may have sent any of the jobs. A worker that receives a canceled one
+        later doesn't run it.
+
+        Raises:
+            Unavailable: Redis did not respond. Some jobs may have been canceled.
+        """
+        request = state.request
+        records = [
+            record_id(request.facts.request_id, state.job_index(number, state.items[part]))
+            for number, part in enumerate(split_into_jobs(request.model, state.items))
+        ]
+        ended = await asyncio.gather(
+            *(self._end_record(record, request.deadline_s) for record in records)
+        )
+        for job in ended:
+            for outcome in () if job is None or job.reply is None else job.reply.outcomes:
                 if outcome.result is not None:
                     state.completions[outcome.index] = ItemCompletion(outcome, by_worker=True)
+
+    async def _end_record(self, record: str, deadline_s: float) -> Record | None:
+        """Returns a job's record if the job has ended. Otherwise, cancels it and returns None."""
+        found = await self._records.read(record)
+        if found is not None and found.is_over:
+            return found
+        # A job without a record is canceled too: a worker may still claim it.
+        is_canceled = await self._records.cancel(record, deadline_s) == "canceled"
+        return None if is_canceled else await self._records.read(record)
 
     async def _compute(self, request: InferenceRequest) -> InferenceResponse:
         """Computes the outcomes on the revision that the request names."""
@@ -247,7 +264,8 @@ class Dispatcher:
             return
         demand = request.demand(len(missing))
         self._admission.admit(demand, remaining_s=state.remaining_s())
-        for items in split_into_jobs(request.model, missing):
+        for part in split_into_jobs(request.model, [in_flight.item for in_flight in missing]):
+            items = missing[part]
             is_all = len(items) == len(missing)
             job = state.new_job(items, demand if is_all else request.demand(len(items)))
             sending = asyncio.create_task(self._send(request, job))

@@ -16,7 +16,7 @@ import msgspec
 
 from api import metrics
 from api.dispatch.model_window import BATCHES_HELD, PublishWindow
-from api.dispatch.request import InferenceRequest, InFlightItem, InFlightJob, RequestOptions
+from api.dispatch.request import InferenceRequest, InFlightJob, RequestOptions
 from api.fair_room import Demand
 from shared.broker.transport import Publisher, jobs_topic_id
 from shared.canary.forwarding import JobMessage, build_forwarded_job
@@ -87,16 +87,16 @@ class Inbox(Protocol):
         """Registers a waiter while the context is open. `replies` comes from the model's entry."""
 
 
-def split_into_jobs(model: Model, items: Sequence[InFlightItem]) -> Iterator[list[InFlightItem]]:
-    """Splits items into as few equal-sized jobs as the maximum job size allows.
+def split_into_jobs(model: Model, items: Sequence[Item]) -> Iterator[slice]:
+    """Splits items into as few equal-sized jobs as the maximum job size allows. Yields each range.
 
     Each image is a separate job, to spread images across workers.
     """
-    work = sum(in_flight.item.input.estimate_work(model) for in_flight in items)
+    work = sum(item.input.estimate_work(model) for item in items)
     largest = model.definition.largest_job(model, work / max(1, len(items)))
     jobs = math.ceil(len(items) / largest)
     for job in range(jobs):
-        yield list(items[job * len(items) // jobs : (job + 1) * len(items) // jobs])
+        yield slice(job * len(items) // jobs, (job + 1) * len(items) // jobs)
 
 
 class JobSender:
@@ -304,7 +304,10 @@ class JobSender:
         options: RequestOptions,
         timeout_s: float,
     ) -> None:
-        """Publishes a job in a span that is the parent of the worker's span."""
+        """Completes the envelope and publishes the job in a span, the parent of the worker's span.
+
+        Sets the envelope's publish time, trace, and cache key.
+        """
         now_s, topic_id = time.time(), jobs_topic_id(envelope.model)
         facts: Attributes = {
             STAGE: "publish",

@@ -480,16 +480,24 @@ class RequestState:
 
     def new_job(self, items: Sequence[InFlightItem], demand: Demand) -> InFlightJob:
         """Puts items into a job with a new index in this request."""
-        index = len(self._jobs)
-        if self.request.facts.batch_id and len(items) < len(self.items):
-            # A batch line may be repeated after more of its items have been cached. The job for the
-            # remaining items must not find a record of a job with different items.
-            index = zlib.crc32(repr([in_flight.item.index for in_flight in items]).encode())
+        index = self.job_index(len(self._jobs), [in_flight.item for in_flight in items])
         job = InFlightJob(list(items), index, self.request.deadline_s, demand)
         for in_flight in items:
             in_flight.job = job
         self._jobs.append(job)
         return job
+
+    def job_index(self, number: int, items: Sequence[Item]) -> int:
+        """Returns the index of a job with these items.
+
+        Args:
+            number: how many of the request's jobs precede it.
+        """
+        if not self.request.facts.batch_id or len(items) == len(self.items):
+            return number
+        # A batch line may be repeated after more of its items have been cached. The job for the
+        # remaining items must not find a record of a job with different items.
+        return zlib.crc32(repr([item.index for item in items]).encode())
 
     def settle(self, index: int, in_flight: InFlightItem, *, is_leader: bool) -> None:
         """Records an item's completion. Leaves the item pending if another attempt may help."""

@@ -11,6 +11,7 @@ from pathlib import Path
 import anyio
 import pytest
 
+from api.dispatch.job_sender import split_into_jobs
 from api.dispatch.reply_inbox import REPLIES
 from api.dispatch.request import InferenceRequest, RequestOptions
 from shared.errors import Overloaded, Unavailable
@@ -427,6 +428,29 @@ async def test_any_mix_of_asking_and_hanging_up_answers_right_and_leaves_nothing
                 assert computed <= set(by_api), "what the worker writes must not count"
             else:
                 assert items == computed ^ (items & set(by_api)), "each has one row"
+
+
+async def test_recall_returns_what_some_jobs_computed_and_cancels_the_others(
+    start_harness: StartHarness, redis_url: str
+) -> None:
+    texts = [TextInput(f"text {number}") for number in range(100)]
+    async with start_harness(redis_url=redis_url) as harness:
+        now_s, records = time.time(), harness.stores.records
+        facts = RequestFacts(request_id="batch_1-2", tenant="t", received_at_s=now_s)
+        request = InferenceRequest(facts, TEXT_MODEL, texts, now_s + 30.0, options=RequestOptions())
+        *others, last = split_into_jobs(TEXT_MODEL, request.items())
+        outcomes = [
+            ItemOutcome(index, "succeeded", Receipt(), EmbeddingResult(b"1234", 1))
+            for index in range(last.start, last.stop)
+        ]
+        record = record_id("batch_1-2", len(others))
+        await records.finish(record, "succeeded", encode_reply_body(ReplyBody(outcomes)))
+        with await harness.dispatcher.recall(request) as response:
+            found = [outcome.status for outcome in response.outcomes]
+        canceled = [await records.read(record_id("batch_1-2", job)) for job in range(len(others))]
+    assert found == ["canceled"] * last.start + ["succeeded"] * len(outcomes)
+    assert len(canceled) > 0
+    assert {job and job.state for job in canceled} == {"canceled"}
 
 
 async def test_recall_cancels_a_job_that_no_worker_has_claimed(
