@@ -12,6 +12,7 @@ is one or more .lua files: functions first, then the code that calls them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import logging
 from collections import deque
@@ -298,8 +299,7 @@ class RedisLink:
     async def __aenter__(self) -> Self:
         # One connection listens and one retries. Round trips use separate connections.
         self.client = self._connect(2)
-        self._up.set()
-        self._gauge.set(1)
+        self._set_up(is_up=True)
         self._recovering = asyncio.create_task(self._recover())
         return self
 
@@ -408,36 +408,50 @@ class RedisLink:
             self._failures += 1
             if self._failures >= FAILURES and self.is_up:
                 log.warning("redis is unreachable", extra={"use": self._use, "reason": repr(error)})
-                self._up.clear()
-                self._tripped.set()
-                self._gauge.set(0)
+                self._set_up(is_up=False)
         return self.is_up
 
+    def _set_up(self, *, is_up: bool) -> None:
+        """Closes the breaker, or opens it."""
+        self._failures = 0
+        self._gauge.set(is_up)
+        if is_up:
+            self._tripped.clear()
+            self._up.set()
+        else:
+            self._up.clear()
+            self._tripped.set()
+
     async def _recover(self) -> None:
-        """Waits until the breaker opens, then retries until Redis responds in time."""
+        """Runs until closed: checks the policy, waits until the breaker opens, and retries."""
         while True:
-            await self._check_policy()
+            if self._checks_policy:
+                await self._check_policy()
             await self._tripped.wait()
             for pause_s in backoff(self._retry_s, MAX_RETRY_S):
                 if await self._answers_in_time():
                     break
                 await asyncio.sleep(pause_s)
             log.info("redis answers again", extra={"use": self._use})
-            self._failures = 0
-            self._tripped.clear()
-            self._up.set()
-            self._gauge.set(1)
+            self._set_up(is_up=True)
 
     async def _check_policy(self) -> None:
-        """Logs an error if the policy evicts keys that must be kept."""
-        if not self._checks_policy:
+        """Logs an error if the policy evicts keys that must be kept.
+
+        Retries until Redis responds or the breaker opens. In the latter case, the policy is checked
+        when Redis is back.
+        """
+        for pause_s in backoff(self._retry_s, MAX_RETRY_S):
+            try:
+                fault = await within(CONNECT_LIMIT_S, find_eviction_fault(self.client))
+            except REDIS_FAILURES:
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(self._tripped.wait(), pause_s)
+                    return
+                continue
+            if fault:
+                log.error("redis may lose data", extra={"use": self._use, "reason": fault})
             return
-        try:
-            fault = await within(CONNECT_LIMIT_S, find_eviction_fault(self.client))
-        except REDIS_FAILURES:
-            return  # checked again when Redis is back
-        if fault:
-            log.error("redis may lose data", extra={"use": self._use, "reason": fault})
 
     async def _answers_in_time(self) -> bool:
         try:

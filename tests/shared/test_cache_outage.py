@@ -7,6 +7,7 @@ import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
 import pytest
@@ -19,9 +20,11 @@ from shared.models.tasks.embedding import EmbeddingResult
 from shared.stores import redis_client
 from shared.stores.cache import Hit, Owed, ResultCache
 from shared.stores.redis_client import NO_REDIS
+from tests.gated_link import GatedLink
 from tests.limits import REDIS_LIMIT_S, WAIT_LIMIT_S
 from tests.metrics import metric
 from tests.record_stores import RecordStores
+from tests.waiting import until
 
 pytestmark = pytest.mark.anyio
 
@@ -56,6 +59,31 @@ async def trip(cache: ResultCache) -> None:
     with anyio.fail_after(WAIT_LIMIT_S):
         while cache.is_up:
             assert await cache.get_many(["k"]) == {}
+
+
+async def test_eviction_policy_is_checked_once_redis_answers(
+    own_redis: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Even if no call noticed that Redis was unreachable at the start."""
+    link, refused = GatedLink(urlsplit(own_redis.url).port or 0), asyncio.Event()
+
+    async def refuse_first(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if refused.is_set():
+            await link.serve(reader, writer)
+        else:
+            writer.transport.abort()
+            refused.set()
+
+    async with (
+        redis.asyncio.Redis.from_url(own_redis.url) as client,
+        await asyncio.start_server(refuse_first, "127.0.0.1", 0) as server,
+    ):
+        await client.config_set("maxmemory-policy", "allkeys-lru")
+        port = server.sockets[0].getsockname()[1]
+        async with RecordStores(f"redis://127.0.0.1:{port}", retry_s=0.01) as stores:
+            await until(lambda: "may lose data" in caplog.text)
+            assert stores.redis.is_up
+        link.cut()
 
 
 async def test_unpaid_result_is_computed_again_without_redis() -> None:
