@@ -16,10 +16,13 @@ from aiohttp import web
 
 from penstock_load.inputs import REQUEST_FORMS
 from penstock_load.ledger import Ledger, LedgerHead, open_ledger, read_ledger
+from penstock_load.plan import LoadPlan
 from penstock_load.replay import Pace, Replay
+from penstock_load.session import replay as run_replay
 from penstock_load.tally import ReplayProgress, Tally
 from penstock_load.target import Target
 from penstock_load.trace import Arrival
+from shared.errors import Unavailable
 from tests.keys import key_for
 from tests.limits import WAIT_LIMIT_S
 from tools.load.tests.api_of_load import FOREIGN, answer_texts, serving
@@ -250,6 +253,16 @@ async def commanded(*words: str) -> AsyncIterator[asyncio.subprocess.Process]:
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+def test_unreachable_target_leaves_no_ledger(tmp_path: Path) -> None:
+    target = Target("http://127.0.0.1:9")
+    plan = LoadPlan([text(0.0)], {"mini": REQUEST_FORMS["embedding"]})
+    path = tmp_path / "ledger"
+    for _ in range(2):  # the same command can be repeated
+        with pytest.raises(Unavailable, match=r"^http://127\.0\.0\.1:9: "):
+            run_replay(target, plan, Pace(), run=RUN, seed=3, path=path)
+        assert not path.exists()
 
 
 @pytest.mark.anyio

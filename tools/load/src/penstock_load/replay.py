@@ -21,7 +21,7 @@ from penstock_load.pool import ConnectionPool
 from penstock_load.tally import ReplayProgress, Tally
 from penstock_load.target import Target
 from penstock_load.trace import Arrival
-from shared.errors import ConfigurationError
+from shared.errors import ConfigurationError, Unavailable
 
 ANSWER_LIMIT_S = 330.0
 """Time limit after the last request. It is longer than any model's longest deadline."""
@@ -148,6 +148,11 @@ class Replay:
         self.took_s = 0.0
         self._failure: ConfigurationError | None = None
 
+    @property
+    def was_stopped(self) -> bool:
+        """True if `stop` was called before the replay ended."""
+        return self._stopped.is_set()
+
     def stop(self) -> None:
         """Stops sending. Open requests have STOP_LIMIT_S to finish."""
         self._stopped.set()
@@ -157,10 +162,13 @@ class Replay:
         """Sends everything, and returns once all requests have ended and are in the ledger.
 
         Raises:
-            OSError: nothing listens at the target; no request was sent. ConfigurationError: the
-            ledger can no longer be written, and nothing is sent without it.
+            Unavailable: nothing listens at the target; no request was sent.
+            ConfigurationError: the ledger can no longer be written, and nothing is sent without it.
         """
-        await self._pool.open(1)
+        try:
+            await self._pool.open(1)
+        except OSError as error:
+            raise Unavailable(f"{self._target.url}: {error}") from error
         self._began_s, self._began_at_s = time.perf_counter(), time.time()
         looking = asyncio.create_task(self._look())
         try:

@@ -94,7 +94,11 @@ def replay(
     Raises:
         ConfigurationError: the ledger can't be written. Unavailable: nothing listens at the target.
     """
-    return uvloop.run(_replay(target, plan, pace, run=run, seed=seed, path=path))
+    try:
+        return uvloop.run(_replay(target, plan, pace, run=run, seed=seed, path=path))
+    except Unavailable:
+        path.unlink()  # nothing was sent, so the same command can be repeated
+        raise
 
 
 async def _replay(
@@ -112,21 +116,12 @@ async def _replay(
             ledger=ledger,
             show=show,
         )
-        was_stopped = asyncio.Event()
-
-        def stop() -> None:
-            was_stopped.set()
-            replay.stop()
-
-        with _stop_by_signals(stop):
-            try:
-                await replay.run()
-            except OSError as error:
-                raise Unavailable(f"{target.url}: {error}") from error
+        with _stop_by_signals(replay.stop):
+            await replay.run()
     return {
         "run": run,
         "ledger": str(path),
-        "was_stopped": was_stopped.is_set(),
+        "was_stopped": replay.was_stopped,
         **replay.tally.summary(replay.took_s),
     }
 
