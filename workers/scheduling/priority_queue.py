@@ -381,17 +381,19 @@ class PriorityQueue:
         """Adds items to a batch that one of `processes` computes step by step.
 
         Each item counts as a separate batch from now on. Suspects run by themselves: while some are
-        waiting, nothing is admitted until the process is empty and takes them.
+        waiting and none is running, nothing is admitted until the process is empty and takes them.
+        If no caller is waiting for them anymore, nothing is returned, although other items may be
+        waiting.
 
         Args:
             inside: the items it is computing. If empty, this is a new batch.
             is_wanted: returns True if a caller is waiting for an item.
         """
         admitted: list[QueuedItem] = []
-        if self._suspects and not self._a_suspect_runs:
-            if not inside:
-                admitted = [queued for queued in self._suspects.popleft() if is_wanted(queued)]
-        elif not any(queued.is_suspect for queued in inside):
+        takes_suspects = self._suspects and not self._a_suspect_runs
+        if takes_suspects and not inside:
+            admitted = [queued for queued in self._suspects.popleft() if is_wanted(queued)]
+        elif not takes_suspects and not any(queued.is_suspect for queued in inside):
             admitted = self._admit_by_priority(inside, processes, is_wanted, now_s)
         self._running += [[queued] for queued in admitted]
         return admitted

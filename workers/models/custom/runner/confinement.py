@@ -163,6 +163,7 @@ def confine(
     if not take_private_tmp(Path(scratch, "tmp"), places):
         missing.append("no mount namespace: it shares /tmp with other processes and has no /src")
     elif folder:
+        # Without this, the class has links to large files, and can't write to them.
         lay_below(Path(view), Path(folder), Path(scratch, "work"))
         view = SRC if show_at_src(Path(view), Path(scratch, "root")) else view
     missing += _give_up([scratch, SHARED_MEMORY, TMP, view])
@@ -456,7 +457,7 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
         work: a folder that the system needs, on the view's disk. It is created.
 
     Returns:
-        True if it succeeded. If not, the view is unchanged.
+        True if it succeeded. If not, the view is unchanged, and `work` may exist.
     """
     folder = folder.resolve()
     if any(set(str(place)) & set(",:\\") for place in (folder, view, work)):
@@ -469,13 +470,14 @@ def lay_below(view: Path, folder: Path, work: Path) -> bool:
         for link in targets:
             link.unlink()  # first, because removing a link later would hide the file below it
         _mount("overlay", str(view), 0, kind="overlay", options=options)
-        # The system owns its contents. Measuring disk usage reads all folders.
-        (work / "work").chmod(0o700)
     except OSError:
         for link, target in targets.items():
             if not link.is_symlink():
                 link.symlink_to(target)
         return False
+    with contextlib.suppress(OSError):
+        # The system creates this folder without permissions, and measuring disk usage reads it.
+        (work / "work").chmod(0o700)
     return True
 
 
