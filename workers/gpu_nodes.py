@@ -221,8 +221,10 @@ def _url() -> str:
 def main(argv: Sequence[str] | None = None) -> None:
     """Checks the nodes repeatedly until stopped."""
     parser = argparse.ArgumentParser(prog="workers.gpu_nodes", description=__doc__)
-    parser.add_argument("--url", default=_url(), help="default: of the cluster that it runs in")
-    parser.add_argument("--account", type=Path, default=ACCOUNT, help="folder of the identity")
+    parser.add_argument("--url", default=_url(), help="API server (default: this cluster's)")
+    parser.add_argument(
+        "--account", type=Path, default=ACCOUNT, help="folder that contains the identity"
+    )
     parser.add_argument("--condition", action="append", help=f"default: {CONDITIONS[0]}")
     parser.add_argument("--every-s", type=float, default=15.0)
     parser.add_argument("--once", action="store_true")
@@ -238,7 +240,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         try:
             done = nodes.look()
         except OSError as error:
-            log.warning("the API server does not answer", extra={"error": str(error)})
+            log.warning("the API server is not responding", extra={"error": str(error)})
         else:
             if done.waiting:
                 log.error("too many GPUs have failed at once", extra={"nodes": done.waiting})

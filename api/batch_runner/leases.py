@@ -62,7 +62,7 @@ class BatchLeases(RedisStore):
                     return
             except Unavailable as error:
                 facts = {"batch": batch_id, "reason": error.message}
-                log.warning("lease of a batch not renewed", extra=facts)
+                log.warning("batch lease not renewed", extra=facts)
 
     async def release(self, batch_id: str) -> None:
         """Releases a lease. If Redis is unreachable, the lease expires."""

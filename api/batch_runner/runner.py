@@ -140,7 +140,7 @@ class BatchRunner:
                 try:
                     await self._take_turns()
                 except PenstockError as error:
-                    log.warning("open batches not read", extra={"reason": error.message})
+                    log.warning("could not read open batches", extra={"reason": error.message})
                 self._wake_event.clear()
                 try:
                     async with asyncio.timeout(POLL_S):
@@ -252,7 +252,7 @@ class BatchRunner:
                 await asyncio.wait([running, keeping], return_when=asyncio.FIRST_COMPLETED)
                 if running.done():
                     return running.result()
-                log.warning("lease of a batch lost", extra={"batch": batch.id})
+                log.warning("batch lease lost", extra={"batch": batch.id})
                 return None
             finally:
                 for task in (running, keeping):

@@ -324,7 +324,7 @@ class SegmentRun:
             await self._write_complete(answers)
         except Unavailable as error:
             facts = {"batch": self._batch.id, "reason": error.message}
-            log.warning("segment of a batch not written yet", extra=facts)
+            log.warning("batch segment not written yet", extra=facts)
             return error
         return None
 
@@ -421,7 +421,7 @@ async def _flush_often(answers: AnswerLog) -> AsyncIterator[None]:
             try:
                 await answers.flush()
             except Unavailable as error:
-                log.warning("answers of a batch not logged", extra={"reason": error.message})
+                log.warning("batch responses not logged", extra={"reason": error.message})
 
     flushing = asyncio.create_task(flush_often())
     try:

@@ -97,5 +97,5 @@ class CurrentTerms:
         """Logs a reason only once, because the store is read repeatedly."""
         if self._store is not None and reason != self._reason:
             facts = {"source": self._store.source, "reason": reason}
-            log.warning("limits of batches not read; using the limits read before", extra=facts)
+            log.warning("could not read batch limits; using the last known limits", extra=facts)
         self._reason = reason

@@ -160,7 +160,7 @@ class CanaryRouter:
                 if state.is_serving and not await self._is_good(canary):
                     state = state._replace(taken_back="judged")
         except (TimeoutError, Unavailable) as error:
-            log.warning("canary not looked at", extra={"model": canary.name, "reason": str(error)})
+            log.warning("canary not checked", extra={"model": canary.name, "reason": str(error)})
         else:
             until_s = began_s + STALE_LIMIT_S if state.is_serving else 0.0
             self._serving_until_s[canary.name] = until_s

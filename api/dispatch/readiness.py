@@ -130,6 +130,6 @@ class Readiness:
             return f"round trip did not complete within {PROBE_LIMIT_S:g} s"
         except PenstockError as error:
             # Anyone can read this response, but the broker's message is for operators only.
-            log.warning("no round trip through the broker", extra={"reason": error.message})
+            log.warning("broker round trip failed", extra={"reason": error.message})
             return "round trip failed: unreachable or rejecting messages"
         return "ok"

@@ -223,7 +223,10 @@ async def open_own_inbox(admin: Admin, slots: int, instance: str) -> AsyncIterat
             async with asyncio.timeout(REMOVE_LIMIT_S):
                 await remove_inbox(admin, inbox, slots)
         except (TimeoutError, PenstockError) as error:
-            log.warning("own inbox not removed", extra={"inbox": inbox, "reason": repr(error)})
+            log.warning(
+                "could not remove this instance's inbox",
+                extra={"inbox": inbox, "reason": repr(error)},
+            )
 
 
 def _key(number: int) -> str:
@@ -516,7 +519,9 @@ class ReplyInbox:
         try:
             return await stack.enter_async_context(pool.lease())
         except Unavailable as error:
-            log.warning("no inbox from the pool, creating one", extra={"reason": error.message})
+            log.warning(
+                "no inbox available in the pool; creating one", extra={"reason": error.message}
+            )
         try:
             return await stack.enter_async_context(
                 open_own_inbox(self._admin, settings.reply_slots, self._instance)

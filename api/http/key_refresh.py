@@ -238,14 +238,14 @@ class LiveDirectory:
             wrong = mistake_in(stored.data, self.store.source, mistake)
             if self.store.read_only:
                 raise wrong
-            log.warning("API keys name unknown models", extra={"reason": wrong.message})
+            log.warning("API keys refer to unknown models", extra={"reason": wrong.message})
         return Directory(document)
 
     def _report_failure(self, reason: str, error: PenstockError) -> None:
         FAILURES.labels(reason).inc()
         if self._failure is None or self._failure.message != error.message:
             log.error(
-                "API keys could not be read; those read before stay in use",
+                "could not read API keys; still using the last known ones",
                 extra={"source": self.store.source, "reason": error.message},
             )
         self._failure = error

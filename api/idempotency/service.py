@@ -246,7 +246,7 @@ class IdempotencyService:
         del self._running[name]
         # Checked here, because the caller may have hung up.
         if not task.cancelled() and (error := task.exception()) is not None:
-            log.error("request with a key failed unexpectedly", exc_info=error)
+            log.error("request with an idempotency key failed unexpectedly", exc_info=error)
 
     async def _replay(self, encoded: bytes) -> StoredResponse:
         metrics.IDEMPOTENT_REQUESTS.labels("repeated").inc()
@@ -293,9 +293,7 @@ class IdempotencyService:
                 try:
                     await self._store.renew(claims)
                 except PenstockError as error:
-                    log.warning(
-                        "leases of claims were not renewed", extra={"reason": error.message}
-                    )
+                    log.warning("claim leases were not renewed", extra={"reason": error.message})
 
 
 def _body_key(response: StoredResponse) -> str:

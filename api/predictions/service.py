@@ -587,8 +587,8 @@ class Predictions:
         except NotFound as error:
             if _GENERATED_ID.fullmatch(prediction.id):
                 raise PredictionIdTaken(
-                    "Idempotency-Key: the result of its request was deleted recently; use another "
-                    "key",
+                    "Idempotency-Key: the result stored for this key was deleted recently; use a "
+                    "different key",
                     field="idempotency-key",
                 ) from error
             raise PredictionIdTaken(

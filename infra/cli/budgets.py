@@ -20,7 +20,8 @@ def restore(
         bool,
         typer.Option(
             "--lower",
-            help="also lower counters that are above their rows; use only while no requests arrive",
+            help="also lower counters that exceed their rows; use only when no requests are "
+            "coming in",
         ),
     ] = False,
     max_gib: Annotated[

@@ -283,7 +283,7 @@ class ClusterDoctor:
             return Diagnosis("autoscaler", facts, self.kubectl.format_outside("-n keda get pods"))
         condition = _condition(service, "Available")
         if condition.get("status") == "True":
-            return Diagnosis("autoscaler", "KEDA, and its metrics server responds")
+            return Diagnosis("autoscaler", "KEDA is installed, and its metrics server responds")
         return Diagnosis(
             "autoscaler",
             f"KEDA's metrics server does not respond: {condition.get('message', 'no reason')}",
@@ -350,7 +350,7 @@ class ClusterDoctor:
             yield Diagnosis(
                 "device plugin",
                 f"none is running, so no node offers {GPU}",
-                "install NVIDIA's: docs/how-to/self-hosting.md, Workers that share a GPU",
+                'install NVIDIA\'s; see "Workers that share a GPU" in docs/how-to/self-hosting.md',
             )
         for plugin in plugins:
             name, status = plugin["metadata"]["name"], plugin["status"]

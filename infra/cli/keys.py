@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 
 Done = TypeVar("Done")
 Made = TypeVar("Made")
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for use by programs")]
 KeyId = Annotated[str, typer.Argument(metavar="ID", help="the public part of the key")]
 Fields = Annotated[
     list[str] | None, typer.Option("--set", metavar="FIELD=VALUE", help="as in docs/how-to/keys.md")
@@ -51,7 +51,7 @@ def start_directory(
 
     document = Document() if source is None else decode_document(source.read_bytes(), str(source))
     _administer(lambda admin, store: admin.start_directory(document))
-    typer.echo(f"created a directory with {len(document.keys)} keys")
+    typer.echo(f"created a key directory with {len(document.keys)} keys")
 
 
 @keys.command("export")
@@ -94,7 +94,9 @@ def create_key(
     name: Annotated[str, typer.Option(help="purpose of the key")],
     scope: Annotated[list[str] | None, typer.Option(help="allowed scope (default: all)")] = None,
     model: Annotated[list[str] | None, typer.Option(help="allowed model")] = None,
-    expires_in: Annotated[str, typer.Option(metavar="TIME", help="such as 90d or 12h")] = "",
+    expires_in: Annotated[
+        str, typer.Option(metavar="TIME", help="lifetime, such as 90d or 12h")
+    ] = "",
     limit: Annotated[
         list[str] | None, typer.Option(metavar="FIELD=VALUE", help="a limit for this key only")
     ] = None,
@@ -169,7 +171,7 @@ def rotate_key(
 def revoke_key(key_id: KeyId) -> None:
     """Revoke a key permanently."""
     _administer(lambda admin, store: admin.revoke_key(key_id))
-    typer.echo(f"{key_id} is revoked; instances reject it within 5 s")
+    typer.echo(f"{key_id} has been revoked; all instances will reject it within 5 s")
 
 
 @keys.command("audit")
@@ -219,21 +221,21 @@ def set_tenant(
 ) -> None:
     """Assign a plan to a tenant."""
     _administer(lambda admin, store: admin.set_tenant(tenant, plan or None))
-    typer.echo(f"{tenant} has {f'the plan {plan}' if plan else 'the default plan'}")
+    typer.echo(f"{tenant} is now on {f'the {plan} plan' if plan else 'the default plan'}")
 
 
 @tenants.command("freeze")
 def freeze_tenant(tenant: str) -> None:
     """Reject all of a tenant's keys, and hold its batches, until it is thawed."""
     _administer(lambda admin, store: admin.freeze_tenant(tenant, is_frozen=True))
-    typer.echo(f"{tenant} is frozen; instances reject its keys within 5 s")
+    typer.echo(f"{tenant} is now frozen; all instances will reject its keys within 5 s")
 
 
 @tenants.command("thaw")
 def thaw_tenant(tenant: str) -> None:
     """Accept a frozen tenant's keys again, and continue its batches."""
     _administer(lambda admin, store: admin.freeze_tenant(tenant, is_frozen=False))
-    typer.echo(f"{tenant} is not frozen; instances accept its keys within 5 s")
+    typer.echo(f"{tenant} is no longer frozen; all instances will accept its keys within 5 s")
 
 
 @plans.command("list")
@@ -254,14 +256,14 @@ def set_plan(name: str, fields: Fields = None) -> None:
 
     plan = _struct(Plan, fields or [])
     _administer(lambda admin, store: admin.set_plan(name, plan))
-    typer.echo(f"the plan {name} is set")
+    typer.echo(f"plan {name} has been saved")
 
 
 @plans.command("remove")
 def remove_plan(name: str) -> None:
     """Remove a plan that is not assigned to any tenant."""
     _administer(lambda admin, store: admin.set_plan(name, None))
-    typer.echo(f"the plan {name} is removed")
+    typer.echo(f"plan {name} has been removed")
 
 
 def _administer(act: Callable[[Administration, KeyStore], Awaitable[Done]]) -> Done:

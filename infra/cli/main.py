@@ -49,7 +49,7 @@ BrokerOption = Annotated[
     Literal["pubsub", "rabbitmq"],
     typer.Option(help="rabbitmq requires rabbitmq-server on this machine"),
 ]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for use by programs")]
 
 _FORWARDED = {"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []}
 """Settings for commands that pass their arguments, including `--help`, to another program."""
@@ -173,7 +173,11 @@ def up(
     row_archive_port: Port = Ports.row_archive,
     broker: BrokerOption = "pubsub",
     host: Annotated[
-        str, typer.Option(metavar="ADDRESS", help="API listen address; requires keys off loopback")
+        str,
+        typer.Option(
+            metavar="ADDRESS",
+            help="API listen address; API keys are required unless it is a loopback address",
+        ),
     ] = "",
     tls_cert: Annotated[str, typer.Option(metavar="FILE", help="TLS certificate of the API")] = "",
     tls_key: Annotated[str, typer.Option(metavar="FILE", help="key of --tls-cert")] = "",
@@ -294,7 +298,7 @@ def bigquery(context: typer.Context) -> None:
 @app.command()
 def provision(
     functions_url: Annotated[
-        str, typer.Option(metavar="URL", help="push endpoint of dead letters and webhooks")
+        str, typer.Option(metavar="URL", help="push endpoint for dead letters and webhooks")
     ] = "",
     wait_s: Annotated[float, typer.Option(min=0, help="seconds to wait for the servers")] = 120,
 ) -> None:

@@ -20,7 +20,7 @@ Inputs = Annotated[
     ),
 ]
 
-models = typer.Typer(help="Custom models, and withdrawals.", no_args_is_help=True)
+models = typer.Typer(help="Custom models and withdrawals.", no_args_is_help=True)
 models.command("withdraw")(withdraw)
 models.command("withdrawn")(list_withdrawn)
 
@@ -101,11 +101,13 @@ def measure(
         typer.Option(
             "--inputs",
             metavar="FILE",
-            help="file with a JSON object of inputs per line; files as @PATH",
+            help="file with one JSON object of inputs per line; write files as @PATH",
         ),
     ] = None,
     repeats: Annotated[int, typer.Option(min=1, metavar="N", help="runs per batch")] = 5,
-    threads: Annotated[int, typer.Option(min=1, metavar="N", help="threads on a CPU")] = 1,
+    threads: Annotated[
+        int, typer.Option(min=1, metavar="N", help="number of threads when running on a CPU")
+    ] = 1,
     cpu: Annotated[bool, typer.Option("--cpu", help="hide the GPUs from the class")] = False,
 ) -> None:
     """Time a folder's class, for `penstock deploy plan` (FOLDER -i NAME=VALUE)."""
@@ -135,7 +137,7 @@ def init(name: Annotated[str, typer.Argument(metavar="NAME", help="model name")]
 
     folder = write_sample(name, Path())
     write_interface(folder, inspect_folder(folder).interface)
-    print(f"{folder}/ has a class, its test and its entry. Next:")
+    print(f"{folder}/ now contains a class, its test and its catalog entry. Next:")
     print(f"  penstock predict {folder} -i text='stressed mood'")
     print(f"  PENSTOCK_MODELS_FILE={folder}/models.yaml penstock up")
 

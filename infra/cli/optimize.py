@@ -24,32 +24,37 @@ def _part(word: str) -> float:
 
 
 def optimize(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="an entry of the catalog")],
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model in the catalog")],
     models_file: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="the catalog (default: from the settings)")
+        Path | None, typer.Option(metavar="FILE", help="catalog file (default: from the settings)")
     ] = None,
     artifacts_dir: Annotated[
-        Path | None, typer.Option(metavar="DIR", help="(default: from the settings)")
+        Path | None,
+        typer.Option(metavar="DIR", help="folder for artifacts (default: from the settings)"),
     ] = None,
     variants: Annotated[str, typer.Option(metavar="NAME,...", help=VARIANTS)] = "",
     tolerance: Annotated[
         float | None,
         typer.Option(
-            metavar="X", help="minimum cosine (images: PSNR in dB), instead of the catalog's"
+            metavar="X",
+            help="minimum cosine similarity (for images: PSNR in dB); overrides the catalog's",
         ),
     ] = None,
     prune: Annotated[
         float, typer.Option(parser=_part, metavar="PART", help="fraction of inner neurons to prune")
     ] = 0.0,
     prune_heads: Annotated[
-        float, typer.Option(parser=_part, metavar="PART", help="fraction of heads to prune")
+        float,
+        typer.Option(parser=_part, metavar="PART", help="fraction of attention heads to prune"),
     ] = 0.0,
     calibration: Annotated[
         Literal["minmax", "entropy", "percentile"],
         typer.Option(help="how int8-static picks its ranges"),
     ] = "minmax",
     threads: Annotated[int, typer.Option(metavar="N", help="threads per model")] = 1,
-    force: Annotated[bool, typer.Option("--force", help="recreate it if it exists")] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="recreate the artifact if it exists")
+    ] = False,
     device: Annotated[
         bool,
         typer.Option("--device", help="only measure the model on this device, for `deploy plan`"),

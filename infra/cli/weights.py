@@ -20,7 +20,7 @@ def prefetch(
         "models.yaml"
     ),
     model: Annotated[
-        list[str] | None, typer.Option(metavar="NAME", help="only this one; may be repeated")
+        list[str] | None, typer.Option(metavar="NAME", help="only this model; may be repeated")
     ] = None,
     again: Annotated[bool, typer.Option(help="replace existing files")] = False,
 ) -> None:

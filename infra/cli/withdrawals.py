@@ -22,8 +22,10 @@ Done = TypeVar("Done")
 
 
 def withdraw(
-    name: Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")],
-    revision: Annotated[str, typer.Option(metavar="REVISION", help="revision, also of its canary")],
+    name: Annotated[str, typer.Argument(metavar="MODEL", help="name of a model in models.yaml")],
+    revision: Annotated[
+        str, typer.Option(metavar="REVISION", help="revision of the model or its canary")
+    ],
     undo: Annotated[bool, typer.Option("--undo", help="serve it again")] = False,
 ) -> None:
     """Stop a revision: reject new requests, fail waiting ones, and never use its cached results.
@@ -49,7 +51,7 @@ def withdraw(
 
 
 def list_withdrawn(
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for a program")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for use by programs")] = False,
 ) -> None:
     """List the revisions that have been withdrawn."""
     import msgspec

@@ -73,7 +73,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         default="",
         help="packages that are not in constraints.txt, as 'name==version other==version'",
     )
-    parser.add_argument("--out", type=Path, help="write to this file, and create its folder")
+    parser.add_argument(
+        "--out", type=Path, help="write to this file, creating its folder if needed"
+    )
     options = parser.parse_args(argv)
     try:
         catalog = read_catalog(options.models_file)
@@ -86,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         options.out.parent.mkdir(parents=True, exist_ok=True)
         options.out.write_text(f"{line}\n", encoding="utf-8")
-        print(f"{options.out}: {line or 'no package'}")
+        print(f"{options.out}: {line or 'no packages'}")
     return 0
 
 

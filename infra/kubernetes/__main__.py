@@ -38,12 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m infra.kubernetes", description=__doc__)
-    parser.add_argument("--out", type=Path, required=True, help="folder of the overlay")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the overlay to")
     parser.add_argument(
         "--deployments",
         type=Path,
         required=True,
-        help="terraform output -json deployments, as a file",
+        help="file containing the output of `terraform output -json deployments`",
     )
     parser.add_argument("--region", required=True, help="name of the deployment to render")
     parser.add_argument("--image", required=True, help="the worker image, by digest or tag")
@@ -57,10 +57,12 @@ def _parser() -> argparse.ArgumentParser:
         "--buffer",
         type=int,
         default=1,
-        help="places kept warm per GPU class (default: %(default)s)",
+        help="slots kept warm per GPU class (default: %(default)s)",
     )
     parser.add_argument(
-        "--capacity-buffers", action="store_true", help="the cluster has CapacityBuffer"
+        "--capacity-buffers",
+        action="store_true",
+        help="the cluster supports CapacityBuffer objects",
     )
     return parser
 

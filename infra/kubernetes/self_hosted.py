@@ -416,7 +416,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m infra.kubernetes.self_hosted", description=(__doc__ or "").splitlines()[0]
     )
     parser.add_argument("--site", type=Path, required=True, help="see site.example.yaml")
-    parser.add_argument("--out", type=Path, required=True, help="folder of the overlay")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the overlay to")
     parser.add_argument(
         "--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)"
     )

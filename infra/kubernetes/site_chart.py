@@ -413,7 +413,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m infra.kubernetes.site_chart", description=(__doc__ or "").splitlines()[0]
     )
-    parser.add_argument("--out", type=Path, required=True, help="folder of the chart")
+    parser.add_argument("--out", type=Path, required=True, help="folder to write the chart to")
     parser.add_argument(
         "--models-file", type=Path, default=Path("models.yaml"), help="(default: %(default)s)"
     )

@@ -298,7 +298,7 @@ def _endpoints(settings: Settings) -> Iterator[Diagnosis]:
         tries["rows"] = _objects("PENSTOCK_ROWS_URL", settings.rows_url, "rows_url")
     api = read_settings(ApiSettings)
     if api.inbox_pool:
-        place = f"the pool of {api.inbox_pool} from {api.inbox_first}"
+        place = f"the pool of {api.inbox_pool} inboxes, starting at {api.inbox_first}"
         check = partial(check_inboxes, api, REACH_LIMIT_S - 1)
         tries["inboxes"] = ("PENSTOCK_INBOX_POOL", place, check)
     for service, (variable, place, reach) in tries.items():

@@ -98,8 +98,8 @@ async def _first_key(url: str, say: Callable[[str], None], *, may_show_key: bool
         if may_show_key:
             issued = await admin.create_key(FIRST_KEY)
             say(
-                f"the first key, for the tenant {FIRST_KEY.tenant}; "
-                "save it now, it will not be shown again:"
+                f"the first key, for the tenant {FIRST_KEY.tenant}. "
+                "Save it now; it will not be shown again:"
             )
             say(f"  {issued.key.text}")
         else:

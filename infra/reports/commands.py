@@ -20,10 +20,13 @@ if TYPE_CHECKING:
 
 LIST, ALL = "list", "all"
 GIB = 1024**3
-Tz = Annotated[str, typer.Option(metavar="ZONE", help="time zone of days, such as Europe/Berlin")]
+Tz = Annotated[
+    str, typer.Option(metavar="ZONE", help="time zone that defines days, such as Europe/Berlin")
+]
 Tenants = Annotated[list[str] | None, typer.Option("--tenant", help="only rows of this tenant")]
 Output = Annotated[
-    Path | None, typer.Option(metavar="PATH", help=("a file, or a folder for several"))
+    Path | None,
+    typer.Option(metavar="PATH", help=("output file, or a folder for multiple reports")),
 ]
 MostGib = Annotated[float, typer.Option(min=0.001, help="maximum GiB that a query may read")]
 
@@ -117,7 +120,7 @@ def invoice(
     for document in documents:
         _save(output / f"{document.number}.{format_}", formatted([document]))
     if not documents:
-        typer.echo("nothing was used in that month", err=True)
+        typer.echo("there was no usage in that month", err=True)
 
 
 def _list(*, as_json: bool) -> None:

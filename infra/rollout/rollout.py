@@ -233,7 +233,7 @@ class Rollout:
             service.give(
                 {candidate: percent, stable: 100 - percent}, candidate if percent < 100 else ""
             )
-            self._say(f"{region}: {candidate} has {percent} %")
+            self._say(f"{region}: {candidate} is at {percent}%")
             self._pause(self._watch_s)
             verdict = self._judge.verdict(region, candidate, began_s)
             self._say(f"{region}: {verdict}")

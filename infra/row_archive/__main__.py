@@ -45,7 +45,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="penstock row archive", description="Archive rows from the object store."
     )
     commands = parser.add_subparsers(dest="command")
-    restore = commands.add_parser("restore", help="load archived days that are missing in BigQuery")
+    restore = commands.add_parser(
+        "restore", help="load archived days that are missing from BigQuery"
+    )
     restore.add_argument("--from", dest="since", metavar="DAY", default="2000-01-01")
     restore.add_argument("--to", dest="until", metavar="DAY", default="9999-12-31")
     options = parser.parse_args(argv)

@@ -225,7 +225,8 @@ class RowArchive:
         ]
         if len(waiting) < len(objects):
             log.error(
-                "objects are too large for rows", extra={"count": len(objects) - len(waiting)}
+                "objects are too large to store as rows",
+                extra={"count": len(objects) - len(waiting)},
             )
         OLDEST.labels(self._table).set(_age_s(waiting[0].key) if waiting else 0.0)
         if (saved_pass := await self._find_unfinished()) is not None or not waiting:
@@ -317,7 +318,7 @@ class RowArchive:
 
     async def _reject(self, name: str, bad: Sequence[bytes]) -> None:
         key = f"rejected/{self._table}/{name}.jsonl"
-        log.error("lines are not rows", extra={"key": key, "lines": len(bad)})
+        log.error("some lines are not valid rows", extra={"key": key, "lines": len(bad)})
         REJECTED.labels(self._table).inc(len(bad))
         await self._objects.put(key, b"\n".join(bad), "application/jsonl")
 

@@ -204,7 +204,7 @@ class _Steps:
         """
         left_s = self._until_s - time.monotonic()
         if left_s <= 0:
-            raise Unavailable(f"{self._limit_s:g} s were over {when}")
+            raise Unavailable(f"the {self._limit_s:g} s time limit expired {when}")
         return min(left_s, QUERY_LIMIT_S)
 
 

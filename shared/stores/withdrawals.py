@@ -192,7 +192,7 @@ class LiveWithdrawals:
     def _note(self, failure: str) -> None:
         if failure and failure != self._failure:
             facts = {"reason": failure}
-            log.warning("withdrawn models not read; keeping the last known ones", extra=facts)
+            log.warning("could not read withdrawn models; keeping the last known ones", extra=facts)
         self._failure = failure
 
     async def _run(self) -> None:

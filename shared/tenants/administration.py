@@ -236,7 +236,7 @@ class Administration:
                 raise InUse("this key can't revoke itself; use a different key", field="id")
             if self._actor.startswith("key ") and _is_last_admin(document, key_id, now_s):
                 raise InUse(
-                    "this is the last key with the scope admin; create another one first",
+                    "this is the last key with the admin scope; create another one first",
                     field="id",
                 )
 

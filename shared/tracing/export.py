@@ -145,7 +145,9 @@ class OtlpTracer:
         closing.start()
         closing.join(CLOSE_LIMIT_S)
         if closing.is_alive():
-            log.warning("spans were left at the end", extra={"limit_s": CLOSE_LIMIT_S})
+            log.warning(
+                "some spans were not exported before shutdown", extra={"limit_s": CLOSE_LIMIT_S}
+            )
             self._exporter.shutdown()
 
 

@@ -404,7 +404,7 @@ class Spool:
                 file.write(lines)
         except OSError as error:
             log.error(
-                "rejected rows not kept",
+                "rejected rows could not be saved",
                 extra={"reason": str(error), "lines": lines.decode()[:65536]},
             )
 

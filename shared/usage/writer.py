@@ -225,21 +225,23 @@ class Journal:
         if self._is_disk_up:
             self._is_disk_up = False
             DISK_UP.set(0)
-            log.warning("disk does not accept rows; they wait in memory", extra={"reason": reason})
+            log.warning(
+                "can't write rows to disk; keeping them in memory", extra={"reason": reason}
+            )
 
     def _disk_worked(self) -> None:
         self._disk_pauses = backoff(FIRST_PAUSE_S, MAX_PAUSE_S)
         if not self._is_disk_up:
             self._is_disk_up = True
             DISK_UP.set(1)
-            log.info("disk accepts rows again", extra={"in_memory": len(self._unsaved)})
+            log.info("rows can be written to disk again", extra={"in_memory": len(self._unsaved)})
 
     def _lose(self, rows: int) -> None:
         LOST.inc(rows)
         if rows and not self._is_losing:
             self._is_losing = True
             log.error(
-                "rows are lost: disk and BigQuery both fail",
+                "rows were lost: writing to disk and to BigQuery both failed",
                 extra={"in_memory": len(self._unsaved)},
             )
 

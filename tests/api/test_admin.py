@@ -207,7 +207,7 @@ async def test_two_keys_that_end_each_other_at_once_leave_one(redis_url: str) ->
         await admins[0].start_directory(Document(keys=(*keys, stored("plain", "acme"))))
         await admins[0].revoke_key(keys[1].id)
         # Its instance has not yet learned that the key was revoked.
-        with pytest.raises(InUse, match="last key with the scope admin"):
+        with pytest.raises(InUse, match="last key with the admin scope"):
             await admins[1].revoke_key(keys[0].id)
         await admins[1].revoke_key(stored("plain", "acme").id)
 

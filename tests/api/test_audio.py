@@ -496,8 +496,8 @@ async def test_wrong_fields_of_speech_are_named(
 @pytest.mark.parametrize(
     ("api_name", "known", "reason"),
     [
-        ("speech", HEARS, "the class must have the input 'input'"),
-        ("transcription", SPEAKS, "the class must have the input 'file'"),
+        ("speech", HEARS, "the class must have an input named 'input'"),
+        ("transcription", SPEAKS, "the class must have an input named 'file'"),
         (
             "transcription",
             HEARS.model_copy(update={"streams": ""}),

@@ -257,7 +257,7 @@ async def test_a_keyed_error_is_replayed_in_the_same_shape(api: ApiUnderTest) ->
 
 
 def test_an_entry_whose_class_gives_no_pages_is_refused() -> None:
-    with pytest.raises(ValueError, match="the class must have the input 'document'"):
+    with pytest.raises(ValueError, match="the class must have an input named 'document'"):
         entry("mine", "ocr", SPEAKS)
     with pytest.raises(ValueError, match="its pages"):
         entry("mine", "ocr", READS.model_copy(update={"streams": ""}))

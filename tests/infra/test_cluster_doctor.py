@@ -237,7 +237,7 @@ def test_nothing_is_wrong(cluster: Cluster, project: str) -> None:
     assert done.exit_code == 0, done.output
     for line in (
         "ok    cluster      Kubernetes v1.35.2-gke.1, namespace penstock",
-        "ok    autoscaler   KEDA, and its metrics server responds",
+        "ok    autoscaler   KEDA is installed, and its metrics server responds",
         "ok    GPU nodes    2 of 3 nodes offer 5 nvidia.com/gpu",
         "ok    device plugin nvidia-gpu-device-plugin-small-cos: 2 of 2 pods are ready",
         "ok    pods         5 Running",

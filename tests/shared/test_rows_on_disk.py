@@ -141,7 +141,10 @@ async def test_disk_that_fails_makes_rows_safe_only_in_bigquery_until_it_works(
         rows.write(row(unused()))
         assert segments(spool_dir) >= 1
     said = [record.message for record in caplog.records if record.name == "shared.usage.writer"]
-    assert said == ["disk does not accept rows; they wait in memory", "disk accepts rows again"]
+    assert said == [
+        "can't write rows to disk; keeping them in memory",
+        "rows can be written to disk again",
+    ]
 
 
 async def test_rows_that_are_written_together_are_safe_together(

@@ -109,7 +109,7 @@ def _rates(
         try:
             rates[tokens] = time_batch(pool, choice, mix, tokens).tokens_per_s
         except OutOfMemory:
-            say(f"batches of {tokens:,} tokens: too little memory")
+            say(f"batches of {tokens:,} tokens: not enough memory")
             break
         say(f"batches of {tokens:,} tokens: {rates[tokens]:,.0f} tokens/s")
     return rates

@@ -80,7 +80,7 @@ class Forwarding:
             await forward(self._publisher, self._canary.public_name, pulled.message)
         except PenstockError as error:
             facts = {"request_id": pulled.envelope.request_id, "reason": error.message}
-            log.warning("job of a canary not forwarded", extra=facts)
+            log.warning("canary job not forwarded", extra=facts)
             self._registry.hand_back(pulled)
             return
         self._registry.ack(pulled)
@@ -242,7 +242,7 @@ class CanaryShare:
             try:
                 await forward(self._publisher, self._canary.public_name, message)
             except PenstockError as error:
-                log.warning("job of a canary not drained", extra={"reason": error.message})
+                log.warning("canary job not drained", extra={"reason": error.message})
                 subscription.nack(message)
             else:
                 metrics.CANARY_FORWARDED.labels("drained").inc()

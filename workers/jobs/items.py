@@ -484,7 +484,7 @@ class TokenOutput:
                 if self._held.get(queued) is held:  # otherwise the item has finished
                     self._append(queued, chunk)
         except Unavailable as error:  # the final reply includes what is missing
-            log.warning("file of a stream not stored", extra={"reason": error.message})
+            log.warning("stream file not stored", extra={"reason": error.message})
             held.clear()
         if self._held.get(queued) is held:
             del self._held[queued]

@@ -63,7 +63,7 @@ def make_variants(
     """
     names = choose_variants(entry, options)
     device, device_name = Device("auto", options.threads, 1.0).open()
-    say(f"drawing the reference images in fp32 on {device_name}")
+    say(f"generating the reference images in fp32 on {device_name}")
     original = _Studio(entry, folder, device, _plan("", entry))
     features = _VaeFeatures(original.text_to_image.vae)
     verdicts = []

@@ -221,7 +221,7 @@ class StepReporter(BatchSteps):
             drawn = self._previewer.preview(inside)
         except Exception:
             # The boundary with the model libraries: an optional preview never fails a batch.
-            log.warning("no preview could be drawn", exc_info=True)
+            log.warning("could not generate a preview", exc_info=True)
             self._preview_from_s = float("inf")
             return
         images = {
@@ -361,7 +361,7 @@ class StepPreviews:
             return self._model.image(slot)
         except Exception:
             # The boundary with the model libraries: an optional preview never fails an item.
-            log.warning("no preview could be drawn", exc_info=True)
+            log.warning("could not generate a preview", exc_info=True)
             self._preview_from_s = float("inf")
             return None
 

@@ -93,15 +93,18 @@ def _arguments() -> argparse.Namespace:
         action="append",
         type=Path,
         required=True,
-        help="its files; one per --model",
+        help="folder of the model's files; one per --model",
     )
     parser.add_argument(
-        "--memory-budget-bytes", type=int, default=0, help="for all models together; 0: unlimited"
+        "--memory-budget-bytes",
+        type=int,
+        default=0,
+        help="memory for all models together (0: unlimited)",
     )
     parser.add_argument(
         "--backend",
         action="append",
-        help="backend that computes it, as JSON; null or left out: torch",
+        help="backend to run it on, as JSON (default or null: torch)",
     )
     parser.add_argument(
         "--deny-inspection",

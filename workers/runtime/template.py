@@ -202,10 +202,11 @@ class Template:
             "load_s": round(loaded.load_s, 3),
             "memory_bytes": loaded.memory_bytes,
         }
-        log.info("template of model processes ready", extra=facts | {"models": loaded.models})
+        log.info("model process template is ready", extra=facts | {"models": loaded.models})
         if loaded.other_threads:
             log.warning(
-                "the template has threads, so each model process starts the program again",
+                "the template has threads, so each model process has to start the program from "
+                "scratch",
                 extra={"pid": process.pid, "threads": loaded.other_threads},
             )
         return running
@@ -215,7 +216,7 @@ class Template:
         await running.is_over.wait()
         await running.close(at_once=True)
         log.error(
-            "template of model processes ended",
+            "model process template exited",
             extra={"status": running.status, "pid": running.pid},
         )
         if running.forks:

@@ -20,8 +20,8 @@ from infra.current_user import current_user
 from shared.errors import ConfigurationError
 
 Done = TypeVar("Done")
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
-Name = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for use by programs")]
+Name = Annotated[str, typer.Argument(metavar="MODEL", help="name of a model in models.yaml")]
 
 canary = typer.Typer(help="Try new revisions on a fraction of the requests.", no_args_is_help=True)
 
@@ -149,7 +149,9 @@ def resume(name: Name) -> None:
         await canary_store.resume(_find(catalog, name))
 
     _run(act)
-    typer.echo(f"{name}: it gets its share again as soon as one of its workers is running")
+    typer.echo(
+        f"{name}: the canary will get its share again as soon as one of its workers is running"
+    )
 
 
 @canary.command("promote")

@@ -17,10 +17,10 @@ if TYPE_CHECKING:
     from infra.cli.dead_letters.letters import HeldLetters, Letter
 
 Done = TypeVar("Done")
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON, for a program")]
-Model = Annotated[str, typer.Argument(metavar="MODEL", help="the model in models.yaml")]
+AsJson = Annotated[bool, typer.Option("--json", help="print JSON for use by programs")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="name of a model in models.yaml")]
 Ids = Annotated[list[str] | None, typer.Argument(metavar="ID", help="IDs from `dead-letters list`")]
-All = Annotated[bool, typer.Option("--all", help="all dead letters, instead of IDs")]
+All = Annotated[bool, typer.Option("--all", help="all dead letters instead of specific IDs")]
 Most = Annotated[int, typer.Option("--limit", min=1, max=10_000, help="maximum number to read")]
 
 dead_letters = typer.Typer(
@@ -56,7 +56,7 @@ def show(
     model: Model,
     letter_id: Annotated[str, typer.Argument(metavar="ID")],
     data: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="file for the body of the message")
+        Path | None, typer.Option(metavar="FILE", help="file to write the message body to")
     ] = None,
     limit: Most = 100,
 ) -> None:
@@ -82,7 +82,11 @@ def replay(
     every: All = False,
     deadline: Annotated[
         float | None,
-        typer.Option(min=1, metavar="SECONDS", help="deadline from now; default: the longest"),
+        typer.Option(
+            min=1,
+            metavar="SECONDS",
+            help="new deadline, counted from now (default: the longest allowed)",
+        ),
     ] = None,
     limit: Most = 1000,
 ) -> None:

@@ -306,7 +306,7 @@ class QueueSubscription:
                 return
             except PenstockError as error:
                 log.warning(
-                    "message not handed back yet",
+                    "message not returned to the queue yet",
                     extra={"queue": self._queue, "reason": error.message},
                 )
                 if not self._is_stopped and not waits.channel.is_closed:

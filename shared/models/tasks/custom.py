@@ -607,7 +607,7 @@ def _check_inputs(api: ServedApi, interface: ModelInterface) -> None:
     known = API_INPUTS[api]
     first, required = next(iter(known)), interface.inputs.get("required", ())
     if first not in interface.properties:
-        raise ValueError(f"api: {api}: the class must have the input {first!r}")
+        raise ValueError(f"api: {api}: the class must have an input named {first!r}")
     if more := [name for name in required if name != first]:
         raise ValueError(
             f"api: {api}: the input {more[0]!r} must have a default because the endpoint "

@@ -2,7 +2,7 @@
 -- owner: operations
 -- audience: operators
 -- @availability FLOAT64 = 0.999: the share of requests that must not fail
--- @deadlines FLOAT64 = 0.99: the share of items that must be in time
+-- @deadlines FLOAT64 = 0.99: the share of items that must be on time
 -- plot: lines availability_percent by day, one color per scope
 -- plot: lines deadlines_burn by day, one color per scope
 -- column day: day in the time zone
@@ -14,7 +14,7 @@
 -- column availability_budget_left_percent: percentage of the error budget left, for the days of the range up to this one
 -- column items: items that count for deadlines: interactive, and delivered, late, or rejected for lack of capacity
 -- column bad_items: items that were late, or rejected for lack of capacity (a rejected request counts as one)
--- column deadlines_percent: percentage of counted items that were in time
+-- column deadlines_percent: percentage of counted items that were on time
 -- column deadlines_burn: burn rate of the error budget
 -- column deadlines_budget_left_percent: percentage of the error budget left, for the days of the range up to this one
 -- Decision 49 has the definitions. Rows do not record whether a caller set a custom deadline, so all interactive items

@@ -186,7 +186,7 @@ async def test_backfill_finds_anomalies_and_wakes_nobody(
 
 async def test_run_out_of_time_says_how_far_it_came(running: Running) -> None:
     running.limit_s = 0.0
-    with pytest.raises(Unavailable, match="0 s were over before 2026-10-29 was done"):
+    with pytest.raises(Unavailable, match="the 0 s time limit expired before 2026-10-29 was done"):
         await running.reports.run(running.days())
 
 

@@ -49,7 +49,7 @@ async def test_day_has_the_models_shares_and_tenants_that_are_named() -> None:
         ({"models": ("spell",)}, "model: spell requires custom inputs"),
         ({"models": ("mini=x",)}, "model must be NAME or NAME=SHARE, got 'mini=x'"),
         ({"models": ("mini=-1",)}, "model must be NAME or NAME=SHARE, got 'mini=-1'"),
-        ({"tenants": 5}, "tenants: 5 tenants need as many keys, but there are only 1"),
+        ({"tenants": 5}, "tenants: 5 tenants need 5 keys, but there are only 1"),
         ({"numbers": {"speed": 1.0}}, "set: a day has no 'speed'; available: zipf, "),
         ({"numbers": {"repeat_share": 2.0}}, "repeat_share must be from 0 to 1, got 2.0"),
         ({"numbers": {"swing": 1.5}}, "swing must be from 0 to 1, got 1.5"),

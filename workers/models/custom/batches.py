@@ -127,7 +127,7 @@ class ClassBatch:
         except PenstockError as error:
             self._has_failed = True
             facts = {"items": len(slots), "reason": error.message}
-            log.warning("batch of a class failed", extra=facts)
+            log.warning("custom class failed to process a batch", extra=facts)
             if len(slots) == 1:
                 self._results[slots[0]] = Failure.from_error(error)
                 return

@@ -290,7 +290,7 @@ class ClassProcess:
         if not self.unconfined:
             for reason in runner.unconfined or ():
                 facts = {"model": self._entry.name, "reason": reason}
-                log.warning("a class is not confined", extra=facts)
+                log.warning("a class is running unconfined", extra=facts)
         self.unconfined = runner.unconfined or ()
         self.is_ready = True
 
@@ -393,7 +393,7 @@ class ClassProcess:
         def on_done(task: asyncio.Task[None]) -> None:
             self._tasks.discard(task)
             if not task.cancelled() and (error := task.exception()) is not None:
-                log.error("a class could not be ended", exc_info=error)
+                log.error("a class could not be stopped", exc_info=error)
             self._on_change()
 
         task.add_done_callback(on_done)

@@ -151,7 +151,7 @@ class ClassClient:
         This is the boundary with the class's code. Nothing that the class's code does wrong may
         crash the worker here.
         """
-        log.error("a class could not be operated", exc_info=error)
+        log.error("a class could not be run", exc_info=error)
         await self._process.end("the worker failed to process its responses")
         return ModelProcessDied(f"communication with the class failed: {type(error).__name__}")
 

@@ -245,7 +245,7 @@ class ImageModel:
         for size in self._plan.batch_sizes if self._plan.is_compiled else (1,):
             if time.monotonic() - began_s > self._warmup_limit_s:
                 log.warning(
-                    "warm-up cut short; the next start finds more compiled",
+                    "warm-up cut short; the next start will find more already compiled",
                     extra={"batch_size": size},
                 )
                 break
@@ -294,8 +294,8 @@ class ImageModel:
         _ALONE[type(pipeline)] = changes
         if changes:
             log.warning(
-                "images are drawn one at a time, because the pipeline changes modules while "
-                "it draws",
+                "images are generated one at a time because the pipeline changes its modules "
+                "during generation",
                 extra={"pipeline": type(pipeline).__name__},
             )
 

@@ -341,7 +341,10 @@ def image_to_image_steps(steps: int, strength: float, *, rounds_up: bool = False
         )
     run = steps - int(max(steps - steps * strength, 0)) if rounds_up else int(steps * strength)
     if run < 1:
-        raise BadInput(f"strength {strength} leaves none of the {steps} steps", field="strength")
+        raise BadInput(
+            f"strength {strength} is too low: none of the {steps} steps would run",
+            field="strength",
+        )
     return run
 
 

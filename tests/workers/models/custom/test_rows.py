@@ -243,7 +243,7 @@ def test_a_worker_says_what_its_system_lacks(tmp_path: Path) -> None:
     if done.returncode == SKIPPED:
         pytest.skip(done.stdout.strip())
     assert done.returncode == 0, done.stderr
-    assert "a class is not confined" in done.stderr
+    assert "a class is running unconfined" in done.stderr
 
 
 def test_a_file_in_an_object_keeps_its_name(tmp_path: Path, start_class: StartClass) -> None:

@@ -39,31 +39,44 @@ def load(
     ] = None,
     trace: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="trace to send instead of a day, as CSV or JSONL"),
+        typer.Option(
+            metavar="FILE", help="trace to send instead of a simulated day (CSV or JSONL)"
+        ),
     ] = None,
     requests: Annotated[
-        int, typer.Option(min=0, help="requests per day (1,400,000), or the first N of a trace")
+        int,
+        typer.Option(
+            min=0,
+            help="requests in the simulated day (default: 1,400,000), or the first N of a trace",
+        ),
     ] = 0,
     speed: Annotated[
-        float, typer.Option(min=0.001, help="seconds of the day or trace per second")
+        float,
+        typer.Option(min=0.001, help="seconds of the simulated day or trace to send per second"),
     ] = 1.0,
     duration: Annotated[
         float, typer.Option(min=0, metavar="SECONDS", help="stop sending after this time")
     ] = 0.0,
     tenants: Annotated[
-        int, typer.Option(min=0, help="tenants of the day (default: 20, or all in --keys)")
+        int,
+        typer.Option(
+            min=0, help="number of tenants in the simulated day (default: 20, or all in --keys)"
+        ),
     ] = 0,
     model: Annotated[
         list[str] | None,
         typer.Option(
-            metavar="NAME[=SHARE]", help=("a model of the day (default: all served models)")
+            metavar="NAME[=SHARE]",
+            help=("a model to use in the simulated day (default: all served models)"),
         ),
     ] = None,
     seed: Annotated[int, typer.Option(min=0, help="the same seed produces the same requests")] = 0,
     changes: Annotated[
         list[str] | None,
         typer.Option(
-            "--set", metavar="NAME=NUMBER", help="a setting of the day, such as repeat_share=0.2"
+            "--set",
+            metavar="NAME=NUMBER",
+            help="a setting for the simulated day, such as repeat_share=0.2",
         ),
     ] = None,
     max_in_flight: Annotated[
@@ -88,7 +101,7 @@ def load(
     max_gib: Annotated[
         float, typer.Option(min=0.001, help=("maximum GiB that a query may read"))
     ] = 20.0,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for use by programs")] = False,
 ) -> None:
     """Send a day of requests, or a trace, and check the charges."""
     if check is not None:
@@ -224,7 +237,7 @@ def _show_comparison(comparison: Comparison) -> None:
             f"{difference.model}): {difference.facts}"
         )
     if len(comparison.differences) > SHOWN:
-        print(f"  and {len(comparison.differences) - SHOWN:,} more: --json has all")
+        print(f"  and {len(comparison.differences) - SHOWN:,} more; use --json to list them all")
 
 
 def _print_facts(facts: dict[str, str]) -> None:

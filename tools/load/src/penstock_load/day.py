@@ -104,7 +104,7 @@ class Day:
             )
         if self.requests < 1 or not self.tenants or not self.models:
             raise BadInput(
-                "requests: a day requires requests, tenants and models", field="requests"
+                "requests: a simulated day must have requests, tenants and models", field="requests"
             )
 
     def slots(self) -> Ints:

@@ -59,7 +59,7 @@ def plan_day(target: Target, options: DayOptions) -> LoadPlan:
         )
     if target.keys and options.tenants > len(target.keys):
         raise BadInput(
-            f"tenants: {options.tenants} tenants need as many keys, but there are only "
+            f"tenants: {options.tenants} tenants need {options.tenants} keys, but there are only "
             f"{len(target.keys)}",
             field="tenants",
         )

@@ -29,7 +29,7 @@ def monitoring(
         float, typer.Option(help="share of requests that must not fail")
     ] = DEFAULT_TARGETS["availability"],
     deadlines: Annotated[
-        float, typer.Option(help="share of items that must be in time")
+        float, typer.Option(help="share of items that must be on time")
     ] = DEFAULT_TARGETS["deadlines"],
     least_bad_events: Annotated[
         int, typer.Option(help="bad events in a window before an alert fires")

@@ -24,7 +24,8 @@ ProfilePath = Annotated[
 ]
 
 deploy = typer.Typer(
-    help="Plan a deployment: resources, quotas and costs, before any apply.", no_args_is_help=True
+    help="Plan a deployment (resources, quotas and costs) before you apply it.",
+    no_args_is_help=True,
 )
 
 
@@ -43,7 +44,10 @@ def plan(
     models: Annotated[Path, typer.Option(metavar="FILE", help="the catalog")] = Path("models.yaml"),
     rates: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="rates of all models; tools/planning/rates.example.yaml"),
+        typer.Option(
+            metavar="FILE",
+            help="file with the rates of all models; see tools/planning/rates.example.yaml",
+        ),
     ] = None,
     rate: Annotated[
         Words, typer.Option(metavar="MODEL=MEAN[:PEAK]", help="requests per second for a model")
@@ -54,30 +58,32 @@ def plan(
     ] = None,
     tfvars: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", help="variables of infra/terraform/platform, .tfvars.json"),
+        typer.Option(
+            metavar="FILE", help=".tfvars.json file with the variables for infra/terraform/platform"
+        ),
     ] = None,
     region: Annotated[
-        Words, typer.Option(metavar="REGION ...", help="instead of the variable `regions`")
+        Words, typer.Option(metavar="REGION ...", help="overrides the `regions` variable")
     ] = None,
     more_regions: Annotated[Words, typer.Argument(hidden=True, metavar="REGION")] = None,
     prices: Annotated[
         Path | None,
         typer.Option(
-            metavar="FILE", help="prices instead of the ones in infra/terraform/prices.yaml"
+            metavar="FILE", help="price file to use instead of infra/terraform/prices.yaml"
         ),
     ] = None,
     broker_round_trip: Annotated[
         float | None,
         typer.Option(
             metavar="SECONDS",
-            help="broker round-trip time; default: broker_round_trip_s in the rates, or 0.05, "
-            "which is within a region",
+            help="broker round-trip time (default: broker_round_trip_s in the rates, or 0.05, "
+            "the time within a region)",
         ),
     ] = None,
     profile: ProfilePath = None,
-    buffer: Annotated[int, typer.Option(help="warm places per GPU class")] = 1,
+    buffer: Annotated[int, typer.Option(help="warm slots per GPU class")] = 1,
     as_json: Annotated[
-        bool, typer.Option("--json", help="print every name and figure as JSON, for programs")
+        bool, typer.Option("--json", help="print every name and figure as JSON for use by programs")
     ] = False,
 ) -> None:
     """Plan GPUs, nodes, subscriptions, quotas, and monthly cost for the expected rates."""
@@ -141,13 +147,15 @@ def simulate(
     ] = None,
     changes: Annotated[
         list[str] | None,
-        typer.Option("--set", metavar="KEY=VALUE", help="change a field: cluster.node_start_s=0"),
+        typer.Option(
+            "--set", metavar="KEY=VALUE", help="override a field, such as cluster.node_start_s=0"
+        ),
     ] = None,
     profile: ProfilePath = None,
     page: Annotated[
         Path | None, typer.Option("--html", metavar="FILE", help="write a page with charts")
     ] = None,
-    as_json: Annotated[bool, typer.Option("--json", help="print JSON, for programs")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="print JSON for use by programs")] = False,
 ) -> None:
     """Simulate a deployment under load: GPUs, latency, and cost, with the deployed rules."""
     import json

@@ -65,8 +65,8 @@ def check_work(model: Model, load: ItemLoad, where: str) -> None:
     if work is None:
         if model.batch.max_work is not None and load.item_s is not None:
             raise ConfigurationError(
-                f"{field} is required: the result of the class's `work` for a typical input, by "
-                "which batch.max_work limits a batch",
+                f"{field} is required: the value that the class's `work` method returns for a "
+                "typical input; batch.max_work limits a batch by these values",
                 field=field,
             )
     elif max_work is None:

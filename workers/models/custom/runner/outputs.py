@@ -79,7 +79,7 @@ class OutputEncoder:
         except RecursionError as error:
             raise WrongOutput(f"{_name_place(at)}: must not contain itself") from error
         if self._output.streams == "text" and self._count > count:
-            raise WrongOutput(f"{_name_place(at)}: a file can't be part of text")
+            raise WrongOutput(f"{_name_place(at)}: a file can't be embedded in text")
         return plain
 
     def format_for_stream(self, piece: Any) -> Any:
