@@ -20,7 +20,8 @@ OURS = "PENSTOCK_"
 _REFERENCES = {
     "local": re.compile(r"local:(?P<path>[/~][^\0]+)"),
     "kubernetes": re.compile(
-        r"kubernetes:(?P<secret>[a-z0-9][a-z0-9.-]{0,251}[a-z0-9])/(?P<key>[A-Za-z0-9._-]{1,253})"
+        r"kubernetes:(?P<secret>[a-z0-9](?:[a-z0-9.-]{0,251}[a-z0-9])?)"
+        r"/(?P<key>[A-Za-z0-9._-]{1,253})"
     ),
     "google": re.compile(
         r"google:(?P<version>projects/(?P<project>[a-z0-9:.-]+)/secrets/(?P<secret>[A-Za-z0-9_-]+)"
@@ -49,8 +50,8 @@ class SecretReference(NamedTuple):
             ValueError: the text does not match any of the formats.
         """
         for kind, form in _REFERENCES.items():
-            if parts := form.fullmatch(text):
-                return cls(kind, parts.groupdict())
+            if match := form.fullmatch(text):
+                return cls(kind, match.groupdict())
         # The text is not repeated because it may be the secret itself.
         raise ValueError(
             "a secret must be a reference: local:/PATH, kubernetes:SECRET/KEY or "

@@ -187,6 +187,7 @@ def test_a_secret_that_is_missing_is_named(folder: Path, tmp_path: Path) -> None
         f"local:{tmp_path}/empty": "is empty",
         f"local:{tmp_path}/binary": "not valid UTF-8",
         "kubernetes:tokens/hub": "not available on this worker",
+        "kubernetes:a/key": "not available on this worker",
     }
     for place, reason in places.items():
         entry = entry_of(folder, secrets={"TOKEN": place})
